@@ -23,7 +23,7 @@ from stretto.models.forward import output_head, response_hidden, response_tokens
 from stretto.models.logits import token_logprobs
 from stretto.runtime.run import Run, start
 from stretto.schedules.rollout import Rollout, train_batch
-from stretto.workers.executor import ThreadExecutor
+from stretto.workers.threads import ThreadExecutor
 
 
 def worker(run: Run, role: str) -> Any:

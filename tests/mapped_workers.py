@@ -22,7 +22,7 @@ from stretto.models.pieces import Layout
 from stretto.models.tensor_parallel import Slices, cut_linears, plan_cuts
 from stretto.models.weights import fingerprint_of
 from stretto.runtime import learner, services
-from stretto.runtime.messages import Setting, probe_of
+from stretto.runtime.messages import RoleSetup, probe_of
 from stretto.training import sharded
 from stretto.training.sharded import Grid, Sharded
 from stretto.types import Prompt
@@ -65,13 +65,13 @@ class MappedRank:
     def served(self, config: Config, role: str) -> int:
         """Return bytes held when a role's service, as a run makes it, begins to divide a model."""
         before, seen = held_bytes(), list[int]()
-        setting = Setting(config, NO_OVERRIDES, 1, ["cpu"] * dist.get_world_size())
+        setup = RoleSetup(config, NO_OVERRIDES, 1, ["cpu"] * dist.get_world_size())
         probe = probe_of([Prompt(0, (1, 2, 3), "")])
         make: Callable[[], object] = {
-            "learner": lambda: learner.learner(setting, probe),
-            "generator": lambda: services.generator(setting, role, probe),
-            "reference": lambda: services.reference(setting),
-            "critic": lambda: services.critic(setting),
+            "learner": lambda: learner.learner(setup, probe),
+            "generator": lambda: services.generator(setup, role, probe),
+            "reference": lambda: services.reference(setup),
+            "critic": lambda: services.critic(setup),
         }[role]
 
         def look(*args: Any, **kwargs: Any) -> None:

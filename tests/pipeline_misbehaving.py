@@ -37,6 +37,9 @@ class Misbehaving:
     def threads(self) -> int:
         return torch.get_num_threads()
 
+    def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
+
     def take(self, what: object) -> None:
         """Something."""
 

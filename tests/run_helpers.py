@@ -22,8 +22,8 @@ from stretto.planner.measuring import Sizes
 from stretto.runtime.run import Run
 from stretto.schedules.rollout import Rollout, RolloutState
 from stretto.types import FinishReason, Prompt
-from stretto.workers.executor import ThreadExecutor
 from stretto.workers.forkserver import NAME
+from stretto.workers.threads import ThreadExecutor
 
 S = TypeVar("S", SftConfig, RewardModelConfig)
 

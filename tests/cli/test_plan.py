@@ -111,7 +111,7 @@ def test_train_takes_every_plan_that_is_not_on_paper(gpus: int) -> None:
         found = places(config, 8, gpus)
         assert sum(len(place.devices) for place in found) == gpus
         assert len({device for place in found for device in place.devices}) == gpus
-        learner = {seat.role.split()[0].partition(":")[0] for seat in found[0].seats}
+        learner = {role.role.split()[0].partition(":")[0] for role in found[0].roles}
         expected = {
             "all": {"learner", "generator", "model", "reference", "critic"},
             "learner": {"learner", "model", "reference", "critic"},

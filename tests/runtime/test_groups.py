@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from raising import raises
 from run_helpers import Killer, processes
 from stretto import runs
 from stretto.assembly.models import Overrides
@@ -35,6 +35,7 @@ from stretto.rollout.vllm import llm
 from stretto.runtime.kv_transfer import KVRouter
 from stretto.types import FinishReason, Prompt, Reply, Response, Score, TrainBatch, WeightsRef, Work
 from stretto.weights.channel import SharedChannel, fetched
+from stretto.workers.connection import NotConnectedError
 from stretto.workers.forkserver import NAME
 
 TIMES = ("timing_s/", "time_s", "perf/", "utilisation/", "idle_s/", "pipeline/")
@@ -367,7 +368,7 @@ class Stopper(NoProgress):
 def test_a_learner_that_dies_ends_the_run_with_the_cause(tiny_folder: Path, tmp_path: Path) -> None:
     config = settings(tiny_folder, runtime="local", steps=500)
     killer = Killer("learner")
-    with pytest.raises(RankError, match="the process of the learner was killed by SIGKILL"):
+    with raises(RankError, "rank-died", "learner", "SIGKILL"):
         trained(config, tmp_path, killer)
     assert not processes()
 
@@ -380,7 +381,7 @@ def test_roles_that_die_with_the_learner_end_the_run_with_the_cause(
     cluster = ClusterConfig(processes=(together,))
     config = settings(tiny_folder, runtime="local", steps=500)
     killer = Killer("learner+generator, rank 1")
-    with pytest.raises(RankError, match=r"rank 1 .*was killed by SIGKILL"):
+    with raises(RankError, "rank-died", "rank 1", "SIGKILL"):
         trained(config.model_copy(update={"cluster": cluster}), tmp_path, killer)
     assert not processes()
 
@@ -450,7 +451,7 @@ def test_without_restarts_the_first_death_ends_the_run_and_the_model_is_saved(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
     config = settings(tiny_folder, runtime="local", steps=500, cluster={"restarts": 0})
-    with pytest.raises(RankError, match="generator was lost: the process of the generator was kil"):
+    with raises(RankError, "rank-died", "generator", "SIGKILL"):
         trained(config, tmp_path, Killer("generator"))
     (run,) = tmp_path.glob("run-*")
     assert load_file(run / "model" / "model.safetensors")
@@ -459,36 +460,41 @@ def test_without_restarts_the_first_death_ends_the_run_and_the_model_is_saved(
 class Starting:
     """A process that has not started when the run ends."""
 
-    def __init__(self) -> None:
-        self.closed = threading.Event()
+    one_clock = True
 
-    def close(self) -> None:
-        self.closed.set()
+    def __init__(self) -> None:
+        self.connecting, self.killed = threading.Event(), threading.Event()
+
+    def connect(self, timeout_s: float) -> Any:
+        self.connecting.set()
+        assert self.killed.wait(60)
+        raise NotConnectedError(0)
+
+    def kill(self) -> None:
+        self.killed.set()
 
 
 class Refusing:
     """A launcher whose generator starts for ever, and whose reference is refused."""
 
-    gpus, host = 0, "127.0.0.1"
+    gpus, host, interface = 0, "127.0.0.1", ""
 
     def __init__(self) -> None:
-        self.begun = threading.Event()
         self.generator = Starting()
 
-    def devices(self, place: Any) -> Any:
-        return place.devices
+    def devices(self, process: Any) -> Any:
+        return process.devices
 
-    def prepare(self, places: Any, stack: Any) -> None:
+    def prepare(self, processes: Any, stack: Any) -> None:
         pass
 
-    def launch(self, place: Any, makes: Any, log: Any, check: Any, begun: Any) -> Any:
-        if place.name == "reference":
-            self.begun.wait(60)
-            raise ConfigError("no such reference")
-        if place.name == "generator":
-            begun(self.generator)
-            self.begun.set()
-        assert self.generator.closed.wait(60)
+    def launch(self, process: Any, specs: Any) -> Any:
+        if process.name == "generator":
+            return self.generator
+        if process.name == "reference":
+            self.generator.connecting.wait(60)
+            raise ConfigError("no such reference", "no-reference")
+        assert self.generator.killed.wait(60)
         raise RankError("ended")
 
 
@@ -496,26 +502,23 @@ def test_what_cannot_start_ends_what_is_starting(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launcher = Refusing()
-    monkeypatch.setattr("stretto.runtime.processes.launcher_of", lambda *_: launcher)
+    monkeypatch.setattr("stretto.runtime.processes.Launcher", lambda *_: launcher)
     config = settings(tiny_folder, runtime="local")
-    with pytest.raises(ConfigError, match="no such reference"):
+    with raises(ConfigError, "no-reference"):
         trained(config, tmp_path)
-    assert launcher.generator.closed.is_set()
+    assert launcher.generator.killed.is_set()
 
 
 def test_no_process_outlives_a_driver_that_is_killed(tiny_folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "stretto", "train", "tiny", "--runtime", "local"]
     command += ["--out", str(tmp_path), "--warmup-examples", "0", "--model.name", str(tiny_folder)]
-    driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    until_s = time.monotonic() + 120
-    while not list(tmp_path.glob("*/metrics.jsonl")):
-        assert driver.poll() is None
-        assert time.monotonic() < until_s
-        time.sleep(0.1)
-    started = psutil.Process(driver.pid).children(recursive=True)
-    assert sum(child.name() == NAME for child in started) == 4
-    driver.kill()
-    driver.wait()
+    command += ["--observe.progress", "plain"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as driver:
+        assert driver.stdout is not None
+        assert any(b"step 1/" in line for line in driver.stdout)  # at once, or the process ended
+        started = psutil.Process(driver.pid).children(recursive=True)
+        assert sum(child.name() == NAME for child in started) == 4
+        driver.kill()
     _, alive = psutil.wait_procs(started, timeout=15)
     assert not alive
 
@@ -535,7 +538,7 @@ def test_a_role_may_have_an_interpreter_of_its_own(tiny_folder: Path, tmp_path: 
         runtime="local",
         cluster={"processes": [{"roles": ["generator"], "python": str(tmp_path / "none")}]},
     )
-    with pytest.raises(ConfigError, match="is no program that can be run here"):
+    with raises(ConfigError, "no-such-interpreter", str(tmp_path / "none")):
         trained(missing, tmp_path / "missing")
 
 
@@ -545,7 +548,7 @@ def test_a_missing_engine_is_named_before_anything_starts(
     monkeypatch.setattr(llm, "installed", lambda: None)
     rollout = {"engine": "vllm", "batch": 4, "max_new_tokens": 6}
     config = settings(tiny_folder, runtime="local", rollout=rollout)
-    with pytest.raises(MissingExtraError, match=r"pip install -e '\.\[vllm\]'") as caught:
+    with raises(MissingExtraError, "missing-library", "vllm") as caught:
         trained(config, tmp_path)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     assert not processes()
@@ -554,7 +557,7 @@ def test_a_missing_engine_is_named_before_anything_starts(
 def test_an_error_of_a_role_is_raised_as_it_is(tiny_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def f(completions):\n    raise ValueError('no')\n")
     config = settings(tiny_folder, runtime="local", reward={"sources": (f"{tmp_path}/mine.py:f",)})
-    with pytest.raises(RewardError, match="ValueError: no"):
+    with raises(RewardError, "responses-without-reward", "ValueError: no"):
         trained(config, tmp_path / "runs")
 
 
@@ -562,14 +565,14 @@ def test_what_cannot_be_sent_to_processes_is_refused(tiny_folder: Path, tmp_path
     model = load_causal_lm(tiny_folder, torch.float32, torch.device("cpu"))
     model.unsendable = lambda: None
     config = settings(tiny_folder, runtime="local")
-    with pytest.raises(ConfigError, match="cannot be sent to other processes"):
+    with raises(ConfigError, "cannot-be-pickled"):
         trained(config, tmp_path, overrides=Overrides(actor=model))
 
 
 def test_what_processes_cannot_do_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     learner = {"processes": [{"roles": ["learner"], "fsdp": 2}]}
     config = settings(tiny_folder, runtime="local", pipeline={"ranks": 2}, cluster=learner)
-    with pytest.raises(ConfigError, match="trains through stages, and cluster"):
+    with raises(ConfigError, "stages-and-shards", "pipeline.ranks", "fsdp = 2"):
         trained(config, tmp_path)
 
 

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from stretto.clock import ManualClock
-from stretto.runtime.memory import EVERY_S, MemoryWatch
+from stretto.runtime.processes import MemoryWatch, ThreadPoolExecutor
 
 
-def until(found: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
-    until_s = time.monotonic() + 10
-    while not (metrics := found()) and time.monotonic() < until_s:
-        time.sleep(0.01)
-    return metrics
+def test_a_process_that_does_not_answer_holds_no_step_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, looks = threading.Event(), list[Future[Any]]()
+    submit = ThreadPoolExecutor.submit
 
-
-def test_a_process_that_does_not_answer_holds_no_step_up() -> None:
-    answers, looks = threading.Event(), list[int]()
+    def looked(self: ThreadPoolExecutor, *args: Any) -> Future[Any]:
+        looks.append(submit(self, *args))
+        return looks[-1]
 
     def used_bytes() -> list[int]:
         answers.wait(10)
-        looks.append(1)
         return [2 * 10**9, len(looks) * 10**9]
 
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", looked)
     groups: Any = [
         SimpleNamespace(name="learner", ranks=SimpleNamespace(used_bytes=used_bytes)),
         SimpleNamespace(name="gone", ranks=SimpleNamespace(used_bytes=lambda: [0])),
@@ -35,10 +34,13 @@ def test_a_process_that_does_not_answer_holds_no_step_up() -> None:
     watch = MemoryWatch(groups, clock)
     assert watch.metrics() == {}  # at once
     answers.set()
-    assert until(watch.metrics) == {"memory/learner_gb": 3.0}  # of all its ranks
+    looks[0].result(10)
+    assert watch.metrics() == {"memory/learner_gb": 3.0}  # of all its ranks
     assert watch.metrics() == {"memory/learner_gb": 3.0}
     assert len(looks) == 1
-    clock.advance(EVERY_S)
+    clock.advance(MemoryWatch.EVERY_S)
     watch.metrics()
-    assert until(lambda: {"": 1.0} if len(looks) > 1 else {})
+    assert len(looks) == 2
+    looks[1].result(10)
+    assert watch.metrics() == {"memory/learner_gb": 4.0}
     watch.close()

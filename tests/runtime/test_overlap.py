@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -292,7 +292,7 @@ def test_carried_rollouts_keep_their_versions(tiny_folder: Path, tmp_path: Path)
 def test_several_engines_share_the_work(
     preset: str, migrate: dict[str, Any], tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """Who decodes a rollout does not change its tokens.
+    """Which engine decodes a rollout does not change its tokens.
 
     Long responses of unlike lengths: on a busy machine one engine may be done with its own before
     the other has ended its first, and then nothing is left to move in that step.
@@ -322,18 +322,26 @@ def test_each_worker_has_threads_of_its_own() -> None:
     one, other = WorkerThread("one", 2), WorkerThread("other", 1)
     alone = WorkerThread("alone", 1, beside=[one], alone=3)
 
+    begun, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        assert release.wait(60)
+
     async def numbers() -> list[int]:
-        found = [await worker.run(torch.get_num_threads) for worker in (one, other, alone, one)]
-        while one.busy:  # it says so just after it has answered
-            await asyncio.sleep(0.001)
-        one.busy = True
-        return [*found, await alone.run(torch.get_num_threads)]
+        found = [await worker.run(torch.get_num_threads) for worker in (alone, one, other, one)]
+        held = asyncio.create_task(one.run(hold))
+        assert await asyncio.to_thread(begun.wait, 60)
+        found.append(await alone.run(torch.get_num_threads))
+        release.set()
+        await held
+        return found
 
     before = torch.get_num_threads()
     try:
-        assert asyncio.run(numbers()) == [2, 1, 3, 2, 1]
+        assert asyncio.run(numbers()) == [3, 2, 1, 2, 1]
     finally:
-        one.busy = False
+        release.set()
         for worker in (one, other, alone):
             worker.interrupt()
         torch.set_num_threads(before)
@@ -369,9 +377,8 @@ def test_a_signal_ends_a_run_promptly_and_leaves_it_whole(
     while "step 3/" not in process.stdout.readline():
         assert process.poll() is None, process.communicate()
     process.send_signal(number)
-    asked_s = time.monotonic()
-    out, err = process.communicate(timeout=60)
-    assert time.monotonic() - asked_s < 10
+    out, err = process.communicate(timeout=30)  # many thousand steps are left
+
     assert process.returncode == 128 + number, err
     assert err.endswith("stretto: interrupted\n")
     assert "the model is saved in runs/endless-001/model\n" in out

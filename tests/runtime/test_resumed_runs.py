@@ -81,7 +81,7 @@ def resumed_from_everywhere(
         if same:
             assert ended(again) == ended(whole)
             assert books(again) == books(whole)
-        else:  # who ends first may be another
+        else:  # another may end first
             assert books(again)["dispatched"] == books(whole)["dispatched"]
             assert len(books(again)["in_flight"]) == len(books(whole)["in_flight"])
         shutil.rmtree(again.path)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from raising import raises
 from run_helpers import Kill, Notes, assert_same_run, lines, run, settings, untimed, weights
 from scorer_helpers import reward_model
 from stretto import evaluation, runs, tasks
@@ -364,7 +365,7 @@ def test_a_function_may_apply_to_some_prompts_alone(
     sources = tuple(f"{functions}:{name}" for name in ("odd", "even", "never"))
     reward = {"sources": sources, "weights": (2.0, 3.0, 5.0), "missing_eos": "off"}
     task = {"kind": "dataset", "name": str(rows), "settings": {}}
-    with pytest.raises(RewardError, match=r"no reward source applies to rollout(.|\n)*say 6"):
+    with raises(RewardError, "responses-without-reward", "no reward source applies", "say 6"):
         run(settings(tiny_folder, task=task, reward=reward), tmp_path)
     reward["on_failure"] = "drop"
     run_dir, _ = run(settings(tiny_folder, task=task, reward=reward), tmp_path)
@@ -407,7 +408,7 @@ def test_a_failed_verdict_stops_the_run_or_is_left_out(
     tiny_folder: Path, functions: Path, tmp_path: Path
 ) -> None:
     sources = (f"{functions}:fails",)
-    with pytest.raises(RewardError, match="1 of 4 responses could not be scored"):
+    with raises(RewardError, "responses-without-reward", "1 of 4"):
         run(settings(tiny_folder, reward={"sources": sources}), tmp_path)
     notes = Notes()
     reward = {"sources": sources, "on_failure": "drop"}

@@ -489,7 +489,7 @@ async def _outcome(cluster: Cluster, cancel_s: float | None) -> Outcome:
             raise
     ledger = schedule.ledger
     events = [(s.role, s.name, s.start_s, s.end_s, s.attributes) for s in spans.records]
-    deaths = schedule._fleet.deaths
+    deaths = schedule.state_dict()["fleet"]["totals"][0]
     return Outcome(events, stats, ledger.state_dict(), ledger.in_flight, error, clock.now(), deaths)
 
 

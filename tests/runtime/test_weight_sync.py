@@ -5,18 +5,26 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from raising import raises
 from stretto.clock import RealClock
 from stretto.errors import EngineError, RankError, RoleLostError, TransferError
 from stretto.observe.spans import Spans
+from stretto.runtime.clients import generator_client
 from stretto.runtime.messages import Loaded, Offer
-from stretto.runtime.weight_sync import Step, Transfer, WeightSync, difference
+from stretto.runtime.weight_sync import (
+    TRIES,
+    Action,
+    WeightSync,
+    difference,
+    proved,
+    transfer_steps,
+)
 from stretto.types import FloatArray, Reply, WeightsRef
 from stretto.weights.broadcast import WeightReceiver, WeightSender
 from stretto.weights.transfer import Meeting, open_store
@@ -66,6 +74,9 @@ class FakeFollower:
         if self.fault == "stopped":
             raise RankError(f"no answer to '{method}' within {timeout_s:g} s")
         return [getattr(self.receiver, method)(*args)]
+
+    async def call(self, method: str, *args: Any) -> Reply[Any]:
+        raise AssertionError(f"weights go past the call of {method}")
 
     def ask(self, method: str, ref: WeightsRef) -> Reply[Loaded]:
         fault, self.fault = self.fault, "" if self.fault != "stopped" else self.fault
@@ -158,21 +169,20 @@ def test_one_that_raises_keeps_its_error_and_the_others_get_theirs(sync: WeightS
 
 def test_what_cannot_be_proved_is_refused(sync: WeightSync) -> None:
     got = outcomes(sync, one=FakeFollower("corrupts"))
-    assert isinstance(got["one"], EngineError)
-    assert "received other: what is between them changes data" in str(got["one"])
+    assert got["one"].code == "weights-changed-on-the-way"
     got = outcomes(sync, one=FakeFollower(probe=PROBE - np.float32(0.01)))
-    assert isinstance(got["one"], EngineError)
-    assert "differ by 0.01 nats" in str(got["one"])
+    assert got["one"].code == "probe-differs"
+    assert "0.01 nats" in str(got["one"])
 
 
 def test_a_learner_that_is_gone_is_nobody_else_s_fault(
     sync: WeightSync, learner: FakeLearner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gone(method: str, *args: Any, timeout_s: float) -> Any:
-        raise RankError("the process of the learner was killed by SIGKILL")
+        raise RankError("the process of the learner was killed by SIGKILL", code="killed")
 
     monkeypatch.setattr(learner, "aside_on_all", gone)
-    with pytest.raises(RankError, match="of the learner was killed") as died:
+    with raises(RankError, "killed") as died:
         outcomes(sync, one=FakeFollower())
     assert not isinstance(died.value, RoleLostError)
 
@@ -189,18 +199,27 @@ def test_at_the_start_every_error_is_raised(sync: WeightSync) -> None:
 # -- those that wait for it ----------------------------------------------------------------------
 
 
-def test_all_that_were_begun_for_get_the_weights_of_one_transfer(
+def clients(sync: WeightSync, followers: Mapping[str, FakeFollower]) -> list[Any]:
+    """The roles of a schedule that these followers stand behind."""
+    spans = Spans(RealClock())
+    made: list[Any] = []
+    for name, follower in followers.items():
+        executor: Any = follower
+        load = sync.follow(name, executor, "actor")
+        made.append(generator_client(name, executor, spans, {"load": load}))
+    return made
+
+
+def test_all_that_are_asked_for_get_the_weights_of_one_transfer(
     sync: WeightSync, learner: FakeLearner
 ) -> None:
     followers = {name: FakeFollower() for name in ("one", "two", "three")}
-    loads = {name: sync.follow(name, f, "actor") for name, f in followers.items()}  # type: ignore[arg-type]
-    roles: Any = [SimpleNamespace(member=name) for name in ("one", "two")]
+    *two, third = clients(sync, followers)
 
     async def body() -> None:
-        sync.begin({"actor": REF}, roles)
-        await asyncio.gather(*(loads[role.member](REF) for role in roles))
+        await asyncio.gather(*(wait() for wait in sync.begin(REF, two)))
         assert learner.sends == 1
-        await loads["three"](REF)  # one for which nothing was begun gets them by itself
+        await third.load(REF)  # one for which nothing was begun gets them by itself
 
     asyncio.run(body())
     assert learner.sends == 2
@@ -211,12 +230,10 @@ def test_one_that_stops_waiting_leaves_the_others_theirs(sync: WeightSync) -> No
     """The first of three is cancelled while weights move; the other two get them."""
     followers = {name: FakeFollower() for name in ("one", "two", "three")}
     followers["one"].fault = "waits"
-    loads = {name: sync.follow(name, f, "actor") for name, f in followers.items()}  # type: ignore[arg-type]
-    roles: Any = [SimpleNamespace(member=name) for name in followers]
+    roles = clients(sync, followers)
 
     async def body() -> None:
-        sync.begin({"actor": REF}, roles)
-        asked = [asyncio.create_task(load(REF)) for load in loads.values()]
+        asked = [asyncio.ensure_future(wait()) for wait in sync.begin(REF, roles)]
         await asyncio.to_thread(followers["one"].asked.wait)
         asked[0].cancel()
         followers["one"].released.set()
@@ -235,13 +252,11 @@ def test_a_lost_learner_is_told_to_all_that_wait(
         raise RankError("the process of the learner was killed by SIGKILL")
 
     monkeypatch.setattr(learner, "aside_on_all", gone)
-    names = ("one", "two", "three")
-    loads = [sync.follow(name, FakeFollower(), "actor") for name in names]  # type: ignore[arg-type]
-    roles: Any = [SimpleNamespace(member=name) for name in names]
+    roles = clients(sync, {name: FakeFollower() for name in ("one", "two", "three")})
 
     async def body() -> list[Any]:
-        sync.begin({"actor": REF}, roles)
-        return await asyncio.gather(*(load(REF) for load in loads), return_exceptions=True)
+        waits = sync.begin(REF, roles)
+        return await asyncio.gather(*(wait() for wait in waits), return_exceptions=True)
 
     errors = asyncio.run(body())
     assert [str(e) for e in errors] == ["the process of the learner was killed by SIGKILL"] * 3
@@ -249,47 +264,54 @@ def test_a_lost_learner_is_told_to_all_that_wait(
 
 # -- the state machine ---------------------------------------------------------------------------
 
+ARRIVED = Reply(Loaded("m"))
+OFFERS = [Offer("plan", 1, None)]
+
+
+def followed(names: list[str], answers: list[Any]) -> tuple[Action | None, Any]:
+    """Play a transfer with these answers; the next action and its followers, or the outcomes.
+
+    A sending is answered by one outcome for each follower.
+    """
+    steps = transfer_steps(REF, names, 1e-3)
+    action, asked, told = *next(steps), list(answers)
+    try:
+        while True:
+            if action is Action.OFFER:
+                action, asked = steps.send(OFFERS)
+                continue
+            wanted = len(asked) if action is Action.SEND else 1
+            if len(told) < wanted:
+                return action, asked
+            given, told = told[:wanted], told[wanted:]
+            answer = ("m", dict(zip(asked, given, strict=True)))
+            action, asked = steps.send(answer if action is Action.SEND else given[0])
+    except StopIteration as end:
+        return None, end.value
+
 
 def test_no_order_of_failures_leaves_a_follower_without_an_outcome() -> None:
     """All of them, for up to three followers and two tries; each answer is one of these."""
-    arrived, missed, died = Reply(Loaded("m")), TransferError("broken"), RoleLostError("x", "dead")
-    answers: dict[Step, list[Any]] = {
-        Step.ANNOUNCE: [None, RankError("gone")],
-        Step.MOVE: [arrived, missed, died],
-        Step.ABORT: [None, RankError("hangs")],
+    missed, died = TransferError("broken"), RoleLostError("x", "dead")
+    may_be: dict[Action, list[Any]] = {
+        Action.ANNOUNCE: [None, RankError("gone")],
+        Action.SEND: [ARRIVED, missed, died],
+        Action.ABORT: [None, RankError("hangs")],
     }
     ends = 0
 
-    def follow(names: list[str], said: list[Any]) -> None:
-        """Replay what was said, then try all that may be said next."""
+    def follow(names: list[str], answers: list[Any]) -> None:
+        """Try all that may be answered next."""
         nonlocal ends
-        transfer, told, moving = Transfer(list(names)), list(said), list[Any]()
-        while transfer.step is not Step.DONE:
-            assert len(transfer.waiting) == len(set(transfer.waiting))
-            assert set(transfer.queue) <= set(transfer.waiting)
-            if transfer.step is Step.OFFER:
-                transfer.offered()
-                continue
-            if not told:
-                for answer in answers[transfer.step]:
-                    follow(names, [*said, answer])
-                return
-            answer = told.pop(0)
-            match transfer.step:
-                case Step.ANNOUNCE:
-                    transfer.announced(answer)
-                case Step.ABORT:
-                    transfer.aborted(answer)
-                case Step.MOVE:
-                    moving.append(answer)
-                    if len(moving) == len(transfer.waiting):
-                        transfer.moved(dict(zip(transfer.waiting, moving, strict=True)))
-                        moving = []
-        ends += 1
-        assert transfer.outcomes.keys() == set(names)
-        assert 1 <= transfer.tried <= 2
-        for name, outcome in transfer.outcomes.items():
-            assert not isinstance(outcome, TransferError) or transfer.tried == 2, name
+        action, found = followed(names, answers)
+        if action is None:
+            ends += 1
+            assert found.keys() == set(names)
+            return
+        assert len(found) == len(set(found)) > 0
+        assert set(found) <= set(names)
+        for answer in may_be[action]:
+            follow(names, [*answers, answer])
 
     for count in (1, 2, 3):
         follow([f"follower {i}" for i in range(count)], [])
@@ -297,24 +319,41 @@ def test_no_order_of_failures_leaves_a_follower_without_an_outcome() -> None:
 
 
 def test_only_those_that_have_nothing_try_again() -> None:
-    arrived = Reply(Loaded("m"))
-    transfer = Transfer(["one", "two", "three"])
-    transfer.offered()
-    for _ in range(3):
-        transfer.announced()
-    transfer.moved({"one": arrived, "two": TransferError("x"), "three": TransferError("x")})
-    assert (transfer.step, transfer.queue) == (Step.ABORT, ["two", "three"])
-    transfer.aborted()
-    transfer.aborted(RankError("no answer"))
-    assert (transfer.step, transfer.waiting) == (Step.OFFER, ["two"])
-    transfer.offered()
-    transfer.announced()
-    transfer.moved({"two": arrived})
-    assert transfer.step is Step.DONE
-    assert isinstance(transfer.outcomes["three"], RoleLostError)
-    assert "three hangs in a hand-over: no answer" in str(transfer.outcomes["three"])
-    with pytest.raises(AssertionError, match="whose next step is done was told of move"):
-        transfer.moved({})
+    names, missed = ["one", "two", "three"], TransferError("x")
+    told: list[Any] = [None, None, None, ARRIVED, missed, missed]
+    assert followed(names, told[:3]) == (Action.SEND, ("one", "two", "three"))
+    assert followed(names, told) == (Action.ABORT, ("two",))
+    told += [None, RankError("no answer")]
+    assert followed(names, told) == (Action.ANNOUNCE, ("two",))
+    assert followed(names, [*told, None]) == (Action.SEND, ("two",))
+    action, outcomes = followed(names, [*told, None, ARRIVED])
+    assert (action, outcomes["one"], outcomes["two"]) == (None, ARRIVED, ARRIVED)
+    assert outcomes["three"].code == "hangs-in-weight-sync"
+    assert "no answer" in str(outcomes["three"])
+
+
+def test_after_the_last_try_what_is_missing_is_an_error() -> None:
+    told: list[Any] = [None, TransferError("x"), None] * TRIES
+    action, outcomes = followed(["one"], told)
+    assert action is None
+    assert isinstance(outcomes["one"], TransferError)
+
+
+def test_a_follower_proves_what_it_has() -> None:
+    """Marks of what was sent and received, and log-probs of the probe."""
+    offer, other = Offer("plan", 1, PROBE), PROBE + np.float32(0.01)
+    reply, error = Reply(Loaded("m", PROBE)), ValueError("x")
+    assert proved("one", reply, REF, offer, "m", 1e-3) is reply
+    assert proved("one", error, REF, offer, "m", 1e-3) is error
+    for loaded, tolerance, code in (
+        (Loaded("n", PROBE), 1e-3, "weights-changed-on-the-way"),
+        (Loaded("m", other), 1e-3, "probe-differs"),
+        (Loaded("m", PROBE * np.float32("nan")), 1e-3, "probe-differs"),
+        (Loaded("m", other), 0.1, None),
+        (Loaded("m"), 1e-3, None),
+    ):
+        outcome = proved("one", Reply(loaded), REF, offer, "m", tolerance)
+        assert getattr(outcome, "code", None) == code
 
 
 def test_the_difference_is_a_root_mean_square() -> None:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from raising import raises
 from stretto.errors import RewardError
 from stretto.finite import is_finite
-from stretto.schedules.filtering import reasons_to_reject
-from stretto.schedules.rollout import Rollout, total_reward, train_batch
+from stretto.schedules.rollout import Rollout, reasons_to_reject, total_reward, train_batch
 from stretto.training.collate import collate, describe
 from stretto.types import FinishReason, Prompt, Score
 
@@ -54,10 +54,9 @@ def test_a_rollout_that_no_source_applies_to_has_failed() -> None:
     pair = [*batch, scored(3, {"a": 1.0}, prompt=6)]
     reasons = reasons_to_reject(pair, drop_failures=True, group_at_least=2)
     assert reasons == {0: unscored, 1: "group too small"}
-    with pytest.raises(RewardError, match="no reward source applies to rollout 0: a, b") as raised:
+    facts = unscored, "rollout 0: a, b", "1 of 3 responses", "'question 5'"
+    with raises(RewardError, "responses-without-reward", *facts):
         reasons_to_reject(batch, drop_failures=False, group_at_least=1)
-    assert "1 of 3 responses" in str(raised.value)
-    assert "prompt: 'question 5'" in str(raised.value)
     batch[0].scores["reference"] = Score(0, "reference", "logprobs", np.zeros(1, np.float32))
     assert 0 in reasons_to_reject(batch, drop_failures=True, group_at_least=1)
 
@@ -75,7 +74,8 @@ def test_a_sum_that_is_not_finite_as_float32_is_a_failure(reward: float) -> None
     batch = [scored(0, {"a": reward, "b": 1.0}), scored(1, {"a": 1.0, "b": 1.0})]
     reasons = reasons_to_reject(batch, drop_failures=True, group_at_least=1, weights=weights)
     assert reasons == {0: "reward not finite"}
-    with pytest.raises(RewardError, match=r"reward of rollout 0 is .*: 1.5 x .* \(a\) \+ 1 x 1.0"):
+    terms = f"1.5 x {float(np.float32(reward))} (a) + 1 x 1.0 (b)"
+    with raises(RewardError, "responses-without-reward", "rollout 0", terms):
         reasons_to_reject(batch, drop_failures=False, group_at_least=1, weights=weights)
 
 

@@ -1,4 +1,4 @@
-"""Migration: which generators take the stragglers, who moves, and when it pays. No torch."""
+"""Migration: which generators take the stragglers, which move, and when it pays. No torch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raising import raises
 from stretto.errors import ConfigError
 from stretto.schedules.controller import DecodeSample, Feedback
 from stretto.schedules.migration import (
     AutoMigration,
     FixedMigration,
     MigrationLimits,
-    Move,
+    RolloutMove,
     destinations,
     plan,
 )
@@ -33,7 +34,7 @@ def limits_of(
     return MigrationLimits(engines, best_batch, cache_tokens, longest_tokens, prefill, transfer)
 
 
-# -- who moves, and where to ---------------------------------------------------------------------
+# -- what moves, and where to --------------------------------------------------------------------
 
 
 def test_destinations_by_hand() -> None:
@@ -54,9 +55,9 @@ def test_a_plan_by_hand() -> None:
         [(7, 80), (8, 60)],
     ]
     # 8 rollouts, 4 a generator: generators 0 (of equals the first) and 2 take them. The longest
-    # move first, each to whoever has fewer.
+    # move first, each to the one with fewer.
     made = plan(remaining, limits_of(best_batch=4))
-    assert made.moves == [Move(3, 1, 0, True), Move(7, 3, 0, True), Move(8, 3, 2, True)]
+    assert made.moves == [RolloutMove(*m, True) for m in ((3, 1, 0), (7, 3, 0), (8, 3, 2))]
     assert made.freed == [1, 3]
     one = plan(remaining, limits_of())
     assert {m.rollout_id: m.destination for m in one.moves} == dict.fromkeys([1, 2, 3, 7, 8], 2)
@@ -66,7 +67,7 @@ def test_a_plan_by_hand() -> None:
 def test_an_overfull_destination_gives_its_shortest_away() -> None:
     remaining = [[(1, 10), (2, 30), (3, 20)], [(4, 5)], []]
     made = plan(remaining, limits_of(engines=3, best_batch=2))
-    assert made.moves == [Move(1, 0, 1, True)]
+    assert made.moves == [RolloutMove(1, 0, 1, True)]
     assert made.freed == [2]
 
 
@@ -120,13 +121,13 @@ def test_plans_keep_to_both_limits(
 
 
 def test_limits_that_cannot_be() -> None:
-    with pytest.raises(ConfigError, match="best_batch is above 0; got 0"):
+    with raises(ConfigError, "not-positive", "best_batch", 0):
         limits_of(best_batch=0)
-    with pytest.raises(ConfigError, match="cache of 500 tokens does not hold one rollout of 1000"):
+    with raises(ConfigError, "cache-too-small", 500, 1000):
         limits_of(cache_tokens=500)
-    with pytest.raises(ConfigError, match=r"from 0 to 1; got 1\.5"):
+    with raises(ConfigError, "not-a-share", 1.5):
         FixedMigration(limits_of(), 10, 1.5)
-    with pytest.raises(ConfigError, match="score_tokens_per_s and prompt_tokens at least 0"):
+    with raises(ConfigError, "number-too-small", "score_tokens_per_s", -1.0):
         AutoMigration(limits_of(), 10, -1.0)
 
 
@@ -170,9 +171,9 @@ def simulate(
     """Seconds until a batch is generated and scored: the process itself, decode step by step.
 
     Each generator decodes what it holds, a token a step; the first of ``lengths`` have ``so_far``
-    already, and the batch is whoever ends first. At the threshold the stragglers gather on as few
+    already; the first to end make the batch. At the threshold the stragglers gather on as few
     generators as may be; both ends of a move stand still meanwhile. A generator that holds nothing,
-    and after the batch everyone, scores whole responses, one at a time, the first finished first.
+    and after the batch each, scores whole responses, one at a time, the first finished first.
     """
     done = [*so_far, *[0] * (len(lengths) - len(so_far))]
     left = [int(n) - d for n, d in zip(lengths, done, strict=True)]

@@ -78,7 +78,7 @@ def resumed(setting: Setting) -> int:
             assert reward == (None if id_ in setting.fails else id_ + 0.5)
         if setting.timeless:
             assert again == replace(whole, steps=whole.steps[i:])
-        else:  # who ends first may be another
+        else:  # another may end first
             assert again.ledger["dispatched"] == whole.ledger["dispatched"]
             assert len(again.ledger["in_flight"]) == len(whole.ledger["in_flight"])
     return len(checkpoints) - 1

@@ -1,4 +1,4 @@
-"""Schedules that stand still: the error says at once who waits for what. No torch."""
+"""Schedules that stand still: the error says at once which part waits for what. No torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 import stretto.schedules
+from raising import raises
 from schedule_helpers import Setting, schedule_of
 from stretto.config.schedule import Settings
 from stretto.errors import StalledError
 from stretto.runtime.sim import loop
 from stretto.schedules.schedule import Schedule
-from stretto.schedules.scoring import Feed
+from stretto.schedules.scoring import ReplicaQueue
 from stretto.testing import World
 
 PLAIN = Settings(4, 1, 100, 1)
@@ -53,7 +54,7 @@ def stall(
         async with schedule_of(setting, World(SHORT)) as schedule:
             await work(schedule)
 
-    with pytest.raises(StalledError, match="nothing is under way, and nothing can begin") as caught:
+    with raises(StalledError, "all-parts-wait") as caught:
         run(main())
     _, *lines, last = str(caught.value).splitlines()
     assert last.startswith("This is a fault of the schedule, and of no role; please report it")
@@ -72,7 +73,7 @@ FOUR = "4 rollout(s): 0, 1, 2, 3"
 def test_scorers_whose_devices_are_never_free(
     run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Feed, "free", property(lambda feed: feed.host is None))
+    monkeypatch.setattr(ReplicaQueue, "free", property(lambda queue: queue.host is None))
     setting = Setting(PLAIN, engines=2, hosted=True, critic=False)
     to_be = "beside which it sits, to have nothing left to decode"
     assert stall(run, setting) == (
@@ -123,7 +124,7 @@ def test_weights_that_never_come(run: Callable[..., None]) -> None:
     assert lines == {training(begun=0), weights, "scoring waits for a round", *SCORERS}
 
 
-def test_a_lock_that_whoever_takes_the_step_holds(run: Callable[..., None]) -> None:
+def test_a_lock_that_the_caller_of_the_step_holds(run: Callable[..., None]) -> None:
     async def work(schedule: Schedule) -> None:
         async with schedule.weights_lock:
             await schedule.step()
@@ -137,7 +138,7 @@ def test_responses_that_never_arrive(run: Callable[..., None]) -> None:
     """Generator 1 has nothing, and is told that a response is on its way."""
 
     async def work(schedule: Schedule) -> None:
-        schedule._pool._inbound[1] += 1
+        schedule._pool._engines[1].inbound += 1
         await schedule.step()
 
     lines, _ = stall(run, Setting(Settings(1, 1, 100, 1), engines=2, critic=False), work)

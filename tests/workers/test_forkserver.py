@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from raising import raises
 from stretto.errors import RankError
 from stretto.workers.forkserver import NAME, SERVER, UNKNOWN, ForkedProcesses, ForkServer
 from stretto.workers.ranks import Ranks
@@ -59,12 +60,12 @@ def test_exit_codes_are_told_and_told_again() -> None:
     assert process.poll() is None
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait(timeout=5.0) == process.poll() == -signal.SIGKILL
-    with pytest.raises(RankError, match="was killed by SIGKILL"):
+    with raises(RankError, "rank-died", "SIGKILL"):
         ranks.call("look")
 
 
 def test_a_server_that_died_is_replaced_and_its_children_live_on() -> None:
-    server = ForkServer()
+    server = ForkServer(preloaded=())
     server.start()
     ranks = Ranks(1, Looking, ())  # of the common server
     first = server._process
@@ -87,13 +88,14 @@ def test_a_forked_process_starts_a_server_of_its_own(tmp_path: Path) -> None:
         textwrap.dedent(
             """
             import os, sys
-            from stretto.workers.forkserver import SERVER
-            SERVER.start()
-            mine = SERVER._process.pid
+            from stretto.workers.forkserver import ForkServer
+            server = ForkServer(preloaded=())
+            server.start()
+            mine = server._process.pid
             pid = os.fork()
             if not pid:
-                SERVER.start()
-                os._exit(0 if SERVER._process.pid != mine else 1)
+                server.start()
+                os._exit(0 if server._process.pid != mine else 1)
             sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
             """
         )
@@ -105,7 +107,10 @@ def test_a_forked_process_starts_a_server_of_its_own(tmp_path: Path) -> None:
 
 
 def test_the_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
-    script = "from stretto.workers.forkserver import SERVER as s; s.start(); print(s._process.pid)"
+    script = (
+        "from stretto.workers.forkserver import ForkServer; server = ForkServer(preloaded=()); "
+        "server.start(); print(server._process.pid)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
     )

@@ -22,7 +22,7 @@ from stretto.models.info import described, measure
 from stretto.models.shapes import Shape
 from stretto.planner.layout import Mesh
 from stretto.planner.memory import CACHE, PHASES, PUBLISHED, STATE, DeviceMemory, trained_bytes
-from stretto.runtime.placement import PROCESS_BYTES, Place, places, published
+from stretto.runtime.placement import PROCESS_BYTES, ProcessPlacement, places, published
 from stretto.saying import format_count, format_size
 
 ROLES = ("actor", "critic", "reference", "reward")
@@ -192,7 +192,7 @@ def _valued(name: str) -> Shape | None:
 
 def loads(
     config: Config,
-    found: Sequence[Place],
+    found: Sequence[ProcessPlacement],
     shapes: Mapping[str, Shape],
     width: int,
     adapters: int | None = None,
@@ -212,13 +212,17 @@ def loads(
 
 
 def _put_roles(
-    holds: DeviceMemory, config: Config, place: Place, shapes: Mapping[str, Shape], versions: int
+    holds: DeviceMemory,
+    config: Config,
+    place: ProcessPlacement,
+    shapes: Mapping[str, Shape],
+    versions: int,
 ) -> None:
     process = config.cluster.process_of(LEARNER)
     mesh, rests = Mesh(process.fsdp, process.tp), place.offload and place.device != "cpu"
     tokens = token_budget(config.training.microbatch_tokens, place.device)
     at_once = config.schedule.knobs.overlaps(config.rollout.engines)
-    for seat in place.seats:
+    for seat in place.roles:
         if seat.role == LEARNER:
             trained = ("actor", "critic") if config.algorithm.definition.critic else ("actor",)
             models = [shapes[role] for role in trained if role in shapes]
@@ -283,7 +287,7 @@ def capacity(device: str) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
-def planned(config: Config, found: Sequence[Place], width: int) -> list[Load]:
+def planned(config: Config, found: Sequence[ProcessPlacement], width: int) -> list[Load]:
     """Return the memory of each device; nothing for unknown models, or on other machines."""
     if config.cluster.address:
         return []

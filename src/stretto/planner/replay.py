@@ -235,7 +235,7 @@ def _in_processes(
         keys = [place.name] if place.device == "cpu" else place.devices
         used = tuple(devices.setdefault(key, len(devices)) for key in keys)
         threads = (place.threads or cores) * len(place.devices)
-        for seat in place.seats:
+        for seat in place.roles:
             role = short_name(seat.scorer) or (LEARNER if seat.role == LEARNER else "generator")
             roles[role].append(RoleDevices(used, threads, seat.host))
     for role in models:

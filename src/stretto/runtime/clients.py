@@ -8,45 +8,34 @@ from functools import partial
 from typing import Any, cast
 
 from stretto.observe.spans import SWAPS
-from stretto.protocols import (
-    Generator,
-    Learner,
-    RemoteMethod,
-    Scorer,
-    Tracer,
-    remote_methods,
-)
+from stretto.protocols import Generator, Learner, Scorer, Tracer, remote_methods
 from stretto.types import Reply, ScorerInfo, short_name
-from stretto.workers.executor import Executor
+from stretto.workers.threads import Executor
 
 Ways = Mapping[str, Callable[..., Awaitable[Reply[Any]]]]
 """What is called in place of the executor, by the method's name."""
 
 
 class Client:
-    """A role with the methods of its protocol, which asks a service and traces its work.
-
-    Args:
-        member: name that is unique in a run.
-        role: name in traces.
-        ways: methods that go another way than through the executor.
-    """
+    """A role, a member with a unique name, which asks a service and traces its work."""
 
     def __init__(
         self, protocol: type, member: str, role: str, executor: Executor, tracer: Tracer, ways: Ways
     ) -> None:
         self.member, self._role, self._executor, self._tracer = member, role, executor, tracer
-        for method, spec in remote_methods(protocol).items():
+        self._methods = remote_methods(protocol)
+        for method in self._methods:
             call = ways.get(method) or partial(executor.call, method)
-            setattr(self, method, partial(self._ask, spec, call))
+            setattr(self, method, partial(self.answer, method, call))
 
     async def restart(self) -> None:
         await self._executor.restart()
 
-    async def _ask(
-        self, spec: RemoteMethod, call: Callable[..., Awaitable[Reply[Any]]], *args: Any
+    async def answer(
+        self, method: str, call: Callable[..., Awaitable[Reply[Any]]], *args: Any
     ) -> Any:
-        work = self._span(spec.span)
+        """Return what a call of a method answers, and record the work that it tells of."""
+        work = self._span(self._methods[method].span)
         with self._tracer.awaiting(self._role, work) if work else nullcontext():
             reply = await call(*args)
         for w in reply.work:
@@ -62,23 +51,20 @@ class Client:
 
 
 class ScorerClient(Client):
-    """A scorer whose work an executor carries; see :class:`~stretto.protocols.Scorer`.
-
-    Args:
-        info: the facts about the scorer, at the start; calls that may change them answer with them.
-        replica: name of one of several, unique in a run, and in traces; the scorer's by default.
-    """
+    """A scorer whose work an executor carries; see :class:`~stretto.protocols.Scorer`."""
 
     def __init__(
         self,
-        info: ScorerInfo,
+        info: ScorerInfo,  # at the start; calls that may change the facts answer with them
         executor: Executor,
         tracer: Tracer,
-        replica: str = "",
+        replica: str = "",  # name of one of several, unique in a run
         ways: Ways | None = None,
+        shown: str = "",  # name in traces
     ) -> None:
         self.info, member = info, replica or info.name
-        super().__init__(Scorer, member, short_name(member), executor, tracer, ways or {})
+        role = short_name(shown or member)
+        super().__init__(Scorer, member, role, executor, tracer, ways or {})
 
     def _span(self, name: str) -> str:
         return f"{name}/{short_name(self.info.name)}" if name in ("prefill", "score") else name

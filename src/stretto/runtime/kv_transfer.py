@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,41 +23,25 @@ from stretto.rollout.rows import RowCache
 from stretto.types import KVTransfer, Reply, Response
 from stretto.weights.buckets import Plan, plan
 from stretto.weights.transfer import Meeting, Route, Transfers
-from stretto.workers.executor import Executor
+from stretto.workers.threads import Executor
 
-BUCKET_BYTES = 16 << 20
-"""Bytes of keys and values that travel at a time."""
-
-
-SAMPLE_BYTES = 8 << 20
-"""Bytes by which the way between two generators is measured."""
+BUCKET_BYTES = 16 << 20  # of keys and values that travel at a time
+SAMPLE_BYTES = 8 << 20  # by which the way between two generators is measured
 
 
 @dataclass(frozen=True, slots=True)
 class KVHandle:
-    """The ticket of one rollout's keys and values, in place of them.
+    """The ticket of one rollout's keys and values, in place of them."""
 
-    Attributes:
-        giver: the generator that keeps them.
-        bundle: number of what travels together, unique with one giver.
-        what: the plan by which the bundle travels.
-        version: of the weights under which they were begun.
-        route: the taker's way to the group, once the bundle is under way.
-    """
-
-    giver: str
-    bundle: int
-    what: Plan
-    version: int
-    route: Route | None = None
+    giver: str  # the generator that keeps them
+    bundle: int  # number of what travels together, unique with one giver
+    what: Plan  # by which the bundle travels
+    version: int  # of the weights under which they were begun
+    route: Route | None = None  # the taker's way to the group, once the bundle is under way
 
 
 class KVStore:
-    """The keys and values that a generator's process keeps for others, and fetches from them.
-
-    Args:
-        rank: of this process, of several that hold slices of it.
-    """
+    """The keys and values that a generator's rank keeps for others, and fetches from them."""
 
     def __init__(self, name: str, device: torch.device, rank: int = 0) -> None:
         self._name, self._device, self._rank, self._count = name, device, rank, 0
@@ -66,27 +50,28 @@ class KVStore:
 
     def keep(self, transfers: Sequence[KVTransfer]) -> list[KVTransfer]:
         """Keep what transfers bring along, and put tickets in its place."""
-        tensors: dict[str, torch.Tensor] = {}
-        for transfer in transfers:
-            if transfer.cache is not None:
-                cache: RowCache = transfer.cache
-                for kind, layers in (("k", cache.keys), ("v", cache.values)):
-                    tensors |= {
-                        f"{transfer.rollout_id}/{kind}/{i}": t for i, t in enumerate(layers)
-                    }
-        if not tensors:
+        caches = {t.rollout_id: t.cache for t in transfers if t.cache is not None}
+        if not caches:
             return list(transfers)
+        bundle, what = self._bundle(
+            {
+                f"{id_}/{kind}/{i}": tensor
+                for id_, cache in caches.items()
+                for kind, layers in (("k", cache.keys), ("v", cache.values))
+                for i, tensor in enumerate(layers)
+            }
+        )
+        tickets = {
+            id_: KVHandle(self._name, bundle, what, cache.version) for id_, cache in caches.items()
+        }
+        return [replace(t, cache=tickets.get(t.rollout_id)) for t in transfers]
+
+    def _bundle(self, tensors: dict[str, torch.Tensor]) -> tuple[int, Plan]:
         self._count += 1
         self._kept[self._count] = tensors
-        what = plan(tensors.items(), BUCKET_BYTES)
-        return [
-            t if t.cache is None
-            else replace(t, cache=KVHandle(self._name, self._count, what, t.cache.version))
-            for t in transfers
-        ]  # fmt: skip
+        return self._count, plan(tensors.items(), BUCKET_BYTES)
 
     def ship(self, bundle: int, route: Route) -> None:
-        """Send a bundle, and forget it."""
         tensors = self._kept.pop(bundle, None)
         if tensors is None:
             raise TransferError(f"{self._name} does not keep the bundle {bundle}")
@@ -94,28 +79,25 @@ class KVStore:
 
     def fetch(self, transfers: Sequence[KVTransfer]) -> list[KVTransfer]:
         """Put keys and values in the place of tickets; nothing where they do not come."""
-        tickets = {
-            (t.cache.giver, t.cache.bundle): t.cache for t in transfers if t.cache is not None
-        }
-        came = {where: self._fetched(ticket) for where, ticket in tickets.items()}
+        came: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
         found = []
         for transfer in transfers:
-            cache = None
-            if (ticket := transfer.cache) is not None:
-                cache = _cache_of(transfer.rollout_id, came[ticket.giver, ticket.bundle], ticket)
+            cache, ticket = None, transfer.cache
+            if ticket is not None:
+                bundle = ticket.giver, ticket.bundle
+                if bundle not in came:
+                    came[bundle] = self._fetched(ticket)
+                cache = _cache_of(transfer.rollout_id, came[bundle], ticket)
             kept = transfer.cached_tokens if cache else 0
             found.append(replace(transfer, cache=cache, cached_tokens=kept))
         return found
 
     def sample(self) -> tuple[int, Plan]:
         """Keep a bundle of :data:`SAMPLE_BYTES` bytes; return its number and plan."""
-        self._count += 1
-        tensors = {"sample": torch.zeros(SAMPLE_BYTES, dtype=torch.uint8, device=self._device)}
-        self._kept[self._count] = tensors
-        return self._count, plan(tensors.items(), BUCKET_BYTES)
+        sample = torch.zeros(SAMPLE_BYTES, dtype=torch.uint8, device=self._device)
+        return self._bundle({"sample": sample})
 
     def measure(self, route: Route, what: Plan) -> float:
-        """Receive a sample; return how long that took, in seconds."""
         start_s = time.perf_counter()
         for _ in self._taking.receive(self._own(route), what, []):
             pass
@@ -143,11 +125,7 @@ def _cache_of(id_: int, tensors: dict[str, torch.Tensor], ticket: KVHandle) -> R
 
 
 class KVRouter:
-    """The driver's side: it has bundles sent when their tickets come to a taker.
-
-    Args:
-        meeting: where the groups meet.
-    """
+    """The driver's side: it has bundles sent when their tickets come to a taker."""
 
     def __init__(self, meeting: Meeting) -> None:
         self._meeting, self._count = meeting, 0
@@ -164,21 +142,18 @@ class KVRouter:
         self, name: str, responses: Sequence[Response], transfers: Sequence[KVTransfer]
     ) -> Reply[None]:
         """Have bundles sent while the taker of that name waits for them."""
-        bundles = dict.fromkeys(
-            (t.cache.giver, t.cache.bundle) for t in transfers if t.cache is not None
-        )
-        routes = {(g, bundle): self._new_routes(g, name) for g, bundle in bundles}
-        told = [
-            t if t.cache is None
-            else replace(t, cache=replace(t.cache, route=routes[t.cache.giver, t.cache.bundle][1]))
-            for t in transfers
-        ]  # fmt: skip
         # Those of one giver in the order in which the taker asks for them: they share a channel.
-        by_giver: dict[str, list[tuple[int, Route]]] = {}
-        for (giver, bundle), ways in routes.items():
-            by_giver.setdefault(giver, []).append((bundle, ways[0]))
+        by_giver: dict[str, dict[int, list[Route]]] = {}
+        told = []
+        for transfer in transfers:
+            if (ticket := transfer.cache) is not None:
+                bundles = by_giver.setdefault(ticket.giver, {})
+                if ticket.bundle not in bundles:
+                    bundles[ticket.bundle] = self._new_routes(ticket.giver, name)
+                ticket = replace(ticket, route=bundles[ticket.bundle][1])
+            told.append(replace(transfer, cache=ticket))
         async with self._takers[name]:
-            shipping = [asyncio.to_thread(self._ship, g, sent) for g, sent in by_giver.items()]
+            shipping = [asyncio.to_thread(self._ship, *sent) for sent in by_giver.items()]
             reply, *_ = await asyncio.gather(
                 self._generators[name].call("accept", responses, told), *shipping
             )
@@ -191,14 +166,14 @@ class KVRouter:
         for _ in range(2):  # in the first they meet
             bundle, what = self._generators[giver].ask("sample")
             with ThreadPoolExecutor(1) as pool:
-                shipped = pool.submit(self._ship, giver, [(bundle, ways[0])])
+                shipped = pool.submit(self._ship, giver, {bundle: ways})
                 seconds = self._generators[taker].ask("measure", ways[1], what)
                 shipped.result()
         return SAMPLE_BYTES / seconds
 
-    def _ship(self, giver: str, bundles: Sequence[tuple[int, Route]]) -> None:
+    def _ship(self, giver: str, bundles: Mapping[int, Sequence[Route]]) -> None:
         limit_s = self._meeting.timeout_s + 1.0
-        for bundle, route in bundles:
+        for bundle, (route, _) in bundles.items():
             with suppress(RankError, TransferError):
                 self._generators[giver].aside_on_all("ship", bundle, route, timeout_s=limit_s)
 

@@ -21,7 +21,7 @@ from stretto.errors import StateError
 from stretto.models.backend import pick_device
 from stretto.models.offload import OffloadedTensors
 from stretto.protocols import Learner
-from stretto.runtime.messages import OUTBOX, Offer, Ready, Setting, frozen_mark, loading
+from stretto.runtime.messages import SENDER, Offer, Ready, RoleSetup, frozen_mark
 from stretto.runtime.placement import learner_layout
 from stretto.runtime.state import claim_of, copied, fit
 from stretto.tasks.prompts import PromptSource
@@ -37,21 +37,12 @@ from stretto.workers.services import Service
 
 T = TypeVar("T")
 
-
 WARMUP = timedelta(days=7)
 """What a warm-up may take, at most."""
 
 
 class LearnerService(Service):
-    """The learner, and the weights and the state that travel from it.
-
-    Args:
-        channel: keeps published weights.
-        prompts: whose tokenizer is saved with the model.
-        ready: the message to the other processes.
-        probe: token ids [n, t] that are read with each version's weights; ``None`` for no proof.
-        rank, ranks: of this process, of those that hold shards of the models.
-    """
+    """The learner, on each of its ranks; with each version it reads the probe, token ids [n, t]."""
 
     role = Learner
     reads = frozenset({"stage"})
@@ -81,12 +72,9 @@ class LearnerService(Service):
         return super().light | {"ready", "kept"}
 
     def ready(self) -> Ready:
-        """Return what the others must know."""
         return self._ready
 
     def publish(self) -> Reply[Mapping[str, WeightsRef]]:
-        """Publish, and read the probe with the new weights."""
-
         def publish() -> Mapping[str, WeightsRef]:
             refs = self._learner.publish()
             self._read_probe(refs["actor"].version)
@@ -95,7 +83,6 @@ class LearnerService(Service):
         return self._timed("publish", publish, lambda _: {})
 
     def _read_probe(self, version: int) -> None:
-        """Read the probe with the weights as they are, which are of that version."""
         if not self._probe:
             return
         logprobs = self._learner.logprobs(self._probe)
@@ -110,21 +97,12 @@ class LearnerService(Service):
         return Offer(mark, size, self._probed.get(ref.version) if ref.model == "actor" else None)
 
     def send(self, ref: WeightsRef, routes: Sequence[Route]) -> str:
-        """Send this rank's parts of a version; on the side, while training may go on.
-
-        Args:
-            routes: of each rank.
-        """
+        """Send this rank's parts of a version; on the side, while training may go on."""
         assert isinstance(self._channel, WeightSender)
         return self._channel.send(ref, routes[self._rank])
 
     def stage(self, copy: bool) -> Reply[tuple[bool, int]]:
-        """Stage this rank's pieces of the learner's state, copied if all ranks have room.
-
-        Returns:
-            Whether they are ``live``, see :class:`~stretto.runtime.state.Staged`; and the bytes of
-            all ranks' pieces.
-        """
+        """Stage this rank's pieces, as a copy if all have room; return whether live, and bytes."""
         state = shard_files.packed(self._learner.state_dict(), self._rank, self._ranks)
         claims = self._of_all(claim_of(state))
         copy = copy and fit(claims)
@@ -132,11 +110,7 @@ class LearnerService(Service):
         return Reply((not copy, sum(claim.size for claim in claims)))
 
     def write(self, folder: Path) -> None:
-        """Write what was staged, each rank a file of its own; on the side, on all ranks.
-
-        Raises:
-            StorageError: it could not be written.
-        """
+        """Write what was staged, each rank a file of its own; on the side, on all ranks."""
         state, self._staged = self._staged, None
         assert state is not None
         file = folder / shard_files.file_name(self._rank, self._ranks)
@@ -144,27 +118,14 @@ class LearnerService(Service):
             shard_files.write(file, state)
 
     def kept(self, refs: Sequence[WeightsRef]) -> Reply[list[Mapping[str, torch.Tensor]]]:
-        """Return the tensors of versions that are kept, which the first rank gathers.
-
-        In the learner's own process they are good as long as their mapping is held.
-        """
+        """Return the tensors of versions that are kept, which the first rank gathers."""
         found = ((ref.model, self._channel.kept(ref)) for ref in refs)
         return Reply([self._learner.gathered(*tensors) for tensors in found])
 
     def load(
-        self,
-        path: Path,
-        kept: Sequence[tuple[WeightsRef, Mapping[str, torch.Tensor]]],
+        self, path: Path, kept: Sequence[tuple[WeightsRef, Mapping[str, torch.Tensor]]]
     ) -> Reply[Mapping[str, WeightsRef]]:
-        """Go on from a state; return tickets for the weights as they are then.
-
-        Args:
-            path: of the learner's state; see :func:`~stretto.training.shard_files.read`.
-            kept: versions of other weights that followers hold, or wait for.
-
-        Raises:
-            StateError: a rank cannot read it.
-        """
+        """Go on from a state, with kept versions of other weights; return the weights' tickets."""
         self._learner.load_state_dict(self._read(path))
         refs = self.offered()
         for ref, tensors in kept:  # the newest version, too, if weights have changed since
@@ -182,14 +143,10 @@ class LearnerService(Service):
         return Reply(self._learner.weights())
 
     def end_updates(self) -> bool:
-        """Let no update begin any more; return whether the weights are whole.
-
-        On the side, on all ranks.
-        """
+        """Let no update begin any more; return whether the weights are whole. On the side."""
         return self._learner.end_updates()
 
     def save(self, folder: Path) -> None:
-        """Write the trained model; on the side, on all ranks."""
         self._learner.save(folder, self._prompts.tokenizer)
 
     def _about(self, name: str, args: tuple[Any, ...], value: Any) -> Mapping[str, Any]:
@@ -197,12 +154,12 @@ class LearnerService(Service):
         return {"rollouts": batch.ids.tolist(), "tokens": batch.total_tokens}
 
     def _read(self, path: Path) -> dict[str, Any]:
-        """Read a state; raise on all ranks what any raised, as the others would wait."""
         state, error = dict[str, Any](), None
         try:
             state = shard_files.read(path)
         except StateError as raised:
             error = raised
+        # All ranks raise what any raised, as the others would wait.
         if found := next(filter(None, self._of_all(error)), None):
             raise found
         return state
@@ -214,51 +171,49 @@ class LearnerService(Service):
         return found
 
 
-def learner(setting: Setting, probe: IntArray) -> LearnerService:
+def learner(setup: RoleSetup, probe: IntArray) -> LearnerService:
     """Make the learner's service, in its process, or in each of its ranks."""
-    setting.prepare()
-    device, ranks = pick_device(setting.config.model.device), dist.get_world_size()
-    setting = loading(setting)
-    config, given = setting.config, setting.given
-    stack, said = ExitStack(), list[str]()
-    tokenizer, task, prompts = open_task(config, given, said.append)
-    rewards = critic_rewards(config, tokenizer, said.append, in_files=given.in_files)
+    setup.prepare()
+    device, ranks = pick_device(setup.config.model.device), dist.get_world_size()
+    setup = setup.for_loading()
+    config, overrides = setup.config, setup.overrides
+    stack, notes = ExitStack(), list[str]()
+    tokenizer, task, prompts = open_task(config, overrides, notes.append)
+    rewards = critic_rewards(config, tokenizer, notes.append, in_files=overrides.in_files)
     first = dist.get_rank() == 0
     # The first rank warms up, the others read its outcome: they wait longer than for collectives.
     waiting = dist.new_group(backend="gloo", timeout=WARMUP) if config.warmup_examples else None
     if waiting and not first:
         dist.barrier(waiting)
-    models = trained_models(config, task, prompts, rewards, stack, said.append, given)
+    models = trained_models(config, task, prompts, rewards, stack, notes.append, overrides)
     if waiting and first:
         dist.barrier(waiting)
-    trained = ["actor", "critic"] if models.critic else ["actor"]
     frozen = frozen_mark(models.actor)
-    bucket_bytes = config.cluster.bucket_mb << 20
-    keep = 1 if setting.lends else config.schedule.knobs.lag + 2
-    outbox = setting.shared[OUTBOX] = WeightSender(device, bucket_bytes, keep)
+    keep = 1 if setup.shares_weights else config.schedule.knobs.lag + 2
+    sender = setup.shared[SENDER] = WeightSender(device, config.cluster.bucket_mb << 20, keep)
     made, _ = make_learner(
         config,
         models.actor,
         models.critic,
         stack,
-        snapshots=trained,
-        channel=outbox,
-        threads=setting.threads or torch.get_num_threads(),
-        lends=setting.lends,
+        snapshots=["actor", "critic"] if models.critic else ["actor"],
+        channel=sender,
+        threads=setup.threads or torch.get_num_threads(),
+        lends=setup.shares_weights,
         grid=Grid(device.type, learner_layout(config.cluster)) if ranks > 1 else None,
     )
-    ready = Ready({}, frozen, said)
-    service = LearnerService(made, outbox, prompts, ready, probe, dist.get_rank(), ranks)
-    service.offloaded = _offloaded(made, setting)
+    ready = Ready({}, frozen, notes)
+    service = LearnerService(made, sender, prompts, ready, probe, dist.get_rank(), ranks)
+    service.offloaded = _offloaded(made, setup)
     service._ready = replace(ready, refs=service.offered())
     return service
 
 
-def _offloaded(learner: PolicyLearner, setting: Setting) -> OffloadedTensors | None:
+def _offloaded(learner: PolicyLearner, setup: RoleSetup) -> OffloadedTensors | None:
     """Offload what only updates need; the first update of each step waits for it."""
     models = [model for model in learner.trained.values() if isinstance(model, TrainedModel)]
-    offloaded = setting.offloaded(
-        LEARNER, lambda: chain.from_iterable(m.of_updates() for m in models)
+    offloaded = setup.offloaded(
+        LEARNER, lambda: chain.from_iterable(model.of_updates() for model in models)
     )
     if offloaded:
         for model in models:

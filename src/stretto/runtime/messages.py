@@ -1,10 +1,10 @@
-"""The messages between a run's processes at its start and at hand-overs."""
+"""The messages between a run's processes at its start and at weight syncs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch.distributed as dist
@@ -17,120 +17,95 @@ from stretto.models.offload import CopyStream, OffloadedTensors
 from stretto.models.weights import fingerprint
 from stretto.types import FloatArray, IntArray, Prompt, WeightsRef
 
-OUTBOX = "outbox"
-"""What the learner leaves for those that follow it in the same process."""
-
-COPY_STREAM = "copy stream"
-"""What the offloaded tensors of a process share."""
+SENDER, COPY_STREAM = "sender", "copy stream"
+"""What services of a process share: the learner's weights, and the stream of offloaded tensors."""
 
 PROBE_ROWS, PROBE_TOKENS = 8, 9
 """Sequences of the probe, and tokens of each; all but the first are looked at: 64."""
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """The facts from which every process of a run starts.
+class RoleSetup:
+    """What a role's service is made from in its process."""
 
-    Attributes:
-        of_run: settings of the run.
-        given: what the caller brings.
-        threads: of torch in this process.
-        devices: of the group's ranks.
-        lends: whether all who follow the learner are in its process and never behind it, so that
-            they may read its weights themselves, and no copies.
-        offload: whether roles of the process leave tensors in the host's memory while others work.
-        shared: what the services of one process leave there for each other.
-    """
-
-    of_run: Config
-    given: Overrides
-    threads: int
-    devices: Sequence[str]
-    lends: bool = False
-    offload: bool = False
-    shared: dict[str, Any] = field(default_factory=dict)
+    run_config: Config
+    overrides: Overrides
+    threads: int  # of torch in this process
+    devices: Sequence[str]  # of the group's ranks
+    shares_weights: bool = False  # all that follow the learner are in its process, never behind it
+    offload: bool = False  # roles leave tensors in the host's memory while others work
+    shared: dict[str, Any] = field(default_factory=dict)  # what services leave for each other
 
     @property
     def config(self) -> Config:
         """The settings of this process: ``model.device`` is its own."""
         device = self.devices[dist.get_rank()]
-        model = self.of_run.model.model_copy(update={"device": device})
-        return self.of_run.model_copy(update={"model": model})
+        model = self.run_config.model.model_copy(update={"device": device})
+        return self.run_config.model_copy(update={"model": model})
+
+    def prepare(self) -> None:
+        prepare_torch(self.run_config.seed, self.threads)
+
+    def for_loading(self) -> Self:
+        """Return the setup by which models are loaded: by ranks that divide them, on the CPU."""
+        return self if dist.get_world_size() == 1 else self.on_host()
+
+    def on_host(self) -> Self:
+        """Return the setup by which models are loaded on the CPU, and left in their files."""
+        m, config = self.config.model, self.run_config
+        dtype = str(pick_dtype(m.dtype, pick_device(m.device))).removeprefix("torch.")
+        model = config.model.model_copy(update={"dtype": dtype})
+        return replace(
+            self,
+            run_config=config.model_copy(update={"model": model}),
+            overrides=replace(self.overrides, in_files=not config.warmup_examples),
+            devices=["cpu"] * len(self.devices),
+        )
 
     def offloaded(
         self, owner: str, find: Callable[[], Iterable[Tensor]]
     ) -> OffloadedTensors | None:
-        """Offload a role's tensors between its calls; ``None`` where all roles keep theirs.
-
-        All of a process share a stream of copies.
-        """
+        """Offload a role's tensors between its calls; ``None`` where all roles keep theirs."""
         if not self.offload:
             return None
         if COPY_STREAM not in self.shared:
             self.shared[COPY_STREAM] = CopyStream(pick_device(self.config.model.device))
         return OffloadedTensors(owner, find, self.shared[COPY_STREAM])
 
-    def prepare(self) -> None:
-        """Set memory, threads and torch's seed."""
-        prepare_torch(self.of_run.seed, self.threads)
-
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The message of the learner's process to the others, once its models are loaded.
+    """The message of the learner's process to the others, once its models are loaded."""
 
-    Attributes:
-        refs: tickets for the trained weights, as training starts.
-        frozen: fingerprint of the actor's parameters that are not trained.
-        said: lines for people.
-    """
-
-    refs: Mapping[str, WeightsRef]
-    frozen: str
-    said: Sequence[str]
+    refs: Mapping[str, WeightsRef]  # tickets for the trained weights, as training starts
+    frozen: str  # fingerprint of the actor's parameters that are not trained
+    notes: Sequence[str]  # lines for people
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The message of the learner before its weights travel.
+    """The message of the learner before its weights travel."""
 
-    Attributes:
-        mark: of the plan by which they do.
-        size: bytes.
-        probe: log-probs of the probe under them, [n, t]; ``None`` where it is not the actor.
-    """
-
-    mark: str
-    size: int
-    probe: FloatArray | None
+    mark: str  # of the plan by which they do
+    size: int  # bytes
+    probe: FloatArray | None  # log-probs of the probe under the actor's, [n, t]
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The message of a follower that has loaded weights.
+    """The message of a follower that has loaded weights."""
 
-    Attributes:
-        mark: of what was received.
-        probe: log-probs of the probe under them, [n, t]; ``None`` where it is no engine.
-        moved: bytes that went between ranks of one group.
-    """
-
-    mark: str
-    probe: FloatArray | None = None
-    moved: int = 0
+    mark: str  # of what was received
+    probe: FloatArray | None = None  # an engine's log-probs of the probe under them, [n, t]
+    moved: int = 0  # bytes that went between ranks of one group
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
-    """The message of a generator about what moving rollouts costs.
-
-    Attributes:
-        prefill_tokens_per_s: how fast it prefills.
-        kv_bytes: of keys and values of one token; 0 where they do not move.
-    """
+class MoveRates:
+    """The message of a generator about what moving rollouts costs."""
 
     prefill_tokens_per_s: float
-    kv_bytes: int
+    kv_bytes: int  # of keys and values of one token; 0 where they do not move
 
 
 def probe_of(prompts: Sequence[Prompt]) -> IntArray:
@@ -142,25 +117,3 @@ def probe_of(prompts: Sequence[Prompt]) -> IntArray:
 def frozen_mark(model: nn.Module) -> str:
     """Return the fingerprint of the parameters that are not trained."""
     return fingerprint((n, p) for n, p in model.named_parameters() if not p.requires_grad)
-
-
-def loading(setting: Setting) -> Setting:
-    """Return the setting by which a process loads models.
-
-    Ranks that divide a model load it on the CPU, in the type that suits their device, and leave it
-    in its files until they take their parts. A warm-up changes all of it before that: then each
-    rank loads the whole.
-    """
-    return setting if dist.get_world_size() == 1 else on_host(setting)
-
-
-def on_host(setting: Setting) -> Setting:
-    """Return the setting by which models are loaded on the CPU, and left in their files."""
-    m, run = setting.config.model, setting.of_run
-    dtype = str(pick_dtype(m.dtype, pick_device(m.device))).removeprefix("torch.")
-    return replace(
-        setting,
-        of_run=run.model_copy(update={"model": run.model.model_copy(update={"dtype": dtype})}),
-        given=replace(setting.given, in_files=not run.warmup_examples),
-        devices=["cpu"] * len(setting.devices),
-    )

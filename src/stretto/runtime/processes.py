@@ -1,87 +1,105 @@
-"""The processes of a run, started as its placement says."""
+"""The processes of a run, started as its placement says, on this machine or on a Ray cluster."""
 
 from __future__ import annotations
 
+import math
 import pickle
+import shutil
 import tempfile
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from stretto.assembly.models import Overrides
+from stretto.clock import Clock
 from stretto.config import Config
 from stretto.config.cluster import LEARNER
 from stretto.errors import ConfigError, RankError, first_line
 from stretto.machine import usable_cores
+from stretto.models.backend import pick_device
 from stretto.rollout.registry import ENGINES
 from stretto.runtime import learner, services
-from stretto.runtime.launchers import launcher_of
-from stretto.runtime.messages import Ready, Setting, probe_of
-from stretto.runtime.placement import Place, Seat, learner_layout, lends, places, remarks
-from stretto.runtime.run import Opening
-from stretto.saying import working
-from stretto.types import short_name
+from stretto.runtime.messages import Ready, RoleSetup, probe_of
+from stretto.runtime.placement import (
+    ProcessPlacement,
+    RolePlacement,
+    learner_layout,
+    places,
+    remarks,
+    shares_weights,
+)
+from stretto.saying import Say, working
+from stretto.types import Prompt, short_name
 from stretto.weights.broadcast import WeightSender
 from stretto.weights.transfer import Backend
-from stretto.workers.group import GroupExecutor, ServiceGroup
-from stretto.workers.preflight import Facts, check
-from stretto.workers.ranks import Ranks
+from stretto.workers.forkserver import ForkedProcesses, server_of
+from stretto.workers.group import GroupExecutor, Host, ServiceGroup
+from stretto.workers.rank import Facts, RankSpec, check
+from stretto.workers.ranks import Launched, Ranks
 from stretto.workers.threads import WorkerThread
 
+if TYPE_CHECKING:
+    from stretto.workers.ray_cluster import RayCluster
 
-class Processes:
-    """Processes, opened side by side; where there is a warm-up, the learner's first.
 
-    See :class:`~stretto.runtime.run.Workers`.
-    """
+class ProcessWorkers:
+    """The workers of a run in processes, opened side by side; after a warm-up of the learner's."""
 
     channel = WeightSender.name
 
-    def __init__(self, opening: Opening) -> None:
-        config, given, say, stack = opening.config, opening.given, opening.say, opening.stack
-        _check(config, given)
-        self._config, self._stack, self._say = config, stack, say
-        self._logs = opening.folder / "logs" if opening.folder else None
-        self._probe, self._first = probe_of(opening.first), opening.first
+    def __init__(
+        self,
+        config: Config,
+        overrides: Overrides,
+        stack: ExitStack,
+        say: Say,
+        first: Sequence[Prompt],  # some of the run's
+        folder: Path | None,  # of the run
+    ) -> None:
+        _check(config, overrides)
+        self._config, self._stack, self._say, self._first = config, stack, say, first
+        self._logs = folder / "logs" if folder else None
         # Processes on other machines see the run's folder, and not this machine's temporary one.
-        where = opening.folder if config.runtime == "ray" else None
-        scratch = Path(
-            stack.enter_context(tempfile.TemporaryDirectory(prefix="start-", dir=where))
-        ).absolute()
-        self._given = replace(
-            given,
+        where = folder if config.runtime == "ray" else None
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="start-", dir=where))
+        self._overrides = replace(
+            overrides,
             functions={},
             looks_at=None,
             opened=None,
-            warmup=given.warmup or scratch / "warmup.safetensors",
+            warmup=overrides.warmup or Path(scratch).absolute() / "warmup.safetensors",
         )
-        self._launcher = launcher_of(config, say)
+        self._launcher = (RayLauncher if config.runtime == "ray" else Launcher)(config, say)
         cores, gpus = config.threads or torch.get_num_threads(), self._launcher.gpus
-        self._places = places(config, cores, gpus, given.reward_models)
-        for line in remarks(config, self._places, usable_cores(), gpus):
+        self._processes = places(config, cores, gpus, overrides.reward_models)
+        for line in remarks(config, self._processes, usable_cores(), gpus):
             say(line)
-        if config.runtime == "local":
-            _require_engine(config, self._places)
-        self._launcher.prepare(self._places, stack)
+        ours = [r.role for p in self._processes if not p.python for r in p.roles]
+        if config.runtime == "local" and any(role.startswith("generator") for role in ours):
+            ENGINES[config.rollout.engine].check()
+        self._launcher.prepare(self._processes, stack)
         self._facts: dict[str, Facts] = {}
         self._looking = Lock()
         self._starting: list[Ranks] = []
         self._given_up = False
-        with working(say, self._opening):
+        count = sum(len(process.devices) for process in self._processes)
+        first_of_all = f"; first the learner warms up on {config.warmup_examples} examples"
+        with working(say, f"starting {count} processes{first_of_all if self._warms_up else ''}"):
             self.groups = self._open_all()
         self.executors = {
-            seat.role: GroupExecutor(group, seat.role)
-            for place, group in zip(self._places, self.groups, strict=True)
-            for seat in place.seats
+            placed.role: GroupExecutor(group, placed.role)
+            for process, group in zip(self._processes, self.groups, strict=True)
+            for placed in process.roles
         }
         self.ready: Ready = self.executors[LEARNER].ask("ready")
-        for line in self.ready.said:
+        for line in self.ready.notes:
             say(line)
 
     def thread_of(self, function: str) -> WorkerThread:
@@ -91,7 +109,6 @@ class Processes:
         return thread
 
     def close_followers(self) -> None:
-        """End all processes but the learner's."""
         for group in self.groups[1:]:
             group.close()
 
@@ -99,45 +116,48 @@ class Processes:
         """Do nothing: the learner's process ends with the run's stack."""
 
     @property
-    def _warms_up(self) -> bool:
-        file = self._given.warmup
-        return self._config.warmup_examples > 0 and not (file and file.exists())
-
-    @property
-    def scorers(self) -> list[Seat]:
-        """The model scorers' seats, in the order in which the schedule gets them."""
-        seats = [seat for place in self._places for seat in place.seats if seat.scorer]
-        return sorted(seats, key=lambda seat: seat.host or 0)
-
-    @property
-    def _opening(self) -> str:
-        """What is done while they are opened, for people."""
-        count = sum(len(place.devices) for place in self._places)
-        first = f"; first the learner warms up on {self._config.warmup_examples} examples"
-        return f"starting {count} processes{first if self._warms_up else ''}"
+    def scorers(self) -> list[RolePlacement]:
+        """The model scorers, in the order in which the schedule gets them."""
+        found = [placed for process in self._processes for placed in process.roles if placed.scorer]
+        return sorted(found, key=lambda placed: placed.host or 0)
 
     @property
     def devices(self) -> dict[str, str]:
         """The device of each role, by the role's name in traces: a GPU, or a process on CPUs."""
         ids = {name: facts.device_id for name, facts in self._facts.items()}
         return {
-            short_name(seat.role): ids.get(place.name) or place.name
-            for place in self._places
-            for seat in place.seats
+            short_name(placed.role): ids.get(process.name) or process.name
+            for process in self._processes
+            for placed in process.roles
         }
+
+    @property
+    def meeting(self) -> tuple[str, Backend]:
+        """Where transfers meet, and how they go: NCCL where every process has a GPU of its own."""
+        devices = [device for process in self._processes for device in process.devices]
+        apart = len(set(devices)) == len(devices) and "cpu" not in devices
+        return self._launcher.host, "nccl" if apart else "gloo"
+
+    @property
+    def _warms_up(self) -> bool:
+        file = self._overrides.warmup
+        return self._config.warmup_examples > 0 and not (file and file.exists())
 
     def _open_all(self) -> list[ServiceGroup]:
         """Open all processes. When one cannot be opened, or on Ctrl-C, the others are ended."""
-        pool = ThreadPoolExecutor(len(self._places))
+        pool = ThreadPoolExecutor(len(self._processes))
         try:
-            opening = [pool.submit(self._open, self._places[0])]
+            opening = [pool.submit(self._open, self._processes[0])]
             if self._warms_up:  # others read its outcome
                 opening[0].result()
-            opening += [pool.submit(self._open, place) for place in self._places[1:]]
+            opening += [pool.submit(self._open, process) for process in self._processes[1:]]
             for future in as_completed(opening):
                 future.result()
         except BaseException:
-            self._give_up()
+            with self._looking:
+                self._given_up = True
+            for ranks in self._starting:
+                ranks.close()
             raise
         finally:
             pool.shutdown(cancel_futures=True)
@@ -145,142 +165,250 @@ class Processes:
         return [future.result() for future in opening]
 
     def _begun(self, ranks: Ranks) -> None:
-        """Take note of a process that starts.
-
-        Raises:
-            RankError: no more are wanted.
-        """
+        """Take note of a process that starts; raise RankError if no more are wanted."""
         with self._looking:
             if self._given_up:
                 raise RankError("the run has ended while its processes started; start it again")
             self._starting.append(ranks)
 
-    def _give_up(self) -> None:
-        with self._looking:
-            self._given_up = True
-        for ranks in self._starting:
-            ranks.close()
-
-    def _open(self, place: Place) -> ServiceGroup:
-        trains = any(seat.role == LEARNER for seat in place.seats)
-        group = ServiceGroup(place.name, partial(self._launch, place), replaceable=not trains)
+    def _open(self, process: ProcessPlacement) -> ServiceGroup:
+        trains = any(placed.role == LEARNER for placed in process.roles)
+        group = ServiceGroup(process.name, partial(self._launch, process), replaceable=not trains)
         self._stack.callback(group.close)
         return group
 
-    @property
-    def meeting(self) -> tuple[str, Backend]:
-        """Where transfers meet, and how they go: NCCL where every process has a GPU of its own."""
-        devices = [device for place in self._places for device in place.devices]
-        apart = len(set(devices)) == len(devices) and "cpu" not in devices
-        return self._launcher.host, "nccl" if apart else "gloo"
-
-    def _launch(self, place: Place) -> Ranks:
-        setting = Setting(
+    def _launch(self, process: ProcessPlacement) -> Ranks:
+        setup = RoleSetup(
             self._config,
-            self._given,
-            place.threads,
-            self._launcher.devices(place),
-            lends=lends(self._config, self._places),
-            offload=place.offload,
+            self._overrides,
+            process.threads,
+            self._launcher.devices(process),
+            shares_weights=shares_weights(self._config, self._processes),
+            offload=process.offload,
         )
-        makes = {seat.role: self._make(seat, setting) for seat in place.seats}
-        names = _rank_names(place)
-        logs = [self._logs / f"{name}.log" for name in names] if self._logs else []
+        makes = {placed.role: self._make(placed, setup) for placed in process.roles}
+        names, several = _rank_names(process), len(process.devices) > 1
+
+        def compare(facts: Sequence[Facts]) -> None:
+            with self._looking:
+                self._facts |= zip(names, facts, strict=True)
+                self._compare()
+
         try:
-            return self._launcher.launch(
-                place, makes, logs, lambda facts: self._check_facts(place, facts), self._begun
+            return Ranks(
+                len(process.devices),
+                Host,
+                (makes,),
+                launch=partial(self._launcher.launch, process),
+                devices=setup.devices,
+                backend="cpu:gloo,cuda:nccl" if several and process.device != "cpu" else "gloo",
+                threads=process.threads,
+                interface=self._launcher.interface,
+                role=process.name,
+                words={"call": "its work"},
+                timeout_s=self._config.cluster.start_timeout_s,
+                logs=[self._logs / f"{name}.log" for name in names] if self._logs else [],
+                say=lambda line: self._say(f"{process.name}: {line}"),
+                check=compare,
+                begun=self._begun,
             )
         except pickle.PicklingError as error:
             raise ConfigError(
                 f"what the caller brings cannot be sent to other processes: {first_line(error)}. "
                 "Define its classes at the top of a module, name folders instead of objects, or "
-                "set runtime = 'inline'"
+                "set runtime = 'inline'",
+                "cannot-be-pickled",
             ) from error
 
-    def _make(self, seat: Seat, setting: Setting) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def _make(
+        self, placed: RolePlacement, setup: RoleSetup
+    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Return how a role's service is made; with what it needs of what the caller brings."""
-        setting = replace(setting, given=_needed(seat, setting.given))
-        if seat.role == LEARNER:
-            return learner.learner, (setting, self._probe)
-        if not seat.scorer:
-            return services.generator, (setting, seat.role, self._probe)
-        if seat.scorer == "reference":
-            return services.reference, (setting,)
-        if seat.scorer == "critic":
-            return services.critic, (setting,)
-        return services.reward_model, (setting, seat.scorer, self._first)
-
-    def _check_facts(self, place: Place, facts: Sequence[Facts]) -> None:
-        with self._looking:
-            self._facts |= zip(_rank_names(place), facts, strict=True)
-            self._compare()
+        setup = replace(setup, overrides=_needed(placed, setup.overrides))
+        if placed.role == LEARNER:
+            return learner.learner, (setup, probe_of(self._first))
+        match placed.scorer:
+            case "":
+                return services.generator, (setup, placed.role, probe_of(self._first))
+            case "reference":
+                return services.reference, (setup,)
+            case "critic":
+                return services.critic, (setup,)
+            case source:
+                return services.reward_model, (setup, source, self._first)
 
     def _compare(self) -> None:
         """Compare what all processes so far have found at their places."""
-        ranks = [
-            (name, p.threads, device)
-            for p in self._places
-            for name, device in zip(_rank_names(p), p.devices, strict=True)
+        threads, devices, apart = dict[str, int](), dict[str, str](), set[str]()
+        for process in self._processes:
+            names = _rank_names(process)
+            devices |= zip(names, process.devices, strict=True)
+            threads |= dict.fromkeys(names if process.threads else (), process.threads)
+            apart.update(names if process.python else ())
+        if self._launcher.gpus < len(devices):
+            devices = dict.fromkeys(devices, "")  # they share as they come
+        check(self._facts, threads, devices, apart)
+
+
+class Launcher:
+    """A launcher of a run's processes on this machine."""
+
+    interface = ""  # network interface of the processes' groups; empty for that of the host
+    host = "127.0.0.1"  # address of this process for the others; known once it is prepared
+
+    def __init__(self, config: Config, say: Say) -> None:
+        self._config, self._say = config.cluster, say
+        on_gpus = pick_device(config.model.device).type == "cuda"
+        self.gpus = torch.cuda.device_count() if on_gpus else 0  # 0 places all on CPUs
+
+    def prepare(self, processes: Sequence[ProcessPlacement], stack: ExitStack) -> None:
+        """Make ready for these processes: libraries are imported while this process goes on."""
+        for python in {process.python for process in processes}:
+            if python and shutil.which(python) is None:
+                raise ConfigError(
+                    f"cluster.processes: python = '{python}' is no program that can be run here; "
+                    "name the interpreter of an environment, such as .venv-vllm/bin/python",
+                    "no-such-interpreter",
+                )
+            server_of(python).start()
+
+    def devices(self, process: ProcessPlacement) -> Sequence[str]:
+        """Return the devices of a process's ranks, as each sees its own: here all see all."""
+        return process.devices
+
+    def launch(self, process: ProcessPlacement, specs: Sequence[RankSpec]) -> Launched:
+        return ForkedProcesses(specs, python=process.python)
+
+
+class RayLauncher(Launcher):
+    """A launcher of processes on a Ray cluster: one placement group, a bundle for each process."""
+
+    def __init__(self, config: Config, say: Say) -> None:
+        super().__init__(config, say)
+        self.interface = config.cluster.interface
+        self._cluster: RayCluster | None = None
+        self._positions: dict[str, list[int]] = {}
+        if config.cluster.address and config.model.device != "cpu":
+            from stretto.workers.ray_cluster import find
+
+            found = find()
+            self.gpus = int(found.gpus) if found else 0
+
+    def prepare(self, processes: Sequence[ProcessPlacement], stack: ExitStack) -> None:
+        from stretto.workers.ray_cluster import Bundle, RayCluster
+
+        ranks = [process for process in processes for _ in process.devices]
+        bundles = [
+            Bundle(float(max(process.threads, 1)), gpus_each(process.device, len(ranks), self.gpus))
+            for process in ranks
         ]
-        threads = {name: count for name, count, _ in ranks if count and name in self._facts}
-        on: dict[str, set[str]] = {}
-        for name, _, device in ranks:
-            alone = self._launcher.gpus >= len(ranks)
-            on.setdefault(device if alone else "", set()).add(name)
-        apart = {name for p in self._places if p.python for name in _rank_names(p)}
-        check(self._facts, threads, [frozenset(names) for names in on.values()], apart)
+        for i, process in enumerate(ranks):
+            self._positions.setdefault(process.name, []).append(i)
+        here = not self._config.address
+        self._cluster = cluster = RayCluster(
+            bundles,
+            address=self._config.address,
+            cpus=math.ceil(sum(b.cpus for b in bundles)) if here else None,
+            gpus=self.gpus if here else None,
+            timeout_s=self._config.start_timeout_s,
+            also=self._config.forward,
+            say=self._say,
+        )
+        stack.callback(cluster.close)
+        self.host = cluster.host
+
+    def devices(self, process: ProcessPlacement) -> Sequence[str]:
+        # Ray shows each its own GPU alone.
+        return ["cuda:0" if device.startswith("cuda") else "cpu" for device in process.devices]
+
+    def launch(self, process: ProcessPlacement, specs: Sequence[RankSpec]) -> Launched:
+        from stretto.workers.ray_cluster import ActorProcesses
+
+        assert self._cluster is not None
+        places = self._positions[process.name]
+        return ActorProcesses(specs, self._cluster, places, python=process.python)
 
 
-def _check(config: Config, given: Overrides) -> None:
+def gpus_each(device: str, processes: int, gpus: int) -> float:
+    """Return the share of GPUs of a process on a device: one, or an even part of too few."""
+    if not device.startswith("cuda") or not gpus:
+        return 0.0
+    return 1.0 if gpus >= processes else 1.0 / math.ceil(processes / gpus)
+
+
+class MemoryWatch:
+    """Looks at the resident memory of all processes, on a thread of its own."""
+
+    EVERY_S = 1.0  # between two looks, at least
+
+    def __init__(self, groups: Sequence[ServiceGroup], clock: Clock) -> None:
+        self._groups, self._clock = groups, clock
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="memory")
+        self._look: Future[Mapping[str, float]] = self._pool.submit(self._used)
+        self._since_s = clock.now()
+        self._metrics: Mapping[str, float] = {}
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return gigabytes by process, as the last look that has ended found them."""
+        if self._look.done():
+            self._metrics = self._look.result()
+            if self._clock.now() - self._since_s >= self.EVERY_S:
+                self._since_s = self._clock.now()
+                self._look = self._pool.submit(self._used)
+        return self._metrics
+
+    def close(self) -> None:
+        """Look no more; do not wait for a look that is under way."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _used(self) -> Mapping[str, float]:
+        used = {group.name: sum(group.ranks.used_bytes()) for group in self._groups}
+        return {f"memory/{name}_gb": n / 1e9 for name, n in used.items() if n}
+
+
+def _check(config: Config, overrides: Overrides) -> None:
     """Refuse what only a run in one process can do."""
     layout = learner_layout(config.cluster)
     if layout.ranks > 1 and config.pipeline.ranks:
         raise ConfigError(
             f"pipeline.ranks = {config.pipeline.ranks} trains through stages, and "
             f"cluster.processes divides the learner by fsdp = {layout.fsdp} and tp = {layout.tp}; "
-            "set one or the other"
+            "set one or the other",
+            "stages-and-shards",
         )
-    if layout.ranks > 1 and (given.actor is not None or given.critic is not None):
+    if layout.ranks > 1 and (overrides.actor is not None or overrides.critic is not None):
         raise ConfigError(
             f"cluster.processes: fsdp = {layout.fsdp} and tp = {layout.tp} train shards in other "
             "processes, and a model that the caller brings as an object is trained in place; name "
-            "its folder, or set both to 1"
+            "its folder, or set both to 1",
+            "object-in-shards",
         )
-    if config.model.lora_rank and given.actor is not None:
+    if config.model.lora_rank and overrides.actor is not None:
         raise ConfigError(
             f"runtime = '{config.runtime}' trains adapters in another process, and cannot merge "
             "them into a model that the caller brings as an object; name its folder, or set "
-            "runtime = 'inline'"
+            "runtime = 'inline'",
+            "adapters-of-object",
         )
 
 
-def _require_engine(config: Config, found: Sequence[Place]) -> None:
-    """See that the engine's library is installed, where generators have this interpreter.
-
-    Raises:
-        MissingExtraError, ConfigError: it is not, or is too old.
-    """
-    seats = [seat for place in found if not place.python for seat in place.seats]
-    if any(seat.role.startswith("generator") for seat in seats):
-        ENGINES[config.rollout.engine].check()
+def _rank_names(process: ProcessPlacement) -> list[str]:
+    name, others = process.name, range(1, len(process.devices))
+    return [name, *(f"{name}, rank {i}" for i in others)]
 
 
-def _rank_names(place: Place) -> list[str]:
-    return [place.name, *(f"{place.name}, rank {i}" for i in range(1, len(place.devices)))]
-
-
-def _needed(seat: Seat, given: Overrides) -> Overrides:
+def _needed(placed: RolePlacement, overrides: Overrides) -> Overrides:
     """Return what a role needs of what the caller brings: models may be large."""
-    wanted = {"reference": {"reference"}, "critic": {"critic"}, LEARNER: {"critic"}}
-    keep = wanted.get(seat.scorer or seat.role, set())
+    # The critic may start from a reward model, and is the learner's too.
+    trains = placed.role == LEARNER or placed.scorer == "critic"
     return replace(
-        given,
-        actor=None if seat.scorer in given.reward_models else given.actor,
-        reference=given.reference if "reference" in keep else None,
-        critic=given.critic if "critic" in keep else None,
+        overrides,
+        actor=None if placed.scorer in overrides.reward_models else overrides.actor,
+        reference=overrides.reference if placed.scorer == "reference" else None,
+        critic=overrides.critic if trains else None,
         reward_models={
             source: model
-            for source, model in given.reward_models.items()
-            if source == seat.scorer or "critic" in keep  # which may start from it
+            for source, model in overrides.reward_models.items()
+            if source == placed.scorer or trains
         },
     )

@@ -17,12 +17,7 @@ from torch import nn
 
 from stretto.assembly.checks import check_rewards
 from stretto.assembly.engines import make_engine, scorer_slots
-from stretto.assembly.models import (
-    made_ready,
-    make_actor,
-    make_critic,
-    with_adapters,
-)
+from stretto.assembly.models import made_ready, make_actor, make_critic, with_adapters
 from stretto.assembly.parts import critic_rewards, open_task
 from stretto.assembly.scorers import load_reward, model_scorers, reward_scorer
 from stretto.assembly.warmup import warmed_up
@@ -32,23 +27,14 @@ from stretto.models.backend import pick_device
 from stretto.models.lora import trained_names
 from stretto.models.mapped import take
 from stretto.models.offload import OffloadedTensors
-from stretto.models.pieces import Layout, wholes_of
+from stretto.models.pieces import Layout, Whole, wholes_of
 from stretto.models.tensor_parallel import Slices, cut_linears, plan_cuts
 from stretto.models.weights import fingerprint
 from stretto.protocols import Generator, Scorer
 from stretto.rollout.base import Engine
 from stretto.rollout.registry import ENGINES
 from stretto.runtime.kv_transfer import KVStore
-from stretto.runtime.messages import (
-    OUTBOX,
-    Loaded,
-    Rates,
-    Ready,
-    Setting,
-    frozen_mark,
-    loading,
-    on_host,
-)
+from stretto.runtime.messages import SENDER, Loaded, MoveRates, Ready, RoleSetup, frozen_mark
 from stretto.runtime.placement import learner_layout
 from stretto.scoring.base import ModelScorer
 from stretto.scoring.functions import FunctionScorer
@@ -65,7 +51,6 @@ from stretto.types import (
     short_name,
 )
 from stretto.weights.broadcast import WeightReceiver
-from stretto.weights.buckets import Plan
 from stretto.weights.resharding import Resharding
 from stretto.weights.transfer import Route
 from stretto.workers.services import Service
@@ -75,34 +60,21 @@ Receiver = WeightReceiver | Resharding
 
 
 class Follower(Service):
-    """A service that may follow a trained model.
+    """A service that may follow a trained model, whose weights a receiver gets, if they travel."""
 
-    Attributes:
-        inbox: receives the weights; ``None`` for a service that follows no model, or reads the
-            learner's tensors in its own process.
-    """
-
-    inbox: Receiver | None = None
+    receiver: Receiver | None = None
 
     def expect(self, ref: WeightsRef, marks: Sequence[str], routes: Sequence[Route]) -> None:
-        """Prepare to receive weights; on the side, on all ranks.
-
-        Args:
-            marks: of the plans by which they travel.
-            routes: of the first rank, to each rank of the learner.
-        """
-        assert isinstance(self.inbox, WeightReceiver)
+        """Prepare to receive weights by plans and the first rank's routes; on the side, on all."""
+        assert isinstance(self.receiver, WeightReceiver)
         own = [replace(route, rank=route.rank + dist.get_rank()) for route in routes]
-        self.inbox.expect(ref, marks, own)
+        self.receiver.expect(ref, marks, own)
 
     def abort(self) -> None:
-        """Break off what is being received; on the side."""
-        if isinstance(self.inbox, WeightReceiver):
-            self.inbox.abort()
+        if isinstance(self.receiver, WeightReceiver):
+            self.receiver.abort()
 
     def load(self, weights: WeightsRef) -> Reply[Loaded]:
-        """Load weights, and return what proves that they came."""
-
         def load() -> Loaded:
             self.worker.load(weights)
             return self._loaded()
@@ -110,34 +82,28 @@ class Follower(Service):
         return self._timed("load", load, lambda _: {"version": weights.version})
 
     def _loaded(self, probe: FloatArray | None = None) -> Loaded:
-        moved = self.inbox.moved if isinstance(self.inbox, Resharding) else 0
-        return Loaded(self.inbox.mark if self.inbox else "", probe, moved)
+        moved = self.receiver.moved if isinstance(self.receiver, Resharding) else 0
+        return Loaded(self.receiver.mark if self.receiver else "", probe, moved)
 
 
 class GeneratorService(Follower):
-    """An engine.
-
-    Args:
-        inbox: see :class:`Follower`.
-        kv_store: keeps keys and values for other processes; ``None`` where generators share one.
-        probe: token ids [n, t] that are read after each weight sync; ``None`` for no proof.
-    """
+    """An engine."""
 
     role = Generator
 
     def __init__(
         self,
         engine: Engine,
-        inbox: Receiver | None = None,
-        kv_store: KVStore | None = None,
-        probe: IntArray | None = None,
+        receiver: Receiver | None = None,
+        kv_store: KVStore | None = None,  # keeps keys and values for other processes
+        probe: IntArray | None = None,  # token ids [n, t] that are read after each weight sync
     ) -> None:
         super().__init__(engine)
-        self.inbox, self._kv_store, self._probe = inbox, kv_store, probe
+        self.receiver, self._kv_store, self._probe = receiver, kv_store, probe
+        if kv_store:  # calls on the side
+            self.ship, self.sample, self.measure = kv_store.ship, kv_store.sample, kv_store.measure
 
     def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Reply[Sequence[KVTransfer]]:
-        """Let go of rollouts; keys and values stay here until they are sent."""
-
         def export() -> Sequence[KVTransfer]:
             found: Sequence[KVTransfer] = self.worker.export(rollout_ids, with_cache)
             return self._kv_store.keep(found) if self._kv_store else found
@@ -145,36 +111,19 @@ class GeneratorService(Follower):
         return self._timed("migrate", export, lambda _: {"rollouts": list(rollout_ids)})
 
     def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> Reply[None]:
-        """Go on with rollouts, once their keys and values have come."""
-
         def accept() -> None:
             came = self._kv_store.fetch(transfers) if self._kv_store else transfers
             self.worker.accept(responses, came)
 
         return self._timed("migrate", accept, lambda _: {"rollouts": [r.id for r in responses]})
 
-    def ship(self, bundle: int, route: Route) -> None:
-        """Send keys and values that are kept here; on the side."""
-        assert self._kv_store
-        self._kv_store.ship(bundle, route)
-
-    def sample(self) -> tuple[int, Plan]:
-        """Keep a sample of bytes to be sent."""
-        assert self._kv_store
-        return self._kv_store.sample()
-
-    def measure(self, route: Route, what: Plan) -> float:
-        """Return how long a sample takes to come here, in seconds."""
-        assert self._kv_store
-        return self._kv_store.measure(route, what)
-
-    def rates(self) -> Rates:
+    def rates(self) -> MoveRates:
         """Measure what the rule for migration asks for."""
         if self._probe is not None:  # bytes are known once something was read
             self.worker.logprobs(self._probe)
         moves = self.worker.capabilities.moves_cache
         rate: float = self.worker.prefill_tokens_per_s()
-        return Rates(rate, self.worker.kv_bytes_per_token if moves else 0)
+        return MoveRates(rate, self.worker.kv_bytes_per_token if moves else 0)
 
     def _loaded(self, probe: FloatArray | None = None) -> Loaded:
         return super()._loaded(None if self._probe is None else self.worker.logprobs(self._probe))
@@ -194,30 +143,21 @@ class GeneratorService(Follower):
 
 
 class ScorerService(Follower):
-    """A scorer; one that follows a trained model may have weights of its own.
-
-    The facts that a schedule needs may change, as when memory runs out. So calls that could have
-    changed them return them.
-
-    Args:
-        said: lines for people.
-        inbox: see :class:`Follower`.
-        marks: fingerprints of the reference; see :meth:`require`.
-        offloaded: see :class:`~stretto.workers.services.Service`.
-    """
+    """A scorer; calls that could have changed the facts about it return them."""
 
     role = Scorer
 
     def __init__(
         self,
         scorer: ModelScorer | FunctionScorer,
-        said: Sequence[str] = (),
-        inbox: Receiver | None = None,
-        marks: tuple[str, str] = ("", ""),
+        notes: Sequence[str] = (),  # lines for people
+        receiver: Receiver | None = None,
+        marks: tuple[str, str] = ("", ""),  # fingerprints of the reference
         offloaded: OffloadedTensors | None = None,
     ) -> None:
         super().__init__(scorer)
-        self.inbox, self._said, self._marks, self.offloaded = inbox, said, marks, offloaded
+        self._notes, self.receiver, self._marks = notes, receiver, marks
+        self.offloaded = offloaded
 
     @property
     def light(self) -> frozenset[str]:
@@ -225,25 +165,20 @@ class ScorerService(Follower):
         return super().light | {"ready", "require"} | whole
 
     def info(self) -> ScorerInfo:
-        """Return the facts about the scorer that a schedule needs."""
         info: ScorerInfo = self.worker.info
         return info
 
     def ready(self) -> tuple[ScorerInfo, Sequence[str]]:
-        """Return the facts about the scorer, and lines for people."""
-        return self.info(), self._said
+        return self.info(), self._notes
 
     def require(self, ready: Ready) -> None:
-        """See that the reference is the learner's actor as training starts.
-
-        Raises:
-            EngineError: it is another model.
-        """
+        """Raise EngineError if the reference is not the learner's actor as training starts."""
         theirs = (ready.frozen, ready.refs["actor"].fingerprint if self._marks[1] else "")
         if self._marks != theirs:
             raise EngineError(
                 "the reference is not the actor that training starts from: its process has loaded "
-                "other weights; see whether all machines hold the same model files"
+                "other weights; see whether all machines hold the same model files",
+                "reference-differs",
             )
 
     def _span(self, name: str) -> str:
@@ -264,177 +199,145 @@ class ScorerService(Follower):
 # -- in processes of their own -------------------------------------------------------------------
 
 
-def generator(setting: Setting, name: str, probe: IntArray) -> GeneratorService:
+def generator(setup: RoleSetup, name: str, probe: IntArray) -> GeneratorService:
     """Make a generator's service, in its process."""
-    setting.prepare()
-    config, given = setting.config, setting.given
+    setup.prepare()
+    config, overrides = setup.config, setup.overrides
     own_weights = ENGINES[config.rollout.engine].own_weights
-    model, prompts = loaded_actor(on_host(setting) if own_weights else setting)
-    inbox = follow_whole(model, setting) if own_weights else follow(model, setting)
+    model, prompts = loaded_actor(setup.on_host() if own_weights else setup)
+    receiver = follow_whole(model, setup) if own_weights else follow(model, setup)
     engine = make_engine(
         config,
         model,
         prompts.tokenizer,
         config.most_in_flight,
-        given.end_tokens,
-        inbox,
-        brought=given.actor is not None,
-        threads=setting.threads,
+        overrides.end_tokens,
+        receiver,
+        brought=overrides.actor is not None,
+        threads=setup.threads,
     )
-    device = next(model.parameters()).device
-    if own_weights:
-        device = pick_device(config.model.device)
-    kv_store = KVStore(name, device, dist.get_rank())
-    return GeneratorService(engine, inbox, kv_store, probe)
+    here = pick_device(config.model.device)
+    device = here if own_weights else next(model.parameters()).device
+    return GeneratorService(engine, receiver, KVStore(name, device, dist.get_rank()), probe)
 
 
-def reference(setting: Setting) -> ScorerService:
+def reference(setup: RoleSetup) -> ScorerService:
     """Make the reference's service, in its process: the reference is the actor at the start."""
-    setting.prepare()
-    config, said = setting.config, list[str]()
-    model = setting.given.reference
+    setup.prepare()
+    config, notes = setup.config, list[str]()
+    model = setup.overrides.reference
     if model is not None:
         model = made_ready(model, config.model.device, "the reference").requires_grad_(False)
     else:
-        model, _ = loaded_actor(setting)
+        model, _ = loaded_actor(setup)
     marks = _marks_of(model)
-    (scorer,) = model_scorers(config, cut(model, setting), None, None, said.append)
-    offloaded = setting.offloaded("reference", scorer.model.parameters)
-    return ScorerService(scorer, said, marks=marks, offloaded=offloaded)
+    (scorer,) = model_scorers(config, cut(model, setup), None, None, notes.append)
+    offloaded = setup.offloaded("reference", scorer.model.parameters)
+    return ScorerService(scorer, notes, marks=marks, offloaded=offloaded)
 
 
-def critic(setting: Setting) -> ScorerService:
+def critic(setup: RoleSetup) -> ScorerService:
     """Make the service of the critic as a scorer, in its process."""
-    setting.prepare()
-    config, said = setting.config, list[str]()
-    model = _critic(loading(setting))
-    inbox = follow(model, setting)
-    (scorer,) = model_scorers(config, None, model, inbox, said.append)
-    return ScorerService(
-        scorer, said, inbox, offloaded=setting.offloaded("critic", model.parameters)
-    )
+    setup.prepare()
+    config, notes = setup.config, list[str]()
+    model = _critic(setup.for_loading())
+    receiver = follow(model, setup)
+    (scorer,) = model_scorers(config, None, model, receiver, notes.append)
+    offloaded = setup.offloaded("critic", model.parameters)
+    return ScorerService(scorer, notes, receiver, offloaded=offloaded)
 
 
-def reward_model(setting: Setting, source: str, prompts: Sequence[Prompt]) -> ScorerService:
-    """Make a reward model's service, in its process.
-
-    Args:
-        source: as in ``reward.sources``.
-        prompts: some of the run's, to check that the model can read them.
-    """
-    setting.prepare()
-    config, given, said = setting.config, setting.given, list[str]()
-    here = loading(setting)
-    tokenizer, _, _ = open_task(config, given, _quiet)
-    where = config if source in given.reward_models else here.config
-    loaded = load_reward(reward_source(source), where.model, here.given, said.append)
+def reward_model(setup: RoleSetup, source: str, prompts: Sequence[Prompt]) -> ScorerService:
+    """Make the service of a source's reward model, in its process; it must read these prompts."""
+    setup.prepare()
+    config, overrides, notes = setup.config, setup.overrides, list[str]()
+    here = setup.for_loading()
+    tokenizer, _, _ = open_task(config, overrides, _quiet)
+    model = (config if source in overrides.reward_models else here.config).model
+    loaded = load_reward(reward_source(source), model, here.overrides, notes.append)
     assert loaded is not None
-    cut(loaded[0], setting)
-    slots = scorer_slots(config, loaded[0], said.append)
-    scorer = reward_scorer(source, config, tokenizer, said.append, loaded, slots=slots)
+    cut(loaded[0], setup)
+    slots = scorer_slots(config, loaded[0], notes.append)
+    scorer = reward_scorer(source, config, tokenizer, notes.append, loaded, slots=slots)
     check_rewards(config, [scorer], prompts)
-    return ScorerService(scorer, said, offloaded=setting.offloaded(source, scorer.model.parameters))
+    return ScorerService(scorer, notes, offloaded=setup.offloaded(source, scorer.model.parameters))
 
 
-def follow_whole(model: nn.Module, setting: Setting) -> WeightReceiver:
-    """Make the inbox that receives an unsharded copy of the model's weights.
-
-    Args:
-        model: as training starts; only shapes and types of its parameters are looked at.
-    """
-    config = setting.config
-    theirs, trained = learner_layout(config.cluster), trained_names(model)
-    dims = plan_cuts(model, theirs.tp).dims if theirs.tp > 1 else {}
-    wholes = {n: whole for n, whole in wholes_of(model, dims).items() if n in trained}
+def follow_whole(model: nn.Module, setup: RoleSetup) -> WeightReceiver:
+    """Make the receiver of an unsharded copy of the weights of a model like this one."""
+    theirs = learner_layout(setup.config.cluster)
+    wholes = _trained_wholes(model, theirs.tp)
     return WeightReceiver(
         {n: torch.empty(w.shape, dtype=w.dtype, device="meta") for n, w in wholes.items()},
-        pick_device(config.model.device),
-        config.cluster.bucket_mb << 20,
+        pick_device(setup.config.model.device),
+        setup.config.cluster.bucket_mb << 20,
         [theirs.own(wholes, rank) for rank in range(theirs.ranks)],
     )
 
 
-def follow(model: nn.Module, setting: Setting) -> Receiver:
-    """Cut a model into slices, if there are several ranks; make the end that receives its weights.
-
-    Args:
-        model: whole, as training starts; it is changed in place.
-
-    Raises:
-        ModelError: it cannot be cut into that many slices.
-    """
-    config = setting.config
-    theirs, here = learner_layout(config.cluster), Layout(tp=dist.get_world_size())
-    dims = plan_cuts(model, max(theirs.tp, here.tp)).dims
-    trained = trained_names(model)
-    wholes = {n: whole for n, whole in wholes_of(model, dims).items() if n in trained}
-    cut(model, setting)
-    bucket_bytes = config.cluster.bucket_mb << 20
-    if OUTBOX in setting.shared:
-        device = next(model.parameters()).device
-        return Resharding(setting.shared[OUTBOX], wholes, theirs, here, bucket_bytes, device)
+def follow(model: nn.Module, setup: RoleSetup) -> Receiver:
+    """Cut a model into slices in place, if there are several ranks; make the receiver of them."""
+    theirs, here = learner_layout(setup.config.cluster), Layout(tp=dist.get_world_size())
+    wholes = _trained_wholes(model, max(theirs.tp, here.tp))
+    cut(model, setup)
+    device, bucket_bytes = next(model.parameters()).device, setup.config.cluster.bucket_mb << 20
+    if SENDER in setup.shared:
+        return Resharding(setup.shared[SENDER], wholes, theirs, here, bucket_bytes, device)
     own = {n: here.box(replace(w, by_rows=False), dist.get_rank()) for n, w in wholes.items()}
     return WeightReceiver(
-        {n: p for n, p in model.named_parameters() if n in trained},
-        next(model.parameters()).device,
+        {n: p for n, p in model.named_parameters() if n in wholes},
+        device,
         bucket_bytes,
         [theirs.own(wholes, rank) for rank in range(theirs.ranks)],
         own,
     )
 
 
-def cut(model: nn.Module, setting: Setting) -> nn.Module:
-    """Cut a model into slices in place, if there are several ranks; return it.
+def _trained_wholes(model: nn.Module, tp: int) -> dict[str, Whole]:
+    trained, wholes = trained_names(model), wholes_of(model, plan_cuts(model, tp).dims)
+    return {name: whole for name, whole in wholes.items() if name in trained}
 
-    A slice goes to the device of the setting; see :func:`~stretto.runtime.messages.loading`.
 
-    Raises:
-        ModelError: it cannot be cut into that many.
-    """
+def cut(model: nn.Module, setup: RoleSetup) -> nn.Module:
+    """Cut a model into slices in place, on the setup's device, if there are several ranks."""
     ranks = dist.get_world_size()
     if ranks > 1:
         cut_linears(model, plan_cuts(model, ranks), Slices())
-        take(model, pick_device(setting.config.model.device))
+        take(model, pick_device(setup.config.model.device))
     return model
 
 
-def loaded_actor(setting: Setting) -> tuple[nn.Module, PromptSource]:
+def loaded_actor(setup: RoleSetup) -> tuple[nn.Module, PromptSource]:
     """Load the actor as training starts, in its adapters where it has any."""
-    setting = loading(setting)
-    model, prompts = _starting_actor(setting)
-    m, seed = setting.config.model, setting.config.seed
+    setup = setup.for_loading()
+    model, prompts = _starting_actor(setup)
+    m, seed = setup.config.model, setup.config.seed
     return with_adapters(model, m, seed, "CAUSAL_LM", ExitStack(), brought=False), prompts
 
 
-def _critic(setting: Setting) -> nn.Module:
-    config, given = setting.config, setting.given
-    actor, prompts = _starting_actor(setting)
+def _critic(setup: RoleSetup) -> nn.Module:
+    config, overrides = setup.config, setup.overrides
+    actor, prompts = _starting_actor(setup)
     tokenizer, m = prompts.tokenizer, config.model
-    rewards = critic_rewards(config, tokenizer, _quiet, in_files=given.in_files)
-    model = make_critic(m, config.critic.init, actor, tokenizer, rewards, given, _quiet)
+    rewards = critic_rewards(config, tokenizer, _quiet, in_files=overrides.in_files)
+    model = make_critic(m, config.critic.init, actor, tokenizer, rewards, overrides, _quiet)
     return with_adapters(model, m, config.seed, "SEQ_CLS", ExitStack(), brought=False)
 
 
-def _starting_actor(setting: Setting) -> tuple[nn.Module, PromptSource]:
-    """Load the actor as training starts, warmed up, without adapters; the critic may be made of it.
-
-    What of either is not trained never travels: the learner has made it of the same weights.
-    """
-    config, given = setting.config, setting.given
-    _, task, prompts = open_task(config, given, _quiet)
-    model = make_actor(config.model, given, _quiet)
-    warmed_up(model, config, task, prompts, given, _quiet)
+def _starting_actor(setup: RoleSetup) -> tuple[nn.Module, PromptSource]:
+    """Load the actor as training starts, without adapters; the critic may be made of it."""
+    config, overrides = setup.config, setup.overrides
+    _, task, prompts = open_task(config, overrides, _quiet)
+    model = make_actor(config.model, overrides, _quiet)
+    warmed_up(model, config, task, prompts, overrides, _quiet)
     return model, prompts
 
 
 def _marks_of(model: nn.Module) -> tuple[str, str]:
-    """Return fingerprints of what is not trained, and of all where everything is.
-
-    Adapters are drawn at random, and make no difference before they have learned.
-    """
+    """Return fingerprints of what is not trained, and of all where there are no random adapters."""
     whole = all(p.requires_grad for p in model.parameters())
     return frozen_mark(model), fingerprint(model.named_parameters()) if whole else ""
 
 
 def _quiet(_: str) -> None:
-    """Say nothing: the learner's process has said it."""
+    """Print nothing: the learner's process has printed it."""

@@ -1,6 +1,6 @@
 """The state of a run in a form that is the same on every runtime, copied and written to files.
 
-``driver.pt`` has what the schedule and whoever drives it hold::
+``driver.pt`` has the state of the schedule's process::
 
     {
         "prompts": of the prompt source,
@@ -13,11 +13,10 @@
 
 ``followers`` are the trained weights that generators (``actor``) and the critic as a scorer
 (``critic``) work with, ``offered`` those that are published and not loaded yet. Both are there only
-where generation lags behind the learner. Without lag followers have the learner's weights before
-anything is decoded, so that a runtime takes them from there.
+where generation lags behind the learner; else a runtime takes the learner's.
 
-The folder ``learner`` has the learner's own state: models, optimizers, counters. Every process that
-holds a part of it writes that, and reads what it needs; see :mod:`stretto.training.shard_files`.
+The folder ``learner`` has models, optimizers and counters. Every process that holds a part writes
+that, and reads what it needs; see :mod:`stretto.training.shard_files`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -47,19 +46,10 @@ ROOM = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """The state of a run between two steps, to be written.
+    """The state of a run between two steps, to be written."""
 
-    Attributes:
-        files: and folders of the checkpoint, with what writes each.
-        live: whether they are written from what training changes, as there is no copy: training
-            then has to wait until they are written.
-    """
-
-    files: Mapping[str, Writer]
-    live: bool
-
-
-# -- copies --------------------------------------------------------------------------------------
+    files: Mapping[str, Writer]  # files and folders, with what writes each
+    live: bool  # written from what training changes, which has to wait, as there is no copy
 
 
 def copied(state: Any) -> Any:
@@ -74,13 +64,7 @@ def copied(state: Any) -> Any:
 
 
 class Claim(NamedTuple):
-    """The memory that a process would take for a copy.
-
-    Attributes:
-        machine: where it is.
-        size: of the copy in bytes.
-        free: bytes that are free there.
-    """
+    """The bytes that a process would take for a copy, and those that are free on its machine."""
 
     machine: str
     size: int
@@ -113,41 +97,18 @@ def _tensors(state: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-# -- files ---------------------------------------------------------------------------------------
-
-
 def write(file: Path, state: Any) -> None:
-    """Write tensors and plain data.
-
-    Raises:
-        OSError: the system refuses, or too little room would be left for others.
-    """
+    """Write tensors and plain data; raise OSError if the system refuses, or room is short."""
     files.leave_room(file, size_of(state))
     with file.open("wb") as raw:
-        stream = _Stream(raw)
         try:
-            torch.save(state, stream)  # type: ignore[arg-type]  # it needs no more of a file
+            torch.save(state, raw)
         except RuntimeError as error:
-            raise stream.error or error from error
+            raise _system_error(error) or error from error
 
 
-class _Stream:
-    """A file that is written to.
-
-    Attributes:
-        error: the system's error, which torch hides behind one of its own.
-    """
-
-    def __init__(self, raw: IO[bytes]) -> None:
-        self.error: OSError | None = None
-        self._raw = raw
-
-    def write(self, data: memoryview) -> int:
-        try:
-            return self._raw.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-
-    def flush(self) -> None:
-        self._raw.flush()
+def _system_error(error: BaseException | None) -> OSError | None:
+    """Return the system's error that torch hides behind one of its own."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error

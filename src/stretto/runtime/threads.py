@@ -1,15 +1,15 @@
 """The workers of a run that are threads of this process, and the weights they work with.
 
-Where nothing overlaps there is one thread and one copy of everything: the plain trainer. Scorers
-that look at responses while these are decoded get a thread of their own, and so does a learner that
-trains while responses are decoded; generators, and the critic as a scorer, then have weights of
-their own, which change only at a weight sync.
+Where nothing overlaps there is one thread and one copy of everything: the plain trainer. What works
+while responses are decoded has a thread of its own; what follows a learner that does has a copy of
+the weights, which changes only at a weight sync.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,44 +18,52 @@ from torch import nn
 from stretto.assembly.controls import share_cores
 from stretto.assembly.engines import make_engine
 from stretto.assembly.learner import make_learner
+from stretto.assembly.models import Overrides
 from stretto.assembly.parts import trained_models
 from stretto.assembly.scorers import model_scorers, reward_models
+from stretto.config import Config
 from stretto.config.cluster import LEARNER, generator_names
 from stretto.models.weights import with_own_structure, with_own_weights
 from stretto.runtime.learner import LearnerService
 from stretto.runtime.messages import Ready
-from stretto.runtime.placement import Seat
-from stretto.runtime.run import Opening
+from stretto.runtime.placement import RolePlacement
 from stretto.runtime.services import GeneratorService, ScorerService
-from stretto.saying import working
+from stretto.saying import Say, working
+from stretto.tasks import Task
+from stretto.tasks.prompts import PromptSource
 from stretto.weights.channel import SharedChannel
-from stretto.workers.executor import ThreadExecutor
 from stretto.workers.group import ServiceGroup
-from stretto.workers.threads import WorkerThread
+from stretto.workers.threads import ThreadExecutor, WorkerThread
 
-PATIENCE_S = 3.0
-"""Seconds that the end of a run waits for calls that were interrupted."""
+PATIENCE_S = 3.0  # that the end of a run waits for calls that were interrupted
 
 
-class Threads:
-    """Threads of this process; see :class:`~stretto.runtime.run.Workers`."""
+class ThreadWorkers:
+    """The workers of a run on threads of this process; see :class:`~stretto.runtime.run.Run`."""
 
     groups: Sequence[ServiceGroup] = ()
     meeting = None
     devices: Mapping[str, str] = {}
 
-    def __init__(self, opening: Opening) -> None:
-        config, prompts, say, stack = opening.config, opening.prompts, opening.say, opening.stack
+    def __init__(
+        self,
+        config: Config,
+        overrides: Overrides,
+        stack: ExitStack,
+        say: Say,
+        task: Task,
+        prompts: PromptSource,
+    ) -> None:
         self._config, self._opened = config, list[WorkerThread]()
         self._end_ranks: Callable[[], None] = lambda: None
         stack.callback(self.close)
         knobs, engines = config.schedule.knobs, config.rollout.engines
-        rewards = reward_models(config, prompts.tokenizer, opening.given, say)
-        models = trained_models(
-            config, opening.task, prompts, rewards[0], stack, say, opening.given
-        )
+        rewards = reward_models(config, prompts.tokenizer, overrides, say)
+        models = trained_models(config, task, prompts, rewards[0], stack, say, overrides)
         actor, critic = models.actor, models.critic
-        own = with_own_weights if knobs.copies_weights else _itself
+        own: Callable[[nn.Module], nn.Module] = (
+            with_own_weights if knobs.copies_weights else lambda model: model
+        )
         channel = SharedChannel()
         self.channel = channel.name if knobs.copies_weights else ""
         self._early = knobs.scores_early
@@ -71,14 +79,14 @@ class Threads:
                 )
                 service = GeneratorService(engine)
                 self.executors[name] = ThreadExecutor(service, self._threads[name])
-        self.scorers: list[Seat] = []
+        self.scorers: list[RolePlacement] = []
         for i, replica in enumerate(rewards):
             host = i if knobs.hosts_scorers(engines) else None
             values = own(critic) if critic else None
             made = model_scorers(config, models.reference, values, channel, say)
             for scorer in (*replica, *made):
                 role = scorer.info.name if host is None else f"{scorer.info.name} {i}"
-                self.scorers.append(Seat(role, scorer.info.name, host))
+                self.scorers.append(RolePlacement(role, scorer.info.name, host))
                 thread = self._threads["scorers" if host is None else generator_names(engines)[i]]
                 self.executors[role] = ThreadExecutor(ScorerService(scorer), thread)
         trained = ["actor", "critic"] if critic else ["actor"]
@@ -141,7 +149,3 @@ class Threads:
     def _fail(self, error: Exception) -> None:
         for thread in self._opened:
             thread.fail(error)
-
-
-def _itself(model: nn.Module) -> nn.Module:
-    return model

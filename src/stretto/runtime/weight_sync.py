@@ -1,12 +1,12 @@
 """Weight sync: weights travel from the learner to all that follow it, and the proof of it.
 
-:class:`Transfer` says what comes next, and is pure: no processes, no clock. First the control
-calls, which may raise: the learner offers a version, and its plan is announced to each follower,
-which compares it with its own. Then the tensors move, bucket by bucket, on a group of their own,
-with a deadline. Then the proof: marks of what was received, the model's fingerprint (which the
-follower computes), and log-probs of a fixed probe from engine and learner side by side. Followers
-that have nothing because another one failed are asked to break off, which finds out those that
-hang, and the rest tries once more on a new group.
+:func:`transfer_steps` decides what comes next, and is pure: no processes, no clock. First the
+control calls, which may raise: the learner offers a version, and its plan is announced to each
+follower, which compares it with its own. Then the tensors move, bucket by bucket, on a group of
+their own, with a deadline. Then the proof: marks of what was received, the model's fingerprint
+(which the follower computes), and log-probs of a fixed probe from engine and learner side by side.
+Followers that have nothing because another one failed are asked to break off, which finds out those
+that hang, and the rest tries once more on a new group.
 """
 
 from __future__ import annotations
@@ -14,290 +14,252 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from stretto.errors import EngineError, RankError, RoleLostError, TransferError
 from stretto.observe.spans import WEIGHT_SYNC
 from stretto.protocols import Replaceable, Tracer
+from stretto.runtime.clients import Client
 from stretto.runtime.messages import Loaded, Offer
 from stretto.types import FloatArray, Reply, WeightsRef
 from stretto.weights.transfer import Meeting, Route
-from stretto.workers.executor import Executor
-from stretto.workers.threads import WorkerThread
+from stretto.workers.threads import Executor, WorkerThread
 
-CONTROL_S = 30.0
-"""Seconds in which a process answers on the side, at most; one that does not is taken to hang."""
+CONTROL_S = 30.0  # a process that does not answer on the side within these is taken to hang
+TRIES = 2  # attempts at a transfer, at most
 
 Outcome = Reply[Loaded] | Exception
 """What came of a follower's part in a transfer."""
 
 
-class Step(StrEnum):
-    """The next step of a transfer."""
+class Action(StrEnum):
+    """What a transfer asks for; behind each, what it is told of it."""
 
-    OFFER = "offer"
-    ANNOUNCE = "announce"
-    MOVE = "move"
-    ABORT = "abort"
-    DONE = "done"
+    OFFER = "offer"  # the learner's offers of the version, one a rank
+    ANNOUNCE = "announce"  # the plan, to a follower: the error with which that is gone, or None
+    SEND = "send"  # the mark of what was sent, or "" where that failed; each follower's outcome
+    ABORT = "abort"  # to a follower that has nothing: the error with which it hangs, or None
 
 
-@dataclass
-class Transfer:
-    """One version on its way to its followers, as a state machine.
+def transfer_steps(
+    ref: WeightsRef, followers: Sequence[str], tolerance: float
+) -> Generator[tuple[Action, Sequence[str]], Any, dict[str, Outcome]]:
+    """Yield what takes a version to its followers, and to whom; return proved outcomes."""
+    waiting, outcomes = list(followers), dict[str, Outcome]()
+    for _ in range(TRIES):
+        offers: Sequence[Offer] = yield Action.OFFER, tuple(waiting)
+        for name in waiting:
+            if (gone := (yield Action.ANNOUNCE, (name,))) is not None:
+                waiting.remove(name)
+                outcomes[name] = RoleLostError(name, str(gone), gone.code)
+                broken = TransferError(f"{name} is gone: {gone}")
+                outcomes |= dict.fromkeys(waiting, broken)
+                break
+        else:
+            sent, came = yield Action.SEND, tuple(waiting)
+            for name, outcome in came.items():
+                outcomes[name] = proved(name, outcome, ref, offers[0], sent, tolerance)
+        waiting = [name for name in waiting if isinstance(outcomes[name], TransferError)]
+        for name in tuple(waiting):
+            if (hangs := (yield Action.ABORT, (name,))) is not None:
+                waiting.remove(name)
+                why = f"{name} hangs in a weight sync: {hangs}"
+                outcomes[name] = RoleLostError(name, why, "hangs-in-weight-sync")
+        if not waiting:
+            break
+    return outcomes
 
-    ::
 
-        OFFER -> ANNOUNCE (each follower) -> MOVE -> DONE
-                     |                         |
-                     +---------> ABORT <-------+     (each follower that has nothing)
-                                   |
-                                   +-> OFFER, while tries are left, or DONE
+def proved(
+    name: str, outcome: Outcome, ref: WeightsRef, offer: Offer, sent: str, tolerance: float
+) -> Outcome:
+    """Return the outcome, or an error where the follower holds other weights than were sent."""
+    if isinstance(outcome, Exception):
+        return outcome
+    loaded = outcome.value
+    if sent and loaded.mark != sent:
+        return EngineError(
+            f"version {ref.version} of the {ref.model} was sent with the mark {sent}, and "
+            f"{name} received {loaded.mark}: what is between them changes data",
+            "weights-changed-on-the-way",
+        )
+    if offer.probe is not None and loaded.probe is not None:
+        gap = difference(offer.probe, loaded.probe)
+        if not gap <= tolerance:
+            return EngineError(
+                f"after the sync of version {ref.version} of the weights, {name} and the learner "
+                f"differ by {gap:.4g} nats (root mean square) on the log-probs of the probe; "
+                f"{tolerance:g} is allowed. Their kernels or types differ: look at model.dtype and "
+                "the devices, or raise cluster.probe_tolerance",
+                "probe-differs",
+            )
+    return outcome
 
-    Attributes:
-        waiting: followers that have no outcome yet, or one that another try may mend.
-        tries: attempts, at most.
-        step: what comes next.
-        queue: followers that the step is still due for.
-        outcomes: of each follower, at the end.
-        tried: attempts so far.
-    """
 
-    waiting: list[str]
-    tries: int = 2
-    step: Step = Step.OFFER
-    queue: list[str] = field(default_factory=list)
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
-    tried: int = 0
-
-    def offered(self) -> None:
-        """The learner has offered the version."""
-        self._expect(Step.OFFER)
-        self.tried += 1
-        self.step, self.queue = Step.ANNOUNCE, list(self.waiting)
-
-    def announced(self, error: Exception | None = None) -> None:
-        """The next follower has the plan, or is gone."""
-        self._expect(Step.ANNOUNCE)
-        name = self.queue.pop(0)
-        if error is not None:
-            self._lost(name, error)
-            gone = TransferError(f"{name} is gone: {error}")
-            self._ended(dict.fromkeys(self.waiting, gone))
-        elif not self.queue:
-            self.step = Step.MOVE
-
-    def moved(self, outcomes: Mapping[str, Outcome]) -> None:
-        """Tensors have moved, or not; outcomes are proved."""
-        self._expect(Step.MOVE)
-        self._ended(outcomes)
-
-    def aborted(self, error: Exception | None = None) -> None:
-        """The next follower has broken off, or hangs: it is why the transfer failed."""
-        self._expect(Step.ABORT)
-        name = self.queue.pop(0)
-        if error is not None:
-            self._lost(name, error)
-        self._retry()
-
-    def _ended(self, outcomes: Mapping[str, Outcome]) -> None:
-        self.outcomes |= outcomes
-        self.waiting = [n for n, o in outcomes.items() if isinstance(o, TransferError)]
-        self.step, self.queue = Step.ABORT, list(self.waiting)
-        self._retry()
-
-    def _retry(self) -> None:
-        if not self.queue:
-            again = self.waiting and self.tried < self.tries
-            self.step = Step.OFFER if again else Step.DONE
-
-    def _lost(self, name: str, error: Exception) -> None:
-        self.waiting.remove(name)
-        hangs = f"{name} hangs in a hand-over: {error}" if self.step is Step.ABORT else str(error)
-        self.outcomes[name] = RoleLostError(name, hangs)
-
-    def _expect(self, step: Step) -> None:
-        if self.step is not step:
-            raise AssertionError(f"a transfer whose next step is {self.step} was told of {step}")
+def difference(one: FloatArray, two: FloatArray) -> float:
+    """Return the root mean square of the differences of two arrays."""
+    squares = (one.astype(np.float64) - two.astype(np.float64)) ** 2
+    return math.sqrt(squares.mean())
 
 
 class WeightSync:
-    """The sync of weights, driven from the schedule's process.
-
-    Followers in the learner's own ranks take the weights in their turn; all others at once, by one
-    :class:`Transfer` on a thread.
-
-    Args:
-        meeting: where the groups of transfers meet; ``None`` where all followers are in the
-            learner's ranks.
-        tolerance: largest difference on the probe: root mean square, in nats.
-
-    Attributes:
-        metrics: of the last syncs: seconds, bytes, retries, difference on the probe.
-    """
+    """The sync of weights: in turn in the learner's own ranks, to all others at once."""
 
     def __init__(
-        self, learner: Executor, meeting: Meeting | None, tolerance: float, tracer: Tracer
+        self,
+        learner: Executor,
+        meeting: Meeting | None,  # none where all followers are in the learner's ranks
+        tolerance: float,
+        tracer: Tracer,
     ) -> None:
         self._learner, self._meeting, self._tolerance = learner, meeting, tolerance
         self._tracer = tracer
         self._followers: dict[str, Executor] = {}
         self._models: dict[str, str] = {}
-        self._transfers: dict[str, tuple[WeightsRef, asyncio.Task[dict[str, Outcome]]]] = {}
         self._timeout_s = meeting.timeout_s if meeting else CONTROL_S
         self._control_s = min(CONTROL_S, self._timeout_s)
         self._thread = WorkerThread("weights", 0)
         self._epoch = 0
         self._groups: dict[str, tuple[int, list[tuple[str, int]]]] = {}  # epoch, members; by model
-        self.metrics: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}  # of the last syncs
 
     def follow(self, name: str, follower: Executor, model: str) -> partial[Any]:
-        """Take up a follower of a model; return the call by which it loads weights."""
+        """Take up a follower of a model; return the call by which it alone loads weights."""
         self._followers[name], self._models[name] = follower, model
-        return partial(self.load, name)
+        return partial(self._load, name)
 
-    def begin(self, refs: Mapping[str, WeightsRef], roles: Sequence[Replaceable]) -> None:
-        """Begin to bring new weights to all these roles; their calls to load will wait for it."""
-        names = [getattr(role, "member", "") for role in roles]
-        for model, ref in refs.items():
-            followers = [n for n in names if self._models.get(n) == model and not self._here(n)]
-            if followers:
-                self._begin(ref, followers)
+    def begin(
+        self, ref: WeightsRef, roles: Sequence[Replaceable]
+    ) -> list[Callable[[], Awaitable[None]]]:
+        """Begin to bring new weights to clients, all at once; return the wait for each.
 
-    async def load(self, name: str, ref: WeightsRef) -> Reply[Loaded]:
-        """Have a follower load weights; one for which nothing was begun gets them by itself.
-
-        Raises:
-            RoleLostError: the follower's process has died or hangs.
-            RankError: the learner's has.
-            EngineError: the follower holds other weights afterwards than the learner.
-            TransferError: weights have not arrived, twice.
+        A wait that is given up leaves the others theirs. Each raises RoleLostError if the follower
+        has died or hangs, EngineError if it holds other weights, TransferError if none arrived.
         """
-        if self._here(name):
-            return await self._load_here(name, ref)
-        begun, task = self._transfers.pop(name, (None, None))
-        if task is None or begun != ref:
-            task = self._begin(ref, [name])
-            del self._transfers[name]
-        outcome = (await asyncio.shield(task))[name]  # others may wait for it, too
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
+        clients = [cast(Client, role) for role in roles]
+        waits = self._begin(ref, [client.member for client in clients])
+        return [
+            partial(client.answer, "load", load)
+            for client, load in zip(clients, waits, strict=True)
+        ]
 
     def load_all(self, refs: Mapping[str, WeightsRef]) -> None:
-        """Bring weights to all followers, while nothing else is under way. Blocks.
-
-        Raises:
-            StrettoError: one of them has not got them.
-        """
+        """Bring weights to all followers, while nothing else is under way. Blocks."""
         for model, ref in refs.items():
             names = [name for name, follows in self._models.items() if follows == model]
-            outcomes = self.transfer(ref, elsewhere := [n for n in names if not self._here(n)])
-            for name in names:
-                if name not in elsewhere:
-                    start_s, offer = time.perf_counter(), self._offer_here(ref)
-                    loaded = self._followers[name].ask("load", ref)
-                    outcomes[name] = self._loaded_here(name, ref, offer, loaded, start_s)
+            outcomes = self.transfer(ref, [name for name in names if not self._is_here(name)])
+            for name in filter(self._is_here, names):
+                start_s = time.perf_counter()
+                offers = self._offers(ref) if self._meeting else []
+                loaded = self._followers[name].ask("load", ref)
+                outcomes[name] = self._loaded_here(name, ref, offers, loaded, start_s)
             for outcome in outcomes.values():
                 if isinstance(outcome, Exception):
                     raise outcome
 
     def close(self) -> None:
-        """Take no more calls."""
         self._thread.stop()
+
+    def _begin(
+        self, ref: WeightsRef, names: Sequence[str]
+    ) -> list[Callable[[], Awaitable[Reply[Loaded]]]]:
+        elsewhere = [name for name in names if not self._is_here(name)]
+
+        async def transferred() -> dict[str, Outcome]:
+            try:
+                return await self._thread.run(lambda: self.transfer(ref, elsewhere))
+            except Exception as error:  # the learner is lost
+                return dict.fromkeys(elsewhere, error)
+
+        transfer = asyncio.ensure_future(transferred()) if elsewhere else None
+
+        async def load(name: str) -> Reply[Loaded]:
+            if transfer is None or name not in elsewhere:
+                outcome = await self._load_here(name, ref)
+            else:
+                outcome = (await asyncio.shield(transfer))[name]  # others may wait for it, too
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+
+        return [partial(load, name) for name in names]
+
+    async def _load(self, name: str, ref: WeightsRef) -> Reply[Loaded]:
+        (wait_for_it,) = self._begin(ref, [name])
+        return await wait_for_it()
 
     # -- followers in the learner's ranks ------------------------------------------------------
 
-    def _here(self, name: str) -> bool:
+    def _is_here(self, name: str) -> bool:
         return self._followers[name].shares_ranks(self._learner)
 
-    async def _load_here(self, name: str, ref: WeightsRef) -> Reply[Loaded]:
+    async def _load_here(self, name: str, ref: WeightsRef) -> Outcome:
         start_s = time.perf_counter()
-        offer = await asyncio.to_thread(self._offer_here, ref)
+        offers = await asyncio.to_thread(self._offers, ref) if self._meeting else []
         loaded = await self._followers[name].call("load", ref)
-        proved = self._loaded_here(name, ref, offer, loaded, start_s)
-        if isinstance(proved, Exception):
-            raise proved
-        return proved
-
-    def _offer_here(self, ref: WeightsRef) -> Offer | None:
-        """Return the learner's offer; in one process, followers read the learner's own tensors."""
-        return self._offers(ref)[0] if self._meeting else None
+        return self._loaded_here(name, ref, offers, loaded, start_s)
 
     def _loaded_here(
-        self, name: str, ref: WeightsRef, offer: Offer | None, loaded: Reply[Loaded], start_s: float
+        self,
+        name: str,
+        ref: WeightsRef,
+        offers: Sequence[Offer],
+        loaded: Reply[Loaded],
+        start_s: float,
     ) -> Outcome:
-        if offer is None:
+        """Prove what was loaded; in one process, followers read the learner's own tensors."""
+        if not offers:
             return loaded
-        self._took(ref, start_s, loaded.value.moved)
-        return self._proved(name, loaded, ref, offer, "")
+        self._record(ref, start_s, loaded.value.moved)
+        self._compare(offers[0], loaded)
+        return proved(name, loaded, ref, offers[0], "", self._tolerance)
 
     # -- followers elsewhere -------------------------------------------------------------------
 
-    def _begin(self, ref: WeightsRef, names: Sequence[str]) -> asyncio.Task[dict[str, Outcome]]:
-        async def run() -> dict[str, Outcome]:
-            try:
-                return await self._thread.run(lambda: self.transfer(ref, names))
-            except Exception as error:  # the learner is lost
-                return dict.fromkeys(names, error)
-
-        task = asyncio.get_running_loop().create_task(run())
-        self._transfers |= dict.fromkeys(names, (ref, task))
-        return task
-
     def transfer(self, ref: WeightsRef, names: Sequence[str]) -> dict[str, Outcome]:
-        """Bring a version to followers; return each one's reply, or its error.
-
-        Blocks; while none of the followers is called otherwise.
-
-        Raises:
-            RankError: the learner is lost.
-        """
+        """Bring a version to followers, which are not called otherwise; blocks. Return outcomes."""
         if not names:
             return {}
-        start_s, offers = time.perf_counter(), list[Offer]()
-        transfer, groups = Transfer(list(names)), list[list[Route]]()
-        while transfer.step is not Step.DONE:
-            match transfer.step:
-                case Step.OFFER:
-                    offers = self._offers(ref)
-                    groups = self._groups_for(ref, len(offers), transfer.waiting)
-                    transfer.offered()
-                case Step.ANNOUNCE:
-                    transfer.announced(self._announce(ref, offers, groups, transfer))
-                case Step.MOVE:
-                    transfer.moved(self._move(ref, offers, groups, transfer.waiting))
-                case Step.ABORT:
-                    transfer.aborted(self._aside(transfer.queue[0], "abort"))
-            if transfer.step in (Step.ABORT, Step.OFFER) or _failed(transfer):
-                self._groups.pop(ref.model, None)  # it is broken: the next one is another
-        self._took(ref, start_s, sum(offer.size for offer in offers))
+        start_s, tries = time.perf_counter(), 0
+        answer: Any = None
+        offers, routes = list[Offer](), dict[str, list[Route]]()
+        steps = transfer_steps(ref, names, self._tolerance)
+        while True:
+            try:
+                action, asked = steps.send(answer)
+            except StopIteration as end:
+                outcomes: dict[str, Outcome] = end.value
+                break
+            match action:
+                case Action.OFFER:
+                    answer = offers = self._offers(ref)
+                    routes, tries = self._routes(ref, len(offers), asked), tries + 1
+                case Action.ANNOUNCE:
+                    marks = [offer.mark for offer in offers]
+                    answer = self._aside(asked[0], "expect", ref, marks, routes[asked[0]])
+                case Action.SEND:
+                    answer = self._send(ref, routes[""], asked)
+                case Action.ABORT:
+                    self._groups.pop(ref.model, None)  # it is broken: the next one is another
+                    answer = self._aside(asked[0], "abort")
+        for outcome in outcomes.values():
+            if isinstance(outcome, Exception):
+                self._groups.pop(ref.model, None)
+            else:
+                self._compare(offers[0], outcome)
+        self._record(ref, start_s, sum(offer.size for offer in offers))
         retries = self.metrics.get("handover/retries", 0.0)
-        self.metrics["handover/retries"] = retries + transfer.tried - 1
-        return transfer.outcomes
+        self.metrics["handover/retries"] = retries + tries - 1
+        return outcomes
 
     def _offers(self, ref: WeightsRef) -> list[Offer]:
         return self._learner.aside_on_all("offer", ref, timeout_s=self._control_s)
-
-    def _announce(
-        self,
-        ref: WeightsRef,
-        offers: Sequence[Offer],
-        groups: Sequence[Sequence[Route]],
-        transfer: Transfer,
-    ) -> Exception | None:
-        name = transfer.queue[0]
-        before = transfer.waiting[: transfer.waiting.index(name)]
-        first = 1 + sum(self._followers[n].size for n in before)  # of its ranks, in each group
-        marks, routes = [offer.mark for offer in offers], [group[first] for group in groups]
-        return self._aside(name, "expect", ref, marks, routes)
 
     def _aside(self, name: str, method: str, *args: Any) -> Exception | None:
         try:
@@ -306,34 +268,28 @@ class WeightSync:
             return error
         return None
 
-    def _move(
-        self,
-        ref: WeightsRef,
-        offers: Sequence[Offer],
-        groups: Sequence[Sequence[Route]],
-        names: Sequence[str],
-    ) -> dict[str, Outcome]:
-        """Have the learner send and followers load, at once; prove what they have."""
-        limit_s, first = self._timeout_s + self._control_s, [group[0] for group in groups]
+    def _send(
+        self, ref: WeightsRef, routes: Sequence[Route], names: Sequence[str]
+    ) -> tuple[str, dict[str, Outcome]]:
+        """Have the learner send and followers load, at once; return the mark, and what came."""
+        limit_s = self._timeout_s + self._control_s
         pool = ThreadPoolExecutor(len(names) + 1)
-        sending = pool.submit(self._learner.aside_on_all, "send", ref, first, timeout_s=limit_s)
+        sending = pool.submit(self._learner.aside_on_all, "send", ref, routes, timeout_s=limit_s)
         loading = {n: pool.submit(self._followers[n].ask, "load", ref) for n in names}
         wait(loading.values(), timeout=limit_s)
         pool.shutdown(wait=False)  # a thread waits for one that hangs until that one is ended
         failure = sending.exception()
         if failure is not None and not isinstance(failure, TransferError):
             raise failure
-        sent = "" if failure else " ".join(sending.result())
-        outcomes = {n: _outcome(n, future) for n, future in loading.items()}
         if failure is not None:
             self._groups.pop(ref.model, None)
-        return {n: self._proved(n, o, ref, offers[0], sent) for n, o in outcomes.items()}
+        outcomes = {name: _outcome(name, future) for name, future in loading.items()}
+        return "" if failure else " ".join(sending.result()), outcomes
 
-    def _groups_for(self, ref: WeightsRef, senders: int, names: Sequence[str]) -> list[list[Route]]:
-        """Return each member's way to the group of each rank of the learner, that rank's first.
-
-        They are new groups, if others took part last time.
-        """
+    def _routes(
+        self, ref: WeightsRef, senders: int, names: Sequence[str]
+    ) -> dict[str, list[Route]]:
+        """Return the ways to the groups of the learner's ranks, its own as "", by follower."""
         members = [(name, self._followers[name].generation) for name in names]
         epoch, before = self._groups.get(ref.model, (0, []))
         if members != before:
@@ -341,70 +297,43 @@ class WeightSync:
             epoch = self._epoch
             self._groups[ref.model] = epoch, members
         assert self._meeting is not None
-        size = 1 + sum(self._followers[name].size for name in names)
-        return [
-            self._meeting.routes(f"weights/{ref.model}/{rank}", epoch, size)
+        sizes = {"": 1, **{name: self._followers[name].size for name in names}}
+        groups = [
+            self._meeting.routes(f"weights/{ref.model}/{rank}", epoch, sum(sizes.values()))
             for rank in range(senders)
         ]
+        ways, first = dict[str, list[Route]](), 0
+        for name, size in sizes.items():
+            ways[name] = [group[first] for group in groups]
+            first += size
+        return ways
 
-    # -- proof ---------------------------------------------------------------------------------
+    # -- metrics -------------------------------------------------------------------------------
 
-    def _proved(
-        self, name: str, outcome: Outcome, ref: WeightsRef, offer: Offer, sent: str
-    ) -> Outcome:
-        """Return the outcome, or an error where the follower holds other weights than were sent."""
-        if isinstance(outcome, Exception):
-            return outcome
-        loaded = outcome.value
-        if sent and loaded.mark != sent:
-            return EngineError(
-                f"version {ref.version} of the {ref.model} was sent with the mark {sent}, and "
-                f"{name} received {loaded.mark}: what is between them changes data"
-            )
-        if offer.probe is not None and loaded.probe is not None:
-            gap = difference(offer.probe, loaded.probe)
-            self.metrics["handover/logprob_gap"] = gap
-            self.metrics["handover/logprob_gap_mean"] = float((offer.probe - loaded.probe).mean())
-            self.metrics["handover/logprob_gap_max"] = float(abs(offer.probe - loaded.probe).max())
-            if not gap <= self._tolerance:
-                return EngineError(
-                    f"after the hand-over of version {ref.version}, {name} and the learner differ "
-                    f"by {gap:.4g} nats (root mean square) on the log-probs of the probe; "
-                    f"{self._tolerance:g} is allowed. Their kernels or types differ: look at "
-                    "model.dtype and the devices, or raise cluster.probe_tolerance"
-                )
-        return outcome
+    def _compare(self, offer: Offer, loaded: Reply[Loaded]) -> None:
+        ours, theirs = offer.probe, loaded.value.probe
+        if ours is not None and theirs is not None:
+            self.metrics["handover/logprob_gap"] = difference(ours, theirs)
+            self.metrics["handover/logprob_gap_mean"] = float((ours - theirs).mean())
+            self.metrics["handover/logprob_gap_max"] = float(abs(ours - theirs).max())
 
-    def _took(self, ref: WeightsRef, start_s: float, size: int) -> None:
-        """Record the seconds and bytes of a transfer."""
+    def _record(self, ref: WeightsRef, start_s: float, size: int) -> None:
         end_s = time.perf_counter()
         self._tracer.add(WEIGHT_SYNC, "send", start_s, end_s, model=ref.model, version=ref.version)
-        self.metrics |= {
-            f"handover/{ref.model}_s": end_s - start_s,
-            f"handover/{ref.model}_mb": size / 1e6,
-        }
-
-
-def _failed(transfer: Transfer) -> bool:
-    return any(isinstance(outcome, Exception) for outcome in transfer.outcomes.values())
+        self.metrics[f"handover/{ref.model}_s"] = end_s - start_s
+        self.metrics[f"handover/{ref.model}_mb"] = size / 1e6
 
 
 def _outcome(name: str, future: Future[Reply[Loaded]]) -> Outcome:
     """Return what came of a follower's loading."""
     if not future.done():
-        return RoleLostError(name, f"{name} hangs in a hand-over")
+        return RoleLostError(name, f"{name} hangs in a weight sync", "hangs-in-weight-sync")
     match future.exception():
         case None:
             return future.result()
         case RankError() as died:
-            return RoleLostError(name, str(died))
+            return RoleLostError(name, str(died), died.code)
         case Exception() as raised:
             return raised
         case other:  # an interruption
             raise other
-
-
-def difference(one: FloatArray, two: FloatArray) -> float:
-    """Root mean square of the differences of two arrays."""
-    squares = (one.astype(np.float64) - two.astype(np.float64)) ** 2
-    return math.sqrt(squares.mean())

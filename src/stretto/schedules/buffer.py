@@ -2,8 +2,7 @@
 
 OPPO's buffer (inter-step overlap): FIFO, of a round's size plus delta; carried rollouts come before
 fresh ones; the first to end make the batch. Here a *group* (the rollouts of one prompt in one draw)
-is carried or chosen as a whole, so that algorithms that compare the rollouts of a group always see
-all of them. A pure state machine: it knows neither time nor roles.
+is carried or chosen as a whole, so that algorithms that compare its rollouts see all of them.
 """
 
 from __future__ import annotations
@@ -15,26 +14,17 @@ from heapq import heappop, heappush
 from typing import Any
 
 from stretto.errors import LifecycleError
-from stretto.schedules.rollout import Rollout
+from stretto.schedules.rollout import Rollout, restored
 from stretto.types import Prompt
 
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """The rollouts of one prompt.
-
-    Attributes:
-        open: how many of them have not ended.
-        place: in the order in which groups ended; -1 before that.
-    """
+    """The rollouts of one prompt, how many have not ended, and the place in the order of ends."""
 
     rollouts: list[Rollout]
     open: int
     place: int = -1
-
-    @property
-    def carries(self) -> int:
-        return self.rollouts[0].carries
 
 
 class Buffer:
@@ -44,8 +34,6 @@ class Buffer:
     ``max_carries`` times. A group that has been carried that often is waited for. Sometimes a group
     is waited for earlier, because several could not all be taken in the rounds they have left: of
     the groups that may be carried at most k times more, no more than ``k * groups`` may be left.
-
-    State: all of it, through the rollouts.
     """
 
     def __init__(self, max_carries: int) -> None:
@@ -90,15 +78,12 @@ class Buffer:
         self._groups[group[0].group] = _Group(list(group), len(group))
 
     def begin_round(self, groups: int) -> Sequence[Rollout]:
-        """Start choosing; returns what is chosen at once: what ended before, but too late.
-
-        Raises:
-            LifecycleError: with so many groups some would be carried too often.
-        """
+        """Start choosing; return what is chosen at once: what ended before, but too late."""
         if len(self._groups) > (self._max_carries + 1) * groups:
             raise LifecycleError(
                 f"{len(self._groups)} groups are in flight and a round takes {groups}: not all can "
-                f"be trained on before they are carried more than {self._max_carries} times"
+                f"be trained on before they are carried more than {self._max_carries} times",
+                "carried-too-often",
             )
         self._wanted, self._chosen = groups, []
         self._set_due()
@@ -107,7 +92,7 @@ class Buffer:
         return [r for g in ended for r in self._choose(g)]
 
     def ended(self, rollout: Rollout) -> Sequence[Rollout]:
-        """Note that a rollout has ended; returns the rollouts that are chosen by that."""
+        """Note that a rollout has ended; return the rollouts that are chosen by that."""
         group = self._groups[rollout.group]
         group.open -= 1
         if group.open:
@@ -133,11 +118,7 @@ class Buffer:
         return rollouts
 
     def take(self) -> tuple[Sequence[Rollout], Sequence[Rollout]]:
-        """End the round: its rollouts leave, in dispatch order; the others are carried.
-
-        Returns:
-            The round's rollouts, and those among the carried that are still being decoded.
-        """
+        """End the round; return its rollouts, and those carried that are still being decoded."""
         batch = self.chosen
         for group in self._chosen:
             del self._groups[group.rollouts[0].group]
@@ -147,7 +128,7 @@ class Buffer:
         return batch, self.open
 
     def _left(self, group: _Group) -> int:
-        return self._max_carries - group.carries
+        return self._max_carries - group.rollouts[0].carries
 
     def _set_due(self) -> None:
         left = Counter(map(self._left, self._groups.values()))
@@ -180,10 +161,10 @@ class Buffer:
     def load_state_dict(
         self, state: Mapping[str, Any], prompt_by_id: Callable[[int], Prompt]
     ) -> None:
-        """The inverse of :meth:`state_dict`; prompts are known by their ids."""
+        """Take up what :meth:`state_dict` returned; prompts are known by their ids."""
         self._groups = {}
         for saved, place in zip(state["groups"], state["places"], strict=True):
-            rollouts = [Rollout.from_state(s, prompt_by_id(s["prompt"])) for s in saved]
+            rollouts = restored(saved, prompt_by_id)
             group = _Group(rollouts, sum(r.finish is None for r in rollouts), place)
             self._groups[rollouts[0].group] = group
         self._wanted, self._ended, self._chosen = state["wanted"], state["ended"], []

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
-from typing import Any, Protocol
+from typing import Protocol
 
 from stretto.errors import ConfigError
-from stretto.schedules.controller import Controller, Feedback, Fixed, Replayed
+from stretto.schedules.controller import Controller, Feedback, Fixed, Stateful
 from stretto.schedules.models import LengthModel
 
-SHORTEST = 8
-"""Tokens in a chunk, at least; below that the calls cost more than they overlap."""
-LONG = 0.95
-"""The quantile of the lengths from which a response counts as long."""
-REMEMBERED = 1024
-"""Lengths that the quantile is taken from."""
-
-ABOUT = 1.05
-"""Times that differ by less than this factor count as equal: steps differ by as much anyway."""
+SHORTEST = 8  # tokens in a chunk, at least; below that the calls cost more than they overlap
+LONG = 0.95  # the quantile of the lengths from which a response counts as long
+REMEMBERED = 1024  # lengths that the quantile is taken from
+ABOUT = 1.05  # times that differ by a smaller factor are equal: steps differ by as much anyway
 
 
 class ChunkSize(Controller, Protocol):
@@ -27,76 +22,47 @@ class ChunkSize(Controller, Protocol):
     @property
     def tokens(self) -> int:
         """Tokens that one decode call of the coming step gives each rollout."""
-        ...
 
 
 class FixedChunk(Fixed):
-    """A chunk size that never changes.
+    """Sizes of chunks that are given: one of them never changes, several serve one step each."""
 
-    Raises:
-        ConfigError: the size is not positive.
-    """
-
-    def __init__(self, tokens: int) -> None:
-        if tokens < 1:
-            raise ConfigError(f"a chunk has at least 1 token; got {tokens}")
-        self._tokens = tokens
-
-    @property
-    def tokens(self) -> int:
-        return self._tokens
-
-
-class ReplayedChunk(Replayed):
-    """Sizes of chunks, in tokens.
-
-    Raises:
-        ConfigError: there is none, or one is not positive.
-    """
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        super().__init__("chunk sizes", 1, sizes)
+    def __init__(self, *sizes: int) -> None:
+        super().__init__("chunk_tokens", 1, sizes)
 
     @property
     def tokens(self) -> int:
         return self._now
 
 
-class TunedChunk:
+class TunedChunk(Stateful):
     """A controller that tries sizes now and then and keeps the fastest (OPPO, intra-step overlap).
 
     Small chunks cost calls and contention, large ones leave nothing to overlap. At the start of
-    every window of steps the candidates take turns, each on steps of its own, for up to a quarter
-    of the window in all; then the one with the least median time per decoded token serves for the
-    rest, or the largest of those about as fast, as it needs fewer calls. The first step of a run
-    belongs to no window, as it pays for what is done once; it runs the middle candidate.
+    every window of steps the candidates take turns for up to a quarter of it; then the one with the
+    least median time per decoded token serves, or the largest of those about as fast, as it needs
+    fewer calls. A run's first step pays for what is done once, and runs the middle candidate.
 
-    When responses are short, all candidates are halved together until the largest is no longer than
-    a long response: the 95th percentile of recent lengths; in the first window the token limit, as
-    the first to finish are short whatever the others are. None gets shorter than 8 tokens; those
-    that become equal are one. The sizes are set once a window.
-
-    State: the candidates in use, the size, the place in the window, the times so far, the lengths.
-
-    Args:
-        window: steps from one trial to the next.
-
-    Raises:
-        ConfigError: a candidate is under 8 tokens, or the window is too short to try each once and
-            then use the best.
+    Once a window, all candidates are halved together until the largest is no longer than a long
+    response: the 95th percentile of recent lengths; in the first window the token limit, as the
+    first to finish are short whatever the others are. Those that become equal are one.
     """
+
+    saved = ("sizes", "tokens", "place", "times", "lengths")
 
     def __init__(
         self, candidates: Sequence[int] = (128, 256, 512), window: int = 50, *, max_new_tokens: int
     ) -> None:
         if not candidates or min(candidates) < SHORTEST:
             raise ConfigError(
-                f"chunk sizes to try have at least {SHORTEST} tokens each; got {tuple(candidates)}"
+                f"chunk sizes to try have at least {SHORTEST} tokens each; got {tuple(candidates)}",
+                "chunks-too-short",
             )
         if window <= len(candidates):
             raise ConfigError(
                 f"a window of {window} steps is too short to try {len(candidates)} chunk sizes and "
-                f"then use the best; make it longer than {len(candidates)} steps"
+                f"then use the best; make it longer than {len(candidates)} steps",
+                "window-too-short",
             )
         self._candidates, self._window = sorted(set(candidates)), window
         self._lengths = LengthModel(REMEMBERED)
@@ -124,21 +90,6 @@ class TunedChunk:
             self._tokens = self._sizes[self._place % len(self._sizes)]
         elif self._place == self._trial_steps:
             self._tokens = self._fastest()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "sizes": list(self._sizes),
-            "tokens": self._tokens,
-            "place": self._place,
-            "times": [list(times) for times in self._times],
-            "lengths": self._lengths.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._sizes, self._tokens = list(state["sizes"]), state["tokens"]
-        self._place = state["place"]
-        self._times = [list(times) for times in state["times"]]
-        self._lengths.load_state_dict(state["lengths"])
 
     @property
     def _trial_steps(self) -> int:

@@ -1,53 +1,43 @@
-"""Controllers: what they learn from a round, and what all of them do."""
+"""Controllers: what they learn from a round, what all of them do, and the meter of rounds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, Protocol
+from statistics import fmean
+from typing import Any, ClassVar, Protocol
 
+from stretto.clock import Clock
 from stretto.errors import ConfigError
+from stretto.schedules.rollout import Rollout
+from stretto.types import Stats
+
+REWARD = "objective/scores"  # the learner's mean reward of the batch, which controllers follow
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSample:
-    """A decode call, as the schedule saw it.
+    """A decode call, as the schedule saw it."""
 
-    Attributes:
-        rows: rollouts that were being decoded, on average over the call's steps.
-        steps: tokens that the longest-lived of them got.
-        seconds: how long the call took.
-        first: whether it was its generator's first of a round, which prefills what was admitted.
-        carried: with ``first``, rollouts with tokens of earlier rounds, which it may have to
-            prefill again.
-    """
-
-    rows: float
-    steps: int
+    rows: float  # rollouts that were being decoded, on average over the call's steps
+    steps: int  # tokens that the longest-lived of them got
     seconds: float
-    first: bool = False
-    carried: int = 0
+    first: bool = False  # its generator's first of a round, which prefills what was admitted
+    carried: int = 0  # with ``first``, rollouts that it may have to prefill again
 
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """A round, from one hand-over of weights to the next, as controllers see it.
+    """A round, from one weight sync to the next, as controllers see it."""
 
-    Attributes:
-        reward: mean of the batches trained on.
-        lengths: response tokens of the rollouts that ended.
-        decode: the decode calls.
-        seconds: the whole round.
-        overhead_s: the part of it in which nothing was being decoded.
-        beyond: rollouts that were in flight beyond a round's when the newest round began.
-    """
-
-    reward: float
-    lengths: Sequence[int]
+    reward: float  # mean of the batches trained on
+    lengths: Sequence[int]  # response tokens of the rollouts that ended
     decode: Sequence[DecodeSample]
-    seconds: float
-    overhead_s: float
-    beyond: int = 0
+    seconds: float  # the whole round
+    overhead_s: float  # the part of it in which nothing was being decoded
+    beyond: int = 0  # rollouts that were in flight beyond the newest round's when it began
 
 
 class Controller(Protocol):
@@ -55,41 +45,50 @@ class Controller(Protocol):
 
     def observe(self, feedback: Feedback) -> None:
         """Learn from the step that has just ended."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the controller has learnt, as plain data."""
-        ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
-        ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what :meth:`state_dict` returned."""
+
+
+class Stateful:
+    """An object whose state is plain data in private attributes, or in other such objects."""
+
+    saved: ClassVar[tuple[str, ...]]  # names of these attributes, without the underscore
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the state, by name."""
+        found = {name: getattr(self, f"_{name}") for name in self.saved}
+        return {
+            name: part.state_dict() if isinstance(part, Stateful) else deepcopy(part)
+            for name, part in found.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what :meth:`state_dict` returned."""
+        for name in self.saved:
+            part = getattr(self, f"_{name}")
+            if isinstance(part, Stateful):
+                part.load_state_dict(state[name])
+            else:
+                setattr(self, f"_{name}", deepcopy(state[name]))
+
+
+def check_least(least: int, **numbers: float) -> None:
+    """Raise ConfigError if a number is below the least."""
+    for name, number in numbers.items():
+        if number < least:
+            raise ConfigError(f"{name} is at least {least}; got {number}", "number-too-small")
 
 
 class Fixed:
-    """A controller that learns nothing, and has no state."""
+    """A controller that learns nothing: its numbers serve one step each, and the last one stays."""
 
-    def observe(self, feedback: Feedback) -> None:
-        """Learn nothing."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take nothing: there is no state."""
-
-
-class Replayed:
-    """Decisions of another run, which serve one step each; the last one stays.
-
-    State: the place.
-    """
-
-    def __init__(self, what: str, least: int, numbers: Sequence[int]) -> None:
-        if not numbers or min(numbers) < least:
-            raise ConfigError(
-                f"{what} to replay are one or more, each at least {least}; got {tuple(numbers)}"
-            )
+    def __init__(self, name: str, least: int, numbers: Sequence[int]) -> None:
+        check_least(1, **{f"how many times {name} is given": len(numbers)})
+        check_least(least, **{name: min(numbers)})
         self._numbers, self._place = tuple(numbers), 0
 
     @property
@@ -97,10 +96,73 @@ class Replayed:
         return self._numbers[min(self._place, len(self._numbers) - 1)]
 
     def observe(self, feedback: Feedback) -> None:
+        """Go to the next number."""
         self._place += 1
 
     def state_dict(self) -> dict[str, Any]:
-        return {"place": self._place}
+        return {"place": self._place} if len(self._numbers) > 1 else {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._place = state["place"]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._place = state.get("place", 0)
+
+
+class Meter(Stateful):
+    """A meter of steps for people, and of rounds for controllers; times are not saved."""
+
+    saved = ("rewards", "lengths", "beyond")
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._step_start_s = self._round_start_s = clock.now()
+        self._generated_s = 0.0
+        self._generating_since_s: float | None = None
+        self._rewards: list[float] = []
+        self._lengths: list[int] = []
+        self._beyond = 0
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Count the time of the body of a ``with`` statement as decoding."""
+        self._generating_since_s = self._clock.now()
+        try:
+            yield
+        finally:
+            self._generated_s += self._clock.now() - self._generating_since_s
+            self._generating_since_s = None
+
+    def began(self, beyond: int) -> None:
+        """Note that a round has begun, with so many rollouts in flight beyond its own."""
+        self._beyond = beyond
+
+    def ended(self, rollout: Rollout) -> None:
+        """Note that a response has ended."""
+        self._lengths.append(len(rollout))
+
+    def trained(self, stats: Stats) -> None:
+        """Note that a batch has been trained on."""
+        self._rewards.append(stats[REWARD])
+
+    def feedback(self, decode: Sequence[DecodeSample]) -> Feedback:
+        """Return the metrics since the last call, and start anew."""
+        now_s = self._clock.now()
+        generated_s, self._generated_s = self._generated_s, 0.0
+        if self._generating_since_s is not None:
+            generated_s += now_s - self._generating_since_s
+            self._generating_since_s = now_s
+        seconds, self._round_start_s = now_s - self._round_start_s, now_s
+        overhead_s = max(seconds - generated_s, 0.0)
+        reward = fmean(self._rewards)
+        feedback = Feedback(reward, self._lengths, decode, seconds, overhead_s, self._beyond)
+        self._rewards, self._lengths = [], []
+        return feedback
+
+    def metrics(self, batch: Sequence[Rollout]) -> dict[str, float]:
+        """Return the metrics of the step that ends now, for people."""
+        now_s = self._clock.now()
+        step_s, self._step_start_s = now_s - self._step_start_s, now_s
+        tokens = sum(r.total_tokens for r in batch)
+        return {
+            "timing_s/step": step_s,
+            "perf/throughput": tokens / step_s if step_s else 0.0,
+            "perf/samples_per_s": len(batch) / step_s if step_s else 0.0,
+        }

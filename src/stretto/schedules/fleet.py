@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 from stretto.clock import Clock
 from stretto.errors import LifecycleError, RoleLostError, StalledError, StrettoError
 from stretto.protocols import Replaceable
-from stretto.schedules.waits import Phases, Waits, answered
+from stretto.schedules.waits import Phases, Waits, Work, answered
 from stretto.types import WeightsRef, short_name
 
 T = TypeVar("T")
@@ -21,188 +22,112 @@ class MemberState(StrEnum):
     """The state of a role's process, as far as a schedule knows."""
 
     HEALTHY = "healthy"
-    SUSPECT = "suspect"
     DEAD = "dead"
     STARTING = "starting"
     STALE = "stale"
     RETIRED = "retired"
 
 
+Event = Literal["died", "starting", "started", "loaded", "retired"]
+
 _S = MemberState
 
-_EDGES: Mapping[str, Mapping[MemberState, MemberState]] = {
-    "late": {_S.HEALTHY: _S.SUSPECT, _S.SUSPECT: _S.SUSPECT},
-    "answered": {_S.HEALTHY: _S.HEALTHY, _S.SUSPECT: _S.HEALTHY},
-    "died": dict.fromkeys((_S.HEALTHY, _S.SUSPECT, _S.STARTING, _S.STALE), _S.DEAD),
-    "starting": {_S.DEAD: _S.STARTING},
-    "started": {_S.STARTING: _S.STALE},
-    "loaded": {_S.STALE: _S.HEALTHY, _S.HEALTHY: _S.HEALTHY, _S.SUSPECT: _S.HEALTHY},
+_EDGES: Mapping[Event, Mapping[MemberState, MemberState]] = {
+    "died": dict.fromkeys((_S.HEALTHY, _S.STARTING, _S.STALE), _S.DEAD),
+    "starting": {_S.DEAD: _S.STARTING},  # as often as the budget allows
+    "started": {_S.STARTING: _S.STALE},  # with whatever weights
+    "loaded": {_S.STALE: _S.HEALTHY},  # the others' weights
     "retired": {_S.DEAD: _S.RETIRED},
 }
 
 
 class Member:
-    """One role's process, and those that come in its place, as a pure state machine.
-
-    ::
-
-        HEALTHY <-> SUSPECT          late, answered
-        HEALTHY, SUSPECT -> DEAD     died
-        DEAD -> STARTING             starting, as often as the budget allows
-        STARTING -> STALE            started: the process is there, with whatever weights
-        STALE -> HEALTHY             loaded: it has the weights of the others, and serves
-        STARTING, STALE -> DEAD      died
-        DEAD -> RETIRED              retired: it is not replaced again
-
-    A new member serves after a hand-over, and there is no other way.
-
-    Args:
-        restarts: how many processes may come in the place of the first.
-
-    Attributes:
-        state: what is known of the process.
-        deaths: processes that were lost.
-        lives: processes that were started in place of another; tells one from the next.
-        version: of the weights that it loaded last.
-        cause: why the last process was lost.
-    """
+    """One role's process, and those that come in its place, as a pure state machine."""
 
     def __init__(self, name: str, restarts: int) -> None:
         self.name, self._restarts = name, restarts
         self.state = MemberState.HEALTHY
-        self.deaths = self.lives = self.version = 0
-        self.cause = ""
+        self.deaths, self.cause = 0, ""  # processes that were lost, and why the last one was
+        self.lives = 0  # processes that were started in place of another; tells one from the next
 
     @property
     def serves(self) -> bool:
         """Return whether it may be given work."""
-        return self.state in (MemberState.HEALTHY, MemberState.SUSPECT)
+        return self.state is MemberState.HEALTHY
+
+    @property
+    def retired(self) -> bool:
+        """Return whether it is given up."""
+        return self.state is MemberState.RETIRED
 
     @property
     def exhausted(self) -> bool:
         """Return whether the budget has no further process."""
         return self.lives >= self._restarts
 
-    def late(self) -> None:
-        """Note that an answer is overdue."""
-        self._go("late")
-
-    def answered(self) -> None:
-        """Note an answer."""
-        self._go("answered")
-
-    def died(self, cause: str) -> None:
-        """Note that the process is lost."""
-        self._go("died")
-        self.deaths, self.cause = self.deaths + 1, cause
-
-    def starting(self) -> None:
-        """Note that a new process is being started.
-
-        Raises:
-            LifecycleError: the budget is spent, or nobody has died.
-        """
-        if self.exhausted:
+    def note(self, event: Event, cause: str = "") -> None:
+        """Move along an event's edge; raise LifecycleError if there is none, or no budget."""
+        if event == "starting" and self.exhausted:
             raise LifecycleError(
                 f"{self.name} has been replaced {self.lives} times, and may be {self._restarts} "
-                "times; retire it"
+                "times; retire it",
+                "restarts-spent",
             )
-        self._go("starting")
-        self.lives += 1
-
-    def started(self) -> None:
-        """Note that the new process is there; its weights are not those of the others."""
-        self._go("started")
-
-    def loaded(self, version: int) -> None:
-        """Note a hand-over, after which a new process serves."""
-        self._go("loaded")
-        self.version = version
-
-    def retired(self) -> None:
-        """Note that nobody comes in the place of the last process."""
-        self._go("retired")
-
-    def _go(self, event: str) -> None:
-        """Move along an edge.
-
-        Raises:
-            LifecycleError: there is none for this event from the present state.
-        """
-        after = _EDGES[event].get(self.state)
-        if after is None:
-            raise LifecycleError(f"{self.name} is {self.state}; '{event}' cannot happen to it")
-        self.state = after
+        if self.state not in _EDGES[event]:
+            raise LifecycleError(
+                f"{self.name} is {self.state}; '{event}' cannot happen to it", "no-such-edge"
+            )
+        self.state = _EDGES[event][self.state]
+        self.lives += event == "starting"
+        if event == "died":
+            self.deaths, self.cause = self.deaths + 1, cause
 
 
 class Fleet:
-    """The members of a run, and the weights that those who follow a model hold.
-
-    State: the tickets, and the totals so far. Budgets begin anew when a run is taken up again, as
-    its processes do.
-
-    Args:
-        restarts: budget of each member.
-        initial: tickets of the weights that roles start with, by model.
-
-    Attributes:
-        restarts: as given; with 0 there are no replacements.
-        held: tickets of the weights that were handed over last, by model.
-    """
+    """The members of a run, the weights that followers hold (its state), and totals."""
 
     def __init__(self, restarts: int = 0, initial: Mapping[str, WeightsRef] | None = None) -> None:
-        self.restarts = restarts
-        self.held: Mapping[str, WeightsRef] = dict(initial or {})
+        self.restarts = restarts  # of each member
+        self.held: Mapping[str, WeightsRef] = dict(initial or {})  # tickets synced last, by model
         self._members: list[Member] = []
-        self._told: dict[int, int] = {}  # deaths that a line was returned about, by member
+        self._reported: list[int] = []  # deaths that a line was returned about, by member
         self._before = [0, 0]  # deaths and restarts before the run was taken up again
 
     def member(self, name: str) -> Member:
         """Return a new member, healthy."""
         self._members.append(Member(name, self.restarts))
+        self._reported.append(0)
         return self._members[-1]
 
     @property
-    def deaths(self) -> int:
-        """Processes lost in the whole run."""
-        return self._before[0] + sum(m.deaths for m in self._members)
-
-    @property
-    def replacements(self) -> int:
-        """Processes started in place of others in the whole run."""
-        return self._before[1] + sum(m.lives for m in self._members)
+    def totals(self) -> tuple[int, int]:
+        """Processes lost, and processes started in place of others, in the whole run."""
+        deaths, lives = sum(m.deaths for m in self._members), sum(m.lives for m in self._members)
+        return self._before[0] + deaths, self._before[1] + lives
 
     def losses(self) -> list[str]:
         """Return a line for people about each member lost since the last call."""
         lines = []
         for i, member in enumerate(self._members if self.restarts else ()):
-            if member.deaths > self._told.get(i, 0):
-                self._told[i] = member.deaths
+            if member.deaths > self._reported[i]:
+                self._reported[i] = member.deaths
                 what = member.cause.partition("; mend the cause")[0]  # the run goes on by itself
-                dead = member.state in (MemberState.DEAD, MemberState.RETIRED)
-                number = member.lives + dead
+                number = member.lives + (member.state is MemberState.DEAD or member.retired)
                 then = f"restart {number} of {self.restarts}"
                 lines.append(f"{what} ({then if number <= self.restarts else 'not replaced'})")
         return lines
 
     def metrics(self) -> dict[str, float]:
         """Return the totals, where members may be replaced."""
-        if not self.restarts:
-            return {}
-        return {
-            "cluster/deaths": float(self.deaths),
-            "cluster/restarts": float(self.replacements),
-        }
+        names = ("cluster/deaths", "cluster/restarts") if self.restarts else ()
+        return dict(zip(names, map(float, self.totals), strict=False))
 
     def state_dict(self) -> dict[str, Any]:
         """Return tickets and totals, as plain data."""
-        return {
-            "held": tickets_of(self.held),
-            "totals": [self.deaths, self.replacements],
-        }
+        return {"held": tickets_of(self.held), "totals": list(self.totals)}
 
     def load_state_dict(self, state: Mapping[str, Any], channel: str = "") -> None:
-        """The inverse of :meth:`state_dict`; initial tickets stay where it has none."""
+        """Take up what :meth:`state_dict` returned; initial tickets stay where it has none."""
         self.held = {**self.held, **tickets_from(state["held"], channel)}
         self._before = list(state["totals"])
 
@@ -216,7 +141,7 @@ def tickets_of(refs: Mapping[str, WeightsRef]) -> dict[str, Any]:
 
 
 def tickets_from(state: Mapping[str, Any], channel: str) -> dict[str, WeightsRef]:
-    """The inverse of :func:`tickets_of`, for weights in a channel."""
+    """Return the tickets that :func:`tickets_of` wrote, for weights in a channel."""
     return {
         model: WeightsRef(model, ref["version"], ref["fingerprint"], channel)
         for model, ref in state.items()
@@ -224,56 +149,61 @@ def tickets_from(state: Mapping[str, Any], channel: str) -> dict[str, WeightsRef
 
 
 class GoneError(Exception):
-    """The process that a call was made to is lost; whoever made the call begins anew."""
+    """The process that a call was made to is lost; the caller begins anew."""
+
+
+Sync = Callable[[WeightsRef, Sequence[Replaceable]], Sequence[Work]]
+"""Begins to bring a version of weights to roles, all at once; returns the wait for each role."""
+
+
+def load_each(weights: WeightsRef, roles: Sequence[Replaceable]) -> Sequence[Work]:
+    """Return for each role what has it load weights by itself."""
+    return [partial(role.load, weights) for role in roles]
 
 
 @dataclass(frozen=True, slots=True)
 class RoleContext:
-    """The things that all guards of a schedule share.
-
-    Attributes:
-        fleet: has the budget, and the tickets of the weights that are held.
-        deadline_s: for each call.
-        clock, phases: times of a loss are recorded by these.
-        waits: the account of all waits.
-        decoding: generators that have something to decode, so that their devices are not free.
-    """
+    """The things that all guards of a schedule share."""
 
     fleet: Fleet
-    deadline_s: float
+    deadline_s: float  # for each call
     clock: Clock
     phases: Phases
     waits: Waits
-    decoding: set[int] = field(default_factory=set)
+    sync: Sync = load_each
+    decoding: set[int] = field(default_factory=set)  # generators whose devices are not free
+
+    def load(self, guards: Sequence[Guard], weights: WeightsRef) -> list[Work]:
+        """Begin to give roles new weights, all at once, or with a new process; return the waits."""
+        for guard in guards:
+            guard.weights = weights
+        serving = [guard for guard in guards if guard.serves]
+        waits = self.sync(weights, [guard.role for guard in serving])
+        wait_of = dict(zip(serving, waits, strict=True))
+
+        async def loaded(guard: Guard) -> None:
+            if wait := wait_of.get(guard):
+                await guard.ask(wait())
+
+        return [partial(loaded, guard) for guard in guards]
 
 
 class Guard:
-    """The way to one role: a loss is noted once, whichever call shows it first.
-
-    Args:
-        follows: the model whose weights a new process loads; empty for none.
-        on_loss: called at each loss of a process that served, before anyone else hears of it.
-
-    Attributes:
-        member: what has become of the role.
-        lost: set from a loss until the role serves again.
-        weights: the ticket given out last; ``None`` where those of the fleet hold.
-    """
+    """The way to one role: a loss is noted once, whichever call shows it first."""
 
     def __init__(
         self,
         role: Replaceable,
         name: str,
-        follows: str,
+        follows: str,  # the model whose weights a new process loads; empty for none
         context: RoleContext,
-        on_loss: Callable[[], None],
+        on_loss: Callable[[], None],  # called if the process served, before any caller hears of it
     ) -> None:
-        self._role, self._name, self._follows, self._on_loss = role, name, follows, on_loss
-        self._fleet, self._deadline_s = context.fleet, context.deadline_s
-        self._clock, self._phases = context.clock, context.phases
+        self.role, self.name, self._follows, self._on_loss = role, name, follows, on_loss
+        self._context, self._fleet = context, context.fleet
         self.member: Member = self._fleet.member(name)
-        self.lost = asyncio.Event()
-        self.weights: WeightsRef | None = None
+        self.lost = asyncio.Event()  # set from a loss until the role serves again
+        self.weights: WeightsRef | None = None  # given out last; None: those of the fleet hold
         self._loss: StrettoError | None = None
         self._down_since_s = 0.0
 
@@ -282,84 +212,61 @@ class Guard:
         """Return whether the role may be given work."""
         return self.member.serves
 
-    @property
-    def retired(self) -> bool:
-        """Return whether the role is given up."""
-        return self.member.state is MemberState.RETIRED
-
     async def ask(self, work: Awaitable[T], rollout_ids: Iterable[int] = ()) -> T:
-        """Return what the role answers.
-
-        Raises:
-            GoneError: the role was lost before it answered, and may be replaced.
-            RoleLostError: it was lost, and roles are not replaced.
-            StalledError: it did not answer in time, and roles are not replaced.
-        """
+        """Return what the role answers; raise GoneError if it is lost or late, and replaced."""
         if not self._fleet.restarts:
-            return await answered(work, self._deadline_s, self._name, rollout_ids)
+            return await self._answered(work, rollout_ids)
         life = self.member.lives
         try:
-            answer = await answered(work, self._deadline_s, self._name, rollout_ids)
+            answer = await self._answered(work, rollout_ids)
         except (RoleLostError, StalledError) as error:
             if self._is_at(life):
-                self._note(error)
+                self._note_loss(error)
             raise GoneError from error
         if not self._is_at(life):  # another call has shown the loss meanwhile
             raise GoneError
-        self.member.answered()
         return answer
 
-    async def load(self, weights: WeightsRef) -> None:
-        """Give the role new weights; one that is being replaced gets them with its new process.
-
-        Raises:
-            GoneError: see :meth:`ask`.
-        """
-        self.weights = weights
-        if self.serves:
-            await self.ask(self._role.load(weights))
-            self.member.loaded(weights.version)
-
     async def replace(self) -> None:
-        """Start processes in the place of a lost one, until one has the newest weights.
-
-        Raises:
-            StrettoError: the loss with which the budget was spent; the member is retired.
-        """
+        """Start processes until one has the newest weights; raise what spent the budget."""
+        phases, name = self._context.phases, short_name(self.name)
         while not self.member.serves:
             assert self._loss is not None
-            if self.retired:
+            if self.member.retired:
                 raise self._loss
             if self.member.exhausted:
-                self.member.retired()
-                self._phases.down(short_name(self._name), self._down_since_s)
-                self._phases.lost(short_name(self._name))  # from now on, for good
+                self.member.note("retired")
+                phases.down(name, self._down_since_s)
+                phases.lost(name)  # from now on, for good
                 raise self._loss
             try:
                 await self._start()
             except (RoleLostError, StalledError) as error:
-                self._note(error)
+                self._note_loss(error)
             except BaseException:
-                self.member.died("its start was broken off")
+                self.member.note("died", "its start was broken off")
                 raise
         self.lost.clear()
-        self._phases.down(short_name(self._name), self._down_since_s)
+        phases.down(name, self._down_since_s)
 
     async def _start(self) -> None:
-        self.member.starting()
+        self.member.note("starting")
         try:
-            await answered(self._role.restart(), self._deadline_s, self._name)
+            await self._answered(self.role.restart())
         except (RoleLostError, StalledError):
             raise
         except StrettoError as error:  # it cannot be replaced at all
             assert self._loss is not None
             raise self._loss from error
-        self.member.started()
+        self.member.note("started")
         while weights := self._newest():
-            await answered(self._role.load(weights), self._deadline_s, self._name)
+            await self._answered(self.role.load(weights))
             if weights is self._newest():
                 break
-        self.member.loaded(weights.version if weights else 0)
+        self.member.note("loaded")
+
+    async def _answered(self, work: Awaitable[T], rollout_ids: Iterable[int] = ()) -> T:
+        return await answered(work, self._context.deadline_s, self.name, rollout_ids)
 
     def _newest(self) -> WeightsRef | None:
         return self.weights or self._fleet.held.get(self._follows)
@@ -367,14 +274,12 @@ class Guard:
     def _is_at(self, life: int) -> bool:
         return self.member.serves and self.member.lives == life
 
-    def _note(self, error: StrettoError) -> None:
+    def _note_loss(self, error: StrettoError) -> None:
         served = self.member.serves
-        if served and isinstance(error, StalledError):
-            self.member.late()
-        self.member.died(str(error))
+        self.member.note("died", str(error))
         self._loss = error
         if served:
-            self._down_since_s = self._clock.now()
-            self._phases.lost(short_name(self._name))
+            self._down_since_s = self._context.clock.now()
+            self._context.phases.lost(short_name(self.name))
             self.lost.set()
             self._on_loss()

@@ -1,30 +1,23 @@
-"""Plans that move stragglers together: RLHFuse's inter-stage fusion.
-
-Once few responses are still being decoded, they are gathered on few of the generators. The devices
-of the others are free, and score what has finished.
-"""
+"""Plans that move stragglers to few generators, for the others to score: RLHFuse's fusion."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from stretto.errors import ConfigError
-from stretto.schedules.controller import Controller, Feedback, Fixed
+from stretto.schedules.controller import Controller, Feedback, Fixed, check_least
 from stretto.schedules.models import FloatArray, IntArray, Simulating, drain_times, under_way
 
 SHARES = tuple(percent / 100 for percent in range(5, 100, 5))
 """Thresholds that are simulated, as shares of the batch."""
-SIMULATED = 1024
-"""Responses in a simulation, over all its replicas."""
-EARLY_STEPS = (1, 2, 4, 8)
-"""Steps after which R_t is chosen anew, while little is known."""
-WORTH = 0.98
-"""Migration is chosen if it is predicted to take less than this share of the time without."""
+SIMULATED = 1024  # responses in a simulation, over all its replicas
+EARLY_STEPS = (1, 2, 4, 8)  # after which R_t is chosen anew, while little is known
+WORTH = 0.98  # migration is to take less than this share of the time without
 
 Remaining = Sequence[Sequence[tuple[int, int]]]
 """Rollouts that each generator is decoding: id, and prompt and response tokens so far."""
@@ -32,43 +25,31 @@ Remaining = Sequence[Sequence[tuple[int, int]]]
 
 @dataclass(frozen=True, slots=True)
 class MigrationLimits:
-    """The limits of what generators can hold and move.
-
-    Attributes:
-        engines: generators.
-        best_batch: rows one of them decodes before a step takes notably longer (BS_max).
-        cache_tokens: tokens whose keys and values one of them can hold (C).
-        longest_tokens: prompt and response tokens of the longest possible rollout (M).
-        prefill_tokens_per_s: how fast one of them prefills.
-        transfer_tokens_per_s: how fast keys and values move from one to another.
-
-    Raises:
-        ConfigError: a number is not positive, or a generator cannot hold the longest rollout.
-    """
+    """The limits of what generators can hold and move."""
 
     engines: int
-    best_batch: int
-    cache_tokens: int
-    longest_tokens: int
-    prefill_tokens_per_s: float
-    transfer_tokens_per_s: float
+    best_batch: int  # rows that one of them decodes before a step takes notably longer (BS_max)
+    cache_tokens: int  # tokens whose keys and values one of them can hold (C)
+    longest_tokens: int  # prompt and response tokens of the longest possible rollout (M)
+    prefill_tokens_per_s: float  # how fast one of them prefills
+    transfer_tokens_per_s: float  # how fast keys and values move from one to another
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
             if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} is above 0; got {getattr(self, name)}")
+                raise ConfigError(f"{name} is above 0; got {getattr(self, name)}", "not-positive")
         if self.cache_tokens < self.longest_tokens:
             raise ConfigError(
                 f"a generator's cache of {self.cache_tokens} tokens does not hold one rollout of "
-                f"{self.longest_tokens}; enlarge the cache or lower the token limit"
+                f"{self.longest_tokens}; enlarge the cache or lower the token limit",
+                "cache-too-small",
             )
 
     @property
     def rows(self) -> int:
         """Rollouts that one generator takes: no more than best_batch, and all may be longest ones.
 
-        The paper's m >= R M / C counts parts of rollouts; whole ones are counted here, so that they
-        really fit.
+        The paper's m >= R M / C counts parts of rollouts; here whole ones are, so that they fit.
         """
         return min(self.best_batch, self.cache_tokens // self.longest_tokens)
 
@@ -78,52 +59,37 @@ class MigrationLimits:
         return self.transfer_tokens_per_s > self.prefill_tokens_per_s
 
     def moving_s(self, tokens: float) -> float:
-        """Seconds to move a rollout of so many tokens, the faster way."""
+        """Return the seconds to move a rollout of so many tokens, the faster way."""
         return tokens / max(self.transfer_tokens_per_s, self.prefill_tokens_per_s)
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """A rollout on its way from one generator to another.
-
-    Attributes:
-        with_cache: move its keys and values; else its tokens are prefilled again.
-    """
+class RolloutMove:
+    """A rollout on its way from one generator to another."""
 
     rollout_id: int
     source: int
     destination: int
-    with_cache: bool
+    with_cache: bool  # its keys and values go along; else its tokens are prefilled again
 
 
 @dataclass(frozen=True, slots=True)
 class MigrationPlan:
     """The moves, and the generators that have nothing left to decode afterwards."""
 
-    moves: Sequence[Move]
+    moves: Sequence[RolloutMove]
     freed: Sequence[int]
 
 
 def destinations(remaining: Sequence[int], limits: MigrationLimits) -> Sequence[int]:
-    """The generators that take all remaining rollouts, in ascending order.
-
-    As few as keep to both limits (RLHFuse: ``m >= R / BS_max`` and ``m >= R M / C``), and of all
-    generators those with the most rollouts left, so that the fewest move.
-
-    Args:
-        remaining: rollouts that each generator is decoding.
-    """
+    """Return the fewest generators that may take all that remains: those with the most left."""
     m = -(-sum(remaining) // limits.rows)
     by_load = sorted(range(len(remaining)), key=lambda i: (-remaining[i], i))
     return sorted(by_load[:m])
 
 
 def plan(remaining: Remaining, limits: MigrationLimits) -> MigrationPlan:
-    """Gather what remains on as few generators as the limits allow.
-
-    The longest move first, each to the destination with the fewest rollouts then. A destination
-    that holds more rollouts than the limits allow gives away its shortest as well.
-    """
+    """Gather what remains, the longest rollouts first, each where the fewest are by then."""
     targets = destinations([len(r) for r in remaining], limits)
     if len(targets) == len(remaining):
         return MigrationPlan((), ())
@@ -136,7 +102,7 @@ def plan(remaining: Remaining, limits: MigrationLimits) -> MigrationPlan:
     for _, id_, source in sorted(leaving):
         destination = min(targets, key=lambda i: (load[i], i))
         load[destination] += 1
-        moves.append(Move(id_, source, destination, limits.with_cache))
+        moves.append(RolloutMove(id_, source, destination, limits.with_cache))
     return MigrationPlan(moves, [i for i in range(len(remaining)) if i not in targets])
 
 
@@ -145,30 +111,26 @@ class MigrationPolicy(Controller, Protocol):
 
     def threshold(self) -> int:
         """R_t: stragglers move once the round waits for no more than so many; 0 is never."""
-        ...
 
     def plan(self, remaining: Remaining) -> MigrationPlan:
         """Return the moves to make when that number is reached."""
-        ...
 
 
 class FixedMigration(Fixed):
-    """A policy that moves stragglers at a fixed share of the batch.
-
-    Raises:
-        ConfigError: the fraction is not within [0, 1].
-    """
+    """A policy that moves stragglers at a fixed share of the batch."""
 
     def __init__(self, limits: MigrationLimits, batch: int, fraction: float) -> None:
         if not 0 <= fraction <= 1:
-            raise ConfigError(f"R_t is a share of the batch, from 0 to 1; got {fraction}")
-        self._limits, self._threshold = limits, round(fraction * batch)
+            raise ConfigError(
+                f"R_t is a share of the batch, from 0 to 1; got {fraction}", "not-a-share"
+            )
+        super().__init__("R_t", 0, [round(fraction * batch)])
+        self._limits = limits
 
     def threshold(self) -> int:
-        return self._threshold
+        return self._now
 
     def plan(self, remaining: Remaining) -> MigrationPlan:
-        """Return the plan of :func:`plan` within the limits."""
         return plan(remaining, self._limits)
 
 
@@ -179,19 +141,12 @@ class AutoMigration(Simulating):
     migration: lengths from the recent ones, seconds of a decode step from the recent calls, moves
     from :func:`plan`. What is in flight beyond the batch is decoded and moved with it, and the
     first to end make the batch. A generator whose rollouts have all ended or moved away scores what
-    has finished. R_t is 0 until there is something to simulate from, and when migration does not
-    save at least 2 %.
-
-    State: R_t, steps seen, rollouts beyond the batch, lengths, decode calls.
-
-    Args:
-        score_tokens_per_s: tokens, prompts included, that the devices of one free generator score
-            a second, by all scorers that run on them; 0 where none does, so that nothing is gained.
-        every: steps from one decision to the next.
-
-    Raises:
-        ConfigError: a number is out of range.
+    has finished: ``score_tokens_per_s``, prompts included, by all scorers on its devices (0 where
+    there is none, so that nothing is gained). R_t is 0 until there is something to simulate from,
+    and when migration does not save at least 2 %. It is decided ``every`` so many steps.
     """
+
+    saved = ("threshold", "beyond", "steps", "lengths", "latency")
 
     def __init__(
         self,
@@ -203,11 +158,8 @@ class AutoMigration(Simulating):
         every: int = 20,
         seed: int = 0,
     ) -> None:
-        if min(batch, every) < 1 or min(score_tokens_per_s, prompt_tokens) < 0:
-            raise ConfigError(
-                "batch and every are at least 1, score_tokens_per_s and prompt_tokens at least 0; "
-                f"got {batch}, {every}, {score_tokens_per_s} and {prompt_tokens}"
-            )
+        check_least(1, batch=batch, every=every)
+        check_least(0, score_tokens_per_s=score_tokens_per_s, prompt_tokens=prompt_tokens)
         self._limits, self._batch = limits, batch
         self._score_tokens_per_s, self._prompt_tokens = score_tokens_per_s, prompt_tokens
         self._every, self._seed = every, seed
@@ -218,7 +170,6 @@ class AutoMigration(Simulating):
         return self._threshold
 
     def plan(self, remaining: Remaining) -> MigrationPlan:
-        """Return the plan of :func:`plan` within the limits."""
         return plan(remaining, self._limits)
 
     def observe(self, feedback: Feedback) -> None:
@@ -227,13 +178,6 @@ class AutoMigration(Simulating):
         due = self._steps in EARLY_STEPS or self._steps % self._every == 0
         if due and self._score_tokens_per_s and self._knows_enough:
             self._threshold = self._best()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"threshold": self._threshold, "beyond": self._beyond, **super().state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._threshold, self._beyond = state["threshold"], state["beyond"]
 
     def _best(self) -> int:
         rng = np.random.default_rng([self._seed, self._steps])
@@ -248,29 +192,24 @@ class AutoMigration(Simulating):
             for tokens, own in zip(carried, (np.zeros_like(fresh), fresh), strict=True)
         )
         for had, gets in zip(before, left, strict=True):
-            run = _Run(had, gets, self._batch, step_seconds, self._limits, self._prompt_tokens)
+            trial = _Generation(
+                had, gets, self._batch, step_seconds, self._limits, self._prompt_tokens
+            )
             for i, threshold in enumerate(thresholds):
-                seconds[i] += _scored_s(*run.ends(threshold), self._score_tokens_per_s)
+                seconds[i] += _scored_s(*trial.ends(threshold), self._score_tokens_per_s)
         best = int(seconds.argmin())
         return thresholds[best] if seconds[best] < WORTH * seconds[0] else 0
 
 
-class _Run:
-    """Generation of one batch, with migration at any threshold.
-
-    Args:
-        before: tokens that responses in flight have already; shape [in flight].
-        left: tokens that they still get; shape [in flight].
-        batch: responses that have to end.
-        step_seconds: of a decode step of 1, 2, .. rows.
-    """
+class _Generation:
+    """The simulated generation of one batch, with migration at any threshold."""
 
     def __init__(
         self,
-        before: IntArray,
-        left: IntArray,
-        batch: int,
-        step_seconds: FloatArray,
+        before: IntArray,  # tokens that responses in flight have, [in flight]
+        left: IntArray,  # and those that they still get
+        batch: int,  # responses that have to end
+        step_seconds: FloatArray,  # of a decode step of 1, 2, .. rows
         limits: MigrationLimits,
         prompt_tokens: int,
     ) -> None:
@@ -284,12 +223,7 @@ class _Run:
         self._ends = [drain_times(step_seconds, share) for share in self._shares]
 
     def ends(self, threshold: int) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Return the ends of the batch's responses, their tokens, and the ends of generators' work.
-
-        Each response's tokens include its prompt.
-
-        Seconds from the start of generation; shapes [batch], [batch], [generators].
-        """
+        """Return ends of responses and their tokens, [batch], and ends of work, [generators]."""
         ends = [share.copy() for share in self._ends]
         free: FloatArray = np.array([share.max(initial=0.0) for share in ends])
         if threshold:
@@ -337,15 +271,7 @@ class _Run:
 
 
 def _scored_s(ends: FloatArray, tokens: FloatArray, free: FloatArray, tokens_per_s: float) -> float:
-    """Return when everything is scored: seconds from the start of generation.
-
-    Responses are scored one at a time on each free generator, in the order in which they ended.
-
-    Args:
-        ends: when each response is there to be scored; shape [batch].
-        tokens: of each, with its prompt.
-        free: when each generator becomes free; shape [generators].
-    """
+    """Return when all is scored, if free generators take responses one by one as they ended."""
     order = np.argsort(ends, kind="stable")
     servers, done = sorted(free.tolist()), 0.0
     for end, work in zip(

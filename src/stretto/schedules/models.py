@@ -2,58 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from stretto.errors import ConfigError, StateError
-from stretto.schedules.controller import DecodeSample, Feedback
+from stretto.errors import StateError
+from stretto.schedules.controller import DecodeSample, Feedback, Stateful, check_least
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
-HALF_LIVES = 4
-"""Half-lives that a window spans: at its far end a length counts 1/16."""
-GOLDEN = (5**0.5 - 1) / 2
-"""The golden ratio less 1; its multiples, modulo 1, are spread evenly."""
-WINDOW = 512
-"""Decode calls remembered."""
-KNEES = 24
-"""Places that are tried for the knee of the curve, at most."""
-ROUNDS = 4
-"""Times that the curve is fitted, each time with less weight on calls far from the one before."""
-TIE = 0.5
-"""Criteria that differ by less are equal, and the simpler curve is taken."""
-HUBER = 1.345
-"""A call farther than this many standard deviations from the curve loses weight (Huber 1981)."""
+HALF_LIVES = 4  # that a window of lengths spans: at its far end a length counts 1/16
+GOLDEN = (5**0.5 - 1) / 2  # the golden ratio less 1; its multiples, modulo 1, are spread evenly
+WINDOW = 512  # decode calls remembered
+KNEES = 24  # places that are tried for the knee of the curve, at most
+ROUNDS = 4  # fits of the curve, each with less weight on calls far from the one before
+TIE = 0.5  # criteria that differ by less are equal, and the simpler curve is taken
+HUBER = 1.345  # a call farther off than so many standard deviations loses weight (Huber 1981)
 
 
-class LengthModel:
+class LengthModel(Stateful):
     """The distribution of response lengths in tokens, from the responses that finished lately.
 
     Lengths drift as a policy learns, so the newest count most: a length counts half as much as one
-    that came a quarter of the window later. Lengths of one step count the same, as their order is
-    that of finishing, the short ones first.
+    that came a quarter of the window later, a window being the lengths that are remembered at
+    least. Lengths of one step count the same, as they come in the order of finishing.
 
-    The lengths are of responses that finished. While the number of unfinished ones grows, long
-    responses are missing among them, as the short ones finish first; while it stays the same, as
-    many long ones come in as go out, and the lengths are those of all responses.
-
-    State: the lengths, step by step.
-
-    Args:
-        window: lengths that are remembered, at least.
-
-    Raises:
-        ConfigError: the window is not positive.
+    While the number of unfinished responses grows, long ones are missing among the finished; while
+    it stays the same, as many long ones come in as go out, and the lengths are those of all.
     """
 
+    saved = ("steps",)
+
     def __init__(self, window: int) -> None:
-        if window < 1:
-            raise ConfigError(f"a length window holds at least 1 length; got {window}")
+        check_least(1, window=window)
         self._window = window
         self._steps: list[list[int]] = []
         self._table: tuple[IntArray, FloatArray] | None = None
@@ -69,12 +54,12 @@ class LengthModel:
         self._table = None
 
     def mean(self) -> float:
-        """Mean length in tokens."""
+        """Return the mean length in tokens."""
         lengths, weights = self._weighted()
         return float(lengths @ weights)
 
     def quantile(self, share: float) -> float:
-        """The shortest length that at least ``share`` of the responses do not exceed."""
+        """Return the shortest length that at least ``share`` of the responses do not exceed."""
         lengths, weights = self._weighted()
         place = int(np.searchsorted(np.cumsum(weights), share - 1e-12))
         return float(lengths[min(place, len(lengths) - 1)])
@@ -85,28 +70,24 @@ class LengthModel:
         places = np.searchsorted(np.cumsum(weights), uniform, side="right")
         return lengths[np.minimum(places, len(lengths) - 1)]
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"steps": [list(step) for step in self._steps]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._steps = [list(step) for step in state["steps"]]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
         self._table = None
 
     def _weighted(self) -> tuple[IntArray, FloatArray]:
         if self._table is None:
             if not len(self):
-                raise StateError("no response has finished yet; ask after the first step")
-            self._table = self._tabulate()
+                raise StateError(
+                    "no response has finished yet; ask after the first step", "no-data"
+                )
+            counts = np.array([len(step) for step in self._steps])
+            newer = counts[::-1].cumsum()[::-1] - counts
+            of_step = 0.5 ** (newer * HALF_LIVES / self._window)
+            lengths = np.concatenate([np.array(step, np.int64) for step in self._steps])
+            order = np.argsort(lengths, kind="stable")
+            weights = np.repeat(of_step, counts)[order]
+            self._table = lengths[order], weights / weights.sum()
         return self._table
-
-    def _tabulate(self) -> tuple[IntArray, FloatArray]:
-        counts = np.array([len(step) for step in self._steps])
-        newer = counts[::-1].cumsum()[::-1] - counts
-        of_step = 0.5 ** (newer * HALF_LIVES / self._window)
-        lengths = np.concatenate([np.array(step, np.int64) for step in self._steps])
-        order = np.argsort(lengths, kind="stable")
-        weights = np.repeat(of_step, counts)[order]
-        return lengths[order], weights / weights.sum()
 
 
 def under_way(
@@ -114,17 +95,10 @@ def under_way(
 ) -> tuple[IntArray, IntArray, IntArray]:
     """Draw groups as met at a random moment, so that a simulation need not start afresh.
 
-    A point thrown on all groups laid end to end is the likelier to hit a group the longer it is,
-    and says how far it has come. How often it was carried follows from the steps of a round: the
-    tokens of a batch, over the rows that decode them.
-
-    Args:
-        draws: lengths; shape [replicas, groups drawn, group].
-        carried: groups to return for each replica.
-
-    Returns:
-        Tokens so far, and tokens left, shape [replicas, carried, group] each; times carried, shape
-        [replicas, carried].
+    Lengths are [replicas, groups drawn, group]; return tokens so far and tokens left, [replicas,
+    carried, group], and times carried, [replicas, carried]. A point thrown on all groups laid end
+    to end is the likelier to hit a group the longer it is, and says how far it has come. How often
+    it was carried follows from a round's steps: a batch's tokens, over the rows that decode them.
     """
     replicas, _, n = draws.shape
     groups = draws.reshape(-1, n)
@@ -140,7 +114,7 @@ def under_way(
     return (groups[hit] - left).reshape(shape), left.reshape(shape), carries.reshape(shape[:2])
 
 
-class LatencyModel:
+class LatencyModel(Stateful):
     """Seconds of decode calls, and from them seconds of a decode step.
 
     A call takes ``steps (a + b rows + c max(0, rows - knee))`` seconds; a generator's first call of
@@ -149,9 +123,9 @@ class LatencyModel:
     a cache that overflows. No coefficient is negative. The curve is a robust least-squares fit, so
     that a pause now and then does no harm, and each term has to earn its place by the Bayesian
     information criterion: with calls at one number of rows alone, the curve is flat.
-
-    State: the calls remembered.
     """
+
+    saved = ("calls",)
 
     def __init__(self) -> None:
         self._calls: list[list[float]] = []  # rows, steps, seconds, first or not, carried
@@ -170,42 +144,33 @@ class LatencyModel:
         self._fitted = None
 
     def step_seconds(self, rows: npt.ArrayLike) -> FloatArray:
-        """Seconds of one decode step for each number of rows, in the shape of ``rows``.
-
-        Raises:
-            StateError: no call has been observed.
-        """
+        """Return the seconds of a decode step for each number of rows, in the shape of ``rows``."""
         (a, b, c, _, _), knee = self._curve()
         n = np.asarray(rows, float)
         seconds: FloatArray = a + b * n + c * np.maximum(0.0, n - knee)
         return seconds
 
     def start_seconds(self, carried: float) -> float:
-        """Seconds that a generator's first call of a round takes besides its decode steps.
-
-        Raises:
-            StateError: no call has been observed.
-        """
+        """Return the seconds that a generator's first call takes besides its decode steps."""
         (_, _, _, p, q), _ = self._curve()
         return float(p + q * carried)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"calls": [list(call) for call in self._calls]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._calls = [list(call) for call in state["calls"]]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
         self._fitted = None
 
     def _curve(self) -> tuple[FloatArray, float]:
         if self._fitted is None:
             if not self._calls:
-                raise StateError("no decode call has been observed yet; ask after the first step")
+                raise StateError(
+                    "no decode call has been observed yet; ask after the first step", "no-data"
+                )
             self._fitted = _fit(np.array(self._calls))
         return self._fitted
 
 
 def drain_seconds(step_seconds: FloatArray, remaining: npt.NDArray[Any]) -> FloatArray:
-    """Seconds until rows that are decoded together have all ended.
+    """Return the seconds until rows that are decoded together have all ended.
 
     Row i of n, in ascending order, shares its last steps with the n - i rows after it. Summed by
     parts, it costs its tokens times what one more row adds to a step of n - i rows.
@@ -220,12 +185,7 @@ def drain_seconds(step_seconds: FloatArray, remaining: npt.NDArray[Any]) -> Floa
 
 
 def drain_times(step_seconds: FloatArray, remaining: npt.NDArray[Any]) -> FloatArray:
-    """Return when each of some rows ends that are decoded together: seconds from now, shape [n].
-
-    Args:
-        step_seconds: of a decode step of 1, 2, ... rows; shape [n] or longer.
-        remaining: tokens that each row still gets, in ascending order; shape [n].
-    """
+    """Return when each of some rows ends that are decoded together: seconds from now, shape [n]."""
     times: FloatArray = np.cumsum(
         np.diff(remaining, prepend=0) * step_seconds[: len(remaining)][::-1]
     )
@@ -233,7 +193,7 @@ def drain_times(step_seconds: FloatArray, remaining: npt.NDArray[Any]) -> FloatA
 
 
 def _fit(calls: FloatArray) -> tuple[FloatArray, float]:
-    """The coefficients a, b, c, p, q and the knee; calls have shape [n, 5]."""
+    """Return the coefficients a, b, c, p, q and the knee; calls have shape [n, 5]."""
     rows, steps, seconds, first, carried = calls.T
     knees = np.unique(np.linspace(rows.min(), rows.max(), KNEES + 2)[1:-1])
     hinges = np.maximum(0.0, rows[:, None] - knees) * steps[:, None]
@@ -253,11 +213,7 @@ def _fit(calls: FloatArray) -> tuple[FloatArray, float]:
 
 
 def _select(terms: FloatArray, seconds: FloatArray, weights: FloatArray) -> FloatArray:
-    """The non-negative weighted least-squares solution with the best information criterion.
-
-    Args:
-        terms: a, b, p, q, and then c for each knee; shape [n, 4 + knees].
-    """
+    """Return the best non-negative weighted solution; terms are a, b, p, q, and c for each knee."""
     n, columns = terms.shape
     gram = terms.T @ (terms * weights[:, None])
     moments, total = terms.T @ (seconds * weights), float(seconds @ (seconds * weights))
@@ -281,7 +237,7 @@ def _select(terms: FloatArray, seconds: FloatArray, weights: FloatArray) -> Floa
     return chosen
 
 
-class Simulating:
+class Simulating(Stateful):
     """The part that controllers share which simulate steps: lengths, decode calls, steps seen."""
 
     def __init__(self, window: int) -> None:
@@ -295,15 +251,3 @@ class Simulating:
     @property
     def _knows_enough(self) -> bool:
         return bool(len(self._lengths) and len(self._latency))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "steps": self._steps,
-            "lengths": self._lengths.state_dict(),
-            "latency": self._latency.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._steps = state["steps"]
-        self._lengths.load_state_dict(state["lengths"])
-        self._latency.load_state_dict(state["latency"])

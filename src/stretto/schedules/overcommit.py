@@ -1,39 +1,23 @@
-"""The number of responses in flight beyond the batch, delta: OPPO's inter-step overlap.
-
-With ``batch + delta`` responses in flight the first ``batch`` to finish are trained on, and the
-others go on in the next step.
-"""
+"""The number of responses in flight beyond the batch, delta: OPPO's inter-step overlap."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from statistics import median
-from typing import Any, Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
 from stretto.errors import ConfigError
-from stretto.schedules.controller import Controller, Feedback, Fixed, Replayed
-from stretto.schedules.models import (
-    FloatArray,
-    IntArray,
-    Simulating,
-    drain_seconds,
-    under_way,
-)
+from stretto.schedules.controller import Controller, Feedback, Fixed, Stateful, check_least
+from stretto.schedules.models import FloatArray, IntArray, Simulating, drain_seconds, under_way
 
 SHARES = (0, 1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1, 3 / 2, 2, 3, 4, 6, 8)
 """Deltas that are tried, as shares of the batch."""
-SIMULATED = 512
-"""Responses in a simulated step, over all its replicas."""
-WARMUP_STEPS, MEASURED_STEPS = 6, 16
-"""Steps that are simulated before, and while, the rate is measured."""
-SLACK = 1.02
-"""Deltas whose predicted times are within this factor of the best are equally fast."""
-EARLY_STEPS = 8
-"""First steps of a run, after each of which delta is decided anew."""
-OVERHEADS = 32
-"""Steps that the typical overhead is taken from."""
+SIMULATED = 512  # responses in a simulated step, over all its replicas
+WARMUP_STEPS, MEASURED_STEPS = 6, 16  # simulated before, and while, the rate is measured
+SLACK = 1.02  # deltas whose predicted times are within this factor of the best are equally fast
+EARLY_STEPS = 8  # first steps of a run, after each of which delta is decided anew
+OVERHEADS = 32  # steps that the typical overhead is taken from
 
 
 class Overcommit(Controller, Protocol):
@@ -42,52 +26,29 @@ class Overcommit(Controller, Protocol):
     @property
     def delta(self) -> int:
         """Responses to keep in flight beyond the batch in the coming step."""
-        ...
 
 
 class FixedOvercommit(Fixed):
-    """A delta that never changes.
+    """Deltas that are given: one of them never changes, several serve one step each."""
 
-    Raises:
-        ConfigError: delta is negative.
-    """
-
-    def __init__(self, delta: int) -> None:
-        if delta < 0:
-            raise ConfigError(f"delta counts responses and is at least 0; got {delta}")
-        self._delta = delta
-
-    @property
-    def delta(self) -> int:
-        return self._delta
-
-
-class ReplayedOvercommit(Replayed):
-    """Numbers of responses in flight beyond the batch.
-
-    Raises:
-        ConfigError: there is none, or one is negative.
-    """
-
-    def __init__(self, deltas: Sequence[int]) -> None:
-        super().__init__("deltas", 0, deltas)
+    def __init__(self, *deltas: int) -> None:
+        super().__init__("delta", 0, deltas)
 
     @property
     def delta(self) -> int:
         return self._now
 
 
-class _RewardRule:
+class _RewardRule(Stateful):
     """The common part of OPPO's two rules: a delta between bounds, and the latest rewards."""
 
+    saved: ClassVar[tuple[str, ...]] = ("delta", "rewards")
+
     def __init__(self, start: int, low: int, high: int, window: int) -> None:
-        if not 0 <= low <= start <= high:
-            raise ConfigError(
-                f"delta starts between its bounds: 0 <= low <= start <= high; "
-                f"got low = {low}, start = {start}, high = {high}"
-            )
-        if window < 1:
-            raise ConfigError(f"a window of rewards spans at least 1 step; got {window}")
+        check_least(0, low=low)
+        check_least(low, start=start)
+        check_least(start, high=high)
+        check_least(1, window=window)
         self._low, self._high, self._window = low, high, window
         self._delta = start
         self._rewards: list[float] = []
@@ -95,12 +56,6 @@ class _RewardRule:
     @property
     def delta(self) -> int:
         return self._delta
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"delta": self._delta, "rewards": list(self._rewards)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._delta, self._rewards = state["delta"], list(state["rewards"])
 
     def _move_by(self, change: int) -> None:
         self._delta = min(self._high, max(self._low, self._delta + change))
@@ -112,19 +67,11 @@ class Equation4(_RewardRule):
     The slope is the mean of ``R_i - R_(i-1)`` over the last ``window`` steps. If it is positive,
     ``delta = min(high, delta + inc)``, else ``delta = max(low, delta - dec)``. So delta decays to
     its lower bound as training converges, which is what the paper's text describes. Its algorithm 1
-    (:class:`Algorithm1`) moves the other way.
-
-    State: delta, the rewards of the last ``window + 1`` steps at most, and the steps to wait.
-
-    Args:
-        start, low, high: delta at the start, and its bounds; responses.
-        window: differences of rewards that the slope is the mean of.
-        inc, dec: responses that delta grows or shrinks by.
-        every: steps from one change to the next, once there is a slope.
-
-    Raises:
-        ConfigError: the bounds contradict each other, or a number is out of range.
+    (:class:`Algorithm1`) moves the other way. Delta changes ``every`` so many steps, once there is
+    a slope.
     """
+
+    saved = ("delta", "rewards", "wait")
 
     def __init__(
         self,
@@ -137,10 +84,8 @@ class Equation4(_RewardRule):
         every: int = 1,
     ) -> None:
         super().__init__(start, low, high, window)
-        if inc < 0 or dec < 0 or every < 1:
-            raise ConfigError(
-                f"inc and dec are at least 0 and every is at least 1; got {inc}, {dec} and {every}"
-            )
+        check_least(0, inc=inc, dec=dec)
+        check_least(1, every=every)
         self._inc, self._dec, self._every = inc, dec, every
         self._wait = 0
 
@@ -153,13 +98,6 @@ class Equation4(_RewardRule):
         self._move_by(self._inc if slope > 0 else -self._dec)
         self._wait = self._every
 
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "wait": self._wait}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._wait = state["wait"]
-
 
 class Algorithm1(_RewardRule):
     """A delta that shrinks while the reward improves, and grows when it falls (OPPO, algorithm 1).
@@ -168,15 +106,6 @@ class Algorithm1(_RewardRule):
     ``window`` before, and ``delta = clip(delta - sign(d) max(1, floor(delta / 4)), low, high)``.
     The last ``window`` are kept, so delta changes every ``window`` steps from then on. In sign this
     contradicts the paper's equation 4 and its text (:class:`Equation4`).
-
-    State: delta, and the rewards of the last ``2 window - 1`` steps at most.
-
-    Args:
-        start, low, high: delta at the start, and its bounds; responses.
-        window: steps in each of the two means.
-
-    Raises:
-        ConfigError: the bounds contradict each other, or the window is not positive.
     """
 
     def observe(self, feedback: Feedback) -> None:
@@ -193,52 +122,37 @@ class ThroughputOvercommit(Simulating):
     """A controller that chooses delta for the most predicted samples a second.
 
     The prediction simulates the buffer: ``batch + delta`` responses in flight, those carried
-    ``max_carries`` times and then the first to end make the batch, the others are carried. (With
-    delta above the batch the buffer waits for some a little earlier than that.) It takes
-    lengths from the recent ones (:class:`LengthModel`), seconds of a decode step from the recent
-    calls (:class:`LatencyModel`), and adds what a step costs besides: the time in which nothing is
-    decoded, and what its first decode call takes beyond its decode steps, which is prefill, and
+    ``max_carries`` times and then the first to end make the batch, the others are carried. It takes
+    lengths from the recent ones, seconds of a decode step from the recent calls, and adds what a
+    step costs besides: the time in which nothing is decoded, and prefill in its first call, which
     grows with delta if carried rollouts are prefilled again under new weights. A larger delta is
     more off-policy, so of deltas about equally fast the smallest is taken. From one decision to
     the next delta grows to its double or by half a batch at most, so that the latency curve is not
     trusted far beyond what was measured. Delta never exceeds ``max_carries`` batches: with more in
     flight, some rollouts would have to be carried more often than that.
-
-    State: delta, steps seen, lengths, decode calls, overheads. The simulation's random numbers
-    depend on the seed and the step alone.
-
-    Args:
-        batch: responses that a step trains on.
-        max_carries: how often a rollout may be carried; the step then waits for it.
-        group: responses to one prompt, which are carried or trained on together.
-        generators: that share the responses in flight evenly.
-        every: steps from one decision to the next.
-
-    Raises:
-        ConfigError: a number is out of range, or the batch is no multiple of the group.
     """
+
+    saved = ("delta", "steps", "lengths", "latency", "overheads")
 
     def __init__(
         self,
-        batch: int,
+        batch: int,  # responses that a step trains on
         high: int,
-        max_carries: int,
+        max_carries: int,  # how often a rollout may be carried; the step then waits for it
         *,
         low: int = 0,
-        group: int = 1,
-        generators: int = 1,
-        every: int = 2,
+        group: int = 1,  # responses to one prompt, which are carried or trained on together
+        generators: int = 1,  # that share the responses in flight evenly
+        every: int = 2,  # steps from one decision to the next
         seed: int = 0,
     ) -> None:
-        if min(batch, group, generators, every) < 1 or max_carries < 0 or not 0 <= low <= high:
-            raise ConfigError(
-                "batch, group, generators and every are at least 1, max_carries at least 0, and "
-                f"0 <= low <= high; got {batch}, {group}, {generators}, {every}, {max_carries}, "
-                f"low = {low} and high = {high}"
-            )
+        check_least(1, batch=batch, group=group, generators=generators, every=every)
+        check_least(0, max_carries=max_carries, low=low)
+        check_least(low, high=high)
         if batch % group:
             raise ConfigError(
-                f"the batch holds whole groups; got batch = {batch} and groups of {group}"
+                f"the batch holds whole groups; got batch = {batch} and groups of {group}",
+                "batch-not-groups",
             )
         self._batch, self._max_carries = batch, max_carries
         self._high = min(high, max_carries * batch) // group * group
@@ -260,16 +174,7 @@ class ThroughputOvercommit(Simulating):
         if due and self._knows_enough:
             self._delta = self._best()
 
-    def state_dict(self) -> dict[str, Any]:
-        overheads = list(self._overheads)
-        return {"delta": self._delta, **super().state_dict(), "overheads": overheads}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._delta, self._overheads = state["delta"], list(state["overheads"])
-
     def _best(self) -> int:
-        """Return the smallest of the deltas that are predicted to be about equally fast."""
         tried = {round(share * self._batch / self._group) * self._group for share in SHARES}
         bounds = {self._low, self._high}
         deltas = sorted({d for d in tried if self._low <= d <= self._high} | bounds)
@@ -286,12 +191,7 @@ class ThroughputOvercommit(Simulating):
         return min(fast[0], self._delta + growth)
 
     def _seconds(self, delta: int, lengths: IntArray, step_seconds: FloatArray) -> float:
-        """Seconds that a step is predicted to take.
-
-        Args:
-            lengths: of the responses, in dispatch order; shape [replicas, responses].
-            step_seconds: of a decode step of 1, 2, ... rows.
-        """
+        """Predict the seconds of a step from lengths [replicas, responses] in dispatch order."""
         replicas, n = len(lengths), self._group
         wanted, slots = self._batch // n, (self._batch + delta) // n
         draws = lengths[:, : lengths.shape[1] // n * n].reshape(replicas, -1, n)

@@ -1,15 +1,10 @@
-"""The generators of a run: who decodes what, and how stragglers move together.
-
-RLHFuse, inter-stage fusion: once few rollouts remain they are gathered on few generators, and the
-devices of the others are free to score.
-"""
+"""The generators of a run: which one decodes what, and how stragglers move together (RLHFuse)."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -17,24 +12,47 @@ from stretto.errors import LifecycleError, StrettoError
 from stretto.protocols import Generator
 from stretto.schedules.controller import DecodeSample
 from stretto.schedules.fleet import GoneError, Guard, RoleContext
-from stretto.schedules.migration import MigrationPolicy, Move
+from stretto.schedules.migration import MigrationPolicy
 from stretto.schedules.rollout import Rollout
 from stretto.schedules.waits import Work
 from stretto.types import Chunk, WeightsRef
+
+
+class _Engine:
+    """A generator, the rollouts that it holds, and what is on its way to it."""
+
+    def __init__(
+        self,
+        number: int,
+        name: str,
+        generator: Generator,
+        context: RoleContext,
+        lost: Callable[[_Engine], None],
+    ) -> None:
+        self.number, self.name, self.generator = number, name, generator
+        self.guard = Guard(generator, name, "actor", context, partial(lost, self))
+        self.held: dict[int, Rollout] = {}
+        self.untold: dict[int, Rollout] = {}  # held, and not given to it yet
+        self.arrival = asyncio.Event()  # more to decode, or nothing to wait for any more
+        self.inbound = 0  # moves to it that are planned or under way
+        self.moves: dict[tuple[_Engine, bool], list[int]] = {}  # planned: to where, and with cache
+        self.carried: int | None = None  # with earlier rounds' tokens; None after a first call
+        self.idle_since_s = context.clock.now()
+
+    async def admit(self) -> None:
+        """Give the generator what it has not been given."""
+        share, self.untold = self.untold, {}
+        responses = [r.response() for r in share.values()]
+        with suppress(GoneError):
+            await self.guard.ask(self.generator.admit(responses), share)
 
 
 class Pool:
     """Rollouts spread over generators by load; each generator decodes at its own pace.
 
     A generator may be lost in any call. The others go on with its rollouts, from the tokens that
-    they had given; what is left over waits for the process that comes in its place. Where none is
-    lost, and where losses end the run, all of this comes to nothing.
-
-    Nothing here is saved: which generator holds which rollout is decided anew after a restart.
-
-    Args:
-        migration: when stragglers move; ``None`` for never.
-        freed: called when a generator's device has become free.
+    they had given; what is left over waits for the process that comes in its place. Nothing here is
+    saved: which generator holds which rollout is decided anew after a restart.
     """
 
     def __init__(
@@ -42,37 +60,30 @@ class Pool:
         generators: Sequence[Generator],
         migration: MigrationPolicy | None,
         context: RoleContext,
-        freed: Callable[[], None],
+        freed: Callable[[], None],  # called when a generator's device has become free
+        chunk_tokens: Callable[[], int],  # that a call may add to a rollout
+        missing: Callable[[], int],  # rollouts that have to end, at least, before decoding may stop
+        take: Callable[[Sequence[Chunk]], None],  # called with what was decoded
     ) -> None:
-        self._generators, self._migration = generators, migration
-        self._clock, self._phases, self._waits = context.clock, context.phases, context.waits
-        self._freed, self._replaces = freed, context.fleet.restarts > 0
-        self._decoding = context.decoding
-        self._held: list[dict[int, Rollout]] = [{} for _ in generators]
-        self._untold: list[dict[int, Rollout]] = [{} for _ in generators]  # held, not admitted yet
-        self._orphans: dict[int, Rollout] = {}  # while nobody serves
-        self._arrivals = [asyncio.Event() for _ in generators]
-        self._inbound = [0 for _ in generators]  # moves under way to each
-        self._moves: dict[int, list[Move]] = {}
+        self._migration, self._context, self._freed = migration, context, freed
+        self._chunk_tokens, self._missing, self._take = chunk_tokens, missing, take
+        self._replaces = context.fleet.restarts > 0
+        self._engines = [
+            _Engine(i, f"generator {i}" if generators[1:] else "generator", g, context, self._lost)
+            for i, g in enumerate(generators)
+        ]
+        self._orphans: dict[int, Rollout] = {}  # while none serves
         self._migrated = False
         self._samples: list[DecodeSample] = []
-        self._carried: list[int | None] = [None] * len(generators)  # before a round's first call
-        names = [f"generator {i}" for i in range(len(generators))]
-        self._names = names if len(generators) > 1 else ["generator"]
-        self._guards = [
-            Guard(generator, self._names[i], "actor", context, partial(self._lost, i))
-            for i, generator in enumerate(generators)
-        ]
-        self._idle_since_s = [self._clock.now()] * len(generators)
 
     @property
     def single(self) -> bool:
         """Return whether there is one generator only."""
-        return len(self._generators) == 1
+        return len(self._engines) == 1
 
     def holds(self, rollout: Rollout) -> bool:
         """Return whether some generator has the rollout, or the next to serve will get it."""
-        return any(rollout.id in held for held in (*self._held, self._orphans))
+        return rollout.id in self._orphans or any(rollout.id in e.held for e in self._engines)
 
     def take_samples(self) -> Sequence[DecodeSample]:
         """Return the decode calls since this method was last called."""
@@ -82,220 +93,176 @@ class Pool:
     async def admit(self, rollouts: Sequence[Rollout]) -> None:
         """Begin a round: give its rollouts to the generators with the fewest."""
         self._place(rollouts)
-        for i, held in enumerate(self._held):
-            self._carried[i] = sum(len(r) > 0 for r in held.values())
-            if self._untold[i]:
-                await self._admit(i)
-
-    async def _admit(self, i: int) -> None:
-        share, self._untold[i] = self._untold[i], {}
-        told = [r.response() for r in share.values()]
-        with suppress(GoneError):
-            await self._guards[i].ask(self._generators[i].admit(told), share)
-
-    @property
-    def serving(self) -> list[Generator]:
-        """Generators that are not being replaced."""
-        return [g for g, guard in zip(self._generators, self._guards, strict=True) if guard.serves]
+        for engine in self._engines:
+            engine.carried = sum(len(r) > 0 for r in engine.held.values())
+            if engine.untold:
+                await engine.admit()
 
     async def load(self, weights: WeightsRef) -> None:
         """Give new weights to all generators."""
+
+        async def load(loaded: Work) -> None:
+            with suppress(GoneError):
+                await loaded()
+
         async with asyncio.TaskGroup() as group:
-            for i in range(len(self._generators)):
-                group.create_task(self._load(i, weights))
+            for loaded in self._context.load([e.guard for e in self._engines], weights):
+                group.create_task(load(loaded))
 
-    async def _load(self, i: int, weights: WeightsRef) -> None:
-        with suppress(GoneError):
-            await self._guards[i].load(weights)
-
-    async def decode(
-        self,
-        chunk_tokens: Callable[[], int],
-        missing: Callable[[], int],
-        take: Callable[[Sequence[Chunk]], None],
-    ) -> None:
-        """Decode until nothing is missing, all generators at once.
-
-        Args:
-            chunk_tokens: how many tokens a call may add to a rollout.
-            missing: rollouts that have to end, at the least, before decoding may stop.
-        """
-        self._migrated, self._moves = False, {}
-        for i, since_s in enumerate(self._idle_since_s):
-            self._decoding.add(i)
-            self._phases.waited(self._names[i], since_s)
-        await self._waits.all_of(
-            [partial(self._run, i, chunk_tokens, missing, take) for i in range(len(self._held))],
+    async def decode(self) -> None:
+        """Decode until nothing is missing, all generators at once."""
+        self._migrated = False
+        for engine in self._engines:
+            engine.moves = {}
+            self._context.decoding.add(engine.number)
+            self._context.phases.waited(engine.name, engine.idle_since_s)
+        await self._context.waits.all_of(
+            [partial(self._run, engine) for engine in self._engines],
             "generation",
-            lambda: f"the round to be complete, {missing()} responses short",
-            lambda: chain(*self._held, self._orphans),
+            lambda: f"the round to be complete, {self._missing()} responses short",
+            lambda: chain(*(engine.held for engine in self._engines), self._orphans),
         )
 
-    async def _run(
-        self,
-        i: int,
-        chunk_tokens: Callable[[], int],
-        missing: Callable[[], int],
-        take: Callable[[Sequence[Chunk]], None],
-    ) -> None:
-        """Decode what generator ``i`` holds.
-
-        Consumes admitted and migrated rollouts. Ends when nothing is missing, or when it holds
-        nothing and nothing is on the way to it, or can come its way through a loss. Unblocked by
-        arrivals.
-        """
-        held = self._held[i]
-        while wanted := missing():
-            if self._untold[i]:
-                await self._admit(i)
-            elif held:
-                take(await self._decode(i, chunk_tokens(), wanted))
-                if left := missing():  # else other generators may have stopped already
-                    self._gather(left)
-                await self._move(i)
-            elif self._inbound[i] or self._replaces:
-                await self._arrival(i)
+    async def _run(self, engine: _Engine) -> None:
+        """Decode what a generator holds, until nothing is missing or can come its way."""
+        while missing := self._missing():
+            if engine.untold:
+                await engine.admit()
+            elif engine.held:
+                self._take(await self._decode(engine, self._chunk_tokens(), missing))
+                self._plan_moves()
+                await self._move(engine)
+            elif engine.inbound or self._replaces:
+                await self._arrival(engine)
             else:
                 break
-        await self._move(i)  # others may wait for what was planned
-        self._idle_since_s[i] = self._clock.now()
-        self._decoding.remove(i)
-        self._freed()
-        for arrival in self._arrivals if self._replaces else ():
-            arrival.set()  # nothing is missing, and they need not wait for it
+        await self._move(engine)  # others may wait for what was planned
+        engine.idle_since_s = self._context.clock.now()
+        self._free(engine)
+        for other in self._engines if self._replaces else ():
+            other.arrival.set()  # nothing is missing, and they need not wait for it
 
-    async def _arrival(self, i: int) -> None:
+    async def _arrival(self, engine: _Engine) -> None:
         """Wait for rollouts; the device is free meanwhile, unless some are on the way."""
-        if not self._inbound[i]:
-            self._decoding.remove(i)
-            self._freed()
-        arrival = self._arrivals[i]
-        arrival.clear()
-        await self._waits.until(arrival.is_set, arrival, self._names[i], "responses to decode")
-        self._decoding.add(i)
+        if not engine.inbound:
+            self._free(engine)
+        engine.arrival.clear()
+        await self._context.waits.until(
+            engine.arrival.is_set, engine.arrival, engine.name, "responses to decode"
+        )
+        self._context.decoding.add(engine.number)
 
-    async def _decode(self, i: int, max_tokens: int, stop_after: int) -> Sequence[Chunk]:
-        held, start_s = self._held[i], self._clock.now()
+    def _free(self, engine: _Engine) -> None:
+        self._context.decoding.remove(engine.number)
+        self._freed()
+
+    async def _decode(self, engine: _Engine, max_tokens: int, stop_after: int) -> Sequence[Chunk]:
+        held, start_s = engine.held, self._context.clock.now()
         try:
-            chunks, steps = await self._guards[i].ask(
-                self._generators[i].decode(max_tokens, stop_after), held
+            chunks, steps = await engine.guard.ask(
+                engine.generator.decode(max_tokens, stop_after), held
             )
         except GoneError:
             return ()
         if not chunks:
             raise LifecycleError(
-                f"{self._names[i]} is idle, but rollouts {sorted(held)} never ended"
+                f"{engine.name} is idle, but rollouts {sorted(held)} never ended", "idle-generator"
             )
         if steps:
-            rows, seconds = sum(len(c.tokens) for c in chunks) / steps, self._clock.now() - start_s
-            first, carried = self._carried[i] is not None, self._carried[i] or 0
-            self._samples.append(DecodeSample(rows, steps, seconds, first, carried))
-        self._carried[i] = None
+            rows = sum(len(c.tokens) for c in chunks) / steps
+            seconds, carried = self._context.clock.now() - start_s, engine.carried
+            first = carried is not None
+            self._samples.append(DecodeSample(rows, steps, seconds, first, carried or 0))
+        engine.carried = None
         for chunk in chunks:
             if chunk.finish:
                 del held[chunk.rollout_id]
         return chunks
 
-    def _gather(self, missing: int) -> None:
-        """Plan to move stragglers together, once in a round, when few enough are missing.
-
-        What is in flight beyond the round moves with them: nobody knows yet which of all that are
-        being decoded will end first.
-        """
-        if self._migration is None or self._migrated:
+    def _plan_moves(self) -> None:
+        """Plan to move all that is being decoded together, once in a round, when little is."""
+        missing = self._missing()  # 0 where other generators have stopped already
+        if self._migration is None or self._migrated or not missing:
             return
         if missing > self._migration.threshold():
             return
         self._migrated = True
-        serving = [i for i, guard in enumerate(self._guards) if guard.serves]
-        told = [[r for r in self._held[i].values() if r.id not in self._untold[i]] for i in serving]
-        plan = self._migration.plan([[(r.id, r.total_tokens) for r in each] for each in told])
-        for m in plan.moves:
-            move = replace(m, source=serving[m.source], destination=serving[m.destination])
-            self._moves.setdefault(move.source, []).append(move)
-        for moves in self._moves.values():
-            for destination in {m.destination for m in moves}:
-                self._inbound[destination] += 1
+        serving = [engine for engine in self._engines if engine.guard.serves]
+        remaining = [
+            [(r.id, r.total_tokens) for r in engine.held.values() if r.id not in engine.untold]
+            for engine in serving
+        ]
+        moves = self._migration.plan(remaining).moves
+        for move in sorted(moves, key=lambda move: (move.destination, not move.with_cache)):
+            to = serving[move.destination], move.with_cache
+            serving[move.source].moves.setdefault(to, []).append(move.rollout_id)
+        for destination, _ in chain(*(engine.moves for engine in serving)):
+            destination.inbound += 1
 
-    async def _move(self, source: int) -> None:
+    async def _move(self, source: _Engine) -> None:
         """Carry out what is planned for the rollouts of one generator."""
-        moves = self._moves.pop(source, [])
-        for destination in sorted({m.destination for m in moves}):
-            for with_cache in (True, False):
-                ids = [
-                    m.rollout_id
-                    for m in moves
-                    if m.destination == destination
-                    and m.with_cache == with_cache
-                    and m.rollout_id in self._held[source]  # else it has ended meanwhile
-                    and m.rollout_id not in self._untold[source]  # else it has come back to it
-                ]
-                if ids and self._guards[destination].serves:
-                    await self._transfer(source, destination, ids, with_cache)
-            self._inbound[destination] -= 1
-            self._arrivals[destination].set()
+        moves, source.moves = source.moves, {}
+        for (destination, with_cache), planned in moves.items():
+            # Others have ended meanwhile, or come back to it.
+            ids = [id_ for id_ in planned if id_ in source.held and id_ not in source.untold]
+            if ids and destination.guard.serves:
+                await self._transfer(source, destination, ids, with_cache)
+            destination.inbound -= 1
+            destination.arrival.set()
 
     async def _transfer(
-        self, source: int, destination: int, ids: Sequence[int], with_cache: bool
+        self, source: _Engine, destination: _Engine, ids: Sequence[int], with_cache: bool
     ) -> None:
-        moved = [self._held[source].pop(id_) for id_ in ids]
-        giver, taker = self._generators[source], self._generators[destination]
-        try:
-            transfers = await self._guards[source].ask(giver.export(ids, with_cache), ids)
-        except GoneError:
-            self._place(moved)
-            return
-        if not self._guards[destination].serves:  # lost meanwhile
-            self._place(moved)
-            return
-        self._held[destination].update((r.id, r) for r in moved)
-        told = [r.response() for r in moved]
+        moved = [source.held.pop(id_) for id_ in ids]
+        transfers = None
         with suppress(GoneError):
-            await self._guards[destination].ask(taker.accept(told, transfers), ids)
+            transfers = await source.guard.ask(source.generator.export(ids, with_cache), ids)
+        if transfers is None or not destination.guard.serves:  # either was lost meanwhile
+            self._place(moved)
+            return
+        destination.held.update((r.id, r) for r in moved)
+        responses = [r.response() for r in moved]
+        with suppress(GoneError):
+            accepted = destination.generator.accept(responses, transfers)
+            await destination.guard.ask(accepted, ids)
 
     # -- losses -------------------------------------------------------------------------------
 
     def keepers(self) -> Sequence[Work]:
         """Return what replaces lost generators, to be run beside the rounds."""
-        return [partial(self._keep, i) for i in range(len(self._guards))] if self._replaces else ()
+        return [partial(self._keep, engine) for engine in self._engines] if self._replaces else ()
 
-    async def _keep(self, i: int) -> None:
-        """Replace generator ``i`` whenever it is lost.
-
-        Waits for losses, and for new processes. Ends once it is not replaced any more.
-
-        Raises:
-            StrettoError: the loss of the last generator.
-        """
-        guard = self._guards[i]
-        while not guard.retired:
-            keeper = f"the keeper of {self._names[i]}"
-            await self._waits.until(guard.lost.is_set, guard.lost, keeper, "its loss")
+    async def _keep(self, engine: _Engine) -> None:
+        """Replace a generator at each loss, until it is given up; raise the loss of the last."""
+        guard, keeper = engine.guard, f"the keeper of {engine.name}"
+        while not guard.member.retired:
+            await self._context.waits.until(guard.lost.is_set, guard.lost, keeper, "its loss")
             try:
                 await guard.replace()
             except StrettoError:
-                if not guard.retired or all(g.retired for g in self._guards):
+                if not guard.member.retired or all(e.guard.member.retired for e in self._engines):
                     raise
             orphans, self._orphans = self._orphans, {}
             self._place(orphans.values())
 
-    def _lost(self, i: int) -> None:
+    def _lost(self, engine: _Engine) -> None:
         """Place the rollouts of a generator elsewhere that was lost just now."""
-        rollouts = list(self._held[i].values())
-        self._held[i].clear()
-        self._untold[i].clear()
-        for destination in {m.destination for m in self._moves.pop(i, [])}:
-            self._inbound[destination] -= 1
-            self._arrivals[destination].set()
+        rollouts = list(engine.held.values())
+        engine.held.clear()
+        engine.untold.clear()
+        moves, engine.moves = engine.moves, {}
+        for destination, _ in moves:
+            destination.inbound -= 1
+            destination.arrival.set()
         self._place(rollouts)
 
     def _place(self, rollouts: Iterable[Rollout]) -> None:
         """Give rollouts to the generators that serve, to those with the fewest first."""
-        serving = [i for i, guard in enumerate(self._guards) if guard.serves]
+        serving = [engine for engine in self._engines if engine.guard.serves]
         for rollout in rollouts:
             if serving:
-                i = min(serving, key=lambda i: len(self._held[i]))
-                self._held[i][rollout.id] = self._untold[i][rollout.id] = rollout
-                self._arrivals[i].set()
+                engine = min(serving, key=lambda engine: len(engine.held))
+                engine.held[rollout.id] = engine.untold[rollout.id] = rollout
+                engine.arrival.set()
             else:
                 self._orphans[rollout.id] = rollout

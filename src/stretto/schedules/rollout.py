@@ -1,11 +1,9 @@
-"""The schedule's record of one response: the only thing that grows.
-
-Roles are told of it by value (:class:`~stretto.types.Response`), and answer with chunks and scores.
-"""
+"""The schedule's record of one response, the only thing that grows, and the books of all."""
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -14,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from stretto.errors import LifecycleError, StateError
+from stretto.errors import LifecycleError, RewardError, StateError
+from stretto.finite import is_finite
 from stretto.types import (
     Chunk,
     FinishReason,
@@ -25,6 +24,12 @@ from stretto.types import (
     ScoreKind,
     TrainBatch,
 )
+
+FUNCTION_FAILED = "reward function failed"
+NOTHING_APPLIES = "no reward source applies"
+NOT_FINITE = "reward not finite"
+GROUP_TOO_SMALL = "group too small"
+"""The reason of a rollout that has its scores, but too few others to its prompt have theirs."""
 
 
 class RolloutState(StrEnum):
@@ -39,44 +44,33 @@ class RolloutState(StrEnum):
     REJECTED = "rejected"
 
 
-_EDGES: Mapping[RolloutState, frozenset[RolloutState]] = {
-    RolloutState.QUEUED: frozenset({RolloutState.DECODING, RolloutState.REJECTED}),
-    RolloutState.DECODING: frozenset(
-        {RolloutState.CARRIED, RolloutState.FINISHED, RolloutState.REJECTED}
-    ),
-    RolloutState.CARRIED: frozenset({RolloutState.DECODING, RolloutState.REJECTED}),
-    RolloutState.FINISHED: frozenset({RolloutState.SCORED, RolloutState.REJECTED}),
-    RolloutState.SCORED: frozenset({RolloutState.TRAINED, RolloutState.REJECTED}),
-    RolloutState.TRAINED: frozenset(),
-    RolloutState.REJECTED: frozenset(),
+_S = RolloutState
+
+_EDGES: Mapping[RolloutState, tuple[RolloutState, ...]] = {
+    _S.QUEUED: (_S.DECODING, _S.REJECTED),
+    _S.DECODING: (_S.CARRIED, _S.FINISHED, _S.REJECTED),
+    _S.CARRIED: (_S.DECODING, _S.REJECTED),
+    _S.FINISHED: (_S.SCORED, _S.REJECTED),
+    _S.SCORED: (_S.TRAINED, _S.REJECTED),
+    _S.TRAINED: (),
+    _S.REJECTED: (),
 }
 
 
 @dataclass(slots=True)
 class Rollout:
-    """A response to one prompt, from queue to gradient.
+    """A response to one prompt, from queue to gradient; tokens are only ever added."""
 
-    Append-only: tokens are only ever added, so that the per-token fields always have one length.
-
-    Attributes:
-        id: stable over the run, in dispatch order.
-        group: shared by the rollouts of one prompt in one draw.
-        tokens, logprobs, versions: one entry a response token. The log-probability is the
-            behaviour policy's: of the distribution the token was sampled from.
-        carries: rounds that went by without it since it was dispatched.
-        rejected_because: set when the state is ``REJECTED``.
-    """
-
-    id: int
+    id: int  # stable over the run, in dispatch order
     prompt: Prompt
-    group: int
+    group: int  # shared by the rollouts of one prompt in one draw
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # of what each token was sampled from
     versions: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
     state: RolloutState = RolloutState.QUEUED
     scores: dict[str, Score] = field(default_factory=dict)
-    carries: int = 0
+    carries: int = 0  # rounds that went by without it since it was dispatched
     rejected_because: str = ""
 
     def __len__(self) -> int:
@@ -84,26 +78,21 @@ class Rollout:
         return len(self.tokens)
 
     def move(self, state: RolloutState, because: str = "") -> None:
-        """Go to ``state``.
-
-        Raises:
-            LifecycleError: there is no such edge from the present state.
-        """
+        """Go to a state; raise LifecycleError if no edge leads there from the present one."""
         if state not in _EDGES[self.state]:
-            raise LifecycleError(f"rollout {self.id} cannot go from {self.state} to {state}")
+            raise LifecycleError(
+                f"rollout {self.id} cannot go from {self.state} to {state}", "no-such-edge"
+            )
         self.state = state
         self.rejected_because = because
 
     def append(self, chunk: Chunk) -> None:
-        """Add a chunk's tokens at the end.
-
-        Raises:
-            LifecycleError: the chunk is another rollout's, leaves a gap, or comes after the end.
-        """
+        """Add a chunk's tokens; raise LifecycleError if they do not follow those that are here."""
         if chunk.rollout_id != self.id or chunk.start != len(self.tokens) or self.finish:
             raise LifecycleError(
                 f"rollout {self.id} holds {len(self.tokens)} tokens (finish: {self.finish}) and "
-                f"cannot take a chunk of rollout {chunk.rollout_id} that starts at {chunk.start}"
+                f"cannot take a chunk of rollout {chunk.rollout_id} that starts at {chunk.start}",
+                "chunk-does-not-follow",
             )
         self.tokens.extend(chunk.tokens.tolist())
         self.logprobs.extend(chunk.logprobs.tolist())
@@ -116,11 +105,7 @@ class Rollout:
         return len(self.prompt.tokens) + len(self.tokens)
 
     def response(self, *, text: bool = False) -> Response:
-        """Return a copy for roles, of the rollout as it is now.
-
-        Args:
-            text: with the prompt's text, messages and data.
-        """
+        """Return a copy for roles; with ``text`` it has the prompt's text, messages and data."""
         return Response(
             self.id,
             self.group,
@@ -148,17 +133,14 @@ class Rollout:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], prompt: Prompt) -> Rollout:
-        """The inverse of :meth:`state_dict`.
-
-        Raises:
-            StateError: the prompt has other tokens than it had.
-        """
+        """Return the rollout of a state; raise StateError if its prompt has changed."""
         if state.get("prompt_mark", "") not in ("", _mark(prompt)):
             raise StateError(
                 f"rollout {state['id']} has {len(state['tokens'])} tokens of a response to another "
                 f"prompt than {prompt.text[:80]!r}, which has its place {prompt.id} now. Restore "
                 "the rows and the tokenizer that the run was started with, or start a new run; "
-                "rows that follow the order of Python sets need PYTHONHASHSEED=0 in the environment"
+                "rows in the order of Python sets need PYTHONHASHSEED=0 in the environment",
+                "prompt-changed",
             )
         return cls(
             id=state["id"],
@@ -185,17 +167,85 @@ def restored(
     return [Rollout.from_state(state, prompt_by_id(state["prompt"])) for state in states]
 
 
+class Ledger:
+    """Every move of every rollout, so that at each: dispatched = in flight + trained + rejected."""
+
+    def __init__(self) -> None:
+        self.dispatched = 0
+        self.trained = 0
+        self.rejected: Counter[str] = Counter()
+        self._rejections = 0
+        self._in_flight: dict[int, RolloutState] = {}
+
+    @property
+    def in_flight(self) -> int:
+        """Rollouts dispatched and not yet trained or rejected."""
+        return len(self._in_flight)
+
+    def dispatch(self, rollouts: Sequence[Rollout]) -> None:
+        """Take rollouts from the queue; raise LifecycleError if one is not fresh."""
+        for rollout in rollouts:
+            if rollout.id in self._in_flight or rollout.state is not RolloutState.QUEUED:
+                raise LifecycleError(
+                    f"rollout {rollout.id} was dispatched twice", "dispatched-twice"
+                )
+            self._in_flight[rollout.id] = rollout.state
+            self.dispatched += 1
+        self._check()
+
+    def move(self, rollout: Rollout, state: RolloutState, because: str = "") -> None:
+        """Take a rollout to its next state; raise LifecycleError if the books do not allow it."""
+        known = self._in_flight.get(rollout.id)
+        if known is not rollout.state:
+            raise LifecycleError(
+                f"rollout {rollout.id} is {rollout.state}, but the books have it as "
+                f"{known or 'not in flight'}",
+                "not-as-booked",
+            )
+        rollout.move(state, because)
+        self._in_flight[rollout.id] = state
+        if state in (RolloutState.TRAINED, RolloutState.REJECTED):
+            del self._in_flight[rollout.id]
+        if state is RolloutState.TRAINED:
+            self.trained += 1
+        if state is RolloutState.REJECTED:
+            self.rejected[because] += 1
+            self._rejections += 1
+        self._check()
+
+    def _check(self) -> None:
+        if self.dispatched != len(self._in_flight) + self.trained + self._rejections:
+            raise LifecycleError(
+                f"the books do not balance: {self.dispatched} dispatched, but {self.in_flight} in "
+                f"flight + {self.trained} trained + {self._rejections} rejected",
+                "books-unbalanced",
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts and the states of rollouts in flight, as plain data."""
+        return {
+            "dispatched": self.dispatched,
+            "trained": self.trained,
+            "rejected": dict(self.rejected),
+            "in_flight": {id_: str(state) for id_, state in self._in_flight.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what :meth:`state_dict` returned."""
+        self.dispatched, self.trained = state["dispatched"], state["trained"]
+        self.rejected = Counter(state["rejected"])
+        self._rejections = self.rejected.total()
+        self._in_flight = {id_: RolloutState(s) for id_, s in state["in_flight"].items()}
+        self._check()
+
+
 def of_kind(rollout: Rollout, kind: ScoreKind) -> list[Score]:
-    """A rollout's scores of one kind."""
+    """Return a rollout's scores of one kind."""
     return [s for s in rollout.scores.values() if s.kind == kind]
 
 
 def total_reward(rollout: Rollout, weights: Mapping[str, float] | None = None) -> float:
-    """The weighted sum of a rollout's rewards; those that do not apply are left out.
-
-    Args:
-        weights: factor of each reward source, by name; without them each counts once.
-    """
+    """Return the sum of a rollout's rewards that apply, each times its source's weight if any."""
     return sum(
         reward * (1.0 if weights is None else weights[score.source])
         for score in of_kind(rollout, "reward")
@@ -204,14 +254,7 @@ def total_reward(rollout: Rollout, weights: Mapping[str, float] | None = None) -
 
 
 def train_batch(rollouts: Sequence[Rollout]) -> TrainBatch:
-    """Scored rollouts in columns.
-
-    Args:
-        rollouts: at least one, each with the same scorers' scores.
-
-    Raises:
-        LifecycleError: a per-token score has another length than its response, or is missing.
-    """
+    """Return scored rollouts in columns: at least one, each with the same scorers' scores."""
     sources = dict.fromkeys(s.source for r in rollouts for s in of_kind(r, "reward"))
     found = {
         source: [r.scores[source].scalar if source in r.scores else None for r in rollouts]
@@ -243,6 +286,69 @@ def _per_token(rollout: Rollout, kind: ScoreKind) -> FloatArray:
         got = [len(s.values) for s in scores]
         raise LifecycleError(
             f"rollout {rollout.id} needs one score of kind '{kind}' with {len(rollout)} numbers, "
-            f"one a response token; got {got or 'none'}"
+            f"one a response token; got {got or 'none'}",
+            "scores-per-token",
         )
     return scores[0].values
+
+
+def reasons_to_reject(
+    rollouts: Sequence[Rollout],
+    *,
+    drop_failures: bool,
+    group_at_least: int,
+    weights: Mapping[str, float] | None = None,
+) -> Mapping[int, str]:
+    """Return why rollouts are to be left out, by their ids.
+
+    A rollout is left out if it has no reward, or if fewer than ``group_at_least`` responses to its
+    prompt have one for a comparison. It has no reward if a reward function failed on it, if no
+    source applies to it, or if the sum with these weights is not finite as float32.
+
+    Raises RewardError if a response has no reward and such are not to be dropped, or nothing is
+    left without them.
+    """
+    bad = {r.id: why for r in rollouts if (why := _no_reward(r, weights)) is not None}
+    if not bad:
+        return {}
+    left = Counter(r.prompt.id for r in rollouts if r.id not in bad)
+    alone = [r for r in rollouts if r.id not in bad and left[r.prompt.id] < group_at_least]
+    if len(bad) + len(alone) < len(rollouts) and drop_failures:
+        return {i: reason for i, (reason, _) in bad.items()} | dict.fromkeys(
+            (r.id for r in alone), GROUP_TOO_SMALL
+        )
+    nothing_left = remedy = ""
+    if not drop_failures:
+        remedy = (
+            ", or set reward.on_failure = 'drop' to leave such responses out (they are reported)"
+        )
+    elif alone:
+        nothing_left = f", and no prompt has the {group_at_least} left that the algorithm compares"
+    raise RewardError(
+        f"{len(bad)} of {len(rollouts)} responses could not be scored{nothing_left}. The first:\n"
+        f"{next(iter(bad.values()))[1]}\n"
+        f"Mend the reward function{remedy}",
+        list(bad),
+        "responses-without-reward",
+    )
+
+
+def _no_reward(rollout: Rollout, weights: Mapping[str, float] | None) -> tuple[str, str] | None:
+    """Return why a rollout has no reward, in short and in full."""
+    if failures := [s.failure for s in rollout.scores.values() if s.failure]:
+        return FUNCTION_FAILED, "; ".join(failures)
+    rewards = of_kind(rollout, "reward")
+    if rewards and all(s.scalar is None for s in rewards):
+        return NOTHING_APPLIES, (
+            f"no reward source applies to rollout {rollout.id}: "
+            f"{', '.join(s.source for s in rewards)} gave None\n"
+            f"  prompt: {rollout.prompt.text[:400]!r}"
+        )
+    total = total_reward(rollout, weights)
+    if is_finite(total):
+        return None
+    terms = [(s.scalar, 1.0 if weights is None else weights[s.source], s.source) for s in rewards]
+    return NOT_FINITE, (
+        f"the reward of rollout {rollout.id} is {total}, not finite as float32: "
+        + " + ".join(f"{weight:g} x {score} ({source})" for score, weight, source in terms)
+    )

@@ -1,55 +1,53 @@
 """The schedule: when each piece of work runs.
 
 Three loops share one buffer and one ledger. ``_generate`` makes rounds of responses, ``_gather``
-waits for their scores, and whoever calls ``step`` trains on them, batch by batch. Four knobs decide
+waits for their scores, and the caller of ``step`` trains on them, batch by batch. Four knobs decide
 how far they run into each other: ``score_on`` (when scorers get to see a response), ``overcommit``
 (prompts in flight beyond the batch), ``lag`` (versions that generation may be behind) and
 ``migrate`` (whether stragglers move together). With all of them at zero each stage waits for the
 one before it.
 
-A *round* is what is generated between two hand-overs of weights: ``weight_sync_interval`` batches.
+A *round* is what is generated between two weight syncs: ``weight_sync_interval`` batches.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from stretto.clock import Clock
 from stretto.config.schedule import Settings
-from stretto.protocols import DRIVER, Generator, Learner, Replaceable, Tracer
+from stretto.protocols import DRIVER, Generator, Learner, Tracer
 from stretto.schedules.buffer import Buffer
 from stretto.schedules.chunking import ChunkSize
-from stretto.schedules.filtering import reasons_to_reject
-from stretto.schedules.fleet import Fleet, RoleContext, tickets_from, tickets_of
-from stretto.schedules.ledger import Ledger
-from stretto.schedules.meter import Meter
+from stretto.schedules.controller import Meter
+from stretto.schedules.fleet import Fleet, RoleContext, Sync, load_each, tickets_from, tickets_of
 from stretto.schedules.migration import MigrationPolicy
 from stretto.schedules.overcommit import Overcommit
 from stretto.schedules.pool import Pool
-from stretto.schedules.rollout import Rollout, RolloutState, restored, train_batch
+from stretto.schedules.rollout import (
+    Ledger,
+    Rollout,
+    RolloutState,
+    reasons_to_reject,
+    restored,
+    train_batch,
+)
 from stretto.schedules.scoring import ScorerReplica, Scoring
 from stretto.schedules.waits import Phases, Text, Waits, answered, first_of
 from stretto.types import Chunk, Prompt, Stats, TrainBatch, WeightsRef
 
-BeginSync = Callable[[Mapping[str, WeightsRef], Sequence[Replaceable]], None]
-"""Told of new weights, by model, and of all the roles that are about to be asked to load them."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Controls:
-    """Settings and controllers of one schedule; the controllers change as it runs.
-
-    Attributes:
-        chunk: tokens that a rollout gets between two looks at what has ended.
-        overcommit: rollouts in flight beyond the batch.
-        migration: when stragglers are moved together; ``None`` for never.
-    """
+    """Settings and controllers of one schedule; the controllers change as it runs."""
 
     settings: Settings
     chunk: ChunkSize
@@ -59,21 +57,13 @@ class Controls:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The outcome of one step.
+    """The outcome of one step."""
 
-    Attributes:
-        batch: the rollouts that were trained on, with their scores.
-        rejected: the rollouts that were left out, each with its reason.
-        stats: the learner's metrics, and the schedule's own.
-        rewards: of the rollouts that were trained on, by id, as trained on.
-        losses: a line about each role whose process was lost since the step before.
-    """
-
-    batch: Sequence[Rollout]
-    rejected: Sequence[Rollout]
-    stats: Stats
-    rewards: Mapping[int, float]
-    losses: Sequence[str] = ()
+    batch: Sequence[Rollout]  # that were trained on
+    rejected: Sequence[Rollout]  # that were left out, with a reason
+    stats: Stats  # the learner's metrics, and the schedule's own
+    rewards: Mapping[int, float]  # of the batch, by id, as trained on
+    losses: Sequence[str] = ()  # a line about each role's process lost since the step before
 
 
 class Schedule:
@@ -85,15 +75,8 @@ class Schedule:
     is saved between two steps, while :attr:`weights_lock` is held. After a restart, rollouts that
     had not ended are decoded from where they were; tokens on the way are sampled again, the same.
 
-    Args:
-        initial: tickets of the weights that roles start with, by model, for processes that come in
-            the place of others before the first hand-over; without one they keep their own.
-        begin_sync: called once before roles load new weights, which may then travel to all of them.
-
-    Attributes:
-        ledger: the books.
-        weights_lock: a lock that is held while weights are being loaded.
-        abandoned: after an error, what was in flight, rejected with the cause.
+    ``initial`` has tickets of the weights that roles start with, by model, for processes that come
+    in the place of others before the first weight sync; without one they keep their own.
     """
 
     def __init__(
@@ -106,10 +89,9 @@ class Schedule:
         clock: Clock,
         tracer: Tracer,
         initial: Mapping[str, WeightsRef] | None = None,
-        begin_sync: BeginSync | None = None,
+        sync: Sync = load_each,
     ) -> None:
         s = self._settings = controls.settings
-        self._begin_sync = begin_sync
         self._next_prompt, self._learner = next_prompt, learner
         self._chunk, self._overcommit = controls.chunk, controls.overcommit
         self._migration = controls.migration
@@ -118,9 +100,17 @@ class Schedule:
         self._buffer = Buffer(s.max_carries)
         self._fleet = Fleet(s.restarts, initial)
         self._waits, self._changed = Waits(), asyncio.Event()
-        context = RoleContext(self._fleet, s.deadline_s, clock, self._phases, self._waits)
+        context = RoleContext(self._fleet, s.deadline_s, clock, self._phases, self._waits, sync)
         self._scoring = Scoring(replicas, s.score_on, context)
-        self._pool = Pool(generators, controls.migration, context, self._scoring.look)
+        self._pool = Pool(
+            generators,
+            controls.migration,
+            context,
+            self._scoring.look,
+            self._chunk_tokens,
+            self._missing,
+            self._take,
+        )
         self._rollouts: dict[int, Rollout] = {}  # all in flight
         self._generated: deque[Sequence[Rollout]] = deque()  # rounds that wait for scores
         self._ready: deque[Sequence[Rollout]] = deque()  # batches that wait for the learner
@@ -129,8 +119,8 @@ class Schedule:
         self._version, self._loaded = 0, 0  # published; in the generators
         self._filled: dict[str, float] = {}  # metrics of the round that is being generated
         self._metrics: deque[dict[str, float]] = deque()  # of each batch that was generated
-        self.weights_lock = asyncio.Lock()
-        self.abandoned: Sequence[Rollout] = ()
+        self.weights_lock = asyncio.Lock()  # held while weights are being loaded
+        self.abandoned: Sequence[Rollout] = ()  # in flight at an error, rejected with the cause
         self._weights: Mapping[str, WeightsRef] = {}  # published and not loaded
         self._work = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
@@ -143,7 +133,7 @@ class Schedule:
 
     @property
     def held(self) -> Mapping[str, WeightsRef]:
-        """Tickets for the weights that they work with, by model; none before any was given."""
+        """Tickets for these weights, by model; none before any was given."""
         return self._fleet.held
 
     @property
@@ -185,15 +175,12 @@ class Schedule:
                     self._fill(delta)
             await self._admit()
             with self._meter.generating():
-                await self._pool.decode(self._chunk_tokens, self._missing, self._take)
+                await self._pool.decode()
             self._close_round()
             self._changed.set()
 
     async def _gather(self) -> None:
-        """Turn rounds into batches.
-
-        Consumes rounds of responses that have ended. Waits for all their scores.
-        """
+        """Turn rounds whose responses have ended, and have all scores, into batches."""
         while True:
             await self._until(lambda: bool(self._generated), "scoring", "a round")
             await self._scoring.all_scored(self._generated[0])
@@ -222,8 +209,6 @@ class Schedule:
         async with self._waits.holding(self.weights_lock, "generation", "the checkpoint"):
             if self._loaded < self._version:
                 version, weights = self._version, self._weights
-                if self._begin_sync:
-                    self._begin_sync(weights, [*self._pool.serving, *self._scoring.following])
                 await self._pool.load(weights["actor"])
                 await self._scoring.load(weights)
                 self._loaded, self._fleet.held = version, weights
@@ -315,12 +300,7 @@ class Schedule:
         return f"a batch with all its scores ({done}, {begun})"
 
     def _sort_out(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], list[Rollout]]:
-        """Split scored rollouts into those to train on and those that are left out.
-
-        Raises:
-            RewardError: a reward function failed on a response, and failures are not to be dropped;
-                or nothing would be left.
-        """
+        """Split scored rollouts into those to train on and those that are left out."""
         reasons = reasons_to_reject(
             rollouts,
             drop_failures=self._settings.drop_failures,
@@ -341,9 +321,7 @@ class Schedule:
         if not self._settings.lag:  # the learner's weights are the followers' own
             await self._scoring.pause_followers()
         ids = [r.id for r in batch]
-        deadline_s = self._settings.deadline_s
-        work = self._learner.train(columns)
-        output = await answered(work, deadline_s, "the learner", ids)
+        output = await self._learner_answers(self._learner.train(columns), ids)
         with self._own_work("books", len(batch)):
             for rollout in batch:
                 self._finish(rollout, RolloutState.TRAINED)
@@ -363,10 +341,12 @@ class Schedule:
         if self._steps % self._settings.weight_sync_interval == 0:
             with self._own_work("adapt", 1):
                 self._adapt()
-            deadline_s = self._settings.deadline_s
-            self._weights = await answered(self._learner.publish(), deadline_s, "the learner")
+            self._weights = await self._learner_answers(self._learner.publish())
             self._version += 1
             self._changed.set()
+
+    async def _learner_answers(self, work: Awaitable[T], rollout_ids: Sequence[int] = ()) -> T:
+        return await answered(work, self._settings.deadline_s, "the learner", rollout_ids)
 
     def _finish(self, rollout: Rollout, state: RolloutState, because: str = "") -> None:
         self.ledger.move(rollout, state, because)
@@ -377,14 +357,14 @@ class Schedule:
 
     # -- the loops' life ----------------------------------------------------------------------
 
-    async def _until(self, condition: Callable[[], bool], who: str, what: Text) -> None:
-        await self._waits.until(condition, self._changed, who, what)
+    async def _until(self, condition: Callable[[], bool], part: str, what: Text) -> None:
+        await self._waits.until(condition, self._changed, part, what)
 
     async def __aenter__(self) -> Self:
         self._ask_again()
         await self._work.__aenter__()
-        feeds = (feed.run for feed in self._scoring.feeds)
-        loops = (self._generate, self._gather, *feeds, *self._pool.keepers())
+        scorers = (queue.run for queue in self._scoring.queues)
+        loops = (self._generate, self._gather, *scorers, *self._pool.keepers())
         self._loops = [self._waits.begin(loop, self._work) for loop in loops]
         return self
 
@@ -394,11 +374,7 @@ class Schedule:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End the loops. After an error, what was in flight is rejected with the cause.
-
-        Raises:
-            BaseException: the first that a loop ended with, which is also what interrupted a step.
-        """
+        """End the loops; raise the first error that one ended with, which interrupted the step."""
         for loop in self._loops:
             loop.cancel()
         try:
@@ -448,15 +424,7 @@ class Schedule:
     def load_state_dict(
         self, state: Mapping[str, Any], prompt_by_id: Callable[[int], Prompt], channel: str = ""
     ) -> None:
-        """The inverse of :meth:`state_dict`, before the first step.
-
-        Args:
-            state: that was saved.
-            prompt_by_id: returns the prompts, of which ids are saved.
-            channel: where the weights are that wait to be loaded; see
-                :class:`~stretto.types.WeightsRef`.
-        """
-
+        """Take up a state before the first step; weights not loaded yet are in the channel."""
         self.ledger.load_state_dict(state["ledger"])
         self._buffer.load_state_dict(state["buffer"], prompt_by_id)
         for batches, saved in ((self._generated, "generated"), (self._ready, "ready")):

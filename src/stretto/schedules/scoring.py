@@ -1,8 +1,4 @@
-"""The schedule's side of all scorers: which rollout goes to whom, and when.
-
-Every scorer is fed at its own pace: it gets whatever has arrived since its last call, so that none
-of them is in lock-step with the generator or with another.
-"""
+"""The schedule's side of all scorers: which rollout goes to which replica, and when."""
 
 from __future__ import annotations
 
@@ -17,34 +13,26 @@ from stretto.errors import LifecycleError, StrettoError
 from stretto.protocols import Scorer
 from stretto.schedules.fleet import GoneError, Guard, RoleContext
 from stretto.schedules.rollout import Rollout
+from stretto.schedules.waits import Work
 from stretto.types import Chunk, Score, WeightsRef, short_name
 
 
 @dataclass(frozen=True, slots=True)
 class ScorerReplica:
-    """A scorer and where it sits. Several replicas with one scorer name share its work.
-
-    Attributes:
-        host: the generator on whose device it lives, so that it gets to work on whole rollouts when
-            that one has nothing left to decode; ``None`` for a scorer that is always free to work.
-        role: its name in traces; empty for the scorer's own.
-    """
+    """A scorer and its place. Several replicas with one scorer name share its work."""
 
     scorer: Scorer
-    host: int | None = None
-    role: str = ""
+    host: int | None = None  # the generator on whose device it lives
+    role: str = ""  # its name in traces; empty for the scorer's own
 
 
-class Feed:
-    """A feed that hands one scorer whatever has arrived.
+class ReplicaQueue:
+    """The work that waits for one replica of a scorer, and the loop that gives it to the replica.
 
     Consumes admissions, chunks and requests for scores. Waits until there is enough to make a call
-    worth its cost. Unblocked by that, by :meth:`hurry` when someone waits for a score, and by
-    :meth:`load_weights` after a :meth:`pause`. A replica that draws whole rollouts looks when the
-    backlog is worth it, and when its host becomes free.
-
-    If the scorer is lost, a new one is given all rollouts that have no score, with the tokens that
-    they have by then, and is asked again. If none comes in its place, other replicas take over.
+    worth its cost. Unblocked by that, by :meth:`call` when a score is waited for, and by
+    :meth:`resume`. If the scorer is lost, a new one is given all rollouts that have no score, with
+    the tokens that they have by then, and is asked again; or other replicas take over.
     """
 
     def __init__(
@@ -54,32 +42,28 @@ class Feed:
         context: RoleContext,
     ) -> None:
         scorer = self.scorer = replica.scorer
-        self.host, self._decoding = replica.host, context.decoding
+        self.host, self._context, self._deliver = replica.host, context, deliver
         self._role = replica.role or short_name(scorer.info.name)
-        self._guard = Guard(
-            scorer, replica.role or scorer.info.name, scorer.info.follows, context, self._begin_anew
-        )
+        name, follows = replica.role or scorer.info.name, scorer.info.follows
+        self.guard = Guard(scorer, name, follows, context, self._begin_anew)
         self.group: _ScorerGroup
-        self.load = 0  # rollouts given to it and not scored
-        self._deliver, self._clock, self._phases = deliver, context.clock, context.phases
         self.unscored: dict[int, Rollout] = {}  # all that it was given
         self.asked_for: dict[int, None] = {}  # those of them whose score is wanted
         self._admitted: dict[int, Rollout] = {}
         self._chunks: list[Chunk] = []
-        self._wanted: list[int] = []
+        self.wanted: list[int] = []  # scores that the scorer has not been asked for yet
         self._tokens = 0  # in all of these
-        self._waits, self._changed = context.waits, asyncio.Event()
+        self._changed = asyncio.Event()
         self._worthwhile = self._serving = self.paused = self._left = False
 
     @property
     def free(self) -> bool:
         """Return whether it may draw whole rollouts: its host has nothing to decode."""
-        return self.host not in self._decoding
+        return self.host not in self._context.decoding
 
     def admit(self, rollout: Rollout) -> None:
         """Take a rollout whose chunks will follow; the tokens it has now are in it already."""
         self._admitted[rollout.id] = self.unscored[rollout.id] = rollout
-        self.load += 1
         self._arrived(rollout.total_tokens)
 
     def extend(self, chunk: Chunk) -> None:
@@ -90,47 +74,37 @@ class Feed:
 
     def finish(self, rollout_id: int) -> None:
         """Ask for the score of an admitted rollout, all of which is there."""
-        self._wanted.append(rollout_id)
+        self.wanted.append(rollout_id)
         self.asked_for[rollout_id] = None
         self._arrived(0)
-
-    def look(self) -> None:
-        """Look for rollouts to draw, if the replica is free."""
-        if self.free:
-            self._call()
-
-    def hurry(self) -> None:
-        """Ask for the wanted scores now, as someone waits for them."""
-        if self._wanted:
-            self._call()
 
     def _arrived(self, tokens: int) -> None:
         self._tokens += tokens
         if self._tokens >= self.scorer.info.worthwhile_tokens:  # fewer while it streams
-            self._call()
+            self.call()
 
-    def _call(self) -> None:
+    def call(self) -> None:
+        """Call the scorer with what there is, once it is idle."""
         self._worthwhile = True
         self._changed.set()
 
     async def run(self) -> None:
         """Serve for ever, or until the scorer is given up and other replicas go on."""
+        context = self._context
         while not self._left:
-            idle_since_s = self._clock.now()
-            await self._waits.until(
-                self._may_serve, self._changed, self._role, self._lacks, self._unscored
+            idle_since_s = context.clock.now()
+            await context.waits.until(
+                lambda: self._worthwhile and not self.paused,
+                self._changed,
+                self._role,
+                self._lacks,
+                lambda: (*self.unscored, *(r.id for r in self.group.backlog)),
             )
-            self._phases.waited(self._role, idle_since_s)
+            context.phases.waited(self._role, idle_since_s)
             self._worthwhile, self._serving = False, True
             await (self.catch_up() if self.free else self._serve())
             self._serving = False
             self._changed.set()
-
-    def _may_serve(self) -> bool:
-        return self._worthwhile and not self.paused
-
-    def _unscored(self) -> Sequence[int]:
-        return [*self.unscored, *self.group.backlog]
 
     def _lacks(self) -> str:
         if self.paused:
@@ -140,31 +114,27 @@ class Feed:
         return "enough to make a call worth its cost" if self.unscored else "something to score"
 
     async def catch_up(self) -> None:
-        """Draw a share of the backlog, and hand over all that has arrived. It must be idle."""
+        """Draw a share of the backlog, and pass on all that has arrived. It must be idle."""
         for rollout in () if self._left else self.group.draw():
             self.admit(rollout)
             self.finish(rollout.id)
-            self._call()  # look again afterwards: there may be more
+            self.call()  # look again afterwards: there may be more
         await self._serve()
 
     async def _serve(self) -> None:
         while not self._left:
-            if not self._guard.serves:
+            if not self.guard.serves:
                 await self._replace()
             with suppress(GoneError):
-                await self._hand_over()
+                await self._pass_on()
                 break
 
-    async def _hand_over(self) -> None:
-        """Tell the scorer what it has not been told.
-
-        Raises:
-            GoneError: it was lost; all of it is to be told anew.
-        """
-        scorer, ask = self.scorer, self._guard.ask
+    async def _pass_on(self) -> None:
+        """Tell the scorer what it has not been told; raise GoneError if it is lost."""
+        scorer, ask = self.scorer, self.guard.ask
         admitted = [r.response(text=scorer.info.reads_text) for r in self._admitted.values()]
-        chunks, wanted = self._chunks, self._wanted
-        self._admitted, self._chunks, self._wanted, self._tokens = {}, [], [], 0
+        chunks, wanted = self._chunks, self.wanted
+        self._admitted, self._chunks, self.wanted, self._tokens = {}, [], [], 0
         if admitted:
             await ask(scorer.admit(admitted), [r.id for r in admitted])
         if chunks:
@@ -174,53 +144,44 @@ class Feed:
             if [s.rollout_id for s in scores] != wanted:
                 raise LifecycleError(
                     f"scorer '{scorer.info.name}' was asked for rollouts {wanted} and answered for "
-                    f"{[s.rollout_id for s in scores]}; a scorer answers for each, in order"
+                    f"{[s.rollout_id for s in scores]}; a scorer answers for each, in order",
+                    "scores-not-as-asked",
                 )
-            self.load -= len(wanted)
             for id_ in wanted:
                 del self.unscored[id_], self.asked_for[id_]
             self._deliver(scores)
 
     def _begin_anew(self) -> None:
         self._admitted, self._chunks = dict(self.unscored), []
-        self._wanted = list(self.asked_for)
+        self.wanted = list(self.asked_for)
         self._tokens = sum(r.total_tokens for r in self.unscored.values())
         self._arrived(0)
 
     async def _replace(self) -> None:
-        """Have a new process take the lost one's place, or give the scorer up.
-
-        Raises:
-            StrettoError: the loss, where no other replica can go on.
-        """
+        """Have a new process take the lost one's place, or leave the work to other replicas."""
         try:
-            await self._guard.replace()
+            await self.guard.replace()
         except StrettoError:
-            if not self._guard.retired or not self.group.leave(self):
+            if not self.guard.member.retired or not self.group.leave(self):
                 raise
             self._left = True
             self.unscored, self.asked_for = {}, {}
             self._begin_anew()
 
-    async def pause(self, who: str) -> None:
-        """Return when the scorer is idle, and keep it so; ``who`` waits for that."""
+    async def pause(self, part: str) -> None:
+        """Return when the scorer is idle, and keep it so; ``part`` waits for that."""
         self.paused = True
         idle = f"{self._role} to end its call"
-        await self._waits.until(lambda: not self._serving, self._changed, who, idle)
+        await self._context.waits.until(lambda: not self._serving, self._changed, part, idle)
 
-    async def load_weights(self, weights: WeightsRef) -> None:
-        """Give the paused scorer new weights, and let it work again."""
+    async def resume(self, loaded: Work) -> None:
+        """Let the paused scorer work again once it has loaded its next weights."""
         try:
-            await self._guard.load(weights)
+            await loaded()
         except GoneError:
             await self._replace()
         self.paused = False
         self._changed.set()
-
-    @property
-    def asked(self) -> bool:
-        """Return whether scores are wanted that the scorer has not been asked for."""
-        return bool(self._wanted)
 
 
 class _ScorerGroup:
@@ -231,97 +192,89 @@ class _ScorerGroup:
     backlog.
     """
 
-    def __init__(self, feeds: Sequence[Feed], score_on: ScoreOn) -> None:
-        self.feeds = feeds
-        self.follows = feeds[0].scorer.info.follows
+    def __init__(
+        self, queues: Sequence[ReplicaQueue], score_on: ScoreOn, context: RoleContext
+    ) -> None:
+        self.queues, self._context = queues, context
+        self.follows = queues[0].scorer.info.follows
         self.streams = score_on == "chunk" and all(
-            f.host is None and f.scorer.info.streams for f in feeds
+            queue.host is None and queue.scorer.info.streams for queue in queues
         )
-        self.replica_of: dict[int, Feed] = {}
-        self._backlog: deque[Rollout] = deque()
+        self.queue_of: dict[int, ReplicaQueue] = {}
+        self.backlog: deque[Rollout] = deque()
         self._tokens = 0  # in the backlog
         self._rounds: deque[int] = deque()  # its rollouts by rounds, where they come so
-        for feed in feeds:
-            feed.group = self
-
-    @property
-    def backlog(self) -> Sequence[int]:
-        return [r.id for r in self._backlog]
+        for queue in queues:
+            queue.group = self
 
     def admit(self, rollout: Rollout) -> None:
-        feed = min(self.feeds, key=lambda f: f.load)
-        self.replica_of[rollout.id] = feed
-        feed.admit(rollout)
+        queue = min(self.queues, key=lambda queue: len(queue.unscored))
+        self.queue_of[rollout.id] = queue
+        queue.admit(rollout)
 
     def finish(self, rollout: Rollout) -> None:
-        """Have a rollout scored: by the replica that knows it, or by whoever is free first."""
-        if feed := self.replica_of.pop(rollout.id, None):
-            feed.finish(rollout.id)
+        """Have a rollout scored: by the replica that knows it, or by the first that is free."""
+        if queue := self.queue_of.pop(rollout.id, None):
+            queue.finish(rollout.id)
         else:
-            self._backlog.append(rollout)
+            self.backlog.append(rollout)
             self._tokens += rollout.total_tokens
-            if self._tokens >= self.feeds[0].scorer.info.worthwhile_tokens:
+            if self._tokens >= self.queues[0].scorer.info.worthwhile_tokens:
                 self.wake()
 
     def wake(self) -> None:
-        if self._backlog:
-            for feed in self.feeds:
-                feed.look()
+        for queue in self.queues if self.backlog else ():
+            if queue.free:
+                queue.call()
 
     def hurry(self) -> None:
         self.wake()
-        for feed in self.feeds:
-            feed.hurry()
+        for queue in self.queues:
+            if queue.wanted:
+                queue.call()
 
     async def load(self, weights: WeightsRef) -> None:
-        """Give new weights to all replicas at once.
+        """Give new weights to all replicas at once, after the scores that the old ones owe."""
+        queues = list(self.queues)
+        late = [queue for queue in queues if not queue.paused]
+        for queue in late:
+            await queue.pause("generation")
+        while late and (self.backlog or any(queue.wanted for queue in queues)):
+            for queue in queues:
+                await queue.catch_up()
+        loads = self._context.load([queue.guard for queue in queues], weights)
+        first, *others = map(ReplicaQueue.resume, queues, loads)
+        async with asyncio.TaskGroup() as group:
+            for resumed in others:
+                group.create_task(resumed)
+            await first
 
-        Scores that were asked for before are computed with the old weights first. Paused replicas
-        have nothing of that kind: nobody waits for them.
-        """
-        feeds = list(self.feeds)
-        late = [feed for feed in feeds if not feed.paused]
-        for feed in late:
-            await feed.pause("generation")
-        while late and (self._backlog or any(feed.asked for feed in feeds)):
-            for feed in feeds:
-                await feed.catch_up()
-        async with asyncio.TaskGroup() as group:  # together: it may be one broadcast to all
-            for feed in feeds[1:]:
-                group.create_task(feed.load_weights(weights))
-            await feeds[0].load_weights(weights)
-
-    def leave(self, lost: Feed) -> bool:
+    def leave(self, lost: ReplicaQueue) -> bool:
         """Give the work of a replica that is not replaced to the others, if there are any."""
-        others = [feed for feed in self.feeds if feed is not lost]
+        others = [queue for queue in self.queues if queue is not lost]
         if not others:
             return False
-        self.feeds = others
+        self.queues = others
         for id_, rollout in lost.unscored.items():
+            self.admit(rollout)
             if id_ in lost.asked_for:
-                heir = min(others, key=lambda f: f.load)
-                heir.admit(rollout)
+                heir = self.queue_of.pop(id_)
                 heir.finish(id_)
-                heir.hurry()
-            else:
-                self.admit(rollout)
+                heir.call()
         return True
 
     def end_round(self, rollouts: int) -> None:
         self._rounds.append(rollouts)
 
     def draw(self) -> list[Rollout]:
-        """A replica's next share: small enough that another replica, free later, finds work too.
-
-        It is of one round, where they come so: what is scored together does not depend on timing.
-        """
-        found = self._rounds[0] if self._rounds else len(self._backlog)
-        share = -(-found // len(self.feeds))
+        """Return a share of one round, so small that another replica, free later, has work too."""
+        found = self._rounds[0] if self._rounds else len(self.backlog)
+        share = -(-found // len(self.queues))
         if self._rounds:
             self._rounds[0] -= share
             if not self._rounds[0]:
                 self._rounds.popleft()
-        drawn = [self._backlog.popleft() for _ in range(share)]
+        drawn = [self.backlog.popleft() for _ in range(share)]
         self._tokens -= sum(r.total_tokens for r in drawn)
         return drawn
 
@@ -336,59 +289,50 @@ class Scoring:
     """
 
     def __init__(
-        self,
-        replicas: Sequence[ScorerReplica],
-        score_on: ScoreOn,
-        context: RoleContext,
+        self, replicas: Sequence[ScorerReplica], score_on: ScoreOn, context: RoleContext
     ) -> None:
-        self._score_on = score_on
+        self._score_on, self._waits = score_on, context.waits
         self._rollouts: dict[int, Rollout] = {}
-        self._waits, self._delivered = context.waits, asyncio.Event()
-        self.feeds = [Feed(s, self._deliver, context) for s in replicas]
-        by_name: dict[str, list[Feed]] = {}
-        for feed in self.feeds:
-            by_name.setdefault(feed.scorer.info.name, []).append(feed)
-        self._groups = [_ScorerGroup(feeds, score_on) for feeds in by_name.values()]
-        self._streaming = [t for t in self._groups if t.streams]
+        self._delivered = asyncio.Event()
+        self.queues = [ReplicaQueue(replica, self._deliver, context) for replica in replicas]
+        by_name: dict[str, list[ReplicaQueue]] = {}
+        for queue in self.queues:
+            by_name.setdefault(queue.scorer.info.name, []).append(queue)
+        self._groups = [_ScorerGroup(queues, score_on, context) for queues in by_name.values()]
+        self._streaming = [group for group in self._groups if group.streams]
+        self._following = [group for group in self._groups if group.follows]
+        self._frozen = [group for group in self._groups if not group.follows]
 
     async def pause_followers(self) -> None:
         """Keep scorers idle that follow a trained model, until they load its next weights."""
-        for group in self._groups:
-            for feed in group.feeds if group.follows else ():
-                await feed.pause("training")
-
-    @property
-    def following(self) -> list[Scorer]:
-        """Scorers that follow a trained model, and are not being replaced."""
-        feeds = [feed for group in self._groups if group.follows for feed in group.feeds]
-        return [feed.scorer for feed in feeds if feed._guard.serves]
+        for queue in (queue for group in self._following for queue in group.queues):
+            await queue.pause("training")
 
     async def load(self, weights: Mapping[str, WeightsRef]) -> None:
         """Give new weights to scorers that follow a trained model."""
-        for group in self._groups:
-            if group.follows:
-                await group.load(weights[group.follows])
+        for group in self._following:
+            await group.load(weights[group.follows])
 
     def dispatched(self, rollouts: Iterable[Rollout]) -> None:
         """Note that rollouts are about to be decoded."""
-        for rollout in rollouts if self._streaming else ():
+        for rollout in rollouts:
             for group in self._streaming:
                 group.admit(rollout)
 
     def extended(self, chunk: Chunk) -> None:
         """Note that a rollout has got more tokens."""
         for group in self._streaming:
-            group.replica_of[chunk.rollout_id].extend(chunk)
+            group.queue_of[chunk.rollout_id].extend(chunk)
 
     def ended(self, rollout: Rollout) -> None:
         """Note that a rollout has ended."""
         if self._score_on != "batch":
-            self._ask(rollout, (t for t in self._groups if not t.follows))
+            self._ask(rollout, self._frozen)
 
     def chosen(self, rollout: Rollout) -> None:
         """Note that a rollout that has ended is going to be trained on."""
         if self._score_on != "batch":
-            self._ask(rollout, (t for t in self._groups if t.follows))
+            self._ask(rollout, self._following)
 
     def gathered(self, batch: Sequence[Rollout]) -> None:
         """Note that all rollouts of a round have ended, and are waited for."""

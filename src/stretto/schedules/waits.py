@@ -22,16 +22,10 @@ Ids = Callable[[], Iterable[int]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Wait:
-    """One part of a schedule that waits.
+class _Waiter:
+    """A part of a schedule, what it waits for as of now, and whether that has come."""
 
-    Attributes:
-        who: the part.
-        what, rollouts: it waits for, as they are when someone asks.
-        over: whether that has come.
-    """
-
-    who: str
+    part: str
     what: Text
     rollouts: Ids
     over: Callable[[], bool]
@@ -39,7 +33,7 @@ class _Wait:
     def __str__(self) -> str:
         what = self.what if isinstance(self.what, str) else self.what()
         ids = sorted(self.rollouts())
-        return f"  {self.who} waits for {what}" + (f"; {_listed(ids)}" if ids else "")
+        return f"  {self.part} waits for {what}" + (f"; {_listed(ids)}" if ids else "")
 
 
 class Waits:
@@ -51,8 +45,8 @@ class Waits:
     """
 
     def __init__(self) -> None:
-        self._active = 1  # parts that do not wait; whoever takes the steps is one
-        self._waits: dict[_Wait, None] = {}
+        self._active = 1  # parts that do not wait; the caller of the steps is one
+        self._waiters: dict[_Waiter, None] = {}
 
     def begin(self, work: Work, group: asyncio.TaskGroup) -> asyncio.Task[None]:
         """Begin the work of one more part, as a task of a group."""
@@ -66,7 +60,7 @@ class Waits:
         return group.create_task(part())
 
     async def all_of(
-        self, works: Iterable[Work], who: str, what: Text, rollouts: Ids = tuple
+        self, works: Iterable[Work], part: str, what: Text, rollouts: Ids = tuple
     ) -> None:
         """Do several works at the same time, each as a part of its own; wait for all of them."""
         left, ended = 0, asyncio.Event()
@@ -81,35 +75,27 @@ class Waits:
             for work in works:
                 left += 1
                 self.begin(partial(counted, work), group)
-            await self.until(lambda: not left, ended, who, what, rollouts)
+            await self.until(lambda: not left, ended, part, what, rollouts)
 
     async def until(
         self,
         condition: Callable[[], bool],
         changed: asyncio.Event,
-        who: str,
+        part: str,
         what: Text,
         rollouts: Ids = tuple,
     ) -> None:
-        """Wait until a condition holds.
-
-        Args:
-            condition: depends on what parts do, and on nothing else.
-            changed: set by whoever makes the condition hold.
-
-        Raises:
-            StalledError: every other part waits too, and none can go on.
-        """
-        wait = _Wait(who, what, rollouts, condition)
+        """Wait until a condition holds that another part brings about, which sets ``changed``."""
+        waiter = _Waiter(part, what, rollouts, condition)
         while not condition():
             changed.clear()
-            with self._entered(wait):
+            with self._entered(waiter):
                 await changed.wait()
 
     @asynccontextmanager
-    async def holding(self, lock: asyncio.Lock, who: str, what: Text) -> AsyncIterator[None]:
+    async def holding(self, lock: asyncio.Lock, part: str, what: Text) -> AsyncIterator[None]:
         """Wait for a lock, and hold it within a ``with`` statement; errors as of :meth:`until`."""
-        with self._entered(_Wait(who, what, tuple, lambda: not lock.locked())):
+        with self._entered(_Waiter(part, what, tuple, lambda: not lock.locked())):
             await lock.acquire()
         try:
             yield
@@ -117,41 +103,32 @@ class Waits:
             lock.release()
 
     @contextmanager
-    def _entered(self, wait: _Wait) -> Iterator[None]:
-        self._waits[wait] = None
+    def _entered(self, waiter: _Waiter) -> Iterator[None]:
+        self._waiters[waiter] = None
         self._active -= 1
         try:
             self._check()
             yield
         finally:
             self._active += 1
-            del self._waits[wait]
+            del self._waiters[waiter]
 
     def _check(self) -> None:
-        """See that some part can go on.
-
-        Raises:
-            StalledError: none can.
-        """
-        if not self._active and not any(wait.over() for wait in self._waits):
+        if not self._active and not any(waiter.over() for waiter in self._waiters):
             raise StalledError(
                 "nothing is under way, and nothing can begin:\n"
-                + "\n".join(map(str, self._waits))
+                + "\n".join(map(str, self._waiters))
                 + "\nThis is a fault of the schedule, and of no role; please report it with these "
                 "lines. The run can be taken up again from its newest checkpoint (--resume)",
-                {id_ for wait in self._waits for id_ in wait.rollouts()},
+                {id_ for waiter in self._waiters for id_ in waiter.rollouts()},
+                "all-parts-wait",
             )
 
 
 async def answered(
-    work: Awaitable[T], deadline_s: float, who: str, rollout_ids: Iterable[int] = ()
+    work: Awaitable[T], deadline_s: float, role: str, rollout_ids: Iterable[int] = ()
 ) -> T:
-    """Return what a role answers, within a deadline.
-
-    Raises:
-        StalledError: the role did not answer within the deadline; the error names the role and the
-            rollouts it worked on.
-    """
+    """Return what a role answers; raise StalledError if it does not within the deadline."""
     try:
         async with asyncio.timeout(deadline_s) as limit:
             return await work
@@ -160,12 +137,13 @@ async def answered(
     except Exception as error:
         ids = sorted(rollout_ids)
         if not limit.expired():
-            error.add_note(f"raised by {who}, which worked on {_listed(ids)}")
+            error.add_note(f"raised by {role}, which worked on {_listed(ids)}")
             raise
         raise StalledError(
-            f"{who} has not answered for {deadline_s:g} s; waited for {_listed(ids)}. If it is "
+            f"{role} has not answered for {deadline_s:g} s; waited for {_listed(ids)}. If it is "
             "only slow, raise schedule.deadline_s",
             ids,
+            "no-answer-in-time",
         ) from None
 
 
@@ -177,25 +155,15 @@ def _listed(ids: Sequence[int]) -> str:
 
 
 class Phases:
-    """The cause that idle roles wait for, as it changes over time.
+    """The cause that idle roles wait for, as it changes: data, stragglers, scores, weights."""
 
-    ``data`` while the first responses are being decoded, ``stragglers`` while the last fifth of the
-    batch is, ``scores`` from then until the last score, ``weights`` until the next generation.
-    """
-
-    KEPT = 256
-    """Changes remembered: more than pass between two pieces of work of any role."""
+    KEPT = 256  # changes remembered: more than pass between two pieces of work of any role
 
     def __init__(self, clock: Clock, tracer: Tracer) -> None:
         self._clock, self._tracer = clock, tracer
         self._times: list[float] = [clock.now()]
         self._causes: list[str] = ["data"]
         self._lost: dict[str, AbstractContextManager[None]] = {}
-
-    @property
-    def current(self) -> str:
-        """The cause that an idle role waits for now."""
-        return self._causes[-1]
 
     def enter(self, cause: str) -> None:
         """Make ``cause`` what idle roles wait for from now on."""
@@ -207,8 +175,12 @@ class Phases:
 
     def waited(self, role: str, since_s: float) -> None:
         """Record that ``role`` was idle from ``since_s`` until now, split by cause."""
-        for start_s, end_s, cause in self._split(since_s, self._clock.now()):
-            self._tracer.add(role, "wait", start_s, end_s, cause=cause)
+        first = max(bisect_right(self._times, since_s) - 1, 0)
+        ends = [*self._times[first + 1 :], self._clock.now()]
+        for end_s, cause in zip(ends, self._causes[first:], strict=True):
+            if end_s > since_s:
+                self._tracer.add(role, "wait", since_s, end_s, cause=cause)
+                since_s = end_s
 
     def lost(self, role: str) -> None:
         """Show from now on that ``role`` is lost, until :meth:`down`."""
@@ -222,18 +194,9 @@ class Phases:
             shown.__exit__(None, None, None)
         self._tracer.add(role, "down", since_s, self._clock.now(), cause="down")
 
-    def _split(self, start_s: float, end_s: float) -> Iterator[tuple[float, float, str]]:
-        at = max(bisect_right(self._times, start_s) - 1, 0)
-        while start_s < end_s:
-            until_s = self._times[at + 1] if at + 1 < len(self._times) else end_s
-            stop_s = min(until_s, end_s)
-            if stop_s > start_s:
-                yield start_s, stop_s, self._causes[at]
-            start_s, at = max(stop_s, start_s), at + 1
-
 
 def first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first plain exception in a group of groups: the one that made the others stop."""
+    """Return the first plain exception in a group of groups: the one that stopped the others."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

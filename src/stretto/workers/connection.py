@@ -8,8 +8,8 @@ value. ::
     to the driver    the same number; Done or Failed
                      LINE; a line for people
 
-Over a network only what proves that it has the key is let in, before anything else of it is read.
-The handshake is that of :mod:`multiprocessing.connection`: neither end sends the key.
+Over a network only what proves that it has the key is let in, before anything else of it is read:
+by the handshake of :mod:`multiprocessing.connection`, in which neither end sends the key.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
@@ -40,10 +41,8 @@ KEY_BYTES = 32
 STEP = 0
 LINE = 2**63
 _NUMBER_BYTES = 8
-_HANDSHAKE_S = 10
-"""Seconds in which the other end has to prove its key."""
-_QUIET_S = 15
-"""Seconds of silence after which the other machine is asked whether it is still there."""
+_HANDSHAKE_S = 10  # in which the other end has to prove its key
+_QUIET_S = 15  # after so much silence the other machine is asked whether it is still there
 
 Address = tuple[str, int]
 if TYPE_CHECKING:
@@ -63,27 +62,24 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """An error that a rank raised.
+    """An error that a rank raised."""
 
-    Attributes:
-        at_s: time by the machine's monotonic clock: the first to fail has the cause.
-        what: the error in a line, with its place.
-        trace: all of the traceback.
-        error: the error itself, where it is one of Stretto that can be pickled.
-    """
+    at_s: float  # by the machine's monotonic clock: the first to fail has the cause
+    what: str  # the error in a line, with its place
+    trace: str  # all of the traceback
+    error: StrettoError | None  # itself, where it is one of Stretto that can be pickled
 
-    at_s: float
-    what: str
-    trace: str
-    error: StrettoError | None
+
+class NotConnectedError(Exception):
+    """A rank's process did not connect; ``what`` happened is empty where it has ended."""
+
+    def __init__(self, rank: int, what: str = "") -> None:
+        super().__init__(what)
+        self.rank, self.what = rank, what
 
 
 def framed(number: int, content: object) -> memoryview:
-    """Return a message as it is sent.
-
-    Raises:
-        PicklingError: the content cannot be sent.
-    """
+    """Return a message as it is sent; raise PicklingError if the content cannot be."""
     buffer = io.BytesIO()
     buffer.write(number.to_bytes(_NUMBER_BYTES, "little"))
     try:
@@ -93,22 +89,16 @@ def framed(number: int, content: object) -> memoryview:
     return buffer.getbuffer()
 
 
-def _opened(message: bytes) -> tuple[int, memoryview]:
-    view = memoryview(message)
-    return int.from_bytes(view[:_NUMBER_BYTES], "little"), view[_NUMBER_BYTES:]
+def _messages(connection: Raw) -> Iterator[tuple[int, memoryview]]:
+    """Yield the messages that come, until the other end has closed."""
+    with suppress(EOFError, OSError):
+        while True:
+            view = memoryview(connection.recv_bytes())
+            yield int.from_bytes(view[:_NUMBER_BYTES], "little"), view[_NUMBER_BYTES:]
 
 
 class DriverConnection:
-    """A rank's end of the connection to its driver.
-
-    Args:
-        aside: makes calls aside, on any thread.
-        ended: called when the driver's end has closed, on a thread of its own. By default the
-            process ends, whatever it is doing.
-
-    Attributes:
-        host: address of this machine from which it reaches the driver.
-    """
+    """A rank's end; once the driver's has closed, ``ended`` is called: by default, the end."""
 
     def __init__(
         self, connection: Raw, aside: Method, ended: Callable[[], None] = lambda: os._exit(0)
@@ -116,50 +106,41 @@ class DriverConnection:
         self._connection, self._aside, self._ended = connection, aside, ended
         self._sending, self._steps = Lock(), SimpleQueue[memoryview]()
         with socket.socket(fileno=os.dup(connection.fileno())) as line:
-            local = line.family == socket.AF_UNIX
+            local = line.family == socket.AF_UNIX  # else from this address it reaches the driver
             self.host: str = "127.0.0.1" if local else line.getsockname()[0]
         Thread(target=self._read, name="connection", daemon=True).start()
 
     def say(self, line: str) -> None:
-        """Send a line for people; nothing if the driver is gone."""
+        """Send a line for people, unless the driver is gone."""
         self._send(framed(LINE, line))
 
     def serve(self, take: Method) -> NoReturn:
-        """Take steps, for ever."""
         while True:
-            self._answer(STEP, lambda: take(*pickle.loads(self._steps.get())))
+            self._answer(STEP, lambda: _called(take, self._steps.get()))
 
     def _read(self) -> None:
-        with suppress(EOFError, OSError):
-            while True:
-                self._put(*_opened(self._connection.recv_bytes()))
+        for number, content in _messages(self._connection):
+            if number == STEP:
+                self._steps.put(content)
+            else:
+                aside = number, partial(_called, self._aside, content)
+                Thread(target=self._answer, args=aside, name="call aside", daemon=True).start()
         self._ended()
 
-    def _put(self, number: int, content: memoryview) -> None:
-        if number == STEP:
-            self._steps.put(content)
-            return
-
-        def answer() -> None:
-            self._answer(number, lambda: self._aside(*pickle.loads(content)))
-
-        Thread(target=answer, name="call aside", daemon=True).start()
-
     def _answer(self, number: int, call: Callable[[], object]) -> None:
-        answer: Done | Failed
         try:
-            answer = Done(call())
-        except BaseException as error:  # SystemExit, too, is a failure here
-            answer = _failed(error)
-        try:
-            message = framed(number, answer)
-        except Exception as error:  # a result that cannot travel
+            message = framed(number, Done(call()))
+        except BaseException as error:  # SystemExit, too, is a failure; or the result cannot travel
             message = framed(number, _failed(error))
         self._send(message)
 
     def _send(self, message: memoryview) -> None:
         with self._sending, suppress(OSError):
             self._connection.send_bytes(message)
+
+
+def _called(method: Method, content: memoryview) -> object:
+    return method(*pickle.loads(content))
 
 
 def _failed(error: BaseException) -> Failed:
@@ -184,21 +165,10 @@ def _travels(error: StrettoError) -> bool:
 
 
 class RankConnection:
-    """A driver's end of the connection to a rank.
-
-    Args:
-        say: called with each line of the rank, on a thread of its own.
-        ended: called when the rank's end has closed, on that thread.
-
-    Attributes:
-        gone: whether the connection has ended, on either side.
-    """
+    """A driver's end of the connection to a rank, with a thread for what comes from there."""
 
     def __init__(
-        self,
-        connection: Raw,
-        say: Callable[[str], None],
-        ended: Callable[[], None] = lambda: None,
+        self, connection: Raw, say: Callable[[str], None], ended: Callable[[], None] = lambda: None
     ) -> None:
         self._connection, self._say, self._sending = connection, say, Lock()
         # To wake up the reader, which alone closes: a number that one thread closes may be another
@@ -207,24 +177,15 @@ class RankConnection:
         self._ended, self._over = ended, Event()
         self._numbers = itertools.count(STEP + 1)
         self._open: dict[int, Future[Any]] = {}
-        self.gone = False
+        self.gone = False  # whether the connection has ended, on either side
         Thread(target=self._read, name="connection", daemon=True).start()
 
     def step(self, message: memoryview) -> Future[Done | Failed]:
-        """Have the rank take a step, when the last one has been answered.
-
-        Returns:
-            The answer, or an ``EOFError`` once the rank's end has closed.
-        """
+        """Have the rank take a step; the future gets an EOFError once the rank's end has closed."""
         return self._asked(STEP, message)
 
     def aside(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """Call a method aside, and return its result.
-
-        Raises:
-            RankError: the rank does not answer in time, is gone, or raised an error of others.
-            StrettoError: it raised it.
-        """
+        """Call a method aside; raise what the rank raised, or RankError if it does not answer."""
         number = next(self._numbers)
         future = self._asked(number, framed(number, (method, args)))
         try:
@@ -232,11 +193,12 @@ class RankConnection:
         except TimeoutError:
             self._open.pop(number, None)
             what = " ".join([method, *(a for a in args[:2] if isinstance(a, str))])
-            raise RankError(f"no answer to '{what}' within {timeout_s:g} s") from None
+            why = f"no answer to '{what}' within {timeout_s:g} s"
+            raise RankError(why, code="no-answer-aside") from None
         except EOFError as error:
-            raise RankError(str(error)) from None
+            raise RankError(str(error), code="process-ended") from None
         if isinstance(answer, Failed):
-            raise answer.error or RankError(answer.what)
+            raise answer.error or RankError(answer.what, code="rank-failed")
         return answer.result
 
     def wait(self, seconds: float) -> bool:
@@ -259,10 +221,8 @@ class RankConnection:
 
     def _read(self) -> None:
         try:
-            while True:
-                self._take(*_opened(self._connection.recv_bytes()))
-        except (EOFError, OSError):
-            pass
+            for number, content in _messages(self._connection):
+                self._take(number, content)
         finally:
             self.gone = True
             with self._sending:
@@ -289,15 +249,7 @@ class RankConnection:
 
 
 class Listener:
-    """The driver's listening socket, for connections over a network.
-
-    Args:
-        host: address of this machine to listen on.
-
-    Attributes:
-        address: host and port.
-        key: secret, made for this listener.
-    """
+    """The driver's listening socket, for connections over a network by a secret key of its own."""
 
     def __init__(self, host: str) -> None:
         self.key = secrets.token_bytes(KEY_BYTES)
@@ -307,7 +259,7 @@ class Listener:
         Thread(target=self._listen, name="listener", daemon=True).start()
 
     def next(self, seconds: float) -> tuple[int, Raw] | None:
-        """Return the next connection, with the number that it gave; ``None`` after a time."""
+        """Return the next connection, with the number that it gave; ``None`` after so long."""
         with suppress(Empty):
             return self._connected.get(timeout=seconds)
         return None
@@ -339,18 +291,7 @@ def listening_at(host: str) -> socket.socket:
 
 
 def connected(address: Address, key: bytes, number: int, timeout_s: float) -> Raw:
-    """Connect to a listener.
-
-    Args:
-        address, key: of the listener.
-        number: by which the driver knows this end.
-        timeout_s: for the connection.
-
-    Raises:
-        OSError: nothing answers there, or not as a listener does.
-        AuthenticationError: the key is another one.
-    """
-
+    """Connect to a listener, which knows this end by a number and lets in by its key."""
     with _handshake(socket.create_connection(address, timeout_s)) as connection:
         answer_challenge(connection, key)
         deliver_challenge(connection, key)
@@ -363,11 +304,11 @@ def _handshake(line: socket.socket) -> Iterator[Raw]:
     """Make a connection of a socket; the body proves the key, in time, or it is closed."""
     line.setblocking(True)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine may vanish unsaid
-    if hasattr(socket, "TCP_KEEPIDLE"):
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _QUIET_S)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _QUIET_S)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    quiet = {"TCP_KEEPIDLE": _QUIET_S, "TCP_KEEPINTVL": _QUIET_S, "TCP_KEEPCNT": 4}
+    for option, value in quiet.items():
+        if hasattr(socket, option):
+            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     _limit(line, _HANDSHAKE_S)
     connection = Raw(line.detach())
     try:

@@ -1,4 +1,4 @@
-"""The step from a coroutine to a call: it runs a schedule in real time."""
+"""The step from a coroutine to a call: it runs a schedule in real time, without torch."""
 
 from __future__ import annotations
 

@@ -28,8 +28,7 @@ import psutil
 from stretto.errors import RankError
 from stretto.models.backend import keep_freed_memory
 from stretto.workers.connection import Raw
-from stretto.workers.preflight import Facts
-from stretto.workers.rank import Rank, RankSpec
+from stretto.workers.rank import Facts, Rank, RankSpec
 
 PRELOADED = (
     "torch.distributed",
@@ -40,47 +39,35 @@ PRELOADED = (
 )
 """Modules that the server imports; names, as it stands below some of them."""
 
-NAME = "stretto-rank"
-"""Name of the forked processes, where the system can be told one."""
-
-UNKNOWN = 255
-"""Exit code of a process whose server is gone."""
+NAME = "stretto-rank"  # of the forked processes, where the system can be told one
+UNKNOWN = 255  # exit code of a process whose server is gone
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request to fork a rank; ``path`` is for its imports, ``None`` its interpreter's own."""
+    """A request to fork a rank, and its surroundings."""
 
     spec: RankSpec
     environment: Mapping[str, str]
-    path: Sequence[str] | None
+    path: Sequence[str] | None  # for its imports; none for its interpreter's own
     folder: str
 
 
 class Forked:
-    """A process that the server has forked; to be asked about as a ``subprocess.Popen`` is.
-
-    Attributes:
-        pid: its number.
-        returncode: its exit code, negative for a signal; ``None`` as far as it is known to live.
-    """
+    """A process that the server has forked; to be asked about as a ``subprocess.Popen`` is."""
 
     def __init__(self, pid: int, server: ForkServer) -> None:
         self.pid, self._server = pid, server
-        self.returncode: int | None = None
+        self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code, or ``None`` while the process lives."""
-        if self.returncode is None:
-            self.returncode = self._server.exit_code(self.pid)
-        return self.returncode
+        """Return the exit code, negative for a signal, or ``None`` while the process lives."""
+        if self._code is None:
+            self._code = self._server.exit_code(self.pid)
+        return self._code
 
     def wait(self, timeout: float) -> int:
-        """Return the exit code once the process has ended.
-
-        Raises:
-            TimeoutExpired: it has not, within so many seconds.
-        """
+        """Return the exit code of a process that has ended; else raise TimeoutExpired."""
         until_s = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() >= until_s:
@@ -90,33 +77,22 @@ class Forked:
 
 
 class ForkServer:
-    """The server, as seen from the process that started it; started when it is first needed.
+    """The server, as seen from the process that started it; started when it is first needed."""
 
-    Args:
-        python: interpreter of its processes; without one this process's.
-    """
-
-    def __init__(self, python: str = "") -> None:
-        self._python = python
+    def __init__(self, python: str = "", preloaded: Sequence[str] = PRELOADED) -> None:
+        self._python, self._preloaded = python, tuple(preloaded)
         self._lock = Lock()
         self._connection: Raw | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0
 
     def start(self) -> None:
-        """Start the server, if it does not run; it imports while others go on."""
+        """Start the server, if it does not run; it imports while this process goes on."""
         with self._lock:
             self._connected()
 
     def fork(self, spec: RankSpec, connection: int) -> Forked:
-        """Fork a process that runs :class:`~stretto.workers.rank.Rank`.
-
-        Args:
-            connection: file descriptor of its end of a connection.
-
-        Raises:
-            RankError: the server cannot be started, or has ended.
-        """
+        """Fork a process that runs a rank on its end of a connection, a file descriptor."""
         path = None if self._python else list(sys.path)
         request = Request(spec, dict(os.environ), path, str(Path.cwd()))
         with self._lock:
@@ -132,7 +108,8 @@ class ForkServer:
                 see = installed if self._python else "memory was short"
                 raise RankError(
                     f"the server that starts processes has ended; see whether {see}, and start "
-                    "again"
+                    "again",
+                    code="fork-server-ended",
                 ) from error
         return Forked(pid, self)
 
@@ -148,13 +125,13 @@ class ForkServer:
         return None if psutil.pid_exists(pid) else UNKNOWN
 
     def _connected(self) -> Raw:
-        """Return the connection to a living server."""
         mine = self._owner == os.getpid()  # else it is that of the process which forked this one
         if self._connection and mine and self._process and self._process.poll() is None:
             return self._connection
         ours, theirs = Pipe()
         path = "" if self._python else f"import sys; sys.path[:] = {sys.path!r}; "
-        code = f"{path}from stretto.workers.forkserver import serve; serve({theirs.fileno()})"
+        arguments = theirs.fileno(), self._preloaded
+        code = f"{path}from stretto.workers.forkserver import serve; serve{arguments}"
         with theirs:
             self._process = subprocess.Popen(
                 [self._python or sys.executable, "-P", "-c", code],
@@ -178,13 +155,7 @@ def server_of(python: str = "") -> ForkServer:
 
 
 class ForkedProcesses:
-    """Processes of ranks on this machine; see :class:`~stretto.workers.ranks.Launched`.
-
-    What they print goes to standard error.
-
-    Args:
-        python: their interpreter, with the same version of Stretto; without one this process's.
-    """
+    """Processes of ranks on this machine, which print to standard error; see ``ranks.Launched``."""
 
     one_clock = True
 
@@ -229,12 +200,12 @@ class ForkedProcesses:
         return f"pid {self.processes[rank].pid}"
 
 
-def serve(descriptor: int) -> NoReturn:
+def serve(descriptor: int, preloaded: Sequence[str]) -> NoReturn:
     """Import, then answer requests until the other end closes; see the top of this file."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)  # in ranks too: their driver decides
     keep_freed_memory()
-    for module in PRELOADED:
+    for module in preloaded:
         with suppress(ImportError):
             importlib.import_module(module)
     gc.collect()

@@ -25,26 +25,17 @@ class _MismatchError(Exception):
 
 
 class FunctionProcess:
-    """The reward function's process and the JSON lines to and from it; every wait has a deadline.
-
-    Args:
-        opening: the first line, which names the reward function.
-    """
+    """The process of a reward function and its JSON lines; every wait has a deadline."""
 
     def __init__(self, opening: Mapping[str, Any]) -> None:
         self._opening = opening
         self._process: subprocess.Popen[bytes] | None = None
         self._kill: Callable[[], object] = lambda: None
-        self._unread = b""
-        self._request = 0
+        self._pid = self._input = self._output = -1
+        self._unread, self._request = b"", 0
 
     def start(self) -> dict[str, Any]:
-        """Start the process, and return what it says of the reward function.
-
-        Raises:
-            ConfigError, TaskError: the reward function cannot be opened.
-            RewardError: the process ended or took too long.
-        """
+        """Start the process; return what it says of the reward function, or raise why it cannot."""
         # A session of its own keeps the terminal's Ctrl-C from it, and makes a group to kill it by.
         # -P keeps files of the working directory from standing in for libraries of their name.
         process = subprocess.Popen(
@@ -54,30 +45,35 @@ class FunctionProcess:
             bufsize=0,
             start_new_session=True,
         )
+        assert process.stdin
+        assert process.stdout
         self._process, self._unread, self._request = process, b"", 0
+        self._pid, self._input = process.pid, process.stdin.fileno()
+        self._output = process.stdout.fileno()
         self._kill = weakref.finalize(self, _kill, process)
-        for pipe in (process.stdin, process.stdout):
-            assert pipe
-            os.set_blocking(pipe.fileno(), False)
+        for pipe in (self._input, self._output):
+            os.set_blocking(pipe, False)
         try:
             deadline_s = time.monotonic() + START_LIMIT_S
             self._send(self._opening, deadline_s)
             answer = self._receive(deadline_s)
-        except (EOFError, TimeoutError, _MismatchError) as error:
+        except BaseException as error:
             self.close()
-            how = {
-                EOFError: "ended",
-                TimeoutError: f"took over {START_LIMIT_S:g} s",
-                _MismatchError: f"was stopped as {error}",
-            }[type(error)]
+            match error:
+                case EOFError():
+                    how = "ended"
+                case TimeoutError():
+                    how = f"took over {START_LIMIT_S:g} s"
+                case _MismatchError():
+                    how = f"was stopped as {error}"
+                case _:
+                    raise
             raise RewardError(
                 f"the process of the reward function {dict(self._opening)} {how} while it was "
                 "starting; see what it wrote to standard error, or run: "
-                f"{sys.executable} -c 'import stretto.scoring.worker'"
+                f"{sys.executable} -c 'import stretto.scoring.worker'",
+                code="function-not-started",
             ) from error
-        except BaseException:
-            self.close()
-            raise
         if "refused" in answer:
             self.close()
             refusals = {"ConfigError": ConfigError, "TaskError": TaskError}
@@ -87,11 +83,7 @@ class FunctionProcess:
     def ask(
         self, samples: Sequence[Mapping[str, Any]], timeout_s: float
     ) -> tuple[list[dict[str, Any]], str | None]:
-        """Have samples scored; return the verdicts that came, and why there are no more, if so.
-
-        Verdicts come in the order of the samples. Once a line does not match the request, none of
-        the request's verdicts is trusted.
-        """
+        """Have samples scored; return the verdicts that came, in order, and why no more came."""
         if self._process is None:
             self.start()
         answers: list[dict[str, Any]] = []
@@ -104,18 +96,17 @@ class FunctionProcess:
                 answers.append(answer)
             if answer["done"] is None and len(answers) < len(samples):
                 raise _MismatchError(f"it gave {len(answers)} verdicts for {len(samples)} samples")
-        except TimeoutError:
+        except BaseException as error:  # a half-read answer would be taken for the next one's
+            code = self._exit_code() if isinstance(error, EOFError) else None
             self.close()
-            return answers, f"it gave no answer within {timeout_s:g} s and was stopped"
-        except EOFError:
-            code = self._exit_code()
-            self.close()
-            return answers, f"its process ended in the middle of its work (exit code {code})"
-        except _MismatchError as error:
-            self.close()
-            return [], f"its process was stopped as {error}"
-        except BaseException:  # a half-read answer would be taken for the next one's
-            self.close()
+            match error:
+                case TimeoutError():
+                    return answers, f"it gave no answer within {timeout_s:g} s and was stopped"
+                case EOFError():
+                    how = f"its process ended in the middle of its work (exit code {code})"
+                    return answers, how
+                case _MismatchError():  # so that no verdict is trusted
+                    return [], f"its process was stopped as {error}"
             raise
         return answers, answer["done"]
 
@@ -131,55 +122,38 @@ class FunctionProcess:
         return None
 
     def _send(self, body: object, deadline_s: float) -> None:
-        """Send a request with the next number."""
-        assert self._process
-        assert self._process.stdin
-        pipe = self._process.stdin.fileno()
         self._request += 1
         message = {"request": self._request, "body": body}
         data = memoryview(json.dumps(message).encode() + b"\n")
         while data:
-            _wait(pipe, selectors.EVENT_WRITE, deadline_s)
+            _wait(self._input, selectors.EVENT_WRITE, deadline_s)
             try:
-                data = data[os.write(pipe, data) :]
+                data = data[os.write(self._input, data) :]
             except BrokenPipeError as error:
                 raise EOFError from error
 
     def _receive(self, deadline_s: float) -> dict[str, Any]:
-        """Return the next line, which must answer the request.
-
-        Raises:
-            _MismatchError: it answers another one, or comes from another process.
-        """
-        assert self._process
-        assert self._process.stdout
-        pipe = self._process.stdout.fileno()
+        """Return the next line; raise _MismatchError if it does not answer the request."""
         while b"\n" not in self._unread:
-            _wait(pipe, selectors.EVENT_READ, deadline_s)
-            data = os.read(pipe, 1 << 16)
+            _wait(self._output, selectors.EVENT_READ, deadline_s)
+            data = os.read(self._output, 1 << 16)
             if not data:
                 raise EOFError
             self._unread += data
         line, self._unread = self._unread.split(b"\n", 1)
-        expected = {"request": self._request, "pid": self._process.pid}
+        expected = {"request": self._request, "pid": self._pid}
         try:
             answer: dict[str, Any] = json.loads(line)
             came = {key: answer.pop(key) for key in expected}
         except (ValueError, TypeError, LookupError, AttributeError) as error:
-            raise _MismatchError(
-                f"its pipe had a line that is no answer: {line[:200]!r}"
-            ) from error
+            raise _MismatchError(f"its pipe had no answer, but {line[:200]!r}") from error
         if came != expected:
             raise _MismatchError(f"{expected} was to answer, and {came} did")
         return answer
 
 
 def _wait(pipe: int, event: int, deadline_s: float) -> None:
-    """Wait until a pipe is ready.
-
-    Raises:
-        TimeoutError: it was not by the deadline.
-    """
+    """Wait until a pipe is ready; raise TimeoutError if it is not by the deadline."""
     with selectors.DefaultSelector() as selector:
         selector.register(pipe, event)
         left_s = deadline_s - time.monotonic()

@@ -9,50 +9,42 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import socket
 import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import psutil
 
 from stretto.errors import RankError
 from stretto.models.backend import keep_freed_memory
-from stretto.workers import preflight
 from stretto.workers.connection import Address, DriverConnection, Raw, listening_at
+
+PACKAGES = ("stretto", "torch", "transformers", "ray")  # of which all ranks must have one version
 
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """What a rank is, under every launcher.
-
-    Attributes:
-        index: of this process.
-        world: ranks in the group.
-        backend: of the group.
-        threads: of torch; 0 leaves its choice.
-        device: that the rank computes on, as torch names it there.
-        interface: network interface of the group; without one, that by which the driver is reached.
-        timeout_s: for joining, and for each of the group's collectives.
-        log: file for all that the process prints; empty leaves it as it is.
-        environment: variables that were forwarded to the process; for the preflight.
-    """
+    """A rank under every launcher: its ``index`` among ``world`` ranks, and how it works."""
 
     index: int
     world: int
     backend: str = "gloo"
-    threads: int = 1
-    device: str = "cpu"
-    interface: str = ""
-    timeout_s: float = 600.0
-    log: str = ""
-    environment: Mapping[str, str] = field(default_factory=dict)
+    threads: int = 1  # of torch; 0 leaves its choice
+    device: str = "cpu"  # as torch names it there
+    interface: str = ""  # of the group; by default that by which the driver is reached
+    timeout_s: float = 600.0  # for joining, and for each of the group's collectives
+    log: str = ""  # file for all that the process prints
 
 
 class Rank:
@@ -65,21 +57,16 @@ class Rank:
         self._driver = DriverConnection(connection, self.aside)
 
     def serve(self) -> NoReturn:
-        """Take steps until the driver goes."""
         self._driver.serve(lambda step, arguments: getattr(self, step)(*arguments))
 
     def listen(self) -> Address:
-        """Open the socket of the group's store; return where it is.
-
-        Raises:
-            RankError: the network interface has no address.
-        """
+        """Open the socket of the group's store; return where it is."""
         interface = self._spec.interface
         self._listener = listening_at(address_of(interface) if interface else self._driver.host)
         address: Address = self._listener.getsockname()[:2]
         return address
 
-    def join(self, host: str, port: int) -> preflight.Facts:
+    def join(self, host: str, port: int) -> Facts:
         """Join the process group, whose store is there; return what there is at this place."""
         spec = self._spec
         if spec.log:
@@ -109,16 +96,12 @@ class Rank:
         dist.init_process_group(
             spec.backend, store=store, rank=spec.index, world_size=spec.world, timeout=timeout
         )
-        # As it is here: what was sent may not be what has arrived.
-        here = {k: os.environ[k] for k in spec.environment if k in os.environ}
-        return preflight.facts(spec.device, here)
+        return facts(spec.device)
 
     def make(self, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        """Make the object whose methods are called."""
         self._made = make(self._spec.index, *arguments)
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> object:
-        """Call a method of the object."""
         return getattr(self._made, method)(*arguments)
 
     def aside(self, method: str, arguments: tuple[Any, ...]) -> object:
@@ -143,32 +126,23 @@ def stacks() -> str:
 
 
 def tell_warnings(say: Callable[[str], None]) -> None:
-    """Have Python's warnings, and log records from WARNING up, said as lines for people.
-
-    Each line is said once; all of them, and all that libraries print, are in the log.
-    """
+    """Have each of Python's warnings, and of log records from WARNING up, said once for people."""
     from transformers.utils import logging as of_transformers
 
-    said: set[str] = set()
-    print_warning = warnings.showwarning
-
-    def once(line: str) -> None:
-        if line not in said:
-            said.add(line)
-            say(line)
+    print_warning, once = warnings.showwarning, cache(say)
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **rest: Any) -> None:
         print_warning(message, category, *where, **rest)
         once(f"{category.__name__}: {message}")
 
-    class Saying(logging.Handler):
+    class LineHandler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             once(f"{record.levelname} {record.name}: {record.getMessage()}")
 
     warnings.showwarning = show
     root = logging.getLogger()
     root.addHandler(logging.StreamHandler())
-    root.addHandler(Saying(logging.WARNING))
+    root.addHandler(LineHandler(logging.WARNING))
     # It prints its records itself, and passes them on only where CI is in the environment.
     of_transformers.disable_default_handler()
     of_transformers.enable_propagation()
@@ -185,11 +159,7 @@ def _print_to(log: Path) -> None:
 
 
 def address_of(interface: str) -> str:
-    """Return the address of one of this machine's network interfaces.
-
-    Raises:
-        RankError: there is none of that name.
-    """
+    """Return the address of a network interface; raise RankError if there is none of that name."""
     names = psutil.net_if_addrs()
     for family in (socket.AF_INET, socket.AF_INET6):
         for entry in names.get(interface, ()):
@@ -197,20 +167,99 @@ def address_of(interface: str) -> str:
                 return str(entry.address).partition("%")[0]
     raise RankError(
         f"{socket.gethostname()} has no network interface '{interface}' with an address; "
-        f"it has: {', '.join(sorted(names))}"
+        f"it has: {', '.join(sorted(names))}",
+        code="no-such-interface",
     )
 
 
 def interface_of(address: str) -> str:
-    """Return the network interface with an address.
-
-    Raises:
-        RankError: there is none.
-    """
+    """Return the network interface with an address; raise RankError if there is none."""
     for name, entries in psutil.net_if_addrs().items():
         if any(str(entry.address).partition("%")[0] == address for entry in entries):
             return str(name)
     raise RankError(
         f"no network interface of {socket.gethostname()} has the address {address}, from which it "
-        "reaches the driver; name the interface"
+        "reaches the driver; name the interface",
+        code="no-interface-has-address",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The facts about one rank's place."""
+
+    node: str  # name of the machine
+    pid: int
+    versions: Mapping[str, str]  # of Python and PACKAGES; empty for one that is not installed
+    threads: int  # of torch
+    device_id: str  # the UUID of the GPU that the rank computes on; empty on a CPU
+
+
+def facts(device: str) -> Facts:
+    """Look at this process's place."""
+    import torch
+
+    on_gpu = device.startswith("cuda")
+    return Facts(
+        socket.gethostname(),
+        os.getpid(),
+        {"python": platform.python_version(), **{p: _version(p) for p in PACKAGES}},
+        torch.get_num_threads(),
+        str(torch.cuda.get_device_properties(device).uuid) if on_gpu else "",
+    )
+
+
+def _as_far_as_needed(package: str, version: str) -> str:
+    if package == "python":
+        return version.rpartition(".")[0]
+    return version if package == "stretto" else ""
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def check(
+    ranks: Mapping[str, Facts],
+    threads: Mapping[str, int],
+    devices: Mapping[str, str] = MappingProxyType({}),
+    apart: Collection[str] = (),
+) -> None:
+    """Compare what ranks found, by their names, with each other and with the plan.
+
+    Ranks ``apart`` have an interpreter of their own: as they speak pickles of Stretto's data, its
+    version and Python's minor one are all that they share.
+    """
+    names = list(ranks)
+    for name in names[1:]:
+        for package, here in ranks[names[0]].versions.items():
+            there = ranks[name].versions.get(package, "")
+            if name in apart or names[0] in apart:
+                here, there = _as_far_as_needed(package, here), _as_far_as_needed(package, there)
+            if here != there:
+                raise RankError(
+                    f"all ranks need one version of {package}: '{names[0]}' on "
+                    f"{ranks[names[0]].node} has {here or 'none'}, '{name}' on {ranks[name].node} "
+                    f"has {there or 'none'}; install the same on both",
+                    code="versions-differ",
+                )
+    for name, found in ranks.items():
+        if threads.get(name, found.threads) != found.threads:
+            raise RankError(
+                f"'{name}' on {found.node} was to use {threads[name]} CPU threads and uses "
+                f"{found.threads}; see whether OMP_NUM_THREADS or the like limits them there",
+                code="threads-differ",
+            )
+    by_device: dict[str, str] = {}
+    for name, found in ranks.items():
+        other = by_device.setdefault(found.device_id, name) if found.device_id else name
+        if other != name and devices.get(name, name) != devices.get(other, other):
+            raise RankError(
+                f"'{name}' and '{other}' are both on the GPU {found.device_id} of {found.node}, "
+                "and are not placed together; see whether CUDA_VISIBLE_DEVICES is set for both, or "
+                "place them on one device",
+                code="gpu-shared",
+            )

@@ -16,100 +16,49 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from stretto.errors import RankError
-from stretto.workers.connection import STEP, Done, Failed, RankConnection, Raw, framed
+from stretto.workers.connection import (
+    STEP,
+    Done,
+    Failed,
+    NotConnectedError,
+    RankConnection,
+    Raw,
+    framed,
+)
 from stretto.workers.forkserver import ForkedProcesses
-from stretto.workers.preflight import Facts
-from stretto.workers.rank import RankSpec
+from stretto.workers.rank import Facts, RankSpec
 
 START = "its start"
-PATIENCE_S = 2.0
-"""Seconds to wait for an answer aside of a rank that may hang."""
+PATIENCE_S = 2.0  # to wait for an answer aside of a rank that may hang
 NO_WORDS: Mapping[str, str] = MappingProxyType({})
-_END_S = 5.0
-"""Seconds for connections to end after their processes have been ended."""
-_LAST_LINES = 20
-"""Lines of a rank's log that are shown when it has died."""
-
-
-class NotConnectedError(Exception):
-    """A process did not connect.
-
-    Args:
-        rank: of the process.
-        what: what happened, for people; empty where it has ended.
-    """
-
-    def __init__(self, rank: int, what: str = "") -> None:
-        super().__init__(what)
-        self.rank, self.what = rank, what
+_END_S = 5.0  # for connections to end after their processes have been ended
+_LAST_LINES = 20  # of a rank's log, that are shown when it has died
 
 
 class Launched(Protocol):
-    """Processes that a launcher has started, a :class:`~stretto.workers.rank.Rank` each.
-
-    Attributes:
-        one_clock: whether all are on one machine.
-    """
+    """Processes that a launcher has started, a :class:`~stretto.workers.rank.Rank` each."""
 
     one_clock: bool
+    """Whether all are on one machine."""
 
     def connect(self, timeout_s: float) -> Sequence[Raw]:
-        """Wait for the connection to each.
-
-        Raises:
-            NotConnectedError: one has ended, or did not connect in time.
-        """
-        ...
+        """Wait for the connection to each; raise NotConnectedError if one has ended or is late."""
 
     def kill(self) -> None:
         """End all, at work or not; from any thread, any number of times."""
-        ...
 
     def ended(self, rank: int) -> tuple[str, Sequence[str]]:
         """Say how a rank ended, as in 'ended with exit code 3', and what else is known of it."""
-        ...
 
     def where(self, rank: int, facts: Facts | None) -> str:
         """Say where a rank is, as in 'pid 17'."""
-        ...
 
 
 class Ranks:
     """Processes that form a ``torch.distributed`` group; all end when one fails, or this process.
 
-    They leave Ctrl-C to this process. What is sent to them and back is pickled, tensors by value;
-    classes and functions in it must be importable there. One call at a time.
-
-    Attributes:
-        remedy: what to do when one has failed and the cause is mended; for messages.
-        facts: what each rank found at its place.
-
-    Args:
-        make: called on each as ``make(rank, *arguments)`` once the group is there; methods of what
-            it returns can be called.
-        arguments: the same for all ranks.
-        launch: starts the processes; by default on this machine.
-        backend: ``gloo``, or ``nccl`` with a GPU each.
-        threads: of each rank's torch; 0 leaves its choice.
-        devices: that each rank computes on, as torch names them there; without them the CPU, or
-            with ``nccl`` the GPU of the rank's number.
-        interface: network interface of the group; without one, that by which ranks reach this
-            process.
-        timeout_s: for the start up to the group, and for each of its collectives.
-        logs: files for what each rank prints, on its machine; without them it is left where the
-            launcher sends it.
-        patience_s: after a rank raised, how long to look whether it did so because another died.
-        role: the role of a process that is alone, for messages.
-        words: plain words for the methods' work, for messages: nouns, by the method's name.
-        say: called with each rank's warnings, where there are logs; on a thread of its own.
-        check: called with what the ranks found at their places, before ``make``.
-        begun: called with this object once there are processes, which may take long from here on;
-            to be able to :meth:`close` it meanwhile.
-
-    Raises:
-        PicklingError: ``make`` or an argument cannot be sent.
-        RankError: a rank could not start, or ``make`` raised.
-        StrettoError: ``check`` raised it.
+    Once the group is there, ``make(rank, *arguments)`` is called on each; methods of what it
+    returns can be called, one at a time. What is sent is pickled, tensors by value.
     """
 
     def __init__(
@@ -119,21 +68,21 @@ class Ranks:
         arguments: tuple[Any, ...],
         *,
         launch: Callable[[Sequence[RankSpec]], Launched] = ForkedProcesses,
-        backend: str = "gloo",
-        threads: int = 1,
-        devices: Sequence[str] = (),
-        interface: str = "",
-        timeout_s: float = 600.0,
-        logs: Sequence[Path] = (),
-        patience_s: float = 1.0,
-        role: str = "",
-        words: Mapping[str, str] = NO_WORDS,
-        say: Callable[[str], None] = lambda _: None,
-        check: Callable[[Sequence[Facts]], None] = lambda _: None,
-        begun: Callable[[Ranks], None] = lambda _: None,
+        backend: str = "gloo",  # or nccl, with a GPU each
+        threads: int = 1,  # of each rank's torch; 0 leaves its choice
+        devices: Sequence[str] = (),  # as torch names them there; by default CPUs, with nccl GPUs
+        interface: str = "",  # of the group; by default that by which ranks reach this process
+        timeout_s: float = 600.0,  # for the start up to the group, and for each of its collectives
+        logs: Sequence[Path] = (),  # for what each prints, on its machine; else as launched
+        patience_s: float = 1.0,  # after an error, to look whether it came of another rank's death
+        role: str = "",  # of a process that is alone, for messages
+        words: Mapping[str, str] = NO_WORDS,  # nouns for methods' work, for messages
+        say: Callable[[str], None] = lambda _: None,  # gets warnings, where there are logs
+        check: Callable[[Sequence[Facts]], None] = lambda _: None,  # called before make
+        begun: Callable[[Ranks], None] = lambda _: None,  # may close this meanwhile
     ) -> None:
-        self.remedy = "start again"
-        self.facts: list[Facts] = []
+        self.remedy = "start again"  # when the cause of a failure is mended; for messages
+        self.facts: list[Facts] = []  # what each rank found at its place
         self._size, self._patience_s, self._timeout_s = size, patience_s, timeout_s
         self._role, self._words, self._logs = role, words, logs
         self._calling, self._closed = Lock(), False
@@ -170,14 +119,7 @@ class Ranks:
                 raise
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on all ranks at once; return the results by rank.
-
-        Raises:
-            RankError: a rank failed, and all have been ended, or they had been before. What the
-                rank raised is its ``__cause__``, where that was an error of Stretto; the traceback
-                of any other is a note.
-            PicklingError: an argument cannot be sent.
-        """
+        """Call a method on all ranks at once; return the results. RankError has what was raised."""
         return self._call(method, repeat(_step("call", method, args), self._size))
 
     def call_each(self, method: str, per_rank: Iterable[tuple[Any, ...]]) -> list[Any]:
@@ -199,11 +141,11 @@ class Ranks:
         parts = []
         for rank in range(len(self._connections)):
             facts = self.facts[rank] if self.facts else None
-            name = f"{self._name(rank)} ({self._launched.where(rank, facts)})"
+            parts.append(f"{self._name(rank)} ({self._launched.where(rank, facts)}):")
             try:
-                parts.append(f"{name}:\n{self.aside(rank, 'stacks')}")
+                parts[-1] += f"\n{self.aside(rank, 'stacks')}"
             except RankError as error:
-                parts.append(f"{name}: {error}")
+                parts[-1] += f" {error}"
         return "\n\n".join(parts)
 
     def used_bytes(self) -> list[int]:
@@ -215,11 +157,7 @@ class Ranks:
         return used
 
     def watch(self, tell: Callable[[RankError], None]) -> None:
-        """Have the death of a rank between two calls told at once; the next call raises it too.
-
-        Args:
-            tell: called with the error when all have been ended; on a thread of its own.
-        """
+        """Have a death between two calls told at once, on a thread, and raised by the next call."""
         self._tell = tell
         if self._died:
             tell(self._died)
@@ -234,7 +172,7 @@ class Ranks:
             connections = self._launched.connect(self._timeout_s)
         except NotConnectedError as error:
             if error.what:
-                raise self._error(error.rank, error.what) from error
+                raise self._error(error.rank, error.what, "rank-not-connected") from error
             raise self._death(error.rank, f"in the middle of {START}") from error
         of = weakref.ref(self)
 
@@ -263,7 +201,6 @@ class Ranks:
         if self._closed:
             raise _ended()
         silent = {future: rank for rank, future in enumerate(asked)}
-        results: dict[int, Any] = {}
         raised: list[tuple[int, Failed]] = []
         while silent:
             left_s = None if until_s is None else max(0.0, until_s - time.monotonic())
@@ -276,24 +213,22 @@ class Ranks:
                     answer = future.result()
                 except EOFError:
                     raise self._death(rank, f"in the middle of {doing}", raised) from None
-                if isinstance(answer, Done):
-                    results[rank] = answer.result
-                    continue
-                if not self._launched.one_clock:
-                    answer = replace(answer, at_s=time.monotonic())
-                raised.append((rank, answer))
-                until_s = until_s if raised[1:] else time.monotonic() + self._patience_s
+                if isinstance(answer, Failed):
+                    if not self._launched.one_clock:
+                        answer = replace(answer, at_s=time.monotonic())
+                    raised.append((rank, answer))
+                    until_s = until_s if raised[1:] else time.monotonic() + self._patience_s
         if raised:
             rank, failed = min(raised, key=_time)
-            error = self._error(rank, f"failed in {doing}: {failed.what}")
+            error = self._error(rank, f"failed in {doing}: {failed.what}", "rank-failed")
             raise _explained(error, rank, failed)
         if silent:
             ranks = sorted(silent.values())
             what = f"did not come to the end of {doing} in {self._timeout_s:g} s"
-            error = self._error(ranks[0], what)
+            error = self._error(ranks[0], what, "rank-silent")
             error.add_note(f"Silent: rank {', '.join(map(str, ranks))}.\n{self.stacks()}")
             raise error
-        return [results[rank] for rank in range(len(asked))]
+        return [answer.result for future in asked if isinstance(answer := future.result(), Done)]
 
     def _has_ended(self, rank: int) -> None:
         """Tell of a rank that ended between two calls; a call under way finds out by itself."""
@@ -305,27 +240,23 @@ class Ranks:
         self._tell(error)
 
     def _death(self, rank: int, when: str, raised: Sequence[tuple[int, Failed]] = ()) -> RankError:
-        """Return the error of a rank that closed its end without an answer.
-
-        What others had ``raised`` by then may be the cause, or a consequence.
-        """
+        """Return the error of a rank that closed its end, after others may have raised."""
         if self._closed:
-            return RankError(f"the ranks were ended {when}")
+            return RankError(f"the ranks were ended {when}", code="ranks-ended")
         how, notes = self._launched.ended(rank)
         if raised:
             other, failed = min(raised, key=_time)
-            error = self._error(rank, f"{how} {when}; rank {other} had raised: {failed.what}")
-            return _explained(error, other, failed)
-        error = self._error(rank, f"{how} {when}")
+            what = f"{how} {when}; rank {other} had raised: {failed.what}"
+            return _explained(self._error(rank, what, "rank-died"), other, failed)
+        error = self._error(rank, f"{how} {when}", "rank-died")
         for note in (*self._end_of_log(rank), *notes):
             error.add_note(note)
         return error
 
-    def _error(self, rank: int, what: str) -> RankError:
+    def _error(self, rank: int, what: str, code: str) -> RankError:
         ended = "" if self._role else ". All ranks have been ended"
-        return RankError(
-            f"{self._name(rank)} {what}{ended}; mend the cause, and {self.remedy}", rank
-        )
+        message = f"{self._name(rank)} {what}{ended}; mend the cause, and {self.remedy}"
+        return RankError(message, rank, code)
 
     def _name(self, rank: int) -> str:
         if not self._role:
@@ -346,7 +277,7 @@ def _step(name: str, *arguments: Any) -> memoryview:
 
 
 def _ended() -> RankError:
-    return RankError("the ranks have been ended; start new ones")
+    return RankError("the ranks have been ended; start new ones", code="ranks-ended")
 
 
 def _end(launched: Launched, connections: Sequence[RankConnection]) -> None:

@@ -1,4 +1,4 @@
-"""Ray for one run: a cluster to be on, and places for the ranks there."""
+"""Ray for one run: a cluster to be on, places for the ranks there, and ranks as actors."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stretto import signals
 from stretto.errors import ConfigError, first_line, require
+from stretto.workers.connection import Address, Listener, NotConnectedError, Raw, connected
 
-OBJECT_STORE_BYTES = 200 * 2**20
-"""Shared memory of a cluster that is started here; nothing of Stretto's passes through it."""
+if TYPE_CHECKING:
+    from stretto.workers.rank import Facts, RankSpec
+
+OBJECT_STORE_BYTES = 200 * 2**20  # of a cluster that is started here, which needs none of it
 PATTERNS = (
     "NCCL_*", "GLOO_*", "TORCH_*", "PYTORCH_*", "OMP_*", "MKL_*", "GOMP_*", "HF_*",
     "TRANSFORMERS_*", "TOKENIZERS_*", "WANDB_*", "VLLM_*", "CUDA_*", "STRETTO_*",
@@ -34,30 +36,24 @@ _PLACED = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 """Variables by which each rank is told its GPU; the driver's would put all of them on one."""
 _SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASS|CREDENTIALS?|AUTH)S?(_|$)")
 _LOGIN = re.compile(r"://[^/]*@")
-_LOOPBACK = "127.0.0.1"
+
+_REASON_S = 2.0  # for Ray to learn how an actor ended
+_NO_MEMORY = "low on memory"  # what Ray says when its memory monitor has killed a process
 _CONNECT_S = 10.0
 _SAY_EVERY_S = 30.0
 _MISSED = (ConnectionError, RuntimeError, ValueError, TimeoutError)
 """What Ray raises where it cannot connect."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bundle:
-    """What a place holds: CPUs and GPUs of one node."""
+class Bundle(NamedTuple):
+    """The CPUs and GPUs of one node that a place holds."""
 
     cpus: float = 1.0
     gpus: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """A cluster that was found.
-
-    Attributes:
-        address: of its head.
-        nodes: how many are alive.
-        cpus, gpus: of all of them.
-    """
+class Cluster(NamedTuple):
+    """A cluster that was found, and what its living nodes have together."""
 
     address: str
     nodes: int
@@ -68,35 +64,19 @@ class Cluster:
 class RayCluster:
     """Ray's places for the ranks of one run, all of one placement group.
 
-    Args:
-        bundles: the places, by position; each is on one node.
-        address: of a running cluster, as ``host:port``, or ``auto`` for the one that this machine
-            belongs to. Without one, a cluster of this machine alone is started, and ends with this
-            object. Where the process is connected already, that cluster is taken.
-        cpus, gpus: of a cluster that is started here; without them Ray counts.
-        timeout_s: for the places to be free.
-        also: more names of variables that are forwarded to the ranks; see :func:`forwarded`.
-        say: called with lines for people.
-
-    Attributes:
-        environment: variables that are forwarded.
-        alone: whether all places are on this machine.
-        host: address at which this process listens for its ranks.
-
-    Raises:
-        MissingExtraError: Ray is not installed.
-        ConfigError: no cluster answers, or it has not got the places within the time.
+    A cluster that runs is on ``host:port``, or ``auto``: that of this machine. Without an address
+    one of this machine alone is started, unless the process is connected to one already.
     """
 
     def __init__(
         self,
-        bundles: Sequence[Bundle],
+        bundles: Sequence[Bundle],  # the places, by position; each is on one node
         *,
         address: str = "",
-        cpus: int | None = None,
+        cpus: int | None = None,  # of a cluster that is started here; else Ray counts
         gpus: int | None = None,
         timeout_s: float = 600.0,
-        also: Iterable[str] = (),
+        also: Iterable[str] = (),  # more names of variables that are forwarded to the ranks
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.bundles = tuple(bundles)
@@ -116,15 +96,14 @@ class RayCluster:
             self._indices = by_node(
                 self.bundles, [(hosts[nodes[i]], nodes[i]) for i in sorted(nodes)]
             )
-            self.alone = set(nodes.values()) == {here}
-            self.host = _LOOPBACK if self.alone else hosts[here]
+            self.alone = set(nodes.values()) == {here}  # all places are on this machine
+            self.host = "127.0.0.1" if self.alone else hosts[here]
             say(described(self.environment))
         except BaseException:
             self.close()
             raise
 
     def scheduling(self, place: int) -> Any:
-        """Return Ray's name for a place."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         return PlacementGroupSchedulingStrategy(self._group, self._indices[place])
@@ -142,11 +121,6 @@ class RayCluster:
             ray.shutdown()
 
     def _wait(self, timeout_s: float, say: Callable[[str], None]) -> None:
-        """Wait for the places.
-
-        Raises:
-            ConfigError: the time is over.
-        """
         began_s = said_s = time.monotonic()
         while not self._group.wait(1):  # short, so that Ctrl-C is heard
             now_s = time.monotonic()
@@ -154,33 +128,21 @@ class RayCluster:
                 raise ConfigError(
                     f"the run needs {self._needs()} of Ray, and did not get them within "
                     f"{timeout_s:g} s: {_has()}; add nodes ('ray start --address=HOST:PORT' on "
-                    "each), end what else runs there, or ask for less"
+                    "each), end what else runs there, or ask for less",
+                    "places-not-free",
                 )
             if now_s - said_s >= _SAY_EVERY_S:
                 said_s = now_s
                 say(f"waiting for {self._needs()} of Ray: {_has()}")
 
     def _needs(self) -> str:
-        largest = max(self.bundles, key=lambda b: (b.gpus, b.cpus))
-        return (
-            f"{_amount(sum(b.cpus for b in self.bundles), sum(b.gpus for b in self.bundles))} "
-            f"(on one node {_amount(largest.cpus, largest.gpus)} at least)"
-        )
+        largest = max(self.bundles, key=lambda bundle: (bundle.gpus, bundle.cpus))
+        total = _amount(*map(sum, zip(*self.bundles, strict=True)))
+        return f"{total} (on one node {_amount(*largest)} at least)"
 
 
 def by_node(bundles: Sequence[Bundle], nodes: Sequence[tuple[str, str]]) -> list[int]:
-    """Order bundles so that neighbours are on one node, and that the order is always the same.
-
-    Ray puts them where there is room. Positions keep what was asked for them: bundles change
-    places with equal ones only.
-
-    Args:
-        bundles: what was asked for, by position.
-        nodes: address and id of the node of each.
-
-    Returns:
-        For each position the bundle that it gets.
-    """
+    """Order bundles, among equal ones, so that neighbours are on one node, in a stable order."""
 
     def by_address(index: int) -> tuple[int, str, str, int]:
         address, node = nodes[index]
@@ -194,19 +156,13 @@ def by_node(bundles: Sequence[Bundle], nodes: Sequence[tuple[str, str]]) -> list
 
 
 def forwarded(environment: Mapping[str, str], also: Iterable[str] = ()) -> dict[str, str]:
-    """Choose what is forwarded.
-
-    Args:
-        also: more names, or patterns such as ``MY_*``.
-
-    Raises:
-        ConfigError: a variable that decides about GPUs is asked for.
-    """
+    """Choose the variables that are forwarded, by the usual patterns and more."""
     also = tuple(also)
     if asked := set(_PLACED).intersection(also):
         raise ConfigError(
             f"'{min(asked)}' cannot be forwarded: each rank gets the GPU of its place, and the "
-            "driver's would put all of them on one; leave it out"
+            "driver's would put all of them on one; leave it out",
+            "cannot-be-forwarded",
         )
     return {
         name: value
@@ -217,38 +173,28 @@ def forwarded(environment: Mapping[str, str], also: Iterable[str] = ()) -> dict[
 
 def described(variables: Mapping[str, str]) -> str:
     """Say in a line what is forwarded; values only of the usual names, and never a secret's."""
-
-    def shown(name: str, value: str) -> str:
+    shown = []
+    for name, value in variables.items():
         usual = any(fnmatchcase(name, pattern) for pattern in PATTERNS)
         secret = _SECRET.search(name.upper()) or _LOGIN.search(value)
-        return f"{name}={value}" if usual and not secret else name
-
-    told = ", ".join(shown(name, value) for name, value in variables.items())
-    return f"environment of the ranks: {told or 'nothing'}"
+        shown.append(f"{name}={value}" if usual and not secret else name)
+    return f"environment of the ranks: {', '.join(shown) or 'nothing'}"
 
 
 def code_paths(paths: Sequence[str]) -> list[str]:
-    """Return where modules come from that are not installed, such as a checkout of sources.
-
-    Args:
-        paths: as in ``sys.path``.
-    """
-    own = []
+    """Return the paths of ``sys.path`` that hold modules which are not installed."""
+    own = dict[str, None]()
     for path in paths:
         absolute = Path(path).absolute()  # '' is the working directory
         installed = {"site-packages", "dist-packages"}.intersection(absolute.parts)
         library = absolute.is_relative_to(sysconfig.get_path("stdlib"))
         if not installed and not library and absolute.suffix != ".zip":
-            own.append(str(absolute))
-    return list(dict.fromkeys(own))
+            own[str(absolute)] = None
+    return list(own)
 
 
 def find(timeout_s: float = 20.0) -> Cluster | None:
-    """Look for the cluster that ``auto`` stands for, in a process of its own; for reports.
-
-    Args:
-        timeout_s: after which there is none: one that does not answer keeps Ray waiting.
-    """
+    """Look for the cluster of ``auto`` in a process of its own; there is none after the time."""
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; "
         "from stretto.workers.ray_cluster import _describe; _describe()"
@@ -257,7 +203,7 @@ def find(timeout_s: float = 20.0) -> Cluster | None:
         told = subprocess.run(
             [sys.executable, "-P", "-c", code], capture_output=True, timeout=timeout_s, check=True
         )
-        return Cluster(**json.loads(told.stdout.splitlines()[-1]))
+        return Cluster(*json.loads(told.stdout.splitlines()[-1]))
     return None
 
 
@@ -269,17 +215,11 @@ def _describe() -> None:
     address: str = ray.get_runtime_context().gcs_address
     alive = [node for node in ray.nodes() if node["Alive"]]
     total = ray.cluster_resources()
-    found = Cluster(address, len(alive), total.get("CPU", 0.0), total.get("GPU", 0.0))
-    print(json.dumps(asdict(found)))
+    print(json.dumps([address, len(alive), total.get("CPU", 0.0), total.get("GPU", 0.0)]))
 
 
 def _connect(address: str, cpus: int | None, gpus: int | None) -> bool:
-    """Connect to a cluster, or start one; return whether the connection is ours to close.
-
-    Raises:
-        MissingExtraError: Ray is not installed.
-        ConfigError: no cluster answers.
-    """
+    """Connect to a cluster, or start one; return whether the connection is ours to close."""
     require("ray", "ray", "a cluster")
     import ray
 
@@ -307,18 +247,15 @@ def _connect(address: str, cpus: int | None, gpus: int | None) -> bool:
 
 
 def require_answer(address: str) -> None:
-    """Knock at a cluster's address: where nobody answers, Ray would go on trying for many minutes.
-
-    Raises:
-        ConfigError: it cannot be an address, or nobody answers.
-    """
+    """Knock at a cluster's address, as Ray would go on trying for minutes; raise ConfigError."""
     if address == "auto" and not os.environ.get("RAY_ADDRESS"):
         return
     address = os.environ["RAY_ADDRESS"] if address == "auto" else address
     if "://" in address:
         raise ConfigError(
             f"the address of a Ray cluster is 'auto' or HOST:PORT, and '{address}' is neither; "
-            "run Stretto on a node of the cluster, as with 'ray job submit'"
+            "run Stretto on a node of the cluster, as with 'ray job submit'",
+            "not-a-cluster-address",
         )
     host, _, port = address.rpartition(":")
     if address in ("auto", "local") or not port.isdigit():
@@ -333,7 +270,8 @@ def _no_cluster(address: str, why: str) -> ConfigError:
     return ConfigError(
         f"no Ray cluster answers at '{address}': {why}; start one ('ray start --head' here, "
         "'ray start --address=HOST:PORT' on the other nodes), or leave the address out for a "
-        "cluster of this machine"
+        "cluster of this machine",
+        "no-cluster-answers",
     )
 
 
@@ -352,3 +290,127 @@ def _has() -> str:
 
 def _amount(cpus: float, gpus: float) -> str:
     return f"{gpus:g} GPUs and {cpus:g} CPUs"
+
+
+class RankActor:
+    """A rank in a Ray actor."""
+
+    def run(self, spec: RankSpec, address: Address, key: bytes) -> None:
+        """Connect to the driver's listener, and be a rank until the driver goes."""
+        from stretto.workers.rank import Rank  # imports torch
+
+        Rank(spec, connected(address, key, spec.index, spec.timeout_s)).serve()
+
+
+class ActorProcesses:
+    """Ray actors of ranks, which find classes under the paths of here; see ``ranks.Launched``."""
+
+    def __init__(
+        self,
+        specs: Sequence[RankSpec],
+        cluster: RayCluster,
+        places: Sequence[int] = (),  # positions on the cluster; by default the first ones
+        share: float = 1.0,  # of its place that each takes, as other groups may have the rest
+        python: str = "",  # interpreter, with the same versions of Python and Ray as the cluster's
+    ) -> None:
+        import ray
+
+        self.one_clock = cluster.alone
+        self._places = places or range(len(specs))
+        self._listener = Listener(cluster.host)
+        self._actors: list[Any] = []
+        self._runs: list[Any] = []
+        try:
+            for spec, place in zip(specs, self._places, strict=False):
+                environment = _environment(cluster.environment, spec.threads)
+                options = {"env_vars": environment} | ({"py_executable": python} if python else {})
+                bundle = cluster.bundles[place]
+                actor = ray.remote(RankActor).options(
+                    num_cpus=bundle.cpus * share,
+                    num_gpus=bundle.gpus * share,
+                    max_restarts=0,  # another one would have neither the group nor the weights
+                    max_task_retries=0,
+                    scheduling_strategy=cluster.scheduling(place),
+                    runtime_env=options,
+                )
+                self._actors.append(actor.remote())
+                run = self._actors[-1].run
+                self._runs.append(run.remote(spec, self._listener.address, self._listener.key))
+        except BaseException:
+            self.kill()
+            raise
+
+    def connect(self, timeout_s: float) -> Sequence[Raw]:
+        import ray
+
+        until_s = time.monotonic() + timeout_s
+        came: dict[int, Raw] = {}
+        try:
+            while len(came) < len(self._runs):
+                if new := self._listener.next(0.2):
+                    came[new[0]] = new[1]
+                    continue
+                for ended in ray.wait(self._runs, timeout=0)[0]:
+                    raise NotConnectedError(self._runs.index(ended))
+                if time.monotonic() >= until_s:
+                    address = ":".join(map(str, self._listener.address))
+                    raise NotConnectedError(
+                        min(set(range(len(self._runs))) - came.keys()),
+                        f"did not start within {timeout_s:g} s: its place on the cluster is taken, "
+                        f"or it cannot reach {address}",
+                    )
+        finally:
+            self._listener.close()
+        return [came[rank] for rank in sorted(came)]
+
+    def kill(self) -> None:
+        import ray
+
+        self._listener.close()
+        if ray.is_initialized():
+            for actor in self._actors:
+                with contextlib.suppress(ray.exceptions.RayError, ValueError):
+                    ray.kill(actor)
+
+    def ended(self, rank: int) -> tuple[str, Sequence[str]]:
+        import ray
+
+        if ray.is_initialized():
+            try:
+                ray.get(self._runs[rank], timeout=_REASON_S)
+            except ray.exceptions.GetTimeoutError:
+                pass
+            except ray.exceptions.RayError as reason:
+                return explained(reason), [f"Ray says: {reason}"]
+        return "closed its connection", ()
+
+    def where(self, rank: int, facts: Facts | None) -> str:
+        return f"pid {facts.pid} on {facts.node}" if facts else f"place {self._places[rank]}"
+
+
+def explained(reason: BaseException) -> str:
+    """Say how an actor ended, by the error that Ray raised for it."""
+    import ray
+
+    said = str(reason)
+    if isinstance(reason, ray.exceptions.OutOfMemoryError) or _NO_MEMORY in said:
+        return "was killed by Ray for want of memory on its node"
+    if isinstance(reason, ray.exceptions.RuntimeEnvSetupError):
+        return "could not be given its environment"
+    if isinstance(reason, ray.exceptions.ActorUnavailableError):
+        return "was lost with its node, or the connection to it,"
+    if getattr(reason, "preempted", False):
+        return "was ended with its node, which was taken away,"
+    if "ray.kill" in said:
+        return "was killed through Ray"
+    if "its node has died" in said:
+        return "was lost with its node"
+    if isinstance(reason, ray.exceptions.RayTaskError):
+        return f"failed: {said.strip().splitlines()[-1]}"
+    return "ended unexpectedly (it crashed, or was killed by hand or for want of memory)"
+
+
+def _environment(forwarded: Mapping[str, str], threads: int) -> dict[str, str]:
+    given = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    paths = os.pathsep.join(code_paths(sys.path))
+    return {**given, **forwarded, **({"PYTHONPATH": paths} if paths else {})}

@@ -1,12 +1,9 @@
-"""Services: workers that answer with what they did, and when. Executors call them.
-
-A service stands where its worker is, in a thread or in a process of its own. It has the methods of
-its role's protocol, which call the worker's and return a :class:`~stretto.types.Reply`.
-"""
+"""Services: workers where they stand, which answer executors with what they did, and when."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -17,23 +14,17 @@ from stretto.types import Reply, Work
 
 T = TypeVar("T")
 
+Call = tuple[str, str]
+"""A service and its method."""
+
 
 class Service:
-    """A role's worker, with the methods of its role.
-
-    Attributes:
-        role: the protocol whose methods are served; a subclass may define some of them itself.
-        worker: does the work: plain methods of the same names.
-        offloaded: tensors that rest in the host's memory while other services of the process work;
-            ``None`` where all stay.
-        reads: methods that leave these tensors as they are; all others may change them.
-        waits: methods that wait for the tensors themselves, when they come to need them.
-    """
+    """A role's worker, with plain methods, and the methods of the role's protocol."""
 
     role: ClassVar[type] = object
-    offloaded: OffloadedTensors | None = None
-    reads: frozenset[str] = frozenset()
-    waits: frozenset[str] = frozenset()
+    offloaded: OffloadedTensors | None = None  # tensors that rest while other services work
+    reads: frozenset[str] = frozenset()  # methods that leave these as they are
+    waits: frozenset[str] = frozenset()  # methods that wait for these when they come to need them
 
     def __init__(self, worker: Any = None, clock: Clock | None = None) -> None:
         self.worker, self._clock = worker, clock or RealClock()
@@ -50,7 +41,6 @@ class Service:
         return frozenset({"now", *(name for name, m in self._methods.items() if m.light)})
 
     def now(self) -> Reply[float]:
-        """The time by the worker's clock."""
         return Reply(self._clock.now())
 
     def _serve(self, name: str, method: RemoteMethod, *args: Any) -> Reply[Any]:
@@ -68,7 +58,6 @@ class Service:
         return name
 
     def _about(self, name: str, args: tuple[Any, ...], value: Any) -> Mapping[str, Any]:
-        """Return attributes of a call's span."""
         return {}
 
     def _counts(self) -> Mapping[str, int]:
@@ -85,3 +74,70 @@ class Service:
         value = call()
         attributes = about(value)
         return Reply(value, (Work(name, start_s, self._clock.now(), attributes),))
+
+
+class CallPredictor:
+    """Predicts which service of a process is called next: the one that was the last time."""
+
+    def __init__(self) -> None:
+        self._after: dict[Call, tuple[int, str]] = {}
+        self._last: Call | None = None
+        self._times = 0
+
+    def called(self, call: Call) -> str:
+        """Take note of a call; return the service whose call is due after it.
+
+        A call that is made several times in a row is the last of them when it has been made as
+        often as before. Empty where nothing is known yet, or more calls of this kind are due.
+        """
+        if call == self._last:
+            self._times += 1
+        else:
+            if self._last is not None:
+                self._after[self._last] = self._times, call[0]
+            self._last, self._times = call, 1
+        times, service = self._after.get(call, (0, ""))
+        return service if self._times >= times else ""
+
+
+def offloaded_of(service: object) -> OffloadedTensors | None:
+    """Return a service's offloaded tensors; any object may be a service, and have none."""
+    return getattr(service, "offloaded", None)
+
+
+class ServiceTensors:
+    """Offloaded tensors of services that share a device: a call brings its own, others' go."""
+
+    def __init__(self, services: Mapping[str, Service]) -> None:
+        self._services = services
+        self._predictor, self._noted = CallPredictor(), list[Work]()
+        found = {name: offloaded_of(service) for name, service in services.items()}
+        self._offloaded = {name: offloaded for name, offloaded in found.items() if offloaded}
+        self._copy_streams = {offloaded.copies for offloaded in self._offloaded.values()}
+
+    def begin(self, name: str, method: str) -> None:
+        """Prepare for a call: it finds its tensors, unless it waits for them itself."""
+        service = self._services[name]
+        if not self._offloaded or method in service.light:
+            return
+        for other, offloaded in self._offloaded.items():
+            if other != name:
+                offloaded.offload()
+        if own := self._offloaded.get(name):
+            own.load()
+            if method not in service.waits:
+                own.wait()
+            own.changed |= method not in service.reads
+        coming = self._predictor.called((name, method))
+        if coming in self._offloaded:
+            self._offloaded[coming].load(early=True)
+
+    def noted(self, result: object) -> object:
+        """Return a call's result, with the copies that have ended if it tells of work."""
+        for copies in self._copy_streams:
+            self._noted += copies.take()
+        if not isinstance(result, Reply):  # copies are told of later, waiting was this call's
+            self._noted = [work for work in self._noted if work.beside]
+            return result
+        works, self._noted = self._noted, []
+        return replace(result, work=(*works, *result.work))

@@ -1,9 +1,4 @@
-"""Workers: threads that work for roles, one call at a time.
-
-Roles on one worker take turns; roles on different workers work side by side, as far as the
-interpreter and the cores allow. Which role is on which worker is the placement of a run in one
-process.
-"""
+"""Threads of the run's process that work for roles, one call at a time, and their executors."""
 
 from __future__ import annotations
 
@@ -11,11 +6,15 @@ import asyncio
 import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
+
+from stretto.errors import LifecycleError
+from stretto.types import Reply
 
 T = TypeVar("T")
 
@@ -23,34 +22,23 @@ _SETTING_THREADS = Lock()
 
 
 class Interrupted(KeyboardInterrupt):
-    """The interruption of a worker's thread, when the run ends while it works.
-
-    It is a ``KeyboardInterrupt``, as code that catches all other errors lets that through.
-    """
+    """The interruption of a worker's thread: code that catches all other errors lets it through."""
 
 
 class WorkerThread:
-    """A thread with a queue of calls.
-
-    Args:
-        threads: CPU threads for the tensor work of its calls; 0 leaves torch's choice. Workers that
-            work at the same time should share the cores out: threads that wait for each other spin.
-        beside: workers that it shares cores with.
-        alone: threads of a call that begins while none of these works; 0 for no difference. Use it
-            only where none of them begins before such a call has ended.
-
-    Attributes:
-        busy: whether a call is under way.
-    """
+    """A thread with a queue of calls, and CPU threads for their tensor work; 0: torch's choice."""
 
     def __init__(
         self, name: str, threads: int, *, beside: Sequence[WorkerThread] = (), alone: int = 0
     ) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        # Workers that work at the same time should share the cores out, as threads that wait for
+        # each other spin. A call that begins while none beside works has `alone` so many.
         self._shared, self._alone, self._beside = threads, alone, beside
+
         self._waiting: set[asyncio.Future[Any]] = set()
         self._failure: Exception | None = None
-        self.busy = False
+        self.busy = False  # a call is under way
         # A daemon, so that a call that cannot be interrupted does not keep the process alive.
         self._thread = Thread(target=self._work, args=(threads,), name=name, daemon=True)
         self._thread.start()
@@ -62,9 +50,7 @@ class WorkerThread:
         future.add_done_callback(self._waiting.discard)
         if self._failure is not None:
             raise self._failure
-
-        def tell(set_it: Callable[[Any], None], value: Any) -> None:
-            _tell(future, set_it, value)
+        tell = partial(_tell, future)
 
         def work() -> None:
             if future.cancelled():
@@ -84,10 +70,7 @@ class WorkerThread:
         return await future
 
     def fail(self, error: Exception) -> None:
-        """Have all who wait for a call, or ask for one from now on, get this error instead.
-
-        From any thread. A call that is under way goes on, until it is interrupted.
-        """
+        """Raise this in all that wait for a call, or ask for one from now on; from any thread."""
         self._failure = error
         for future in tuple(self._waiting):
             _tell(future, future.set_exception, error)
@@ -105,14 +88,16 @@ class WorkerThread:
         """Have the thread end after the calls that were asked for."""
         self._calls.put(None)
 
-    def join(self, seconds: float) -> bool:
-        """Wait at most so long for the thread to end; return whether it has."""
+    def join(self, seconds: float) -> None:
         self._thread.join(seconds)
-        return not self._thread.is_alive()
 
     def _work(self, threads: int) -> None:
         if threads:
-            _use_threads(threads)
+            # torch keeps one number for threads that have not asked yet, which a thread that has
+            # set its own takes up all the same when it first asks: it asks before another sets it.
+            with _SETTING_THREADS:
+                torch.set_num_threads(threads)
+                torch.get_num_threads()
         try:
             while (call := self._calls.get()) is not None:
                 self.busy = True
@@ -131,19 +116,67 @@ def _tell(future: asyncio.Future[Any], set_it: Callable[[Any], None], value: Any
     """Settle a future, from any thread."""
 
     def settle() -> None:
-        if not future.done():  # else nobody waits any more
+        if not future.done():  # else it was given up
             set_it(value)
 
     with suppress(RuntimeError):  # the loop is closed: the run is over
         future.get_loop().call_soon_threadsafe(settle)
 
 
-def _use_threads(threads: int) -> None:
-    """Let this thread use so many CPU threads, whatever other threads set for themselves.
+class Executor(Protocol):
+    """An executor that makes calls of one service, in the order in which they are asked for."""
 
-    torch keeps one number for threads that have not asked yet. A thread that has set its own number
-    takes up that one all the same when it first asks. So it asks here, before another sets it.
-    """
-    with _SETTING_THREADS:
-        torch.set_num_threads(threads)
-        torch.get_num_threads()
+    @property
+    def generation(self) -> int:
+        """How many processes of the service have died or been ended before the present one."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks hold the service."""
+
+    async def call(self, method: str, *args: Any) -> Reply[Any]:
+        """Call a method of the service; return its reply, with times by this process's clock.
+
+        Raises what the method raised, RoleLostError if the service's process has died, or been
+        replaced with what it held, and RankError if it has died and cannot be replaced.
+        """
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """Return a method's result; blocks. Only while nothing else is asked of the service."""
+
+    def aside_on_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        """Call a method on all ranks at once while another may be under way; blocks."""
+
+    async def restart(self) -> None:
+        """Start a new process of the service in place of what is left of the old one."""
+
+    def shares_ranks(self, other: Executor) -> bool:
+        """Return whether another executor's service is in the same ranks."""
+
+
+class ThreadExecutor:
+    """An executor that calls a service of this process on a thread, maybe shared with others."""
+
+    generation, size = 0, 1
+
+    def __init__(self, service: Any, thread: WorkerThread) -> None:
+        self.service, self._thread = service, thread
+
+    async def call(self, method: str, *args: Any) -> Reply[Any]:
+        reply: Reply[Any] = await self._thread.run(lambda: self.ask(method, *args))
+        return reply
+
+    def ask(self, method: str, *args: Any) -> Any:
+        return getattr(self.service, method)(*args)
+
+    def aside_on_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        return [self.ask(method, *args)]
+
+    async def restart(self) -> None:
+        raise LifecycleError(
+            "only a role with a process of its own can be replaced, and this one works on a thread "
+            "of the run's process; start the run again"
+        )
+
+    def shares_ranks(self, other: Executor) -> bool:
+        return isinstance(other, ThreadExecutor)

@@ -22,8 +22,8 @@ from stretto.runtime.sim.lengths import Lengths
 from stretto.runtime.sim.loop import VirtualClock, run, spend
 from stretto.runtime.sim.roles import SimLearner, SimScorer
 from stretto.saying import Advance, unseen
-from stretto.schedules.chunking import ReplayedChunk
-from stretto.schedules.overcommit import ReplayedOvercommit
+from stretto.schedules.chunking import FixedChunk
+from stretto.schedules.overcommit import FixedOvercommit
 from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import ScorerReplica
 from stretto.types import Prompt, Stats
@@ -151,9 +151,9 @@ def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule
     migrating = cluster.migrating if schedule.knobs.migrates(engines) else None
     turned = controls(schedule, settings, engines, w.seed, migrating)
     if w.chunks and not schedule.chunk_tokens:
-        turned = replace(turned, chunk=ReplayedChunk(w.chunks))
+        turned = replace(turned, chunk=FixedChunk(*w.chunks))
     if w.deltas and schedule.knobs.overcommit == "auto":
-        turned = replace(turned, overcommit=ReplayedOvercommit(w.deltas))
+        turned = replace(turned, overcommit=FixedOvercommit(*w.deltas))
     replicas, learner = roles.replicas, roles.learner
     lengths = Lengths(w.prompt_tokens, w.seed + 1)
     prompts = (Prompt(i, (0,) * lengths(i), "") for i in count()).__next__

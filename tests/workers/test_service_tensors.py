@@ -1,4 +1,4 @@
-"""Turns of services that share a device: who comes next, and who finds which tensors."""
+"""Services that share a device: which is called next, and which tensors it finds."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from torch import Tensor
 from stretto.errors import EngineError
 from stretto.models.offload import CopyStream, OffloadedTensors
 from stretto.types import Reply
-from stretto.workers.group import Host, Makes, Raised
-from stretto.workers.services import Service
-from stretto.workers.turns import Order
+from stretto.workers.group import Host, Makes
+from stretto.workers.services import CallPredictor, Service
 
 
 def test_the_order_is_that_of_the_last_time() -> None:
-    order = Order()
+    order = CallPredictor()
     step = [("gen", "load"), ("gen", "decode"), ("gen", "decode"), ("rm", "finish"), ("l", "train")]
     assert [order.called(call) for call in step] == ["", "", "", "", ""]
     # The first of two calls in a row is not the last of its turn.
@@ -133,7 +132,7 @@ def test_replies_tell_of_copies_and_errors_come_through() -> None:
     services = host(copies)
     copies.drain()
     refused = services.call("one", "refuse", ())
-    assert isinstance(refused, Raised)
+    assert isinstance(refused, EngineError)
     copies.drain()
     reply = services.call("two", "value", ())
     assert isinstance(reply, Reply)
