@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from stretto.config import RolloutConfig
-from stretto.rollout.base import StopStrings
+from stretto.rollout.base import EngineSettings, StopStrings
 from stretto.rollout.vllm.engine import VllmEngine
 from stretto.rollout.vllm.llm import Output
-from stretto.rollout.vllm.source import WholeWeights
+from stretto.rollout.vllm.source import FullWeights
 from stretto.runtime.sim.loop import run
 from stretto.types import FloatArray
 from stretto.weights.channel import SharedChannel
@@ -123,16 +123,15 @@ def stand_in_engine(
     channel: SharedChannel | None = None,
 ) -> VllmEngine:
     requests: Any = stand_in or StandIn()
-    return VllmEngine(
-        requests,
-        WholeWeights(STAND_IN_MODEL),
-        RolloutConfig(max_new_tokens=LIMIT),
+    settings = EngineSettings(
+        rollout=RolloutConfig(max_new_tokens=LIMIT),
         end_tokens=frozenset({END}),
         seed=3,
         stop=stop,
         carry=carry,
         channel=channel,
     )
+    return VllmEngine(requests, FullWeights(STAND_IN_MODEL), settings)
 
 
 class Virtual:

@@ -33,6 +33,7 @@ from stretto.models.forward import output_head, response_hidden, response_tokens
 from stretto.models.heads import critic_from_actor
 from stretto.models.load import load_causal_lm, set_checkpointing
 from stretto.models.logits import token_logprobs
+from stretto.rollout.base import EngineSettings
 from stretto.rollout.engine import TorchEngine
 from stretto.rollout.step import ModelPass
 from stretto.schedules.rollout import Rollout
@@ -123,7 +124,7 @@ def rollouts() -> list[Rollout]:
 def decoded(model: Any) -> list[Rollout]:
     """Rollouts with sampled responses, out of few slots and prompts in pieces."""
     config = RolloutConfig(batch=4, max_new_tokens=NEW, prefill_tokens=11, slots=3)
-    engine = TorchEngine(model, config, end_tokens=frozenset(), seed=3)
+    engine = TorchEngine(model, EngineSettings(rollout=config, seed=3))
     made = rollouts()
     list(completed(engine, made, 3))
     return made
@@ -257,7 +258,7 @@ def test_in_low_precision_single_tokens_may_be_rounded_far(
         return logits * 2 if next(calls) in wrong else logits
 
     with pytest.raises(EngineError, match="differ by") if refused else nullcontext():
-        check_cache(own, newest, own._head.logits)
+        check_cache(own, newest, own.head.logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -267,7 +268,7 @@ def test_a_window_that_is_not_heeded_is_seen_at_the_start(
 ) -> None:
     model = windowed(dtype)
     config = RolloutConfig(batch=2, max_new_tokens=4)
-    TorchEngine(model, config, end_tokens=frozenset(), seed=0)
+    TorchEngine(model, EngineSettings(rollout=config))
     assert model.config.sliding_window == model.model.config.sliding_window == 512
     ours = LayerMasks.__call__
 
@@ -280,7 +281,7 @@ def test_a_window_that_is_not_heeded_is_seen_at_the_start(
 
     monkeypatch.setattr(LayerMasks, "__call__", wrong)
     with pytest.raises(EngineError, match=r"through its sliding window .* differ by"):
-        TorchEngine(model, config, end_tokens=frozenset(), seed=0)
+        TorchEngine(model, EngineSettings(rollout=config))
     assert model.config.sliding_window == 512
 
 
@@ -301,7 +302,7 @@ def test_a_window_that_is_fixed_when_the_model_is_made_is_refused() -> None:
 
     model.model.forward = fixed
     with pytest.raises(EngineError, match="through its sliding window"):
-        TorchEngine(model, RolloutConfig(), end_tokens=frozenset(), seed=0)
+        TorchEngine(model, EngineSettings(rollout=RolloutConfig()))
 
 
 @pytest.mark.parametrize("name", ["gemma3, with vision", "gemma4", "falcon"])

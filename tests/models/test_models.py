@@ -22,7 +22,8 @@ from stretto.config import ModelConfig
 from stretto.errors import ConfigError, ModelError
 from stretto.models import resolve as resolving
 from stretto.models.backend import pick_device, pick_dtype
-from stretto.models.info import ModelInfo, built, described, known, measure
+from stretto.models.cpu import cpu_has_bfloat16
+from stretto.models.info import ModelInfo, described, measure
 from stretto.models.load import (
     architecture,
     end_token_ids,
@@ -32,8 +33,8 @@ from stretto.models.load import (
     save_model,
 )
 from stretto.models.lora import add_lora
-from stretto.models.rates import cpu_has_bfloat16
 from stretto.models.resolve import cache_dir, resolve
+from stretto.models.shapes import known_config, weight_shapes
 from stretto.models.tiny import make_tiny
 
 CPU = torch.device("cpu")
@@ -283,9 +284,9 @@ def test_known_models_that_are_not_here_are_counted_as_torch_does() -> None:
     for name in ("EleutherAI/pythia-410m-deduped", "Qwen/Qwen2.5-3B-Instruct", "tiny"):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(architecture(name))
-        entries = known(name)
+        entries = known_config(name)
         assert entries
-        info = ModelInfo(name, entries, dict(built(entries)))
+        info = ModelInfo(name, entries, dict(weight_shapes(entries)))
         assert info.parameters == sum(p.numel() for p in model.parameters())
         adapted = add_lora(model, ModelConfig(name=name, lora_rank=4), "CAUSAL_LM")
         adapters = sum(p.numel() for n, p in adapted.named_parameters() if "lora_" in n)

@@ -19,12 +19,13 @@ from typing import Any
 import pytest
 import torch
 
-from helpers import told
+from helpers import ticket, told
+from raising import raises
 from scorer_helpers import byte_tokenizer
 from stretto import tasks
 from stretto.config import TaskConfig
 from stretto.config.sections import NamedSource, TaskSource, reward_source
-from stretto.errors import ConfigError, LifecycleError, StrettoError, TaskError
+from stretto.errors import ConfigError, EngineError, LifecycleError, StrettoError, TaskError
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.responses import response_text
@@ -607,6 +608,11 @@ def test_an_object_is_judged_with_in_each_convention() -> None:
     prompt = Prompt(0, (0,), "", data=VERL)
     assert numbers(judge(local(verl), ["7", "8"], [prompt] * 2)) == [1.0, 0.0]
     assert numbers(judge(local(openrlhf, columns=["label"]), ["xy", ""])) == [2.0, 0.0]
+
+
+def test_functions_follow_no_model() -> None:
+    with raises(EngineError, "scorer-frozen", "mine"):
+        local(lambda completions: []).load(ticket(1, ""))
 
 
 class Keeps:

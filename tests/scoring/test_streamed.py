@@ -37,10 +37,9 @@ from stretto.models.tiny import byte_tokenizer
 from stretto.models.weights import fingerprint
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.base import ModelScorer
-from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.models import RewardModelScorer, critic_scorer, reference_scorer
-from stretto.scoring.retokenise import Reading, StablePrefix
-from stretto.types import FinishReason, Message, Prompt, ScorerInfo
+from stretto.scoring.retokenise import ConversationReader, StablePrefix
+from stretto.types import FinishReason, Message, Prompt
 
 EOS = 258
 TOLERANCE = rounding(GRADIENT_TERMS)
@@ -143,6 +142,7 @@ class Driver:
     def __init__(self, scorer: ModelScorer, made: Sequence[Rollout]) -> None:
         self.scorer, self.made = scorer, made
         self.given: dict[int, int] = {}
+        self.ended: set[int] = set()
         self.scores: dict[int, Any] = {}
 
     def do(self, name: str, ids: Sequence[int], size: int) -> None:
@@ -153,9 +153,7 @@ class Driver:
             self.given |= {i: min(size - 1, len(self.made[i])) for i in new if size <= 3}
         elif name == "extend":
             going = [i for i in here if self.given[i] < len(self.made[i])]
-            self.scorer.extend(
-                [chunk(self.made[i], self.given[i], self.given[i] + size) for i in going]
-            )
+            self._extend(going, size)
             self.given |= {i: min(self.given[i] + size, len(self.made[i])) for i in going}
         elif name == "finish":
             # A rollout whose last token came without its end still waits for that.
@@ -165,13 +163,19 @@ class Driver:
             self.scorer.release(here)
             for i in here:
                 del self.given[i]
+            self.ended -= set(here)
+
+    def _extend(self, ids: Sequence[int], size: int) -> None:
+        chunks = [chunk(self.made[i], self.given[i], self.given[i] + size) for i in ids]
+        self.scorer.extend(chunks)
+        self.ended |= {c.rollout_id for c in chunks if c.finish}
 
     def _finish(self, ids: Sequence[int]) -> None:
-        unended = [i for i in ids if self.scorer._pending[i].finish is None]
-        self.scorer.extend([chunk(self.made[i], self.given[i], self.given[i]) for i in unended])
+        self._extend([i for i in ids if i not in self.ended], 0)
         for score in self.scorer.finish(ids):
             self.scores[score.rollout_id] = score.values
             del self.given[score.rollout_id]
+            self.ended.remove(score.rollout_id)
 
     def complete(self) -> list[Any]:
         everyone = range(len(self.made))
@@ -683,7 +687,7 @@ def test_what_a_template_takes_away_later_is_rolled_back_and_counted() -> None:
     r = text_rollout(0, thought + "</think>It is cold", chat=True, finish=FinishReason.STOP)
     scorer = judge(tokenizer, slots=1)
     got = stream(scorer, [r], 10)
-    read = Reading("x", tokenizer, byte_tokenizer(), ends=frozenset({2}))
+    read = ConversationReader("x", tokenizer, byte_tokenizer(), ends=frozenset({2}))
     assert scorer.rolled_back_tokens > 10
     assert tokenizer.decode(read.tokens(*told([r]))).endswith("\nIt is cold<sep>")
     assert_same(got, whole(judge(tokenizer, 0), [r]))
@@ -701,7 +705,9 @@ def test_the_prompts_tokens_stay_while_the_response_grows(words: int) -> None:
     ids = tokenizer(said)["input_ids"]
     whole_text = said + "ther in the north and the wind is cold"
     assert tokenizer(whole_text)["input_ids"][: len(ids)] != ids
-    read = Reading("x", tokenizer, byte_tokenizer(), ends=frozenset({2})).tokens(*told([r]))
+    read = ConversationReader("x", tokenizer, byte_tokenizer(), ends=frozenset({2})).tokens(
+        *told([r])
+    )
     behind = "ther in the north and the wind is cold"
     assert read == [*ids, *tokenizer(behind)["input_ids"], 2]
     scorer = judge(tokenizer, slots=1)
@@ -843,10 +849,3 @@ def test_a_tokenizer_without_offsets_reads_whole_texts() -> None:
         "text its tokens are"
     ]
     assert_same(stream(scorer, made, 4), whole(judge(tokenizer, 0), made))
-
-
-def test_functions_follow_no_model() -> None:
-    scorer = object.__new__(FunctionScorer)  # without a process
-    scorer.info = ScorerInfo("task", "reward", streams=False, reads_text=True)
-    with pytest.raises(EngineError, match="'task' is a function and takes no weights"):
-        scorer.load(ticket(1, ""))

@@ -26,8 +26,7 @@ LONGEST = {torch.bfloat16: 256, torch.float32: 64}
 def use_short_attention(model: Any) -> None:
     """Let a transformers model on a CPU use this attention for the calls that it covers.
 
-    All other calls go where they went before. So a model that asked for something other than
-    torch's fused attention is left alone.
+    A model that asked for something other than torch's fused attention is left alone.
     """
     if model.device.type == "cpu" and model.config._attn_implementation == "sdpa":
         register()

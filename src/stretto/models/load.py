@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,30 +15,28 @@ from stretto.errors import ModelError, first_line
 from stretto.models import mapped
 from stretto.models.backend import backend_of
 from stretto.models.forward import freeze_unread, unwrapped
-from stretto.models.info import known
-from stretto.models.resolve import resolve
+from stretto.models.info import explained, load_config
+from stretto.models.resolve import quiet_transformers, resolve
+from stretto.models.shapes import known_config
 from stretto.models.weights import require_finite
 from stretto.saying import Say, silent, working
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-# -- loading -------------------------------------------------------------------------------------
-
 
 def load_tokenizer(
-    name_or_path: Path | str, trust_remote_code: bool = False, say: Say = silent
+    path: Path | str, trust_remote_code: bool = False, say: Say = silent
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model; ``say`` shows the work.
+    """Return the tokenizer of a model; ``say`` shows the work.
 
-    Raises:
-        ModelError: there is none, or it cannot be fetched.
+    Raises ModelError if there is none, or it cannot be fetched.
     """
-    with working(say, "loading the tokenizer"), _explained(name_or_path, "the tokenizer"):
+    with working(say, "loading the tokenizer"), explained(path, "the tokenizer"):
         from transformers import AutoTokenizer
 
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            str(name_or_path), trust_remote_code=trust_remote_code
+            str(path), trust_remote_code=trust_remote_code
         )
     return tokenizer
 
@@ -53,14 +49,13 @@ def load_causal_lm(
     *,
     in_files: bool = False,
 ) -> PreTrainedModel:
-    """A decoder-only language model, in eval mode and with every dropout at 0, its config's too.
+    """Return a decoder-only language model, in eval mode and with every dropout at 0.
 
     Weights are read from safetensors only.
 
     Args:
         path: a folder in Hugging Face format, or a hub name.
-        device: that they go to.
-        in_files: leave them in their files, on the CPU, where that can be: the model is divided
+        in_files: leave weights in their files, on the CPU, where that can be: the model is divided
             among several ranks before it is used; see :mod:`stretto.models.mapped`.
 
     Raises:
@@ -70,7 +65,13 @@ def load_causal_lm(
     from transformers import AutoModelForCausalLM
 
     model = _load(AutoModelForCausalLM, path, dtype, device, trust_remote_code, in_files)
-    _check_decoder(model, path)
+    if fault := _fault(model):
+        raise ModelError(
+            "only decoder-only models with a key-value cache can be trained; "
+            f"'{path}' is a {type(model).__name__}, which {fault}. Give a causal language model, "
+            "such as a Llama, Qwen or GPT-NeoX",
+            "no-decoder",
+        )
     return model
 
 
@@ -82,10 +83,7 @@ def load_sequence_classifier(
     *,
     in_files: bool = False,
 ) -> PreTrainedModel:
-    """A model with one score for a sequence (a reward model), in eval mode, every dropout at 0.
-
-    Args:
-        path, dtype, device, trust_remote_code, in_files: as of :func:`load_causal_lm`.
+    """Return a model with one score for a sequence (a reward model); see :func:`load_causal_lm`.
 
     Raises:
         ModelError: it cannot be found, fetched or read; it has several scores; or its head is not
@@ -97,16 +95,17 @@ def load_sequence_classifier(
     if labels != 1:
         raise ModelError(
             f"a reward model gives one score (num_labels = 1); '{path}' has num_labels = {labels}. "
-            "Give a sequence-classification checkpoint trained with a single label"
+            "Give a sequence-classification checkpoint trained with a single label",
+            "several-scores",
         )
     auto_class = AutoModelForSequenceClassification
     return _load(auto_class, path, dtype, device, trust_remote_code, in_files)
 
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The tokens that end a response: the tokenizer's, and those of the generation config.
+    """Return the tokens that end a response: the tokenizer's, and those of the generation config.
 
-    Empty where neither names one: such a model stops at the token limit or a stop string only.
+    Where neither names one, a response stops at the token limit or a stop string only.
     """
     configured = getattr(model.generation_config, "eos_token_id", None)
     ids = configured if isinstance(configured, list) else [configured]
@@ -114,30 +113,14 @@ def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     return frozenset(int(i) for i in [*ids, own] if i is not None)
 
 
-def load_config(path: Path | str, trust_remote_code: bool) -> PreTrainedConfig:
-    """A model's configuration, without its weights.
-
-    Raises:
-        ModelError: it cannot be found, fetched or read.
-    """
-    from transformers import AutoConfig
-
-    with _explained(path, "the config"):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(
-            str(path), trust_remote_code=trust_remote_code
-        )
-    return config
-
-
 def architecture(name: str, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The configuration of a model by name, also of a known one that is not here.
+    """Return the configuration of a model by name, also of a known one that is not here.
 
-    Raises:
-        ModelError: it cannot be found, fetched or read.
+    Raises ModelError if it cannot be found, fetched or read.
     """
     from transformers import AutoConfig
 
-    if (entries := known(name)) is None:
+    if (entries := known_config(name)) is None:
         return load_config(resolve(name), trust_remote_code)
     found: PreTrainedConfig = AutoConfig.for_model(**entries)
     return found
@@ -151,7 +134,6 @@ def _load(
     trust_remote_code: bool,
     in_files: bool,
 ) -> PreTrainedModel:
-    """Load a model of a class; arguments as of :func:`load_causal_lm`."""
     read = _read_in_files if in_files else _read
     model = read(auto_class, path, dtype, trust_remote_code)
     for module in model.modules():
@@ -168,24 +150,20 @@ def _read_in_files(
     auto_class: Any, path: Path | str, dtype: torch.dtype, trust_remote_code: bool
 ) -> Any:
     """Read a model whose weights stay in their files, or get their type now if they must."""
-    with _explained(path, "the model"):
+    with explained(path, "the model"):
         stored = mapped.stored_dtype(path) or dtype
     model = _read(auto_class, path, stored, trust_remote_code)
-    if stored == dtype:
-        mapped.leave_in_files(model)
-    elif _converts_late(model, auto_class, dtype, trust_remote_code):
-        mapped.leave_in_files(model, dtype)
-    else:
+    late = stored != dtype and _converts_late(model, auto_class, dtype, trust_remote_code)
+    if stored != dtype and not late:
         model = _read(auto_class, path, dtype, trust_remote_code)
-        mapped.leave_in_files(model)
+    mapped.leave_in_files(model, dtype if late else None)
     return model
 
 
 def _read(auto_class: Any, path: Path | str, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    """Read a model of a class in a type; arguments as of :func:`load_causal_lm`."""
     config = load_config(path, trust_remote_code)
     _zero_dropout(config)
-    with _explained(path, "the model"), quiet_transformers():
+    with explained(path, "the model"), quiet_transformers():
         model, report = auto_class.from_pretrained(
             str(path),
             config=config,
@@ -198,7 +176,8 @@ def _read(auto_class: Any, path: Path | str, dtype: torch.dtype, trust_remote_co
         raise ModelError(
             f"every weight of {type(model).__name__} must be in the checkpoint; '{path}' lacks "
             f"{len(missing)} of them ({', '.join(missing[:3])}), which would start from random "
-            "numbers. Give a checkpoint saved from a model of this class"
+            "numbers. Give a checkpoint saved from a model of this class",
+            "missing-weights",
         )
     return model
 
@@ -234,17 +213,6 @@ def _zero_dropout(config: PreTrainedConfig) -> None:
 
 
 @torch.no_grad()
-def _check_decoder(model: PreTrainedModel, path: Path | str) -> None:
-    """Run two sequences that differ in their last token: the logits before it must not differ."""
-    fault = _fault(model)
-    if fault:
-        raise ModelError(
-            "only decoder-only models with a key-value cache can be trained; "
-            f"'{path}' is a {type(model).__name__}, which {fault}. Give a causal language model, "
-            "such as a Llama, Qwen or GPT-NeoX"
-        )
-
-
 def _fault(model: PreTrainedModel) -> str:
     """Find the fault that keeps a model from being trained; empty without one."""
     ids = torch.tensor([[0, 1, 2], [0, 1, 3]], device=model.device)
@@ -263,43 +231,6 @@ def _fault(model: PreTrainedModel) -> str:
         return "keeps no such cache"
 
 
-@contextmanager
-def _explained(path: Path | str, what: str) -> Iterator[None]:
-    """Turn errors of transformers on a bad checkpoint into a ModelError with a remedy."""
-    from huggingface_hub.errors import StrictDataclassError
-
-    try:
-        yield
-    except (OSError, ValueError, ImportError, StrictDataclassError) as error:
-        # A config that contradicts itself: the reason is what its check raised.
-        inner = error.__cause__ if isinstance(error, StrictDataclassError) else None
-        reason = first_line(inner or error)
-        if isinstance(path, Path):
-            remedy = "Give a folder with config.json, *.safetensors and the tokenizer's files"
-        else:
-            remedy = (
-                "There is no such folder either. Check the name and the network (a gated model "
-                "needs HF_TOKEN), or download it elsewhere and give the folder with --model.name"
-            )
-        raise ModelError(f"cannot load {what} of '{path}': {reason}. {remedy}") from error
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Switch off progress bars and warnings of transformers; restore their settings afterwards."""
-    from transformers.utils import logging
-
-    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-
-
 def set_checkpointing(model: torch.nn.Module, config: ModelConfig) -> None:
     """Recompute activations in the backward pass, if the settings ask for it."""
     if config.gradient_checkpointing:
@@ -308,19 +239,12 @@ def set_checkpointing(model: torch.nn.Module, config: ModelConfig) -> None:
             unwrapped(model).gradient_checkpointing_enable({"use_reentrant": False})
 
 
-# -- saving --------------------------------------------------------------------------------------
-
-
 def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a model so that transformers' ``from_pretrained(folder)`` gives it back: by
-    ``AutoModelForCausalLM``, or for one with a scalar head ``AutoModelForSequenceClassification``.
+    """Write a model, of transformers or peft, so that ``from_pretrained(folder)`` gives it back.
 
     With LoRA, the adapters are merged into a copy, which is saved as a full model; the adapters
-    alone go to ``folder / "adapter"``.
-
-    Args:
-        model: a transformers model, or one wrapped by peft.
-        folder: appears, or takes the place of a former one, once all of it is on disk.
+    alone go to ``folder / "adapter"``. The folder appears, or takes the place of a former one, once
+    all of it is on disk.
 
     Raises:
         ModelError: transformers refuses to save it.
@@ -336,7 +260,8 @@ def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> 
         except ValueError as error:
             raise ModelError(
                 f"cannot save the model to '{folder}': {error}. Correct generation_config.json in "
-                "the folder that the model was loaded from"
+                "the folder that the model was loaded from",
+                "model-not-saved",
             ) from error
 
 

@@ -41,7 +41,7 @@ class OutputHead:
     softcap: float = 0.0
 
     def logits(self, hidden: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
-        """Logits of vocabulary entries ``start:stop``: [..., H] -> [..., C], at least float32."""
+        """Return logits of vocabulary entries ``start:stop``: [..., H] -> [..., C]."""
         bias = None if self.bias is None else self.bias[start:stop]
         return self.finish(F.linear(hidden, self.weight[start:stop], bias))
 
@@ -58,17 +58,10 @@ class OutputHead:
 def token_logprobs(
     head: OutputHead, hidden: Tensor, targets: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy of each distribution, at the given temperature.
+    """Return log-probabilities [N] of targets [N] and entropies [N] of distributions, in nats.
 
-    Args:
-        head: of the model that made ``hidden``.
-        hidden: [N, H], at the positions that predict the targets.
-        targets: [N] token ids.
-        temperature: divides the logits; the distribution is the one that was sampled from.
-
-    Returns:
-        Log-probabilities [N] and entropies [N] in nats, float32 (float64 for float64 input).
-        Gradients flow to ``hidden`` and to the head's weight and bias from both.
+    They are float32 (float64 for float64 input). Gradients flow to ``hidden`` [N, H], which is at
+    the positions that predict the targets, and to the head's weight and bias from both.
     """
     logprobs, entropy = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, head.weight, head.bias, targets, head, temperature

@@ -21,9 +21,8 @@ def add_lora(
     Adapters are float32 whatever the model's type. A fresh adapter changes nothing: its B matrix
     is zero. The model's own modules are replaced; :func:`merge_lora` puts them back.
 
-    Raises:
-        ConfigError: a target is no layer of the model or one that takes no adapter, or the adapters
-            could not be merged; the model is left as it was.
+    Raises ConfigError if a target is no layer of the model or one that takes no adapter, or the
+    adapters could not be merged; the model is left as it was.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -43,37 +42,33 @@ def add_lora(
     except ValueError as error:
         raise ConfigError(
             f"model.lora_targets = {', '.join(targets)}: peft puts no adapters on "
-            f"{type(model).__name__}: {first_line(error)}. Name other layers"
+            f"{type(model).__name__}: {first_line(error)}. Name other layers",
+            "no-adapters-there",
         ) from error
     return wrapped
 
 
 def check_lora(model: nn.Module, config: ModelConfig) -> None:
-    """See that a model can be wrapped in the adapters that the settings ask for, if they do.
-
-    Raises:
-        ConfigError: see :func:`add_lora`.
-    """
+    """Raise ConfigError if a model cannot be wrapped in the adapters that the settings ask for."""
     if config.lora_rank and hasattr(model, "peft_config"):
         raise ConfigError(
             f"model.lora_rank = {config.lora_rank}, and the model has adapters of its own already; "
-            "set model.lora_rank = 0 to train those, or merge them first (merge_and_unload)"
+            "set model.lora_rank = 0 to train those, or merge them first (merge_and_unload)",
+            "adapters-already",
         )
     if config.lora_rank and config.lora_targets != ("all-linear",):
         _check_targets(model, config.lora_targets)
 
 
 def trained_names(model: nn.Module) -> frozenset[str]:
-    """The names of the parameters that are trained."""
+    """Return the names of the parameters that are trained."""
     return frozenset(name for name, p in model.named_parameters() if p.requires_grad)
 
 
 def merge_lora(wrapped: nn.Module, trained: frozenset[str]) -> None:
-    """Make the model inside whole again: adapters merged into its weights, its own modules back.
+    """Merge adapters into the weights of the model that was given to :func:`add_lora`.
 
-    Args:
-        wrapped: the model that :func:`add_lora` returned.
-        trained: the names that :func:`trained_names` gave for the model before that.
+    It has its own modules again, and trains what it did before: the names in ``trained``.
     """
     adapted: Any = wrapped
     model: nn.Module = adapted.merge_and_unload()
@@ -93,7 +88,8 @@ def _check_targets(model: nn.Module, targets: Sequence[str]) -> None:
             if not _takes_adapter(module):
                 raise ConfigError(
                     f"model.lora_targets = '{target}': {name} is a {type(module).__name__}; "
-                    "adapters go on linear layers and embeddings"
+                    "adapters go on linear layers and embeddings",
+                    "no-adapters-there",
                 )
         chosen |= found
     _check_tied(modules, chosen)
@@ -109,9 +105,10 @@ def _check_tied(modules: Mapping[str, nn.Module], chosen: Mapping[str, nn.Module
     """Refuse an adapter of a weight that two layers share: merged, it would change both."""
     weights = {id(module.weight): name for name, module in chosen.items()}
     for name, module in modules.items():
-        of = weights.get(id(getattr(module, "weight", None)))
-        if of is not None and of != name:
+        other = weights.get(id(getattr(module, "weight", None)))
+        if other is not None and other != name:
             raise ConfigError(
-                f"model.lora_targets: {of} and {name} are one weight (tied), so that an adapter on "
-                "the one could not be merged without changing the other; leave them out"
+                f"model.lora_targets: {other} and {name} are one weight (tied), so that an adapter "
+                "on the one could not be merged without changing the other; leave them out",
+                "adapter-on-tied",
             )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -22,11 +22,14 @@ from torch.nn import functional as F
 
 from stretto.errors import ModelError
 from stretto.models.forward import backbone, text_config
-from stretto.models.info import undivided
 from stretto.models.mapped import final, final_dtype
+from stretto.models.shapes import undivided
+from stretto.models.shards import FullParameter
 
 BY_OUTPUTS, BY_INPUTS, OF_HEADS = "colwise", "rowwise", "replicated_with_grad_allreduce"
 """Entries of transformers' plans: layers cut by outputs, by inputs, and norms of single heads."""
+
+REMEDY = "set tp = 1, and fsdp for the learner"
 
 
 class Slices:
@@ -72,10 +75,10 @@ class Slices:
         """Let go of the tensor that was shared last."""
         self._shared = None
 
-    def own(self, whole: Tensor, dim: int) -> Tensor:
+    def slice(self, weight: Tensor, dim: int) -> Tensor:
         """Return a copy of this rank's slice of a weight, in the type that it is to have."""
-        part = whole.detach().chunk(self.size, dim)[self.rank]
-        return part.to(final_dtype(whole), copy=True)
+        part = weight.detach().chunk(self.size, dim)[self.rank]
+        return part.to(final_dtype(weight), copy=True)
 
 
 @dataclass(frozen=True)
@@ -92,31 +95,31 @@ class Cuts:
 
 
 class _Linear(nn.Linear):
-    """A slice of a linear layer, in the place of the whole one."""
+    """A slice of a linear layer, in the place of the whole one.
+
+    Attributes:
+        DIMS: the dimension along which a parameter is cut, by its name.
+    """
+
+    DIMS: ClassVar[Mapping[str, int]]
 
     def __init__(self, whole: nn.Linear, slices: Slices) -> None:
         nn.Module.__init__(self)
         self.slices = slices
         self.in_features, self.out_features = whole.in_features, whole.out_features
         for name, parameter in whole.named_parameters(recurse=False):
-            dim = self.dim(name)
-            weight = final(parameter) if dim is None else slices.own(parameter, dim)
+            dim = self.DIMS.get(name)
+            weight = final(parameter) if dim is None else slices.slice(parameter, dim)
             self.register_parameter(name, nn.Parameter(weight, parameter.requires_grad))
         if whole.bias is None:
             self.register_parameter("bias", None)
         self.train(whole.training)
 
-    def dim(self, name: str) -> int | None:
-        """Return the dimension along which a parameter is cut."""
-        raise NotImplementedError
-
 
 class ByOutputs(_Linear):
     """A linear layer of which each rank has some outputs."""
 
-    def dim(self, name: str) -> int | None:
-        """Return the dimension along which a parameter is cut."""
-        return 0
+    DIMS: ClassVar = {"weight": 0, "bias": 0}
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's outputs [..., out / ranks] for inputs [..., in]."""
@@ -126,13 +129,12 @@ class ByOutputs(_Linear):
 class ByInputs(_Linear):
     """A linear layer of which each rank has some inputs; outputs are sums over the ranks."""
 
-    def dim(self, name: str) -> int | None:
-        """Return the dimension along which a parameter is cut."""
-        return 1 if name == "weight" else None
+    DIMS: ClassVar = {"weight": 1}
 
     def forward(self, x: Tensor) -> Tensor:
         """Return all outputs [..., out] for this rank's inputs [..., in / ranks]. A collective."""
-        summed = _Sum.of(F.linear(x, self.weight), self.slices)
+        parts = F.linear(x, self.weight)
+        summed: Tensor = _Sum.apply(parts, self.slices)  # type: ignore[no-untyped-call]
         return summed if self.bias is None else summed + self.bias
 
 
@@ -154,11 +156,6 @@ class _Sum(torch.autograd.Function):
     """The sum over the ranks, whose gradient each of them has already."""
 
     @staticmethod
-    def of(x: Tensor, slices: Slices) -> Tensor:
-        y: Tensor = _Sum.apply(x, slices)  # type: ignore[no-untyped-call]
-        return y
-
-    @staticmethod
     def forward(ctx: Any, x: Tensor, slices: Slices) -> Tensor:
         ctx.mark_dirty(x)  # of a linear layer, whose gradient does not need its output
         return slices.sum_(x)
@@ -169,10 +166,7 @@ class _Sum(torch.autograd.Function):
 
 
 def plan_cuts(model: nn.Module, size: int) -> Cuts:
-    """Plan the cuts of a model for so many ranks; with one there are none.
-
-    Args:
-        model: whole; with or without LoRA adapters.
+    """Plan the cuts of a whole model, with or without adapters, for so many ranks; none for one.
 
     Raises:
         ModelError: transformers has no plan for the model, or one with entries that are not known
@@ -181,7 +175,14 @@ def plan_cuts(model: nn.Module, size: int) -> Cuts:
     if size == 1:
         return Cuts()
     decoder = backbone(model)
-    _check_heads(decoder, size)
+    config, kind = text_config(decoder), type(decoder).__name__
+    heads = config.num_attention_heads
+    for count, what in (
+        (heads, "attention heads"),
+        (getattr(config, "num_key_value_heads", None) or heads, "key-value heads"),
+    ):
+        if count % size:
+            raise undivided(size, count, f"{what} of {kind}")
     names = {id(module): name for name, module in model.named_modules()}
     dims: dict[str, int] = {}
     partial = set[str]()
@@ -197,11 +198,10 @@ def plan_cuts(model: nn.Module, size: int) -> Cuts:
             if width % size:
                 raise ModelError(
                     f"tp = {size} does not divide the {width} features of '{name}'; choose a "
-                    "divisor"
+                    "divisor",
+                    "tp-divides",
                 )
-            dims[f"{names[id(linear)]}.weight"] = 0 if style == BY_OUTPUTS else 1
-            if style == BY_OUTPUTS and linear.bias is not None:
-                dims[f"{names[id(linear)]}.bias"] = 0
+            dims |= _dims(ByOutputs if style == BY_OUTPUTS else ByInputs, linear, names[id(linear)])
     return Cuts(dims, frozenset(partial))
 
 
@@ -215,11 +215,9 @@ def cut_linears(model: nn.Module, cuts: Cuts, slices: Slices, within: str = "") 
     """
     for parameter, dim in cuts.dims.items():
         name, _, kind = parameter.rpartition(".")
-        if kind == "weight" and name.startswith(within):
+        linear: Any = model.get_submodule(name)
+        if kind == "weight" and name.startswith(within) and not isinstance(linear, _Linear):
             parent, _, key = name.rpartition(".")
-            linear: Any = model.get_submodule(name)
-            if isinstance(linear, _Linear):
-                continue
             cut = ByInputs(linear, slices) if dim else ByOutputs(linear, slices)
             model.get_submodule(parent)._modules[key] = cut
 
@@ -234,11 +232,35 @@ def slices_of(model: nn.Module) -> tuple[Slices | None, Mapping[str, int]]:
     for name, module in model.named_modules():
         if isinstance(module, _Linear):
             slices = module.slices
-            for key, _ in module.named_parameters(recurse=False):
-                dim = module.dim(key)
-                if dim is not None:
-                    dims[f"{name}.{key}"] = dim
+            dims |= _dims(type(module), module, name)
     return slices, dims
+
+
+def _dims(cut: type[_Linear], linear: nn.Linear, name: str) -> dict[str, int]:
+    held = dict(linear.named_parameters(recurse=False))
+    return {f"{name}.{key}": dim for key, dim in cut.DIMS.items() if key in held}
+
+
+def full_parameters(model: nn.Module, dims: Mapping[str, int]) -> dict[str, FullParameter]:
+    """Return all parameters of a model by name, as they are when nothing is divided.
+
+    A learner's ranks hold rows of those in the model's own type; others, such as adapters in
+    float32 beside a model in bfloat16, stay as they are.
+
+    Args:
+        model: whole, or cut into slices.
+        dims: along which tensor parallelism cuts, by parameter name.
+    """
+    slices, cut = slices_of(model)
+    dtype = final_dtype(next(model.parameters()))
+    found = {}
+    for name, parameter in model.named_parameters():
+        sizes = list(parameter.shape)
+        if slices and name in cut:
+            sizes[cut[name]] *= slices.size
+        own = final_dtype(parameter)
+        found[name] = FullParameter(tuple(sizes), own, dims.get(name), by_rows=own == dtype)
+    return found
 
 
 def _check_between(model: nn.Module, planned: Sequence[str]) -> None:
@@ -253,44 +275,28 @@ def _check_between(model: nn.Module, planned: Sequence[str]) -> None:
             if not name.startswith(inside):
                 raise ModelError(
                     f"the plan for tensor parallelism does not name '{name}', which stands between "
-                    "layers that it cuts; set tp = 1, and fsdp for the learner"
+                    f"layers that it cuts; {REMEDY}",
+                    "no-tp-plan",
                 )
 
 
-def _check_heads(decoder: nn.Module, size: int) -> None:
-    config = text_config(decoder)
-    heads = config.num_attention_heads
-    for count, what in (
-        (heads, "attention heads"),
-        (getattr(config, "num_key_value_heads", None) or heads, "key-value heads"),
-    ):
-        if count % size:
-            raise undivided(size, count, f"{what} of {type(decoder).__name__}")
-
-
 def _planned(decoder: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Yield modules and their entries in the decoder's plan.
-
-    Raises:
-        ModelError: there is no plan, or it has an entry that is not known here.
-    """
-    who = type(decoder).__name__
+    """Yield modules and their entries in the decoder's plan."""
+    kind = type(decoder).__name__
     plan = getattr(text_config(decoder), "base_model_tp_plan", None)
     if not plan:
         raise ModelError(
-            f"transformers has no plan for tensor parallelism of {who}; set tp = 1, and fsdp for "
-            "the learner"
+            f"transformers has no plan for tensor parallelism of {kind}; {REMEDY}", "no-tp-plan"
         )
     for pattern, style in plan.items():
         if style not in (BY_OUTPUTS, BY_INPUTS, OF_HEADS):
             raise ModelError(
-                f"the plan for tensor parallelism of {who} has '{style}' for '{pattern}', which is "
-                "not supported; set tp = 1, and fsdp for the learner"
+                f"the plan for tensor parallelism of {kind} has '{style}' for '{pattern}', which "
+                f"is not supported; {REMEDY}",
+                "no-tp-plan",
             )
         matches = re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
-        for name, module in decoder.named_modules():
-            if matches(name):
-                yield module, style
+        yield from ((m, style) for name, m in decoder.named_modules() if matches(name))
 
 
 def _linears(layer: Any, style: str, name: str) -> Iterator[nn.Linear]:
@@ -307,6 +313,7 @@ def _linears(layer: Any, style: str, name: str) -> Iterator[nn.Linear]:
         if not isinstance(part, nn.Linear):
             raise ModelError(
                 f"'{name}' is a {type(part).__name__}, and tensor parallelism cuts linear layers; "
-                "set tp = 1, and fsdp for the learner"
+                f"{REMEDY}",
+                "no-tp-plan",
             )
         yield part

@@ -20,11 +20,8 @@ _PAD, _BOS, _EOS = 256, 257, 258
 def make_tiny(folder: Path, seed: int = 0, heads: int = 4) -> None:
     """Write a Llama of 115,200 parameters and its tokenizer to ``folder``, in Hugging Face format.
 
-    The weights depend on the seed alone; the global random state is left as it was.
-
-    Args:
-        heads: that share 64 dimensions, two of them each keys and values. Kernels may ask for wide
-            ones: vLLM's on CPUs for 32 dimensions.
+    The weights depend on the seed alone; the global random state is left as it was. The heads share
+    64 dimensions: vLLM's kernels on CPUs ask for two, of 32 dimensions each.
     """
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
@@ -52,7 +49,7 @@ def make_tiny(folder: Path, seed: int = 0, heads: int = 4) -> None:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer whose token i is the byte i, with ``<pad>``, ``<bos>`` and ``<eos>`` after them.
+    """Return a tokenizer whose token i is the byte i; ``<pad>``, ``<bos>``, ``<eos>`` come after.
 
     It adds no special tokens by itself, and has no chat template.
     """

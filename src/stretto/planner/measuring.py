@@ -19,7 +19,7 @@ from stretto.planner import work as compute
 from stretto.planner.layout import Mesh
 from stretto.planner.points import Point
 from stretto.planner.subject import Subject
-from stretto.rollout.base import Engine
+from stretto.rollout.base import Engine, EngineSettings
 from stretto.rollout.engine import TorchEngine
 from stretto.training.losses import Losses, MicroBatch
 from stretto.training.passes import LocalPasses
@@ -110,7 +110,7 @@ def decodes(subject: Subject, sizes: Sizes) -> Iterator[Point]:
             temperature=rollout.temperature,
             engine_args=rollout.engine_args if rollout.engine == "torch" else {},
         )
-        engine = TorchEngine(subject.model, config, end_tokens=frozenset(), seed=0, slots=rows)
+        engine = TorchEngine(subject.model, EngineSettings(rollout=config, rows=rows))
         prompts = [Prompt(i, tuple(_ids(subject, context, i).tolist()), "") for i in range(rows)]
         engine.admit([Response(p.id, p.id, p, np.zeros(0, np.int32)) for p in prompts])
         while len(engine.decode(1).chunks) < rows:  # until all prompts are in the cache

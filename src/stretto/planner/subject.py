@@ -8,17 +8,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 
 from stretto.config import Config
 from stretto.errors import ModelError
-from stretto.models.attention import use_short_attention
-from stretto.models.backend import pick_device, pick_dtype
-from stretto.models.info import described, known
+from stretto.models.backend import backend_of, pick_device, pick_dtype
+from stretto.models.info import described
 from stretto.models.load import architecture
 from stretto.models.resolve import is_known
-from stretto.models.shapes import Shape
+from stretto.models.shapes import Shape, known_config
 from stretto.planner.memory import activation_bytes, logits_bytes
 
 if TYPE_CHECKING:
@@ -75,7 +73,7 @@ class Subject:
                 architecture(self.name, trust), dtype=self.dtype, trust_remote_code=trust
             )
         model.eval()
-        use_short_attention(model)
+        backend_of(self.device).use_fastest_attention(model)
         made: PreTrainedModel = model
         return made
 
@@ -116,7 +114,7 @@ def _candidates(name: str) -> Iterator[str]:
 def _fault(subject: Subject, tokens: int) -> str:
     """Say why a model cannot be measured here; empty if it can."""
     name = subject.name
-    if known(name) is None and not is_known(name) and not Path(name).expanduser().is_dir():
+    if known_config(name) is None and not is_known(name) and not Path(name).expanduser().is_dir():
         return "would have to be fetched"
     try:
         shape = subject.shape
@@ -134,6 +132,4 @@ def _fault(subject: Subject, tokens: int) -> str:
 
 def free_bytes(device: torch.device) -> float:
     """Return the memory that is free."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    return float(psutil.virtual_memory().available)
+    return float(backend_of(device).free_bytes())

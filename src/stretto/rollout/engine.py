@@ -11,45 +11,67 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stretto.config import RolloutConfig
 from stretto.errors import EngineError
 from stretto.models.backend import backend_of
+from stretto.models.cached import RowCache, SlotCache
 from stretto.models.forward import backbone, positions, unwrapped
 from stretto.models.weights import load_weights
-from stretto.rollout.base import Carry, Engine, StopStrings
-from stretto.rollout.rows import RowCache, RowSlots, SlotRow, pick_prefill
+from stretto.rollout.base import Engine, EngineSettings, Row
 from stretto.rollout.sampling import stream_seed
 from stretto.rollout.step import GraphedDecode, ModelPass, Probe, StepInputs, check_cached_pass
 from stretto.types import Capabilities, FloatArray, IntArray, KVTransfer, Response, WeightsRef
-from stretto.weights.channel import WeightChannel, fetched
+from stretto.weights.channel import fetched
 
 PREFILLED = 256
 """Tokens of the prompt by which prefilling is measured."""
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class SlotRow(Row):
+    """A rollout of which ``cached`` tokens have keys and values.
+
+    Attributes:
+        seed: of its random stream.
+        cache_version: of the weights under which its cache was begun; with carried caches that are
+            used again, this may be older than the engine's version.
+        kv: keys and values that came with it, until it has a slot.
+    """
+
+    seed: int
+    cache_version: int
+    cached: int = 0
+    kv: RowCache | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Return whether all but the newest token have keys."""
+        return self.cached == len(self.tokens) - 1
+
+    def void(self, version: int) -> None:
+        """Forget keys and values; new ones will be made under ``version``."""
+        self.cached, self.kv, self.cache_version = 0, None, version
+
+
 class TorchEngine(Engine):
     """An engine that generates with a transformers model in this process.
 
-    The model is used as it is, without a copy: a learner that trains the very same module hands
-    over its weights by a version number and a fingerprint alone. While the engine decodes on a CPU
-    in bfloat16, the module's linear layers are changed for that time; an engine that decodes in one
+    The model is used as it is, without a copy: a learner that trains the very same module syncs its
+    weights by a version number and a fingerprint alone. While the engine decodes on a CPU in
+    bfloat16, the module's linear layers are changed for that time; an engine that decodes in one
     thread while another thread uses the module needs a copy
     (:func:`~stretto.models.weights.with_own_structure`).
 
     Many short calls of :meth:`decode` and one long call sample the same tokens, in the same forward
     passes. A rollout that moves with its keys and values is decoded as soon as it has a slot.
+    Memory is allocated for as many slots as rollouts have been decoded together.
 
-    Args:
-        slots: rollouts decoded together; ``None`` takes the config's number. Memory is allocated
-            for as many as there have been at one time.
-
-    Raises:
-        EngineError: the model cannot be driven over slots, or ``slots`` is below 1.
+    Raises EngineError if the model cannot be driven over slots, or there is not one.
     """
 
     capabilities = Capabilities(
@@ -57,45 +79,29 @@ class TorchEngine(Engine):
     )
     _held: dict[int, SlotRow]
 
-    def __init__(
-        self,
-        model: nn.Module,
-        config: RolloutConfig,
-        *,
-        end_tokens: frozenset[int],
-        seed: int,
-        stop: StopStrings | None = None,
-        slots: int | None = None,
-        carry: Carry = "recompute",
-        channel: WeightChannel | None = None,
-    ) -> None:
-        super().__init__(
-            config,
-            end_tokens=end_tokens,
-            seed=seed,
-            stop=stop,
-            carry=carry,
-            channel=channel,
-            longest=positions(model, generating=True),
-        )
-        self.model = model
+    def __init__(self, model: nn.Module, settings: EngineSettings) -> None:
+        super().__init__(settings, positions(model, generating=True))
+        self.model, config, self._slots = model, settings.rollout, settings.slots
         self._probe: Probe | None = None
-        self._slots = (config.slots or config.batch) if slots is None else slots
         if self._slots < 1:
-            raise EngineError(f"an engine needs at least one slot; got slots = {slots}")
+            raise EngineError(
+                f"an engine needs at least one slot; got slots = {self._slots}", "no-slots"
+            )
         check_cached_pass(model, config)
-        device = next(model.parameters()).device
-        self._cache = RowSlots(self._slots, device)
+        self._device = next(model.parameters()).device
+        self._backend = backend_of(self._device)
+        self._cache = SlotCache(0)
         self._pass = ModelPass(model, self._cache, config)
-        backend = backend_of(device)
-        self._packed = backend.packed(backbone(model), unwrapped(model).get_output_embeddings())
-        self._graphs = config.cuda_graphs and backend.graphs
+        layers = backbone(model), unwrapped(model).get_output_embeddings()
+        self._packed = self._backend.packed(*layers)
+        self._graphs = config.cuda_graphs and self._backend.graphs
         self._step_pass: Callable[[StepInputs, int], tuple[Tensor, Tensor]] = self._pass.decode
         self._waiting: deque[SlotRow] = deque()
         self._rows: list[SlotRow] = []  # a row's index is its slot
 
     def load(self, weights: WeightsRef) -> None:
-        load_weights(self.model, weights, fetched(self._channel, weights), "the engine")
+        tensors = fetched(self.settings.channel, weights)
+        load_weights(self.model, weights, tensors, "the engine")
         self.version = weights.version
         self._packed.invalidate()
         rows = [*self._rows, *self._waiting]
@@ -113,7 +119,7 @@ class TorchEngine(Engine):
 
     @torch.inference_mode()
     def prefill_tokens_per_s(self) -> float:
-        ids = torch.ones(1, PREFILLED, dtype=torch.long, device=self._pass.device)
+        ids = torch.ones(1, PREFILLED, dtype=torch.long, device=self._device)
         seconds = 0.0
         for _ in range(2):
             start_s = time.perf_counter()
@@ -132,7 +138,7 @@ class TorchEngine(Engine):
             prompt=r.prompt.tokens,
             tokens=tokens,
             reported=len(r),
-            seed=stream_seed(self._seed, r.id),
+            seed=stream_seed(self.settings.seed, r.id),
             cache_version=self.version,
         )
         if transfer and transfer.cache is not None:
@@ -168,7 +174,7 @@ class TorchEngine(Engine):
 
     def _renew(self, row: SlotRow) -> None:
         """Void a row's cache now that there are new weights, unless it is carried."""
-        if self._carry == "recompute" or not row.generated or not row.cached:
+        if self.settings.carry == "recompute" or not row.generated or not row.cached:
             row.void(self.version)
 
     @torch.inference_mode()
@@ -182,13 +188,14 @@ class TorchEngine(Engine):
 
     def _fill_slots(self) -> None:
         coming = min(len(self._waiting), self._slots - len(self._rows))
-        if coming and self._cache.hold(len(self._rows) + coming) and self._graphs:
-            self._step_pass = GraphedDecode(self._pass)  # the graphs so far write to freed memory
+        moved = coming and self._cache.hold(len(self._rows) + coming, self._slots)
+        if moved and self._graphs:  # the graphs so far write to freed memory
+            self._step_pass = GraphedDecode(self._pass, self._backend)
         for _ in range(coming):
             row = self._waiting.popleft()
             self._cache.reserve(len(row.prompt) + self._config.max_new_tokens)
             if row.kv:
-                self._cache.put(len(self._rows), row.kv)
+                self._cache.put(len(self._rows), row.kv, self._device)
                 row.kv = None
             self._rows.append(row)
 
@@ -226,19 +233,17 @@ class TorchEngine(Engine):
 
     def _step(self) -> bool:
         """Decode one token for every ready row; return whether there was one."""
-        rows, device = self._rows, self._pass.device
+        rows, idle = self._rows, self._cache.capacity
         ready = [row.ready for row in rows]
         if not any(ready):
             return False
-        idle = self._cache.capacity
-        inputs = StepInputs(
-            ids=torch.tensor([row.tokens[-1] for row in rows], device=device),
-            positions=torch.tensor(
-                [row.cached if row.ready else idle for row in rows], device=device
-            ),
-            seeds=torch.tensor([row.seed for row in rows], device=device),
-            index=torch.tensor([row.generated for row in rows], device=device),
+        columns = (
+            [row.tokens[-1] for row in rows],
+            [row.cached if row.ready else idle for row in rows],
+            [row.seed for row in rows],
+            [row.generated for row in rows],
         )
+        inputs = StepInputs(*(torch.tensor(c, device=self._device) for c in columns))
         read = max(row.cached for row in rows if row.ready) + 1
         self.context_tokens += read * len(rows)
         tokens, logprobs = (x.tolist() for x in self._step_pass(inputs, read))
@@ -258,3 +263,36 @@ class TorchEngine(Engine):
         if slot < len(self._rows):
             self._rows[slot] = last
             self._cache.copy_row(len(self._rows), slot, last.cached)
+
+
+def pick_prefill(
+    rows: Sequence[SlotRow], pending: Sequence[int], budget: int, version: int
+) -> list[int]:
+    """Pick slots for one prefill pass: the longest first, padded width times rows in the budget.
+
+    No row is padded to more than its double: a second pass costs less. Fresh rows and rows that go
+    on do not mix, as fresh ones need no mask. Of several rows with one prompt, all but the first
+    wait until the first has prefilled it under the present weights. A row's index is its slot;
+    ``pending`` are those of rows that are not ready.
+    """
+    picked: list[int] = []
+    taken = {
+        row.prompt
+        for row in rows
+        if row.cached and len(row.prompt) > 1 and row.cache_version == version
+    }
+    width = 0
+    left = {slot: len(rows[slot].tokens) - 1 - rows[slot].cached for slot in pending}
+    for slot in sorted(pending, key=lambda s: -left[s]):
+        row = rows[slot]
+        if row.cached == 0 and row.prompt in taken:
+            continue
+        width = width or min(left[slot], budget)
+        if picked and ((len(picked) + 1) * width > budget or 2 * left[slot] < width):
+            break
+        if picked and (row.cached == 0) != (rows[picked[0]].cached == 0):
+            continue
+        if row.cached == 0 and len(row.prompt) > 1:
+            taken.add(row.prompt)
+        picked.append(slot)
+    return picked

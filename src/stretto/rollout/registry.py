@@ -19,12 +19,11 @@ class EngineKind:
     """An engine that can be chosen.
 
     Attributes:
-        capabilities: of the engine.
         open: makes one over a model.
         check: raises ``MissingExtraError`` where its library is not installed, and ``ConfigError``
             where that is too old.
-        own_weights: whether it has weights of its own, all of which the first hand-over brings. The
-            model then stays on the CPU, and says what travels.
+        own_weights: whether it has weights of its own, all of which the first weight sync brings.
+            The model then stays on the CPU, and says what travels.
     """
 
     capabilities: Capabilities
@@ -33,20 +32,7 @@ class EngineKind:
     own_weights: bool = False
 
 
-def _open_torch(model: nn.Module, settings: EngineSettings) -> TorchEngine:
-    return TorchEngine(
-        model,
-        settings.rollout,
-        end_tokens=settings.end_tokens,
-        seed=settings.seed,
-        stop=settings.stop,
-        slots=settings.rows,
-        carry=settings.carry,
-        channel=settings.channel,
-    )
-
-
 ENGINES: Mapping[str, EngineKind] = {
-    "torch": EngineKind(TorchEngine.capabilities, _open_torch),
+    "torch": EngineKind(TorchEngine.capabilities, TorchEngine),
     "vllm": EngineKind(VllmEngine.capabilities, open_engine, check_version, own_weights=True),
 }

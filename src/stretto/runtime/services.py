@@ -32,8 +32,8 @@ from stretto.models.backend import pick_device
 from stretto.models.lora import trained_names
 from stretto.models.mapped import take
 from stretto.models.offload import OffloadedTensors
-from stretto.models.pieces import Layout, wholes_of
-from stretto.models.tensor_parallel import Slices, cut_linears, plan_cuts
+from stretto.models.shards import ShardLayout
+from stretto.models.tensor_parallel import Slices, cut_linears, full_parameters, plan_cuts
 from stretto.models.weights import fingerprint
 from stretto.protocols import Generator, Scorer
 from stretto.rollout.base import Engine
@@ -345,7 +345,7 @@ def follow_whole(model: nn.Module, setting: Setting) -> WeightReceiver:
     config = setting.config
     theirs, trained = learner_layout(config.cluster), trained_names(model)
     dims = plan_cuts(model, theirs.tp).dims if theirs.tp > 1 else {}
-    wholes = {n: whole for n, whole in wholes_of(model, dims).items() if n in trained}
+    wholes = {n: whole for n, whole in full_parameters(model, dims).items() if n in trained}
     return WeightReceiver(
         {n: torch.empty(w.shape, dtype=w.dtype, device="meta") for n, w in wholes.items()},
         pick_device(config.model.device),
@@ -364,16 +364,16 @@ def follow(model: nn.Module, setting: Setting) -> Receiver:
         ModelError: it cannot be cut into that many slices.
     """
     config = setting.config
-    theirs, here = learner_layout(config.cluster), Layout(tp=dist.get_world_size())
+    theirs, here = learner_layout(config.cluster), ShardLayout(tp=dist.get_world_size())
     dims = plan_cuts(model, max(theirs.tp, here.tp)).dims
     trained = trained_names(model)
-    wholes = {n: whole for n, whole in wholes_of(model, dims).items() if n in trained}
+    wholes = {n: whole for n, whole in full_parameters(model, dims).items() if n in trained}
     cut(model, setting)
     bucket_bytes = config.cluster.bucket_mb << 20
     if OUTBOX in setting.shared:
         device = next(model.parameters()).device
         return Resharding(setting.shared[OUTBOX], wholes, theirs, here, bucket_bytes, device)
-    own = {n: here.box(replace(w, by_rows=False), dist.get_rank()) for n, w in wholes.items()}
+    own = {n: here.bounds(replace(w, by_rows=False), dist.get_rank()) for n, w in wholes.items()}
     return WeightReceiver(
         {n: p for n, p in model.named_parameters() if n in trained},
         next(model.parameters()).device,

@@ -32,8 +32,8 @@ from stretto.models.logits import token_logprobs
 from stretto.models.weights import with_own_structure
 from stretto.saying import Say
 from stretto.scoring.base import ModelScorer, warn
-from stretto.scoring.retokenise import Reading, StablePrefix
-from stretto.scoring.streamed import Piece, Stream, Streams
+from stretto.scoring.retokenise import ConversationReader, StablePrefix
+from stretto.scoring.streamed import RowSpan, StreamedRow, StreamedRows
 from stretto.types import Prompt, Response, ScoreKind, sampled_of
 from stretto.weights.channel import WeightChannel
 
@@ -60,16 +60,16 @@ class TokenScorer(ModelScorer):
         super().__init__(name, kind, model, token_budget, **options)
         self._read = read
 
-    def _take(self, pieces: Sequence[Piece], hidden: Tensor) -> None:
-        places = [[at for at in p.stream.predicting if p.start <= at < p.stop] for p in pieces]
-        pairs = list(zip(pieces, places, strict=True))
-        tokens = [p.stream.tokens[at + 1] for p, own in pairs for at in own]
+    def _take_hidden(self, spans: Sequence[RowSpan], hidden: Tensor) -> None:
+        places = [span.predicting for span in spans]
+        pairs = list(zip(spans, places, strict=True))
+        tokens = [span.row.tokens[at + 1] for span, own in pairs for at in own]
         if not tokens:
             return
-        states = states_at(hidden, [[at - p.start for at in own] for p, own in pairs])
+        states = states_at(hidden, [[at - span.start for at in own] for span, own in pairs])
         numbers = self._read(states, torch.tensor(tokens, device=hidden.device))
-        for piece, part in zip(pieces, numbers.split([len(own) for own in places]), strict=True):
-            piece.stream.numbers.append(part)
+        for span, part in zip(spans, numbers.split([len(own) for own in places]), strict=True):
+            span.row.numbers.append(part)
 
     def _score(
         self, responses: Sequence[Response]
@@ -90,7 +90,7 @@ def reference_scorer(
     slots: int = 0,
     say: Say = warn,
 ) -> TokenScorer:
-    """Log-probabilities of the reference policy, at the sampling temperature.
+    """Return a scorer by log-probabilities of the reference policy, at the sampling temperature.
 
     A PEFT model serves as its own reference: the scorer runs its frozen weights, in modules of its
     own that have no adapters. Switching the adapters off instead would switch off their gradients
@@ -140,16 +140,16 @@ def critic_scorer(
     say: Say = warn,
     channel: WeightChannel | None = None,
 ) -> TokenScorer:
-    """A scorer by V(s_t), the value of the state before response token t; follows the critic.
+    """Return a scorer by V(s_t), the value of the state before response token t.
 
-    Raises:
-        ModelError: the model gives no values of single tokens.
+    It follows the critic. Raises ModelError if the model gives no values of single tokens.
     """
     if not reads_last_token(model):
         raise ModelError(
             f"a critic gives each token's state a value, from what came before it alone; "
             f"{type(unwrapped(model)).__name__} is no causal model with a linear head. Choose "
-            "another model in critic.init, or 'actor'"
+            "another model in critic.init, or 'actor'",
+            "no-values",
         )
     return TokenScorer(
         "critic",
@@ -176,12 +176,9 @@ class RewardModelScorer(ModelScorer):
     Args:
         stop: strings that ended responses.
         given_ends: tokens of the actor that end responses which were given rather than sampled.
-        slots: rollouts that are read while they grow.
-        say: told where that cannot be.
 
     Attributes:
         same_tokenizer: whether it reads the actor's tokens as they are.
-        model: the classifier; a critic may start from it.
         rolled_back_tokens: tokens read so far that were taken back.
     """
 
@@ -203,14 +200,14 @@ class RewardModelScorer(ModelScorer):
         self.rolled_back_tokens = 0
         self._causal = reads_last_token(model)
         ends = _end_tokens(model, tokenizer) if self._causal else frozenset[int]()
-        self._reading = Reading(name, tokenizer, actor_tokenizer, stop, ends, given_ends)
+        self._reading = ConversationReader(name, tokenizer, actor_tokenizer, stop, ends, given_ends)
         self._positions = positions(model)
         self._has_offsets = self.same_tokenizer or tokenizer.is_fast
         super().__init__(name, "reward", model, token_budget, slots=slots, say=say)
 
-    def _open_streams(self, slots: int) -> Streams | None:
+    def _open_rows(self, slots: int) -> StreamedRows | None:
         if self._causal and self._has_offsets:
-            return super()._open_streams(slots)
+            return super()._open_rows(slots)
         why = (
             "its tokenizer does not say where in the text its tokens are"
             if self._causal
@@ -219,46 +216,47 @@ class RewardModelScorer(ModelScorer):
         self._say(f"'{self.name}' scores rollouts whole, at their end: {why}")
         return None
 
-    def _open(self, streams: Streams, response: Response) -> Stream:
+    def _open(self, rows: StreamedRows, response: Response) -> StreamedRow:
         if self.same_tokenizer:
-            return super()._open(streams, response)
+            return super()._open(rows, response)
         text = self._reading.prefix(response.prompt)
         text.grow(self._reading.begun(response))
-        return streams.open(response.id, text.tokens[:-1], text.tokens, text)
+        return rows.open(response.id, text.tokens[:-1], text.tokens, text)
 
-    def _update(self, stream: Stream, response: Response) -> None:
-        if stream.numbers:
+    def _update(self, row: StreamedRow, response: Response) -> None:
+        if row.numbers:
             return  # it has its score
-        if stream.text is None:
-            super()._update(stream, response)
+        if row.text is None:
+            super()._update(row, response)
         else:
-            self._retokenise(stream, stream.text, response)
+            self._retokenise(row, row.text, response)
         if response.finish:
-            fits = self._fits(response, stream.tokens)
-            stream.goal = len(stream.tokens) if fits else 0
+            fits = self._fits(response, row.tokens)
+            row.goal = len(row.tokens) if fits else 0
         elif self._positions is not None:
-            stream.goal = min(stream.goal, self._positions)
+            row.goal = min(row.goal, self._positions)
 
-    def _retokenise(self, stream: Stream, text: StablePrefix, response: Response) -> None:
+    def _retokenise(self, row: StreamedRow, text: StablePrefix, response: Response) -> None:
         if response.finish:
             kept = text.close(self._reading.tokens(response))
         else:
             kept = text.grow(self._reading.begun(response))
-        if kept < stream.cached:
-            self.rolled_back_tokens += stream.cached - kept
-            stream.cached = kept
-        if kept < len(stream.prompt):
-            stream.prompt = ()
-        stream.tokens[kept:] = text.tokens[kept:]
-        stream.goal = max(0, len(stream.tokens) - 1)  # all of a short text may be held back
-        stream.cached = min(stream.cached, stream.goal)  # the last token's state will be needed
+        if kept < row.cached:
+            self.rolled_back_tokens += row.cached - kept
+            row.cached = kept
+        if kept < len(row.prompt):
+            row.prompt = ()
+        row.tokens[kept:] = text.tokens[kept:]
+        row.goal = max(0, len(row.tokens) - 1)  # all of a short text may be held back
+        row.cached = min(row.cached, row.goal)  # the last token's state will be needed
 
-    def _take(self, pieces: Sequence[Piece], hidden: Tensor) -> None:
-        last = [(h, p) for h, p in zip(hidden, pieces, strict=True) if _complete(p)]
+    def _take_hidden(self, spans: Sequence[RowSpan], hidden: Tensor) -> None:
+        pairs = zip(hidden, spans, strict=True)
+        last = [(h, span) for h, span in pairs if span.stop == len(span.row.tokens)]
         if last:
-            states = torch.stack([h[p.stop - p.start - 1] for h, p in last])
-            for (_, piece), score in zip(last, apply_scalar_head(self.model, states), strict=True):
-                piece.stream.numbers.append(score[None])
+            states = torch.stack([h[span.stop - span.start - 1] for h, span in last])
+            for (_, span), score in zip(last, apply_scalar_head(self.model, states), strict=True):
+                span.row.numbers.append(score[None])
 
     def _score(
         self, responses: Sequence[Response]
@@ -272,7 +270,7 @@ class RewardModelScorer(ModelScorer):
             yield [responses[i] for i in chosen], list(self._read(part)[:, None])
 
     def _read(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Scores [b] of rows of token ids."""
+        """Return scores [b] of rows of token ids."""
         if self._causal:
             return apply_scalar_head(self.model, last_hidden(self.model, rows))
         ids = pad_right(rows, next(self.model.parameters()).device)
@@ -281,11 +279,7 @@ class RewardModelScorer(ModelScorer):
         return logits[:, 0]
 
     def require_room(self, prompts: Sequence[Prompt]) -> None:
-        """Refuse a model that cannot read even the shortest of some prompts with a response.
-
-        Raises:
-            ModelError: it has no position left for a response.
-        """
+        """Raise ModelError for a model that has no position left for a response to any prompt."""
         if self._positions is None:
             return
         nothing = np.empty(0, np.int32)
@@ -295,7 +289,8 @@ class RewardModelScorer(ModelScorer):
             raise ModelError(
                 f"reward model '{self.name}' has {self._positions} positions, and of the first "
                 f"{len(prompts)} prompts the shortest takes {shortest} of them without a response; "
-                "lower task.max_prompt_tokens, or choose another reward model"
+                "lower task.max_prompt_tokens, or choose another reward model",
+                "too-few-positions",
             )
 
     def _fits(self, response: Response, tokens: Sequence[int]) -> bool:
@@ -316,10 +311,9 @@ class RewardModelScorer(ModelScorer):
 
 
 def _end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the tokens that end a response for a classifier, which has no generation config.
+    """Return a classifier's tokens that end a response: its config's, and the tokenizer's own.
 
-    They are those that its config names, and the tokenizer's own. There are none where the
-    tokenizer has none.
+    There are none where the tokenizer has none.
     """
     named = getattr(text_config(model), "eos_token_id", None)
     own = cast(int | None, tokenizer.eos_token_id)
@@ -327,10 +321,6 @@ def _end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> frozens
         return frozenset()
     ids = named if isinstance(named, list) else [named]
     return frozenset(int(i) for i in [*ids, own] if i is not None)
-
-
-def _complete(piece: Piece) -> bool:
-    return piece.stop == len(piece.stream.tokens)
 
 
 def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:

@@ -40,7 +40,7 @@ Encode = Callable[[str, int], Pieces]
 the tokens count from that place."""
 
 
-class Reading:
+class ConversationReader:
     """The tokens of a rollout as a reward model with a tokenizer of its own reads them.
 
     A conversation goes through the model's chat template, or where it has none becomes the text of
@@ -76,8 +76,7 @@ class Reading:
     def tokens(self, response: Response) -> list[int]:
         """Return all tokens that are read of a finished response.
 
-        Raises:
-            ModelError: the chat template refuses the conversation.
+        Raises ModelError if the chat template refuses the conversation.
         """
         prompt = response.prompt
         text = response_text(
@@ -104,12 +103,8 @@ class Reading:
         """Return the text that is read of an unfinished response, escaped, up to its end so far.
 
         It may end in replacement characters, for a character of which some bytes are still to come.
-
         Decoding and rendering start from the beginning each time. Together they take about a tenth
         of the time of tokenising, which :class:`StablePrefix` does not repeat.
-
-        Raises:
-            ModelError: the chat template refuses the conversation.
         """
         text = response_text(self._actor_tokenizer, response.tokens.tolist(), None)
         return self._render(response.prompt, text, unfinished=True).partition(MARK)[0]
@@ -146,10 +141,7 @@ class Reading:
         return self._encoder.ids(text, special=special)
 
     def _asked(self, prompt: Prompt) -> str:
-        """Return the prompt as it is read before there is a response, escaped.
-
-        It is empty if a chat template refuses the prompt alone.
-        """
+        """Return the prompt as it is read alone, escaped; empty if a chat template refuses that."""
         if not prompt.messages:
             return self._encoder.escape(prompt.text)
         if not self._templated(prompt):
@@ -165,7 +157,7 @@ class Reading:
         return bool(prompt.messages and self._tokenizer.chat_template)
 
     def _render(self, prompt: Prompt, text: str, *, unfinished: bool = False) -> str:
-        """Prompt and response, escaped; ``unfinished``: with :data:`MARK` behind the response."""
+        """Return prompt and response, escaped; unfinished, with :data:`MARK` behind them."""
         if not prompt.messages:
             return self._encoder.escape(prompt.text + text) + MARK * unfinished
         turns = [*prompt.messages, Message(role="assistant", content=text)]
@@ -181,7 +173,8 @@ class Reading:
             raise ModelError(
                 f"the chat template of reward model '{self._name}' refuses the conversation "
                 f"{[*turns[:-1], shown]}: {error}. Leave task.system empty, or choose another "
-                "reward model"
+                "reward model",
+                "template-refuses",
             ) from error
 
 

@@ -13,10 +13,10 @@ predicts, and none has to be kept from one pass for the next.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor, nn
 
 from stretto.errors import EngineError
@@ -26,7 +26,7 @@ from stretto.scoring.retokenise import StablePrefix
 
 
 @dataclass(slots=True, eq=False)
-class Stream:
+class StreamedRow:
     """A rollout in a slot.
 
     Attributes:
@@ -36,7 +36,7 @@ class Stream:
         tokens: what the model is to read, as far as it is known.
         goal: how many of the tokens to run through the model now.
         cached: how many have been.
-        predicting: places in ``tokens`` whose states predict sampled tokens.
+        predicting: places in ``tokens`` whose states predict sampled tokens, in order.
         numbers: what came out so far: log-probabilities or values of the response's first tokens,
             or, at the end, the one reward; 1-dimensional each.
         text: where the tokens come from, if the model has a tokenizer of its own.
@@ -53,30 +53,33 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Tokens ``start:stop`` of a stream, in one forward pass."""
+class RowSpan:
+    """Tokens ``start:stop`` of a row, in one forward pass."""
 
-    stream: Stream
+    row: StreamedRow
     start: int
     stop: int
 
+    @property
+    def predicting(self) -> list[int]:
+        """Those of the row's places that lie here."""
+        places = self.row.predicting
+        return places[bisect_left(places, self.start) : bisect_left(places, self.stop)]
 
-Read = Callable[[Sequence[Piece], Tensor], None]
-"""Takes what it needs from the last hidden states [n, q, H] of one pass over n pieces."""
+
+TakeHidden = Callable[[Sequence[RowSpan], Tensor], None]
+"""Takes what it needs from the last hidden states [n, q, H] of one pass over n spans."""
 
 
-class Streams:
+class StreamedRows:
     """The rollouts that one model is reading, and their keys and values.
 
-    Everything here is derived from weights and tokens; nothing is state.
+    Everything here is derived from weights and tokens; nothing is state. Raises EngineError if the
+    model does not run over a cache in slots, ModelError if its decoder cannot be found.
 
     Args:
         slots: rollouts that can be read at one time. Memory for all of them is allocated in the
             first pass, at the length needed then, and grows with the longest rollout.
-
-    Raises:
-        EngineError: the model does not run over a cache in slots.
-        ModelError: its decoder cannot be found.
     """
 
     def __init__(self, model: nn.Module, slots: int, token_budget: int) -> None:
@@ -84,16 +87,16 @@ class Streams:
         self._pass = CachedPass(model, SlotCache(slots))
         self._budget = token_budget
         self._free = list(reversed(range(slots)))
-        self._streams: dict[int, Stream] = {}
+        self._rows: dict[int, StreamedRow] = {}
 
     @property
     def full(self) -> bool:
         """Return whether all slots are taken."""
         return not self._free
 
-    def get(self, rollout_id: int) -> Stream | None:
-        """The stream of a rollout, if it has one."""
-        return self._streams.get(rollout_id)
+    def get(self, rollout_id: int) -> StreamedRow | None:
+        """Return the row of a rollout, if it has one."""
+        return self._rows.get(rollout_id)
 
     def open(
         self,
@@ -101,100 +104,90 @@ class Streams:
         prompt: Sequence[int],
         tokens: Sequence[int],
         text: StablePrefix | None = None,
-    ) -> Stream:
+    ) -> StreamedRow:
         """Give a rollout a slot; not to be asked for when full."""
-        stream = Stream(self._free.pop(), tuple(prompt), list(tokens), text=text)
-        self._streams[rollout_id] = stream
-        return stream
+        row = StreamedRow(self._free.pop(), tuple(prompt), list(tokens), text=text)
+        self._rows[rollout_id] = row
+        return row
 
     def close(self, rollout_ids: Iterable[int]) -> None:
         """Free the slots of rollouts; unknown ids are ignored."""
         for rollout_id in rollout_ids:
-            stream = self._streams.pop(rollout_id, None)
-            if stream is not None:
-                self._free.append(stream.slot)
+            if row := self._rows.pop(rollout_id, None):
+                self._free.append(row.slot)
 
     def void(self) -> None:
         """Forget all that was computed, because the weights have changed."""
-        for stream in self._streams.values():
-            stream.cached = 0
-            stream.numbers.clear()
+        for row in self._rows.values():
+            row.cached = 0
+            row.numbers.clear()
 
-    def advance(self, streams: Sequence[Stream], read: Read) -> int:
-        """Bring each stream to its goal; return how many tokens went through the model.
+    def advance(self, rows: Sequence[StreamedRow], take: TakeHidden) -> int:
+        """Bring each row to its goal; return how many tokens went through the model.
 
-        Passes hold up to the budget. A stream with more left than that takes part in several.
-        Prompts that are shared are run once.
+        Passes hold up to the budget. A row with more left than that takes part in several. Prompts
+        that are shared are run once.
         """
-        pending = [s for s in streams if s.cached < s.goal]
+        pending = [row for row in rows if row.cached < row.goal]
         if pending:
-            self._pass.cache.reserve(max(s.goal for s in pending))
+            self._pass.cache.reserve(max(row.goal for row in pending))
         done = 0
         while pending:
             waiting = self._share(pending)
-            ready = [s for s in pending if s.cached < s.goal and s not in waiting]
+            ready = [row for row in pending if row.cached < row.goal and row not in waiting]
             # Rows that start at 0 need no mask as long as no others are among them.
-            for part in ([s for s in ready if not s.cached], [s for s in ready if s.cached]):
-                lengths = [min(s.goal - s.cached, self._budget) for s in part]
+            for part in ([r for r in ready if not r.cached], [r for r in ready if r.cached]):
+                lengths = [min(row.goal - row.cached, self._budget) for row in part]
                 for chosen in by_token_budget(lengths, self._budget):
-                    done += self._run([part[i] for i in chosen], read)
-            pending = [s for s in pending if s.cached < s.goal]
+                    done += self._run([part[i] for i in chosen], take)
+            pending = [row for row in pending if row.cached < row.goal]
         return done
 
-    def _share(self, pending: Sequence[Stream]) -> set[Stream]:
-        """Copy prompts that some stream has run; return streams whose prompt is about to be run."""
-        fresh = [s for s in pending if not s.cached and s.prompt]
+    def _share(self, pending: Sequence[StreamedRow]) -> set[StreamedRow]:
+        """Copy prompts that some row has run; return rows whose prompt is about to be run."""
+        fresh = [row for row in pending if not row.cached and row.prompt]
         if not fresh:
             return set()
-        have = {s.prompt: s for s in self._streams.values() if s.cached >= len(s.prompt)}
-        first = {s.prompt for s in pending if 0 < s.cached < len(s.prompt)}
+        have = {row.prompt: row for row in self._rows.values() if row.cached >= len(row.prompt)}
+        first = {row.prompt for row in pending if 0 < row.cached < len(row.prompt)}
         waiting = set()
-        for stream in fresh:
-            source = have.get(stream.prompt)
-            if source is not None:
-                stream.cached = len(stream.prompt)
-                self._pass.cache.copy_row(source.slot, stream.slot, stream.cached)
-            elif stream.prompt in first:
-                waiting.add(stream)
+        for row in fresh:
+            if source := have.get(row.prompt):
+                row.cached = len(row.prompt)
+                self._pass.cache.copy_row(source.slot, row.slot, row.cached)
+            elif row.prompt in first:
+                waiting.add(row)
             else:
-                first.add(stream.prompt)
+                first.add(row.prompt)
         return waiting
 
-    def _run(self, streams: Sequence[Stream], read: Read) -> int:
+    def _run(self, rows: Sequence[StreamedRow], take: TakeHidden) -> int:
         """Run one forward pass; return the number of tokens that went through the model."""
-        pieces = [Piece(s, s.cached, min(s.goal, s.cached + self._budget)) for s in streams]
+        spans = [RowSpan(r, r.cached, min(r.goal, r.cached + self._budget)) for r in rows]
         hidden = self._pass.prefill(
-            [p.stream.slot for p in pieces],
-            [p.start for p in pieces],
-            [p.stream.tokens[p.start : p.stop] for p in pieces],
+            [span.row.slot for span in spans],
+            [span.start for span in spans],
+            [span.row.tokens[span.start : span.stop] for span in spans],
         )
-        read(pieces, hidden)
-        for piece in pieces:
-            piece.stream.cached = piece.stop
-        return sum(p.stop - p.start for p in pieces)
+        take(spans, hidden)
+        for span in spans:
+            span.row.cached = span.stop
+        return sum(span.stop - span.start for span in spans)
 
 
 def _check(model: nn.Module) -> None:
-    """Refuse a model whose passes over a cache are not its plain passes.
-
-    Raises:
-        EngineError, ModelError: see :class:`Streams`.
-    """
+    """Refuse a model whose passes over a cache are not its plain passes."""
     own = CachedPass(model, SlotCache(2))
     own.cache.reserve(CHECKED)
     if kind := following_frequencies(own.config_of_model):
         raise EngineError(
             f"the model's position frequencies ({kind}) follow the length of the whole sequence, "
-            "which is not known before its end. Choose another model"
+            "which is not known before its end. Choose another model",
+            "no-slots",
         )
-    check_cache(own, lambda ids, at, _: _newest(own, ids, at), lambda hidden: hidden)
 
+    def newest(ids: Tensor, positions: Tensor, _: int) -> Tensor:
+        """Return hidden states [n, H] of the newest tokens of slots 0..n."""
+        return own.prefill([*range(len(ids))], positions.tolist(), ids[:, None].tolist())[:, 0]
 
-def _newest(own: CachedPass, ids: Tensor, positions: Tensor) -> Tensor:
-    """Hidden states [n, H] of the newest tokens of slots 0..n."""
-    return own.prefill([*range(len(ids))], positions.tolist(), ids[:, None].tolist())[:, 0]
-
-
-def out_of_memory(error: RuntimeError) -> bool:
-    """Return whether torch could not get memory; on a CPU only the message says so."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+    check_cache(own, newest, lambda hidden: hidden)

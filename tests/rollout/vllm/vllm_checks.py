@@ -85,14 +85,10 @@ class Learner:
 def engine_of(
     requests: LlmRequests, config: RolloutConfig, learner: Learner, source: Any = None
 ) -> VllmEngine:
-    return VllmEngine(
-        requests,
-        source or source_of(model()),
-        config,
-        end_tokens=frozenset({END}),
-        seed=5,
-        channel=learner.channel,
+    settings = EngineSettings(
+        rollout=config, end_tokens=frozenset({END}), seed=5, channel=learner.channel
     )
+    return VllmEngine(requests, source or source_of(model()), settings)
 
 
 def rollouts(prompts: Sequence[Sequence[int]] = PROMPTS) -> list[Rollout]:
@@ -145,7 +141,7 @@ def greedy(requests: LlmRequests, found: dict[str, Any]) -> None:
     same = LlmRequests(requests._engine, replace(requests._settings, rollout=config), KV_BYTES)
     engine = engine_of(same, config, learner)
     learner.hand_over(engine, model())
-    own = TorchEngine(model(), config, end_tokens=frozenset({END}), seed=5)
+    own = TorchEngine(model(), EngineSettings(rollout=config, end_tokens=frozenset({END}), seed=5))
     found["greedy"] = {
         "vllm": answers(engine),
         "torch": answers(own),

@@ -1,8 +1,8 @@
 """The engine over vLLM: a rollout is a request, and a call is so many of vLLM's iterations.
 
-Between two calls nothing runs, so hand-overs and moves fall between iterations by construction. All
-tokens of a request are taken in the iteration that samples them, so that ending it loses none. A
-rollout goes on, here or in another engine, as a new request whose prompt is all that it has.
+Between two calls nothing runs, so weight syncs and moves fall between iterations by construction.
+All tokens of a request are taken in the iteration that samples them, so that ending it loses none.
+A rollout goes on, here or in another engine, as a new request whose prompt is all that it has.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
-from stretto.config import RolloutConfig
 from stretto.errors import EngineError
 from stretto.models.forward import text_config
 from stretto.models.weights import require_fingerprint
-from stretto.rollout.base import Carry, Engine, EngineSettings, Row, StopStrings
+from stretto.rollout.base import Engine, EngineSettings, Row
 from stretto.rollout.sampling import stream_seed
 from stretto.rollout.vllm.llm import LlmRequests, Output, open_requests
 from stretto.rollout.vllm.source import Source, source_of
@@ -30,7 +28,7 @@ from stretto.types import (
     Response,
     WeightsRef,
 )
-from stretto.weights.channel import WeightChannel, fetched
+from stretto.weights.channel import fetched
 
 SEEDS = 1 << 63
 """Seeds are below this number: what the libraries behind vLLM take."""
@@ -54,34 +52,20 @@ class RequestRow(Row):
 
 
 def open_engine(model: nn.Module, settings: EngineSettings) -> VllmEngine:
-    """Start vLLM in this process, with random weights: the first hand-over brings all of them.
+    """Start vLLM in this process, with random weights: the first weight sync brings all of them.
+
+    Raises the errors of :func:`~.llm.open_requests`.
 
     Args:
         model: as training starts, on the CPU, to learn what travels.
-
-    Raises:
-        MissingExtraError, ConfigError, EngineError: see :func:`~.llm.open_requests`.
     """
-    source = source_of(model)
-    return VllmEngine(
-        open_requests(settings, kv_bytes_per_token(model, settings.dtype)),
-        source,
-        settings.rollout,
-        end_tokens=settings.end_tokens,
-        seed=settings.seed,
-        stop=settings.stop,
-        carry=settings.carry,
-        channel=settings.channel,
-    )
-
-
-def kv_bytes_per_token(model: nn.Module, dtype: torch.dtype) -> int:
-    """Bytes of the keys and values of one token, by the model's config."""
     config = text_config(model)
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return int(2 * config.num_hidden_layers * kv_heads * width * dtype.itemsize)
+    token_bytes = int(2 * config.num_hidden_layers * kv_heads * width * settings.dtype.itemsize)
+    source = source_of(model)
+    return VllmEngine(open_requests(settings, token_bytes), source, settings)
 
 
 class VllmEngine(Engine):
@@ -93,7 +77,7 @@ class VllmEngine(Engine):
     as far as its whole blocks are still there.
 
     Args:
-        source: turns what the learner hands over into what vLLM loads.
+        source: turns what the learner sends into what vLLM loads.
     """
 
     capabilities = Capabilities(
@@ -101,27 +85,8 @@ class VllmEngine(Engine):
     )
     _held: dict[int, RequestRow]
 
-    def __init__(
-        self,
-        requests: LlmRequests,
-        source: Source,
-        config: RolloutConfig,
-        *,
-        end_tokens: frozenset[int],
-        seed: int,
-        stop: StopStrings | None = None,
-        carry: Carry = "recompute",
-        channel: WeightChannel | None = None,
-    ) -> None:
-        super().__init__(
-            config,
-            end_tokens=end_tokens,
-            seed=seed,
-            stop=stop,
-            carry=carry,
-            channel=channel,
-            longest=requests.longest,
-        )
+    def __init__(self, requests: LlmRequests, source: Source, settings: EngineSettings) -> None:
+        super().__init__(settings, requests.longest)
         self._requests, self._source = requests, source
         self._by_request: dict[str, RequestRow] = {}
         self._named, self._loads, self._salt = 0, 0, "0"
@@ -130,13 +95,13 @@ class VllmEngine(Engine):
     def load(self, weights: WeightsRef) -> None:
         """See :class:`~stretto.rollout.base.Engine`.
 
-        Each hand-over begins a new salt. It is part of the name of every cached block, so that a
+        Each weight sync begins a new salt. It is part of the name of every cached block, so that a
         request finds none of older weights. Rows whose keys and values are carried keep theirs.
         """
         rows = sorted(self._held.values(), key=lambda row: row.id)
         self._withdraw(rows)
         self._held = {row.id: row for row in rows}
-        arriving = fetched(self._channel, weights)
+        arriving = fetched(self.settings.channel, weights)
         if self._asleep:  # keys and values come when the copies of the weights are gone
             self._requests.wake(["weights"])
         self._requests.load(self._source.tensors(arriving), weights.version)
@@ -148,13 +113,12 @@ class VllmEngine(Engine):
         self._loads += 1
         self._salt = str(self._loads)
         for row in rows:
-            if self._carry == "recompute" or not row.generated:
+            if self.settings.carry == "recompute" or not row.generated:
                 row.salt = self._salt
 
     def logprobs(self, sequences: IntArray) -> FloatArray:
         """See :class:`~stretto.rollout.base.Engine`; each comes from a request of its own."""
-        self._withdraw(self._held.values())
-        self._wake()
+        self._make_idle()
         rows = [row.tolist() for row in sequences]
         prefixes = [row[:at] for row in rows for at in range(1, len(row))]
         following = [token for row in rows for token in row[1:]]
@@ -162,8 +126,7 @@ class VllmEngine(Engine):
         return found.reshape(len(rows), -1)
 
     def prefill_tokens_per_s(self) -> float:
-        self._withdraw(self._held.values())
-        self._wake()
+        self._make_idle()
         return self._requests.prefill_tokens_per_s()
 
     @property
@@ -194,8 +157,11 @@ class VllmEngine(Engine):
         self._named += 1
         row.request, row.prompted, row.counted = f"{row.id}.{self._named}", len(row.tokens), False
         self._by_request[row.request] = row
+        seed = stream_seed(self.settings.seed, row.id)
+        if not self._requests.seeds_positions:  # else its first numbers would be drawn once more
+            seed = stream_seed(seed, row.generated)
         left = self._config.max_new_tokens - row.generated
-        self._requests.add(row.request, row.tokens, row.salt, self._seed_of(row), left)
+        self._requests.add(row.request, row.tokens, row.salt, seed % SEEDS, left)
 
     def _withdraw(self, rows: Iterable[RequestRow]) -> None:
         running = [row for row in rows if row.request]
@@ -203,6 +169,10 @@ class VllmEngine(Engine):
         for row in running:
             del self._by_request[row.request]
             row.request = ""
+
+    def _make_idle(self) -> None:
+        self._withdraw(self._held.values())
+        self._wake()
 
     def _rest(self) -> None:
         if self._requests.sleeps and not self._held and not self._asleep:
@@ -214,16 +184,12 @@ class VllmEngine(Engine):
             self._requests.wake(["weights", "kv_cache"])
             self._asleep = False
 
-    def _seed_of(self, row: RequestRow) -> int:
-        seed = stream_seed(self._seed, row.id)
-        if not self._requests.seeds_positions:  # else its first numbers would be drawn once more
-            seed = stream_seed(seed, row.generated)
-        return seed % SEEDS
-
     def _step(self) -> bool:
         """Make an iteration; return whether any rollout got a token."""
         if not self._requests.busy:
-            raise EngineError(f"vLLM has no request left, and rollouts {sorted(self._held)} go on")
+            raise EngineError(
+                f"vLLM has no request left, and rollouts {sorted(self._held)} go on", "no-requests"
+            )
         ended, advanced = [], False
         for output in self._requests.step():
             row = self._by_request[output.request]
@@ -247,7 +213,8 @@ class VllmEngine(Engine):
                 raise EngineError(
                     f"vLLM has ended rollout {row.id} after {row.generated} tokens "
                     f"({output.ended}), before an end token, a stop string or the limit of "
-                    f"{self._config.max_new_tokens}"
+                    f"{self._config.max_new_tokens}",
+                    "ended-early",
                 )
             return None
         if output.ended:

@@ -1,7 +1,7 @@
-"""The weights that vLLM loads, out of what the learner hands over.
+"""The weights that vLLM loads, out of what the learner sends.
 
-vLLM wants whole tensors under the names of the model's files. What arrives may be parts of them,
-one after another, or adapters alone.
+vLLM wants full tensors under the names of the model's files. What arrives may be parts of them, one
+after another, or adapters alone.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from stretto.models.lora import trained_names
 from stretto.models.mapped import final
-from stretto.models.pieces import Part
-from stretto.models.weights import Spread, copy_into, fingerprint_of
+from stretto.models.shards import TensorPart
+from stretto.models.weights import RunningFingerprint, copy_into, fingerprint_of
 
 
-class WholeWeights:
+class FullWeights:
     """The weights of a model that is trained as it is: what travels is what is loaded.
 
     Args:
@@ -32,24 +32,24 @@ class WholeWeights:
         named = dict(model.named_parameters())
         self._shapes = {n: tuple(p.shape) for n, p in named.items()}
         self._still = {n: final(p) for n, p in named.items() if n not in trained}
-        self._spread = Spread(named)
+        self._running = RunningFingerprint(named)
 
-    def tensors(self, arriving: Mapping[str, Tensor | Part]) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, arriving: Mapping[str, Tensor | TensorPart]) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors, each the taker's: those that do not change, then those that arrive."""
-        for name, tensor in chain(self._still.items(), self._whole(arriving)):
-            self._spread.take(name, tensor)
+        for name, tensor in chain(self._still.items(), self._full(arriving)):
+            self._running.take(name, tensor)
             yield name, tensor
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the learner's model, of what was yielded last."""
-        return self._spread.mark()
+        return self._running.mark()
 
-    def _whole(self, arriving: Mapping[str, Tensor | Part]) -> Iterator[tuple[str, Tensor]]:
+    def _full(self, arriving: Mapping[str, Tensor | TensorPart]) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor once all its parts are here."""
         begun: dict[str, Tensor] = {}
         left: dict[str, int] = {}
         for name, part in arriving.items():
-            tensor, to = part if isinstance(part, Part) else (part, ())
+            tensor, to = part if isinstance(part, TensorPart) else (part, ())
             shape = self._shapes[name]
             if tensor.shape == shape:
                 yield name, tensor.clone()  # what it came in is written to again
@@ -74,7 +74,7 @@ class MergedWeights:
         self._model: Any = model
 
     @torch.no_grad()
-    def tensors(self, arriving: Mapping[str, Tensor | Part]) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, arriving: Mapping[str, Tensor | TensorPart]) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors, after the adapters have arrived."""
         for name, part in arriving.items():
             copy_into(self._model, {name: part})
@@ -97,13 +97,9 @@ class MergedWeights:
         return fingerprint_of(self._model)
 
 
-Source = WholeWeights | MergedWeights
+Source = FullWeights | MergedWeights
 
 
 def source_of(model: nn.Module) -> Source:
-    """Return the source of a model's weights.
-
-    Args:
-        model: as training starts, on the CPU. With adapters it is kept, and changed.
-    """
-    return MergedWeights(model) if hasattr(model, "peft_config") else WholeWeights(model)
+    """Return the source of the weights of a model on the CPU; one in adapters is changed."""
+    return MergedWeights(model) if hasattr(model, "peft_config") else FullWeights(model)

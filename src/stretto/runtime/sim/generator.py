@@ -106,7 +106,8 @@ class SimGenerator:
         async with self._worker.turn:
             wrong = [i for i, n in Counter(rollout_ids).items() if n > 1 or i not in self._home]
             if wrong:
-                raise EngineError(f"rollouts {wrong} are not in this engine, or were named twice")
+                problem = f"rollouts {wrong} are not in this engine, or were named twice"
+                raise EngineError(problem, "not-in-engine")
             transfers = []
             for id_ in rollout_ids:
                 replica = self._home.pop(id_)
@@ -156,11 +157,13 @@ class SimGenerator:
         wanted = self._lengths(response.id)
         length = min(wanted, self._max_new_tokens)
         if response.id in self._home:
-            raise EngineError(f"rollout {response.id} is in the engine already; release it first")
+            problem = f"rollout {response.id} is in the engine already; release it first"
+            raise EngineError(problem, "already-in-engine")
         if response.finish or len(response) >= length:
             raise EngineError(
                 f"rollout {response.id} has ended, at {len(response)} tokens; admit only those "
-                "that go on"
+                "that go on",
+                "rollout-ended",
             )
         replica = min(self._replicas, key=lambda r: r.load)
         row = SimRow(

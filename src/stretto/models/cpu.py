@@ -1,0 +1,270 @@
+"""Computing on a CPU: the backend, linear layers packed for decoding, speeds of products by type.
+
+:class:`~stretto.models.cuda.CudaBackend` has what is different on a GPU.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from stretto.models.attention import use_short_attention
+
+Outputs = tuple[Tensor, ...]
+
+
+class Backend:
+    """A CPU.
+
+    Attributes:
+        graphs: whether decode steps can be replayed as CUDA graphs.
+        pinned: whether copies to the device are faster from pinned memory.
+        collectives: torch's name of the backend for several ranks.
+    """
+
+    graphs = False
+    pinned = False
+    collectives = "gloo"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def fastest_dtype(self, threads: int) -> tuple[torch.dtype, str]:
+        """Return the type that the device computes fastest in, and how that is known."""
+        if not cpu_has_bfloat16():
+            return torch.float32, "the CPU has no instructions for bfloat16"
+        measured = product_speeds(threads or torch.get_num_threads())
+        return measured.choice, str(measured)
+
+    def use_fastest_attention(self, model: nn.Module) -> None:
+        """Choose the attention of a transformers model: on a CPU, that for short sequences."""
+        use_short_attention(model)
+
+    def packed(self, *modules: nn.Module) -> PackedLinears:
+        """Return a context in which linear layers are packed for decoding; idle on a GPU."""
+        return PackedLinears(*modules)
+
+    def rank_device(self, rank: int) -> torch.device:
+        """Return the device of a rank on this machine."""
+        return self.device
+
+    def most_ranks(self) -> int | None:
+        """Return how many ranks have a device of their own; ``None`` for any number."""
+        return None
+
+    def free_bytes(self) -> int:
+        """Return the bytes of memory that are free."""
+        return int(psutil.virtual_memory().available)
+
+    def random_states(self) -> dict[str, Tensor]:
+        """Return the states of torch's random numbers, by device."""
+        return {"cpu": torch.get_rng_state()}
+
+    def set_random_states(self, states: Mapping[str, Tensor]) -> None:
+        """Restore :meth:`random_states`; states of other devices are left alone."""
+        if "cpu" in states:
+            torch.set_rng_state(states["cpu"])
+
+    def new_stream(self) -> Any:
+        """Return a stream for copies beside the work; ``None`` where a thread is enough."""
+        return None
+
+    def begun(self) -> Any:
+        """Mark what the device has begun, for :meth:`copy` to wait for."""
+        return None
+
+    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], stream: Any, begun: Any) -> None:
+        """Copy each second tensor into the first, after what has begun; return when it is done."""
+        for to, source in pairs:
+            to.copy_(source)
+
+    def capture(self, run: Callable[[], Outputs], pool: Any) -> tuple[Any, Outputs]:
+        """Capture what ``run`` does, to be replayed; return that and the tensors it writes to.
+
+        Args:
+            pool: memory that CUDA graphs share; ``None`` for a graph of its own.
+        """
+        graph = EagerGraph(run)
+        return graph, graph.outputs
+
+
+class EagerGraph:
+    """What stands for a CUDA graph on a CPU: ``run`` is called once more."""
+
+    def __init__(self, run: Callable[[], Outputs]) -> None:
+        self._run, self.outputs = run, run()
+
+    def replay(self) -> None:
+        """Write new outputs into the tensors of the first ones."""
+        for output, new in zip(self.outputs, self._run(), strict=True):
+            output.copy_(new)
+
+    def pool(self) -> None:
+        """Return no memory to share."""
+
+
+# -- linear layers -------------------------------------------------------------------------------
+
+MOST_ROWS = 64
+"""Rows up to which the packed product is used; with more the layout no longer matters."""
+
+
+class PackedLinears:
+    """The bfloat16 linear layers of a model on a CPU, packed; none anywhere else.
+
+    A plain matrix product of few rows spends a third of its time on bringing the weight into the
+    layout that the CPU's kernels read. oneDNN can keep it in that layout: here once for every
+    version of the weights. The products are the same, bit for bit.
+
+    A context manager: inside, the layers' forward passes use the packed weights. Weights that have
+    changed since are packed again on entry.
+    """
+
+    def __init__(self, *modules: nn.Module) -> None:
+        mkldnn: Any = torch.ops.mkldnn
+        supported = torch.backends.mkldnn.is_available() and hasattr(mkldnn, "_linear_pointwise")
+        self.layers = [
+            layer
+            for module in modules
+            for layer in module.modules()
+            if supported
+            and type(layer) is nn.Linear
+            and layer.weight.dtype == torch.bfloat16
+            and layer.weight.device.type == "cpu"
+        ]
+        self._packed: list[Callable[[Tensor], Tensor]] = []
+        self._versions: list[int] = []
+
+    def __enter__(self) -> None:
+        # torch counts the in-place changes of a tensor, of which an optimizer's update is one.
+        versions = [layer.weight._version for layer in self.layers]
+        if versions != self._versions:
+            self._packed = [_pack(layer) for layer in self.layers]
+            self._versions = versions
+        for layer, forward in zip(self.layers, self._packed, strict=True):
+            layer.forward = forward  # type: ignore[method-assign, assignment]
+
+    def __exit__(self, *error: object) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Give the layers their own forward passes back; a second call does nothing.
+
+        A caller that may be interrupted calls this once more after leaving the context: an
+        interruption can strike within ``__enter__`` or ``__exit__`` themselves.
+        """
+        for layer in self.layers:
+            vars(layer).pop("forward", None)
+
+    def invalidate(self) -> None:
+        """Pack everything again on the next entry: there are new weights."""
+        self._versions = []
+
+
+def _pack(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+    """Return the layer's forward pass with its present weight packed."""
+    weight, bias, width = layer.weight, layer.bias, layer.in_features
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), MOST_ROWS)
+
+    def forward(x: Tensor) -> Tensor:
+        if x.numel() > MOST_ROWS * width:
+            return F.linear(x, weight, bias)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        return out
+
+    return forward
+
+
+# -- speed by type -------------------------------------------------------------------------------
+
+ROWS, INNER, OUTER = 256, 768, 3072
+"""Sizes of the product: a micro-batch's tokens, a small model's hidden size and 4 times that."""
+REPEATS = 6
+"""Products of each type, in turn; the fastest counts, as the others were disturbed."""
+GAIN = 1.2
+"""Least speed-up for which bfloat16 is chosen: float32 is more exact, and a near tie would fall
+either way from run to run."""
+
+Timer = Callable[[torch.dtype], float]
+"""Seconds of one product of a type."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProductSpeeds:
+    """Speed of a matrix product in each type, in GFLOP/s, by which ``model.dtype = auto`` chooses.
+
+    Instruction sets do not tell it. One CPU has bfloat16 products (AVX512-BF16) at half the speed
+    of its float32 ones, and another, with the same flag, at twice their speed.
+    """
+
+    float32: float
+    bfloat16: float
+
+    @property
+    def choice(self) -> torch.dtype:
+        """The type to compute in."""
+        return torch.bfloat16 if self.bfloat16 >= GAIN * self.float32 else torch.float32
+
+    def __str__(self) -> str:
+        return f"products at {self.bfloat16:.0f} GFLOP/s in bfloat16, {self.float32:.0f} in float32"
+
+
+@lru_cache
+def product_speeds(threads: int) -> ProductSpeeds:
+    """Measure both types with so many threads of torch, once in a process: some 50 ms."""
+    before = torch.get_num_threads()
+    if threads == before:
+        return measure(product_timer())
+    torch.set_num_threads(threads)
+    try:
+        return measure(product_timer())
+    finally:
+        torch.set_num_threads(before)
+
+
+def measure(timer: Timer) -> ProductSpeeds:
+    """Return the speed of the fastest of several products of each type, after one warms up."""
+    seconds = {torch.float32: float("inf"), torch.bfloat16: float("inf")}
+    for dtype in seconds:
+        timer(dtype)
+    for _ in range(REPEATS):
+        for dtype in seconds:
+            seconds[dtype] = min(seconds[dtype], timer(dtype))
+    work = 2 * ROWS * INNER * OUTER / 1e9
+    return ProductSpeeds(*(work / each for each in seconds.values()))
+
+
+def product_timer() -> Timer:
+    """Return what times a linear layer's product, on fixed numbers: none are drawn."""
+    fixed = torch.ones(ROWS, INNER), torch.ones(OUTER, INNER)
+
+    @torch.inference_mode()
+    def timed(dtype: torch.dtype) -> float:
+        x, w = (tensor.to(dtype) for tensor in fixed)
+        start_s = time.perf_counter()
+        F.linear(x, w)
+        return time.perf_counter() - start_s
+
+    return timed
+
+
+def cpu_has_bfloat16() -> bool:
+    """Return whether the CPU multiplies bfloat16 itself; elsewhere it is emulated, and far slower.
+
+    On x86, oneDNN already says yes to AVX512 alone, so the instruction sets are asked for by name.
+    On ARM it reads the very instruction.
+    """
+    if platform.machine().lower() in ("aarch64", "arm64"):
+        has_onednn = torch.backends.mkldnn.is_available()
+        return bool(has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
