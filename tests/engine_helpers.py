@@ -11,9 +11,8 @@ from torch import Tensor
 
 from stretto.config import RolloutConfig
 from stretto.rollout.base import EngineSettings, StopStrings
-from stretto.rollout.vllm.engine import VllmEngine
+from stretto.rollout.vllm.engine import FullWeights, VllmEngine
 from stretto.rollout.vllm.llm import Output
-from stretto.rollout.vllm.source import FullWeights
 from stretto.runtime.sim.loop import run
 from stretto.types import FloatArray
 from stretto.weights.channel import SharedChannel
@@ -95,10 +94,6 @@ class StandIn:
     def logprobs(self, prefixes: Sequence[Sequence[int]], tokens: Sequence[int]) -> FloatArray:
         assert not self.busy
         return np.array([100 * len(p) + t for p, t in zip(prefixes, tokens, strict=True)], "f4")
-
-    def prefill_tokens_per_s(self) -> float:
-        assert not self.busy
-        return 123.0
 
     def sleep(self) -> None:
         assert not self.busy

@@ -18,9 +18,9 @@ from stretto.api.settings import settled
 from stretto.cli import doctor
 from stretto.config import recipes
 from stretto.errors import ConfigError
-from stretto.models import cpu
+from stretto.models import devices
 from stretto.models.backend import SPIN_TURNS, fastest_dtype, pick_dtype, sleep_when_waiting
-from stretto.models.cpu import INNER, OUTER, REPEATS, ROWS, ProductSpeeds, measure
+from stretto.models.devices import INNER, OUTER, REPEATS, ROWS, ProductSpeeds, measure
 
 CPU = torch.device("cpu")
 WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
@@ -107,10 +107,10 @@ def test_the_faster_type_is_chosen(
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[ProductSpeeds], None]:
     """A CPU with instructions for bfloat16, and how fast it is."""
-    monkeypatch.setattr(cpu, "cpu_has_bfloat16", lambda: True)
+    monkeypatch.setattr(devices, "cpu_has_bfloat16", lambda: True)
 
     def has(found: ProductSpeeds) -> None:
-        monkeypatch.setattr(cpu, "product_speeds", lambda threads: found)
+        monkeypatch.setattr(devices, "product_speeds", lambda threads: found)
 
     return has
 
@@ -130,8 +130,8 @@ def test_a_cpu_without_bfloat16_is_not_measured(monkeypatch: pytest.MonkeyPatch)
     def never(threads: int) -> ProductSpeeds:
         raise AssertionError
 
-    monkeypatch.setattr(cpu, "product_speeds", never)
-    monkeypatch.setattr(cpu, "cpu_has_bfloat16", lambda: False)
+    monkeypatch.setattr(devices, "product_speeds", never)
+    monkeypatch.setattr(devices, "cpu_has_bfloat16", lambda: False)
     dtype, because = fastest_dtype(CPU)
     assert dtype == torch.float32
     assert "no instructions" in because
@@ -140,9 +140,9 @@ def test_a_cpu_without_bfloat16_is_not_measured(monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture
 def three_threads() -> Iterator[int]:
     before = torch.get_num_threads()
-    cpu.product_speeds.cache_clear()
+    devices.product_speeds.cache_clear()
     yield 3
-    cpu.product_speeds.cache_clear()
+    devices.product_speeds.cache_clear()
     torch.set_num_threads(before)
 
 
@@ -153,16 +153,18 @@ def test_a_measurement_leaves_no_trace(three_threads: int, monkeypatch: pytest.M
         seen.append(torch.get_num_threads())
         return 1.0
 
-    monkeypatch.setattr(cpu, "product_timer", lambda: product)
+    monkeypatch.setattr(devices, "product_timer", lambda: product)
     before, state = torch.get_num_threads(), torch.get_rng_state()
-    assert cpu.product_speeds(three_threads) is cpu.product_speeds(three_threads)  # measured once
+    assert devices.product_speeds(three_threads) is devices.product_speeds(
+        three_threads
+    )  # measured once
     assert seen == [3] * 2 * (REPEATS + 1)
     assert torch.get_num_threads() == before
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_the_product_takes_time_in_both_types() -> None:
-    product = cpu.product_timer()
+    product = devices.product_timer()
     assert all(product(dtype) > 0 for dtype in (torch.float32, torch.bfloat16))
 
 

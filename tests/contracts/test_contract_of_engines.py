@@ -296,14 +296,6 @@ def test_what_is_measured_disturbs_no_rollout(name: str) -> None:
     assert_same(made, expected(name))
 
 
-@pytest.mark.parametrize("name", ENGINES_ALONE)
-def test_state_is_the_version(name: str) -> None:
-    one, two = SUBJECTS[name](), SUBJECTS[name]()
-    one.version = 9
-    two.load_state_dict(one.state_dict())
-    assert two.version == 9
-
-
 def test_each_name_of_the_settings_is_an_engine() -> None:
     names = get_args(RolloutConfig.model_fields["engine"].annotation)
     assert set(names) == set(ENGINES)

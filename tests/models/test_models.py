@@ -22,7 +22,7 @@ from stretto.config import ModelConfig
 from stretto.errors import ConfigError, ModelError
 from stretto.models import resolve as resolving
 from stretto.models.backend import pick_device, pick_dtype
-from stretto.models.cpu import cpu_has_bfloat16
+from stretto.models.devices import cpu_has_bfloat16
 from stretto.models.info import ModelInfo, described, measure
 from stretto.models.load import (
     architecture,

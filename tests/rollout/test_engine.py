@@ -30,7 +30,7 @@ from stretto.config import ModelConfig, RolloutConfig, TrainingConfig
 from stretto.errors import EngineError, StrettoError
 from stretto.evaluation.answers import completed
 from stretto.models.cached import SlotCache
-from stretto.models.cpu import Backend, PackedLinears
+from stretto.models.devices import Backend, PackedLinears
 from stretto.models.load import load_causal_lm
 from stretto.models.lora import add_lora
 from stretto.models.tiny import byte_tokenizer

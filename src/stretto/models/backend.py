@@ -16,7 +16,7 @@ from stretto.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from stretto.models.cpu import Backend
+    from stretto.models.devices import Backend
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8
 """glibc's mallopt(3) knows these by number."""
@@ -30,12 +30,11 @@ _WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
 
 
 def keep_freed_memory() -> None:
-    """Reuse the memory of freed tensors, and ask for it in huge pages.
+    """Reuse the memory of freed tensors, and ask for it in huge pages, where glibc is in use.
 
-    By default glibc maps large tensors anew each time, and every fresh page costs a fault at its
-    first touch, which on a CPU makes elementwise operations several times slower
-    (docs/performance.md). Takes full effect when called before torch is imported, as the command
-    line does. Does nothing where the C library is not glibc.
+    By default it maps large tensors anew each time, and every fresh page costs a fault at its first
+    touch, which on a CPU makes elementwise operations several times slower (docs/performance.md).
+    Takes full effect when called before torch is imported.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -51,20 +50,16 @@ def keep_freed_memory() -> None:
 def sleep_when_waiting() -> None:
     """Let threads of GNU's OpenMP, which torch's wheels for Linux have, sleep soon when they wait.
 
-    The threads meet at an operation's end. On a core that another process wants too the last one
-    comes late, and threads that spin make it later. A user's own setting stays as it is. Takes
-    effect when called before torch is imported, as importing ``stretto`` does, and in all processes
-    that this one starts.
+    On a core that another process wants too the last thread of an operation comes late, and threads
+    that spin make it later. A user's own setting stays. Takes effect before torch is imported, and
+    in all processes that this one starts.
     """
     if not any(name in os.environ for name in _WAITING):
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_TURNS)
 
 
 def pick_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    """Return the device to compute on; ``auto`` is CUDA where there is one.
-
-    Raises ConfigError if CUDA is asked for and missing.
-    """
+    """Return the device to compute on; raises ConfigError if CUDA is asked for and missing."""
     import torch
 
     available = torch.cuda.is_available()
@@ -87,18 +82,12 @@ def pick_dtype(name: Literal["auto", "float32", "bfloat16"], device: torch.devic
 
 
 def fastest_dtype(device: torch.device, threads: int = 0) -> tuple[torch.dtype, str]:
-    """Return the type that a device computes fastest in, and how that is known.
-
-    Args:
-        device: a CPU is measured, if it has bfloat16 at all.
-        threads: of torch, on a CPU; 0 takes the present number.
-    """
+    """Return the type that a device computes fastest in on so many threads, and why."""
     return backend_of(device).fastest_dtype(threads)
 
 
 def backend_of(device: torch.device) -> Backend:
     """Return the backend of a device."""
-    from stretto.models.cpu import Backend
-    from stretto.models.cuda import CudaBackend
+    from stretto.models.devices import Backend, CudaBackend
 
     return CudaBackend(device) if device.type == "cuda" else Backend(device)

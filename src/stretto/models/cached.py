@@ -37,10 +37,7 @@ ADVICE = "Choose a decoder-only model with plain full or sliding-window attentio
 
 
 class CachedPass:
-    """A causal model without its head, over a slot cache.
-
-    Raises EngineError if its layers keep other state than keys and values.
-    """
+    """A causal model without its head, all of whose state is keys and values, over a slot cache."""
 
     def __init__(self, model: nn.Module, cache: SlotCache) -> None:
         self.cache = cache
@@ -53,10 +50,7 @@ class CachedPass:
     def prefill(
         self, slots: Sequence[int], starts: Sequence[int], rows: Sequence[Sequence[int]]
     ) -> Tensor:
-        """Put tokens of several rows into the cache, each from its own start position.
-
-        Returns last hidden states [n, q, H]; entries past a row's end are garbage.
-        """
+        """Put tokens of rows into the cache, from start positions on: hidden states [n, q, H]."""
         ids = pad_right(rows, self.device)
         width, index = ids.shape[1], torch.tensor(slots, device=self.device)
         steps = torch.arange(width, device=self.device)
@@ -90,24 +84,23 @@ def check_cache(
     newest: Callable[[Tensor, Tensor, int], Tensor],
     head: Callable[[Tensor], Tensor],
 ) -> None:
-    """Raise EngineError if passes over the cache do not give what a plain pass gives.
+    """Raise EngineError if passes over a cache of two slots do not give what a plain pass gives.
 
-    Prefill, continued prefill and a last token are checked, over rows of two lengths, through all
-    layers; in low precision the median of five draws of tokens counts. Sliding windows are narrowed
-    to a few tokens, to look beyond them. Other effects that begin late in a sequence are not seen.
+    Prefill, continued prefill and a last token are checked, over rows of two lengths; in low
+    precision the median of five draws of tokens counts. Sliding windows are narrowed to a few
+    tokens, to look beyond them. Other effects that begin late in a sequence are not seen.
 
     Args:
-        own: over a cache of its own, with 2 slots and :data:`CHECKED` positions.
         newest: what the newest tokens give, out of ids [2], positions [2] and key positions read.
         head: the same of the hidden states [2, H] of a plain pass.
     """
     model: Any = own.backbone
+    own.cache.reserve(CHECKED)
     with _explained(model):
         vocabulary = len(model.get_input_embeddings().weight)
     seeded = torch.Generator().manual_seed(0)
 
     def gap() -> tuple[float, float]:
-        """Return the largest difference over random tokens, and what is allowed of it."""
         rows = [torch.randint(vocabulary, (n,), generator=seeded).tolist() for n in (7, 3)]
         own.prefill([0, 1], [0, 0], [rows[0][:3], rows[1][:1]])
         own.prefill([1, 0], [1, 3], [rows[1][1:2], rows[0][3:6]])
@@ -135,12 +128,7 @@ def check_cache(
 
 
 def _check_windows(own: CachedPass, vocabulary: int) -> None:
-    """Check that hidden states beyond narrowed windows are the plain pass's.
-
-    A model that was never trained with such windows may answer to them with hidden states in which
-    rounding is large at some positions. So what counts is the median position, and how much of the
-    difference that the windows make is missed.
-    """
+    """Check hidden states beyond narrowed windows by their median, as rounding may be large."""
     configs = [m.config for m in own.backbone.modules() if hasattr(m, "config")]
     if not any(getattr(config, WINDOW, None) for config in configs):
         return
@@ -177,11 +165,7 @@ def _check_windows(own: CachedPass, vocabulary: int) -> None:
 
 @contextmanager
 def _windows_of(width: int, configs: Sequence[Any]) -> Iterator[None]:
-    """Change the width of the sliding windows of a model at rest.
-
-    transformers reads it from the config in each pass. So what a window of thousands of tokens
-    leaves out can be seen on a few.
-    """
+    """Change the width of sliding windows: transformers reads it from the config in each pass."""
     own = [(c, w) for c in {id(c): c for c in configs}.values() if (w := getattr(c, WINDOW, None))]
     try:
         for config, _ in own:
@@ -193,7 +177,6 @@ def _windows_of(width: int, configs: Sequence[Any]) -> Iterator[None]:
 
 
 def _plain(own: CachedPass, row: Sequence[int]) -> Tensor:
-    """Return hidden states [q, H] of one row by a plain pass."""
     ids = torch.tensor([row], device=own.device)
     hidden: Tensor = own.backbone(input_ids=ids, use_cache=False).last_hidden_state
     return hidden[0]
@@ -201,7 +184,6 @@ def _plain(own: CachedPass, row: Sequence[int]) -> Tensor:
 
 @contextmanager
 def _explained(model: nn.Module) -> Iterator[None]:
-    """Turn errors of a model that cannot run over slots into one with a remedy."""
     try:
         yield
     except EngineError:
@@ -216,12 +198,7 @@ def _explained(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def slots_within(model: nn.Module, positions: int, budget_bytes: int) -> int:
-    """Count the slots of a model's cache that fit into so much memory; 0 if not even one does.
-
-    The bytes of a token are measured, on one token: layers may differ in them, share them, or keep
-    them in a latent form. Raises EngineError if the model does not run over a cache in slots,
-    ModelError if its decoder cannot be found.
-    """
+    """Count the slots of a model's cache that fit into memory, with a token's bytes measured."""
     own = CachedPass(model, SlotCache(1))
     own.cache.reserve(1)
     with _explained(own.backbone):
@@ -236,11 +213,7 @@ def slots_within(model: nn.Module, positions: int, budget_bytes: int) -> int:
 class LayerMasks:
     """Boolean attention masks [n, 1, q, K] out of positions, one a kind of layer.
 
-    Raises EngineError if a layer keeps other state than keys and values, or windows differ in size.
-
-    Args:
-        config: the text decoder's. Its window is read anew for each mask, as transformers does.
-        dtype: type that the model computes in.
+    The window of the text decoder's config is read anew for each mask, as transformers does.
     """
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
@@ -286,12 +259,7 @@ class LayerMasks:
 
 @dataclass(frozen=True, slots=True)
 class RowCache:
-    """The keys and values of one row, outside any slot: what a transfer carries.
-
-    Attributes:
-        keys, values: one tensor [h, c, d] a layer, copied out of the slot.
-        version: of the weights under which the row's cache was begun.
-    """
+    """Copies of a row's keys and values, [h, c, d] each, begun under weights of the version."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
@@ -326,11 +294,7 @@ class SlotCache(Cache):
                 store[layer][:, :, : old.shape[2] - 1] = old[:, :, :-1]
 
     def hold(self, rows: int, most: int) -> bool:
-        """Make at least ``rows`` slots, and at most ``most``; return whether memory moved.
-
-        What is stored stays. They grow by half at a time, so that rows which come one by one cost
-        few copies.
-        """
+        """Grow by half to ``rows`` slots or more, of ``most``; return whether memory moved."""
         if rows <= self.slots:
             return False
         self.slots = min(most, max(rows, self.slots * 3 // 2))
@@ -352,7 +316,7 @@ class SlotCache(Cache):
             rows: its slots; a slice reads them without a copy.
             positions: [n, q] where its tokens go, padding at ``capacity``; ``None`` when every row
                 starts at position 0 (attention is then within the pass).
-            read: attend to positions up to this one, exclusive; unused at position 0.
+            read: attend to positions up to this one, exclusive.
         """
         self._rows, self._positions, self._read = rows, positions, read
         if positions is not None:
@@ -393,10 +357,7 @@ class SlotCache(Cache):
         return RowCache(keys, values, version)
 
     def put(self, slot: int, row: RowCache, device: torch.device) -> None:
-        """Write a row that :meth:`take` returned into a slot; it may come from another device.
-
-        Raises EngineError if it is of a model with other layers, heads or head sizes.
-        """
+        """Write a row into a slot; raises EngineError if it is of a model with other layers."""
         for store, layers in ((self._keys, row.keys), (self._values, row.values)):
             if not store:
                 shapes = [(self.slots, x.shape[0], self.capacity + 1, x.shape[2]) for x in layers]
@@ -413,7 +374,7 @@ class SlotCache(Cache):
                 target[slot, :, : source.shape[1]] = source
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Part of transformers' interface; positions are always given, so nothing depends on it."""
+        """Return what nothing depends on, as positions are always given."""
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:

@@ -2,8 +2,8 @@
 
 Shapes: b sequences in a micro-batch, L padded tokens, N sampled tokens of all of them, H hidden.
 
-Sequences are padded on the right. Under a causal mask nothing before the padding can see it, so no
-attention mask is needed at all and the fastest attention kernels apply.
+Sequences are padded on the right: under a causal mask nothing before the padding can see it, so no
+attention mask is needed, and the fastest attention kernels apply.
 """
 
 from __future__ import annotations
@@ -34,10 +34,7 @@ def text_config(model: nn.Module) -> Any:
 
 
 def backbone(model: nn.Module) -> nn.Module:
-    """Return the text decoder without the head: token ids -> last hidden state (norm applied).
-
-    Raises ModelError if the model does not say which of its parts is the decoder.
-    """
+    """Return the text decoder without the head: token ids -> last hidden state (norm applied)."""
     lm = unwrapped(model)
     if lm.base_model is lm:
         raise ModelError(
@@ -59,17 +56,13 @@ def freeze_unread(model: nn.Module) -> None:
             parameter.requires_grad_(False)
 
 
+@torch.no_grad()
 def output_head(model: nn.Module) -> OutputHead:
-    """Return the head of a causal language model, as plain tensors and factors.
-
-    Raises ModelError if hidden states times the head are not the model's own logits.
-    """
+    """Return the head of a causal LM as tensors and factors, if it alone makes the logits."""
     lm = unwrapped(model)
-    linear, config = lm.get_output_embeddings(), text_config(lm)
+    kind, linear, config = type(lm).__name__, lm.get_output_embeddings(), text_config(lm)
     if linear is None or linear.weight.ndim != 2:
-        raise ModelError(
-            f"{type(lm).__name__} has no linear output head; use a causal LM", "no-linear-head"
-        )
+        raise ModelError(f"{kind} has no linear output head; use a causal LM", "no-linear-head")
     if hasattr(linear, "base_layer"):
         raise ModelError(
             "model.lora_targets puts an adapter on the output layer, which is not supported; "
@@ -83,23 +76,18 @@ def output_head(model: nn.Module) -> OutputHead:
         / float(getattr(config, "logits_scaling", None) or 1.0),
         softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
     )
-    _check_head(lm, head)
-    return head
-
-
-@torch.no_grad()
-def _check_head(lm: Any, head: OutputHead) -> None:
     ids = torch.arange(8, device=head.weight.device).remainder(head.weight.shape[0])[None]
     ours = head.logits(backbone(lm)(input_ids=ids, use_cache=False).last_hidden_state)
     theirs = lm(input_ids=ids, use_cache=False).logits.float()
     worst = (ours - theirs).abs().max().item()
     if not worst <= 0.02 * theirs.abs().max().item() + 1e-4:
         raise ModelError(
-            f"{type(lm).__name__} does something to its logits besides its output layer (they "
-            f"differ by {worst:.3g}); Stretto computes logits at response positions only and "
-            "cannot use it. Choose a model with a plain, scaled or soft-capped linear head",
+            f"{kind} does something to its logits besides its output layer (they differ by "
+            f"{worst:.3g}); Stretto computes logits at response positions only and cannot use it. "
+            "Choose a model with a plain, scaled or soft-capped linear head",
             "no-linear-head",
         )
+    return head
 
 
 def pad_right(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
@@ -115,14 +103,9 @@ def hidden_states(model: nn.Module, rows: Sequence[Sequence[int]]) -> Tensor:
 
 
 def predicting(learned: npt.ArrayLike, before: int = 0) -> list[int]:
-    """Return the places of the states that predict tokens.
+    """Return the places of the states that predict learned tokens, and whose values are V(s_t).
 
-    The state at a place predicts the token at the next one; V(s_t) is the value of that state.
-
-    Args:
-        learned: of each token in a part of a sequence, whether it is to be predicted: the policy
-            sampled it, or training is to learn it.
-        before: tokens before the part.
+    ``learned`` has one bool for each token in a part of a sequence that follows ``before`` tokens.
     """
     places: list[int] = (np.flatnonzero(learned) + (before - 1)).tolist()
     return places
@@ -178,7 +161,7 @@ def by_token_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def microbatches(responses: Sequence[Response], budget: int) -> Iterable[list[int]]:
-    """Return micro-batches of whole responses by token budget, as indices into ``responses``."""
+    """Split whole responses by token budget, as :func:`by_token_budget` does."""
     return by_token_budget([r.total_tokens for r in responses], budget)
 
 
@@ -186,14 +169,10 @@ _FOLLOWING = ("longrope", "dynamic")
 
 
 def positions(model: nn.Module, *, generating: bool = False) -> int | None:
-    """Return the tokens that a sequence may have; ``None`` where the config sets no limit.
-
-    Args:
-        generating: whether keys and values are kept while the sequence grows.
-    """
-    config = text_config(model)
-    limit = getattr(config, "max_position_embeddings", None)
-    limits = [limit] if limit and limit > 0 else []
+    """Return the tokens that a sequence may have, or a growing one whose keys are kept; or None."""
+    config, limits = text_config(model), []
+    if (limit := getattr(config, "max_position_embeddings", None)) and limit > 0:
+        limits.append(limit)
     for name, table in model.named_modules():
         # RoBERTa's kind counts positions from behind the padding token's id.
         is_table = isinstance(table, nn.Embedding) and name.endswith("position_embeddings")

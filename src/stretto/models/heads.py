@@ -1,8 +1,4 @@
-"""Models with a scalar head: critics and reward models.
-
-Both are sequence-classification checkpoints with one label, so that either can start from the
-other and transformers loads what Stretto saves.
-"""
+"""Models with a scalar head, critics and reward models: sequence classifiers with one label."""
 
 from __future__ import annotations
 
@@ -21,14 +17,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 HEAD_NAMES = ("score", "classifier")
-"""Names that transformers gives the linear layer of a sequence classifier."""
+"""Names of the linear layer in transformers."""
 
 
 def scalar_head(model: nn.Module) -> nn.Module:
-    """Return the linear layer [H] -> [1] of a sequence classifier.
-
-    Raises ModelError if there is none, or it has another number of outputs.
-    """
+    """Return the linear layer [H] -> [1] of a sequence classifier; raises ModelError without."""
     classifier = unwrapped(model)
     for name in HEAD_NAMES:
         head = getattr(classifier, name, None)
@@ -67,10 +60,7 @@ def zero_scalar_head(model: nn.Module) -> None:
 
 
 def critic_from_actor(actor: nn.Module) -> nn.Module:
-    """Return a sequence classifier with a copy of the actor's backbone and a zero head.
-
-    Raises ModelError if transformers has no sequence classifier for this architecture.
-    """
+    """Return a sequence classifier with a copy of the actor's backbone and a zero head."""
     lm = unwrapped(actor)
     critic = _classifier(lm, copied(lm.base_model), "name a scalar model in critic.init")
     zero_scalar_head(critic)
@@ -80,9 +70,8 @@ def critic_from_actor(actor: nn.Module) -> nn.Module:
 def reward_model_from(lm: nn.Module, seed: int) -> nn.Module:
     """Return a sequence classifier that takes over a language model's backbone.
 
-    ``lm`` is not to be used any more. The head starts from N(0, 1 / (H + 1)), as in Stiennon et al.
-    (2020); a head of zeros would let nothing through to the backbone at first. Raises ModelError if
-    transformers has no sequence classifier for this architecture.
+    The head starts from N(0, 1 / (H + 1)), as in Stiennon et al. (2020); a head of zeros would let
+    nothing through to the backbone at first.
     """
     model = _classifier(lm, cast(nn.Module, lm.base_model), "choose another model.name")
     zero_scalar_head(model)
@@ -94,7 +83,7 @@ def reward_model_from(lm: nn.Module, seed: int) -> nn.Module:
 
 
 def _classifier(lm: Any, body: nn.Module, remedy: str) -> nn.Module:
-    """Return a classifier with one label around a backbone; its head is yet to be set."""
+    """Return a classifier around a backbone; raises ModelError where transformers has none."""
     from transformers import AutoModelForSequenceClassification
     from transformers.initialization import no_init_weights
 
@@ -117,13 +106,10 @@ def _classifier(lm: Any, body: nn.Module, remedy: str) -> nn.Module:
 def set_padding(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ends: Iterable[int]) -> bool:
     """Give a sequence classifier and its tokenizer a padding token that ends no response.
 
-    transformers reads a classifier at the last token that is not padding. Where an end token also
-    pads, as in many chat models, it would read the token before the end; Stretto itself reads by
-    position. The tokenizer's own padding token is kept where it is none of ``ends``; else the first
-    special token that neither ends nor begins a text is taken.
-
-    Returns whether there is one. Without, the config has none, and transformers refuses batches of
-    several rows rather than read them wrongly.
+    transformers reads a classifier at the last token that is not padding: the one before the end,
+    where an end token also pads. The tokenizer's own padding token is kept where it is none of
+    ``ends``; else the first special token that neither ends nor begins a text is taken. Returns
+    whether there is one; without, transformers refuses batches rather than read them wrongly.
     """
     taken = {*ends, tokenizer.eos_token_id}
     own: Any = tokenizer.pad_token_id

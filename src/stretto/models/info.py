@@ -1,7 +1,6 @@
 """What a model's files say of it: its config and the shapes of its weights, read without torch.
 
-Checks before a run and plans of memory need no more, and so answer at once. Nothing is loaded, and
-of weights only the header is read, in which safetensors lists names and shapes.
+Checks before a run and plans of memory need no more, and so answer at once.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import hashlib
 import json
 import math
 import os
-import struct
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -32,7 +30,6 @@ TensorShapes = Mapping[str, tuple[int, ...]]
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 """Files of which a tokenizer has one at least."""
 _INDEX = "model.safetensors.index.json"
-_MOST_HEADER_BYTES = 100 << 20
 
 WHOLE = 64 << 20
 """Bytes of a file that is read whole for its fingerprint."""
@@ -46,7 +43,6 @@ class ModelInfo:
     """What the files of a model say.
 
     Attributes:
-        name: as the settings name it.
         config: ``config.json``; of a model with several parts that of its text decoder.
         weights: shapes by name; empty where the weights are not here.
         folder: of the files; ``None`` where they are not here.
@@ -80,43 +76,29 @@ class ModelInfo:
             return sum(map(math.prod, self.weights.values()))
         return round(self._shape().parameters)
 
-    @cached_property
-    def linears(self) -> TensorShapes:
-        """The linear layers inside the blocks, by name: those that "all-linear" adapters go on."""
-        vocabulary, around = self.number("vocab_size"), ("embed", "wte", "wpe", "lm_head")
-        return {
-            name.removesuffix(".weight"): shape
-            for name, shape in self.weights.items()
-            if len(shape) == 2 and name.endswith(".weight") and shape[0] != vocabulary
-            if not any(part in name.removesuffix(".weight") for part in around)
-        }
-
     def adapter_parameters(self, rank: int, targets: Collection[str]) -> int | None:
-        """Count the parameters of LoRA adapters; ``None`` where the weights are not here.
-
-        Args:
-            targets: layers by the end of their name, or "all-linear"; ConfigError if one is none.
-        """
+        """Count the parameters of LoRA adapters; ``None`` where the weights are not here."""
         if not self.weights:
             return None
-        if tuple(targets) == ("all-linear",):
-            return rank * sum(map(sum, self.linears.values()))
         layers = {n.removesuffix(".weight"): s for n, s in self.weights.items() if len(s) > 1}
+        if tuple(targets) == ("all-linear",):  # those inside the blocks
+            vocabulary, around = self.number("vocab_size"), ("embed", "wte", "wpe", "lm_head")
+            inside = [
+                shape
+                for name, shape in layers.items()
+                if len(shape) == 2 and f"{name}.weight" in self.weights
+                if shape[0] != vocabulary and not any(part in name for part in around)
+            ]
+            return rank * sum(map(sum, inside))
         named = self.config.get("architectures")
         kind = str(named[0]) if isinstance(named, list) and named else f"'{self.name}'"
         require_targets(targets, {**layers, "lm_head": ()}, kind)
-        return rank * sum(
-            sum(shape)
-            for name, shape in layers.items()
-            if any(name == t or name.endswith(f".{t}") for t in targets)
-        )
+        chosen = [n for n in layers for t in targets if n == t or n.endswith(f".{t}")]
+        return rank * sum(sum(layers[name]) for name in set(chosen))
 
     @cached_property
     def shape(self) -> Shape:
-        """The shape, for plans on many GPUs.
-
-        Raises ModelError if the config has none, or more than 1% other parameters than this shape.
-        """
+        """The shape, for plans on GPUs; ModelError if it has over 1% more or fewer parameters."""
         shape = self._shape()
         if self.weights and abs(shape.parameters - self.parameters) > self.parameters / 100:
             raise ModelError(
@@ -146,10 +128,7 @@ class ModelInfo:
 
 
 def model_info(name: str) -> ModelInfo | None:
-    """Return what a model's files say; ``None`` where they would have to be fetched or made.
-
-    Raises ModelError if there is no such model, or its folder lacks a file or has a damaged one.
-    """
+    """Return what a model's files say; ``None`` where they would have to be fetched or made."""
     folder = cached(name) if is_known(name) else resolve(name)
     if isinstance(folder, str):
         from huggingface_hub import try_to_load_from_cache
@@ -160,7 +139,7 @@ def model_info(name: str) -> ModelInfo | None:
         config = _json(folder / "config.json", f"the config of '{name}'")
         text = config.get("text_config")
         decoder = {**config, **text} if isinstance(text, Mapping) else config
-        return ModelInfo(name, decoder, dict(_tensor_shapes(folder)), folder)
+        return ModelInfo(name, decoder, _tensor_shapes(folder), folder)
     known = known_config(name)
     return ModelInfo(name, known, dict(weight_shapes(known))) if known else None
 
@@ -178,10 +157,7 @@ def described(name: str) -> ModelInfo:
 
 
 def measure(config: ModelConfig) -> tuple[int, int | None]:
-    """Count a model's parameters without loading it: in all, and of its LoRA adapters, if any.
-
-    Raises ModelError if there is no such model, ConfigError if it takes no such adapters.
-    """
+    """Count a model's parameters without loading it: in all, and of its LoRA adapters, if any."""
     info = described(config.name)
     if not config.lora_rank:
         return info.parameters, None
@@ -194,11 +170,7 @@ def require_targets(
     model: str,
     layers: Collection[str] | None = None,
 ) -> None:
-    """Raise ConfigError for a name of LoRA's targets that is no module of a model.
-
-    Args:
-        layers: modules that may be meant; without it all.
-    """
+    """Raise ConfigError for a target of LoRA that is no module; ``layers`` may be meant."""
     for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in modules):
             ends = {name.rpartition(".")[2] for name in (layers or modules)}
@@ -211,17 +183,20 @@ def require_targets(
 def _json(file: Path, what: str) -> dict[str, Any]:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(data, dict):
+            raise ValueError("it holds no object")
     except (OSError, ValueError) as error:
         raise ModelError(
             f"cannot load {what}: {file.name} cannot be read ({error})", "unreadable-model"
         ) from error
-    if not isinstance(data, dict):
-        raise ModelError(f"cannot load {what}: {file.name} holds no object", "unreadable-model")
     return data
 
 
-def _tensor_shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield names and shapes of the weights in a folder's safetensors files."""
+def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of the weights in a folder's safetensors files."""
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(folder.glob("model*.safetensors"))
     if (folder / _INDEX).is_file():
         listed = _json(folder / _INDEX, f"the model of '{folder}'").get("weight_map")
         if not isinstance(listed, dict):
@@ -229,35 +204,24 @@ def _tensor_shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
                 f"'{folder}': {_INDEX} has no weight_map; download it again", "damaged-weights"
             )
         files = sorted({folder / file for file in listed.values()})
-    else:
-        files = sorted(folder.glob("model*.safetensors"))
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
-        yield from ((name, tuple(tensor["shape"])) for name, tensor in _header(file).items())
+        try:
+            with safe_open(file, "np") as weights:
+                names = weights.keys()
+                shapes |= {name: tuple(weights.get_slice(name).get_shape()) for name in names}
+        except (OSError, SafetensorError) as error:
+            raise ModelError(
+                f"'{file}' is missing, damaged or not complete ({error}); download the model again",
+                "damaged-weights",
+            ) from error
+    return shapes
 
 
-def _header(file: Path) -> dict[str, Any]:
-    damaged = f"'{file}' is damaged or not complete"
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(length)) if length < _MOST_HEADER_BYTES else {}
-        header.pop("__metadata__", None)
-        end = 8 + length + max((t["data_offsets"][1] for t in header.values()), default=0)
-    except FileNotFoundError:
-        raise ModelError(
-            f"'{file}' is missing; download the model again", "damaged-weights"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-        raise ModelError(f"{damaged} ({error}); download it again", "damaged-weights") from error
-    if end != size:
-        raise ModelError(
-            f"{damaged}: it has {size:,} of {end:,} bytes; download it again", "damaged-weights"
-        )
-    return dict(header)
-
-
-# -- by transformers -----------------------------------------------------------------------------
+_NOT_ON_HUB = (
+    "There is no such folder either. Check the name and the network (a gated model needs "
+    "HF_TOKEN), or download it elsewhere and give the folder with --model.name"
+)
 
 
 def load_config(path: Path | str, trust_remote_code: bool) -> PreTrainedConfig:
@@ -281,29 +245,21 @@ def explained(path: Path | str, what: str) -> Iterator[None]:
     except (OSError, ValueError, ImportError, StrictDataclassError) as error:
         # A config that contradicts itself: the reason is what its check raised.
         inner = error.__cause__ if isinstance(error, StrictDataclassError) else None
-        reason = first_line(inner or error)
-        remedy = (
-            "Give a folder with config.json, *.safetensors and the tokenizer's files"
-            if isinstance(path, Path)
-            else "There is no such folder either. Check the name and the network (a gated model "
-            "needs HF_TOKEN), or download it elsewhere and give the folder with --model.name"
-        )
+        reason, remedy = first_line(inner or error), _NOT_ON_HUB
+        if isinstance(path, Path):
+            remedy = "Give a folder with config.json, *.safetensors and the tokenizer's files"
         raise ModelError(
             f"cannot load {what} of '{path}': {reason}. {remedy}", "model-not-loaded"
         ) from error
 
 
-# -- fingerprints --------------------------------------------------------------------------------
-
-
 def identity(name: str, trust_remote_code: bool, say: Say) -> Mapping[str, str]:
     """Return fingerprints of a model's config and weights, by the names of the files.
 
-    Files of up to :data:`WHOLE` bytes are read whole. Of longer ones, as many as gigabytes, come
-    the size, the beginning (where safetensors has names, types and shapes) and blocks spread over
-    the rest: a step of training, another model or another type are seen, as they change all of it;
-    a few numbers that are edited between two blocks are not. A model of the hub is known by its
-    commit. Raises ModelError if it is not there, or cannot be read.
+    Of files beyond :data:`WHOLE` bytes come the size, the beginning (where safetensors has names,
+    types and shapes) and blocks spread over the rest: a step of training, another model or another
+    type change all of it; a few numbers that are edited between two blocks are not seen. A model of
+    the hub is known by its commit.
     """
     path = resolve(name, say)
     if isinstance(path, str):

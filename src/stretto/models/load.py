@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +30,7 @@ if TYPE_CHECKING:
 def load_tokenizer(
     path: Path | str, trust_remote_code: bool = False, say: Say = silent
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model; ``say`` shows the work.
-
-    Raises ModelError if there is none, or it cannot be fetched.
-    """
+    """Return the tokenizer of a model; raises ModelError if it cannot be found or fetched."""
     with working(say, "loading the tokenizer"), explained(path, "the tokenizer"):
         from transformers import AutoTokenizer
 
@@ -51,12 +50,9 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """Return a decoder-only language model, in eval mode and with every dropout at 0.
 
-    Weights are read from safetensors only.
-
     Args:
-        path: a folder in Hugging Face format, or a hub name.
-        in_files: leave weights in their files, on the CPU, where that can be: the model is divided
-            among several ranks before it is used; see :mod:`stretto.models.mapped`.
+        path: a folder in Hugging Face format, with safetensors, or a hub name.
+        in_files: leave weights in their files where that can be; see :mod:`stretto.models.mapped`.
 
     Raises:
         ModelError: it cannot be found, fetched or read; some of its weights are missing; it looks
@@ -83,12 +79,7 @@ def load_sequence_classifier(
     *,
     in_files: bool = False,
 ) -> PreTrainedModel:
-    """Return a model with one score for a sequence (a reward model); see :func:`load_causal_lm`.
-
-    Raises:
-        ModelError: it cannot be found, fetched or read; it has several scores; or its head is not
-            among its weights (it is a language model, not a reward model).
-    """
+    """Return a model with one score for a sequence (a reward model); see :func:`load_causal_lm`."""
     from transformers import AutoModelForSequenceClassification
 
     labels = load_config(path, trust_remote_code).num_labels
@@ -98,15 +89,12 @@ def load_sequence_classifier(
             "Give a sequence-classification checkpoint trained with a single label",
             "several-scores",
         )
-    auto_class = AutoModelForSequenceClassification
-    return _load(auto_class, path, dtype, device, trust_remote_code, in_files)
+    kind = AutoModelForSequenceClassification
+    return _load(kind, path, dtype, device, trust_remote_code, in_files)
 
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the tokens that end a response: the tokenizer's, and those of the generation config.
-
-    Where neither names one, a response stops at the token limit or a stop string only.
-    """
+    """Return the tokens that end a response: the tokenizer's, and the generation config's."""
     configured = getattr(model.generation_config, "eos_token_id", None)
     ids = configured if isinstance(configured, list) else [configured]
     own: Any = tokenizer.eos_token_id
@@ -114,10 +102,7 @@ def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def architecture(name: str, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Return the configuration of a model by name, also of a known one that is not here.
-
-    Raises ModelError if it cannot be found, fetched or read.
-    """
+    """Return the configuration of a model by name, also of a known one that is not here."""
     from transformers import AutoConfig
 
     if (entries := known_config(name)) is None:
@@ -134,8 +119,17 @@ def _load(
     trust_remote_code: bool,
     in_files: bool,
 ) -> PreTrainedModel:
-    read = _read_in_files if in_files else _read
-    model = read(auto_class, path, dtype, trust_remote_code)
+    read = partial(_read, auto_class, path, trust_remote_code)
+    if in_files:
+        with explained(path, "the model"):
+            stored = mapped.stored_dtype(path) or dtype
+        model = read(stored)
+        late = stored != dtype and _converts_late(model, auto_class, dtype, trust_remote_code)
+        if stored != dtype and not late:
+            model = read(dtype)
+        mapped.leave_in_files(model, dtype if late else None)
+    else:
+        model = read(dtype)
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -146,21 +140,7 @@ def _load(
     return loaded
 
 
-def _read_in_files(
-    auto_class: Any, path: Path | str, dtype: torch.dtype, trust_remote_code: bool
-) -> Any:
-    """Read a model whose weights stay in their files, or get their type now if they must."""
-    with explained(path, "the model"):
-        stored = mapped.stored_dtype(path) or dtype
-    model = _read(auto_class, path, stored, trust_remote_code)
-    late = stored != dtype and _converts_late(model, auto_class, dtype, trust_remote_code)
-    if stored != dtype and not late:
-        model = _read(auto_class, path, dtype, trust_remote_code)
-    mapped.leave_in_files(model, dtype if late else None)
-    return model
-
-
-def _read(auto_class: Any, path: Path | str, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+def _read(auto_class: Any, path: Path | str, trust_remote_code: bool, dtype: torch.dtype) -> Any:
     config = load_config(path, trust_remote_code)
     _zero_dropout(config)
     with explained(path, "the model"), quiet_transformers():
@@ -185,10 +165,7 @@ def _read(auto_class: Any, path: Path | str, dtype: torch.dtype, trust_remote_co
 def _converts_late(
     model: PreTrainedModel, auto_class: Any, dtype: torch.dtype, trust_remote_code: bool
 ) -> bool:
-    """Return whether a model is the same if its weights alone get a type after it is loaded.
-
-    It is not where transformers keeps some in float32, or where buffers have the model's type.
-    """
+    """Return whether a model is the same if its weights get a type once it is loaded."""
     if getattr(model, "_keep_in_fp32_modules_strict", None):
         return False
     config = copy.deepcopy(model.config)
@@ -199,10 +176,7 @@ def _converts_late(
 
 
 def _zero_dropout(config: PreTrainedConfig) -> None:
-    """Set all dropout probabilities to 0, before modules copy them, in nested configs too.
-
-    With dropout, the log-probabilities trained on are not those of the policy that sampled.
-    """
+    """Set dropout to 0, with which log-probabilities would not be those of what has sampled."""
     from transformers import PreTrainedConfig
 
     for key, value in list(vars(config).items()):
@@ -225,10 +199,10 @@ def _fault(model: PreTrainedModel) -> str:
     if difference > max(1e-4, 4 * torch.finfo(model.dtype).eps) * logits.abs().max():
         return "looks ahead"
     cache = getattr(outputs, "past_key_values", None)
-    try:
-        return "" if cache is not None and cache.get_seq_length() == 3 else "keeps no such cache"
-    except (ValueError, IndexError):  # of a cache without any layer of keys and values
-        return "keeps no such cache"
+    with suppress(ValueError, IndexError):  # of a cache without any layer of keys and values
+        if cache is not None and cache.get_seq_length() == 3:
+            return ""
+    return "keeps no such cache"
 
 
 def set_checkpointing(model: torch.nn.Module, config: ModelConfig) -> None:
@@ -242,13 +216,9 @@ def set_checkpointing(model: torch.nn.Module, config: ModelConfig) -> None:
 def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a model, of transformers or peft, so that ``from_pretrained(folder)`` gives it back.
 
-    With LoRA, the adapters are merged into a copy, which is saved as a full model; the adapters
-    alone go to ``folder / "adapter"``. The folder appears, or takes the place of a former one, once
-    all of it is on disk.
-
-    Raises:
-        ModelError: transformers refuses to save it.
-        StorageError: it cannot be written; a former folder is as it was.
+    LoRA's adapters are merged into a copy, and go to ``folder / "adapter"`` by themselves, too. The
+    folder takes the place of a former one once all is on disk. Raises ModelError if transformers
+    refuses to save the model, StorageError if it cannot be written; a former folder stays then.
     """
     from safetensors import SafetensorError
 

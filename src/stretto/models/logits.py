@@ -4,8 +4,7 @@ Shapes: N response tokens, H hidden size, V vocabulary, C vocabulary entries wor
 
 The vocabulary is walked in slices of C entries: the forward pass keeps a running log-sum-exp (and
 the running mean logit that the entropy needs), the backward pass makes each slice of logits again
-and turns it into gradients at once. Peak memory is N x C whatever V is, and each slice of the
-head's gradient is written exactly once.
+and turns it into gradients at once. Peak memory is N x C whatever V is.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ class OutputHead:
     """The layer that turns the last hidden state into logits.
 
     Attributes:
-        weight: [V, H].
-        bias: [V] or ``None``.
+        weight, bias: [V, H] and [V], if any.
         scale: factor on the logits (Cohere's logit_scale, the inverse of Granite's logits_scaling).
         softcap: logits become cap * tanh(logits / cap) (Gemma 2); 0 is off.
     """

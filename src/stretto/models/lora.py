@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import nn
@@ -19,10 +19,7 @@ def add_lora(
     """Wrap a model in adapters of ``config.lora_rank`` (Hu et al. 2021); the rest is frozen.
 
     Adapters are float32 whatever the model's type. A fresh adapter changes nothing: its B matrix
-    is zero. The model's own modules are replaced; :func:`merge_lora` puts them back.
-
-    Raises ConfigError if a target is no layer of the model or one that takes no adapter, or the
-    adapters could not be merged; the model is left as it was.
+    is zero. Raises ConfigError as :func:`check_lora` does, and leaves the model as it was.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -49,7 +46,7 @@ def add_lora(
 
 
 def check_lora(model: nn.Module, config: ModelConfig) -> None:
-    """Raise ConfigError if a model cannot be wrapped in the adapters that the settings ask for."""
+    """Raise ConfigError if the adapters that settings ask for cannot be put on, or be merged."""
     if config.lora_rank and hasattr(model, "peft_config"):
         raise ConfigError(
             f"model.lora_rank = {config.lora_rank}, and the model has adapters of its own already; "
@@ -66,10 +63,7 @@ def trained_names(model: nn.Module) -> frozenset[str]:
 
 
 def merge_lora(wrapped: nn.Module, trained: frozenset[str]) -> None:
-    """Merge adapters into the weights of the model that was given to :func:`add_lora`.
-
-    It has its own modules again, and trains what it did before: the names in ``trained``.
-    """
+    """Merge adapters into the model within, which then trains the parameters that it did before."""
     adapted: Any = wrapped
     model: nn.Module = adapted.merge_and_unload()
     for name, parameter in model.named_parameters():
@@ -77,36 +71,26 @@ def merge_lora(wrapped: nn.Module, trained: frozenset[str]) -> None:
 
 
 def _check_targets(model: nn.Module, targets: Sequence[str]) -> None:
-    """Check that every target is there, takes an adapter, and shares its weight with no other."""
+    from transformers.pytorch_utils import Conv1D
+
+    kinds = nn.Linear, nn.Embedding, Conv1D
     modules = dict(model.named_modules())
-    chosen: dict[str, nn.Module] = {}
-    layers = [name for name, module in modules.items() if _takes_adapter(module)]
+    layers = [name for name, module in modules.items() if isinstance(module, kinds)]
     require_targets(targets, modules, type(model).__name__, layers)
+    chosen: dict[int, str] = {}  # names by their weights
     for target in targets:
-        found = {n: m for n, m in modules.items() if n == target or n.endswith(f".{target}")}
-        for name, module in found.items():
-            if not _takes_adapter(module):
+        for name, module in modules.items():
+            if name != target and not name.endswith(f".{target}"):
+                continue
+            if not isinstance(module, kinds):
                 raise ConfigError(
                     f"model.lora_targets = '{target}': {name} is a {type(module).__name__}; "
                     "adapters go on linear layers and embeddings",
                     "no-adapters-there",
                 )
-        chosen |= found
-    _check_tied(modules, chosen)
-
-
-def _takes_adapter(module: nn.Module) -> bool:
-    from transformers.pytorch_utils import Conv1D
-
-    return isinstance(module, nn.Linear | nn.Embedding | Conv1D)
-
-
-def _check_tied(modules: Mapping[str, nn.Module], chosen: Mapping[str, nn.Module]) -> None:
-    """Refuse an adapter of a weight that two layers share: merged, it would change both."""
-    weights = {id(module.weight): name for name, module in chosen.items()}
+            chosen[id(module.weight)] = name
     for name, module in modules.items():
-        other = weights.get(id(getattr(module, "weight", None)))
-        if other is not None and other != name:
+        if (other := chosen.get(id(getattr(module, "weight", None)), name)) != name:
             raise ConfigError(
                 f"model.lora_targets: {other} and {name} are one weight (tied), so that an adapter "
                 "on the one could not be merged without changing the other; leave them out",

@@ -1,13 +1,11 @@
 """Weights that stay in their files until a rank takes its part of them.
 
 A model that several ranks divide among them need not be whole in the memory of any. It is loaded
-in the type of its files: weights are then the files themselves, mapped into memory. Their pages are
-read when they are computed with, all processes of a machine share them, and the kernel may drop
-them at any time. Every weight knows the type that it is to have, and gets it when it is divided.
-
-Until then such a model may be computed with, in its files' type, and must not be changed. What
-cannot stay in its file is loaded as ever: weights that transformers makes of several tensors, types
-that are not trained in, and models that are another in the files' type.
+in the type of its files: weights are then the files themselves, mapped into memory, whose pages all
+processes of a machine share. Every weight knows the type that it is to have, and gets it when it is
+divided. Until then such a model may be computed with, and must not be changed. What cannot stay in
+its file is loaded as ever: weights that transformers makes of several tensors, types that are not
+trained in, and models that are another in the files' type.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Offloading: tensors that are in the host's memory while their owner is not at work.
 
-A :class:`CopyStream` copies between device and host beside the work, in order. The tensors of an
-:class:`OffloadedTensors` come and go together. What others hold stays as it is: the tensors
-themselves, ties, hooks, optimizer states; only their data are changed (``tensor.data``). While data
-are away, a tensor keeps its shape, and reads as NaN, which shows when it is read too early.
+Tensors themselves, ties, hooks and optimizer states stay as they are; only data are changed
+(``tensor.data``). While data are away, a tensor keeps its shape, and reads as NaN, which shows when
+it is read too early.
 """
 
 from __future__ import annotations
@@ -38,11 +37,7 @@ Copies = Sequence[tuple[Tensor, Tensor]]
 
 
 class CopyStream:
-    """A side thread that copies between a device and the host, one job at a time, in order.
-
-    On a GPU it copies on a stream of its own, from and to pinned memory. On a CPU the same code
-    copies from one buffer to another.
-    """
+    """A side thread that copies between a device and the host, one job at a time, in order."""
 
     def __init__(self, device: torch.device, clock: Clock | None = None) -> None:
         self.device, self._backend = device, backend_of(device)
@@ -92,13 +87,9 @@ class CopyStream:
 
 @dataclass(slots=True)
 class _SharedBuffer:
-    """Tensors that share a buffer.
+    """Tensors that share a buffer on the device, empty while they are away, and one on the host.
 
-    Attributes:
-        starts: of each tensor in the buffer, in bytes.
-        strides: of each tensor, in elements, as it lies in the buffer.
-        host: the buffer on the host, in parts.
-        device: the buffer on the device; empty while the tensors are away.
+    ``starts`` are places of tensors in the buffer, in bytes; ``host`` is in parts.
     """
 
     tensors: Sequence[Tensor]
@@ -126,15 +117,13 @@ class _SharedBuffer:
 
 
 class OffloadedTensors:
-    """Tensors that are on the device, or on their way there, or away in the host's memory.
+    """Tensors of a role that come to the device and go to the host together, from one thread.
 
-    Called from one thread. Tensors are at work from :meth:`wait` to :meth:`offload`.
+    They are at work from :meth:`wait` to :meth:`offload`.
 
     Args:
-        owner: their role, for notes.
         find: returns the tensors, each once; asked each time they are put away, as an optimizer
             makes its states late, and others when a run is resumed.
-        copies: copies them; those of one process share it.
 
     Attributes:
         changed: whether the host's copy is old: set it before tensors at work are changed.
@@ -155,12 +144,9 @@ class OffloadedTensors:
         return sum(buffer.device.nbytes for buffer in self._buffers)
 
     def load(self, *, early: bool = False) -> None:
-        """Begin to bring the tensors, if they are away.
+        """Begin to bring the tensors, if they are away; early, only if there is room already.
 
         Raises OutOfMemoryError if there is no room, even when all others are put away.
-
-        Args:
-            early: others are at work: where there is no room on the device, leave it.
         """
         if self._state != "away":
             return
@@ -256,7 +242,6 @@ def _room_of(tensor: Tensor) -> int:
 
 
 def _stand_in(tensor: Tensor) -> Tensor:
-    """Return data of the same shape for a tensor whose own are away: one element, NaN."""
     fill = math.nan if tensor.is_floating_point() else 0
     one = torch.full((), fill, dtype=tensor.dtype, device=tensor.device)
     return one.expand(tensor.shape)

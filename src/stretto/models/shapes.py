@@ -20,9 +20,8 @@ class Shape:
     """Shape of a decoder.
 
     Attributes:
-        layers: number of layers; a fraction where pipeline stages share one.
+        layers: a fraction where pipeline stages share one.
         inner: size of the MLP's intermediate state.
-        vocabulary: rows of the embedding.
         outputs: of the last layer: as many as the vocabulary, or 1 in a critic or reward model.
         tied: embedding and output layer are one matrix.
         gated: the MLP has a gate, as Llama's, and so three matrices instead of two.
@@ -40,10 +39,7 @@ class Shape:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], *, tied: bool) -> Self:
-        """Return the shape by the entries of a ``config.json``.
-
-        Raises KeyError where one is missing.
-        """
+        """Return the shape by the entries of a ``config.json``, or raise KeyError without one."""
         heads, vocabulary = config["num_attention_heads"], config["vocab_size"]
         return cls(
             layers=config["num_hidden_layers"],
@@ -81,10 +77,7 @@ class Shape:
         return self.layers * self.layer_parameters + self.root_parameters
 
     def held(self, tensor: int) -> float:
-        """Parameters on each of ``tensor`` devices: layers are cut, all else is on every one.
-
-        A layer's norms, a few in ten thousand of its parameters, are counted with what is cut.
-        """
+        """Parameters on each of ``tensor`` devices: layers, their norms too, are counted as cut."""
         return self.layers * self.layer_parameters / tensor + self.root_parameters
 
     def multiplied(self, tensor: int) -> float:
@@ -98,11 +91,7 @@ class Shape:
         return self.hidden * max(self.vocabulary, self.inner, self.hidden)
 
     def stage(self, stages: int) -> Shape:
-        """Return what one of ``stages`` pipeline stages holds: a share of the layers.
-
-        Embedding and output layer are on the first and the last stage; each stage is counted with
-        both, so that no stage has more.
-        """
+        """Return what one of ``stages`` pipeline stages holds; each counts embedding and output."""
         return self if stages == 1 else replace(self, layers=self.layers / stages)
 
     def valued(self) -> Shape:
@@ -189,11 +178,7 @@ LLAMAS: Mapping[str, Shape] = {
 
 
 def shape_of(name: str) -> Shape:
-    """Return the shape of a known model; raises ConfigError if none has this name.
-
-    Names are compared without what stands before a slash, and without "instruct", "chat" or "hf" at
-    the end.
-    """
+    """Return the shape of a known model, without owner, "instruct", "chat", "hf" or "base"."""
     short = re.sub(r"(-(instruct|chat|hf|base))+$", "", name.lower().rpartition("/")[2])
     if short not in SHAPES:
         raise ConfigError(f"unknown model '{name}'. {nearest(short, SHAPES)}", "unknown-shape")

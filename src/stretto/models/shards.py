@@ -1,7 +1,7 @@
 """Shards: the parts of a model's parameters that each of several ranks holds.
 
 Linear layers are cut into slices for tensor parallelism (tp); of its slice, or of the full weight,
-a rank of the learner holds a run of rows (fsdp). Everything here follows from names and shapes.
+a rank of the learner holds a run of rows (fsdp).
 """
 
 from __future__ import annotations
@@ -30,12 +30,7 @@ class TensorPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorShard:
-    """The part of a tensor that a rank holds.
-
-    Attributes:
-        shape: of the full tensor.
-        bounds: of the part, which is empty where a rank before this one has it too.
-    """
+    """The part of a tensor, of the shape, that a rank holds; empty if one before it has it too."""
 
     tensor: Tensor
     shape: tuple[int, ...]
@@ -47,7 +42,6 @@ class FullParameter:
     """A parameter before it is divided, and how it may be.
 
     Attributes:
-        dtype: that it travels in.
         dim: along which tensor parallelism cuts it; ``None`` where it does not.
         by_rows: whether a learner's ranks hold rows of it.
     """
@@ -60,12 +54,7 @@ class FullParameter:
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """The ranks that hold a model: fsdp times tp. Ranks that hold rows of one slice are tp apart.
-
-    Attributes:
-        fsdp: ranks that share the rows of a slice.
-        tp: slices.
-    """
+    """The ranks that hold a model: ``fsdp`` of them, tp apart, share the rows of each slice."""
 
     fsdp: int = 1
     tp: int = 1
@@ -129,15 +118,7 @@ def within(bounds: Bounds, outer: Bounds) -> tuple[slice, ...]:
 
 
 def held_elements(places: Places, full: Sequence[int], bounds: Bounds) -> tuple[Places, Places]:
-    """Return which of some elements a part holds.
-
-    Args:
-        places: of the elements in the flat full tensor.
-        full: shape of that.
-
-    Returns:
-        The numbers of those elements in ``places``, and their places in the flat part.
-    """
+    """Return which of the ``places`` in a flat tensor a part holds, and their places there."""
     coordinates = np.unravel_index(places, tuple(full))
     inside = np.ones(len(places), bool)
     for at, (start, end) in zip(coordinates, bounds, strict=True):

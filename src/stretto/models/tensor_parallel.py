@@ -33,11 +33,7 @@ REMEDY = "set tp = 1, and fsdp for the learner"
 
 
 class Slices:
-    """The ranks that hold slices of one model. Copies of the model share it.
-
-    Args:
-        group: of the ranks; ``None`` for the default one.
-    """
+    """The ranks (of the default group, without one) that hold slices of a model and its copies."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
@@ -59,11 +55,7 @@ class Slices:
         return int(counts)
 
     def shared(self, x: Tensor) -> Tensor:
-        """Return a tensor that all ranks have, whose gradient is the sum of theirs.
-
-        Layers that read the same tensor one after another, such as those of queries, keys and
-        values, share the sum.
-        """
+        """Return a tensor of all ranks; its gradient, made once for all layers, is their sum."""
         if not (torch.is_grad_enabled() and x.requires_grad):
             return x
         if self._shared is None or self._shared[0] is not x:
@@ -83,23 +75,15 @@ class Slices:
 
 @dataclass(frozen=True)
 class Cuts:
-    """What of a model is cut, by parameter name.
-
-    Attributes:
-        dims: the dimension along which a parameter is cut.
-        partial: parameters that are whole, and whose gradients must be added up over the ranks.
-    """
+    """Dimensions along which parameters are cut, by name, and parameters that are whole, but whose
+    gradients must be added up over the ranks."""
 
     dims: Mapping[str, int] = field(default_factory=dict)
     partial: frozenset[str] = frozenset()
 
 
 class _Linear(nn.Linear):
-    """A slice of a linear layer, in the place of the whole one.
-
-    Attributes:
-        DIMS: the dimension along which a parameter is cut, by its name.
-    """
+    """A slice of a linear layer, in the place of the whole one; ``DIMS`` has its cuts by name."""
 
     DIMS: ClassVar[Mapping[str, int]]
 
@@ -168,9 +152,8 @@ class _Sum(torch.autograd.Function):
 def plan_cuts(model: nn.Module, size: int) -> Cuts:
     """Plan the cuts of a whole model, with or without adapters, for so many ranks; none for one.
 
-    Raises:
-        ModelError: transformers has no plan for the model, or one with entries that are not known
-            here; or its heads or features cannot be dealt out evenly.
+    Raises ModelError if transformers has no plan, or one with entries that are not known here, or
+    heads or features cannot be dealt out evenly.
     """
     if size == 1:
         return Cuts()
@@ -196,23 +179,13 @@ def plan_cuts(model: nn.Module, size: int) -> Cuts:
         for linear in _linears(module, style, name):
             width = linear.out_features if style == BY_OUTPUTS else linear.in_features
             if width % size:
-                raise ModelError(
-                    f"tp = {size} does not divide the {width} features of '{name}'; choose a "
-                    "divisor",
-                    "tp-divides",
-                )
+                raise undivided(size, width, f"features of '{name}'")
             dims |= _dims(ByOutputs if style == BY_OUTPUTS else ByInputs, linear, names[id(linear)])
     return Cuts(dims, frozenset(partial))
 
 
 def cut_linears(model: nn.Module, cuts: Cuts, slices: Slices, within: str = "") -> None:
-    """Put slices of linear layers in the places of whole ones; those that are cut stay as they are.
-
-    Args:
-        model: the same on every rank, whole or cut in part.
-        cuts: planned for it.
-        within: beginning of the names of the layers to cut; all, without one.
-    """
+    """Put slices in the places of whole linear layers whose names begin with ``within``."""
     for parameter, dim in cuts.dims.items():
         name, _, kind = parameter.rpartition(".")
         linear: Any = model.get_submodule(name)
@@ -223,10 +196,7 @@ def cut_linears(model: nn.Module, cuts: Cuts, slices: Slices, within: str = "") 
 
 
 def slices_of(model: nn.Module) -> tuple[Slices | None, Mapping[str, int]]:
-    """Return the ranks that hold slices of a model, and its cuts' dimensions by parameter name.
-
-    Without any it is ``None``, and there are no cuts.
-    """
+    """Return the ranks that hold slices of a model, if any, and its cuts' dimensions by name."""
     slices: Slices | None = None
     dims: dict[str, int] = {}
     for name, module in model.named_modules():
@@ -242,14 +212,10 @@ def _dims(cut: type[_Linear], linear: nn.Linear, name: str) -> dict[str, int]:
 
 
 def full_parameters(model: nn.Module, dims: Mapping[str, int]) -> dict[str, FullParameter]:
-    """Return all parameters of a model by name, as they are when nothing is divided.
+    """Return all parameters by name as they are when nothing is divided, and cut along ``dims``.
 
     A learner's ranks hold rows of those in the model's own type; others, such as adapters in
     float32 beside a model in bfloat16, stay as they are.
-
-    Args:
-        model: whole, or cut into slices.
-        dims: along which tensor parallelism cuts, by parameter name.
     """
     slices, cut = slices_of(model)
     dtype = final_dtype(next(model.parameters()))
@@ -264,11 +230,7 @@ def full_parameters(model: nn.Module, dims: Mapping[str, int]) -> dict[str, Full
 
 
 def _check_between(model: nn.Module, planned: Sequence[str]) -> None:
-    """Refuse weights beside planned layers that the plan does not name.
-
-    What stands between two cuts sees some heads or features alone. Its gradient would be a part of
-    the whole, and different on each rank.
-    """
+    """Refuse weights between cuts that the plan does not name: their gradients would be partial."""
     inside = tuple(f"{name}." for name in planned)
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in planned):
         for name, _ in model.get_submodule(parent).named_parameters(parent):
@@ -281,7 +243,6 @@ def _check_between(model: nn.Module, planned: Sequence[str]) -> None:
 
 
 def _planned(decoder: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Yield modules and their entries in the decoder's plan."""
     kind = type(decoder).__name__
     plan = getattr(text_config(decoder), "base_model_tp_plan", None)
     if not plan:
@@ -302,8 +263,7 @@ def _planned(decoder: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 def _linears(layer: Any, style: str, name: str) -> Iterator[nn.Linear]:
     """Yield the linear layers to cut for a planned one: itself, or its parts under LoRA.
 
-    Of a layer that is cut by outputs, adapters read whole inputs (A) and write some outputs (B); of
-    one that is cut by inputs, they read some inputs (A) and write whole outputs (B).
+    Adapters of a layer that is cut by outputs write some of them (B), or else read some inputs (A).
     """
     parts = [layer]
     if hasattr(layer, "base_layer"):

@@ -1,8 +1,4 @@
-"""The ``tiny`` model: a small Llama from scratch with a byte tokenizer, for tests and first tries.
-
-It knows nothing, costs milliseconds, and is a model like any other: everything that works on it
-works through the same code as on a large one.
-"""
+"""The ``tiny`` model, a small Llama with a byte tokenizer that knows nothing, for first tries."""
 
 from __future__ import annotations
 
@@ -20,8 +16,8 @@ _PAD, _BOS, _EOS = 256, 257, 258
 def make_tiny(folder: Path, seed: int = 0, heads: int = 4) -> None:
     """Write a Llama of 115,200 parameters and its tokenizer to ``folder``, in Hugging Face format.
 
-    The weights depend on the seed alone; the global random state is left as it was. The heads share
-    64 dimensions: vLLM's kernels on CPUs ask for two, of 32 dimensions each.
+    The weights depend on the seed alone. The heads share 64 dimensions: vLLM's kernels on CPUs ask
+    for two, of 32 dimensions each.
     """
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
@@ -49,10 +45,7 @@ def make_tiny(folder: Path, seed: int = 0, heads: int = 4) -> None:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer whose token i is the byte i; ``<pad>``, ``<bos>``, ``<eos>`` come after.
-
-    It adds no special tokens by itself, and has no chat template.
-    """
+    """Return a tokenizer whose token i is the byte i; <pad>, <bos> and <eos> come after."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -59,11 +59,7 @@ def require_trainable(model: nn.Module, what: str) -> None:
 
 
 class RunningFingerprint:
-    """The fingerprint of tensors that come one by one, whatever their order.
-
-    Args:
-        names: of all tensors, in the order in which the fingerprint has them; others come after.
-    """
+    """The fingerprint, in the order of names, of tensors that come one by one in any order."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._taken: dict[str, tuple[str, Tensor] | None] = dict.fromkeys(names)
@@ -84,11 +80,7 @@ class RunningFingerprint:
 
 
 def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return a short hash of names, shapes, types and a spread of elements of each tensor.
-
-    The same weights, bit for bit, have the same. It proves that weights were synced, and is no
-    defence against a forger.
-    """
+    """Return a short hash of names, shapes, types and a spread of elements of each tensor."""
     running = RunningFingerprint()
     for name, tensor in tensors:
         running.take(name, tensor)
@@ -102,12 +94,9 @@ def fingerprint_of_parts(
     own: Mapping[str, Bounds],
     add_up: Callable[[Tensor], Tensor],
 ) -> str:
-    """Return the :func:`fingerprint` of a model of which each of several ranks holds parts.
+    """Return the :func:`fingerprint` of a model of which ranks hold parts. A collective.
 
-    Args:
-        parts: of the parameters that this rank holds, by name.
-        own: bounds of those that no rank before it holds.
-        add_up: adds up the ranks' tensors. A collective.
+    ``own`` are the bounds of parts that no rank before this one holds.
     """
     heads, spread = list[str](), list[Tensor]()
     for name, parameter in full.items():
@@ -157,17 +146,7 @@ def copy_into(module: nn.Module, tensors: Mapping[str, Tensor | TensorPart]) -> 
 def load_weights(
     module: nn.Module, ref: WeightsRef, tensors: Mapping[str, Tensor | TensorPart], receiver: str
 ) -> None:
-    """Copy synced tensors into a module, and prove that it holds them.
-
-    Args:
-        ref: their ticket, from the learner.
-        tensors: by parameter name; none where learner and module share memory.
-        receiver: the subject of a message.
-
-    Raises:
-        EngineError: a tensor has no parameter to go to, or the module's fingerprint is then not the
-            ticket's.
-    """
+    """Copy a ticket's tensors into a module; raise EngineError if it does not hold them then."""
     if unknown := set(tensors) - {name for name, _ in module.named_parameters()}:
         raise EngineError(
             f"version {ref.version} brings '{min(unknown)}', which the model of {receiver} does "
@@ -190,27 +169,19 @@ def require_fingerprint(ref: WeightsRef, found: str, receiver: str) -> None:
 
 
 def with_own_structure(model: M) -> M:
-    """Return another tree of modules over the very same parameters and buffers.
+    """Return another tree of modules over the very same parameters and buffers of a model at rest.
 
     What is changed on a module (its mode, a forward pass put in place of its own, whether adapters
-    are on) is then seen by one of the two only, so that each can be used in a thread of its own. An
-    update of the weights of one is an update of the other's.
-
-    Args:
-        model: at rest: what is changed on its modules at this moment is copied along.
+    are on) is then seen by one of the two only, so that each can be used in a thread of its own.
     """
     return _copied(model, chain(model.parameters(), model.buffers()))
 
 
 def with_own_weights(model: M) -> M:
-    """Return a copy for inference alone, whose weights change only when they are loaded.
+    """Return a copy of a model at rest for inference, whose weights change when they are loaded.
 
-    Trained weights and buffers are copied and take no gradients; tied weights stay tied. Frozen
-    weights, those below LoRA adapters for one, never change and are shared. Parameters have the
-    names that they have in ``model``.
-
-    Args:
-        model: at rest, as above; its parameters say by ``requires_grad`` which of them are trained.
+    Weights that are trained, by ``requires_grad``, and buffers are copied; tied weights stay tied.
+    Frozen weights, such as those below LoRA adapters, are shared.
     """
     clone = _copied(model, (p for p in model.parameters() if not p.requires_grad))
     return clone.requires_grad_(False)

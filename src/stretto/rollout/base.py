@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from torch import nn
 
 from stretto.config import RolloutConfig
 from stretto.errors import EngineError
@@ -30,14 +32,16 @@ Carry = Literal["recompute", "reuse"]
 """What becomes of the keys and values of unfinished rollouts when new weights arrive.
 
 ``recompute`` makes them again, so that every token is sampled from the present policy. ``reuse``
-keeps them, which costs nothing, but then the later tokens of these rollouts are sampled from a
-mixture of policies, and a resumed run does not repeat them exactly. A prompt is never carried: a
-response whose tokens are all of one version is then wholly that policy's, and a learner may call it
-on-policy.
+keeps those of responses, which costs nothing, but then later tokens are sampled from a mixture of
+policies, and a resumed run does not repeat them exactly. A prompt's are always made again, so that
+a response whose tokens are all of one version is on-policy.
 """
 
 
 CPU = torch.device("cpu")
+
+PREFILLED = 256
+"""Tokens of the prompt by which prefilling is measured, at most."""
 
 
 class StopStrings:
@@ -61,13 +65,11 @@ class EngineSettings:
     """The facts that an engine is opened with, besides its model.
 
     Attributes:
-        end_tokens: ids that end a response.
         rows: decoded at a time, at most; ``None`` takes the number in ``rollout``.
         channel: where new weights come from; ``None`` where the learner trains the same module.
         longest: tokens of prompt and response, at most.
         folder: of the model's config.
         threads: of the CPU; 0 leaves the engine's choice.
-        trust_remote_code: whether a model may bring code.
     """
 
     rollout: RolloutConfig
@@ -116,19 +118,26 @@ class Engine(ABC):
     """What generates: it decodes the rollouts that it holds, chunk by chunk.
 
     Stored log-probabilities are of the distribution that was sampled (temperature and truncation
-    applied), unless the capabilities say otherwise. There is no state to save but the version:
-    rollouts in flight are the schedule's, and go on when they are admitted again.
-
-    Args:
-        longest: tokens of prompt and response that it can hold; ``None`` for no limit.
+    applied), unless the capabilities say otherwise. There is no state to save: rollouts in flight
+    are the schedule's, and go on when they are admitted again.
 
     Attributes:
-        version: of the weights.
+        check: raises MissingExtraError where a library is missing, ConfigError for one too old.
+        own_weights: whether it has weights of its own, all of which the first weight sync brings.
+            The model then stays on the CPU, and says what travels.
+        longest: tokens of prompt and response that it can hold; ``None`` for no limit.
         prefilled_tokens: read without sampling, in all; those found in a cache not counted.
         context_tokens: that decode steps have looked back on, in all.
     """
 
     capabilities: ClassVar[Capabilities]
+    own_weights: ClassVar = False
+    check: ClassVar[Callable[[], None]] = staticmethod(lambda: None)
+
+    @classmethod
+    @abstractmethod
+    def open(cls, model: nn.Module, settings: EngineSettings) -> Engine:
+        """Make an engine over a model."""
 
     def __init__(self, settings: EngineSettings, longest: int | None) -> None:
         self.settings, self.longest = settings, longest
@@ -138,24 +147,16 @@ class Engine(ABC):
         self.version = self.prefilled_tokens = self.context_tokens = 0
 
     def admit(self, responses: Sequence[Response]) -> None:
-        """Queue responses; each goes on after the tokens it already has.
-
-        Raises EngineError if a rollout is here already, has ended, has an empty prompt, or does not
-        fit the model's positions.
-        """
+        """Queue responses; each goes on after the tokens it already has."""
         for r in responses:
             self._add(r)
 
     def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
         """Give every rollout that there is room for up to ``max_tokens`` more.
 
-        Args:
-            max_tokens: decode steps of this call, at most; only those in which tokens come count.
-            stop_after: return after the step in which this many rollouts have finished; 0 goes on.
-
-        Returns:
-            The number of steps, and a chunk for each rollout that advanced: first the finished
-            ones in the order in which they ended (those of one step by id), then the others by id.
+        Return after the step in which ``stop_after`` rollouts have finished, if that is not 0: the
+        number of steps in which tokens came, and a chunk for each rollout that advanced. Those that
+        have finished come first, as they ended (those of one step by id), then the others by id.
 
         An interrupted call leaves the model as it was, but the rollouts in doubt: release them, and
         admit them again with the tokens that earlier calls have returned.
@@ -175,11 +176,8 @@ class Engine(ABC):
     def export(self, rollout_ids: Sequence[int], with_cache: bool) -> list[KVTransfer]:
         """Let go of unfinished rollouts that go on in another engine, in the order asked.
 
-        Raises EngineError, and lets go of none, if one is not here or is named twice.
-
-        Args:
-            with_cache: copy their keys and values, where the engine can. Without them the other
-                engine prefills prompt and response again.
+        With the cache, keys and values are copied where the engine can; without, the other engine
+        prefills again. Raises EngineError, and lets go of none, if one is not here or named twice.
         """
         if wrong := [i for i, n in Counter(rollout_ids).items() if n > 1 or i not in self._held]:
             raise EngineError(
@@ -192,10 +190,9 @@ class Engine(ABC):
         return transfers
 
     def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> None:
-        """Queue rollouts that another engine of the same model has exported.
+        """Queue rollouts that another engine of the same model has exported, each by its transfer.
 
-        What was computed with older weights than this engine's is treated as at a weight sync.
-        Raises EngineError if a transfer is not its rollout's, or one cannot be admitted.
+        Keys and values of other weights are treated as at a weight sync.
         """
         for r, transfer in zip(responses, transfers, strict=True):
             if transfer.rollout_id != r.id or transfer.cached_tokens >= r.total_tokens:
@@ -210,35 +207,24 @@ class Engine(ABC):
 
     @abstractmethod
     def load(self, weights: WeightsRef) -> None:
-        """Decode with these weights from now on; ``carry`` says what becomes of rows in flight.
-
-        Raises EngineError if a tensor has no place to go to, or the model's fingerprint is then not
-        the ticket's.
-        """
+        """Decode with these weights from now on; ``carry`` says what becomes of rows in flight."""
 
     @abstractmethod
     def logprobs(self, sequences: IntArray) -> FloatArray:
-        """Log-probs [n, t - 1] of given tokens [n, t], all but the first of each sequence.
+        """Return log-probs [n, t - 1] of tokens [n, t], but the first ones, as they are sampled."""
 
-        They are of the distribution that the engine samples from; rollouts in flight stay.
-        """
-
-    @abstractmethod
     def prefill_tokens_per_s(self) -> float:
-        """Measure how fast one prompt is read, after a rehearsal; rollouts in flight stay."""
+        """Measure how fast one prompt is read, after a rehearsal."""
+        tokens = PREFILLED if self.longest is None else min(PREFILLED, self.longest - 1)
+        self._read_prompt(tokens)
+        start_s = time.perf_counter()
+        self._read_prompt(tokens)
+        return tokens / (time.perf_counter() - start_s)
 
     @property
     @abstractmethod
     def kv_bytes_per_token(self) -> int:
         """Bytes of a token's keys and values; 0 while they are not known."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the version, which is all the state there is."""
-        return {"version": self.version}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a :meth:`state_dict`."""
-        self.version = state["version"]
 
     @abstractmethod
     def _row(self, r: Response, tokens: list[int], transfer: KVTransfer | None) -> Row:
@@ -251,6 +237,10 @@ class Engine(ABC):
     @abstractmethod
     def _drop(self) -> None:
         """Stop decoding rows that are no longer held."""
+
+    @abstractmethod
+    def _read_prompt(self, tokens: int) -> None:
+        """Read a prompt of so many tokens, and wait for that."""
 
     def _transfer_of(self, row: Any, with_cache: bool) -> KVTransfer:
         return KVTransfer(row.id)

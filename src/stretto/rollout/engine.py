@@ -8,7 +8,6 @@ needs no logits, and a prompt, a carried response and a fresh set of weights are
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,17 +18,14 @@ from torch import Tensor, nn
 
 from stretto.errors import EngineError
 from stretto.models.backend import backend_of
-from stretto.models.cached import RowCache, SlotCache
+from stretto.models.cached import RowCache, SlotCache, check_cache
 from stretto.models.forward import backbone, positions, unwrapped
 from stretto.models.weights import load_weights
 from stretto.rollout.base import Engine, EngineSettings, Row
 from stretto.rollout.sampling import stream_seed
-from stretto.rollout.step import GraphedDecode, ModelPass, Probe, StepInputs, check_cached_pass
+from stretto.rollout.step import GraphedDecode, ModelPass, StepInputs
 from stretto.types import Capabilities, FloatArray, IntArray, KVTransfer, Response, WeightsRef
 from stretto.weights.channel import fetched
-
-PREFILLED = 256
-"""Tokens of the prompt by which prefilling is measured."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -37,9 +33,7 @@ class SlotRow(Row):
     """A rollout of which ``cached`` tokens have keys and values.
 
     Attributes:
-        seed: of its random stream.
-        cache_version: of the weights under which its cache was begun; with carried caches that are
-            used again, this may be older than the engine's version.
+        cache_version: of the weights under which its cache was begun; older if carried over.
         kv: keys and values that came with it, until it has a slot.
     """
 
@@ -63,15 +57,11 @@ class TorchEngine(Engine):
 
     The model is used as it is, without a copy: a learner that trains the very same module syncs its
     weights by a version number and a fingerprint alone. While the engine decodes on a CPU in
-    bfloat16, the module's linear layers are changed for that time; an engine that decodes in one
-    thread while another thread uses the module needs a copy
-    (:func:`~stretto.models.weights.with_own_structure`).
+    bfloat16, the module's linear layers are changed for that time; another thread that uses the
+    module needs a copy (:func:`~stretto.models.weights.with_own_structure`).
 
     Many short calls of :meth:`decode` and one long call sample the same tokens, in the same forward
-    passes. A rollout that moves with its keys and values is decoded as soon as it has a slot.
-    Memory is allocated for as many slots as rollouts have been decoded together.
-
-    Raises EngineError if the model cannot be driven over slots, or there is not one.
+    passes. Memory is allocated for as many slots as rollouts have been decoded together.
     """
 
     capabilities = Capabilities(
@@ -82,12 +72,14 @@ class TorchEngine(Engine):
     def __init__(self, model: nn.Module, settings: EngineSettings) -> None:
         super().__init__(settings, positions(model, generating=True))
         self.model, config, self._slots = model, settings.rollout, settings.slots
-        self._probe: Probe | None = None
+        self._probe: ModelPass | None = None
         if self._slots < 1:
             raise EngineError(
                 f"an engine needs at least one slot; got slots = {self._slots}", "no-slots"
             )
-        check_cached_pass(model, config)
+        own = ModelPass(model, SlotCache(2), config)
+        with torch.inference_mode():
+            check_cache(own, own.next_logits, own.head.logits)
         self._device = next(model.parameters()).device
         self._backend = backend_of(self._device)
         self._cache = SlotCache(0)
@@ -98,6 +90,10 @@ class TorchEngine(Engine):
         self._step_pass: Callable[[StepInputs, int], tuple[Tensor, Tensor]] = self._pass.decode
         self._waiting: deque[SlotRow] = deque()
         self._rows: list[SlotRow] = []  # a row's index is its slot
+
+    @classmethod
+    def open(cls, model: nn.Module, settings: EngineSettings) -> Engine:
+        return cls(model, settings)
 
     def load(self, weights: WeightsRef) -> None:
         tensors = fetched(self.settings.channel, weights)
@@ -112,25 +108,24 @@ class TorchEngine(Engine):
             # resumed run: the same rows are then prefilled together, and all bits are the same.
             self._rows, self._waiting = [], deque(sorted(rows, key=lambda row: row.id))
 
-    def logprobs(self, sequences: IntArray) -> FloatArray:
-        if self._probe is None or not np.array_equal(self._probe.sequences, sequences):
-            self._probe = Probe(self.model, self._packed, self._config, sequences)
-        return self._probe.logprobs()
-
     @torch.inference_mode()
-    def prefill_tokens_per_s(self) -> float:
-        ids = torch.ones(1, PREFILLED, dtype=torch.long, device=self._device)
-        seconds = 0.0
-        for _ in range(2):
-            start_s = time.perf_counter()
-            hidden = backbone(self.model)(input_ids=ids, use_cache=False).last_hidden_state
-            hidden[0, -1, 0].item()
-            seconds = time.perf_counter() - start_s
-        return PREFILLED / seconds
+    def logprobs(self, sequences: IntArray) -> FloatArray:
+        ids, found = torch.from_numpy(sequences.astype(np.int64)).to(self._device), []
+        if self._probe is None or self._probe.cache.slots != len(ids):
+            self._probe = ModelPass(self.model, SlotCache(len(ids)), self._config)
+        self._probe.cache.reserve(ids.shape[1])
+        with self._packed:
+            for at in range(ids.shape[1] - 1):
+                positions = torch.full_like(ids[:, at], at)
+                logits = self._probe.next_logits(ids[:, at], positions, at + 1)
+                logprobs = (logits.float() / self._config.temperature).log_softmax(-1)
+                found.append(logprobs.gather(1, ids[:, at + 1, None])[:, 0])
+        together: FloatArray = torch.stack(found, 1).cpu().numpy()
+        return together
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return max(self._cache.token_bytes, self._probe.cache.token_bytes if self._probe else 0)
+        return max(p.cache.token_bytes for p in (self._pass, self._probe) if p)
 
     def _row(self, r: Response, tokens: list[int], transfer: KVTransfer | None) -> SlotRow:
         row = SlotRow(
@@ -172,8 +167,13 @@ class TorchEngine(Engine):
             if self._rows[slot].id not in self._held:
                 self._vacate(slot)
 
+    @torch.inference_mode()
+    def _read_prompt(self, tokens: int) -> None:
+        ids = torch.ones(1, tokens, dtype=torch.long, device=self._device)
+        hidden = backbone(self.model)(input_ids=ids, use_cache=False).last_hidden_state
+        hidden[0, -1, 0].item()
+
     def _renew(self, row: SlotRow) -> None:
-        """Void a row's cache now that there are new weights, unless it is carried."""
         if self.settings.carry == "recompute" or not row.generated or not row.cached:
             row.void(self.version)
 
@@ -200,7 +200,7 @@ class TorchEngine(Engine):
             self._rows.append(row)
 
     def _prefill(self) -> None:
-        """Run forward passes over rows that are not ready, if there are any, within the budget."""
+        """Run forward passes over rows that are not ready, within the budget."""
         left = budget = self._config.prefill_tokens
         while left > 0 and (pending := [s for s, row in enumerate(self._rows) if not row.ready]):
             picked = pick_prefill(self._rows, pending, left, self.version)
@@ -272,8 +272,7 @@ def pick_prefill(
 
     No row is padded to more than its double: a second pass costs less. Fresh rows and rows that go
     on do not mix, as fresh ones need no mask. Of several rows with one prompt, all but the first
-    wait until the first has prefilled it under the present weights. A row's index is its slot;
-    ``pending`` are those of rows that are not ready.
+    wait until the first has prefilled it under the present weights.
     """
     picked: list[int] = []
     taken = {

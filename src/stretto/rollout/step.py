@@ -1,4 +1,4 @@
-"""Forward passes of Stretto's own engine: prefill, a decode step (eager or a CUDA graph), a probe.
+"""Forward passes of Stretto's own engine: prefill, and a decode step (eager or a CUDA graph).
 
 Shapes: n rows, q tokens a row, K key positions read.
 """
@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from stretto.config import RolloutConfig
-from stretto.models.cached import CHECKED, CachedPass, SlotCache, check_cache
-from stretto.models.cpu import Backend, PackedLinears
+from stretto.models.cached import CachedPass, SlotCache
+from stretto.models.devices import Backend
 from stretto.models.forward import output_head, unwrapped
 from stretto.rollout.sampling import sample, uniform
-from stretto.types import FloatArray, IntArray
 
 
 class StepInputs(NamedTuple):
@@ -25,8 +23,7 @@ class StepInputs(NamedTuple):
     Attributes:
         ids: the newest token, not yet in the cache.
         positions: its position; the cache's scratch position for a row that sits out.
-        seeds: of the row's random stream.
-        draws: which number of the stream to draw: the index of the response token.
+        draws: which number of the row's stream to draw: the index of the response token.
     """
 
     ids: Tensor
@@ -59,10 +56,7 @@ class ModelPass(CachedPass):
 
 
 class GraphedDecode:
-    """Decode steps replayed as graphs, one for each (rows, read) rounded up.
-
-    On a CPU a step of the same roundings and static buffers runs eagerly instead.
-    """
+    """Decode steps replayed as CUDA graphs, one for each (rows, read) rounded up."""
 
     def __init__(self, model: ModelPass, backend: Backend) -> None:
         self._model, self._backend = model, backend
@@ -97,43 +91,3 @@ class GraphedDecode:
         )
         self._pool = graph.pool()
         return graph, static, outputs
-
-
-class Probe:
-    """Fixed token sequences, read by the decode steps of an engine, with the model as it is then.
-
-    Args:
-        packed: its layers as the engine decodes with them.
-        sequences: token ids [n, t]; all but the first of each are looked at.
-    """
-
-    def __init__(
-        self, model: nn.Module, packed: PackedLinears, config: RolloutConfig, sequences: IntArray
-    ) -> None:
-        self.sequences = sequences
-        self._packed, self._temperature = packed, config.temperature
-        self.cache = SlotCache(len(sequences))
-        self._pass = ModelPass(model, self.cache, config)
-        self.cache.reserve(sequences.shape[1])
-        self._ids = torch.from_numpy(sequences.astype(np.int64)).to(self._pass.device)
-
-    @torch.inference_mode()
-    def logprobs(self) -> FloatArray:
-        """Return the log-probs [n, t - 1], under the distribution that the engine samples from."""
-        ids, found = self._ids, []
-        with self._packed:
-            for at in range(ids.shape[1] - 1):
-                positions = torch.full_like(ids[:, at], at)
-                logits = self._pass.next_logits(ids[:, at], positions, at + 1)
-                logprobs = (logits.float() / self._temperature).log_softmax(-1)
-                found.append(logprobs.gather(1, ids[:, at + 1, None])[:, 0])
-        logprobs_of: FloatArray = torch.stack(found, 1).cpu().numpy()
-        return logprobs_of
-
-
-@torch.inference_mode()
-def check_cached_pass(model: nn.Module, config: RolloutConfig) -> None:
-    """Raise EngineError if prefill, continued prefill or decode step is not the plain pass."""
-    own = ModelPass(model, SlotCache(2), config)
-    own.cache.reserve(CHECKED)
-    check_cache(own, own.next_logits, own.head.logits)

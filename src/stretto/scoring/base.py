@@ -1,25 +1,37 @@
 """The common part of model scorers, which read rollouts whole or while they are being decoded.
 
-Shapes: T tokens of one response; n rows and q tokens a row of one streamed pass; H hidden size.
+Shapes: T sampled tokens of a response; n rows, q tokens a row of a streamed pass; H hidden size.
+
+Streamed scoring is the intra-step overlap of OPPO, for reference and critic too, and not in
+lock-step with decoding: tokens are run through the model as they arrive, of many rollouts at once,
+so that little is left to do when a rollout ends. As in the engine, the newest token of a rollout is
+not in the cache: it is run together with those that follow it. So each hidden state is at hand in
+the very pass that has the token which it predicts.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from stretto.errors import EngineError, ModelError, first_line, is_out_of_memory
-from stretto.models.forward import predicting
+from stretto.models.cached import CachedPass, SlotCache, check_cache
+from stretto.models.forward import by_token_budget, following_frequencies, predicting
 from stretto.models.tensor_parallel import slices_of
 from stretto.models.weights import load_weights
 from stretto.saying import Say
 from stretto.scoring.responses import ResponseScorer, worthwhile_tokens
-from stretto.scoring.streamed import RowSpan, StreamedRow, StreamedRows
+from stretto.scoring.retokenise import StablePrefix
 from stretto.types import Chunk, Response, Score, ScoreKind, ScorerInfo, WeightsRef, sampled_of
 from stretto.weights.channel import WeightChannel, fetched
+
+Scored = Iterator[tuple[Sequence[Response], Sequence[Tensor]]]
+"""Micro-batches of responses with one tensor each: [1] for a reward, else [T]."""
 
 
 def warn(text: str) -> None:
@@ -28,9 +40,7 @@ def warn(text: str) -> None:
 
 
 class ModelScorer(ResponseScorer):
-    """The part that all model scorers share.
-
-    Nothing in it is state: rollouts are the schedule's to save, and caches are derived.
+    """The part that all model scorers share; none of it is state that is saved.
 
     Args:
         token_budget: tokens of one forward pass, padding counted.
@@ -42,7 +52,7 @@ class ModelScorer(ResponseScorer):
         channel: where those come from; ``None`` where the learner trains the same module.
 
     Attributes:
-        reads_text: whether it looks at prompts' text, and not at the actor's tokens alone.
+        reads_text: see :class:`~stretto.types.ScorerInfo`.
         read_tokens: tokens that went through the model so far, padding not counted.
     """
 
@@ -92,11 +102,7 @@ class ModelScorer(ResponseScorer):
 
     @torch.no_grad()
     def finish(self, rollout_ids: Sequence[int]) -> list[Score]:
-        """Score finished rollouts, in the order asked, and forget them.
-
-        One that the model cannot read gets a score with ``failure`` set and no values. Raises
-        LifecycleError, and forgets none, if a rollout is unknown or has not ended.
-        """
+        """Score finished rollouts; one that the model cannot read gets its ``failure`` set."""
         responses = self._take(rollout_ids)
         self._read_on(responses)
         numbers: dict[int, Tensor] = {}
@@ -118,11 +124,7 @@ class ModelScorer(ResponseScorer):
         ]
 
     def load(self, weights: WeightsRef) -> None:
-        """Score with these weights from now on; what was computed with older ones is void.
-
-        What rollouts in slots have so far is read again with their next tokens. Raises EngineError
-        if the scorer is frozen, or does not hold the weights of the ticket then.
-        """
+        """Score with these weights; rollouts in slots are read again with their next tokens."""
         if not self.follows:
             raise EngineError(
                 f"scorer '{self.name}' is frozen and takes no weights", "scorer-frozen"
@@ -142,7 +144,6 @@ class ModelScorer(ResponseScorer):
 
     @torch.no_grad()
     def _read_on(self, responses: Sequence[Response]) -> None:
-        """Run what is new of those responses that have a slot, or can have one."""
         if self._rows is None:
             return
         try:
@@ -190,8 +191,159 @@ class ModelScorer(ResponseScorer):
         """Add to the numbers of each span's row, out of hidden states [n, q, H]."""
         raise NotImplementedError
 
-    def _score(
-        self, responses: Sequence[Response]
-    ) -> Iterator[tuple[Sequence[Response], Sequence[Tensor]]]:
-        """Yield micro-batches of responses with one tensor each: [1] for a reward, else [T]."""
+    def _score(self, responses: Sequence[Response]) -> Scored:
         raise NotImplementedError
+
+
+@dataclass(slots=True, eq=False)
+class StreamedRow:
+    """A rollout in a slot.
+
+    Attributes:
+        prompt: the first tokens, which other rollouts of its group have too; their keys and values
+            are copied from one to another.
+        tokens: what the model is to read, as far as it is known.
+        goal: how many of the tokens to run through the model now.
+        cached: how many have been.
+        predicting: places in ``tokens`` whose states predict sampled tokens, in order.
+        numbers: what came out so far, 1-dimensional each.
+        text: where the tokens come from, if the model has a tokenizer of its own.
+    """
+
+    slot: int
+    prompt: tuple[int, ...]
+    tokens: list[int]
+    goal: int = 0
+    cached: int = 0
+    predicting: list[int] = field(default_factory=list)
+    numbers: list[Tensor] = field(default_factory=list)
+    text: StablePrefix | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpan:
+    """Tokens ``start:stop`` of a row, in one forward pass."""
+
+    row: StreamedRow
+    start: int
+    stop: int
+
+    @property
+    def predicting(self) -> list[int]:
+        """Those of the row's places that lie here."""
+        places = self.row.predicting
+        return places[bisect_left(places, self.start) : bisect_left(places, self.stop)]
+
+
+TakeHidden = Callable[[Sequence[RowSpan], Tensor], None]
+"""Takes what it needs from the last hidden states [n, q, H] of one pass over n spans."""
+
+
+class StreamedRows:
+    """The rollouts that one model is reading, and their keys and values.
+
+    Memory for all slots is allocated in the first pass, at the length needed then, and grows with
+    the longest rollout.
+    """
+
+    def __init__(self, model: nn.Module, slots: int, token_budget: int) -> None:
+        _check(model)
+        self._pass = CachedPass(model, SlotCache(slots))
+        self._budget = token_budget
+        self._free = list(reversed(range(slots)))
+        self._rows: dict[int, StreamedRow] = {}
+
+    @property
+    def full(self) -> bool:
+        """Return whether all slots are taken."""
+        return not self._free
+
+    def get(self, rollout_id: int) -> StreamedRow | None:
+        """Return the row of a rollout, if it has one."""
+        return self._rows.get(rollout_id)
+
+    def open(
+        self,
+        rollout_id: int,
+        prompt: Sequence[int],
+        tokens: Sequence[int],
+        text: StablePrefix | None = None,
+    ) -> StreamedRow:
+        """Give a rollout a slot; not to be asked for when full."""
+        row = StreamedRow(self._free.pop(), tuple(prompt), list(tokens), text=text)
+        self._rows[rollout_id] = row
+        return row
+
+    def close(self, rollout_ids: Iterable[int]) -> None:
+        """Free the slots of rollouts; unknown ids are ignored."""
+        for rollout_id in rollout_ids:
+            if row := self._rows.pop(rollout_id, None):
+                self._free.append(row.slot)
+
+    def void(self) -> None:
+        """Forget all that was computed, because the weights have changed."""
+        for row in self._rows.values():
+            row.cached = 0
+            row.numbers.clear()
+
+    def advance(self, rows: Sequence[StreamedRow], take: TakeHidden) -> int:
+        """Bring each row to its goal, in passes of up to the budget; return how many tokens ran."""
+        pending = [row for row in rows if row.cached < row.goal]
+        if pending:
+            self._pass.cache.reserve(max(row.goal for row in pending))
+        done = 0
+        while pending:
+            waiting = self._share(pending)
+            ready = [row for row in pending if row.cached < row.goal and row not in waiting]
+            # Rows that start at 0 need no mask as long as no others are among them.
+            for part in ([r for r in ready if not r.cached], [r for r in ready if r.cached]):
+                lengths = [min(row.goal - row.cached, self._budget) for row in part]
+                for chosen in by_token_budget(lengths, self._budget):
+                    done += self._run([part[i] for i in chosen], take)
+            pending = [row for row in pending if row.cached < row.goal]
+        return done
+
+    def _share(self, pending: Sequence[StreamedRow]) -> set[StreamedRow]:
+        """Copy prompts that some row has run; return rows whose prompt is about to be run."""
+        fresh = [row for row in pending if not row.cached and row.prompt]
+        if not fresh:
+            return set()
+        have = {row.prompt: row for row in self._rows.values() if row.cached >= len(row.prompt)}
+        first = {row.prompt for row in pending if 0 < row.cached < len(row.prompt)}
+        waiting = set()
+        for row in fresh:
+            if source := have.get(row.prompt):
+                row.cached = len(row.prompt)
+                self._pass.cache.copy_row(source.slot, row.slot, row.cached)
+            elif row.prompt in first:
+                waiting.add(row)
+            else:
+                first.add(row.prompt)
+        return waiting
+
+    def _run(self, rows: Sequence[StreamedRow], take: TakeHidden) -> int:
+        spans = [RowSpan(r, r.cached, min(r.goal, r.cached + self._budget)) for r in rows]
+        hidden = self._pass.prefill(
+            [span.row.slot for span in spans],
+            [span.start for span in spans],
+            [span.row.tokens[span.start : span.stop] for span in spans],
+        )
+        take(spans, hidden)
+        for span in spans:
+            span.row.cached = span.stop
+        return sum(span.stop - span.start for span in spans)
+
+
+def _check(model: nn.Module) -> None:
+    own = CachedPass(model, SlotCache(2))
+    if kind := following_frequencies(own.config_of_model):
+        raise EngineError(
+            f"the model's position frequencies ({kind}) follow the length of the whole sequence, "
+            "which is not known before its end. Choose another model",
+            "no-slots",
+        )
+
+    def newest(ids: Tensor, positions: Tensor, _: int) -> Tensor:
+        return own.prefill([*range(len(ids))], positions.tolist(), ids[:, None].tolist())[:, 0]
+
+    check_cache(own, newest, lambda hidden: hidden)

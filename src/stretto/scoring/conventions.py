@@ -1,8 +1,4 @@
-"""Reward functions as TRL, verl and OpenRLHF have them: how they are called and checked.
-
-A function is called with what its convention says, and what it gives is checked: every sample gets
-a number or an error.
-"""
+"""Reward functions as TRL, verl and OpenRLHF have them: how they are called and checked."""
 
 from __future__ import annotations
 
@@ -47,11 +43,10 @@ class Convention:
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A function that scores samples, in one form for all conventions.
+    """A function in one form for all conventions.
 
-    Attributes:
-        run: scores a list, sends a verdict for each sample, and returns what went wrong with the
-            list as a whole (None when every sample has its verdict).
+    ``run`` scores a list, sends a verdict for each sample, and returns what went wrong with the
+    list as a whole, if anything.
     """
 
     run: Callable[[Sequence[Sample], Send], str | None]
@@ -93,19 +88,18 @@ def recognise(function: Callable[..., Any], file: str, name: str) -> RewardFunct
     elif convention.kind == "OpenRLHF":
         run = _all_at_once(lambda samples: _openrlhf(call, samples), file, as_number)
     else:
-        run = _all_at_once(lambda samples: _trl(call, samples), file, as_number_or_none)
+        run = _all_at_once(lambda samples: _trl(call, samples), file, _number_or_none)
     return RewardFunction(run, convention)
 
 
 def _names(signature: inspect.Signature) -> tuple[set[str], bool]:
-    """Return the names by which parameters can be given, and whether any other can."""
     parameters = signature.parameters.values()
     by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     return by_name, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def _caller(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
-    """Return what calls a function with those arguments that it takes, and waits if it is async."""
+    """Return what calls a function with those arguments that it takes, and awaits the result."""
     named, takes_any = _names(signature)
     runner = asyncio.Runner()  # one event loop for good: clients keep connections in it
 
@@ -173,6 +167,10 @@ def _verl(call: Callable[..., Any], sample: Sample) -> Any:
     return result
 
 
+def _number_or_none(value: Any) -> float | None:
+    return None if value is None else as_number(value)
+
+
 def one_by_one(
     score: Callable[[Sample], Any], file: str | None = None
 ) -> Callable[[Sequence[Sample], Send], str | None]:
@@ -191,13 +189,10 @@ def one_by_one(
 def _all_at_once(
     score: Callable[[Sequence[Sample]], Any], file: str, number: Callable[[Any], float | None]
 ) -> Callable[[Sequence[Sample], Send], str | None]:
-    """Score the list in one call.
+    """Score the list in one call; ``number`` makes a number of an entry, or ``None``.
 
     If the call raises, the error is that of the whole list. If it gives anything but one entry a
     sample, it cannot be told whose they are, and the function has failed on all samples.
-
-    Args:
-        number: makes a number of an entry, or ``None`` where the function does not apply.
     """
 
     def run(samples: Sequence[Sample], send: Send) -> str | None:
@@ -236,7 +231,7 @@ def _listed(result: Any, count: int) -> Sequence[Any]:
 
 
 def not_defined(file: str, name: str, functions: Collection[str]) -> ConfigError:
-    """Return the error of a file that lacks a function, and has others."""
+    """Return the error of a file that lacks a function, and has ``functions``."""
     hint = nearest(name, functions) if functions else "It defines no function."
     return ConfigError(
         f"reward.sources: '{file}' has no function '{name}'. {hint}", "unknown-function"
@@ -254,11 +249,6 @@ def as_number(value: Any) -> float:
             f"it returned {repr(value)[:200]} where a number is needed that is finite as float32"
         )
     return number
-
-
-def as_number_or_none(value: Any) -> float | None:
-    """Return a score of TRL's convention, in which ``None`` says that it does not apply."""
-    return None if value is None else as_number(value)
 
 
 def in_this_process(call: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:

@@ -46,8 +46,6 @@ class FunctionScorer(ResponseScorer):
 
     Args:
         source: the task's verifier, or a function, whose file is relative to the working directory.
-        task: the task's settings; the verifier is made anew from them in the reward function's
-            process.
         stop: strings that end a response; not part of what is scored.
         timeout_s: time that the reward function may take for the responses of one ``finish`` call.
         columns: of the dataset. A function that needs another one is refused at construction.
@@ -55,8 +53,7 @@ class FunctionScorer(ResponseScorer):
             this process, and no time limit can end it.
 
     Raises:
-        ConfigError: the function cannot be found or imported, has an unknown signature, or needs a
-            column that is not there.
+        ConfigError: the function cannot be found, imported or called.
         TaskError: the task cannot be opened, or has no verifier.
     """
 
@@ -94,12 +91,7 @@ class FunctionScorer(ResponseScorer):
                 raise
 
     def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]:
-        """Score finished rollouts, in the order asked, and forget them.
-
-        A rollout that could not be scored gets a score with ``failure`` set and no values; one that
-        the function does not apply to gets a score with neither. Raises LifecycleError if a rollout
-        is unknown or has not ended, and the errors of a process that cannot be started again.
-        """
+        """Score finished rollouts; one that the function does not apply to gets no values."""
         responses = self._take(rollout_ids)
         tokens = [r.tokens.tolist() for r in responses]
         texts = [
@@ -161,7 +153,6 @@ class FunctionScorer(ResponseScorer):
     def _ask(
         self, payloads: Mapping[int, Mapping[str, Any]], verdicts: dict[int, Verdict]
     ) -> str | None:
-        """Have payloads judged in one call, note the verdicts, and say what stopped it."""
         if not payloads:
             return None
         places = list(payloads)
@@ -170,7 +161,6 @@ class FunctionScorer(ResponseScorer):
         return trouble
 
     def _function_payload(self, response: Response, text: str) -> Mapping[str, Any]:
-        """Return a function's payload; of the row, only the columns that it looks at."""
         prompt = response.prompt
         row = {key: value for key, value in prompt.data.items() if key != INDEX_KEY}
         if self._columns is not None:
@@ -193,7 +183,6 @@ class FunctionScorer(ResponseScorer):
 
 
 def _task_payload(response: Response, text: str) -> Mapping[str, Any]:
-    """Return the verifier's payload: the row's index, proof of its content, and the response."""
     data = response.prompt.data
     if INDEX_KEY not in data:
         raise RewardError("the prompt is no row of the task, and only its rows can be verified")
@@ -201,10 +190,7 @@ def _task_payload(response: Response, text: str) -> Mapping[str, Any]:
 
 
 def locate(source: RewardSource) -> dict[str, str]:
-    """Return absolute path and name of a function, so that a later change of folder is harmless.
-
-    Raises ConfigError if the source is no function, or there is no such file.
-    """
+    """Return absolute path and name of a function; raises ConfigError if there is no such file."""
     if not isinstance(source, FunctionSource):
         raise ConfigError(
             f"reward.sources: '{source.name}' is none of 'task', 'file.py:name' and 'model:NAME'",
@@ -238,11 +224,7 @@ def _short(text: str, limit: int = 400) -> str:
 
 
 class LocalFunction:
-    """A function called in this process; methods as in
-    :class:`~stretto.workers.function.FunctionProcess`.
-
-    Raises ConfigError if its signature is not known.
-    """
+    """A function called in this process, in place of a process of its own."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         name = getattr(function, "__name__", type(function).__name__)

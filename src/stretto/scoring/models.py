@@ -1,12 +1,12 @@
 """Scores from models: the reference, the critic, and reward models.
 
-Shapes: N response tokens of one forward pass, flattened; b sequences of a micro-batch; n rows and q
-tokens a row of one streamed pass; H hidden size.
+Shapes: N sampled tokens of a pass, flattened; b sequences of a micro-batch; n rows and q tokens a
+row of a streamed pass; H hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -31,22 +31,23 @@ from stretto.models.heads import apply_scalar_head, scalar_head
 from stretto.models.logits import token_logprobs
 from stretto.models.weights import with_own_structure
 from stretto.saying import Say
-from stretto.scoring.base import ModelScorer, warn
+from stretto.scoring.base import (
+    ModelScorer,
+    RowSpan,
+    Scored,
+    StreamedRow,
+    StreamedRows,
+    warn,
+)
 from stretto.scoring.retokenise import ConversationReader, StablePrefix
-from stretto.scoring.streamed import RowSpan, StreamedRow, StreamedRows
 from stretto.types import Prompt, Response, ScoreKind, sampled_of
-from stretto.weights.channel import WeightChannel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 class TokenScorer(ModelScorer):
-    """A number for each response token, from the hidden state that predicts it.
-
-    Args:
-        read: hidden states [N, H] and the tokens [N] that they predict, to numbers [N].
-    """
+    """A number for each sampled token, read from the hidden state [N, H] that predicts it."""
 
     def __init__(
         self,
@@ -71,9 +72,7 @@ class TokenScorer(ModelScorer):
         for span, part in zip(spans, numbers.split([len(own) for own in places]), strict=True):
             span.row.numbers.append(part)
 
-    def _score(
-        self, responses: Sequence[Response]
-    ) -> Iterator[tuple[Sequence[Response], Sequence[Tensor]]]:
+    def _score(self, responses: Sequence[Response]) -> Scored:
         for chosen in microbatches(responses, self._budget):
             part = [responses[i] for i in chosen]
             self.read_tokens += sum(r.total_tokens - 1 for r in part)
@@ -83,12 +82,7 @@ class TokenScorer(ModelScorer):
 
 
 def reference_scorer(
-    model: nn.Module,
-    temperature: float,
-    token_budget: int,
-    *,
-    slots: int = 0,
-    say: Say = warn,
+    model: nn.Module, temperature: float, token_budget: int, **options: Any
 ) -> TokenScorer:
     """Return a scorer by log-probabilities of the reference policy, at the sampling temperature.
 
@@ -100,23 +94,16 @@ def reference_scorer(
         adapted: Any = with_own_structure(model)
         model = cast(nn.Module, adapted.unload())
     head = output_head(model)
-    return TokenScorer(
-        "reference",
-        "logprobs",
-        model,
-        lambda hidden, tokens: token_logprobs(head, hidden, tokens, temperature)[0],
-        token_budget,
-        slots=slots,
-        say=say,
-    )
+
+    def read(hidden: Tensor, tokens: Tensor) -> Tensor:
+        return token_logprobs(head, hidden, tokens, temperature)[0]
+
+    return TokenScorer("reference", "logprobs", model, read, token_budget, **options)
 
 
 @torch.no_grad()
 def reads_last_token(model: nn.Module) -> bool:
-    """Return whether a sequence classifier's output is its scalar head on the last token's state.
-
-    That is so for causal models. Encoders pool their states in ways of their own.
-    """
+    """Return whether a classifier's output is its scalar head on the last token's state."""
     try:
         scalar_head(model)
     except ModelError:
@@ -132,18 +119,8 @@ def reads_last_token(model: nn.Module) -> bool:
     return bool(worst <= 0.02 * theirs.abs().max().item() + 1e-4)
 
 
-def critic_scorer(
-    model: nn.Module,
-    token_budget: int,
-    *,
-    slots: int = 0,
-    say: Say = warn,
-    channel: WeightChannel | None = None,
-) -> TokenScorer:
-    """Return a scorer by V(s_t), the value of the state before response token t.
-
-    It follows the critic. Raises ModelError if the model gives no values of single tokens.
-    """
+def critic_scorer(model: nn.Module, token_budget: int, **options: Any) -> TokenScorer:
+    """Return a scorer by V(s_t), the value of the state before token t; it follows the critic."""
     if not reads_last_token(model):
         raise ModelError(
             f"a critic gives each token's state a value, from what came before it alone; "
@@ -151,34 +128,25 @@ def critic_scorer(
             "another model in critic.init, or 'actor'",
             "no-values",
         )
-    return TokenScorer(
-        "critic",
-        "values",
-        model,
-        lambda hidden, _: apply_scalar_head(model, hidden),
-        token_budget,
-        slots=slots,
-        say=say,
-        follows="critic",
-        channel=channel,
-    )
+
+    def read(hidden: Tensor, _: Tensor) -> Tensor:
+        return apply_scalar_head(model, hidden)
+
+    return TokenScorer("critic", "values", model, read, token_budget, follows="critic", **options)
 
 
 class RewardModelScorer(ModelScorer):
     """A scalar from a sequence classifier, for prompt and response together.
 
-    A causal model is read at the last token, whatever token that is; any other runs whole.
-
-    A reward model with the actor's tokenizer reads the very tokens that were sampled. One with a
-    tokenizer of its own reads the same conversation as text (``retokenise.py``); what it has read
-    of a response in slots is taken back where the whole response turns out to have other tokens.
+    A causal model is read at the last token, whatever token that is; any other runs whole. One with
+    the actor's tokenizer reads the very tokens that were sampled. One with a tokenizer of its own
+    reads the same conversation as text (``retokenise.py``); what it has read of a response in slots
+    is taken back where the whole response turns out to have other tokens.
 
     Args:
-        stop: strings that ended responses.
         given_ends: tokens of the actor that end responses which were given rather than sampled.
 
     Attributes:
-        same_tokenizer: whether it reads the actor's tokens as they are.
         rolled_back_tokens: tokens read so far that were taken back.
     """
 
@@ -258,9 +226,7 @@ class RewardModelScorer(ModelScorer):
             for (_, span), score in zip(last, apply_scalar_head(self.model, states), strict=True):
                 span.row.numbers.append(score[None])
 
-    def _score(
-        self, responses: Sequence[Response]
-    ) -> Iterator[tuple[Sequence[Response], Sequence[Tensor]]]:
+    def _score(self, responses: Sequence[Response]) -> Scored:
         read = [(r, self._tokens(r)) for r in responses]
         read = [(r, row) for r, row in read if self._fits(r, row)]
         responses, rows = [r for r, _ in read], [row for _, row in read]
@@ -311,10 +277,7 @@ class RewardModelScorer(ModelScorer):
 
 
 def _end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return a classifier's tokens that end a response: its config's, and the tokenizer's own.
-
-    There are none where the tokenizer has none.
-    """
+    """Return a classifier's tokens that end a response, if its tokenizer has any."""
     named = getattr(text_config(model), "eos_token_id", None)
     own = cast(int | None, tokenizer.eos_token_id)
     if own is None:

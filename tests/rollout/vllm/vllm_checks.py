@@ -24,9 +24,8 @@ from stretto.models.lora import add_lora
 from stretto.models.weights import fingerprint_of
 from stretto.rollout.base import EngineSettings
 from stretto.rollout.engine import TorchEngine
-from stretto.rollout.vllm.engine import VllmEngine
+from stretto.rollout.vllm.engine import VllmEngine, source_of
 from stretto.rollout.vllm.llm import LlmRequests, check_options, open_requests
-from stretto.rollout.vllm.source import source_of
 from stretto.schedules.rollout import Rollout
 from stretto.types import IntArray, Prompt, WeightsRef
 from stretto.weights.channel import SharedChannel

@@ -4,7 +4,6 @@ The executor is for a process that is one of several ranks, or has a device of i
 takes tensors that come through Stretto's own channels: vLLM's worker asks it to begin, to receive
 and to end, as it asks its own backends. Layers are loaded one by one, as on a CPU and with
 quantized weights they are packed anew: what is written into a packed layer is not read.
-(:mod:`vllm.distributed.weight_transfer`.)
 """
 
 from __future__ import annotations
@@ -89,11 +88,7 @@ class ChannelTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
             )
 
     def finish_weight_update(self) -> None:
-        """Put each layer back in order.
-
-        A layer whose weight is another's (a tied head) gets none of its own. It has the new one in
-        its place, but on a CPU it computes with a packed copy, which vLLM leaves as it was.
-        """
+        """Put each layer back in order; a tied head, on a CPU, has a packed copy of its weight."""
         finalize_layerwise_reload(self.model, self.model_config)
         for layer in self._tied:
             layer.quant_method.process_weights_after_loading(layer)
@@ -140,10 +135,7 @@ class RankExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
 
 
 def forget_shared_memory() -> None:
-    """Remove the names of memory that all ranks have mapped, as killed ranks could not do it.
-
-    That is vLLM's on CPUs, and its queues (of :mod:`multiprocessing.shared_memory`).
-    """
+    """Remove the names of shared memory, vLLM's and its queues', that all ranks have mapped."""
     dist.barrier()
     for line in Path("/proc/self/maps").read_text().splitlines():
         _, found, name = line.partition("/dev/shm/")

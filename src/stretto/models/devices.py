@@ -1,7 +1,4 @@
-"""Computing on a CPU: the backend, linear layers packed for decoding, speeds of products by type.
-
-:class:`~stretto.models.cuda.CudaBackend` has what is different on a GPU.
-"""
+"""Computing on a CPU and on a CUDA GPU: what the seam :mod:`stretto.models.backend` chooses."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ Outputs = tuple[Tensor, ...]
 
 
 class Backend:
-    """A CPU.
+    """A CPU; :class:`CudaBackend` has what is different on a GPU.
 
     Attributes:
         graphs: whether decode steps can be replayed as CUDA graphs.
@@ -88,17 +85,72 @@ class Backend:
             to.copy_(source)
 
     def capture(self, run: Callable[[], Outputs], pool: Any) -> tuple[Any, Outputs]:
-        """Capture what ``run`` does, to be replayed; return that and the tensors it writes to.
-
-        Args:
-            pool: memory that CUDA graphs share; ``None`` for a graph of its own.
-        """
+        """Capture ``run``, in a pool of CUDA graphs' memory; return the graph and its outputs."""
         graph = EagerGraph(run)
         return graph, graph.outputs
 
 
+class CudaBackend(Backend):
+    """A CUDA GPU."""
+
+    graphs = True
+    pinned = True
+    collectives = "nccl"
+
+    def fastest_dtype(self, threads: int) -> tuple[torch.dtype, str]:
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return torch.bfloat16, "the GPU computes in it"
+        return torch.float32, "the GPU has no bfloat16"
+
+    def use_fastest_attention(self, model: nn.Module) -> None:
+        """Leave transformers' choice, torch's fused attention."""
+
+    def rank_device(self, rank: int) -> torch.device:
+        return torch.device("cuda", rank)
+
+    def most_ranks(self) -> int | None:
+        return torch.cuda.device_count()
+
+    def free_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self.device)[0])
+
+    def random_states(self) -> dict[str, Tensor]:
+        return {**super().random_states(), str(self.device): torch.cuda.get_rng_state(self.device)}
+
+    def set_random_states(self, states: Mapping[str, Tensor]) -> None:
+        super().set_random_states(states)
+        if str(self.device) in states:
+            torch.cuda.set_rng_state(states[str(self.device)], self.device)
+
+    def new_stream(self) -> Any:
+        return torch.cuda.Stream(self.device)
+
+    def begun(self) -> Any:
+        return torch.cuda.current_stream(self.device).record_event()
+
+    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], stream: Any, begun: Any) -> None:
+        with torch.cuda.stream(stream):
+            stream.wait_event(begun)
+            for to, source in pairs:
+                to.copy_(source, non_blocking=True)
+        # The host waits, so that a buffer which is let go of afterwards is free at once.
+        stream.synchronize()
+
+    def capture(self, run: Callable[[], Outputs], pool: Any) -> tuple[Any, Outputs]:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # lazy allocations and library handles come before capture
+            for _ in range(2):
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            outputs = run()
+        return graph, outputs
+
+
 class EagerGraph:
-    """What stands for a CUDA graph on a CPU: ``run`` is called once more."""
+    """What stands for a CUDA graph on a CPU: a replay runs everything once more."""
 
     def __init__(self, run: Callable[[], Outputs]) -> None:
         self._run, self.outputs = run, run()
@@ -112,7 +164,7 @@ class EagerGraph:
         """Return no memory to share."""
 
 
-# -- linear layers -------------------------------------------------------------------------------
+# -- packed linear layers ------------------------------------------------------------------------
 
 MOST_ROWS = 64
 """Rows up to which the packed product is used; with more the layout no longer matters."""
@@ -123,10 +175,8 @@ class PackedLinears:
 
     A plain matrix product of few rows spends a third of its time on bringing the weight into the
     layout that the CPU's kernels read. oneDNN can keep it in that layout: here once for every
-    version of the weights. The products are the same, bit for bit.
-
-    A context manager: inside, the layers' forward passes use the packed weights. Weights that have
-    changed since are packed again on entry.
+    version of the weights. The products are the same, bit for bit. As a context manager it puts
+    packed forward passes in the layers' places, after packing what has changed since.
     """
 
     def __init__(self, *modules: nn.Module) -> None:
@@ -159,8 +209,7 @@ class PackedLinears:
     def restore(self) -> None:
         """Give the layers their own forward passes back; a second call does nothing.
 
-        A caller that may be interrupted calls this once more after leaving the context: an
-        interruption can strike within ``__enter__`` or ``__exit__`` themselves.
+        An interruption can strike within ``__enter__`` or ``__exit__``: call this once more then.
         """
         for layer in self.layers:
             vars(layer).pop("forward", None)
@@ -171,7 +220,6 @@ class PackedLinears:
 
 
 def _pack(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
-    """Return the layer's forward pass with its present weight packed."""
     weight, bias, width = layer.weight, layer.bias, layer.in_features
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), MOST_ROWS)
 
@@ -184,7 +232,7 @@ def _pack(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
     return forward
 
 
-# -- speed by type -------------------------------------------------------------------------------
+# -- speeds of products --------------------------------------------------------------------------
 
 ROWS, INNER, OUTER = 256, 768, 3072
 """Sizes of the product: a micro-batch's tokens, a small model's hidden size and 4 times that."""
@@ -222,13 +270,13 @@ class ProductSpeeds:
 def product_speeds(threads: int) -> ProductSpeeds:
     """Measure both types with so many threads of torch, once in a process: some 50 ms."""
     before = torch.get_num_threads()
-    if threads == before:
-        return measure(product_timer())
-    torch.set_num_threads(threads)
+    if threads != before:
+        torch.set_num_threads(threads)
     try:
         return measure(product_timer())
     finally:
-        torch.set_num_threads(before)
+        if threads != before:
+            torch.set_num_threads(before)
 
 
 def measure(timer: Timer) -> ProductSpeeds:
@@ -261,7 +309,6 @@ def cpu_has_bfloat16() -> bool:
     """Return whether the CPU multiplies bfloat16 itself; elsewhere it is emulated, and far slower.
 
     On x86, oneDNN already says yes to AVX512 alone, so the instruction sets are asked for by name.
-    On ARM it reads the very instruction.
     """
     if platform.machine().lower() in ("aarch64", "arm64"):
         has_onednn = torch.backends.mkldnn.is_available()
