@@ -34,8 +34,7 @@ from stretto.models.heads import critic_from_actor
 from stretto.models.load import load_causal_lm, set_checkpointing
 from stretto.models.logits import token_logprobs
 from stretto.rollout.base import EngineSettings
-from stretto.rollout.engine import TorchEngine
-from stretto.rollout.step import ModelPass
+from stretto.rollout.engine import ModelPass, TorchEngine
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import critic_scorer, reference_scorer
 from stretto.testing import make_chunk

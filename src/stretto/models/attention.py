@@ -2,10 +2,9 @@
 
 Shapes: b sequences, g key-value heads, r query heads to each, L tokens, d head size.
 
-Up to a few hundred tokens plain matrix products are several times as fast backwards. Query heads of
-a key-value head are laid one after another, so that grouped heads need no copies of keys and
-values: scores are one product of [r L, d] and [d, L]. Only the probabilities are kept for the
-backward pass, in the model's own type.
+Query heads of a key-value head are laid one after another, so that grouped heads need no copies of
+keys and values: scores are one product of [r L, d] and [d, L]. Only the probabilities are kept for
+the backward pass, in the model's own type.
 """
 
 from __future__ import annotations

@@ -66,17 +66,9 @@ class CachedPass:
         return self._hidden(ids, at, self._masks(at, read))
 
     def _hidden(self, ids: Tensor, positions: Tensor, mask: Masks | None) -> Tensor:
-        hidden: Tensor = self.backbone(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=self.cache,
-            use_cache=True,
-        ).last_hidden_state
+        given = {"position_ids": positions, "attention_mask": mask, "past_key_values": self.cache}
+        hidden: Tensor = self.backbone(input_ids=ids, use_cache=True, **given).last_hidden_state
         return hidden
-
-
-# -- checks --------------------------------------------------------------------------------------
 
 
 def check_cache(
@@ -129,8 +121,9 @@ def check_cache(
 
 def _check_windows(own: CachedPass, vocabulary: int) -> None:
     """Check hidden states beyond narrowed windows by their median, as rounding may be large."""
-    configs = [m.config for m in own.backbone.modules() if hasattr(m, "config")]
-    if not any(getattr(config, WINDOW, None) for config in configs):
+    configs = {id(m.config): m.config for m in own.backbone.modules() if hasattr(m, "config")}
+    windows = [(c, w) for c in configs.values() if (w := getattr(c, WINDOW, None))]
+    if not windows:
         return
     length = min(CHECKED, positions_of(own.backbone, generating=True) or CHECKED)
     seeded = torch.Generator().manual_seed(0)
@@ -140,10 +133,15 @@ def _check_windows(own: CachedPass, vocabulary: int) -> None:
     rest = [row[n:] for row, n in zip(rows, first, strict=True)]
     with _explained(own.backbone):
         wide = [_plain(own, row) for row in rows]
-        with _windows_of(_NARROW, configs):
+        try:  # transformers reads the width of windows from the config in each pass
+            for config, _ in windows:
+                setattr(config, WINDOW, _NARROW)
             own.prefill([0, 1], [0, 0], begun)
             hidden = own.prefill([1, 0], first[::-1], rest[::-1]).flip(0)
             plain = [_plain(own, row) for row in rows]
+        finally:
+            for config, before in windows:
+                setattr(config, WINDOW, before)
 
     def beyond(states: Sequence[Tensor]) -> Tensor:
         return torch.cat([h[n:] for h, n in zip(states, first, strict=True)]).float()
@@ -161,19 +159,6 @@ def _check_windows(own: CachedPass, vocabulary: int) -> None:
             f"{off / size:.0%}). {ADVICE}",
             "window-differs",
         )
-
-
-@contextmanager
-def _windows_of(width: int, configs: Sequence[Any]) -> Iterator[None]:
-    """Change the width of sliding windows: transformers reads it from the config in each pass."""
-    own = [(c, w) for c in {id(c): c for c in configs}.values() if (w := getattr(c, WINDOW, None))]
-    try:
-        for config, _ in own:
-            setattr(config, WINDOW, width)
-        yield
-    finally:
-        for config, before in own:
-            setattr(config, WINDOW, before)
 
 
 def _plain(own: CachedPass, row: Sequence[int]) -> Tensor:
@@ -205,9 +190,6 @@ def slots_within(model: nn.Module, positions: int, budget_bytes: int) -> int:
         own.prefill([0], [0], [[0]])
     held = _grained(positions) + 1
     return int(budget_bytes // (held * own.cache.token_bytes))
-
-
-# -- the cache -----------------------------------------------------------------------------------
 
 
 class LayerMasks:

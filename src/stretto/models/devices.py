@@ -86,8 +86,7 @@ class Backend:
 
     def capture(self, run: Callable[[], Outputs], pool: Any) -> tuple[Any, Outputs]:
         """Capture ``run``, in a pool of CUDA graphs' memory; return the graph and its outputs."""
-        graph = EagerGraph(run)
-        return graph, graph.outputs
+        raise NotImplementedError
 
 
 class CudaBackend(Backend):
@@ -149,23 +148,6 @@ class CudaBackend(Backend):
         return graph, outputs
 
 
-class EagerGraph:
-    """What stands for a CUDA graph on a CPU: a replay runs everything once more."""
-
-    def __init__(self, run: Callable[[], Outputs]) -> None:
-        self._run, self.outputs = run, run()
-
-    def replay(self) -> None:
-        """Write new outputs into the tensors of the first ones."""
-        for output, new in zip(self.outputs, self._run(), strict=True):
-            output.copy_(new)
-
-    def pool(self) -> None:
-        """Return no memory to share."""
-
-
-# -- packed linear layers ------------------------------------------------------------------------
-
 MOST_ROWS = 64
 """Rows up to which the packed product is used; with more the layout no longer matters."""
 
@@ -173,10 +155,9 @@ MOST_ROWS = 64
 class PackedLinears:
     """The bfloat16 linear layers of a model on a CPU, packed; none anywhere else.
 
-    A plain matrix product of few rows spends a third of its time on bringing the weight into the
-    layout that the CPU's kernels read. oneDNN can keep it in that layout: here once for every
-    version of the weights. The products are the same, bit for bit. As a context manager it puts
-    packed forward passes in the layers' places, after packing what has changed since.
+    oneDNN can keep weights in the layout that its kernels read, into which a product of few rows
+    spends a third of its time to bring them. The products are the same, bit for bit. As a context
+    manager it puts packed forward passes in the layers' places, after packing what has changed.
     """
 
     def __init__(self, *modules: nn.Module) -> None:
@@ -232,8 +213,6 @@ def _pack(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
     return forward
 
 
-# -- speeds of products --------------------------------------------------------------------------
-
 ROWS, INNER, OUTER = 256, 768, 3072
 """Sizes of the product: a micro-batch's tokens, a small model's hidden size and 4 times that."""
 REPEATS = 6
@@ -241,9 +220,6 @@ REPEATS = 6
 GAIN = 1.2
 """Least speed-up for which bfloat16 is chosen: float32 is more exact, and a near tie would fall
 either way from run to run."""
-
-Timer = Callable[[torch.dtype], float]
-"""Seconds of one product of a type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,20 +255,16 @@ def product_speeds(threads: int) -> ProductSpeeds:
             torch.set_num_threads(before)
 
 
-def measure(timer: Timer) -> ProductSpeeds:
+def measure(timer: Callable[[torch.dtype], float]) -> ProductSpeeds:
     """Return the speed of the fastest of several products of each type, after one warms up."""
-    seconds = {torch.float32: float("inf"), torch.bfloat16: float("inf")}
-    for dtype in seconds:
-        timer(dtype)
-    for _ in range(REPEATS):
-        for dtype in seconds:
-            seconds[dtype] = min(seconds[dtype], timer(dtype))
+    types = torch.float32, torch.bfloat16
+    _, *rounds = ([timer(dtype) for dtype in types] for _ in range(REPEATS + 1))
     work = 2 * ROWS * INNER * OUTER / 1e9
-    return ProductSpeeds(*(work / each for each in seconds.values()))
+    return ProductSpeeds(*(work / min(seconds) for seconds in zip(*rounds, strict=True)))
 
 
-def product_timer() -> Timer:
-    """Return what times a linear layer's product, on fixed numbers: none are drawn."""
+def product_timer() -> Callable[[torch.dtype], float]:
+    """Return what times a linear layer's product of a type, on fixed numbers: none are drawn."""
     fixed = torch.ones(ROWS, INNER), torch.ones(OUTER, INNER)
 
     @torch.inference_mode()

@@ -148,8 +148,8 @@ def last_hidden(model: nn.Module, rows: Sequence[Sequence[int]]) -> Tensor:
 def by_token_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Split sequences into micro-batches of at most ``budget`` tokens, padding counted.
 
-    Neighbours in length go together, so that little is padded. A sequence longer than the budget
-    makes a micro-batch of its own. Returns indices into ``lengths``, longest sequences first.
+    Neighbours in length go together; a sequence longer than the budget goes alone. Returns indices
+    into ``lengths``, longest sequences first.
     """
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):

@@ -44,27 +44,16 @@ def scalar_head(model: nn.Module) -> nn.Module:
 def apply_scalar_head(model: nn.Module, hidden: Tensor) -> Tensor:
     """Return the head's output for hidden states [..., H] -> [...], in float32."""
     head: Any = scalar_head(model)
-    weight = (
-        head.modules_to_save["default"].weight if hasattr(head, "modules_to_save") else head.weight
-    )
+    trained = head.modules_to_save["default"] if hasattr(head, "modules_to_save") else head
     bias = getattr(head, "bias", None)
-    values: Tensor = hidden.float() @ weight.float()[0]
+    values: Tensor = hidden.float() @ trained.weight.float()[0]
     return values if bias is None else values + cast(Tensor, bias).float()[0]
-
-
-@torch.no_grad()
-def zero_scalar_head(model: nn.Module) -> None:
-    """Make every output 0: the best constant guess, and the start of an untrained critic."""
-    for parameter in scalar_head(model).parameters():
-        parameter.zero_()
 
 
 def critic_from_actor(actor: nn.Module) -> nn.Module:
     """Return a sequence classifier with a copy of the actor's backbone and a zero head."""
     lm = unwrapped(actor)
-    critic = _classifier(lm, copied(lm.base_model), "name a scalar model in critic.init")
-    zero_scalar_head(critic)
-    return critic
+    return _classifier(lm, copied(lm.base_model), "name a scalar model in critic.init")
 
 
 def reward_model_from(lm: nn.Module, seed: int) -> nn.Module:
@@ -74,7 +63,6 @@ def reward_model_from(lm: nn.Module, seed: int) -> nn.Module:
     nothing through to the backbone at first.
     """
     model = _classifier(lm, cast(nn.Module, lm.base_model), "choose another model.name")
-    zero_scalar_head(model)
     weight: Any = scalar_head(model).weight
     fresh = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
@@ -83,7 +71,7 @@ def reward_model_from(lm: nn.Module, seed: int) -> nn.Module:
 
 
 def _classifier(lm: Any, body: nn.Module, remedy: str) -> nn.Module:
-    """Return a classifier around a backbone; raises ModelError where transformers has none."""
+    """Return a classifier with a zero head; raises ModelError where transformers has none."""
     from transformers import AutoModelForSequenceClassification
     from transformers.initialization import no_init_weights
 
@@ -100,16 +88,19 @@ def _classifier(lm: Any, body: nn.Module, remedy: str) -> nn.Module:
             "no-classifier",
         ) from error
     setattr(classifier, classifier.base_model_prefix, body)
-    return cast(nn.Module, classifier.to(lm.device).eval())
+    made: nn.Module = classifier.to(lm.device).eval()
+    with torch.no_grad():
+        for parameter in scalar_head(made).parameters():
+            parameter.zero_()
+    return made
 
 
 def set_padding(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ends: Iterable[int]) -> bool:
     """Give a sequence classifier and its tokenizer a padding token that ends no response.
 
-    transformers reads a classifier at the last token that is not padding: the one before the end,
-    where an end token also pads. The tokenizer's own padding token is kept where it is none of
-    ``ends``; else the first special token that neither ends nor begins a text is taken. Returns
-    whether there is one; without, transformers refuses batches rather than read them wrongly.
+    transformers reads a classifier at the last token that is not padding. The tokenizer's own
+    padding token is kept where it is none of ``ends``; else the first special token that neither
+    ends nor begins a text is taken. Without one, transformers refuses batches.
     """
     taken = {*ends, tokenizer.eos_token_id}
     own: Any = tokenizer.pad_token_id

@@ -110,11 +110,10 @@ class ModelInfo:
         return shape
 
     def _shape(self) -> Shape:
-        heads = ("lm_head.weight", "embed_out.weight")
+        tied = bool(self.config.get("tie_word_embeddings", True))
         if self.weights:
+            heads = ("lm_head.weight", "embed_out.weight")
             tied = not any(name.endswith(heads) for name in self.weights)
-        else:
-            tied = bool(self.config.get("tie_word_embeddings", True))
         try:
             shape = Shape.of_config(self.config, tied=tied)
         except KeyError as error:

@@ -95,10 +95,14 @@ def load_sequence_classifier(
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Return the tokens that end a response: the tokenizer's, and the generation config's."""
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    ids = configured if isinstance(configured, list) else [configured]
-    own: Any = tokenizer.eos_token_id
-    return frozenset(int(i) for i in [*ids, own] if i is not None)
+    return named_ends(model.generation_config, tokenizer)
+
+
+def named_ends(config: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the end tokens that a config names, and the tokenizer's own."""
+    named, own = getattr(config, "eos_token_id", None), tokenizer.eos_token_id
+    ids: list[Any] = [*named, own] if isinstance(named, list) else [named, own]
+    return frozenset(int(i) for i in ids if i is not None)
 
 
 def architecture(name: str, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -216,9 +220,8 @@ def set_checkpointing(model: torch.nn.Module, config: ModelConfig) -> None:
 def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a model, of transformers or peft, so that ``from_pretrained(folder)`` gives it back.
 
-    LoRA's adapters are merged into a copy, and go to ``folder / "adapter"`` by themselves, too. The
-    folder takes the place of a former one once all is on disk. Raises ModelError if transformers
-    refuses to save the model, StorageError if it cannot be written; a former folder stays then.
+    LoRA's adapters are merged into a copy, and go to ``folder / "adapter"`` by themselves, too.
+    Raises ModelError or StorageError if it cannot be saved; a former folder stays then.
     """
     from safetensors import SafetensorError
 

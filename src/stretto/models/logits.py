@@ -56,10 +56,9 @@ class OutputHead:
 def token_logprobs(
     head: OutputHead, hidden: Tensor, targets: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities [N] of targets [N] and entropies [N] of distributions, in nats.
+    """Return log-probabilities [N] of targets [N], and entropies [N], by hidden states [N, H].
 
-    They are float32 (float64 for float64 input). Gradients flow to ``hidden`` [N, H], which is at
-    the positions that predict the targets, and to the head's weight and bias from both.
+    In nats, float32 (float64 for float64 input). Gradients flow to hidden states and head.
     """
     logprobs, entropy = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, head.weight, head.bias, targets, head, temperature

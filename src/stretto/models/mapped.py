@@ -2,10 +2,9 @@
 
 A model that several ranks divide among them need not be whole in the memory of any. It is loaded
 in the type of its files: weights are then the files themselves, mapped into memory, whose pages all
-processes of a machine share. Every weight knows the type that it is to have, and gets it when it is
-divided. Until then such a model may be computed with, and must not be changed. What cannot stay in
-its file is loaded as ever: weights that transformers makes of several tensors, types that are not
-trained in, and models that are another in the files' type.
+processes of a machine share. Every weight knows the type that it gets when it is divided, and must
+not be changed until then. What cannot stay in its file is loaded as ever: weights that transformers
+makes of several tensors, types that are not trained in, and models that are another in the type.
 """
 
 from __future__ import annotations

@@ -1,19 +1,18 @@
 """Offloading: tensors that are in the host's memory while their owner is not at work.
 
-Tensors themselves, ties, hooks and optimizer states stay as they are; only data are changed
-(``tensor.data``). While data are away, a tensor keeps its shape, and reads as NaN, which shows when
-it is read too early.
+Tensors themselves, ties, hooks and optimizer states stay as they are; only data are changed. While
+they are away, a tensor keeps its shape, and reads as NaN, which shows when it is read too early.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import is_
-from threading import Lock
 from typing import Any, Literal
 
 import torch
@@ -44,8 +43,7 @@ class CopyStream:
         self._clock = clock or RealClock()
         self._pool = ThreadPoolExecutor(1, "swaps")
         self._stream = self._backend.new_stream()
-        self._works: list[Work] = []
-        self._adding = Lock()
+        self._works: deque[Work] = deque()  # to which two threads add
 
     def buffer(self, size: int) -> Tensor:
         """Return bytes of the host, pinned where the device is a GPU."""
@@ -66,23 +64,18 @@ class CopyStream:
         for copy in left:
             copy.result()
         if waits:
-            self._note(Work("wait", start_s, self._clock.now(), {"cause": "swap", "owner": owner}))
+            about = {"cause": "swap", "owner": owner}
+            self._works.append(Work("wait", start_s, self._clock.now(), about))
 
     def take(self) -> list[Work]:
         """Take out what was noted of copies that have ended, and of waiting for them."""
-        with self._adding:
-            works, self._works = self._works, []
-        return works
+        return [self._works.popleft() for _ in range(len(self._works))]
 
     def _copy(self, copies: Copies, begun: Any, owner: str, direction: str) -> None:
         start_s = self._clock.now()
         self._backend.copy(copies, self._stream, begun)
         about = {"owner": owner, "bytes": sum(t.nbytes for t, _ in copies), "direction": direction}
-        self._note(Work("swap", start_s, self._clock.now(), about, beside=True))
-
-    def _note(self, work: Work) -> None:
-        with self._adding:
-            self._works.append(work)
+        self._works.append(Work("swap", start_s, self._clock.now(), about, beside=True))
 
 
 @dataclass(slots=True)
@@ -99,15 +92,11 @@ class _SharedBuffer:
     host: Sequence[Tensor]
     device: Tensor
 
-    def views(self) -> list[tuple[Tensor, Tensor]]:
-        """Return each tensor, and what its data are in the buffer on the device."""
-        views = (
-            self.device[start : start + t.numel() * t.itemsize]
-            .view(t.dtype)
-            .as_strided(t.shape, stride, start // t.itemsize)
-            for t, start, stride in zip(self.tensors, self.starts, self.strides, strict=True)
-        )
-        return list(zip(self.tensors, views, strict=True))
+    def views(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each tensor, and what its data are in the buffer on the device."""
+        for t, start, stride in zip(self.tensors, self.starts, self.strides, strict=True):
+            own = self.device[start : start + t.numel() * t.itemsize].view(t.dtype)
+            yield t, own.as_strided(t.shape, stride, start // t.itemsize)
 
     def in_place(self) -> bool:
         """Return whether the tensors' data are in the buffer."""

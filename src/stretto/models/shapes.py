@@ -1,7 +1,6 @@
 """Sizes of decoders: of any by its config, of known models by name; their parameters by formula.
 
-Layers are counted as Llama's (Touvron et al. 2023): RMS norms, no biases, a gated MLP. Nothing here
-imports torch.
+Layers are counted as Llama's (Touvron et al. 2023): RMS norms, no biases, a gated MLP.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import Any, Self
 
 from stretto.errors import ConfigError, ModelError, nearest
@@ -214,24 +214,19 @@ def weight_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
         }
     of_qkv = ("q_proj", "k_proj", "v_proj")
     biased = [name for name in layer if neox or (kind == "qwen2" and name.endswith(of_qkv))]
-    norms = ("input_layernorm", "post_attention_layernorm")
+    norms, parts = ("input_layernorm", "post_attention_layernorm"), ["weight"]
+    parts += ["bias"] if neox else []
     yield "model.embed_tokens.weight", (shape.vocabulary, hidden)
     for i in range(config["num_hidden_layers"]):
         for name, size in layer.items():
             yield f"model.layers.{i}.{name}.weight", size
             if name in biased:
                 yield f"model.layers.{i}.{name}.bias", size[:1]
-        yield from _norms(hidden, neox, *(f"model.layers.{i}.{norm}" for norm in norms))
-    yield from _norms(hidden, neox, "model.norm")
+        for norm, part in product(norms, parts):
+            yield f"model.layers.{i}.{norm}.{part}", (hidden,)
+    yield from ((f"model.norm.{part}", (hidden,)) for part in parts)
     if not tied:
         yield "lm_head.weight", (shape.vocabulary, hidden)
-
-
-def _norms(hidden: int, biased: bool, *names: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for name in names:
-        yield f"{name}.weight", (hidden,)
-        if biased:
-            yield f"{name}.bias", (hidden,)
 
 
 def undivided(tp: int, count: int, what: str) -> ModelError:

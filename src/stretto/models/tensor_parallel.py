@@ -3,9 +3,8 @@ with it (Shoeybi et al. 2019, "Megatron-LM", section 3).
 
 Of two linear layers that follow one another the first is cut by its outputs, the second by its
 inputs: between the two each rank has heads or features of its own, and behind them the ranks' parts
-are added up. Which layers these are, transformers says in the model's plan. All else (embeddings,
-norms, the head) is whole on every rank. All ranks get the same calls with the same inputs, and
-return the same.
+are added up. Which layers these are, transformers says in the model's plan. All else is whole on
+every rank. All ranks get the same calls with the same inputs, and return the same.
 """
 
 from __future__ import annotations

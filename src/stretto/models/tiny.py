@@ -14,10 +14,9 @@ _PAD, _BOS, _EOS = 256, 257, 258
 
 
 def make_tiny(folder: Path, seed: int = 0, heads: int = 4) -> None:
-    """Write a Llama of 115,200 parameters and its tokenizer to ``folder``, in Hugging Face format.
+    """Write a Llama of 115,200 parameters, by the seed alone, and its tokenizer to ``folder``.
 
-    The weights depend on the seed alone. The heads share 64 dimensions: vLLM's kernels on CPUs ask
-    for two, of 32 dimensions each.
+    vLLM's kernels on CPUs ask for two heads, of 32 dimensions each.
     """
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 

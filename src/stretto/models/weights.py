@@ -25,9 +25,6 @@ M = TypeVar("M", bound=nn.Module)
 SAMPLES = 256
 """Elements looked at in each tensor, evenly spread."""
 
-TRAINED_TYPES = (torch.float32, torch.bfloat16)
-"""Types in which models are trained; the masters of weights are float32."""
-
 
 @torch.no_grad()
 def require_finite(model: nn.Module, what: str) -> None:
@@ -50,7 +47,7 @@ def require_finite(model: nn.Module, what: str) -> None:
 def require_trainable(model: nn.Module, what: str) -> None:
     """Raise ModelError for weights of a type that is not trained here."""
     for name, weight in model.named_parameters():
-        if weight.is_floating_point() and weight.dtype not in TRAINED_TYPES:
+        if weight.is_floating_point() and weight.dtype not in (torch.float32, torch.bfloat16):
             raise ModelError(
                 f"{what} has weights of {weight.dtype} ({name}), and models are trained in float32 "
                 "or bfloat16, with float32 masters; load it with dtype=torch.bfloat16",
@@ -169,10 +166,10 @@ def require_fingerprint(ref: WeightsRef, found: str, receiver: str) -> None:
 
 
 def with_own_structure(model: M) -> M:
-    """Return another tree of modules over the very same parameters and buffers of a model at rest.
+    """Return another tree of modules over the same parameters and buffers of a model at rest.
 
     What is changed on a module (its mode, a forward pass put in place of its own, whether adapters
-    are on) is then seen by one of the two only, so that each can be used in a thread of its own.
+    are on) is seen by one of the two only, so that each can be used in a thread of its own.
     """
     return _copied(model, chain(model.parameters(), model.buffers()))
 
@@ -180,8 +177,7 @@ def with_own_structure(model: M) -> M:
 def with_own_weights(model: M) -> M:
     """Return a copy of a model at rest for inference, whose weights change when they are loaded.
 
-    Weights that are trained, by ``requires_grad``, and buffers are copied; tied weights stay tied.
-    Frozen weights, such as those below LoRA adapters, are shared.
+    Weights that are trained, and buffers, are copied; tied weights stay tied, frozen ones shared.
     """
     clone = _copied(model, (p for p in model.parameters() if not p.requires_grad))
     return clone.requires_grad_(False)

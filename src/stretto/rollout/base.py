@@ -33,8 +33,7 @@ Carry = Literal["recompute", "reuse"]
 
 ``recompute`` makes them again, so that every token is sampled from the present policy. ``reuse``
 keeps those of responses, which costs nothing, but then later tokens are sampled from a mixture of
-policies, and a resumed run does not repeat them exactly. A prompt's are always made again, so that
-a response whose tokens are all of one version is on-policy.
+policies, and a resumed run does not repeat them exactly.
 """
 
 
@@ -118,8 +117,7 @@ class Engine(ABC):
     """What generates: it decodes the rollouts that it holds, chunk by chunk.
 
     Stored log-probabilities are of the distribution that was sampled (temperature and truncation
-    applied), unless the capabilities say otherwise. There is no state to save: rollouts in flight
-    are the schedule's, and go on when they are admitted again.
+    applied). There is no state to save: rollouts in flight are the schedule's.
 
     Attributes:
         check: raises MissingExtraError where a library is missing, ConfigError for one too old.
@@ -176,8 +174,8 @@ class Engine(ABC):
     def export(self, rollout_ids: Sequence[int], with_cache: bool) -> list[KVTransfer]:
         """Let go of unfinished rollouts that go on in another engine, in the order asked.
 
-        With the cache, keys and values are copied where the engine can; without, the other engine
-        prefills again. Raises EngineError, and lets go of none, if one is not here or named twice.
+        Their keys and values are copied if asked, where the engine can. Raises EngineError, and
+        lets go of none, if one is not here or named twice.
         """
         if wrong := [i for i, n in Counter(rollout_ids).items() if n > 1 or i not in self._held]:
             raise EngineError(

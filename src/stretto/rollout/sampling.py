@@ -71,8 +71,8 @@ def sample(
     """Draw a token a row, by numbers ``u`` [n] in (0, 1), from logits [n, V], which it overwrites.
 
     Returns tokens [n] and their log-probabilities [n] under the distribution that was sampled:
-    temperature and truncation applied. A temperature of 0 takes the likeliest token, and gives the
-    log-probability under the model's own distribution.
+    temperature and truncation applied. A temperature of 0 takes the likeliest token, by the model's
+    own distribution.
     """
     if temperature == 0:
         tokens = logits.argmax(-1)

@@ -34,9 +34,8 @@ Scored = Iterator[tuple[Sequence[Response], Sequence[Tensor]]]
 """Micro-batches of responses with one tensor each: [1] for a reward, else [T]."""
 
 
-def warn(text: str) -> None:
-    """Log a scorer's message as a warning, if nothing else shows it."""
-    logging.getLogger(__name__).warning(text)
+warn: Say = logging.getLogger(__name__).warning
+"""Logs a scorer's message, if nothing else shows it."""
 
 
 class ModelScorer(ResponseScorer):
@@ -52,7 +51,6 @@ class ModelScorer(ResponseScorer):
         channel: where those come from; ``None`` where the learner trains the same module.
 
     Attributes:
-        reads_text: see :class:`~stretto.types.ScorerInfo`.
         read_tokens: tokens that went through the model so far, padding not counted.
     """
 
@@ -165,7 +163,7 @@ class ModelScorer(ResponseScorer):
         if row is None:
             if response.finish:
                 return None  # in one piece it is scored faster without a cache
-            if rows.full:
+            if not rows.free:
                 if not self._said_full:
                     self._said_full = True
                     self._say(
@@ -178,8 +176,7 @@ class ModelScorer(ResponseScorer):
         return row
 
     def _open(self, rows: StreamedRows, response: Response) -> StreamedRow:
-        prompt = response.prompt.tokens
-        return rows.open(response.id, prompt[:-1], prompt)
+        return rows.open(response.id, response.prompt.tokens)
 
     def _update(self, row: StreamedRow, response: Response) -> None:
         prompt, before = len(response.prompt.tokens), len(row.tokens)
@@ -200,8 +197,7 @@ class StreamedRow:
     """A rollout in a slot.
 
     Attributes:
-        prompt: the first tokens, which other rollouts of its group have too; their keys and values
-            are copied from one to another.
+        prompt: all its tokens but the last, whose keys and values are copied within its group.
         tokens: what the model is to read, as far as it is known.
         goal: how many of the tokens to run through the model now.
         cached: how many have been.
@@ -250,27 +246,18 @@ class StreamedRows:
         _check(model)
         self._pass = CachedPass(model, SlotCache(slots))
         self._budget = token_budget
-        self._free = list(reversed(range(slots)))
+        self.free = list(reversed(range(slots)))
         self._rows: dict[int, StreamedRow] = {}
-
-    @property
-    def full(self) -> bool:
-        """Return whether all slots are taken."""
-        return not self._free
 
     def get(self, rollout_id: int) -> StreamedRow | None:
         """Return the row of a rollout, if it has one."""
         return self._rows.get(rollout_id)
 
     def open(
-        self,
-        rollout_id: int,
-        prompt: Sequence[int],
-        tokens: Sequence[int],
-        text: StablePrefix | None = None,
+        self, rollout_id: int, tokens: Sequence[int], text: StablePrefix | None = None
     ) -> StreamedRow:
-        """Give a rollout a slot; not to be asked for when full."""
-        row = StreamedRow(self._free.pop(), tuple(prompt), list(tokens), text=text)
+        """Give a rollout one of the free slots; its tokens so far are those of the prompt."""
+        row = StreamedRow(self.free.pop(), tuple(tokens[:-1]), list(tokens), text=text)
         self._rows[rollout_id] = row
         return row
 
@@ -278,7 +265,7 @@ class StreamedRows:
         """Free the slots of rollouts; unknown ids are ignored."""
         for rollout_id in rollout_ids:
             if row := self._rows.pop(rollout_id, None):
-                self._free.append(row.slot)
+                self.free.append(row.slot)
 
     def void(self) -> None:
         """Forget all that was computed, because the weights have changed."""

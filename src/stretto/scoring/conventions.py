@@ -18,6 +18,7 @@ from stretto.finite import is_finite
 
 Sample = Mapping[str, Any]
 Send = Callable[[Mapping[str, Any]], None]
+Run = Callable[[Sequence[Sample], Send], str | None]
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -49,7 +50,7 @@ class RewardFunction:
     list as a whole, if anything.
     """
 
-    run: Callable[[Sequence[Sample], Send], str | None]
+    run: Run
     convention: Convention = Convention()
 
 
@@ -88,7 +89,8 @@ def recognise(function: Callable[..., Any], file: str, name: str) -> RewardFunct
     elif convention.kind == "OpenRLHF":
         run = _all_at_once(lambda samples: _openrlhf(call, samples), file, as_number)
     else:
-        run = _all_at_once(lambda samples: _trl(call, samples), file, _number_or_none)
+        number = lambda entry: None if entry is None else as_number(entry)  # noqa: E731
+        run = _all_at_once(lambda samples: _trl(call, samples), file, number)
     return RewardFunction(run, convention)
 
 
@@ -148,18 +150,15 @@ def _verl(call: Callable[..., Any], sample: Sample) -> Any:
     """Call with one sample, by verl's columns; the score may stand in a dict."""
     data = sample["data"]
     model = data.get("reward_model")
-    if isinstance(model, Mapping) and "ground_truth" in model:
-        truth = model["ground_truth"]
-    elif "ground_truth" in data:
-        truth = data["ground_truth"]
-    else:
+    holder = model if isinstance(model, Mapping) and "ground_truth" in model else data
+    if "ground_truth" not in holder:
         raise RewardError(
             "the dataset row has no ground truth; verl's signature needs the column 'ground_truth' "
             "or 'reward_model' with a 'ground_truth' in it"
         )
-    source = {"data_source": data["data_source"]} if "data_source" in data else {}
-    extra = data.get("extra_info")
-    result = call(solution_str=sample["response"], ground_truth=truth, extra_info=extra, **source)
+    given = {key: data[key] for key in ("data_source",) if key in data}
+    given |= {"ground_truth": holder["ground_truth"], "extra_info": data.get("extra_info")}
+    result = call(solution_str=sample["response"], **given)
     if isinstance(result, Mapping):
         if "score" not in result:
             raise RewardError(f"it returned a dict without 'score': {result!r}")
@@ -167,13 +166,7 @@ def _verl(call: Callable[..., Any], sample: Sample) -> Any:
     return result
 
 
-def _number_or_none(value: Any) -> float | None:
-    return None if value is None else as_number(value)
-
-
-def one_by_one(
-    score: Callable[[Sample], Any], file: str | None = None
-) -> Callable[[Sequence[Sample], Send], str | None]:
+def one_by_one(score: Callable[[Sample], Any], file: str | None = None) -> Run:
     """Score each sample for itself: an error on one does not touch the others."""
 
     def judge(sample: Sample) -> float:
@@ -188,7 +181,7 @@ def one_by_one(
 
 def _all_at_once(
     score: Callable[[Sequence[Sample]], Any], file: str, number: Callable[[Any], float | None]
-) -> Callable[[Sequence[Sample], Send], str | None]:
+) -> Run:
     """Score the list in one call; ``number`` makes a number of an entry, or ``None``.
 
     If the call raises, the error is that of the whole list. If it gives anything but one entry a

@@ -12,6 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,10 +52,6 @@ class FunctionScorer(ResponseScorer):
         columns: of the dataset. A function that needs another one is refused at construction.
         function: what ``source`` stands for where the caller has it as an object. It is called in
             this process, and no time limit can end it.
-
-    Raises:
-        ConfigError: the function cannot be found, imported or called.
-        TaskError: the task cannot be opened, or has no verifier.
     """
 
     def __init__(
@@ -93,13 +90,9 @@ class FunctionScorer(ResponseScorer):
     def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]:
         """Score finished rollouts; one that the function does not apply to gets no values."""
         responses = self._take(rollout_ids)
-        tokens = [r.tokens.tolist() for r in responses]
-        texts = [
-            response_text(self._tokenizer, own, r.finish, self._stop)
-            for own, r in zip(tokens, responses, strict=True)
-        ]
-        verdicts = self._ask_all(responses, texts)
-        return list(map(self._score, responses, texts, verdicts))
+        text_of = partial(response_text, self._tokenizer, stop=self._stop)
+        texts = [text_of(r.tokens.tolist(), r.finish) for r in responses]
+        return list(map(self._score, responses, texts, self._ask_all(responses, texts)))
 
     def load(self, weights: WeightsRef) -> None:
         """Raise EngineError: a function follows no trained model."""

@@ -28,6 +28,7 @@ from stretto.models.forward import (
     unwrapped,
 )
 from stretto.models.heads import apply_scalar_head, scalar_head
+from stretto.models.load import named_ends
 from stretto.models.logits import token_logprobs
 from stretto.models.weights import with_own_structure
 from stretto.saying import Say
@@ -166,21 +167,20 @@ class RewardModelScorer(ModelScorer):
         self.same_tokenizer = same_tokenizer(tokenizer, actor_tokenizer)
         self.reads_text = not self.same_tokenizer
         self.rolled_back_tokens = 0
-        self._causal = reads_last_token(model)
-        ends = _end_tokens(model, tokenizer) if self._causal else frozenset[int]()
+        self._causal, self._positions = reads_last_token(model), positions(model)
+        ends = frozenset[int]()
+        if self._causal and tokenizer.eos_token_id is not None:
+            ends = named_ends(text_config(model), tokenizer)
         self._reading = ConversationReader(name, tokenizer, actor_tokenizer, stop, ends, given_ends)
-        self._positions = positions(model)
         self._has_offsets = self.same_tokenizer or tokenizer.is_fast
         super().__init__(name, "reward", model, token_budget, slots=slots, say=say)
 
     def _open_rows(self, slots: int) -> StreamedRows | None:
-        if self._causal and self._has_offsets:
+        why = "its tokenizer does not say where in the text its tokens are"
+        if not self._causal:
+            why = "the model is no causal decoder with a linear head on the last token"
+        elif self._has_offsets:
             return super()._open_rows(slots)
-        why = (
-            "its tokenizer does not say where in the text its tokens are"
-            if self._causal
-            else "the model is no causal decoder with a linear head on the last token"
-        )
         self._say(f"'{self.name}' scores rollouts whole, at their end: {why}")
         return None
 
@@ -189,7 +189,7 @@ class RewardModelScorer(ModelScorer):
             return super()._open(rows, response)
         text = self._reading.prefix(response.prompt)
         text.grow(self._reading.begun(response))
-        return rows.open(response.id, text.tokens[:-1], text.tokens, text)
+        return rows.open(response.id, text.tokens, text)
 
     def _update(self, row: StreamedRow, response: Response) -> None:
         if row.numbers:
@@ -236,7 +236,6 @@ class RewardModelScorer(ModelScorer):
             yield [responses[i] for i in chosen], list(self._read(part)[:, None])
 
     def _read(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Return scores [b] of rows of token ids."""
         if self._causal:
             return apply_scalar_head(self.model, last_hidden(self.model, rows))
         ids = pad_right(rows, next(self.model.parameters()).device)
@@ -274,16 +273,6 @@ class RewardModelScorer(ModelScorer):
         if self.same_tokenizer:
             return [*response.prompt.tokens, *response.tokens.tolist()]
         return self._reading.tokens(response)
-
-
-def _end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return a classifier's tokens that end a response, if its tokenizer has any."""
-    named = getattr(text_config(model), "eos_token_id", None)
-    own = cast(int | None, tokenizer.eos_token_id)
-    if own is None:
-        return frozenset()
-    ids = named if isinstance(named, list) else [named]
-    return frozenset(int(i) for i in [*ids, own] if i is not None)
 
 
 def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:

@@ -75,16 +75,9 @@ def response_text(
     finish: FinishReason | None,
     stop: Sequence[str] = (),
 ) -> str:
-    """Decode a response without special tokens, cut before the stop string that ended it.
-
-    Args:
-        finish: why it ended; only a stopped response can have ended in a stop string.
-        stop: the stop strings it was generated with.
-    """
-    decoded = tokenizer.decode(
-        list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
-    text = cast(str, decoded)
+    """Decode a response without special tokens, cut before the stop string that ended it."""
+    options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    text = cast(str, tokenizer.decode(list(tokens), **options))
     if finish is not FinishReason.STOP:
         return text
     # A response ends with the first stop string it holds, so there is none before that one.
@@ -93,18 +86,13 @@ def response_text(
 
 
 STREAMED_SHARE = 16
-"""The part of a forward pass, 1 / 16, from which a streaming scorer's call is worth its fixed cost.
-
-That is 64 tokens on a CPU, where a call costs as much as 25 to 150 tokens in it, by the size of the
-model (docs/schedules.md). A constant, not measured at the start, so that a run repeats itself.
-"""
+"""The part of a forward pass, 1 / 16, from which a streaming scorer's call is worth its fixed cost
+(docs/schedules.md): 64 tokens on a CPU. A constant, so that a run repeats itself."""
 
 
 def worthwhile_tokens(token_budget: int, *, streaming: bool) -> int:
-    """Return the tokens that make a call worth its fixed cost.
+    """Return the tokens that make a call worth its fixed cost: half a full forward pass of them.
 
-    They are half of what fits into a forward pass, as whole responses are best read in full passes.
-    While a scorer streams they are fewer: tokens that are not read beside decoding are read at the
-    end, when everyone waits.
+    While a scorer streams they are fewer: what is not read beside decoding is read at the end.
     """
     return token_budget // (STREAMED_SHARE if streaming else 2)

@@ -6,8 +6,7 @@ read that lie two words or more before the end, and at the end the whole text is
 more. What was read wrongly, if anything, then shows, and is taken back.
 
 What a policy types stays text: it spells no control tokens (:mod:`stretto.tasks.encode`). Texts
-here are escaped, and offsets are characters of the text as the model reads it, chat template
-applied.
+here are escaped, and offsets are characters of the text as the model reads it.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ class ConversationReader:
         stop: strings that ended responses; not part of what is read.
         ends: tokens of the reward model that end a response; of these the tokenizer's own stands
             where the template has none. Empty: the conversation is read as its template has it.
-        given_ends: tokens of the actor that end responses which were given rather than sampled;
-            their finish does not say that they have ended.
+        given_ends: tokens of the actor that end responses which were given rather than sampled.
     """
 
     def __init__(

@@ -49,11 +49,10 @@ SEEDS = 1 << 63
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestRow(Row):
-    """A rollout that is decoded as a request.
+    """A rollout that is decoded as a request, by its name, if it has one.
 
     Attributes:
         salt: of its request; see :meth:`VllmEngine.load`.
-        request: name of its request; empty while it has none.
         unread: tokens that the request began with, while they are not among the prefilled ones.
     """
 
@@ -67,8 +66,7 @@ class VllmEngine(Engine):
 
     Sampling is seeded by run, rollout and position, but kernels add up in an order that depends on
     the batch: the same seed may give other tokens in other company. Keys and values stay behind
-    when a rollout moves. Those that are carried over to new weights are read from the prefix cache,
-    as far as its whole blocks are still there.
+    when a rollout moves; carried ones are read from the prefix cache, as far as it has them.
     """
 
     capabilities = Capabilities(

@@ -10,6 +10,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, NamedTuple
 
@@ -49,7 +50,6 @@ class Output(NamedTuple):
     """What a request, by name, got in one iteration.
 
     Attributes:
-        logprobs: of each token, under the distribution that was sampled.
         cached: of its prompt's tokens, how many were read from the prefix cache.
         ended: why vLLM ended it; empty while it goes on.
     """
@@ -83,10 +83,8 @@ def check_version() -> None:
 def installed() -> Version | None:
     """Return the version of vLLM in this interpreter's environment."""
     for name in DISTRIBUTIONS:
-        try:
+        with suppress(PackageNotFoundError):
             return Version(version(name))
-        except PackageNotFoundError:
-            continue
     return None
 
 
@@ -189,10 +187,9 @@ def _arguments(settings: EngineSettings, kv_bytes_per_token: int) -> dict[str, A
 
 
 class LlmRequests:
-    """Requests to an engine of vLLM.
+    """Requests to an engine of vLLM, of up to so many tokens of prompt and response.
 
     Attributes:
-        longest: tokens of prompt and response that a request may have.
         seeds_positions: whether a random number is a function of the seed and the token's position.
             If not, a new request with an old one's seed draws its numbers again.
         sleeps: whether it leaves its memory to others while it holds no request.
@@ -229,7 +226,15 @@ class LlmRequests:
 
     def step(self) -> Sequence[Output]:
         """Make one iteration."""
-        return [_output(found) for found in self._engine.step()]
+        outputs = []
+        for found in self._engine.step():
+            (new,) = found.outputs
+            # With none asked for beyond the sampled token's own there is one a token.
+            logprobs = new.logprobs.logprobs if new.logprobs is not None else ()
+            ended = str(new.finish_reason) if found.finished else ""
+            cached = found.num_cached_tokens or 0
+            outputs.append(Output(found.request_id, new.token_ids, logprobs, cached, ended))
+        return outputs
 
     @property
     def busy(self) -> bool:
@@ -280,11 +285,3 @@ class LlmRequests:
         )
         prompt = {"prompt_token_ids": list(tokens), "cache_salt": salt}
         self._engine.add_request(request, prompt, parameters)
-
-
-def _output(found: Any) -> Output:
-    (new,) = found.outputs
-    # With none asked for beyond the sampled token's own there is one a token.
-    logprobs = new.logprobs.logprobs if new.logprobs is not None else ()
-    ended = str(new.finish_reason) if found.finished else ""
-    return Output(found.request_id, new.token_ids, logprobs, found.num_cached_tokens or 0, ended)
