@@ -1,7 +1,6 @@
 """The one seam for what differs between computing on a CPU and on a CUDA GPU.
 
-Importing this module does not import torch: memory and threads of the process are to be settled
-before that (:func:`keep_freed_memory`, :func:`sleep_when_waiting`).
+It does not import torch: memory and threads of the process are to be settled before that.
 """
 
 from __future__ import annotations

@@ -251,7 +251,7 @@ class RowCache:
 class SlotCache(Cache):
     """Keys and values of every layer, [S, h, C + 1, d] each, allocated when first seen.
 
-    The last position of a slot is scratch: padding is written there, and never read.
+    The last position of a slot is scratch for padding, and never read.
     """
 
     def __init__(self, slots: int) -> None:

@@ -46,10 +46,6 @@ class Backend:
         """Choose the attention of a transformers model: on a CPU, that for short sequences."""
         use_short_attention(model)
 
-    def packed(self, *modules: nn.Module) -> PackedLinears:
-        """Return a context in which linear layers are packed for decoding; idle on a GPU."""
-        return PackedLinears(*modules)
-
     def rank_device(self, rank: int) -> torch.device:
         """Return the device of a rank on this machine."""
         return self.device
@@ -224,10 +220,10 @@ either way from run to run."""
 
 @dataclass(frozen=True, slots=True)
 class ProductSpeeds:
-    """Speed of a matrix product in each type, in GFLOP/s, by which ``model.dtype = auto`` chooses.
+    """Speeds of a matrix product in GFLOP/s, by which ``model.dtype = auto`` chooses.
 
-    Instruction sets do not tell it. One CPU has bfloat16 products (AVX512-BF16) at half the speed
-    of its float32 ones, and another, with the same flag, at twice their speed.
+    Instruction sets do not tell them: bfloat16 (AVX512-BF16) is at half the speed of float32 on one
+    CPU, and at twice its speed on another.
     """
 
     float32: float

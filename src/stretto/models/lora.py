@@ -62,11 +62,9 @@ def trained_names(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, p in model.named_parameters() if p.requires_grad)
 
 
-def merge_lora(wrapped: nn.Module, trained: frozenset[str]) -> None:
+def merge_lora(wrapped: Any, trained: frozenset[str]) -> None:
     """Merge adapters into the model within, which then trains the parameters that it did before."""
-    adapted: Any = wrapped
-    model: nn.Module = adapted.merge_and_unload()
-    for name, parameter in model.named_parameters():
+    for name, parameter in wrapped.merge_and_unload().named_parameters():
         parameter.requires_grad_(name in trained)
 
 

@@ -1,7 +1,7 @@
 """Find the folder of a model, for transformers to load, by the model's name.
 
-The default model comes out of a Python package, so that nothing but the package index is needed: a
-4-bit GGUF file, converted once to float32 safetensors and cached.
+The default model comes out of a Python package, so that only the package index is needed: a 4-bit
+GGUF file, converted once to float32 safetensors.
 """
 
 from __future__ import annotations

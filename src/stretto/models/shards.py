@@ -1,7 +1,6 @@
 """Shards: the parts of a model's parameters that each of several ranks holds.
 
-Linear layers are cut into slices for tensor parallelism (tp); of its slice, or of the full weight,
-a rank of the learner holds a run of rows (fsdp).
+Linear layers are cut into slices (tp), of which a rank of the learner holds a run of rows (fsdp).
 """
 
 from __future__ import annotations

@@ -159,10 +159,8 @@ def plan_cuts(model: nn.Module, size: int) -> Cuts:
     decoder = backbone(model)
     config, kind = text_config(decoder), type(decoder).__name__
     heads = config.num_attention_heads
-    for count, what in (
-        (heads, "attention heads"),
-        (getattr(config, "num_key_value_heads", None) or heads, "key-value heads"),
-    ):
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    for count, what in ((heads, "attention heads"), (kv_heads, "key-value heads")):
         if count % size:
             raise undivided(size, count, f"{what} of {kind}")
     names = {id(module): name for name, module in model.named_modules()}

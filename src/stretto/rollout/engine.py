@@ -23,7 +23,7 @@ from stretto.config import RolloutConfig
 from stretto.errors import EngineError
 from stretto.models.backend import backend_of
 from stretto.models.cached import CachedPass, RowCache, SlotCache, check_cache
-from stretto.models.devices import Backend
+from stretto.models.devices import Backend, PackedLinears
 from stretto.models.forward import backbone, output_head, positions, unwrapped
 from stretto.models.weights import load_weights
 from stretto.rollout.base import Engine, EngineSettings, Row
@@ -76,9 +76,7 @@ class TorchEngine(Engine):
         self.model, config, self._slots = model, settings.rollout, settings.slots
         self._probe: ModelPass | None = None
         if self._slots < 1:
-            raise EngineError(
-                f"an engine needs at least one slot; got slots = {self._slots}", "no-slots"
-            )
+            raise EngineError(f"an engine needs a slot at least; slots = {self._slots}", "no-slots")
         own = ModelPass(model, SlotCache(2), config)
         with torch.inference_mode():
             check_cache(own, own.next_logits, own.head.logits)
@@ -86,8 +84,7 @@ class TorchEngine(Engine):
         self._backend = backend_of(self._device)
         self._cache = SlotCache(0)
         self._pass = ModelPass(model, self._cache, config)
-        layers = backbone(model), unwrapped(model).get_output_embeddings()
-        self._packed = self._backend.packed(*layers)
+        self._packed = PackedLinears(backbone(model), unwrapped(model).get_output_embeddings())
         self._graphs = config.cuda_graphs and self._backend.graphs
         self._step_pass: Callable[[StepInputs, int], tuple[Tensor, Tensor]] = self._pass.decode
         self._waiting: deque[SlotRow] = deque()

@@ -3,10 +3,9 @@
 Shapes: T sampled tokens of a response; n rows, q tokens a row of a streamed pass; H hidden size.
 
 Streamed scoring is the intra-step overlap of OPPO, for reference and critic too, and not in
-lock-step with decoding: tokens are run through the model as they arrive, of many rollouts at once,
-so that little is left to do when a rollout ends. As in the engine, the newest token of a rollout is
-not in the cache: it is run together with those that follow it. So each hidden state is at hand in
-the very pass that has the token which it predicts.
+lock-step with decoding: tokens run through the model as they arrive, so that little is left to do
+when a rollout ends. As in the engine, the newest token is not in the cache, but runs together with
+those that follow it: each hidden state is at hand in the pass that has the token which it predicts.
 """
 
 from __future__ import annotations
@@ -124,9 +123,7 @@ class ModelScorer(ResponseScorer):
     def load(self, weights: WeightsRef) -> None:
         """Score with these weights; rollouts in slots are read again with their next tokens."""
         if not self.follows:
-            raise EngineError(
-                f"scorer '{self.name}' is frozen and takes no weights", "scorer-frozen"
-            )
+            raise EngineError(f"scorer '{self.name}' is frozen: no weights", "scorer-frozen")
         tensors = fetched(self._channel, weights)
         load_weights(self.model, weights, tensors, f"scorer '{self.name}'")
         if self._rows:

@@ -184,8 +184,8 @@ def _all_at_once(
 ) -> Run:
     """Score the list in one call; ``number`` makes a number of an entry, or ``None``.
 
-    If the call raises, the error is that of the whole list. If it gives anything but one entry a
-    sample, it cannot be told whose they are, and the function has failed on all samples.
+    An error is that of the whole list. If it gives anything but one entry a sample, it cannot be
+    told whose they are, and the function has failed on all samples.
     """
 
     def run(samples: Sequence[Sample], send: Send) -> str | None:
@@ -247,8 +247,8 @@ def as_number(value: Any) -> float:
 def in_this_process(call: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
     """Return or raise what a call does, in the process that made the call.
 
-    The call may fork. A child that comes out of it would go on as a second reward function, or as a
-    second trainer. It ends here, with the exit status that Python would end it with.
+    A child that comes out of it, if it forks, ends here as Python would end it, and does not go on
+    as a second reward function, or as a second trainer.
     """
     pid = os.getpid()
     try:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 RETRY_LIMITS = 4
 """Time limits spent, at most, on scoring a failed batch again one sample at a time."""
 
+Payload = Mapping[str, Any]
 Verdict = Mapping[str, Any]
 """A number as "value", ``None`` where the function does not apply; or why it failed as "error"."""
 
@@ -69,7 +70,7 @@ class FunctionScorer(ResponseScorer):
         super().__init__(source.name)
         self.info = ScorerInfo(source.name, "reward", streams=False, reads_text=True)
         self._tokenizer, self._stop, self._timeout_s = tokenizer, tuple(stop), timeout_s
-        self._payload: Callable[[Response, str], Mapping[str, Any]] = self._function_payload
+        self._payload: Callable[[Response, str], Payload] = self._function_payload
         self._process: FunctionProcess | LocalFunction
         if function is not None:
             self._process = LocalFunction(function)
@@ -96,9 +97,7 @@ class FunctionScorer(ResponseScorer):
 
     def load(self, weights: WeightsRef) -> None:
         """Raise EngineError: a function follows no trained model."""
-        raise EngineError(
-            f"scorer '{self.name}' is a function and takes no weights", "scorer-frozen"
-        )
+        raise EngineError(f"scorer '{self.name}' is a function: no weights", "scorer-frozen")
 
     def close(self) -> None:
         """End the reward function's process; what it is doing is lost."""
@@ -118,7 +117,7 @@ class FunctionScorer(ResponseScorer):
     def _ask_all(self, responses: Sequence[Response], texts: Sequence[str]) -> list[Verdict]:
         """Ask for all in one call; where that leaves some open, for those one at a time."""
         verdicts: dict[int, Verdict] = {}
-        payloads: dict[int, Mapping[str, Any]] = {}
+        payloads: dict[int, Payload] = {}
         for at, (response, text) in enumerate(zip(responses, texts, strict=True)):
             try:
                 payloads[at] = self._payload(response, text)
@@ -143,9 +142,7 @@ class FunctionScorer(ResponseScorer):
             verdicts.setdefault(at, {"error": alone})
         return [verdicts[at] for at in range(len(responses))]
 
-    def _ask(
-        self, payloads: Mapping[int, Mapping[str, Any]], verdicts: dict[int, Verdict]
-    ) -> str | None:
+    def _ask(self, payloads: Mapping[int, Payload], verdicts: dict[int, Verdict]) -> str | None:
         if not payloads:
             return None
         places = list(payloads)
@@ -153,7 +150,7 @@ class FunctionScorer(ResponseScorer):
         verdicts.update((places[answer["at"]], answer) for answer in answers)
         return trouble
 
-    def _function_payload(self, response: Response, text: str) -> Mapping[str, Any]:
+    def _function_payload(self, response: Response, text: str) -> Payload:
         prompt = response.prompt
         row = {key: value for key, value in prompt.data.items() if key != INDEX_KEY}
         if self._columns is not None:
@@ -175,7 +172,7 @@ class FunctionScorer(ResponseScorer):
         }
 
 
-def _task_payload(response: Response, text: str) -> Mapping[str, Any]:
+def _task_payload(response: Response, text: str) -> Payload:
     data = response.prompt.data
     if INDEX_KEY not in data:
         raise RewardError("the prompt is no row of the task, and only its rows can be verified")

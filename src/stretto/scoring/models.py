@@ -41,7 +41,7 @@ from stretto.scoring.base import (
     warn,
 )
 from stretto.scoring.retokenise import ConversationReader, StablePrefix
-from stretto.types import Prompt, Response, ScoreKind, sampled_of
+from stretto.types import Prompt, Response, sampled_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,15 +51,9 @@ class TokenScorer(ModelScorer):
     """A number for each sampled token, read from the hidden state [N, H] that predicts it."""
 
     def __init__(
-        self,
-        name: str,
-        kind: ScoreKind,
-        model: nn.Module,
-        read: Callable[[Tensor, Tensor], Tensor],
-        token_budget: int,
-        **options: Any,
+        self, read: Callable[[Tensor, Tensor], Tensor], *args: Any, **options: Any
     ) -> None:
-        super().__init__(name, kind, model, token_budget, **options)
+        super().__init__(*args, **options)
         self._read = read
 
     def _take_hidden(self, spans: Sequence[RowSpan], hidden: Tensor) -> None:
@@ -99,7 +93,7 @@ def reference_scorer(
     def read(hidden: Tensor, tokens: Tensor) -> Tensor:
         return token_logprobs(head, hidden, tokens, temperature)[0]
 
-    return TokenScorer("reference", "logprobs", model, read, token_budget, **options)
+    return TokenScorer(read, "reference", "logprobs", model, token_budget, **options)
 
 
 @torch.no_grad()
@@ -133,7 +127,7 @@ def critic_scorer(model: nn.Module, token_budget: int, **options: Any) -> TokenS
     def read(hidden: Tensor, _: Tensor) -> Tensor:
         return apply_scalar_head(model, hidden)
 
-    return TokenScorer("critic", "values", model, read, token_budget, follows="critic", **options)
+    return TokenScorer(read, "critic", "values", model, token_budget, follows="critic", **options)
 
 
 class RewardModelScorer(ModelScorer):

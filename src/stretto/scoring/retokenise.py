@@ -75,7 +75,7 @@ class ConversationReader:
         text = response_text(self._actor_tokenizer, sampled, response.finish, self._stop)
         read, special = self._render(prompt, text), not self._templated(prompt)
         if not self._ends:
-            return self._ids(read, special)
+            return self._encoder.ids(read, special=special)
         shown, _, closing = self._render(prompt, text, unfinished=True).partition(MARK)
         given = bool(sampled) and sampled[-1] in self._given_ends
         ended = given or response.finish is FinishReason.STOP
@@ -83,9 +83,10 @@ class ConversationReader:
         asked = self._asked(prompt)
         if not read.startswith(asked):  # the template shows it in another way once it is answered
             asked = ""
-        before = self._ids(asked, special) if asked else []
+        before = self._encoder.ids(asked, special=special) if asked else []
         said = continued(self._encoder, asked, before, read[len(asked) :], special=special)
-        if ended and not special and (asked or turn_of(self._ids(closing, False), self._ends)):
+        closed = turn_of(self._encoder.ids(closing, special=False), self._ends)
+        if ended and not special and (asked or closed):
             said = turn_of(said, self._ends) or [*said, self._end]
         elif ended:
             said.append(self._end)
@@ -119,9 +120,6 @@ class ConversationReader:
             return [*ids, *more], [*spans, *((a + edge, b + edge) for a, b in places)]
 
         return StablePrefix(encode, max(map(len, self._stop), default=0))
-
-    def _ids(self, text: str, special: bool) -> list[int]:
-        return self._encoder.ids(text, special=special)
 
     def _asked(self, prompt: Prompt) -> str:
         """Return the prompt as it is read alone, escaped; empty if a chat template refuses that."""

@@ -121,8 +121,7 @@ _names: list[str] = []
 class RankExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
     """An executor whose ranks have joined their process group before.
 
-    On CPUs vLLM names shared memory by how the group was joined, which would be the same for all
-    groups of a machine, and for what a killed one has left.
+    On CPUs vLLM names shared memory by how they joined: the same for all groups of a machine.
     """
 
     def _distributed_args(self) -> tuple[str, int, int]:

@@ -1,7 +1,6 @@
-"""vLLM itself, in this process: one iteration a call, and nothing in between.
+"""vLLM 0.32 itself, in this process: one iteration a call, and nothing in between.
 
-Interfaces are those of vLLM 0.32 (``LLMEngine``, ``EngineArgs``, ``SamplingParams``). The process
-is vLLM's from here on: it decides about torch's threads and default group.
+The process is vLLM's from here on: it decides about torch's threads and default group.
 """
 
 from __future__ import annotations
