@@ -25,7 +25,7 @@ from scorer_helpers import byte_tokenizer
 from stretto import tasks
 from stretto.config import TaskConfig
 from stretto.config.sections import NamedSource, TaskSource, reward_source
-from stretto.errors import ConfigError, EngineError, LifecycleError, StrettoError, TaskError
+from stretto.errors import ConfigError, EngineError, LifecycleError, TaskError
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.responses import response_text
@@ -235,34 +235,36 @@ def test_made_rows_are_the_same_in_the_judges_process(kind: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "says"),
+    ("text", "code", "facts"),
     [
-        ("def g(completions): pass\ndef ff(completions): pass", "no function 'f'.*Did you mean"),
-        ("x = 1", "has no function 'f'. It defines no function"),
-        ("def f(a, b): pass", r"'f\(a, b\)'.*signature that is not known(.|\n)*verl.*solution_str"),
-        ("def f(completions, /): pass", "signature that is not known"),
-        ("def f(solution_str, ground_truth, extra): pass", "signature that is not known"),
-        ("import json\n1 / 0", r"importing it raised ZeroDivisionError: .*reward.py, line 2, in"),
-        ("def f(:", r"SyntaxError: invalid syntax \(reward.py, line 1\)"),
-        ("import sys\nsys.exit(3)", "importing it raised SystemExit: 3"),
-        ("def f(completions, gold): pass", "columns of the dataset: gold. The dataset has: n"),
+        ("def ff(completions): pass", "unknown-function", ["'f'", "Did you mean 'ff'"]),
+        ("x = 1", "unknown-function", ["'f'"]),
+        ("def f(a, b): pass", "unknown-signature", ["'f(a, b)'", "solution_str"]),
+        ("def f(completions, /): pass", "unknown-signature", ["completions"]),
+        ("def f(solution_str, ground_truth, extra): pass", "unknown-signature", ["extra"]),
+        ("import json\n1 / 0", "import-failed", ["ZeroDivisionError", "reward.py, line 2, in"]),
+        ("def f(:", "import-failed", ["SyntaxError: invalid syntax (reward.py, line 1)"]),
+        ("import sys\nsys.exit(3)", "import-failed", ["SystemExit: 3"]),
+        ("def f(completions, gold): pass", "missing-columns", ["gold", "has: n"]),
     ],
 )
-def test_a_function_that_cannot_judge_is_refused(function: Scorers, code: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        function(code, columns=["n"])
+def test_a_function_that_cannot_judge_is_refused(
+    function: Scorers, text: str, code: str, facts: list[str]
+) -> None:
+    with raises(ConfigError, code, *facts):
+        function(text, columns=["n"])
 
 
 @pytest.mark.parametrize(
-    ("source", "says"),
+    ("source", "code"),
     [
-        ("nowhere.py:f", "names the file 'nowhere.py', which is not there"),
-        ("nowhere.py", "is none of 'task', 'file.py:name' and 'model:NAME'"),
-        ("json:dumps", "is none of"),
+        ("nowhere.py:f", "no-reward-file"),
+        ("nowhere.py", "unknown-source"),
+        ("json:dumps", "unknown-source"),
     ],
 )
-def test_a_source_that_is_none_is_refused(source: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_a_source_that_is_none_is_refused(source: str, code: str) -> None:
+    with raises(ConfigError, code, source.removesuffix(":f")):
         FunctionScorer(reward_source(source), TaskConfig(), 0, TOKENIZER)
 
 
@@ -270,9 +272,9 @@ def test_a_task_without_a_judge_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text('{"prompt": "x"}')
     config = TaskConfig(kind="dataset", name=str(path))
-    with pytest.raises(TaskError, match="answer_column is empty"):
+    with pytest.raises(TaskError, match="answer_column"):
         FunctionScorer(TaskSource("task"), config, 0, TOKENIZER)
-    with pytest.raises(TaskError, match="no file"):
+    with pytest.raises(TaskError, match=r"none\.jsonl"):
         FunctionScorer(
             TaskSource("task"), TaskConfig(kind="dataset", name="none.jsonl"), 0, TOKENIZER
         )
@@ -456,19 +458,19 @@ def test_chunks_add_up_and_are_forgotten(function: Scorers) -> None:
     scorer.extend(
         [make_chunk(1, 0, tuple(a), zeros[:2], 0), make_chunk(2, 1, tuple(c), (0.0,), 0, LENGTH)]
     )
-    with pytest.raises(LifecycleError, match=r"rollout 1: .* its last chunk has not come"):
+    with raises(LifecycleError, "response-not-ended", "rollout 1"):
         scorer.finish([2, 1])
-    with pytest.raises(LifecycleError, match="tokens 5 and on of rollout 1"):
+    with raises(LifecycleError, "chunk-not-next", "tokens 5", "rollout 1"):
         scorer.extend([make_chunk(1, 5, tuple(b), zeros, 0)])
-    with pytest.raises(LifecycleError, match="tokens 2 and on of rollout 2"):
+    with raises(LifecycleError, "chunk-not-next", "tokens 2", "rollout 2"):
         scorer.extend([make_chunk(2, 2, tuple(a), zeros[:2], 0)])
     scorer.extend([make_chunk(1, 2, tuple(b), zeros, 0, STOP)])
     assert [(s.rollout_id, s.scalar) for s in scorer.finish([2, 1])] == [(2, 2.0), (1, 1.0)]
-    with pytest.raises(LifecycleError, match="rollout 2: it was not admitted"):
+    with raises(LifecycleError, "response-not-ended", "rollout 2"):
         scorer.finish([2])
     scorer.admit(told([first]))
     scorer.release([1, 77])
-    with pytest.raises(LifecycleError):
+    with raises(LifecycleError, "response-not-ended", "rollout 1"):
         scorer.finish([1])
     assert scorer.finish([]) == []
 
@@ -574,7 +576,7 @@ def test_a_process_that_cannot_start_again_says_so(function: Scorers, tmp_path: 
     scorer = function("def f(completions): return [1.0]")
     scorer.close()
     (tmp_path / "reward.py").write_text("1 / 0")
-    with pytest.raises(StrettoError, match="importing it raised ZeroDivisionError"):
+    with raises(ConfigError, "import-failed", "ZeroDivisionError"):
         judge(scorer, ["a"])
 
 
@@ -686,11 +688,11 @@ def test_objects_that_cannot_judge_are_refused() -> None:
     def odd(a: int, b: int) -> int:
         return a + b
 
-    with pytest.raises(ConfigError, match=r"'odd\(a: .*' in '.*test_functions.py' has a signature"):
+    with raises(ConfigError, "unknown-signature", "'odd(a: ", "test_functions.py'"):
         local(odd)
-    with pytest.raises(ConfigError, match=r"parameters without a default .* columns .*: answer"):
+    with raises(ConfigError, "missing-columns", "answer"):
         local(lambda completions, answer: [0.0], columns=["n"])
-    with pytest.raises(ConfigError, match="'max' does not tell the names of its parameters"):
+    with raises(ConfigError, "unknown-signature", "'max'"):
         local(max)
 
 

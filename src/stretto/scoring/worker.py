@@ -6,7 +6,7 @@ prints goes to standard error. It ends with its parent, however that ends, and w
 
     in    {"task": settings, "seed": n}  or  {"file": path, "function": name}          once, first
     out   {"ready": {"columns": names or null for all, "required": names}}
-          {"refused": "ConfigError" or "TaskError", "message": text}                   and the end
+          {"refused": "ConfigError" or "TaskError", "message": text, "code": text}     and the end
     in    [sample, ...]                                                                repeatedly
     out   {"at": place in the list, "value": number}  or  {"at": place, "error": text}
           {"done": null, or what went wrong with the whole list}                       comes last
@@ -51,7 +51,8 @@ def main() -> None:
     try:
         function = open_function(channel.next_request())
     except StrettoError as error:
-        channel.send({"refused": type(error).__name__, "message": str(error)})
+        refusal = {"refused": type(error).__name__, "message": str(error), "code": error.code}
+        channel.send(refusal)
         return
     convention = function.convention
     channel.send({"ready": {"columns": convention.columns, "required": convention.required}})
