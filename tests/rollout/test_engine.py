@@ -923,12 +923,23 @@ def test_packed_layers_give_the_same_bits_and_follow_the_weights() -> None:
 # -- several bodies, several threads ---------------------------------------------------------------
 
 
-def larger(dtype: torch.dtype) -> Any:
+def larger(dtype: torch.dtype, layers: int = 2) -> Any:
     """Large enough that two threads are at work at the same time."""
     config = {**GROUPED, "hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.1}
+    config["num_hidden_layers"] = layers
     return from_config(hf.LlamaConfig(**config)).to(dtype)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Sums whose order does not depend on how many cores are idle."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_two_engines_in_two_threads_do_what_each_does_alone(dtype: torch.dtype) -> None:
     shared = larger(dtype)
@@ -1023,7 +1034,7 @@ def interrupted_at(count: int, *codes: CodeType) -> Iterator[list[int]]:
 
 
 def test_layers_are_restored_wherever_decoding_is_interrupted() -> None:
-    m = larger(torch.bfloat16)
+    m = larger(torch.bfloat16, layers=1)
     e = engine(m, max_new_tokens=3)
     layers = len(e._packed.layers)
     if not layers:

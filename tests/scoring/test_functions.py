@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import os
@@ -36,10 +37,6 @@ from stretto.types import FinishReason, Message, Prompt, Score
 TOKENIZER = byte_tokenizer()
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 Scorers = Callable[..., FunctionScorer]
-
-
-HERE = [str(folder) for folder in Path(__file__).parents[:2]]
-"""What a program that imports this file has to look in."""
 
 
 def ids(text: str) -> list[int]:
@@ -406,7 +403,7 @@ def test_judging_one_at_a_time_is_bounded(function: Scorers) -> None:
     assert "not scored, as too much time went into others" in (scores[39].failure or "")
 
 
-def test_a_column_that_cannot_be_handed_over_is_named(function: Scorers) -> None:
+def test_a_column_that_cannot_be_passed_is_named(function: Scorers) -> None:
     scorer = function("def f(completions, **kwargs): return [1.0] * len(completions)")
     prompts = [Prompt(0, (0,), "q", data={"picture": b"x"}), Prompt(1, (0,), "q", data={"n": 1})]
     scores = judge(scorer, ["a", "b"], prompts)
@@ -536,6 +533,26 @@ def test_a_hang_costs_the_process_and_its_children(function: Scorers, tmp_path: 
     wait_until_gone(last)
 
 
+PROGRAM = """
+import os, sys
+from types import SimpleNamespace
+import numpy as np
+from stretto.config import TaskConfig
+from stretto.config.sections import NamedSource, reward_source
+from stretto.scoring.functions import FunctionScorer
+from stretto.types import FinishReason, Prompt, Response
+
+def judged(source, **options):
+    tokenizer = SimpleNamespace(decode=lambda tokens, **_: bytes(tokens).decode())
+    scorer = FunctionScorer(source, TaskConfig(), 0, tokenizer, **options)
+    ends = {"version": 0, "finish": FinishReason.LENGTH}
+    tokens = [np.frombuffer(text, np.uint8) for text in (b"abc", b"d")]
+    scorer.admit([Response(i, i, Prompt(i, (0,), ""), t, **ends) for i, t in enumerate(tokens)])
+    return [score.scalar for score in scorer.finish([0, 1])]
+"""
+"""The start of a program of its own, without torch, which takes seconds to import."""
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_the_process_ends_with_its_parent_without_a_word(tmp_path: Path, how: int) -> None:
     (tmp_path / "reward.py").write_text(
@@ -546,17 +563,13 @@ def test_the_process_ends_with_its_parent_without_a_word(tmp_path: Path, how: in
         "    time.sleep(60)\n"
     )
     program = """
-        import sys
-        sys.path[:0] = sys.argv[1:]
-        from test_functions import *
-        scorer = FunctionScorer(reward_source("reward.py:f"), TaskConfig(), 0, TOKENIZER)
         try:
-            judge(scorer, ["a"])
+            judged(reward_source("reward.py:f"))
         except KeyboardInterrupt:
             sys.exit(5)
     """
     parent = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program), *HERE],
+        [sys.executable, "-c", PROGRAM + textwrap.dedent(program)],
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         start_new_session=True,
@@ -718,21 +731,28 @@ import os, sys, time
 def f(completions, **kwargs):
     child = os.fork()
     if child:
-        os.waitpid(child, 0) if {waits} else time.sleep(0.3)
+        {wait}
         return [float(len(c)) for c in completions]
     {child}
 """
 
 
-@pytest.mark.parametrize("waits", [True, False])
+REAPED, NOT_REAPED = "os.waitpid(child, 0)", "os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)"
+
+
 @pytest.mark.parametrize(
-    "child",
-    ["return [9.0] * len(completions)", "sys.exit(3)", "raise ValueError", "return time.sleep(60)"],
+    ("child", "wait"),
+    [
+        *itertools.product(
+            ["return [9.0] * len(completions)", "sys.exit(3)", "raise ValueError"],
+            [REAPED, NOT_REAPED],
+        ),
+        ("return time.sleep(60)", "pass"),
+    ],
 )
-def test_what_a_forked_child_says_is_no_answer(function: Scorers, child: str, waits: bool) -> None:
+def test_what_a_forked_child_says_is_no_answer(function: Scorers, child: str, wait: str) -> None:
     """The child falls through, exits, raises, or outlives the call; the parent's numbers count."""
-    waits &= "60" not in child
-    scorer = function(FORKS.format(child=child, waits=waits), timeout_s=5.0)
+    scorer = function(FORKS.format(child=child, wait=wait), timeout_s=5.0)
     for lengths in [(6, 8), (20, 30, 40), (1,), (7, 5)]:
         assert numbers(judge(scorer, ["x" * n for n in lengths])) == list(map(float, lengths))
 
@@ -854,20 +874,17 @@ def test_a_reply_that_does_not_match_is_no_verdict(function: Scorers, lines: lis
     assert numbers(judge(scorer, ["a", "b"])) == [1.0, 1.0]
 
 
-def test_a_child_of_an_object_does_not_go_on_as_the_trainer(tmp_path: Path) -> None:
+def test_a_child_of_an_object_does_not_go_on_as_the_trainer() -> None:
     program = """
-        import os, sys
-        sys.path[:0] = sys.argv[1:]
-        from test_functions import *
         def f(completions):
             child = os.fork()
             if child:
                 os.waitpid(child, 0)
             return [float(len(c)) for c in completions]
-        print(numbers(judge(local(f), ["abc", "d"])), flush=True)
+        print(judged(NamedSource("mine"), function=f), flush=True)
     """
     ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), *HERE],
+        [sys.executable, "-c", PROGRAM + textwrap.dedent(program)],
         capture_output=True, text=True, timeout=60, check=True, start_new_session=True,
     )  # fmt: skip
     assert ended.stdout == "[3.0, 1.0]\n"

@@ -410,7 +410,7 @@ def test_the_memory_of_slots_is_what_they_take(name: str, dtype: torch.dtype) ->
     assert slots_within(model, 70, taken // 3 - 1) == 0
 
 
-# -- hand-overs, and rollouts that are carried past them -----------------------------------------
+# -- weight syncs, and rollouts that are carried past them -----------------------------------------
 
 
 def moved(model: Any, seed: int) -> dict[str, Tensor]:
@@ -456,7 +456,7 @@ def test_the_critic_scores_with_its_newest_weights_alone(
 
 
 def test_carried_rollouts() -> None:
-    """A frozen scorer keeps what it has read; the critic reads it again after a hand-over."""
+    """A frozen scorer keeps what it has read; the critic reads it again after a weight sync."""
     actor = llama()
     critic, made = critic_of(actor), rollouts([(10, 20), (5, 8)])
     reference = reference_scorer(actor, 1.0, 1000, slots=2)
