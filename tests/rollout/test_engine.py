@@ -23,6 +23,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine_helpers import (
+    EXPERTS,
+    GROUPED,
+    LATENT,
+    LIMIT,
+    SMALL,
+    from_config,
+    plain_logprobs,
+    with_adapters,
+)
 from helpers import CHANNEL, VOCABULARY, llama, ticket, told
 from raising import raises
 from rounding import rounding
@@ -43,7 +53,6 @@ from stretto.training.trained import TrainedModel
 from stretto.types import Chunk, FinishReason, Prompt, WeightsRef
 
 SEED = 5
-LIMIT = 12
 
 
 class Letters:
@@ -105,17 +114,6 @@ def run(e: TorchEngine, prompts: Sequence[Sequence[int]], chunk: int = 5) -> lis
     return finish(e, made, chunk)
 
 
-@torch.no_grad()
-def plain_logprobs(model: Any, r: Rollout, temperature: float = 1.0) -> Tensor:
-    """[T] of the response, by one forward pass over all of it."""
-    ids = torch.tensor([[*r.prompt.tokens, *r.tokens]], device=model.device)
-    logits = model(input_ids=ids, use_cache=False).logits[0, len(r.prompt.tokens) - 1 : -1].float()
-    if temperature:
-        logits = logits / temperature
-    table = logits.log_softmax(-1).cpu()
-    return table.gather(1, torch.tensor(r.tokens)[:, None])[:, 0]
-
-
 def assert_logprobs(model: Any, r: Rollout, tolerance: float, temperature: float = 1.0) -> None:
     expected = plain_logprobs(model, r, temperature)
     assert torch.allclose(torch.tensor(r.logprobs), expected, rtol=0, atol=tolerance)
@@ -158,31 +156,10 @@ def test_tiny_logprobs_are_of_the_sampled_distribution(tiny: Any, temperature: f
         assert_logprobs(tiny, r, 1e-5, temperature)
 
 
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "initializer_range": 0.3,
-}
-GROUPED = {**SMALL, "num_key_value_heads": 2}
 MIXED = {**GROUPED, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]}
 WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 N_STYLE = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 28}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 8}
-LATENT = {
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 12,  # keys and values of different sizes
-    "first_k_dense_replace": 2,
-}
-
 WORKS: dict[str, Callable[[], Any]] = {
     "gpt-neox": lambda: hf.GPTNeoXConfig(**SMALL),
     "qwen2": lambda: hf.Qwen2Config(**GROUPED),
@@ -204,15 +181,6 @@ WORKS: dict[str, Callable[[], Any]] = {
 }
 
 
-def from_config(config: Any, attention: str | None = None) -> Any:
-    torch.manual_seed(0)
-    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-    if model.generation_config is not None:
-        model.generation_config.eos_token_id = None
-        model.generation_config.pad_token_id = 0
-    return model
-
-
 def check_architecture(model: Any) -> None:
     """Sequences longer than the windows, and a budget that cuts prompts to pieces."""
     prompts = random_prompts([3, 9, 16, 11, 5, 2], 97)
@@ -230,11 +198,7 @@ def test_eager_attention_takes_masks_of_its_own_kind() -> None:
 
 
 def test_adapters_are_part_of_the_model() -> None:
-    m = add_lora(from_config(hf.LlamaConfig(**GROUPED)), ModelConfig(lora_rank=4), "CAUSAL_LM")
-    torch.manual_seed(1)
-    for name, parameter in m.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter)
+    m = with_adapters(from_config(hf.LlamaConfig(**GROUPED)))
     e = engine(m, slots=3)
     e.load(weights_of(m, 1, copied=False))
     for r in run(e, random_prompts([9, 3, 12, 5], 97)):

@@ -26,12 +26,11 @@ from scorer_helpers import byte_tokenizer
 from stretto import tasks
 from stretto.config import TaskConfig
 from stretto.config.sections import NamedSource, TaskSource, reward_source
-from stretto.errors import ConfigError, EngineError, LifecycleError, TaskError
+from stretto.errors import ConfigError, EngineError, TaskError
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.responses import response_text
 from stretto.tasks.prompts import render
-from stretto.testing import make_chunk
 from stretto.types import FinishReason, Message, Prompt, Score
 
 TOKENIZER = byte_tokenizer()
@@ -440,38 +439,6 @@ def test_large_batches_pass_both_pipes(function: Scorers) -> None:
     assert numbers(judge(scorer, responses, long)) == [float(i + 1) for i in range(50)]
 
 
-# --- the rollouts it is told of ---------------------------------------------------------------
-
-
-def test_chunks_add_up_and_are_forgotten(function: Scorers) -> None:
-    scorer = function(
-        "def f(completions): return [{'abcd': 1.0, 'xy': 2.0}[c] for c in completions]", stop=["#"]
-    )
-    first, carried = Rollout(1, Prompt(0, (0,), "q"), 0), Rollout(2, Prompt(1, (0,), "q"), 1)
-    carried.tokens = ids("x")
-    scorer.admit(told([first, carried]))
-    a, b, c = ids("ab"), ids("cd#"), ids("y")
-    zeros = (0.0,) * 3
-    scorer.extend(
-        [make_chunk(1, 0, tuple(a), zeros[:2], 0), make_chunk(2, 1, tuple(c), (0.0,), 0, LENGTH)]
-    )
-    with raises(LifecycleError, "response-not-ended", "rollout 1"):
-        scorer.finish([2, 1])
-    with raises(LifecycleError, "chunk-not-next", "tokens 5", "rollout 1"):
-        scorer.extend([make_chunk(1, 5, tuple(b), zeros, 0)])
-    with raises(LifecycleError, "chunk-not-next", "tokens 2", "rollout 2"):
-        scorer.extend([make_chunk(2, 2, tuple(a), zeros[:2], 0)])
-    scorer.extend([make_chunk(1, 2, tuple(b), zeros, 0, STOP)])
-    assert [(s.rollout_id, s.scalar) for s in scorer.finish([2, 1])] == [(2, 2.0), (1, 1.0)]
-    with raises(LifecycleError, "response-not-ended", "rollout 2"):
-        scorer.finish([2])
-    scorer.admit(told([first]))
-    scorer.release([1, 77])
-    with raises(LifecycleError, "response-not-ended", "rollout 1"):
-        scorer.finish([1])
-    assert scorer.finish([]) == []
-
-
 @pytest.mark.parametrize(
     ("text", "finish", "stop", "expected"),
     [
@@ -483,6 +450,11 @@ def test_chunks_add_up_and_are_forgotten(function: Scorers) -> None:
 )
 def test_response_text(text: str, finish: FinishReason, stop: list[str], expected: str) -> None:
     assert response_text(TOKENIZER, [0, *ids(text), 1], finish, stop) == expected
+
+
+def test_the_stop_string_that_ended_a_response_is_not_judged(function: Scorers) -> None:
+    scorer = function("def f(completions): return [len(c) for c in completions]", stop=["#"])
+    assert numbers(judge(scorer, ["ab#", "abc"])) == [2.0, 3.0]
 
 
 # --- the process ------------------------------------------------------------------------------

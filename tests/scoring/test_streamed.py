@@ -15,8 +15,9 @@ import torch
 import transformers as hf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
+from engine_helpers import GROUPED, LATENT, from_config, with_adapters
 from helpers import (
     CHANNEL,
     VOCABULARY,
@@ -29,11 +30,9 @@ from helpers import (
 )
 from raising import raises
 from rounding import GRADIENT_TERMS, rounding
-from scorer_helpers import begun, chunk, stream
-from stretto.config import ModelConfig
+from scorer_helpers import begun, bert, chunk, stream
 from stretto.errors import EngineError, ModelError
 from stretto.models.cached import CachedPass, SlotCache, slots_within
-from stretto.models.lora import add_lora
 from stretto.models.tiny import byte_tokenizer
 from stretto.models.weights import fingerprint
 from stretto.schedules.rollout import Rollout
@@ -74,22 +73,12 @@ def assert_same(got: Sequence[Any], want: Sequence[Any]) -> None:
 # -- any chunks, any order -----------------------------------------------------------------------
 
 SMALL: dict[str, Any] = {
+    **GROUPED,
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
     "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "initializer_range": 0.3,
 }
 WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
-
-
-def from_config(config: Any) -> Any:
-    torch.manual_seed(0)
-    return hf.AutoModelForCausalLM.from_config(config).eval()
 
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -230,13 +219,13 @@ def test_streamed_numbers_are_those_of_plain_passes() -> None:
 def test_the_reference_under_lora_has_the_frozen_weights_alone_and_shares_them() -> None:
     made = rollouts(SHAPES)
     expected = whole(reference_scorer(llama(), 1.0, 100), made)
-    wrapped = add_lora(llama(), ModelConfig(lora_rank=4), "CAUSAL_LM")
-    torch.manual_seed(1)
-    for name, p in wrapped.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(p)
+    wrapped = with_adapters(llama())
+    for values, r in zip(expected, made[:-1], strict=False):
+        assert np.abs(left_padded_logprobs(wrapped, [r])[0].detach().numpy() - values).max() > 0.1
     scorer = reference_scorer(wrapped, 1.0, 100, slots=8)
     assert_same(stream(scorer, made, 3), expected)
+    for values, of in zip(whole(scorer, made), expected, strict=True):
+        np.testing.assert_array_equal(values, of)
     theirs = wrapped.get_base_model().model
     assert scorer.model.model.norm.weight is theirs.norm.weight
     assert set(scorer.model.modules()).isdisjoint(wrapped.modules())
@@ -377,14 +366,6 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(monkeypatch: pytest.Mon
         stream(scorer, made, 3)
 
 
-LATENT = {
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 12,
-    "first_k_dense_replace": 2,
-}
 WIDE = {**SMALL, "head_dim": 12}
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: hf.LlamaConfig(**SMALL),
@@ -494,20 +475,6 @@ def test_weights_that_did_not_arrive_are_refused() -> None:
 
 
 # -- models that cannot be streamed --------------------------------------------------------------
-
-
-def bert() -> Any:
-    torch.manual_seed(3)
-    config = hf.BertConfig(
-        vocab_size=259,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_labels=1,
-        pad_token_id=256,
-    )
-    return hf.BertForSequenceClassification(config).eval()
 
 
 def recurrent() -> Any:
