@@ -276,7 +276,7 @@ class SlotCache(Cache):
                 store[layer][:, :, : old.shape[2] - 1] = old[:, :, :-1]
 
     def hold(self, rows: int, most: int) -> bool:
-        """Grow by half to ``rows`` slots or more, of ``most``; return whether memory moved."""
+        """Have ``rows`` slots or more, up to ``most``; return whether they moved to new memory."""
         if rows <= self.slots:
             return False
         self.slots = min(most, max(rows, self.slots * 3 // 2))
@@ -292,7 +292,7 @@ class SlotCache(Cache):
         return sum(t.shape[1] * t.shape[3] * t.itemsize for t in (*self._keys, *self._values))
 
     def aim(self, rows: slice | Tensor, positions: Tensor | None, read: int) -> None:
-        """Say what the next forward pass is about.
+        """Set what the next forward pass writes and reads.
 
         Args:
             rows: its slots; a slice reads them without a copy.
@@ -356,7 +356,7 @@ class SlotCache(Cache):
                 target[slot, :, : source.shape[1]] = source
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return what nothing depends on, as positions are always given."""
+        """Return 0: nothing depends on it, as positions are always given."""
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:

@@ -260,7 +260,7 @@ def measure(timer: Callable[[torch.dtype], float]) -> ProductSpeeds:
 
 
 def product_timer() -> Callable[[torch.dtype], float]:
-    """Return what times a linear layer's product of a type, on fixed numbers: none are drawn."""
+    """Return a timer of a linear layer's product in a type; its numbers are fixed, not drawn."""
     fixed = torch.ones(ROWS, INNER), torch.ones(OUTER, INNER)
 
     @torch.inference_mode()

@@ -117,7 +117,7 @@ def predicting_response(response: Response) -> list[int]:
 
 
 def inputs(responses: Sequence[Response]) -> list[list[int]]:
-    """Return what a pass reads of each: all but the last token, which predicts nothing."""
+    """Return the tokens that a pass reads: all but each last one, which predicts nothing."""
     return [[*r.prompt.tokens, *r.tokens[:-1].tolist()] for r in responses]
 
 
@@ -169,7 +169,7 @@ _FOLLOWING = ("longrope", "dynamic")
 
 
 def positions(model: nn.Module, *, generating: bool = False) -> int | None:
-    """Return the tokens that a sequence may have, or a growing one whose keys are kept; or None."""
+    """Return the most tokens of a sequence, if limited; ``generating``: of one over a cache."""
     config, limits = text_config(model), []
     if (limit := getattr(config, "max_position_embeddings", None)) and limit > 0:
         limits.append(limit)

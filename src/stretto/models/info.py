@@ -1,6 +1,6 @@
-"""What a model's files say of it: its config and the shapes of its weights, read without torch.
+"""A model's config and the shapes of its weights, read from its files without torch.
 
-Checks before a run and plans of memory need no more, and so answer at once.
+Checks before a run and plans of memory need no more, and so are fast.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ of the rest, spread evenly."""
 
 @dataclass(frozen=True)  # no slots, as counts are kept
 class ModelInfo:
-    """What the files of a model say.
+    """The contents of a model's config, and the shapes of its weights.
 
     Attributes:
         config: ``config.json``; of a model with several parts that of its text decoder.
         weights: shapes by name; empty where the weights are not here.
-        folder: of the files; ``None`` where they are not here.
+        folder: of the files; ``None`` if they are not on this machine.
     """
 
     name: str
@@ -127,7 +127,7 @@ class ModelInfo:
 
 
 def model_info(name: str) -> ModelInfo | None:
-    """Return what a model's files say; ``None`` where they would have to be fetched or made."""
+    """Return what is known of a model; ``None`` if its files would have to be fetched or made."""
     folder = cached(name) if is_known(name) else resolve(name)
     if isinstance(folder, str):
         from huggingface_hub import try_to_load_from_cache
@@ -144,7 +144,7 @@ def model_info(name: str) -> ModelInfo | None:
 
 
 def described(name: str) -> ModelInfo:
-    """Return what a model's files say; raises ModelError if they would have to be fetched."""
+    """Return what is known of a model; raises ModelError if its files must be fetched."""
     info = model_info(name)
     if info is None:
         raise ModelError(

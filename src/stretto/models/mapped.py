@@ -52,7 +52,7 @@ def _files(path: str) -> Sequence[str]:
 
 
 def leave_in_files(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Take note that a model's weights are to be divided, and of the type that they get then."""
+    """Mark a model's weights to be divided later, and the type that they get then."""
     for weight in model.parameters():
         setattr(weight, _DTYPE, dtype or weight.dtype)
 

@@ -58,7 +58,7 @@ class CopyStream:
         self._pool.submit(lambda: None).result()
 
     def wait(self, copies: Iterable[Future[None]], owner: str) -> None:
-        """Wait for copies; that is noted where it takes time."""
+        """Wait for copies, and record the wait if they were not done."""
         left = list(copies)
         waits, start_s = not all(copy.done() for copy in left), self._clock.now()
         for copy in left:
@@ -68,7 +68,7 @@ class CopyStream:
             self._works.append(Work("wait", start_s, self._clock.now(), about))
 
     def take(self) -> list[Work]:
-        """Take out what was noted of copies that have ended, and of waiting for them."""
+        """Take out the records of copies that have ended, and of waits for them."""
         return [self._works.popleft() for _ in range(len(self._works))]
 
     def _copy(self, copies: Copies, begun: Any, owner: str, direction: str) -> None:
@@ -133,7 +133,7 @@ class OffloadedTensors:
         return sum(buffer.device.nbytes for buffer in self._buffers)
 
     def load(self, *, early: bool = False) -> None:
-        """Begin to bring the tensors, if they are away; early, only if there is room already.
+        """Begin to bring the tensors, if they are away; if ``early``, only into free memory.
 
         Raises OutOfMemoryError if there is no room, even when all others are put away.
         """

@@ -58,7 +58,7 @@ def resolve(name: str, say: Say = print) -> Path | str:
         name: one of Stretto's own (``smollm2-135m``, ``tiny``, ``tiny-2-heads``), which are made in
             the cache, a folder in Hugging Face format, a run's folder, which stands for the model
             that it trained, or a hub name.
-        say: told in one line what takes time, when something does.
+        say: called with one line before slow work.
     """
     if is_known(name):
         return cached(name) or _made(name, say)

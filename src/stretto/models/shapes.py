@@ -91,7 +91,7 @@ class Shape:
         return self.hidden * max(self.vocabulary, self.inner, self.hidden)
 
     def stage(self, stages: int) -> Shape:
-        """Return what one of ``stages`` pipeline stages holds; each counts embedding and output."""
+        """Return the shape of one of ``stages`` pipeline stages, embedding and output counted."""
         return self if stages == 1 else replace(self, layers=self.layers / stages)
 
     def valued(self) -> Shape:
@@ -101,7 +101,6 @@ class Shape:
 
 Config = Mapping[str, Any]
 """The entries of a ``config.json``."""
-
 
 _SIZES = (
     *("num_hidden_layers", "hidden_size", "intermediate_size"),
@@ -178,7 +177,7 @@ LLAMAS: Mapping[str, Shape] = {
 
 
 def shape_of(name: str) -> Shape:
-    """Return the shape of a known model, without owner, "instruct", "chat", "hf" or "base"."""
+    """Return a known model's shape; its owner and endings such as "-instruct" do not count."""
     short = re.sub(r"(-(instruct|chat|hf|base))+$", "", name.lower().rpartition("/")[2])
     if short not in SHAPES:
         raise ConfigError(f"unknown model '{name}'. {nearest(short, SHAPES)}", "unknown-shape")

@@ -21,7 +21,7 @@ Bounds = tuple[tuple[int, int], ...]
 
 
 class TensorPart(NamedTuple):
-    """Values, and the place in a parameter (as it is held here) that they go to."""
+    """Values, and the place in a parameter, as it is held here, where they belong."""
 
     tensor: Tensor
     to: tuple[slice, ...]
@@ -29,7 +29,7 @@ class TensorPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorShard:
-    """The part of a tensor, of the shape, that a rank holds; empty if one before it has it too."""
+    """A rank's part of a tensor of a full shape; empty if an earlier rank has the same part."""
 
     tensor: Tensor
     shape: tuple[int, ...]
@@ -95,7 +95,7 @@ def full_bounds(shape: Sequence[int]) -> Bounds:
 
 
 def index(bounds: Bounds) -> tuple[slice, ...]:
-    """Return what selects a part of a full tensor."""
+    """Return the slices that select a part of a full tensor."""
     return tuple(slice(start, end) for start, end in bounds)
 
 
@@ -105,19 +105,19 @@ def shape(bounds: Bounds) -> tuple[int, ...]:
 
 
 def overlap(one: Bounds, other: Bounds) -> Bounds | None:
-    """Return what two parts of one tensor have in common; ``None`` for nothing."""
+    """Return the part that two parts of one tensor share; ``None`` if they share none."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return common if all(start < end for start, end in common) else None
 
 
 def within(bounds: Bounds, outer: Bounds) -> tuple[slice, ...]:
-    """Return what selects a part of a tensor in a larger part of it."""
+    """Return the slices that select a part of a tensor in a larger part of it."""
     pairs = zip(bounds, outer, strict=True)
     return tuple(slice(a - start, b - start) for (a, b), (start, _) in pairs)
 
 
 def held_elements(places: Places, full: Sequence[int], bounds: Bounds) -> tuple[Places, Places]:
-    """Return which of the ``places`` in a flat tensor a part holds, and their places there."""
+    """Return which of ``places`` in the flat tensor a part holds, and their places in the part."""
     coordinates = np.unravel_index(places, tuple(full))
     inside = np.ones(len(places), bool)
     for at, (start, end) in zip(coordinates, bounds, strict=True):

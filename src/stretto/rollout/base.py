@@ -36,7 +36,6 @@ keeps those of responses, which costs nothing, but then later tokens are sampled
 policies, and a resumed run does not repeat them exactly.
 """
 
-
 CPU = torch.device("cpu")
 
 PREFILLED = 256
@@ -61,7 +60,7 @@ class StopStrings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """The facts that an engine is opened with, besides its model.
+    """The settings that an engine is opened with, besides its model.
 
     Attributes:
         rows: decoded at a time, at most; ``None`` takes the number in ``rollout``.
@@ -114,7 +113,7 @@ class Row:
 
 
 class Engine(ABC):
-    """What generates: it decodes the rollouts that it holds, chunk by chunk.
+    """A generation engine: it decodes the rollouts that it holds, chunk by chunk.
 
     Stored log-probabilities are of the distribution that was sampled (temperature and truncation
     applied). There is no state to save: rollouts in flight are the schedule's.
@@ -150,7 +149,7 @@ class Engine(ABC):
             self._add(r)
 
     def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
-        """Give every rollout that there is room for up to ``max_tokens`` more.
+        """Decode up to ``max_tokens`` more for each rollout that there is room for.
 
         Return after the step in which ``stop_after`` rollouts have finished, if that is not 0: the
         number of steps in which tokens came, and a chunk for each rollout that advanced. Those that

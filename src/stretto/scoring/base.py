@@ -32,13 +32,12 @@ from stretto.weights.channel import WeightChannel, fetched
 Scored = Iterator[tuple[Sequence[Response], Sequence[Tensor]]]
 """Micro-batches of responses with one tensor each: [1] for a reward, else [T]."""
 
-
 warn: Say = logging.getLogger(__name__).warning
 """Logs a scorer's message, if nothing else shows it."""
 
 
 class ModelScorer(ResponseScorer):
-    """The part that all model scorers share; none of it is state that is saved.
+    """The base of scorers that run a model. It has no state to save.
 
     Args:
         token_budget: tokens of one forward pass, padding counted.

@@ -101,7 +101,7 @@ def _names(signature: inspect.Signature) -> tuple[set[str], bool]:
 
 
 def _caller(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
-    """Return what calls a function with those arguments that it takes, and awaits the result."""
+    """Return a call of a function that passes the arguments it takes, and awaits its result."""
     named, takes_any = _names(signature)
     runner = asyncio.Runner()  # one event loop for good: clients keep connections in it
 
@@ -204,7 +204,7 @@ def _all_at_once(
 
 
 def _verdict(judge: Callable[[T], Any], on: T, file: str | None) -> dict[str, Any]:
-    """Return what a call gives as a value, or else its error."""
+    """Return the result of a call as "value", or else its "error"."""
     try:
         return {"value": judge(on)}
     except KeyboardInterrupt:  # the user's, where the reward function shares their process

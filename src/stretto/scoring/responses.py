@@ -37,7 +37,7 @@ class ResponseScorer:
                     "chunk-not-next",
                 )
             buffer, end = self._buffers[known.id], len(known) + len(chunk.tokens)
-            if end > len(buffer):
+            if end >= len(buffer):  # the first is the admitted response's own
                 buffer = self._buffers[known.id] = np.resize(buffer, 2 * end)
             buffer[len(known) : end] = chunk.tokens
             mixed = known.sampled is not None or chunk.sampled is not None

@@ -94,7 +94,7 @@ class ChannelTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
             layer.quant_method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
-        """Do nothing: the channel is closed by who opened it."""
+        """Do nothing: the channel was not opened here."""
 
 
 def _tied(model: torch.nn.Module) -> Iterator[Any]:
