@@ -13,19 +13,19 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from stretto.models.load import architecture
-from stretto.models.pieces import Layout, Whole, index, shape, wholes_of
-from stretto.models.tensor_parallel import plan_cuts
+from stretto.models.shards import FullParameter, ShardLayout, index, shape
+from stretto.models.tensor_parallel import full_parameters, plan_cuts
 from stretto.types import WeightsRef
 from stretto.weights.broadcast import WeightSender
 from stretto.weights.resharding import Resharding
 
 
-def wholes_named(name: str, tp: int) -> dict[str, Whole]:
+def wholes_named(name: str, tp: int) -> dict[str, FullParameter]:
     """All parameters of a known model in bfloat16, as they are cut into so many slices."""
     with torch.device("meta"):
         auto: Any = AutoModelForCausalLM
         model = auto.from_config(architecture(name), dtype=torch.bfloat16)
-    return wholes_of(model, plan_cuts(model, tp).dims)
+    return full_parameters(model, plan_cuts(model, tp).dims)
 
 
 class Rank:
@@ -40,14 +40,14 @@ class Rank:
     def __init__(self, rank: int, name: str, bucket_mb: int) -> None:
         self._size = dist.get_world_size()
         self._wholes = wholes_named(name, self._size)
-        shards, slices = Layout(fsdp=self._size), Layout(tp=self._size)
+        shards, slices = ShardLayout(fsdp=self._size), ShardLayout(tp=self._size)
         self._sender = WeightSender(torch.device("cpu"), bucket_mb << 20, keep=1)
         self._channel = Resharding(
             self._sender, self._wholes, shards, slices, bucket_mb << 20, torch.device("cpu")
         )
         self._own = shards.own(self._wholes, rank)
-        self._rows = {name: shards.box(whole, rank) for name, whole in self._wholes.items()}
-        self._boxes = {name: slices.box(whole, rank) for name, whole in self._wholes.items()}
+        self._rows = {name: shards.bounds(whole, rank) for name, whole in self._wholes.items()}
+        self._boxes = {name: slices.bounds(whole, rank) for name, whole in self._wholes.items()}
         torch.manual_seed(rank)
         self._shards = {name: torch.rand(shape(box)) for name, box in self._own.items()}
         self._slices = {
@@ -85,7 +85,7 @@ class Rank:
         """Return the slices."""
         return self._slices
 
-    def _gathered(self, name: str, whole: Whole) -> Tensor:
+    def _gathered(self, name: str, whole: FullParameter) -> Tensor:
         rows = -(-whole.shape[0] // self._size)
         padded = torch.zeros(rows, *whole.shape[1:], dtype=whole.dtype)
         if name in self._shards:

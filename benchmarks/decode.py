@@ -25,6 +25,7 @@ import torch
 from _shared import parse, random_prompts
 from stretto.config import RolloutConfig
 from stretto.models.load import load_causal_lm
+from stretto.rollout.base import EngineSettings
 from stretto.rollout.engine import TorchEngine
 from stretto.schedules.rollout import Rollout
 from stretto.types import Prompt
@@ -47,7 +48,7 @@ def main() -> None:
     ids = random_prompts(args.prompts, args.prompt_tokens, args.seed, model.config.vocab_size)
     prompts = [Prompt(i, tuple(tokens), "") for i, tokens in enumerate(ids)]
     config = RolloutConfig(batch=args.prompts, max_new_tokens=args.new_tokens)
-    engine = TorchEngine(model, config, end_tokens=frozenset(), seed=args.seed)
+    engine = TorchEngine(model, EngineSettings(rollout=config, seed=args.seed))
 
     def tokens_per_s(run: int) -> float:
         engine.admit([Rollout(run * args.prompts + p.id, p, p.id).response() for p in prompts])

@@ -35,6 +35,7 @@ from stretto.assembly.engines import make_engine
 from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig
 from stretto.machine import Machine
 from stretto.models.load import load_causal_lm
+from stretto.rollout.base import EngineSettings
 from stretto.rollout.engine import TorchEngine
 from stretto.rollout.vllm.llm import installed
 from stretto.types import IntArray, Prompt, Response
@@ -71,7 +72,7 @@ def measure(args: argparse.Namespace) -> dict[str, list[float]]:
     if args.engine == "vllm":
         engine: Any = vllm_engine(model, config, args)
     else:
-        engine = TorchEngine(model, config, end_tokens=frozenset(), seed=0)
+        engine = TorchEngine(model, EngineSettings(rollout=config))
     nothing: IntArray = torch.empty(0, dtype=torch.int32).numpy()
     found: dict[str, list[float]] = defaultdict(list)
     for run in range(args.runs + 1):

@@ -66,13 +66,14 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
 def decoding(model: Any) -> Callable[[], int]:
     """Decodes a few tokens of a batch, with their log-probabilities, and says how many."""
     from stretto.config import RolloutConfig
+    from stretto.rollout.base import EngineSettings
     from stretto.rollout.engine import TorchEngine
     from stretto.schedules.rollout import Rollout
     from stretto.types import Prompt
 
     ids = random_prompts(ROWS, PROMPT, 0, model.config.vocab_size)
     config = RolloutConfig(batch=ROWS, max_new_tokens=64)
-    engine = TorchEngine(model, config, end_tokens=frozenset(), seed=0)
+    engine = TorchEngine(model, EngineSettings(rollout=config))
     numbers = count()
 
     def work() -> int:

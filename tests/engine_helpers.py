@@ -1,4 +1,4 @@
-"""vLLM's stand-in, the engine over it, and roles of virtual time that answer at once."""
+"""Small models of many architectures, vLLM's stand-in, and roles of virtual time."""
 
 from __future__ import annotations
 
@@ -9,16 +9,72 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.config import RolloutConfig
-from stretto.rollout.base import StopStrings
-from stretto.rollout.vllm.engine import VllmEngine
+from stretto.config import ModelConfig, RolloutConfig
+from stretto.rollout.base import EngineSettings, StopStrings
+from stretto.rollout.vllm.engine import FullWeights, VllmEngine
 from stretto.rollout.vllm.llm import Output
-from stretto.rollout.vllm.source import WholeWeights
 from stretto.runtime.sim.loop import run
+from stretto.schedules.rollout import Rollout
 from stretto.types import FloatArray
 from stretto.weights.channel import SharedChannel
 
 END, LIMIT, BLOCK = 7, 12, 4
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+}
+GROUPED: dict[str, Any] = {**SMALL, "num_key_value_heads": 2}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LATENT = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,  # keys and values of different sizes
+    "first_k_dense_replace": 2,
+}
+
+
+def from_config(config: Any, attention: str | None = None) -> Any:
+    """A language model with random weights whose responses are ended by their length alone."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    if model.generation_config is not None:
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = 0
+    return model
+
+
+def with_adapters(model: Any) -> Any:
+    """The model in adapters that change what it computes."""
+    from stretto.models.lora import add_lora
+
+    wrapped = add_lora(model, ModelConfig(lora_rank=4), "CAUSAL_LM")
+    torch.manual_seed(1)
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    return wrapped
+
+
+@torch.no_grad()
+def plain_logprobs(model: Any, r: Rollout, temperature: float = 1.0) -> Tensor:
+    """[T] of the response, by one forward pass over all of it."""
+    ids = torch.tensor([[*r.prompt.tokens, *r.tokens]], device=model.device)
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(r.prompt.tokens) - 1 : -1].float()
+    if temperature:
+        logits = logits / temperature
+    table = logits.log_softmax(-1).cpu()
+    return table.gather(1, torch.tensor(r.tokens)[:, None])[:, 0]
 
 
 def following(tokens: Sequence[int]) -> int:
@@ -96,10 +152,6 @@ class StandIn:
         assert not self.busy
         return np.array([100 * len(p) + t for p, t in zip(prefixes, tokens, strict=True)], "f4")
 
-    def prefill_tokens_per_s(self) -> float:
-        assert not self.busy
-        return 123.0
-
     def sleep(self) -> None:
         assert not self.busy
         self.slept.append("sleep")
@@ -123,16 +175,15 @@ def stand_in_engine(
     channel: SharedChannel | None = None,
 ) -> VllmEngine:
     requests: Any = stand_in or StandIn()
-    return VllmEngine(
-        requests,
-        WholeWeights(STAND_IN_MODEL),
-        RolloutConfig(max_new_tokens=LIMIT),
+    settings = EngineSettings(
+        rollout=RolloutConfig(max_new_tokens=LIMIT),
         end_tokens=frozenset({END}),
         seed=3,
         stop=stop,
         carry=carry,
         channel=channel,
     )
+    return VllmEngine(requests, FullWeights(STAND_IN_MODEL), settings)
 
 
 class Virtual:

@@ -13,6 +13,7 @@ from helpers import VOCABULARY, critic_of, left_padded_logprobs, make_rollouts, 
 from rounding import GRADIENT_TERMS, rounding
 from stretto.config import AlgorithmConfig, RolloutConfig
 from stretto.evaluation.answers import completed
+from stretto.rollout.base import EngineSettings
 from stretto.rollout.engine import TorchEngine
 from stretto.schedules.rollout import Rollout
 from stretto.training.learner import PolicyLearner
@@ -61,7 +62,8 @@ def engine_rollouts(
 ) -> list[Rollout]:
     """Rollouts that the engine decoded, with values and rewards."""
     config = RolloutConfig(batch=8, max_new_tokens=12, temperature=temperature, slots=3)
-    engine = TorchEngine(model, config, end_tokens=frozenset(range(5, 11)), seed=3)
+    ends = frozenset(range(5, 11))
+    engine = TorchEngine(model, EngineSettings(rollout=config, end_tokens=ends, seed=3))
     engine.version = version
     rng = torch.Generator().manual_seed(0)
     rollouts = []

@@ -9,23 +9,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.models.pieces import Layout, Whole, index, shape
+from stretto.models.shards import FullParameter, ShardLayout, index, shape
 from stretto.types import WeightsRef
 from stretto.weights.broadcast import WeightSender
 from stretto.weights.resharding import Resharding
 
-WHOLES: dict[str, Whole] = {
-    "by outputs": Whole((12, 5), torch.float32, 0),
-    "bias": Whole((12,), torch.bfloat16, 0),
-    "by inputs": Whole((7, 12), torch.bfloat16, 1),
-    "norm": Whole((5,), torch.float32),
-    "adapter": Whole((2, 12), torch.float32, 1, by_rows=False),
-    "small": Whole((1, 3), torch.bfloat16),
+WHOLES: dict[str, FullParameter] = {
+    "by outputs": FullParameter((12, 5), torch.float32, 0),
+    "bias": FullParameter((12,), torch.bfloat16, 0),
+    "by inputs": FullParameter((7, 12), torch.bfloat16, 1),
+    "norm": FullParameter((5,), torch.float32),
+    "adapter": FullParameter((2, 12), torch.float32, 1, by_rows=False),
+    "small": FullParameter((1, 3), torch.bfloat16),
 }
 
 
-def tensors(version: int, wholes: Mapping[str, Whole] = WHOLES) -> dict[str, Tensor]:
-    """Whole weights of a version; no two elements of one are equal."""
+def tensors(version: int, wholes: Mapping[str, FullParameter] = WHOLES) -> dict[str, Tensor]:
+    """FullParameter weights of a version; no two elements of one are equal."""
     return {
         name: (torch.arange(math.prod(w.shape)) + version).view(w.shape).to(w.dtype)
         for name, w in wholes.items()
@@ -38,10 +38,10 @@ class Resharder:
     def __init__(
         self,
         rank: int,
-        shards: Layout,
-        slices: Layout,
+        shards: ShardLayout,
+        slices: ShardLayout,
         bucket_bytes: int,
-        wholes: Mapping[str, Whole] = WHOLES,
+        wholes: Mapping[str, FullParameter] = WHOLES,
     ) -> None:
         self._sender = WeightSender(torch.device("cpu"), bucket_bytes, keep=1)
         self._channel = Resharding(
@@ -55,7 +55,7 @@ class Resharder:
         ref = WeightsRef("actor", version, "", self._sender.name)
         whole = tensors(version, self._wholes)
         self._sender.put(ref, {n: whole[n][index(box)].float() for n, box in self._own.items()})
-        boxes = {n: self._slices.box(w, dist.get_rank()) for n, w in self._wholes.items()}
+        boxes = {n: self._slices.bounds(w, dist.get_rank()) for n, w in self._wholes.items()}
         held = {n: torch.empty(shape(b), dtype=self._wholes[n].dtype) for n, b in boxes.items()}
         for name, part in self._channel.get(ref).items():
             held[name][part.to] = part.tensor

@@ -69,6 +69,24 @@ def reward_model(vocabulary: int = 259, **settings: Any) -> Any:
     return LlamaForSequenceClassification(config).eval()
 
 
+def bert(vocabulary: int = 259) -> Any:
+    """An encoder that gives a score."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(3)
+    config = BertConfig(
+        vocab_size=vocabulary,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        initializer_range=0.3,
+        num_labels=1,
+        pad_token_id=256,
+    )
+    return BertForSequenceClassification(config).eval()
+
+
 def plain_score(model: Any, tokens: Sequence[int]) -> float:
     with torch.no_grad():
         return float(model(input_ids=torch.tensor([list(tokens)])).logits[0, 0])

@@ -15,7 +15,7 @@ from helpers import VOCABULARY, critic_of, llama
 from stretto.config import Config, ModelConfig
 from stretto.errors import LearnerError
 from stretto.models.lora import add_lora
-from stretto.models.pieces import Layout
+from stretto.models.shards import ShardLayout
 from stretto.models.tiny import byte_tokenizer
 from stretto.training import shard_files
 from stretto.training.learner import PolicyLearner
@@ -87,7 +87,7 @@ class ShardedRank:
     learner: PolicyLearner
 
     def __init__(self, rank: int, tp: int = 1) -> None:
-        self._grid = Grid("cpu", Layout(dist.get_world_size() // tp, tp))
+        self._grid = Grid("cpu", ShardLayout(dist.get_world_size() // tp, tp))
 
     def make(self, kind: str, given: Mapping[str, Any]) -> None:
         config = Config.model_validate(given)

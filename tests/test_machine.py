@@ -18,9 +18,9 @@ from stretto.api.settings import settled
 from stretto.cli import doctor
 from stretto.config import recipes
 from stretto.errors import ConfigError
-from stretto.models import rates
+from stretto.models import devices
 from stretto.models.backend import SPIN_TURNS, fastest_dtype, pick_dtype, sleep_when_waiting
-from stretto.models.rates import INNER, OUTER, REPEATS, ROWS, Rates, measure
+from stretto.models.devices import INNER, OUTER, REPEATS, ROWS, ProductSpeeds, measure
 
 CPU = torch.device("cpu")
 WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
@@ -105,21 +105,21 @@ def test_the_faster_type_is_chosen(
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Rates], None]:
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[ProductSpeeds], None]:
     """A CPU with instructions for bfloat16, and how fast it is."""
-    monkeypatch.setattr(rates, "cpu_has_bfloat16", lambda: True)
+    monkeypatch.setattr(devices, "cpu_has_bfloat16", lambda: True)
 
-    def has(found: Rates) -> None:
-        monkeypatch.setattr(rates, "cpu_rates", lambda threads: found)
+    def has(found: ProductSpeeds) -> None:
+        monkeypatch.setattr(devices, "product_speeds", lambda threads: found)
 
     return has
 
 
-def test_auto_goes_by_what_is_measured(machine: Callable[[Rates], None]) -> None:
-    machine(Rates(float32=310, bfloat16=167))
+def test_auto_goes_by_what_is_measured(machine: Callable[[ProductSpeeds], None]) -> None:
+    machine(ProductSpeeds(float32=310, bfloat16=167))
     assert pick_dtype("auto", CPU) == torch.float32
     assert pick_dtype("bfloat16", CPU) == torch.bfloat16
-    machine(Rates(float32=160, bfloat16=380))
+    machine(ProductSpeeds(float32=160, bfloat16=380))
     assert pick_dtype("auto", CPU) == torch.bfloat16
     assert pick_dtype("float32", CPU) == torch.float32
 
@@ -127,11 +127,11 @@ def test_auto_goes_by_what_is_measured(machine: Callable[[Rates], None]) -> None
 def test_a_cpu_without_bfloat16_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would emulate the product, which may take seconds."""
 
-    def never(threads: int) -> Rates:
+    def never(threads: int) -> ProductSpeeds:
         raise AssertionError
 
-    monkeypatch.setattr(rates, "cpu_rates", never)
-    monkeypatch.setattr(rates, "cpu_has_bfloat16", lambda: False)
+    monkeypatch.setattr(devices, "product_speeds", never)
+    monkeypatch.setattr(devices, "cpu_has_bfloat16", lambda: False)
     dtype, because = fastest_dtype(CPU)
     assert dtype == torch.float32
     assert "no instructions" in because
@@ -140,9 +140,9 @@ def test_a_cpu_without_bfloat16_is_not_measured(monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture
 def three_threads() -> Iterator[int]:
     before = torch.get_num_threads()
-    rates.cpu_rates.cache_clear()
+    devices.product_speeds.cache_clear()
     yield 3
-    rates.cpu_rates.cache_clear()
+    devices.product_speeds.cache_clear()
     torch.set_num_threads(before)
 
 
@@ -153,27 +153,29 @@ def test_a_measurement_leaves_no_trace(three_threads: int, monkeypatch: pytest.M
         seen.append(torch.get_num_threads())
         return 1.0
 
-    monkeypatch.setattr(rates, "_Product", lambda: product)
+    monkeypatch.setattr(devices, "product_timer", lambda: product)
     before, state = torch.get_num_threads(), torch.get_rng_state()
-    assert rates.cpu_rates(three_threads) is rates.cpu_rates(three_threads)  # measured once
+    assert devices.product_speeds(three_threads) is devices.product_speeds(
+        three_threads
+    )  # measured once
     assert seen == [3] * 2 * (REPEATS + 1)
     assert torch.get_num_threads() == before
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_the_product_takes_time_in_both_types() -> None:
-    product = rates._Product()
+    product = devices.product_timer()
     assert all(product(dtype) > 0 for dtype in (torch.float32, torch.bfloat16))
 
 
 # -- kept with a run -----------------------------------------------------------------------------
 
-SLOW, FAST = Rates(float32=310, bfloat16=167), Rates(float32=160, bfloat16=380)
+SLOW, FAST = ProductSpeeds(float32=310, bfloat16=167), ProductSpeeds(float32=160, bfloat16=380)
 
 
 @pytest.mark.parametrize("kind", [stretto.Config, SftConfig])
 def test_settings_keep_what_was_decided(
-    kind: type[stretto.Config] | type[SftConfig], machine: Callable[[Rates], None]
+    kind: type[stretto.Config] | type[SftConfig], machine: Callable[[ProductSpeeds], None]
 ) -> None:
     lines: list[str] = []
     machine(SLOW)
@@ -190,7 +192,7 @@ def test_settings_keep_what_was_decided(
 
 
 def test_a_run_keeps_its_type_when_it_is_resumed_or_repeated(
-    tmp_path: Path, machine: Callable[[Rates], None], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, machine: Callable[[ProductSpeeds], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     small: dict[str, Any] = {
         "warmup_examples": 0,
@@ -211,7 +213,7 @@ def test_a_run_keeps_its_type_when_it_is_resumed_or_repeated(
     assert "model.dtype = auto" not in capsys.readouterr().out
 
 
-def test_the_doctor_shows_both_rates(machine: Callable[[Rates], None]) -> None:
+def test_the_doctor_shows_both_rates(machine: Callable[[ProductSpeeds], None]) -> None:
     machine(SLOW)
     found = {f.topic: f for f in doctor._accelerator()}["cpu dtype"]
     assert found.text == (

@@ -16,10 +16,13 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
+from engine_helpers import EXPERTS, GROUPED, from_config, plain_logprobs
 from helpers import told
+from raising import raises
+from scorer_helpers import stream
 from stretto.assembly.engines import scorer_slots
 from stretto.config import Config, ModelConfig, RolloutConfig
-from stretto.errors import EngineError, ModelError, StrettoError
+from stretto.errors import EngineError, ModelError
 from stretto.evaluation.answers import completed
 from stretto.models.cached import (
     CHECKED,
@@ -33,11 +36,10 @@ from stretto.models.forward import output_head, response_hidden, response_tokens
 from stretto.models.heads import critic_from_actor
 from stretto.models.load import load_causal_lm, set_checkpointing
 from stretto.models.logits import token_logprobs
-from stretto.rollout.engine import TorchEngine
-from stretto.rollout.step import ModelPass
+from stretto.rollout.base import EngineSettings
+from stretto.rollout.engine import ModelPass, TorchEngine
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import critic_scorer, reference_scorer
-from stretto.testing import make_chunk
 from stretto.training.trained import training_mode
 from stretto.types import Prompt
 
@@ -46,28 +48,21 @@ NEW = 8
 PROMPTS = [3, 26, 14, 9]
 """Some end within the windows below, some beyond them; all windows are beyond 7 tokens."""
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
+FOUR: dict[str, Any] = {
+    **GROUPED,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "initializer_range": 0.2,
 }
 WINDOWS = {
-    **SMALL,
+    **FOUR,
     "head_dim": 8,
     "sliding_window": 10,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
 LAYERS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
 VISION = {**LAYERS, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 GEMMA4 = {
     **WINDOWS,
     "global_head_dim": 16,
@@ -88,11 +83,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "afmoe": lambda: hf.AfmoeConfig(
         **WINDOWS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
     ),
-    "jetmoe": lambda: hf.JetMoeConfig(
-        **{**SMALL, "num_key_value_heads": 2}, kv_channels=8, **EXPERTS
-    ),
-    "phimoe, with noise": lambda: hf.PhimoeConfig(**SMALL, **EXPERTS, input_jitter_noise=0.4),
-    "mixtral, with noise": lambda: hf.MixtralConfig(**SMALL, **EXPERTS, **NOISE, sliding_window=10),
+    "jetmoe": lambda: hf.JetMoeConfig(**FOUR, kv_channels=8, **EXPERTS),
+    "phimoe, with noise": lambda: hf.PhimoeConfig(**FOUR, **EXPERTS, input_jitter_noise=0.4),
+    "mixtral, with noise": lambda: hf.MixtralConfig(**FOUR, **EXPERTS, **NOISE, sliding_window=10),
     "falcon": lambda: hf.FalconConfig(
         vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=False
     ),
@@ -106,11 +99,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def reloaded(config: Any, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """A model with random weights as a run loads it."""
-    torch.manual_seed(0)
-    made = hf.AutoModelForCausalLM.from_config(config)
-    if made.generation_config is not None:
-        made.generation_config.eos_token_id = None
-    made.save_pretrained(folder)
+    from_config(config).save_pretrained(folder)
     return load_causal_lm(folder, dtype, CPU)
 
 
@@ -123,22 +112,10 @@ def rollouts() -> list[Rollout]:
 def decoded(model: Any) -> list[Rollout]:
     """Rollouts with sampled responses, out of few slots and prompts in pieces."""
     config = RolloutConfig(batch=4, max_new_tokens=NEW, prefill_tokens=11, slots=3)
-    engine = TorchEngine(model, config, end_tokens=frozenset(), seed=3)
+    engine = TorchEngine(model, EngineSettings(rollout=config, seed=3))
     made = rollouts()
     list(completed(engine, made, 3))
     return made
-
-
-@torch.no_grad()
-def plain_logprobs(model: Any, made: Sequence[Rollout]) -> list[Tensor]:
-    """[T] of each response, by the whole model's own forward pass over one row."""
-    out = []
-    for r in made:
-        ids = torch.tensor([[*r.prompt.tokens, *r.tokens]])
-        logits = model(input_ids=ids, use_cache=False).logits[0, len(r.prompt.tokens) - 1 : -1]
-        table = logits.float().log_softmax(-1)
-        out.append(table.gather(1, torch.tensor(r.tokens)[:, None])[:, 0])
-    return out
 
 
 def assert_close(got: Sequence[Any], expected: Sequence[Tensor]) -> None:
@@ -148,7 +125,7 @@ def assert_close(got: Sequence[Any], expected: Sequence[Tensor]) -> None:
 
 def test_engine_scorers_and_learner_compute_what_the_whole_model_does(model: Any) -> None:
     made = decoded(model)
-    expected = plain_logprobs(model, made)
+    expected = [plain_logprobs(model, r) for r in made]
     assert_close([r.logprobs for r in made], expected)
     assert_close(streamed(model, made), expected)
     head = output_head(model)
@@ -169,29 +146,13 @@ def streamed(model: Any, made: Sequence[Rollout]) -> list[Any]:
     scorer = reference_scorer(model, 1.0, 16, slots=slots, say=said.append)
     assert scorer.info.streams
     assert said == []
-    scorer.admit(told([Rollout(r.id, r.prompt, r.group) for r in made]))
-    for start in range(0, NEW, 5):
-        end = min(start + 5, NEW)
-        scorer.extend(
-            [
-                make_chunk(
-                    r.id,
-                    start,
-                    r.tokens[start:end],
-                    (-1.0,) * (end - start),
-                    0,
-                    r.finish if end == NEW else None,
-                )
-                for r in made
-            ]
-        )
-    return [score.values for score in scorer.finish([r.id for r in made])]
+    return stream(scorer, made, 5)
 
 
 def test_gradient_checkpointing_recomputes_without_noise(tmp_path: Path) -> None:
     model = reloaded(FAMILIES["phimoe, with noise"](), tmp_path)
     made = decoded(model)
-    expected = torch.cat(plain_logprobs(model, made))
+    expected = torch.cat([plain_logprobs(model, r) for r in made])
     head, gradients = output_head(model), []
     for _ in range(2):
         with training_mode(model):
@@ -228,9 +189,7 @@ def test_towers_that_no_text_passes_are_frozen(tmp_path: Path) -> None:
 
 def windowed(dtype: torch.dtype) -> Any:
     """A model whose windows are far beyond what a check reads."""
-    torch.manual_seed(0)
-    config = hf.Gemma3TextConfig(**{**WINDOWS, "sliding_window": 512})
-    return hf.AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    return from_config(hf.Gemma3TextConfig(**{**WINDOWS, "sliding_window": 512})).to(dtype)
 
 
 @torch.no_grad()
@@ -256,8 +215,8 @@ def test_in_low_precision_single_tokens_may_be_rounded_far(
         logits = own.next_logits(ids, at, read)
         return logits * 2 if next(calls) in wrong else logits
 
-    with pytest.raises(EngineError, match="differ by") if refused else nullcontext():
-        check_cache(own, newest, own._head.logits)
+    with raises(EngineError, "cache-differs") if refused else nullcontext():
+        check_cache(own, newest, own.head.logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -267,7 +226,7 @@ def test_a_window_that_is_not_heeded_is_seen_at_the_start(
 ) -> None:
     model = windowed(dtype)
     config = RolloutConfig(batch=2, max_new_tokens=4)
-    TorchEngine(model, config, end_tokens=frozenset(), seed=0)
+    TorchEngine(model, EngineSettings(rollout=config))
     assert model.config.sliding_window == model.model.config.sliding_window == 512
     ours = LayerMasks.__call__
 
@@ -279,8 +238,8 @@ def test_a_window_that_is_not_heeded_is_seen_at_the_start(
         return dict.fromkeys(masks, masks[kind])
 
     monkeypatch.setattr(LayerMasks, "__call__", wrong)
-    with pytest.raises(EngineError, match=r"through its sliding window .* differ by"):
-        TorchEngine(model, config, end_tokens=frozenset(), seed=0)
+    with raises(EngineError, "window-differs"):
+        TorchEngine(model, EngineSettings(rollout=config))
     assert model.config.sliding_window == 512
 
 
@@ -300,8 +259,8 @@ def test_a_window_that_is_fixed_when_the_model_is_made_is_refused() -> None:
         return plain(*args, **kwargs)
 
     model.model.forward = fixed
-    with pytest.raises(EngineError, match="through its sliding window"):
-        TorchEngine(model, RolloutConfig(), end_tokens=frozenset(), seed=0)
+    with raises(EngineError, "window-differs"):
+        TorchEngine(model, EngineSettings(rollout=RolloutConfig()))
 
 
 @pytest.mark.parametrize("name", ["gemma3, with vision", "gemma4", "falcon"])
@@ -323,10 +282,10 @@ REFUSED: dict[str, Callable[[], Any]] = {
         vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True
     ),
     "llama4": lambda: hf.Llama4TextConfig(
-        **SMALL, head_dim=8, intermediate_size_mlp=48, attention_chunk_size=8, num_local_experts=2
+        **FOUR, head_dim=8, intermediate_size_mlp=48, attention_chunk_size=8, num_local_experts=2
     ),
     "jamba": lambda: hf.JambaConfig(
-        **SMALL, num_experts=2, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=4
+        **FOUR, num_experts=2, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=4
     ),
     "bart, its decoder": lambda: hf.BartConfig(
         vocab_size=97, d_model=32, decoder_layers=2, decoder_attention_heads=2, decoder_ffn_dim=48
@@ -357,5 +316,5 @@ def test_a_reference_that_takes_no_masks_scores_whole(name: str, tmp_path: Path)
 
 def test_a_model_without_a_decoder_of_its_own_is_no_raw_error(tmp_path: Path) -> None:
     model = reloaded(REFUSED["llama4"](), tmp_path)
-    with pytest.raises(StrettoError, match="does not say which of its parts is the decoder"):
+    with raises(ModelError, "no-decoder"):
         output_head(model)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from helpers import llama
-from stretto.models.pieces import Layout, Whole, held_elements, index, overlap, wholes_of, within
+from stretto.models.shards import FullParameter, ShardLayout, held_elements, index, overlap, within
+from stretto.models.tensor_parallel import full_parameters
 from stretto.models.weights import fingerprint, fingerprint_of_parts
 
 FLOAT = torch.float32
@@ -17,45 +18,54 @@ FLOAT = torch.float32
 
 def test_slices_are_cut_first_and_their_rows_shared_out() -> None:
     """Of [5, 4]: cut by columns in two, each rank has 3 or 2 rows of one of them."""
-    layout, whole = Layout(fsdp=2, tp=2), Whole((5, 4), FLOAT, dim=1)
-    assert [layout.box(whole, rank) for rank in range(4)] == [
+    layout, whole = ShardLayout(fsdp=2, tp=2), FullParameter((5, 4), FLOAT, dim=1)
+    assert [layout.bounds(whole, rank) for rank in range(4)] == [
         ((0, 3), (0, 2)),
         ((0, 3), (2, 4)),
         ((3, 5), (0, 2)),
         ((3, 5), (2, 4)),
     ]
-    by_rows = Whole((4, 3), FLOAT, dim=0)
-    assert [layout.box(by_rows, rank)[0] for rank in range(4)] == [(0, 1), (2, 3), (1, 2), (3, 4)]
+    by_rows = FullParameter((4, 3), FLOAT, dim=0)
+    assert [layout.bounds(by_rows, rank)[0] for rank in range(4)] == [
+        (0, 1),
+        (2, 3),
+        (1, 2),
+        (3, 4),
+    ]
 
 
 def test_the_last_ranks_may_have_no_rows() -> None:
-    layout = Layout(fsdp=4)
-    rows = [layout.box(Whole((5,), FLOAT), rank)[0] for rank in range(4)]
+    layout = ShardLayout(fsdp=4)
+    rows = [layout.bounds(FullParameter((5,), FLOAT), rank)[0] for rank in range(4)]
     assert rows == [(0, 2), (2, 4), (4, 5), (5, 5)]
-    assert layout.own({"a": Whole((5,), FLOAT)}, 3) == {}
+    assert layout.own({"a": FullParameter((5,), FLOAT)}, 3) == {}
 
 
 def test_the_first_of_those_that_hold_the_same_owns_it() -> None:
-    layout = Layout(fsdp=2, tp=2)
+    layout = ShardLayout(fsdp=2, tp=2)
     ranks = range(4)
-    assert [layout.owns(Whole((4,), FLOAT), r) for r in ranks] == [True, False, True, False]
-    alone = Whole((4,), FLOAT, by_rows=False)
-    assert [layout.owns(alone, r) for r in ranks] == [True, False, False, False]
-    cut = Whole((4,), FLOAT, dim=0, by_rows=False)
-    assert [layout.owns(cut, r) for r in ranks] == [True, True, False, False]
+    rows = ((0, 2),), ((2, 4),)
+    by_rows = FullParameter((4,), FLOAT)
+    assert [layout.first(by_rows, r) for r in ranks] == [rows[0], None, rows[1], None]
+    alone = FullParameter((4,), FLOAT, by_rows=False)
+    assert [layout.first(alone, r) for r in ranks] == [((0, 4),), None, None, None]
+    cut = FullParameter((4,), FLOAT, dim=0, by_rows=False)
+    assert [layout.first(cut, r) for r in ranks] == [*rows, None, None]
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(3, 1), Layout(1, 2), Layout(2, 2)])
+@pytest.mark.parametrize(
+    "layout", [ShardLayout(), ShardLayout(3, 1), ShardLayout(1, 2), ShardLayout(2, 2)]
+)
 @pytest.mark.parametrize(
     "whole",
     [
-        Whole((7, 4), FLOAT, 1),
-        Whole((6,), FLOAT, 0),
-        Whole((5, 3), FLOAT),
-        Whole((4, 2), FLOAT, 0, by_rows=False),
+        FullParameter((7, 4), FLOAT, 1),
+        FullParameter((6,), FLOAT, 0),
+        FullParameter((5, 3), FLOAT),
+        FullParameter((4, 2), FLOAT, 0, by_rows=False),
     ],
 )
-def test_what_ranks_own_makes_the_whole_once(layout: Layout, whole: Whole) -> None:
+def test_what_ranks_own_makes_the_whole_once(layout: ShardLayout, whole: FullParameter) -> None:
     count = torch.zeros(whole.shape)
     for rank in range(layout.ranks):
         for box in layout.own({"a": whole}, rank).values():
@@ -77,12 +87,14 @@ def test_elements_of_a_box_are_found() -> None:
     assert at.tolist() == [0, 3]
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 1), Layout(1, 2), Layout(2, 2), Layout(3, 2)])
-def test_parts_have_the_fingerprint_of_the_whole(layout: Layout) -> None:
+@pytest.mark.parametrize(
+    "layout", [ShardLayout(2, 1), ShardLayout(1, 2), ShardLayout(2, 2), ShardLayout(3, 2)]
+)
+def test_parts_have_the_fingerprint_of_the_whole(layout: ShardLayout) -> None:
     """Each rank fills in what it owns; the sum of that is hashed."""
     model = llama()
     dims = {"model.layers.0.self_attn.q_proj.weight": 0, "model.layers.1.mlp.down_proj.weight": 1}
-    wholes = wholes_of(model, dims)
+    wholes = full_parameters(model, dims)
     assert max(math.prod(w.shape) for w in wholes.values()) > 256
     named = dict(model.named_parameters())
     filled: list[torch.Tensor] = []
@@ -93,7 +105,7 @@ def test_parts_have_the_fingerprint_of_the_whole(layout: Layout) -> None:
         return torch.stack(filled).sum(0)
 
     for rank in range(layout.ranks):
-        parts = {n: p.detach()[index(layout.box(wholes[n], rank))] for n, p in named.items()}
+        parts = {n: p.detach()[index(layout.bounds(wholes[n], rank))] for n, p in named.items()}
         own = layout.own(wholes, rank)
         marks.append(fingerprint_of_parts(wholes, parts, own, add_up))
     assert marks[-1] == fingerprint(named.items()) != marks[0]

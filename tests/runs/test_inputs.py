@@ -15,7 +15,7 @@ from raising import raises
 from run_helpers import Notes, lines, run, settings
 from stretto import runs
 from stretto.errors import StateError
-from stretto.models import info, load
+from stretto.models import info
 from stretto.models.info import identity
 from stretto.models.load import load_causal_lm
 from stretto.models.tiny import byte_tokenizer, make_tiny
@@ -177,7 +177,7 @@ def test_a_config_is_the_same_whoever_wrote_it(tmp_path: Path) -> None:
 
 def test_a_model_of_the_hub_is_known_by_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = {"owner/name": SimpleNamespace(_commit_hash="93efa2f")}
-    monkeypatch.setattr(load, "load_config", lambda name, trust: loaded[name])
+    monkeypatch.setattr(info, "load_config", lambda name, trust: loaded[name])
     assert identity("owner/name", False, print) == {"commit": "93efa2f"}
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.rollout.rows import RowCache
+from stretto.models.cached import RowCache
 from stretto.runtime.kv_transfer import SAMPLE_BYTES, KVHandle, KVRouter, KVStore
 from stretto.types import KVTransfer, Prompt, Reply, Response
 from stretto.weights.transfer import Meeting, open_store

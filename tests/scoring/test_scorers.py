@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from helpers import (
     critic_of,
@@ -19,10 +18,11 @@ from helpers import (
     naive_values,
     told,
 )
+from raising import raises
 from run_helpers import worker_of
-from scorer_helpers import EOS, byte_rollout, plain_score, reward_model, scores_of
+from scorer_helpers import EOS, bert, byte_rollout, plain_score, reward_model, scores_of
 from stretto.config import Config, ModelConfig, recipes
-from stretto.errors import LifecycleError, ModelError
+from stretto.errors import ModelError
 from stretto.models.heads import critic_from_actor
 from stretto.models.lora import add_lora
 from stretto.models.tiny import byte_tokenizer
@@ -35,7 +35,6 @@ from stretto.scoring.models import (
     reads_last_token,
     reference_scorer,
 )
-from stretto.testing import make_chunk
 from stretto.types import FinishReason, Prompt
 
 SHAPES = [(3, 7), (40, 5), (5, 1), (2, 9), (8, 6)]
@@ -75,74 +74,6 @@ def test_critic_gives_the_value_before_each_token(budget: int) -> None:
             expected = naive_values(critic, r).numpy()
         assert score.kind == "values"
         np.testing.assert_allclose(score.values, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_scores_come_in_the_order_asked() -> None:
-    model = llama()
-    rollouts = make_rollouts(model, critic_of(model), SHAPES)
-    scorer = reference_scorer(model, 1.0, 50)
-    by_id = {s.rollout_id: s.values for s in scores_of(scorer, rollouts)}
-    scorer.admit(told(rollouts))
-    for score, rollout_id in zip(scorer.finish([4, 0, 2]), [4, 0, 2], strict=True):
-        assert score.rollout_id == rollout_id
-        np.testing.assert_allclose(score.values, by_id[rollout_id], rtol=1e-5, atol=1e-6)
-
-
-def test_chunks_add_up_to_the_whole() -> None:
-    model = llama()
-    whole = make_rollouts(model, critic_of(model), SHAPES[:2])
-    scorer = reference_scorer(model, 1.0, 1000)
-    expected = scores_of(scorer, whole)
-    scorer.admit(told([Rollout(r.id, r.prompt, r.group) for r in whole]))
-    for r in whole:
-        for start in range(0, len(r), 3):
-            part = slice(start, start + 3)
-            finish = r.finish if start + 3 >= len(r) else None
-            chunk = make_chunk(
-                r.id, start, tuple(r.tokens[part]), tuple(r.logprobs[part]), 0, finish
-            )
-            scorer.extend([chunk])
-    for got, want in zip(scorer.finish([r.id for r in whole]), expected, strict=True):
-        np.testing.assert_array_equal(got.values, want.values)
-
-
-def test_what_a_scorer_cannot_do_is_refused_and_forgets_nothing() -> None:
-    model = llama()
-    done, going = make_rollouts(model, critic_of(model), SHAPES[:2])
-    going.finish = None
-    scorer = reference_scorer(model, 1.0, 1000)
-    scorer.admit(told([done, going]))
-    with pytest.raises(LifecycleError, match=r"'reference' cannot score rollout 1:.*last chunk"):
-        scorer.finish([0, 1])
-    with pytest.raises(LifecycleError, match="cannot score rollout 9: it was not admitted"):
-        scorer.finish([9])
-    with pytest.raises(LifecycleError, match=r"tokens 7 and on of rollout 0: .* has ended"):
-        scorer.extend([make_chunk(0, 7, (1,), (0.0,), 0)])
-    with pytest.raises(LifecycleError, match=r"tokens 3 and on of rollout 1: .* a gap there"):
-        scorer.extend([make_chunk(1, 3, (1,), (0.0,), 0)])
-    assert len(scorer.finish([0])) == 1
-    scorer.release([1, 77])
-    with pytest.raises(LifecycleError):
-        scorer.finish([1])
-    assert len(going) == 5  # the scorer keeps a copy of its own
-
-
-def test_a_lora_model_is_its_own_reference_with_the_adapters_off() -> None:
-    model = llama()
-    rollouts = make_rollouts(model, critic_of(model), SHAPES)
-    original = scores_of(reference_scorer(llama(), 1.0, 1000), rollouts)
-    wrapped = add_lora(model, ModelConfig(lora_rank=4), "CAUSAL_LM")
-    for name, p in wrapped.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(p)
-    trainable = {n for n, p in wrapped.named_parameters() if p.requires_grad}
-    off = scores_of(reference_scorer(wrapped, 1.0, 1000), rollouts)
-    with torch.no_grad():
-        on = left_padded_logprobs(wrapped, rollouts)
-    for without, base, with_ in zip(off, original, on, strict=True):
-        np.testing.assert_array_equal(without.values, base.values)
-        assert np.abs(with_.numpy() - base.values).max() > 0.1
-    assert {n for n, p in wrapped.named_parameters() if p.requires_grad} == trainable
 
 
 # -- reward models -------------------------------------------------------------------------------
@@ -244,23 +175,6 @@ def test_given_responses_end_with_the_actors_end_token() -> None:
         assert scorer._tokens(*told([given])) == tokenizer("the end# of it" + closing)["input_ids"]
 
 
-def bert(vocabulary: int = 259) -> Any:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    torch.manual_seed(3)
-    config = BertConfig(
-        vocab_size=vocabulary,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        initializer_range=0.3,
-        num_labels=1,
-        pad_token_id=256,
-    )
-    return BertForSequenceClassification(config).eval()
-
-
 def test_a_reward_model_that_is_an_encoder_is_run_whole() -> None:
     """It looks both ways, so padding is masked, and it pools its states in its own way."""
     model = bert()
@@ -283,7 +197,7 @@ def test_an_encoder_is_no_critic() -> None:
     assert reads_last_token(critic_of(llama()))
     assert reads_last_token(critic_of(llama(dtype=torch.bfloat16)))
     assert not reads_last_token(bert())
-    with pytest.raises(ModelError, match="BertForSequenceClassification is no causal model"):
+    with raises(ModelError, "no-values", "BertForSequenceClassification", "critic.init"):
         critic_scorer(bert(), 1000)
 
 
@@ -357,13 +271,16 @@ def test_a_critic_from_the_actor_starts_at_zero(tiny_folder: Path) -> None:
 
 def test_a_language_model_is_refused_as_reward_model(tiny_folder: Path, tmp_path: Path) -> None:
     """Whether its config says nothing of labels, or claims that there is one."""
-    for labels, message in ((2, "gives one score .* has num_labels = 2"), (1, r"lacks .*score")):
+    for labels, code, fact in (
+        (2, "several-scores", "num_labels = 2"),
+        (1, "missing-weights", "score"),
+    ):
         folder = tmp_path / str(labels)
         model = llama(vocabulary=259)
         model.config.num_labels = labels
         model.save_pretrained(folder)
         byte_tokenizer().save_pretrained(folder)
-        with ExitStack() as stack, pytest.raises(ModelError, match=message):
+        with ExitStack() as stack, raises(ModelError, code, fact):
             assemble(stack, tiny_folder, reward={"sources": (f"model:{folder}",)})
 
 

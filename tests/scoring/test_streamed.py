@@ -15,8 +15,9 @@ import torch
 import transformers as hf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
+from engine_helpers import GROUPED, LATENT, from_config, with_adapters
 from helpers import (
     CHANNEL,
     VOCABULARY,
@@ -27,20 +28,18 @@ from helpers import (
     ticket,
     told,
 )
+from raising import raises
 from rounding import GRADIENT_TERMS, rounding
-from scorer_helpers import begun, chunk, stream
-from stretto.config import ModelConfig
+from scorer_helpers import begun, bert, chunk, stream
 from stretto.errors import EngineError, ModelError
 from stretto.models.cached import CachedPass, SlotCache, slots_within
-from stretto.models.lora import add_lora
 from stretto.models.tiny import byte_tokenizer
 from stretto.models.weights import fingerprint
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.base import ModelScorer
-from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.models import RewardModelScorer, critic_scorer, reference_scorer
-from stretto.scoring.retokenise import Reading, StablePrefix
-from stretto.types import FinishReason, Message, Prompt, ScorerInfo
+from stretto.scoring.retokenise import ConversationReader, StablePrefix
+from stretto.types import FinishReason, Message, Prompt
 
 EOS = 258
 TOLERANCE = rounding(GRADIENT_TERMS)
@@ -74,22 +73,12 @@ def assert_same(got: Sequence[Any], want: Sequence[Any]) -> None:
 # -- any chunks, any order -----------------------------------------------------------------------
 
 SMALL: dict[str, Any] = {
+    **GROUPED,
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
     "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "initializer_range": 0.3,
 }
 WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
-
-
-def from_config(config: Any) -> Any:
-    torch.manual_seed(0)
-    return hf.AutoModelForCausalLM.from_config(config).eval()
 
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -143,6 +132,7 @@ class Driver:
     def __init__(self, scorer: ModelScorer, made: Sequence[Rollout]) -> None:
         self.scorer, self.made = scorer, made
         self.given: dict[int, int] = {}
+        self.ended: set[int] = set()
         self.scores: dict[int, Any] = {}
 
     def do(self, name: str, ids: Sequence[int], size: int) -> None:
@@ -153,9 +143,7 @@ class Driver:
             self.given |= {i: min(size - 1, len(self.made[i])) for i in new if size <= 3}
         elif name == "extend":
             going = [i for i in here if self.given[i] < len(self.made[i])]
-            self.scorer.extend(
-                [chunk(self.made[i], self.given[i], self.given[i] + size) for i in going]
-            )
+            self._extend(going, size)
             self.given |= {i: min(self.given[i] + size, len(self.made[i])) for i in going}
         elif name == "finish":
             # A rollout whose last token came without its end still waits for that.
@@ -165,13 +153,19 @@ class Driver:
             self.scorer.release(here)
             for i in here:
                 del self.given[i]
+            self.ended -= set(here)
+
+    def _extend(self, ids: Sequence[int], size: int) -> None:
+        chunks = [chunk(self.made[i], self.given[i], self.given[i] + size) for i in ids]
+        self.scorer.extend(chunks)
+        self.ended |= {c.rollout_id for c in chunks if c.finish}
 
     def _finish(self, ids: Sequence[int]) -> None:
-        unended = [i for i in ids if self.scorer._pending[i].finish is None]
-        self.scorer.extend([chunk(self.made[i], self.given[i], self.given[i]) for i in unended])
+        self._extend([i for i in ids if i not in self.ended], 0)
         for score in self.scorer.finish(ids):
             self.scores[score.rollout_id] = score.values
             del self.given[score.rollout_id]
+            self.ended.remove(score.rollout_id)
 
     def complete(self) -> list[Any]:
         everyone = range(len(self.made))
@@ -225,13 +219,13 @@ def test_streamed_numbers_are_those_of_plain_passes() -> None:
 def test_the_reference_under_lora_has_the_frozen_weights_alone_and_shares_them() -> None:
     made = rollouts(SHAPES)
     expected = whole(reference_scorer(llama(), 1.0, 100), made)
-    wrapped = add_lora(llama(), ModelConfig(lora_rank=4), "CAUSAL_LM")
-    torch.manual_seed(1)
-    for name, p in wrapped.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(p)
+    wrapped = with_adapters(llama())
+    for values, r in zip(expected, made[:-1], strict=False):
+        assert np.abs(left_padded_logprobs(wrapped, [r])[0].detach().numpy() - values).max() > 0.1
     scorer = reference_scorer(wrapped, 1.0, 100, slots=8)
     assert_same(stream(scorer, made, 3), expected)
+    for values, of in zip(whole(scorer, made), expected, strict=True):
+        np.testing.assert_array_equal(values, of)
     theirs = wrapped.get_base_model().model
     assert scorer.model.model.norm.weight is theirs.norm.weight
     assert set(scorer.model.modules()).isdisjoint(wrapped.modules())
@@ -372,14 +366,6 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(monkeypatch: pytest.Mon
         stream(scorer, made, 3)
 
 
-LATENT = {
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 12,
-    "first_k_dense_replace": 2,
-}
 WIDE = {**SMALL, "head_dim": 12}
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: hf.LlamaConfig(**SMALL),
@@ -405,7 +391,7 @@ def test_the_memory_of_slots_is_what_they_take(name: str, dtype: torch.dtype) ->
     assert slots_within(model, 70, taken // 3 - 1) == 0
 
 
-# -- hand-overs, and rollouts that are carried past them -----------------------------------------
+# -- weight syncs, and rollouts that are carried past them -----------------------------------------
 
 
 def moved(model: Any, seed: int) -> dict[str, Tensor]:
@@ -451,7 +437,7 @@ def test_the_critic_scores_with_its_newest_weights_alone(
 
 
 def test_carried_rollouts() -> None:
-    """A frozen scorer keeps what it has read; the critic reads it again after a hand-over."""
+    """A frozen scorer keeps what it has read; the critic reads it again after a weight sync."""
     actor = llama()
     critic, made = critic_of(actor), rollouts([(10, 20), (5, 8)])
     reference = reference_scorer(actor, 1.0, 1000, slots=2)
@@ -478,31 +464,17 @@ def test_weights_that_did_not_arrive_are_refused() -> None:
     critic = critic_of(llama())
     scorer = critic_scorer(critic, 100, slots=1, channel=CHANNEL)
     assert scorer.info.follows == "critic"
-    with pytest.raises(EngineError, match=r"version 4 .* fingerprint abc, but scorer 'critic'"):
+    with raises(EngineError, "other-weights", "version 4", "abc", "'critic'"):
         scorer.load(ticket(4, "abc"))
-    with pytest.raises(EngineError, match="brings 'other', which the model of scorer 'critic'"):
+    with raises(EngineError, "unknown-tensor", "'other'", "'critic'"):
         scorer.load(ticket(4, "abc", {"other": torch.zeros(1)}))
     frozen = reference_scorer(llama(), 1.0, 100)
     assert frozen.info.follows == ""
-    with pytest.raises(EngineError, match="'reference' is frozen and takes no weights"):
+    with raises(EngineError, "scorer-frozen", "'reference'"):
         frozen.load(ticket(4, fingerprint(frozen.model.named_parameters())))
 
 
 # -- models that cannot be streamed --------------------------------------------------------------
-
-
-def bert() -> Any:
-    torch.manual_seed(3)
-    config = hf.BertConfig(
-        vocab_size=259,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_labels=1,
-        pad_token_id=256,
-    )
-    return hf.BertForSequenceClassification(config).eval()
 
 
 def recurrent() -> Any:
@@ -683,7 +655,7 @@ def test_what_a_template_takes_away_later_is_rolled_back_and_counted() -> None:
     r = text_rollout(0, thought + "</think>It is cold", chat=True, finish=FinishReason.STOP)
     scorer = judge(tokenizer, slots=1)
     got = stream(scorer, [r], 10)
-    read = Reading("x", tokenizer, byte_tokenizer(), ends=frozenset({2}))
+    read = ConversationReader("x", tokenizer, byte_tokenizer(), ends=frozenset({2}))
     assert scorer.rolled_back_tokens > 10
     assert tokenizer.decode(read.tokens(*told([r]))).endswith("\nIt is cold<sep>")
     assert_same(got, whole(judge(tokenizer, 0), [r]))
@@ -701,7 +673,9 @@ def test_the_prompts_tokens_stay_while_the_response_grows(words: int) -> None:
     ids = tokenizer(said)["input_ids"]
     whole_text = said + "ther in the north and the wind is cold"
     assert tokenizer(whole_text)["input_ids"][: len(ids)] != ids
-    read = Reading("x", tokenizer, byte_tokenizer(), ends=frozenset({2})).tokens(*told([r]))
+    read = ConversationReader("x", tokenizer, byte_tokenizer(), ends=frozenset({2})).tokens(
+        *told([r])
+    )
     behind = "ther in the north and the wind is cold"
     assert read == [*ids, *tokenizer(behind)["input_ids"], 2]
     scorer = judge(tokenizer, slots=1)
@@ -813,7 +787,7 @@ def test_a_text_that_changes_is_tokenised_anew() -> None:
 def test_a_template_that_refuses_the_conversation_is_named() -> None:
     tokenizer = other_tokenizer("bytes", "{{ raise_exception('no such role') }}")
     r = text_rollout(0, "the", chat=True, finish=FinishReason.STOP)
-    with pytest.raises(ModelError, match=r"'model:x' refuses .*no such role"):
+    with raises(ModelError, "template-refuses", "'model:x'", "no such role"):
         judge(tokenizer, slots=1).admit(told([begun(r)]))
 
 
@@ -843,10 +817,3 @@ def test_a_tokenizer_without_offsets_reads_whole_texts() -> None:
         "text its tokens are"
     ]
     assert_same(stream(scorer, made, 4), whole(judge(tokenizer, 0), made))
-
-
-def test_functions_follow_no_model() -> None:
-    scorer = object.__new__(FunctionScorer)  # without a process
-    scorer.info = ScorerInfo("task", "reward", streams=False, reads_text=True)
-    with pytest.raises(EngineError, match="'task' is a function and takes no weights"):
-        scorer.load(ticket(1, ""))

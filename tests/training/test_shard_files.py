@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from helpers import critic_of, full_beyond, llama, make_learner
 from learner_helpers import algorithm_settings, make_batch
 from stretto.errors import StateError
-from stretto.models.pieces import Piece
+from stretto.models.shards import TensorShard
 from stretto.schedules.rollout import train_batch
 from stretto.training.learner import PolicyLearner
 from stretto.training.shard_files import file_name, in_memory, packed, read, write
@@ -76,7 +76,7 @@ def written(folder: Path, whole: torch.Tensor = WHOLE) -> Path:
     for rank, box in enumerate(BOXES):
         (a, b), (c, d) = box
         master, first, second = (
-            Piece(tensor[a:b, c:d], (3, 4), box) for tensor in (whole, -whole, whole + 10)
+            TensorShard(tensor[a:b, c:d], (3, 4), box) for tensor in (whole, -whole, whole + 10)
         )
         moments = {"step": torch.tensor(7.0), "exp_avg": first, "exp_avg_sq": second}
         own = {
@@ -174,7 +174,7 @@ def test_files_of_different_writings_are_refused(tmp_path: Path) -> None:
     for folder, boxes in (("a", BOXES), ("b", (((0, 1), (0, 4)), *BOXES[1:]))):
         (tmp_path / folder).mkdir()
         for rank, ((a, b), (c, d)) in enumerate(boxes):
-            piece = Piece(WHOLE[a:b, c:d], (3, 4), ((a, b), (c, d)))
+            piece = TensorShard(WHOLE[a:b, c:d], (3, 4), ((a, b), (c, d)))
             own = {
                 "masters": {"w": piece},
                 "optimizer": {"state": {}, "param_groups": []},

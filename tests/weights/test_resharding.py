@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from resharding_workers import WHOLES, Resharder, tensors
-from stretto.models.pieces import Layout, Whole, index
+from stretto.models.shards import FullParameter, ShardLayout, index
 from stretto.weights.resharding import moves
 from stretto.workers.ranks import Ranks
 
@@ -16,9 +16,11 @@ FLOAT = torch.float32
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
-@pytest.mark.parametrize("shards", [Layout(3, 1), Layout(2, 1), Layout(2, 2), Layout(1, 2)])
-def test_slices_are_bit_for_bit_those_of_the_whole(shards: Layout, bucket_bytes: int) -> None:
-    slices, version = Layout(tp=shards.ranks), 3
+@pytest.mark.parametrize(
+    "shards", [ShardLayout(3, 1), ShardLayout(2, 1), ShardLayout(2, 2), ShardLayout(1, 2)]
+)
+def test_slices_are_bit_for_bit_those_of_the_whole(shards: ShardLayout, bucket_bytes: int) -> None:
+    slices, version = ShardLayout(tp=shards.ranks), 3
     ranks = Ranks(shards.ranks, Resharder, (shards, slices, bucket_bytes))
     try:
         got = ranks.call("load", version)
@@ -26,7 +28,7 @@ def test_slices_are_bit_for_bit_those_of_the_whole(shards: Layout, bucket_bytes:
         ranks.close()
     for rank, (held, _) in enumerate(got):
         for name, whole in tensors(version).items():
-            assert held[name].equal(whole[index(slices.box(WHOLES[name], rank))]), name
+            assert held[name].equal(whole[index(slices.bounds(WHOLES[name], rank))]), name
 
 
 def test_a_rank_that_has_what_it_needs_gets_nothing() -> None:
@@ -34,9 +36,9 @@ def test_a_rank_that_has_what_it_needs_gets_nothing() -> None:
 
     Two ranks send each other [2, 1] of the latter: 16 bytes in all.
     """
-    by_rows, by_columns = Whole((4, 2), FLOAT, 0), Whole((4, 2), FLOAT, 1)
-    wholes: dict[str, Whole] = {"rows": by_rows, "columns": by_columns}
-    shards, slices = Layout(fsdp=2), Layout(tp=2)
+    by_rows, by_columns = FullParameter((4, 2), FLOAT, 0), FullParameter((4, 2), FLOAT, 1)
+    wholes: dict[str, FullParameter] = {"rows": by_rows, "columns": by_columns}
+    shards, slices = ShardLayout(fsdp=2), ShardLayout(tp=2)
     (one,) = moves(wholes, shards, slices, 0, 1)
     assert (one.name, one.box, one.size) == ("columns", ((0, 2), (1, 2)), 8)
     (other,) = moves(wholes, shards, slices, 1, 0)
@@ -49,11 +51,11 @@ def test_a_rank_that_has_what_it_needs_gets_nothing() -> None:
 
 
 def test_what_is_whole_on_each_comes_from_its_first_owner() -> None:
-    alone = {"a": Whole((3,), FLOAT, by_rows=False)}
-    layout = Layout(fsdp=2)
+    alone = {"a": FullParameter((3,), FLOAT, by_rows=False)}
+    layout = ShardLayout(fsdp=2)
 
     def names(source: int, target: int) -> list[Any]:
-        return [m.name for m in moves(alone, layout, Layout(tp=2), source, target)]
+        return [m.name for m in moves(alone, layout, ShardLayout(tp=2), source, target)]
 
     assert names(0, 1) == ["a"]
     assert not names(1, 0)

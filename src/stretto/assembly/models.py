@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError
 from stretto.models import mapped
-from stretto.models.attention import use_short_attention
-from stretto.models.backend import keep_freed_memory, pick_device, pick_dtype
+from stretto.models.backend import backend_of, keep_freed_memory, pick_device, pick_dtype
 from stretto.models.forward import freeze_unread, unwrapped
 from stretto.models.heads import critic_from_actor
 from stretto.models.load import load_causal_lm, load_sequence_classifier, load_tokenizer
@@ -127,7 +126,8 @@ def made_ready(
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
     freeze_unread(model)
-    use_short_attention(unwrapped(model))
+    plain = unwrapped(model)
+    backend_of(plain.device).use_fastest_attention(plain)
     return model
 
 

@@ -20,8 +20,9 @@ from stretto.config import (
 from stretto.config.sections import ModelSource, RewardSource, TaskSource, reward_source
 from stretto.errors import ConfigError, ModelError, TaskError, require
 from stretto.machine import usable_cores, usable_gpus
-from stretto.models.info import TOKENIZERS, ModelInfo, model_info, undivided
+from stretto.models.info import TOKENIZERS, ModelInfo, model_info
 from stretto.models.resolve import cache_dir, cached, is_known
+from stretto.models.shapes import undivided
 from stretto.observe.trackers import port_taken
 from stretto.planner import fitting
 from stretto.tasks import Task

@@ -2,10 +2,9 @@
 
 Shapes: b sequences, g key-value heads, r query heads to each, L tokens, d head size.
 
-On a CPU the backward pass of the fused kernel takes several times as long as plain matrix products
-up to a few hundred tokens. Here the query heads of a key-value head are laid one after another,
-so that grouped heads need no copies of keys and values: scores are one product of [r L, d] and
-[d, L]. Only the probabilities are kept for the backward pass, in the model's own type.
+Query heads of a key-value head are laid one after another, so that grouped heads need no copies of
+keys and values: scores are one product of [r L, d] and [d, L]. Only the probabilities are kept for
+the backward pass, in the model's own type.
 """
 
 from __future__ import annotations
@@ -24,11 +23,7 @@ LONGEST = {torch.bfloat16: 256, torch.float32: 64}
 
 
 def use_short_attention(model: Any) -> None:
-    """Let a transformers model on a CPU use this attention for the calls that it covers.
-
-    All other calls go where they went before. So a model that asked for something other than
-    torch's fused attention is left alone.
-    """
+    """Let a model on a CPU use this attention where it used torch's, for calls that it covers."""
     if model.device.type == "cpu" and model.config._attn_implementation == "sdpa":
         register()
         model.set_attn_implementation(NAME)
@@ -76,7 +71,6 @@ def _attention(
 
 @lru_cache(maxsize=32)
 def _causal_bias(length: int) -> Tensor:
-    """[L, L] float32: -inf above the diagonal, else 0."""
     return torch.full((length, length), -torch.inf).triu(1)
 
 

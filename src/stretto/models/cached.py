@@ -1,12 +1,14 @@
 """Forward passes over a key-value cache in slots: what the engine and the streamed scorers share.
 
-Shapes: n rows, q tokens a row, K key positions read, H hidden size.
+Shapes: S slots, C positions a slot, n rows, q tokens a row, K key positions read, H hidden size;
+h key-value heads, d head size, c cached tokens of one row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,16 +16,28 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from stretto.errors import EngineError, first_line
-from stretto.models.forward import backbone
+from stretto.models.forward import backbone, pad_right
 from stretto.models.forward import positions as positions_of
+
+Masks = Tensor | Mapping[str, Tensor]
+
+WINDOW = "sliding_window"
+"""Setting of a model's config: the number of last tokens that a layer with a window sees."""
+
+GRAIN = 64
+"""Slots grow by multiples of this many positions."""
+
+CHECKED = 24
+"""Tokens of the longest sequence that a model is checked on."""
+
+_NARROW = 4
+"""Tokens that layers with a window see during the check."""
+
+ADVICE = "Choose a decoder-only model with plain full or sliding-window attention"
 
 
 class CachedPass:
-    """A causal model without its head, over a slot cache.
-
-    Raises:
-        EngineError: its layers keep other state than keys and values.
-    """
+    """A causal model without its head, all of whose state is keys and values, over a slot cache."""
 
     def __init__(self, model: nn.Module, cache: SlotCache) -> None:
         self.cache = cache
@@ -36,40 +50,25 @@ class CachedPass:
     def prefill(
         self, slots: Sequence[int], starts: Sequence[int], rows: Sequence[Sequence[int]]
     ) -> Tensor:
-        """Put tokens of several rows into the cache, each from its own start position.
-
-        Returns:
-            Last hidden states [n, q, H]; entries past a row's end are garbage.
-        """
-        width = max(map(len, rows))
-        ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=self.device)
-        index = torch.tensor(slots, device=self.device)
-        at = torch.tensor(starts, device=self.device)[:, None] + torch.arange(
-            width, device=self.device
-        )
+        """Put tokens of rows into the cache, from start positions on: hidden states [n, q, H]."""
+        ids = pad_right(rows, self.device)
+        width, index = ids.shape[1], torch.tensor(slots, device=self.device)
+        steps = torch.arange(width, device=self.device)
+        at = torch.tensor(starts, device=self.device)[:, None] + steps
         if not any(starts):
             self.cache.aim(index, None, 0)
             return self._hidden(ids, at, None)
         lengths = torch.tensor([len(row) for row in rows], device=self.device)
-        padding = torch.arange(width, device=self.device) >= lengths[:, None]
+        padding = steps >= lengths[:, None]
         read = max(s + len(row) for s, row in zip(starts, rows, strict=True))
         self.cache.aim(index, at.masked_fill(padding, self.cache.capacity), read)
         at = at.masked_fill(padding, 0)  # a model with learned positions has none for padding
         return self._hidden(ids, at, self._masks(at, read))
 
     def _hidden(self, ids: Tensor, positions: Tensor, mask: Masks | None) -> Tensor:
-        output = self.backbone(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=self.cache,
-            use_cache=True,
-        )
-        hidden: Tensor = output.last_hidden_state
+        given = {"position_ids": positions, "attention_mask": mask, "past_key_values": self.cache}
+        hidden: Tensor = self.backbone(input_ids=ids, use_cache=True, **given).last_hidden_state
         return hidden
-
-
-ADVICE = "Choose a decoder-only model with plain full or sliding-window attention"
 
 
 def check_cache(
@@ -77,27 +76,23 @@ def check_cache(
     newest: Callable[[Tensor, Tensor, int], Tensor],
     head: Callable[[Tensor], Tensor],
 ) -> None:
-    """Check that passes over the cache give what a plain pass gives.
+    """Raise EngineError if passes over a cache of two slots do not give what a plain pass gives.
 
-    Prefill, continued prefill and a last token are checked, over rows of two lengths, through all
-    layers; in low precision the median of five draws of tokens counts. Sliding windows are narrowed
-    to a few tokens, to look beyond them. Other effects that begin late in a sequence are not seen.
+    Prefill, continued prefill and a last token are checked, over rows of two lengths; in low
+    precision the median of five draws of tokens counts. Sliding windows are narrowed to a few
+    tokens, to look beyond them. Other effects that begin late in a sequence are not seen.
 
     Args:
-        own: over a cache of its own, with 2 slots and :data:`CHECKED` positions.
         newest: what the newest tokens give, out of ids [2], positions [2] and key positions read.
         head: the same of the hidden states [2, H] of a plain pass.
-
-    Raises:
-        EngineError: they differ: the model keeps state besides keys and values, or takes no masks.
     """
     model: Any = own.backbone
+    own.cache.reserve(CHECKED)
     with _explained(model):
         vocabulary = len(model.get_input_embeddings().weight)
     seeded = torch.Generator().manual_seed(0)
 
     def gap() -> tuple[float, float]:
-        """The largest difference over random tokens, and what is allowed of it."""
         rows = [torch.randint(vocabulary, (n,), generator=seeded).tolist() for n in (7, 3)]
         own.prefill([0, 1], [0, 0], [rows[0][:3], rows[1][:1]])
         own.prefill([1, 0], [1, 3], [rows[1][1:2], rows[0][3:6]])
@@ -118,46 +113,40 @@ def check_cache(
     if not worst <= allowed:
         raise EngineError(
             f"{type(model).__name__} computes something else over a key-value cache in slots than "
-            f"without one (its outputs differ by {worst:.3g}). {ADVICE}"
+            f"without one (its outputs differ by {worst:.3g}). {ADVICE}",
+            "cache-differs",
         )
     _check_windows(own, vocabulary)
 
 
-CHECKED = 24
-"""Tokens of the longest sequence that a model is checked on."""
-
-_NARROW = 4
-"""Tokens that layers with a window see during the check."""
-
-
 def _check_windows(own: CachedPass, vocabulary: int) -> None:
-    """Check that hidden states beyond narrowed windows are the plain pass's.
-
-    A model that was never trained with such windows may answer to them with hidden states in which
-    rounding is large at some positions. So what counts is the median position, and how much of the
-    difference that the windows make is missed.
-    """
-    configs = [m.config for m in own.backbone.modules() if hasattr(m, "config")]
-    if not any(getattr(config, WINDOW, None) for config in configs):
+    """Check hidden states beyond narrowed windows by their median, as rounding may be large."""
+    configs = {id(m.config): m.config for m in own.backbone.modules() if hasattr(m, "config")}
+    windows = [(c, w) for c in configs.values() if (w := getattr(c, WINDOW, None))]
+    if not windows:
         return
     length = min(CHECKED, positions_of(own.backbone, generating=True) or CHECKED)
     seeded = torch.Generator().manual_seed(0)
-    lengths = (length, length - 5)
+    lengths, first = (length, length - 5), (6, 2)
     rows = [torch.randint(vocabulary, (n,), generator=seeded).tolist() for n in lengths]
-    first = [6, 2]
+    begun = [row[:n] for row, n in zip(rows, first, strict=True)]
+    rest = [row[n:] for row, n in zip(rows, first, strict=True)]
     with _explained(own.backbone):
         wide = [_plain(own, row) for row in rows]
-        with _windows_of(_NARROW, configs):
-            own.prefill([0, 1], [0, 0], [row[:n] for row, n in zip(rows, first, strict=True)])
-            hidden = own.prefill(
-                [1, 0], first[::-1], [rows[1][first[1] :], rows[0][first[0] :]]
-            ).flip(0)
+        try:  # transformers reads the width of windows from the config in each pass
+            for config, _ in windows:
+                setattr(config, WINDOW, _NARROW)
+            own.prefill([0, 1], [0, 0], begun)
+            hidden = own.prefill([1, 0], first[::-1], rest[::-1]).flip(0)
             plain = [_plain(own, row) for row in rows]
+        finally:
+            for config, before in windows:
+                setattr(config, WINDOW, before)
 
     def beyond(states: Sequence[Tensor]) -> Tensor:
         return torch.cat([h[n:] for h, n in zip(states, first, strict=True)]).float()
 
-    got = torch.cat([h[: len(r) - n] for h, r, n in zip(hidden, rows, first, strict=True)]).float()
+    got = torch.cat([h[: len(row)] for h, row in zip(hidden, rest, strict=True)]).float()
     right, other = beyond(plain), beyond(wide)
     off, effect, size = (
         x.norm(dim=-1).median().item() for x in (got - right, other - right, right)
@@ -167,29 +156,12 @@ def _check_windows(own: CachedPass, vocabulary: int) -> None:
         raise EngineError(
             f"{type(own.backbone).__name__} sees other tokens through its sliding window over a "
             f"key-value cache in slots than without one (its hidden states differ by "
-            f"{off / size:.0%}). {ADVICE}"
+            f"{off / size:.0%}). {ADVICE}",
+            "window-differs",
         )
 
 
-@contextmanager
-def _windows_of(width: int, configs: Sequence[Any]) -> Iterator[None]:
-    """Change the width of the sliding windows of a model at rest.
-
-    transformers reads it from the config in each pass. So what a window of thousands of tokens
-    leaves out can be seen on a few.
-    """
-    own = [(c, w) for c in {id(c): c for c in configs}.values() if (w := getattr(c, WINDOW, None))]
-    try:
-        for config, _ in own:
-            setattr(config, WINDOW, width)
-        yield
-    finally:
-        for config, before in own:
-            setattr(config, WINDOW, before)
-
-
 def _plain(own: CachedPass, row: Sequence[int]) -> Tensor:
-    """Hidden states [q, H] of one row by a plain pass."""
     ids = torch.tensor([row], device=own.device)
     hidden: Tensor = own.backbone(input_ids=ids, use_cache=False).last_hidden_state
     return hidden[0]
@@ -197,7 +169,6 @@ def _plain(own: CachedPass, row: Sequence[int]) -> Tensor:
 
 @contextmanager
 def _explained(model: nn.Module) -> Iterator[None]:
-    """Turn errors of a model that cannot run over slots into one with a remedy."""
     try:
         yield
     except EngineError:
@@ -205,48 +176,26 @@ def _explained(model: nn.Module) -> Iterator[None]:
     except Exception as error:
         raise EngineError(
             f"{type(model).__name__} does not run over a key-value cache in slots, with positions "
-            f"and a mask for each row: {first_line(error)}. {ADVICE}"
+            f"and a mask for each row: {first_line(error)}. {ADVICE}",
+            "no-slots",
         ) from error
 
 
 @torch.no_grad()
 def slots_within(model: nn.Module, positions: int, budget_bytes: int) -> int:
-    """Count the slots of a model's cache that fit into so much memory; 0 if not even one does.
-
-    The bytes of a token are measured, on one token: layers may differ in them, share them, or keep
-    them in a latent form. A slot takes the bytes that :meth:`SlotCache.reserve` allocates for
-    ``positions``.
-
-    Args:
-        budget_bytes: memory for the cache.
-
-    Raises:
-        EngineError: the model does not run over a cache in slots.
-        ModelError: its decoder cannot be found.
-    """
+    """Count the slots of a model's cache that fit into memory, with a token's bytes measured."""
     own = CachedPass(model, SlotCache(1))
     own.cache.reserve(1)
     with _explained(own.backbone):
         own.prefill([0], [0], [[0]])
-    return int(budget_bytes // own.cache.slot_bytes(positions))
-
-
-Masks = Tensor | Mapping[str, Tensor]
-
-
-WINDOW = "sliding_window"
-"""Setting of a model's config: the number of last tokens that a layer with a window sees."""
+    held = _grained(positions) + 1
+    return int(budget_bytes // (held * own.cache.token_bytes))
 
 
 class LayerMasks:
     """Boolean attention masks [n, 1, q, K] out of positions, one a kind of layer.
 
-    Args:
-        config: the text decoder's. Its window is read anew for each mask, as transformers does.
-        dtype: type that the model computes in.
-
-    Raises:
-        EngineError: a layer keeps other state than keys and values, or windows differ in size.
+    The window of the text decoder's config is read anew for each mask, as transformers does.
     """
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
@@ -257,28 +206,26 @@ class LayerMasks:
         if unknown := kinds - {"full_attention", "sliding_attention"}:
             raise EngineError(
                 f"layers of type {', '.join(sorted(unknown))} keep no plain key-value cache; "
-                "slots are for full and sliding-window attention only. Choose another model"
+                "slots are for full and sliding-window attention only. Choose another model",
+                "no-slots",
             )
         try:
             getattr(config, WINDOW, None)
         except RuntimeError as error:  # of a config whose layers differ in it
             raise EngineError(
                 "layers have windows of different sizes; slots are for full attention and windows "
-                "of one size. Choose another model"
+                "of one size. Choose another model",
+                "no-slots",
             ) from error
         self._mixed = "sliding_attention" in kinds
         self._windowed = self._mixed or not kinds
 
-    @property
-    def window(self) -> int:
-        """Number of tokens that a layer with a window sees; 0 if no layer has one."""
-        return int(getattr(self._config, WINDOW, None) or 0) if self._windowed else 0
-
     def __call__(self, positions: Tensor, read: int) -> Masks:
-        """Masks for queries at ``positions`` [n, q] over key positions below ``read``."""
+        """Return masks for queries at ``positions`` [n, q] over key positions below ``read``."""
         keys = torch.arange(read, device=positions.device)
         at = positions[:, None, :, None]
-        full, window = keys <= at, self.window
+        full = keys <= at
+        window = int(getattr(self._config, WINDOW, None) or 0) if self._windowed else 0
         if not window or read <= window:
             return self._form(full)
         near = self._form(full & (keys > at - window))
@@ -292,14 +239,19 @@ class LayerMasks:
         return torch.zeros_like(mask, dtype=self._dtype).masked_fill(~mask, low)
 
 
-GRAIN = 64
-"""Slots grow by multiples of this many positions."""
+@dataclass(frozen=True, slots=True)
+class RowCache:
+    """Copies of a row's keys and values, [h, c, d] each, begun under weights of the version."""
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    version: int
 
 
 class SlotCache(Cache):
     """Keys and values of every layer, [S, h, C + 1, d] each, allocated when first seen.
 
-    The last position of a slot is scratch: padding is written there, and never read.
+    The last position of a slot is scratch for padding, and never read.
     """
 
     def __init__(self, slots: int) -> None:
@@ -317,35 +269,42 @@ class SlotCache(Cache):
         """Make every slot hold at least ``positions`` tokens; what is stored stays."""
         if positions <= self.capacity:
             return
-        self.capacity = -(-positions // GRAIN) * GRAIN
+        self.capacity = _grained(positions)
         for store in (self._keys, self._values):
             for layer, old in enumerate(store):
                 store[layer] = old.new_zeros(*old.shape[:2], self.capacity + 1, old.shape[3])
                 store[layer][:, :, : old.shape[2] - 1] = old[:, :, :-1]
 
+    def hold(self, rows: int, most: int) -> bool:
+        """Have ``rows`` slots or more, up to ``most``; return whether they moved to new memory."""
+        if rows <= self.slots:
+            return False
+        self.slots = min(most, max(rows, self.slots * 3 // 2))
+        for store in (self._keys, self._values):
+            for layer, old in enumerate(store):
+                store[layer] = old.new_zeros(self.slots, *old.shape[1:])
+                store[layer][: len(old)] = old
+        return True
+
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values in all layers; 0 before the first pass."""
-        layers = (*self._keys, *self._values)
-        return sum(t.shape[1] * t.shape[3] * t.element_size() for t in layers)
+        return sum(t.shape[1] * t.shape[3] * t.itemsize for t in (*self._keys, *self._values))
 
     def aim(self, rows: slice | Tensor, positions: Tensor | None, read: int) -> None:
-        """Say what the next forward pass is about.
+        """Set what the next forward pass writes and reads.
 
         Args:
             rows: its slots; a slice reads them without a copy.
             positions: [n, q] where its tokens go, padding at ``capacity``; ``None`` when every row
                 starts at position 0 (attention is then within the pass).
-            read: attend to positions up to this one, exclusive; unused at position 0.
+            read: attend to positions up to this one, exclusive.
         """
         self._rows, self._positions, self._read = rows, positions, read
         if positions is not None:
-            index = (
-                torch.arange(rows.start, rows.stop, device=positions.device)
-                if isinstance(rows, slice)
-                else rows
-            )
-            self._index = index[:, None]
+            if isinstance(rows, slice):
+                rows = torch.arange(rows.start, rows.stop, device=positions.device)
+            self._index = rows[:, None]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -371,17 +330,33 @@ class SlotCache(Cache):
             for layer in store:
                 layer[target, :, :length] = layer[source, :, :length]
 
-    def slot_bytes(self, positions: int) -> int:
-        """Bytes that :meth:`reserve` allocates for one slot of so many positions.
+    def take(self, slot: int, length: int, version: int) -> RowCache:
+        """Return a copy of the first ``length`` positions of a slot."""
+        keys, values = (
+            tuple(layer[slot, :, :length].clone() for layer in store)
+            for store in (self._keys, self._values)
+        )
+        return RowCache(keys, values, version)
 
-        Layers are known once a first pass has been made.
-        """
-        held = -(-positions // GRAIN) * GRAIN + 1
-        token = sum(x.shape[1] * x.shape[3] * x.itemsize for x in (*self._keys, *self._values))
-        return held * token
+    def put(self, slot: int, row: RowCache, device: torch.device) -> None:
+        """Write a row into a slot; raises EngineError if it is of a model with other layers."""
+        for store, layers in ((self._keys, row.keys), (self._values, row.values)):
+            if not store:
+                shapes = [(self.slots, x.shape[0], self.capacity + 1, x.shape[2]) for x in layers]
+                pairs = zip(layers, shapes, strict=True)
+                store += [x.new_zeros(shape, device=device) for x, shape in pairs]
+            own, given = ([(x.shape[-3], x.shape[-1]) for x in y] for y in (store, layers))
+            if own != given:
+                raise EngineError(
+                    "a rollout can only move between engines of one model: its cache has layers of "
+                    f"(heads, head size) {given}, and the slots here are for {own}",
+                    "other-model",
+                )
+            for target, source in zip(store, layers, strict=True):
+                target[slot, :, : source.shape[1]] = source
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Part of transformers' interface; positions are always given, so nothing depends on it."""
+        """Return 0: nothing depends on it, as positions are always given."""
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -391,3 +366,7 @@ class SlotCache(Cache):
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Position of the first query of a pass that starts at position 0."""
         return 0
+
+
+def _grained(positions: int) -> int:
+    return -(-positions // GRAIN) * GRAIN

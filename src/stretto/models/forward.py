@@ -2,8 +2,8 @@
 
 Shapes: b sequences in a micro-batch, L padded tokens, N sampled tokens of all of them, H hidden.
 
-Sequences are padded on the right. Under a causal mask nothing before the padding can see it, so no
-attention mask is needed at all and the fastest attention kernels apply.
+Sequences are padded on the right: under a causal mask nothing before the padding can see it, so no
+attention mask is needed, and the fastest attention kernels apply.
 """
 
 from __future__ import annotations
@@ -22,37 +22,32 @@ from stretto.types import Response, sampled_of
 
 
 def unwrapped(model: nn.Module) -> Any:
-    """The transformers model inside a PEFT wrapper (its adapters stay active), or itself."""
+    """Return the transformers model inside a PEFT wrapper (its adapters stay active), or itself."""
     wrapper: Any = model
     return wrapper.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def text_config(model: nn.Module) -> Any:
-    """The config of a model's text decoder, which a model that also takes images keeps apart."""
+    """Return the config of a model's text decoder; one that also takes images keeps it apart."""
     config = unwrapped(model).config
     return config if config.is_encoder_decoder else config.get_text_config(decoder=True)
 
 
 def backbone(model: nn.Module) -> nn.Module:
-    """The text decoder without the head: token ids -> last hidden state (final norm applied).
-
-    Raises:
-        ModelError: the model does not say which of its parts is the decoder.
-    """
+    """Return the text decoder without the head: token ids -> last hidden state (norm applied)."""
     lm = unwrapped(model)
     if lm.base_model is lm:
         raise ModelError(
             f"{type(lm).__name__} does not say which of its parts is the decoder without the head; "
-            "choose a plain causal language model"
+            "choose a plain causal language model",
+            "no-decoder",
         )
     inner = text_config(lm) is not lm.config
     return cast(nn.Module, lm.get_decoder() if inner else lm.base_model)
 
 
 def freeze_unread(model: nn.Module) -> None:
-    """Freeze what text does not pass through, such as a vision tower: no gradient ever gets there,
-    and an optimizer would keep its state for nothing.
-    """
+    """Freeze what text does not pass through, such as a vision tower: it gets no gradient."""
     if text_config(model) is unwrapped(model).config:
         return
     read = {id(p) for p in backbone(model).parameters()}
@@ -61,20 +56,18 @@ def freeze_unread(model: nn.Module) -> None:
             parameter.requires_grad_(False)
 
 
+@torch.no_grad()
 def output_head(model: nn.Module) -> OutputHead:
-    """The head of a causal language model, as plain tensors and factors.
-
-    Raises:
-        ModelError: hidden states times the head are not the model's own logits.
-    """
+    """Return the head of a causal LM as tensors and factors, if it alone makes the logits."""
     lm = unwrapped(model)
-    linear, config = lm.get_output_embeddings(), text_config(lm)
+    kind, linear, config = type(lm).__name__, lm.get_output_embeddings(), text_config(lm)
     if linear is None or linear.weight.ndim != 2:
-        raise ModelError(f"{type(lm).__name__} has no linear output head; use a causal LM")
+        raise ModelError(f"{kind} has no linear output head; use a causal LM", "no-linear-head")
     if hasattr(linear, "base_layer"):
         raise ModelError(
             "model.lora_targets puts an adapter on the output layer, which is not supported; "
-            "leave it out, or use 'all-linear'"
+            "leave it out, or use 'all-linear'",
+            "adapter-on-head",
         )
     head = OutputHead(
         weight=linear.weight,
@@ -83,57 +76,48 @@ def output_head(model: nn.Module) -> OutputHead:
         / float(getattr(config, "logits_scaling", None) or 1.0),
         softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
     )
-    _check_head(lm, head)
-    return head
-
-
-@torch.no_grad()
-def _check_head(lm: Any, head: OutputHead) -> None:
     ids = torch.arange(8, device=head.weight.device).remainder(head.weight.shape[0])[None]
     ours = head.logits(backbone(lm)(input_ids=ids, use_cache=False).last_hidden_state)
     theirs = lm(input_ids=ids, use_cache=False).logits.float()
     worst = (ours - theirs).abs().max().item()
     if not worst <= 0.02 * theirs.abs().max().item() + 1e-4:
         raise ModelError(
-            f"{type(lm).__name__} does something to its logits besides its output layer (they "
-            f"differ by {worst:.3g}); Stretto computes logits at response positions only and "
-            "cannot use it. Choose a model with a plain, scaled or soft-capped linear head"
+            f"{kind} does something to its logits besides its output layer (they differ by "
+            f"{worst:.3g}); Stretto computes logits at response positions only and cannot use it. "
+            "Choose a model with a plain, scaled or soft-capped linear head",
+            "no-linear-head",
         )
+    return head
 
 
 def pad_right(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Token ids [b, L], padded with 0 after each row's end."""
+    """Return token ids [b, L], padded with 0 after each row's end."""
     width = max(map(len, rows))
     return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
 
 
 def hidden_states(model: nn.Module, rows: Sequence[Sequence[int]]) -> Tensor:
-    """Last hidden states [b, L, H] of right-padded rows; entries past a row's end are garbage."""
+    """Return last hidden states [b, L, H] of rows; entries past a row's end are garbage."""
     ids = pad_right(rows, next(model.parameters()).device)
     return cast(Tensor, backbone(model)(input_ids=ids, use_cache=False).last_hidden_state)
 
 
 def predicting(learned: npt.ArrayLike, before: int = 0) -> list[int]:
-    """Places of the states that predict tokens, in a sequence of which these tokens are a part.
+    """Return the places of the states that predict learned tokens, and whose values are V(s_t).
 
-    The state at a place predicts the token at the next one; V(s_t) is the value of that state.
-
-    Args:
-        learned: of each token in the part, whether it is to be predicted: the policy sampled it, or
-            training is to learn it.
-        before: tokens before the part.
+    ``learned`` has one bool for each token in a part of a sequence that follows ``before`` tokens.
     """
     places: list[int] = (np.flatnonzero(learned) + (before - 1)).tolist()
     return places
 
 
 def predicting_response(response: Response) -> list[int]:
-    """Places, in prompt and response, of the states that predict its sampled tokens."""
+    """Return the places, in prompt and response, of the states that predict sampled tokens."""
     return predicting(sampled_of(response), len(response.prompt.tokens))
 
 
 def inputs(responses: Sequence[Response]) -> list[list[int]]:
-    """Tokens that a pass reads of each; never the last, as nothing is predicted from it."""
+    """Return the tokens that a pass reads: all but each last one, which predicts nothing."""
     return [[*r.prompt.tokens, *r.tokens[:-1].tolist()] for r in responses]
 
 
@@ -144,19 +128,19 @@ def states_at(hidden: Tensor, places: Sequence[Sequence[int]]) -> Tensor:
 
 
 def response_hidden(model: nn.Module, responses: Sequence[Response]) -> Tensor:
-    """Hidden states [N, H] that predict the sampled tokens of all responses, one after another."""
+    """Return hidden states [N, H] that predict the sampled tokens, one response after another."""
     hidden = hidden_states(model, inputs(responses))
     return states_at(hidden, [predicting_response(r) for r in responses])
 
 
 def response_tokens(responses: Sequence[Response], device: torch.device) -> Tensor:
-    """Sampled tokens [N] of all responses, one after another."""
+    """Return sampled tokens [N] of all responses, one after another."""
     tokens = torch.from_numpy(np.concatenate([r.tokens[sampled_of(r)] for r in responses]))
     return tokens.to(device, torch.long)
 
 
 def last_hidden(model: nn.Module, rows: Sequence[Sequence[int]]) -> Tensor:
-    """Hidden states [b, H] at the last token of each row."""
+    """Return hidden states [b, H] at the last token of each row."""
     hidden = hidden_states(model, rows)
     return torch.stack([h[len(row) - 1] for h, row in zip(hidden, rows, strict=True)])
 
@@ -164,14 +148,8 @@ def last_hidden(model: nn.Module, rows: Sequence[Sequence[int]]) -> Tensor:
 def by_token_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Split sequences into micro-batches of at most ``budget`` tokens, padding counted.
 
-    Neighbours in length go together, so that little is padded. A sequence longer than the budget
-    makes a micro-batch of its own.
-
-    Args:
-        lengths: tokens of each sequence.
-
-    Returns:
-        Indices into ``lengths``, longest sequences first.
+    Neighbours in length go together; a sequence longer than the budget goes alone. Returns indices
+    into ``lengths``, longest sequences first.
     """
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -183,7 +161,7 @@ def by_token_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def microbatches(responses: Sequence[Response], budget: int) -> Iterable[list[int]]:
-    """Micro-batches of whole responses by token budget, as indices into ``responses``."""
+    """Split whole responses by token budget, as :func:`by_token_budget` does."""
     return by_token_budget([r.total_tokens for r in responses], budget)
 
 
@@ -191,15 +169,10 @@ _FOLLOWING = ("longrope", "dynamic")
 
 
 def positions(model: nn.Module, *, generating: bool = False) -> int | None:
-    """Tokens that a sequence of this model may have; ``None`` where its config sets no limit.
-
-    Args:
-        model: of transformers, with or without adapters, or its text decoder.
-        generating: whether its keys and values are kept while the sequence grows.
-    """
-    config = text_config(model)
-    limit = getattr(config, "max_position_embeddings", None)
-    limits = [limit] if limit and limit > 0 else []
+    """Return the most tokens of a sequence, if limited; ``generating``: of one over a cache."""
+    config, limits = text_config(model), []
+    if (limit := getattr(config, "max_position_embeddings", None)) and limit > 0:
+        limits.append(limit)
     for name, table in model.named_modules():
         # RoBERTa's kind counts positions from behind the padding token's id.
         is_table = isinstance(table, nn.Embedding) and name.endswith("position_embeddings")
@@ -212,7 +185,7 @@ def positions(model: nn.Module, *, generating: bool = False) -> int | None:
 
 
 def following_frequencies(config: Any) -> str:
-    """The kind of frequencies that follow the longest sequence of a batch; empty without any."""
+    """Return the kind of frequencies that follow a batch's longest sequence; empty for none."""
     kinds = (str(rope.get("rope_type")) for rope in _ropes(config))
     return next((kind for kind in kinds if kind in _FOLLOWING), "")
 

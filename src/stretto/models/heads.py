@@ -1,8 +1,4 @@
-"""Models with a scalar head: critics and reward models.
-
-Both are sequence-classification checkpoints with one label, so that either can start from the
-other and transformers loads what Stretto saves.
-"""
+"""Models with a scalar head, critics and reward models: sequence classifiers with one label."""
 
 from __future__ import annotations
 
@@ -21,15 +17,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 HEAD_NAMES = ("score", "classifier")
-"""Names that transformers gives the linear layer of a sequence classifier."""
+"""Names of the linear layer in transformers."""
 
 
 def scalar_head(model: nn.Module) -> nn.Module:
-    """The linear layer [H] -> [1] of a sequence classifier.
-
-    Raises:
-        ModelError: there is none, or it has another number of outputs.
-    """
+    """Return the linear layer [H] -> [1] of a sequence classifier; raises ModelError without."""
     classifier = unwrapped(model)
     for name in HEAD_NAMES:
         head = getattr(classifier, name, None)
@@ -38,59 +30,39 @@ def scalar_head(model: nn.Module) -> nn.Module:
             if weight.shape[0] != 1:
                 raise ModelError(
                     f"{type(classifier).__name__} has {weight.shape[0]} outputs; a reward model or "
-                    "critic has one. Load it with num_labels=1, or train a scalar head"
+                    "critic has one. Load it with num_labels=1, or train a scalar head",
+                    "several-scores",
                 )
             return cast(nn.Module, head)
     raise ModelError(
         f"{type(classifier).__name__} has no layer called {' or '.join(HEAD_NAMES)}; use a "
-        "sequence-classification checkpoint with one label"
+        "sequence-classification checkpoint with one label",
+        "no-scalar-head",
     )
 
 
 def apply_scalar_head(model: nn.Module, hidden: Tensor) -> Tensor:
-    """The head's output for hidden states [..., H] -> [...], in float32."""
+    """Return the head's output for hidden states [..., H] -> [...], in float32."""
     head: Any = scalar_head(model)
-    weight = (
-        head.modules_to_save["default"].weight if hasattr(head, "modules_to_save") else head.weight
-    )
+    trained = head.modules_to_save["default"] if hasattr(head, "modules_to_save") else head
     bias = getattr(head, "bias", None)
-    values: Tensor = hidden.float() @ weight.float()[0]
+    values: Tensor = hidden.float() @ trained.weight.float()[0]
     return values if bias is None else values + cast(Tensor, bias).float()[0]
 
 
-@torch.no_grad()
-def zero_scalar_head(model: nn.Module) -> None:
-    """Make every output 0: the best constant guess, and the start of an untrained critic."""
-    for parameter in scalar_head(model).parameters():
-        parameter.zero_()
-
-
 def critic_from_actor(actor: nn.Module) -> nn.Module:
-    """A sequence classifier with a copy of the actor's backbone and a zero head.
-
-    Raises:
-        ModelError: transformers has no sequence classifier for this architecture.
-    """
+    """Return a sequence classifier with a copy of the actor's backbone and a zero head."""
     lm = unwrapped(actor)
-    critic = _classifier(lm, copied(lm.base_model), "name a scalar model in critic.init")
-    zero_scalar_head(critic)
-    return critic
+    return _classifier(lm, copied(lm.base_model), "name a scalar model in critic.init")
 
 
 def reward_model_from(lm: nn.Module, seed: int) -> nn.Module:
-    """A sequence classifier that takes over a language model's backbone, with a fresh head.
+    """Return a sequence classifier that takes over a language model's backbone.
 
-    The head starts from N(0, 1 / (H + 1)), as in Stiennon et al. (2020). A head of zeros would let
+    The head starts from N(0, 1 / (H + 1)), as in Stiennon et al. (2020); a head of zeros would let
     nothing through to the backbone at first.
-
-    Args:
-        lm: gives its backbone away; not to be used any more.
-
-    Raises:
-        ModelError: transformers has no sequence classifier for this architecture.
     """
     model = _classifier(lm, cast(nn.Module, lm.base_model), "choose another model.name")
-    zero_scalar_head(model)
     weight: Any = scalar_head(model).weight
     fresh = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
@@ -99,7 +71,7 @@ def reward_model_from(lm: nn.Module, seed: int) -> nn.Module:
 
 
 def _classifier(lm: Any, body: nn.Module, remedy: str) -> nn.Module:
-    """A sequence classifier with one label around a backbone; its head is yet to be set."""
+    """Return a classifier with a zero head; raises ModelError where transformers has none."""
     from transformers import AutoModelForSequenceClassification
     from transformers.initialization import no_init_weights
 
@@ -112,28 +84,23 @@ def _classifier(lm: Any, body: nn.Module, remedy: str) -> nn.Module:
     except ValueError as error:
         raise ModelError(
             f"transformers has no sequence classifier for {type(lm).__name__}, and so none with a "
-            f"scalar head can be made from it; {remedy} of another architecture"
+            f"scalar head can be made from it; {remedy} of another architecture",
+            "no-classifier",
         ) from error
     setattr(classifier, classifier.base_model_prefix, body)
-    return cast(nn.Module, classifier.to(lm.device).eval())
+    made: nn.Module = classifier.to(lm.device).eval()
+    with torch.no_grad():
+        for parameter in scalar_head(made).parameters():
+            parameter.zero_()
+    return made
 
 
 def set_padding(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ends: Iterable[int]) -> bool:
     """Give a sequence classifier and its tokenizer a padding token that ends no response.
 
-    transformers reads a classifier at the last token that is not padding. Where the end token also
-    pads, as in many chat models, it would read the token before the end. What is trained and scored
-    here does not depend on it: Stretto reads by position.
-
-    The tokenizer's own is kept where it does not end responses; else the first special token that
-    neither ends nor begins a text is taken. The vocabulary stays as it is.
-
-    Args:
-        ends: tokens that end a response.
-
-    Returns:
-        Whether a padding token was found. Without one the config has none, and transformers refuses
-        batches of several rows rather than read them wrongly.
+    transformers reads a classifier at the last token that is not padding. The tokenizer's own
+    padding token is kept where it is none of ``ends``; else the first special token that neither
+    ends nor begins a text is taken. Without one, transformers refuses batches.
     """
     taken = {*ends, tokenizer.eos_token_id}
     own: Any = tokenizer.pad_token_id

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,30 +17,25 @@ from stretto.errors import ModelError, first_line
 from stretto.models import mapped
 from stretto.models.backend import backend_of
 from stretto.models.forward import freeze_unread, unwrapped
-from stretto.models.info import known
-from stretto.models.resolve import resolve
+from stretto.models.info import explained, load_config
+from stretto.models.resolve import quiet_transformers, resolve
+from stretto.models.shapes import known_config
 from stretto.models.weights import require_finite
 from stretto.saying import Say, silent, working
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-# -- loading -------------------------------------------------------------------------------------
-
 
 def load_tokenizer(
-    name_or_path: Path | str, trust_remote_code: bool = False, say: Say = silent
+    path: Path | str, trust_remote_code: bool = False, say: Say = silent
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model; ``say`` shows the work.
-
-    Raises:
-        ModelError: there is none, or it cannot be fetched.
-    """
-    with working(say, "loading the tokenizer"), _explained(name_or_path, "the tokenizer"):
+    """Return the tokenizer of a model; raises ModelError if it cannot be found or fetched."""
+    with working(say, "loading the tokenizer"), explained(path, "the tokenizer"):
         from transformers import AutoTokenizer
 
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            str(name_or_path), trust_remote_code=trust_remote_code
+            str(path), trust_remote_code=trust_remote_code
         )
     return tokenizer
 
@@ -53,15 +48,11 @@ def load_causal_lm(
     *,
     in_files: bool = False,
 ) -> PreTrainedModel:
-    """A decoder-only language model, in eval mode and with every dropout at 0, its config's too.
-
-    Weights are read from safetensors only.
+    """Return a decoder-only language model, in eval mode and with every dropout at 0.
 
     Args:
-        path: a folder in Hugging Face format, or a hub name.
-        device: that they go to.
-        in_files: leave them in their files, on the CPU, where that can be: the model is divided
-            among several ranks before it is used; see :mod:`stretto.models.mapped`.
+        path: a folder in Hugging Face format, with safetensors, or a hub name.
+        in_files: leave weights in their files where that can be; see :mod:`stretto.models.mapped`.
 
     Raises:
         ModelError: it cannot be found, fetched or read; some of its weights are missing; it looks
@@ -70,7 +61,13 @@ def load_causal_lm(
     from transformers import AutoModelForCausalLM
 
     model = _load(AutoModelForCausalLM, path, dtype, device, trust_remote_code, in_files)
-    _check_decoder(model, path)
+    if fault := _fault(model):
+        raise ModelError(
+            "only decoder-only models with a key-value cache can be trained; "
+            f"'{path}' is a {type(model).__name__}, which {fault}. Give a causal language model, "
+            "such as a Llama, Qwen or GPT-NeoX",
+            "no-decoder",
+        )
     return model
 
 
@@ -82,62 +79,37 @@ def load_sequence_classifier(
     *,
     in_files: bool = False,
 ) -> PreTrainedModel:
-    """A model with one score for a sequence (a reward model), in eval mode, every dropout at 0.
-
-    Args:
-        path, dtype, device, trust_remote_code, in_files: as of :func:`load_causal_lm`.
-
-    Raises:
-        ModelError: it cannot be found, fetched or read; it has several scores; or its head is not
-            among its weights (it is a language model, not a reward model).
-    """
+    """Return a model with one score for a sequence (a reward model); see :func:`load_causal_lm`."""
     from transformers import AutoModelForSequenceClassification
 
     labels = load_config(path, trust_remote_code).num_labels
     if labels != 1:
         raise ModelError(
             f"a reward model gives one score (num_labels = 1); '{path}' has num_labels = {labels}. "
-            "Give a sequence-classification checkpoint trained with a single label"
+            "Give a sequence-classification checkpoint trained with a single label",
+            "several-scores",
         )
-    auto_class = AutoModelForSequenceClassification
-    return _load(auto_class, path, dtype, device, trust_remote_code, in_files)
+    kind = AutoModelForSequenceClassification
+    return _load(kind, path, dtype, device, trust_remote_code, in_files)
 
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The tokens that end a response: the tokenizer's, and those of the generation config.
-
-    Empty where neither names one: such a model stops at the token limit or a stop string only.
-    """
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    ids = configured if isinstance(configured, list) else [configured]
-    own: Any = tokenizer.eos_token_id
-    return frozenset(int(i) for i in [*ids, own] if i is not None)
+    """Return the tokens that end a response: the tokenizer's, and the generation config's."""
+    return named_ends(model.generation_config, tokenizer)
 
 
-def load_config(path: Path | str, trust_remote_code: bool) -> PreTrainedConfig:
-    """A model's configuration, without its weights.
-
-    Raises:
-        ModelError: it cannot be found, fetched or read.
-    """
-    from transformers import AutoConfig
-
-    with _explained(path, "the config"):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(
-            str(path), trust_remote_code=trust_remote_code
-        )
-    return config
+def named_ends(config: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the end tokens that a config names, and the tokenizer's own."""
+    named, own = getattr(config, "eos_token_id", None), tokenizer.eos_token_id
+    ids: list[Any] = [*named, own] if isinstance(named, list) else [named, own]
+    return frozenset(int(i) for i in ids if i is not None)
 
 
 def architecture(name: str, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The configuration of a model by name, also of a known one that is not here.
-
-    Raises:
-        ModelError: it cannot be found, fetched or read.
-    """
+    """Return the configuration of a model by name, also of a known one that is not here."""
     from transformers import AutoConfig
 
-    if (entries := known(name)) is None:
+    if (entries := known_config(name)) is None:
         return load_config(resolve(name), trust_remote_code)
     found: PreTrainedConfig = AutoConfig.for_model(**entries)
     return found
@@ -151,9 +123,17 @@ def _load(
     trust_remote_code: bool,
     in_files: bool,
 ) -> PreTrainedModel:
-    """Load a model of a class; arguments as of :func:`load_causal_lm`."""
-    read = _read_in_files if in_files else _read
-    model = read(auto_class, path, dtype, trust_remote_code)
+    read = partial(_read, auto_class, path, trust_remote_code)
+    if in_files:
+        with explained(path, "the model"):
+            stored = mapped.stored_dtype(path) or dtype
+        model = read(stored)
+        late = stored != dtype and _converts_late(model, auto_class, dtype, trust_remote_code)
+        if stored != dtype and not late:
+            model = read(dtype)
+        mapped.leave_in_files(model, dtype if late else None)
+    else:
+        model = read(dtype)
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -164,28 +144,10 @@ def _load(
     return loaded
 
 
-def _read_in_files(
-    auto_class: Any, path: Path | str, dtype: torch.dtype, trust_remote_code: bool
-) -> Any:
-    """Read a model whose weights stay in their files, or get their type now if they must."""
-    with _explained(path, "the model"):
-        stored = mapped.stored_dtype(path) or dtype
-    model = _read(auto_class, path, stored, trust_remote_code)
-    if stored == dtype:
-        mapped.leave_in_files(model)
-    elif _converts_late(model, auto_class, dtype, trust_remote_code):
-        mapped.leave_in_files(model, dtype)
-    else:
-        model = _read(auto_class, path, dtype, trust_remote_code)
-        mapped.leave_in_files(model)
-    return model
-
-
-def _read(auto_class: Any, path: Path | str, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    """Read a model of a class in a type; arguments as of :func:`load_causal_lm`."""
+def _read(auto_class: Any, path: Path | str, trust_remote_code: bool, dtype: torch.dtype) -> Any:
     config = load_config(path, trust_remote_code)
     _zero_dropout(config)
-    with _explained(path, "the model"), quiet_transformers():
+    with explained(path, "the model"), quiet_transformers():
         model, report = auto_class.from_pretrained(
             str(path),
             config=config,
@@ -198,7 +160,8 @@ def _read(auto_class: Any, path: Path | str, dtype: torch.dtype, trust_remote_co
         raise ModelError(
             f"every weight of {type(model).__name__} must be in the checkpoint; '{path}' lacks "
             f"{len(missing)} of them ({', '.join(missing[:3])}), which would start from random "
-            "numbers. Give a checkpoint saved from a model of this class"
+            "numbers. Give a checkpoint saved from a model of this class",
+            "missing-weights",
         )
     return model
 
@@ -206,10 +169,7 @@ def _read(auto_class: Any, path: Path | str, dtype: torch.dtype, trust_remote_co
 def _converts_late(
     model: PreTrainedModel, auto_class: Any, dtype: torch.dtype, trust_remote_code: bool
 ) -> bool:
-    """Return whether a model is the same if its weights alone get a type after it is loaded.
-
-    It is not where transformers keeps some in float32, or where buffers have the model's type.
-    """
+    """Return whether a model is the same if its weights get a type once it is loaded."""
     if getattr(model, "_keep_in_fp32_modules_strict", None):
         return False
     config = copy.deepcopy(model.config)
@@ -220,10 +180,7 @@ def _converts_late(
 
 
 def _zero_dropout(config: PreTrainedConfig) -> None:
-    """Set all dropout probabilities to 0, before modules copy them, in nested configs too.
-
-    With dropout, the log-probabilities trained on are not those of the policy that sampled.
-    """
+    """Set dropout to 0, with which log-probabilities would not be those of what has sampled."""
     from transformers import PreTrainedConfig
 
     for key, value in list(vars(config).items()):
@@ -234,17 +191,6 @@ def _zero_dropout(config: PreTrainedConfig) -> None:
 
 
 @torch.no_grad()
-def _check_decoder(model: PreTrainedModel, path: Path | str) -> None:
-    """Run two sequences that differ in their last token: the logits before it must not differ."""
-    fault = _fault(model)
-    if fault:
-        raise ModelError(
-            "only decoder-only models with a key-value cache can be trained; "
-            f"'{path}' is a {type(model).__name__}, which {fault}. Give a causal language model, "
-            "such as a Llama, Qwen or GPT-NeoX"
-        )
-
-
 def _fault(model: PreTrainedModel) -> str:
     """Find the fault that keeps a model from being trained; empty without one."""
     ids = torch.tensor([[0, 1, 2], [0, 1, 3]], device=model.device)
@@ -257,47 +203,10 @@ def _fault(model: PreTrainedModel) -> str:
     if difference > max(1e-4, 4 * torch.finfo(model.dtype).eps) * logits.abs().max():
         return "looks ahead"
     cache = getattr(outputs, "past_key_values", None)
-    try:
-        return "" if cache is not None and cache.get_seq_length() == 3 else "keeps no such cache"
-    except (ValueError, IndexError):  # of a cache without any layer of keys and values
-        return "keeps no such cache"
-
-
-@contextmanager
-def _explained(path: Path | str, what: str) -> Iterator[None]:
-    """Turn errors of transformers on a bad checkpoint into a ModelError with a remedy."""
-    from huggingface_hub.errors import StrictDataclassError
-
-    try:
-        yield
-    except (OSError, ValueError, ImportError, StrictDataclassError) as error:
-        # A config that contradicts itself: the reason is what its check raised.
-        inner = error.__cause__ if isinstance(error, StrictDataclassError) else None
-        reason = first_line(inner or error)
-        if isinstance(path, Path):
-            remedy = "Give a folder with config.json, *.safetensors and the tokenizer's files"
-        else:
-            remedy = (
-                "There is no such folder either. Check the name and the network (a gated model "
-                "needs HF_TOKEN), or download it elsewhere and give the folder with --model.name"
-            )
-        raise ModelError(f"cannot load {what} of '{path}': {reason}. {remedy}") from error
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Switch off progress bars and warnings of transformers; restore their settings afterwards."""
-    from transformers.utils import logging
-
-    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    with suppress(ValueError, IndexError):  # of a cache without any layer of keys and values
+        if cache is not None and cache.get_seq_length() == 3:
+            return ""
+    return "keeps no such cache"
 
 
 def set_checkpointing(model: torch.nn.Module, config: ModelConfig) -> None:
@@ -308,23 +217,11 @@ def set_checkpointing(model: torch.nn.Module, config: ModelConfig) -> None:
             unwrapped(model).gradient_checkpointing_enable({"use_reentrant": False})
 
 
-# -- saving --------------------------------------------------------------------------------------
-
-
 def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a model so that transformers' ``from_pretrained(folder)`` gives it back: by
-    ``AutoModelForCausalLM``, or for one with a scalar head ``AutoModelForSequenceClassification``.
+    """Write a model, of transformers or peft, so that ``from_pretrained(folder)`` gives it back.
 
-    With LoRA, the adapters are merged into a copy, which is saved as a full model; the adapters
-    alone go to ``folder / "adapter"``.
-
-    Args:
-        model: a transformers model, or one wrapped by peft.
-        folder: appears, or takes the place of a former one, once all of it is on disk.
-
-    Raises:
-        ModelError: transformers refuses to save it.
-        StorageError: it cannot be written; a former folder is as it was.
+    LoRA's adapters are merged into a copy, and go to ``folder / "adapter"`` by themselves, too.
+    Raises ModelError or StorageError if it cannot be saved; a former folder stays then.
     """
     from safetensors import SafetensorError
 
@@ -336,7 +233,8 @@ def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> 
         except ValueError as error:
             raise ModelError(
                 f"cannot save the model to '{folder}': {error}. Correct generation_config.json in "
-                "the folder that the model was loaded from"
+                "the folder that the model was loaded from",
+                "model-not-saved",
             ) from error
 
 

@@ -4,8 +4,7 @@ Shapes: N response tokens, H hidden size, V vocabulary, C vocabulary entries wor
 
 The vocabulary is walked in slices of C entries: the forward pass keeps a running log-sum-exp (and
 the running mean logit that the entropy needs), the backward pass makes each slice of logits again
-and turns it into gradients at once. Peak memory is N x C whatever V is, and each slice of the
-head's gradient is written exactly once.
+and turns it into gradients at once. Peak memory is N x C whatever V is.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ class OutputHead:
     """The layer that turns the last hidden state into logits.
 
     Attributes:
-        weight: [V, H].
-        bias: [V] or ``None``.
+        weight, bias: [V, H] and [V], if any.
         scale: factor on the logits (Cohere's logit_scale, the inverse of Granite's logits_scaling).
         softcap: logits become cap * tanh(logits / cap) (Gemma 2); 0 is off.
     """
@@ -41,7 +39,7 @@ class OutputHead:
     softcap: float = 0.0
 
     def logits(self, hidden: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
-        """Logits of vocabulary entries ``start:stop``: [..., H] -> [..., C], at least float32."""
+        """Return logits of vocabulary entries ``start:stop``: [..., H] -> [..., C]."""
         bias = None if self.bias is None else self.bias[start:stop]
         return self.finish(F.linear(hidden, self.weight[start:stop], bias))
 
@@ -58,17 +56,9 @@ class OutputHead:
 def token_logprobs(
     head: OutputHead, hidden: Tensor, targets: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy of each distribution, at the given temperature.
+    """Return log-probabilities [N] of targets [N], and entropies [N], by hidden states [N, H].
 
-    Args:
-        head: of the model that made ``hidden``.
-        hidden: [N, H], at the positions that predict the targets.
-        targets: [N] token ids.
-        temperature: divides the logits; the distribution is the one that was sampled from.
-
-    Returns:
-        Log-probabilities [N] and entropies [N] in nats, float32 (float64 for float64 input).
-        Gradients flow to ``hidden`` and to the head's weight and bias from both.
+    In nats, float32 (float64 for float64 input). Gradients flow to hidden states and head.
     """
     logprobs, entropy = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, head.weight, head.bias, targets, head, temperature

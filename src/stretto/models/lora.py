@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import nn
@@ -19,11 +19,7 @@ def add_lora(
     """Wrap a model in adapters of ``config.lora_rank`` (Hu et al. 2021); the rest is frozen.
 
     Adapters are float32 whatever the model's type. A fresh adapter changes nothing: its B matrix
-    is zero. The model's own modules are replaced; :func:`merge_lora` puts them back.
-
-    Raises:
-        ConfigError: a target is no layer of the model or one that takes no adapter, or the adapters
-            could not be merged; the model is left as it was.
+    is zero. Raises ConfigError as :func:`check_lora` does, and leaves the model as it was.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -43,75 +39,58 @@ def add_lora(
     except ValueError as error:
         raise ConfigError(
             f"model.lora_targets = {', '.join(targets)}: peft puts no adapters on "
-            f"{type(model).__name__}: {first_line(error)}. Name other layers"
+            f"{type(model).__name__}: {first_line(error)}. Name other layers",
+            "no-adapters-there",
         ) from error
     return wrapped
 
 
 def check_lora(model: nn.Module, config: ModelConfig) -> None:
-    """See that a model can be wrapped in the adapters that the settings ask for, if they do.
-
-    Raises:
-        ConfigError: see :func:`add_lora`.
-    """
+    """Raise ConfigError if the adapters that settings ask for cannot be put on, or be merged."""
     if config.lora_rank and hasattr(model, "peft_config"):
         raise ConfigError(
             f"model.lora_rank = {config.lora_rank}, and the model has adapters of its own already; "
-            "set model.lora_rank = 0 to train those, or merge them first (merge_and_unload)"
+            "set model.lora_rank = 0 to train those, or merge them first (merge_and_unload)",
+            "adapters-already",
         )
     if config.lora_rank and config.lora_targets != ("all-linear",):
         _check_targets(model, config.lora_targets)
 
 
 def trained_names(model: nn.Module) -> frozenset[str]:
-    """The names of the parameters that are trained."""
+    """Return the names of the parameters that are trained."""
     return frozenset(name for name, p in model.named_parameters() if p.requires_grad)
 
 
-def merge_lora(wrapped: nn.Module, trained: frozenset[str]) -> None:
-    """Make the model inside whole again: adapters merged into its weights, its own modules back.
-
-    Args:
-        wrapped: the model that :func:`add_lora` returned.
-        trained: the names that :func:`trained_names` gave for the model before that.
-    """
-    adapted: Any = wrapped
-    model: nn.Module = adapted.merge_and_unload()
-    for name, parameter in model.named_parameters():
+def merge_lora(wrapped: Any, trained: frozenset[str]) -> None:
+    """Merge adapters into the model within, which then trains the parameters that it did before."""
+    for name, parameter in wrapped.merge_and_unload().named_parameters():
         parameter.requires_grad_(name in trained)
 
 
 def _check_targets(model: nn.Module, targets: Sequence[str]) -> None:
-    """Check that every target is there, takes an adapter, and shares its weight with no other."""
-    modules = dict(model.named_modules())
-    chosen: dict[str, nn.Module] = {}
-    layers = [name for name, module in modules.items() if _takes_adapter(module)]
-    require_targets(targets, modules, type(model).__name__, layers)
-    for target in targets:
-        found = {n: m for n, m in modules.items() if n == target or n.endswith(f".{target}")}
-        for name, module in found.items():
-            if not _takes_adapter(module):
-                raise ConfigError(
-                    f"model.lora_targets = '{target}': {name} is a {type(module).__name__}; "
-                    "adapters go on linear layers and embeddings"
-                )
-        chosen |= found
-    _check_tied(modules, chosen)
-
-
-def _takes_adapter(module: nn.Module) -> bool:
     from transformers.pytorch_utils import Conv1D
 
-    return isinstance(module, nn.Linear | nn.Embedding | Conv1D)
-
-
-def _check_tied(modules: Mapping[str, nn.Module], chosen: Mapping[str, nn.Module]) -> None:
-    """Refuse an adapter of a weight that two layers share: merged, it would change both."""
-    weights = {id(module.weight): name for name, module in chosen.items()}
+    kinds = nn.Linear, nn.Embedding, Conv1D
+    modules = dict(model.named_modules())
+    layers = [name for name, module in modules.items() if isinstance(module, kinds)]
+    require_targets(targets, modules, type(model).__name__, layers)
+    chosen: dict[int, str] = {}  # names by their weights
+    for target in targets:
+        for name, module in modules.items():
+            if name != target and not name.endswith(f".{target}"):
+                continue
+            if not isinstance(module, kinds):
+                raise ConfigError(
+                    f"model.lora_targets = '{target}': {name} is a {type(module).__name__}; "
+                    "adapters go on linear layers and embeddings",
+                    "no-adapters-there",
+                )
+            chosen[id(module.weight)] = name
     for name, module in modules.items():
-        of = weights.get(id(getattr(module, "weight", None)))
-        if of is not None and of != name:
+        if (other := chosen.get(id(getattr(module, "weight", None)), name)) != name:
             raise ConfigError(
-                f"model.lora_targets: {of} and {name} are one weight (tied), so that an adapter on "
-                "the one could not be merged without changing the other; leave them out"
+                f"model.lora_targets: {other} and {name} are one weight (tied), so that an adapter "
+                "on the one could not be merged without changing the other; leave them out",
+                "adapter-on-tied",
             )

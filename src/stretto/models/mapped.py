@@ -1,17 +1,10 @@
 """Weights that stay in their files until a rank takes its part of them.
 
 A model that several ranks divide among them need not be whole in the memory of any. It is loaded
-in the type of its files: weights are then the files themselves, mapped into memory. Their pages are
-read when they are computed with, all processes of a machine share them, and the kernel may drop
-them at any time. Every weight knows the type that it is to have, and gets it when it is divided.
-
-Until then such a model may be computed with, in its files' type, and must not be changed. What
-cannot stay in its file is loaded as ever: weights that transformers makes of several tensors, types
-that are not trained in, and models that are another in the files' type.
-
-Newer transformers divide a model while they load it (``distributed_config``), as DTensors over a
-mesh, by plans and hooks of their own. Here layers are cut into plain slices, and checks, critics
-that start from the actor, and adapters come before anything is divided.
+in the type of its files: weights are then the files themselves, mapped into memory, whose pages all
+processes of a machine share. Every weight knows the type that it gets when it is divided, and must
+not be changed until then. What cannot stay in its file is loaded as ever: weights that transformers
+makes of several tensors, types that are not trained in, and models that are another in the type.
 """
 
 from __future__ import annotations
@@ -31,11 +24,7 @@ _DTYPE = "_stretto_dtype"
 
 
 def stored_dtype(path: Path | str) -> torch.dtype | None:
-    """The one type of a model's weights in its files; ``None`` for any but float32 and bfloat16.
-
-    Args:
-        path: a folder in Hugging Face format, or a hub name.
-    """
+    """Return the one type of a model's weights in its files, if it is float32 or bfloat16."""
     from safetensors import safe_open
 
     found = set[str]()
@@ -48,7 +37,6 @@ def stored_dtype(path: Path | str) -> torch.dtype | None:
 
 
 def _files(path: str) -> Sequence[str]:
-    """Return a model's files of weights; fetch them if need be."""
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
     from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
@@ -64,27 +52,23 @@ def _files(path: str) -> Sequence[str]:
 
 
 def leave_in_files(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Take note that a model's weights are to be divided.
-
-    Args:
-        dtype: that its weights are to have then; ``None`` leaves them as they are.
-    """
+    """Mark a model's weights to be divided later, and the type that they get then."""
     for weight in model.parameters():
         setattr(weight, _DTYPE, dtype or weight.dtype)
 
 
 def final_dtype(weight: Tensor) -> torch.dtype:
-    """The type that a weight is to have: its own, if it is not left in a file."""
+    """Return the type that a weight is to have: its own, if it is not left in a file."""
     return cast(torch.dtype, getattr(weight, _DTYPE, weight.dtype))
 
 
 def final(weight: Tensor) -> Tensor:
-    """A weight in the type that it is to have; it shares memory where it has it."""
+    """Return a weight in the type that it is to have; it shares memory where it has it."""
     return weight.detach().to(final_dtype(weight))
 
 
 def copied(model: M) -> M:
-    """A deep copy; weights that are left in files are shared, by parameters of its own."""
+    """Return a deep copy; weights that are left in files are shared, by parameters of its own."""
     shared: dict[int, Any] = {}
     for weight in model.parameters():
         if hasattr(weight, _DTYPE):
@@ -101,12 +85,7 @@ def convert(model: nn.Module) -> None:
 
 
 def take(model: M, device: torch.device) -> M:
-    """Take all weights that are left in files into memory, in place; return the model.
-
-    Args:
-        model: what this rank keeps: the rest has been cut off.
-        device: that it goes to.
-    """
+    """Take all weights that are left in files into memory, in place; return the model."""
     for weight in model.parameters():
         if hasattr(weight, _DTYPE):
             weight.data = weight.detach().to(device, final_dtype(weight), copy=True)
@@ -115,6 +94,6 @@ def take(model: M, device: torch.device) -> M:
 
 
 def held_bytes(model: nn.Module) -> int:
-    """Bytes of the weights that this process holds itself, not as pages of a file."""
+    """Return the bytes of weights that this process holds itself, not as pages of a file."""
     weights = {id(p): p for p in model.parameters()}.values()
     return sum(p.nbytes for p in weights if p.untyped_storage().resizable())

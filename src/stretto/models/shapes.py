@@ -1,4 +1,4 @@
-"""Shapes of decoders, and their parameters by formula.
+"""Sizes of decoders: of any by its config, of known models by name; their parameters by formula.
 
 Layers are counted as Llama's (Touvron et al. 2023): RMS norms, no biases, a gated MLP.
 """
@@ -6,11 +6,13 @@ Layers are counted as Llama's (Touvron et al. 2023): RMS norms, no biases, a gat
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
+from typing import Any, Self
 
-from stretto.errors import ConfigError, nearest
+from stretto.errors import ConfigError, ModelError, nearest
 
 
 @dataclass(frozen=True)  # no slots, as counts are kept
@@ -18,12 +20,8 @@ class Shape:
     """Shape of a decoder.
 
     Attributes:
-        layers: number of layers; a fraction where pipeline stages share one.
-        hidden: size of the hidden state.
+        layers: a fraction where pipeline stages share one.
         inner: size of the MLP's intermediate state.
-        heads: attention heads.
-        kv_heads: heads of keys and values; fewer than ``heads`` under grouped queries.
-        vocabulary: rows of the embedding.
         outputs: of the last layer: as many as the vocabulary, or 1 in a critic or reward model.
         tied: embedding and output layer are one matrix.
         gated: the MLP has a gate, as Llama's, and so three matrices instead of two.
@@ -38,6 +36,22 @@ class Shape:
     outputs: int
     tied: bool = False
     gated: bool = True
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any], *, tied: bool) -> Self:
+        """Return the shape by the entries of a ``config.json``, or raise KeyError without one."""
+        heads, vocabulary = config["num_attention_heads"], config["vocab_size"]
+        return cls(
+            layers=config["num_hidden_layers"],
+            hidden=config["hidden_size"],
+            inner=config["intermediate_size"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            vocabulary=vocabulary,
+            outputs=vocabulary,
+            tied=tied,
+            gated=config.get("model_type") != "gpt_neox",
+        )
 
     @cached_property
     def kv_width(self) -> int:
@@ -63,11 +77,7 @@ class Shape:
         return self.layers * self.layer_parameters + self.root_parameters
 
     def held(self, tensor: int) -> float:
-        """Parameters on each of ``tensor`` devices: layers are cut, all else is on every one.
-
-        So ``models/tensor_parallel.py`` does it. A layer's norms, a few in ten thousand of its
-        parameters, are counted with what is cut.
-        """
+        """Parameters on each of ``tensor`` devices: layers, their norms too, are counted as cut."""
         return self.layers * self.layer_parameters / tensor + self.root_parameters
 
     def multiplied(self, tensor: int) -> float:
@@ -81,11 +91,7 @@ class Shape:
         return self.hidden * max(self.vocabulary, self.inner, self.hidden)
 
     def stage(self, stages: int) -> Shape:
-        """Return what one of ``stages`` pipeline stages holds: a share of the layers.
-
-        Embedding and output layer are on the first and the last stage; each stage is counted with
-        both, so that no stage has more.
-        """
+        """Return the shape of one of ``stages`` pipeline stages, embedding and output counted."""
         return self if stages == 1 else replace(self, layers=self.layers / stages)
 
     def valued(self) -> Shape:
@@ -93,60 +99,138 @@ class Shape:
         return replace(self, outputs=1, tied=False)
 
 
-def _llama(layers: int, hidden: int, inner: int, heads: int, kv_heads: int) -> Shape:
-    return Shape(layers, hidden, inner, heads, kv_heads, vocabulary=32_000, outputs=32_000)
+Config = Mapping[str, Any]
+"""The entries of a ``config.json``."""
+
+_SIZES = (
+    *("num_hidden_layers", "hidden_size", "intermediate_size"),
+    *("num_attention_heads", "num_key_value_heads", "vocab_size"),
+)
 
 
-LLAMAS: Mapping[str, Shape] = {
-    "7B": _llama(32, 4096, 11_008, 32, 32),
-    "13B": _llama(40, 5120, 13_824, 40, 40),
-    "33B": _llama(60, 6656, 17_920, 52, 52),
-    "70B": _llama(80, 8192, 28_672, 64, 8),
+def _config(kind: str, *sizes: int, tied: bool = False) -> Config:
+    """Return a config with the sizes in the order of :data:`_SIZES`, but for those that are 0."""
+    config = {"model_type": kind, **{k: n for k, n in zip(_SIZES, sizes, strict=True) if n}}
+    return {**config, "tie_word_embeddings": True} if tied else config
+
+
+_CONFIGS: Mapping[str, Config] = {
+    "tiny": _config("llama", 2, 64, 192, 4, 2, 259, tied=True),
+    "tiny-2-heads": _config("llama", 2, 64, 192, 2, 1, 259, tied=True),
+    "smollm2-135m": _config("llama", 30, 576, 1536, 9, 3, 49_152, tied=True),
+    "qwen2.5-0.5b": _config("qwen2", 24, 896, 4864, 14, 2, 151_936, tied=True),
+    "qwen2.5-1.5b": _config("qwen2", 28, 1536, 8960, 12, 2, 151_936, tied=True),
+    "qwen2.5-3b": _config("qwen2", 36, 2048, 11_008, 16, 2, 151_936, tied=True),
+    "qwen2.5-7b": _config("qwen2", 28, 3584, 18_944, 28, 4, 152_064),
+    "qwen2.5-32b": _config("qwen2", 64, 5120, 27_648, 40, 8, 152_064),
+    "llama-3.1-8b": _config("llama", 32, 4096, 14_336, 32, 8, 128_256),
+    "llama-3.1-70b": _config("llama", 80, 8192, 28_672, 64, 8, 128_256),
+    "pythia-410m": _config("gpt_neox", 24, 1024, 4096, 16, 0, 50_304),
+    "pythia-1b": _config("gpt_neox", 16, 2048, 8192, 8, 0, 50_304),
+    "pythia-2.8b": _config("gpt_neox", 32, 2560, 10_240, 32, 0, 50_304),
+    "rho-1b": _config("llama", 22, 2048, 5632, 32, 4, 32_000),
+    "llama-7b": _config("llama", 32, 4096, 11_008, 32, 32, 32_000),
+    "llama-13b": _config("llama", 40, 5120, 13_824, 40, 40, 32_000),
+    "llama-33b": _config("llama", 60, 6656, 17_920, 52, 52, 32_000),
+    "llama-65b": _config("llama", 80, 8192, 22_016, 64, 64, 32_000),
+    "llama-2-70b": _config("llama", 80, 8192, 28_672, 64, 8, 32_000),
 }
-"""Llama 2 of 7B, 13B and 70B, and LLaMA of 33B, by the configurations published with them."""
+"""Models as their published configurations have them."""
 
-
-def _tied(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, words: int) -> Shape:
-    return Shape(layers, hidden, inner, heads, kv_heads, words, words, tied=True)
-
-
-def _neox(layers: int, hidden: int, heads: int) -> Shape:
-    words = 50_304
-    return Shape(layers, hidden, 4 * hidden, heads, heads, words, words, gated=False)
-
+_NAMES: Mapping[str, str] = {
+    **{name: name for name in ("tiny", "tiny-2-heads", "smollm2-135m")},
+    "EleutherAI/pythia-410m-deduped": "pythia-410m",
+    "EleutherAI/pythia-1b-deduped": "pythia-1b",
+    "EleutherAI/pythia-2.8b-deduped": "pythia-2.8b",
+    "cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr": "pythia-1b",
+    "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr": "pythia-1b",
+    "huggyllama/llama-7b": "llama-7b",
+    "huggyllama/llama-13b": "llama-13b",
+    "huggyllama/llama-30b": "llama-33b",
+    "huggyllama/llama-65b": "llama-65b",
+    "meta-llama/Llama-3.1-8B": "llama-3.1-8b",
+    "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b",
+    "meta-llama/Llama-3.1-70B": "llama-3.1-70b",
+    "meta-llama/Llama-3.1-70B-Instruct": "llama-3.1-70b",
+    "Skywork/Skywork-Reward-Llama-3.1-8B-v0.2": "llama-3.1-8b",
+    "microsoft/rho-math-1b-v0.1": "rho-1b",
+    "realtreetune/rho-1b-sft-GSM8K": "rho-1b",
+    "Qwen/Qwen2.5-3B-Instruct": "qwen2.5-3b",
+    "Qwen/Qwen2.5-7B-Instruct": "qwen2.5-7b",
+}
+"""Names of models in settings, whose config is known before they are fetched."""
 
 SHAPES: Mapping[str, Shape] = {
-    "smollm2-135m": _tied(30, 576, 1536, 9, 3, 49_152),
-    "qwen2.5-0.5b": _tied(24, 896, 4864, 14, 2, 151_936),
-    "qwen2.5-1.5b": _tied(28, 1536, 8960, 12, 2, 151_936),
-    "qwen2.5-3b": _tied(36, 2048, 11_008, 16, 2, 151_936),
-    "qwen2.5-7b": Shape(28, 3584, 18_944, 28, 4, 152_064, 152_064),
-    "qwen2.5-32b": Shape(64, 5120, 27_648, 40, 8, 152_064, 152_064),
-    "llama-3.1-8b": Shape(32, 4096, 14_336, 32, 8, 128_256, 128_256),
-    "llama-3.1-70b": Shape(80, 8192, 28_672, 64, 8, 128_256, 128_256),
-    "pythia-410m": _neox(24, 1024, 16),
-    "pythia-1b": _neox(16, 2048, 8),
-    "pythia-2.8b": _neox(32, 2560, 32),
-    "rho-1b": _llama(22, 2048, 5632, 32, 4),
-    "llama-7b": LLAMAS["7B"],
-    "llama-13b": LLAMAS["13B"],
-    "llama-33b": LLAMAS["33B"],
-    "llama-65b": _llama(80, 8192, 22_016, 64, 64),
-    "llama-2-70b": LLAMAS["70B"],
+    name: Shape.of_config(config, tied="tie_word_embeddings" in config)
+    for name, config in _CONFIGS.items()
+    if not name.startswith("tiny")
 }
-"""Models by name, as their published configurations have them."""
+"""Shapes of models by a short name."""
+
+LLAMAS: Mapping[str, Shape] = {
+    "7B": SHAPES["llama-7b"],
+    "13B": SHAPES["llama-13b"],
+    "33B": SHAPES["llama-33b"],
+    "70B": SHAPES["llama-2-70b"],
+}
+"""Llama 2 of 7B, 13B and 70B, and LLaMA of 33B."""
 
 
 def shape_of(name: str) -> Shape:
-    """Return the shape of a known model.
-
-    Names are compared without what stands before a slash, and without "instruct", "chat" or "hf" at
-    the end.
-
-    Raises:
-        ConfigError: none has this name.
-    """
+    """Return a known model's shape; its owner and endings such as "-instruct" do not count."""
     short = re.sub(r"(-(instruct|chat|hf|base))+$", "", name.lower().rpartition("/")[2])
     if short not in SHAPES:
-        raise ConfigError(f"unknown model '{name}'. {nearest(short, SHAPES)}")
+        raise ConfigError(f"unknown model '{name}'. {nearest(short, SHAPES)}", "unknown-shape")
     return SHAPES[short]
+
+
+def known_config(name: str) -> Config | None:
+    """Return the config of a model that settings name, if it is known without its files."""
+    return _CONFIGS.get(_NAMES.get(name, ""))
+
+
+def weight_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield names and shapes of the weights of a Llama, Qwen2 or GPT-NeoX by its config."""
+    kind, tied = config["model_type"], config.get("tie_word_embeddings", False)
+    shape, neox = Shape.of_config(config, tied=tied), kind == "gpt_neox"
+    hidden, inner = shape.hidden, shape.inner
+    if neox:
+        layer = {
+            "attention.query_key_value": (3 * hidden, hidden),
+            "attention.dense": (hidden, hidden),
+            "mlp.dense_h_to_4h": (inner, hidden),
+            "mlp.dense_4h_to_h": (hidden, inner),
+        }
+    else:
+        layer = {
+            "self_attn.q_proj": (hidden, hidden),
+            "self_attn.k_proj": (shape.kv_width, hidden),
+            "self_attn.v_proj": (shape.kv_width, hidden),
+            "self_attn.o_proj": (hidden, hidden),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+        }
+    of_qkv = ("q_proj", "k_proj", "v_proj")
+    biased = [name for name in layer if neox or (kind == "qwen2" and name.endswith(of_qkv))]
+    norms, parts = ("input_layernorm", "post_attention_layernorm"), ["weight"]
+    parts += ["bias"] if neox else []
+    yield "model.embed_tokens.weight", (shape.vocabulary, hidden)
+    for i in range(config["num_hidden_layers"]):
+        for name, size in layer.items():
+            yield f"model.layers.{i}.{name}.weight", size
+            if name in biased:
+                yield f"model.layers.{i}.{name}.bias", size[:1]
+        for norm, part in product(norms, parts):
+            yield f"model.layers.{i}.{norm}.{part}", (hidden,)
+    yield from ((f"model.norm.{part}", (hidden,)) for part in parts)
+    if not tied:
+        yield "lm_head.weight", (shape.vocabulary, hidden)
+
+
+def undivided(tp: int, count: int, what: str) -> ModelError:
+    """Return the error of a number that tensor parallelism does not divide."""
+    return ModelError(
+        f"tp = {tp} does not divide the {count} {what}; choose a divisor, or more fsdp",
+        "tp-divides",
+    )

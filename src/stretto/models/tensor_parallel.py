@@ -3,9 +3,8 @@ with it (Shoeybi et al. 2019, "Megatron-LM", section 3).
 
 Of two linear layers that follow one another the first is cut by its outputs, the second by its
 inputs: between the two each rank has heads or features of its own, and behind them the ranks' parts
-are added up. Which layers these are, transformers says in the model's plan. All else (embeddings,
-norms, the head) is whole on every rank. All ranks get the same calls with the same inputs, and
-return the same.
+are added up. Which layers these are, transformers says in the model's plan. All else is whole on
+every rank. All ranks get the same calls with the same inputs, and return the same.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -22,19 +21,18 @@ from torch.nn import functional as F
 
 from stretto.errors import ModelError
 from stretto.models.forward import backbone, text_config
-from stretto.models.info import undivided
 from stretto.models.mapped import final, final_dtype
+from stretto.models.shapes import undivided
+from stretto.models.shards import FullParameter
 
 BY_OUTPUTS, BY_INPUTS, OF_HEADS = "colwise", "rowwise", "replicated_with_grad_allreduce"
 """Entries of transformers' plans: layers cut by outputs, by inputs, and norms of single heads."""
 
+REMEDY = "set tp = 1, and fsdp for the learner"
+
 
 class Slices:
-    """The ranks that hold slices of one model. Copies of the model share it.
-
-    Args:
-        group: of the ranks; ``None`` for the default one.
-    """
+    """The ranks (of the default group, without one) that hold slices of a model and its copies."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
@@ -56,11 +54,7 @@ class Slices:
         return int(counts)
 
     def shared(self, x: Tensor) -> Tensor:
-        """Return a tensor that all ranks have, whose gradient is the sum of theirs.
-
-        Layers that read the same tensor one after another, such as those of queries, keys and
-        values, share the sum.
-        """
+        """Return a tensor of all ranks; its gradient, made once for all layers, is their sum."""
         if not (torch.is_grad_enabled() and x.requires_grad):
             return x
         if self._shared is None or self._shared[0] is not x:
@@ -72,51 +66,43 @@ class Slices:
         """Let go of the tensor that was shared last."""
         self._shared = None
 
-    def own(self, whole: Tensor, dim: int) -> Tensor:
+    def slice(self, weight: Tensor, dim: int) -> Tensor:
         """Return a copy of this rank's slice of a weight, in the type that it is to have."""
-        part = whole.detach().chunk(self.size, dim)[self.rank]
-        return part.to(final_dtype(whole), copy=True)
+        part = weight.detach().chunk(self.size, dim)[self.rank]
+        return part.to(final_dtype(weight), copy=True)
 
 
 @dataclass(frozen=True)
 class Cuts:
-    """What of a model is cut, by parameter name.
-
-    Attributes:
-        dims: the dimension along which a parameter is cut.
-        partial: parameters that are whole, and whose gradients must be added up over the ranks.
-    """
+    """Dimensions along which parameters are cut, by name, and parameters that are whole, but whose
+    gradients must be added up over the ranks."""
 
     dims: Mapping[str, int] = field(default_factory=dict)
     partial: frozenset[str] = frozenset()
 
 
 class _Linear(nn.Linear):
-    """A slice of a linear layer, in the place of the whole one."""
+    """A slice of a linear layer, in the place of the whole one; ``DIMS`` has its cuts by name."""
+
+    DIMS: ClassVar[Mapping[str, int]]
 
     def __init__(self, whole: nn.Linear, slices: Slices) -> None:
         nn.Module.__init__(self)
         self.slices = slices
         self.in_features, self.out_features = whole.in_features, whole.out_features
         for name, parameter in whole.named_parameters(recurse=False):
-            dim = self.dim(name)
-            weight = final(parameter) if dim is None else slices.own(parameter, dim)
+            dim = self.DIMS.get(name)
+            weight = final(parameter) if dim is None else slices.slice(parameter, dim)
             self.register_parameter(name, nn.Parameter(weight, parameter.requires_grad))
         if whole.bias is None:
             self.register_parameter("bias", None)
         self.train(whole.training)
 
-    def dim(self, name: str) -> int | None:
-        """Return the dimension along which a parameter is cut."""
-        raise NotImplementedError
-
 
 class ByOutputs(_Linear):
     """A linear layer of which each rank has some outputs."""
 
-    def dim(self, name: str) -> int | None:
-        """Return the dimension along which a parameter is cut."""
-        return 0
+    DIMS: ClassVar = {"weight": 0, "bias": 0}
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's outputs [..., out / ranks] for inputs [..., in]."""
@@ -126,13 +112,12 @@ class ByOutputs(_Linear):
 class ByInputs(_Linear):
     """A linear layer of which each rank has some inputs; outputs are sums over the ranks."""
 
-    def dim(self, name: str) -> int | None:
-        """Return the dimension along which a parameter is cut."""
-        return 1 if name == "weight" else None
+    DIMS: ClassVar = {"weight": 1}
 
     def forward(self, x: Tensor) -> Tensor:
         """Return all outputs [..., out] for this rank's inputs [..., in / ranks]. A collective."""
-        summed = _Sum.of(F.linear(x, self.weight), self.slices)
+        parts = F.linear(x, self.weight)
+        summed: Tensor = _Sum.apply(parts, self.slices)  # type: ignore[no-untyped-call]
         return summed if self.bias is None else summed + self.bias
 
 
@@ -154,11 +139,6 @@ class _Sum(torch.autograd.Function):
     """The sum over the ranks, whose gradient each of them has already."""
 
     @staticmethod
-    def of(x: Tensor, slices: Slices) -> Tensor:
-        y: Tensor = _Sum.apply(x, slices)  # type: ignore[no-untyped-call]
-        return y
-
-    @staticmethod
     def forward(ctx: Any, x: Tensor, slices: Slices) -> Tensor:
         ctx.mark_dirty(x)  # of a linear layer, whose gradient does not need its output
         return slices.sum_(x)
@@ -169,19 +149,20 @@ class _Sum(torch.autograd.Function):
 
 
 def plan_cuts(model: nn.Module, size: int) -> Cuts:
-    """Plan the cuts of a model for so many ranks; with one there are none.
+    """Plan the cuts of a whole model, with or without adapters, for so many ranks; none for one.
 
-    Args:
-        model: whole; with or without LoRA adapters.
-
-    Raises:
-        ModelError: transformers has no plan for the model, or one with entries that are not known
-            here; or its heads or features cannot be dealt out evenly.
+    Raises ModelError if transformers has no plan, or one with entries that are not known here, or
+    heads or features cannot be dealt out evenly.
     """
     if size == 1:
         return Cuts()
     decoder = backbone(model)
-    _check_heads(decoder, size)
+    config, kind = text_config(decoder), type(decoder).__name__
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    for count, what in ((heads, "attention heads"), (kv_heads, "key-value heads")):
+        if count % size:
+            raise undivided(size, count, f"{what} of {kind}")
     names = {id(module): name for name, module in model.named_modules()}
     dims: dict[str, int] = {}
     partial = set[str]()
@@ -195,109 +176,91 @@ def plan_cuts(model: nn.Module, size: int) -> Cuts:
         for linear in _linears(module, style, name):
             width = linear.out_features if style == BY_OUTPUTS else linear.in_features
             if width % size:
-                raise ModelError(
-                    f"tp = {size} does not divide the {width} features of '{name}'; choose a "
-                    "divisor"
-                )
-            dims[f"{names[id(linear)]}.weight"] = 0 if style == BY_OUTPUTS else 1
-            if style == BY_OUTPUTS and linear.bias is not None:
-                dims[f"{names[id(linear)]}.bias"] = 0
+                raise undivided(size, width, f"features of '{name}'")
+            dims |= _dims(ByOutputs if style == BY_OUTPUTS else ByInputs, linear, names[id(linear)])
     return Cuts(dims, frozenset(partial))
 
 
 def cut_linears(model: nn.Module, cuts: Cuts, slices: Slices, within: str = "") -> None:
-    """Put slices of linear layers in the places of whole ones; those that are cut stay as they are.
-
-    Args:
-        model: the same on every rank, whole or cut in part.
-        cuts: planned for it.
-        within: beginning of the names of the layers to cut; all, without one.
-    """
+    """Put slices in the places of whole linear layers whose names begin with ``within``."""
     for parameter, dim in cuts.dims.items():
         name, _, kind = parameter.rpartition(".")
-        if kind == "weight" and name.startswith(within):
+        linear: Any = model.get_submodule(name)
+        if kind == "weight" and name.startswith(within) and not isinstance(linear, _Linear):
             parent, _, key = name.rpartition(".")
-            linear: Any = model.get_submodule(name)
-            if isinstance(linear, _Linear):
-                continue
             cut = ByInputs(linear, slices) if dim else ByOutputs(linear, slices)
             model.get_submodule(parent)._modules[key] = cut
 
 
 def slices_of(model: nn.Module) -> tuple[Slices | None, Mapping[str, int]]:
-    """Return the ranks that hold slices of a model, and its cuts' dimensions by parameter name.
-
-    Without any it is ``None``, and there are no cuts.
-    """
+    """Return the ranks that hold slices of a model, if any, and its cuts' dimensions by name."""
     slices: Slices | None = None
     dims: dict[str, int] = {}
     for name, module in model.named_modules():
         if isinstance(module, _Linear):
             slices = module.slices
-            for key, _ in module.named_parameters(recurse=False):
-                dim = module.dim(key)
-                if dim is not None:
-                    dims[f"{name}.{key}"] = dim
+            dims |= _dims(type(module), module, name)
     return slices, dims
 
 
-def _check_between(model: nn.Module, planned: Sequence[str]) -> None:
-    """Refuse weights beside planned layers that the plan does not name.
+def _dims(cut: type[_Linear], linear: nn.Linear, name: str) -> dict[str, int]:
+    held = dict(linear.named_parameters(recurse=False))
+    return {f"{name}.{key}": dim for key, dim in cut.DIMS.items() if key in held}
 
-    What stands between two cuts sees some heads or features alone. Its gradient would be a part of
-    the whole, and different on each rank.
+
+def full_parameters(model: nn.Module, dims: Mapping[str, int]) -> dict[str, FullParameter]:
+    """Return all parameters by name as they are when nothing is divided, and cut along ``dims``.
+
+    A learner's ranks hold rows of those in the model's own type; others, such as adapters in
+    float32 beside a model in bfloat16, stay as they are.
     """
+    slices, cut = slices_of(model)
+    dtype = final_dtype(next(model.parameters()))
+    found = {}
+    for name, parameter in model.named_parameters():
+        sizes = list(parameter.shape)
+        if slices and name in cut:
+            sizes[cut[name]] *= slices.size
+        own = final_dtype(parameter)
+        found[name] = FullParameter(tuple(sizes), own, dims.get(name), by_rows=own == dtype)
+    return found
+
+
+def _check_between(model: nn.Module, planned: Sequence[str]) -> None:
+    """Refuse weights between cuts that the plan does not name: their gradients would be partial."""
     inside = tuple(f"{name}." for name in planned)
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in planned):
         for name, _ in model.get_submodule(parent).named_parameters(parent):
             if not name.startswith(inside):
                 raise ModelError(
                     f"the plan for tensor parallelism does not name '{name}', which stands between "
-                    "layers that it cuts; set tp = 1, and fsdp for the learner"
+                    f"layers that it cuts; {REMEDY}",
+                    "no-tp-plan",
                 )
 
 
-def _check_heads(decoder: nn.Module, size: int) -> None:
-    config = text_config(decoder)
-    heads = config.num_attention_heads
-    for count, what in (
-        (heads, "attention heads"),
-        (getattr(config, "num_key_value_heads", None) or heads, "key-value heads"),
-    ):
-        if count % size:
-            raise undivided(size, count, f"{what} of {type(decoder).__name__}")
-
-
 def _planned(decoder: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Yield modules and their entries in the decoder's plan.
-
-    Raises:
-        ModelError: there is no plan, or it has an entry that is not known here.
-    """
-    who = type(decoder).__name__
+    kind = type(decoder).__name__
     plan = getattr(text_config(decoder), "base_model_tp_plan", None)
     if not plan:
         raise ModelError(
-            f"transformers has no plan for tensor parallelism of {who}; set tp = 1, and fsdp for "
-            "the learner"
+            f"transformers has no plan for tensor parallelism of {kind}; {REMEDY}", "no-tp-plan"
         )
     for pattern, style in plan.items():
         if style not in (BY_OUTPUTS, BY_INPUTS, OF_HEADS):
             raise ModelError(
-                f"the plan for tensor parallelism of {who} has '{style}' for '{pattern}', which is "
-                "not supported; set tp = 1, and fsdp for the learner"
+                f"the plan for tensor parallelism of {kind} has '{style}' for '{pattern}', which "
+                f"is not supported; {REMEDY}",
+                "no-tp-plan",
             )
         matches = re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
-        for name, module in decoder.named_modules():
-            if matches(name):
-                yield module, style
+        yield from ((m, style) for name, m in decoder.named_modules() if matches(name))
 
 
 def _linears(layer: Any, style: str, name: str) -> Iterator[nn.Linear]:
     """Yield the linear layers to cut for a planned one: itself, or its parts under LoRA.
 
-    Of a layer that is cut by outputs, adapters read whole inputs (A) and write some outputs (B); of
-    one that is cut by inputs, they read some inputs (A) and write whole outputs (B).
+    Adapters of a layer that is cut by outputs write some of them (B), or else read some inputs (A).
     """
     parts = [layer]
     if hasattr(layer, "base_layer"):
@@ -307,6 +270,7 @@ def _linears(layer: Any, style: str, name: str) -> Iterator[nn.Linear]:
         if not isinstance(part, nn.Linear):
             raise ModelError(
                 f"'{name}' is a {type(part).__name__}, and tensor parallelism cuts linear layers; "
-                "set tp = 1, and fsdp for the learner"
+                f"{REMEDY}",
+                "no-tp-plan",
             )
         yield part

@@ -1,8 +1,4 @@
-"""The ``tiny`` model: a small Llama from scratch with a byte tokenizer, for tests and first tries.
-
-It knows nothing, costs milliseconds, and is a model like any other: everything that works on it
-works through the same code as on a large one.
-"""
+"""The ``tiny`` model, a small Llama with a byte tokenizer that knows nothing, for first tries."""
 
 from __future__ import annotations
 
@@ -18,13 +14,9 @@ _PAD, _BOS, _EOS = 256, 257, 258
 
 
 def make_tiny(folder: Path, seed: int = 0, heads: int = 4) -> None:
-    """Write a Llama of 115,200 parameters and its tokenizer to ``folder``, in Hugging Face format.
+    """Write a Llama of 115,200 parameters, by the seed alone, and its tokenizer to ``folder``.
 
-    The weights depend on the seed alone; the global random state is left as it was.
-
-    Args:
-        heads: that share 64 dimensions, two of them each keys and values. Kernels may ask for wide
-            ones: vLLM's on CPUs for 32 dimensions.
+    vLLM's kernels on CPUs ask for two heads, of 32 dimensions each.
     """
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
@@ -52,10 +44,7 @@ def make_tiny(folder: Path, seed: int = 0, heads: int = 4) -> None:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer whose token i is the byte i, with ``<pad>``, ``<bos>`` and ``<eos>`` after them.
-
-    It adds no special tokens by itself, and has no chat template.
-    """
+    """Return a tokenizer whose token i is the byte i; <pad>, <bos> and <eos> come after."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -23,19 +23,18 @@ import torch.distributed as dist
 from stretto.algorithms.experience import Part
 from stretto.config import AlgorithmConfig, Config, RolloutConfig
 from stretto.errors import ModelError
-from stretto.machine import Machine, free_memory, usable_cores
-from stretto.models.attention import use_short_attention
-from stretto.models.backend import pick_device, pick_dtype
+from stretto.machine import Machine, usable_cores
+from stretto.models.backend import backend_of, pick_device, pick_dtype
 from stretto.models.forward import positions
-from stretto.models.info import described, known
+from stretto.models.info import described
 from stretto.models.load import architecture
 from stretto.models.resolve import is_known
-from stretto.models.shapes import Shape
+from stretto.models.shapes import Shape, known_config
 from stretto.planner import formulas
 from stretto.planner.calibration import MeasuredDevice, Point
 from stretto.planner.layout import Mesh
 from stretto.planner.memory import BUCKET, HALF, activation_bytes, logits_bytes
-from stretto.rollout.base import Engine
+from stretto.rollout.base import Engine, EngineSettings
 from stretto.rollout.engine import TorchEngine
 from stretto.training.losses import Losses, MicroBatch
 from stretto.training.passes import LocalPasses
@@ -137,7 +136,7 @@ class MeasuredModel:
             model: Any = auto_class.from_config(
                 architecture(self.name, trust), dtype=self.dtype, trust_remote_code=trust
             )
-        use_short_attention(model.eval())
+        backend_of(self.device).use_fastest_attention(model.eval())
         return cast("PreTrainedModel", model)
 
 
@@ -166,7 +165,7 @@ def model_to_measure(config: Config, tokens: int, say: Callable[[str], None]) ->
 def _fault(model: MeasuredModel, tokens: int) -> str:
     """Say why a model cannot be measured here; empty if it can."""
     name = model.name
-    if known(name) is None and not is_known(name) and not Path(name).expanduser().is_dir():
+    if known_config(name) is None and not is_known(name) and not Path(name).expanduser().is_dir():
         return "would have to be fetched"
     try:
         shape = model.shape
@@ -184,7 +183,7 @@ def _fault(model: MeasuredModel, tokens: int) -> str:
 
 def free_bytes(device: torch.device) -> int:
     """Return the memory that is free."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+    return backend_of(device).free_bytes()
 
 
 def device_of(model: MeasuredModel) -> MeasuredDevice:
@@ -262,7 +261,7 @@ def decodes(model: MeasuredModel, sizes: Sizes) -> Iterator[Point]:
             temperature=rollout.temperature,
             engine_args=rollout.engine_args if rollout.engine == "torch" else {},
         )
-        engine = TorchEngine(model.model, config, end_tokens=frozenset(), seed=0, slots=rows)
+        engine = TorchEngine(model.model, EngineSettings(rollout=config, rows=rows))
         prompts = [Prompt(i, tuple(_ids(model, context, i).tolist()), "") for i in range(rows)]
         engine.admit([Response(p.id, p.id, p, np.zeros(0, np.int32)) for p in prompts])
         while len(engine.decode(1).chunks) < rows:  # until all prompts are in the cache

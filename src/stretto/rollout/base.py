@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from torch import nn
 
 from stretto.config import RolloutConfig
 from stretto.errors import EngineError
@@ -27,14 +29,24 @@ from stretto.types import (
 from stretto.weights.channel import WeightChannel
 
 Carry = Literal["recompute", "reuse"]
+"""What becomes of the keys and values of unfinished rollouts when new weights arrive.
+
+``recompute`` makes them again, so that every token is sampled from the present policy. ``reuse``
+keeps those of responses, which costs nothing, but then later tokens are sampled from a mixture of
+policies, and a resumed run does not repeat them exactly.
+"""
+
+CPU = torch.device("cpu")
+
+PREFILLED = 256
+"""Tokens of the prompt by which prefilling is measured, at most."""
 
 
 class StopStrings:
     """A check whether the newest token completed one of several strings."""
 
     def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
-        self._strings = tuple(strings)
-        self._tokenizer = tokenizer
+        self._strings, self._tokenizer = tuple(strings), tokenizer
         # Every token stands for at least one byte of text, so a string that was just completed
         # lies within this many tokens; a few more keep multi-byte characters whole.
         self._window = max(len(s.encode()) for s in strings) + 4
@@ -48,37 +60,34 @@ class StopStrings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """The facts that an engine is opened with, besides its model.
+    """The settings that an engine is opened with, besides its model.
 
     Attributes:
-        rollout: how to sample.
-        seed: of the run.
-        end_tokens: ids that end a response.
-        stop: strings that end a response.
-        rows: rollouts decoded at a time, at most.
-        carry: see :class:`Engine`.
+        rows: decoded at a time, at most; ``None`` takes the number in ``rollout``.
         channel: where new weights come from; ``None`` where the learner trains the same module.
         longest: tokens of prompt and response, at most.
         folder: of the model's config.
-        dtype: of the weights.
-        device: that it computes on.
         threads: of the CPU; 0 leaves the engine's choice.
-        trust_remote_code: whether a model may bring code.
     """
 
     rollout: RolloutConfig
-    seed: int
-    end_tokens: frozenset[int]
-    stop: StopStrings | None
-    rows: int
-    carry: Carry
-    channel: WeightChannel | None
-    longest: int
-    folder: str
-    dtype: torch.dtype
-    device: torch.device
+    seed: int = 0
+    end_tokens: frozenset[int] = frozenset()
+    stop: StopStrings | None = None
+    rows: int | None = None
+    carry: Carry = "recompute"
+    channel: WeightChannel | None = None
+    longest: int = 0
+    folder: str = ""
+    dtype: torch.dtype = torch.float32
+    device: torch.device = CPU
     threads: int = 0
     trust_remote_code: bool = False
+
+    @property
+    def slots(self) -> int:
+        """Rollouts decoded at a time, at most."""
+        return (self.rollout.slots or self.rollout.batch) if self.rows is None else self.rows
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -86,7 +95,6 @@ class Row:
     """A rollout that an engine holds.
 
     Attributes:
-        prompt: its tokens.
         tokens: prompt and response so far.
         reported: response tokens that earlier calls have returned, or that it came with.
         logprobs: of the response tokens that no call has returned yet.
@@ -105,75 +113,47 @@ class Row:
 
 
 class Engine(ABC):
-    """What generates: it decodes the rollouts that it holds, chunk by chunk.
+    """A generation engine: it decodes the rollouts that it holds, chunk by chunk.
 
     Stored log-probabilities are of the distribution that was sampled (temperature and truncation
-    applied), unless the capabilities say otherwise.
-
-    State: none to save but the version. Rollouts in flight are the schedule's: admitted again with
-    the tokens they have, they go on.
-
-    Args:
-        end_tokens: ids that end a response.
-        stop: strings that end a response.
-        carry: what becomes of the keys and values of unfinished rollouts when new weights arrive.
-            ``recompute`` makes them again, so that every token is sampled from the present policy.
-            ``reuse`` keeps them, which costs nothing, but then the later tokens of these rollouts
-            are sampled from a mixture of policies, and a resumed run does not repeat them exactly.
-            A prompt is never carried: a response whose tokens are all of one version is then wholly
-            that policy's, and a learner may call it on-policy.
-        channel: where new weights come from; ``None`` where the learner trains the same module.
-        longest: tokens of prompt and response that it can hold; ``None`` for no limit.
+    applied). There is no state to save: rollouts in flight are the schedule's.
 
     Attributes:
-        version: of the weights.
+        check: raises MissingExtraError where a library is missing, ConfigError for one too old.
+        own_weights: whether it has weights of its own, all of which the first weight sync brings.
+            The model then stays on the CPU, and says what travels.
+        longest: tokens of prompt and response that it can hold; ``None`` for no limit.
         prefilled_tokens: read without sampling, in all; those found in a cache not counted.
         context_tokens: that decode steps have looked back on, in all.
     """
 
     capabilities: ClassVar[Capabilities]
+    own_weights: ClassVar = False
+    check: ClassVar[Callable[[], None]] = staticmethod(lambda: None)
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        *,
-        end_tokens: frozenset[int],
-        seed: int,
-        stop: StopStrings | None,
-        carry: Carry,
-        channel: WeightChannel | None,
-        longest: int | None,
-    ) -> None:
-        self._config, self._seed, self._longest = config, seed, longest
-        self._end_tokens, self._stop = end_tokens, stop
-        self._carry, self._channel = carry, channel
+    @classmethod
+    @abstractmethod
+    def open(cls, model: nn.Module, settings: EngineSettings) -> Engine:
+        """Make an engine over a model."""
+
+    def __init__(self, settings: EngineSettings, longest: int | None) -> None:
+        self.settings, self.longest = settings, longest
+        self._config = settings.rollout
         self._held: dict[int, Any] = {}  # rows by rollout
         self._done: list[Chunk] = []
         self.version = self.prefilled_tokens = self.context_tokens = 0
 
     def admit(self, responses: Sequence[Response]) -> None:
-        """Queue responses; each goes on after the tokens it already has.
-
-        Raises:
-            EngineError: a rollout is here already, has ended, has an empty prompt, or does not fit
-                the model's positions.
-        """
+        """Queue responses; each goes on after the tokens it already has."""
         for r in responses:
             self._add(r)
 
     def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
-        """Give every rollout that there is room for up to ``max_tokens`` more.
+        """Decode up to ``max_tokens`` more for each rollout that there is room for.
 
-        Args:
-            max_tokens: decode steps of this call, at most; only those in which tokens come count.
-            stop_after: return after the step in which this many rollouts have finished; 0 goes on.
-
-        Returns:
-            The number of steps, and a chunk for each rollout that advanced: first the finished
-            ones in the order in which they ended (those of one step by id), then the others by id.
-
-        Raises:
-            EngineError: a rollout has ended that goes on by the rules for responses.
+        Return after the step in which ``stop_after`` rollouts have finished, if that is not 0: the
+        number of steps in which tokens came, and a chunk for each rollout that advanced. Those that
+        have finished come first, as they ended (those of one step by id), then the others by id.
 
         An interrupted call leaves the model as it was, but the rollouts in doubt: release them, and
         admit them again with the tokens that earlier calls have returned.
@@ -193,31 +173,23 @@ class Engine(ABC):
     def export(self, rollout_ids: Sequence[int], with_cache: bool) -> list[KVTransfer]:
         """Let go of unfinished rollouts that go on in another engine, in the order asked.
 
-        Args:
-            rollout_ids: which; all must be here.
-            with_cache: copy their keys and values, where the engine can. Without them the other
-                engine prefills prompt and response again.
-
-        Raises:
-            EngineError: a rollout is not here, or is named twice; nothing has been let go.
+        Their keys and values are copied if asked, where the engine can. Raises EngineError, and
+        lets go of none, if one is not here or named twice.
         """
         if wrong := [i for i, n in Counter(rollout_ids).items() if n > 1 or i not in self._held]:
             raise EngineError(
                 f"rollouts {wrong} are not in this engine, or were named twice; export only those "
-                "that were admitted and have not finished, each once"
+                "that were admitted and have not finished, each once",
+                "not-in-engine",
             )
         transfers = [self._transfer_of(self._held[i], with_cache) for i in rollout_ids]
         self.release(rollout_ids)
         return transfers
 
     def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> None:
-        """Go on with rollouts that another engine of the same model has exported.
+        """Queue rollouts that another engine of the same model has exported, each by its transfer.
 
-        They join the queue. What was computed with older weights than this engine's is treated as
-        at a hand-over.
-
-        Raises:
-            EngineError: a transfer is not its rollout's, or one cannot be admitted.
+        Keys and values of other weights are treated as at a weight sync.
         """
         for r, transfer in zip(responses, transfers, strict=True):
             if transfer.rollout_id != r.id or transfer.cached_tokens >= r.total_tokens:
@@ -225,42 +197,31 @@ class Engine(ABC):
                     f"rollout {r.id} with {r.total_tokens} tokens came with the "
                     f"transfer of rollout {transfer.rollout_id}, whose cache covers "
                     f"{transfer.cached_tokens}; give each rollout its own transfer, and append "
-                    "every chunk before it moves"
+                    "every chunk before it moves",
+                    "other-transfer",
                 )
             self._add(r, transfer)
 
     @abstractmethod
     def load(self, weights: WeightsRef) -> None:
-        """Decode with these weights from now on; ``carry`` says what becomes of rows in flight.
-
-        Raises:
-            EngineError: a tensor has no place to go to, or the model's fingerprint is then not the
-                one handed over.
-        """
+        """Decode with these weights from now on; ``carry`` says what becomes of rows in flight."""
 
     @abstractmethod
     def logprobs(self, sequences: IntArray) -> FloatArray:
-        """Log-probs [n, t - 1] of given tokens [n, t], all but the first of each sequence.
+        """Return log-probs [n, t - 1] of tokens [n, t], but the first ones, as they are sampled."""
 
-        They are of the distribution that the engine samples from; rollouts in flight stay.
-        """
-
-    @abstractmethod
     def prefill_tokens_per_s(self) -> float:
-        """Measure how fast one prompt is read, after a rehearsal; rollouts in flight stay."""
+        """Measure how fast one prompt is read, after a rehearsal."""
+        tokens = PREFILLED if self.longest is None else min(PREFILLED, self.longest - 1)
+        self._read_prompt(tokens)
+        start_s = time.perf_counter()
+        self._read_prompt(tokens)
+        return tokens / (time.perf_counter() - start_s)
 
     @property
     @abstractmethod
     def kv_bytes_per_token(self) -> int:
         """Bytes of a token's keys and values; 0 while they are not known."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the version, which is all the state there is."""
-        return {"version": self.version}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
-        self.version = state["version"]
 
     @abstractmethod
     def _row(self, r: Response, tokens: list[int], transfer: KVTransfer | None) -> Row:
@@ -274,34 +235,44 @@ class Engine(ABC):
     def _drop(self) -> None:
         """Stop decoding rows that are no longer held."""
 
+    @abstractmethod
+    def _read_prompt(self, tokens: int) -> None:
+        """Read a prompt of so many tokens, and wait for that."""
+
     def _transfer_of(self, row: Any, with_cache: bool) -> KVTransfer:
         return KVTransfer(row.id)
 
     def _add(self, r: Response, transfer: KVTransfer | None = None) -> None:
-        most = self._config.max_new_tokens
+        prompt, most = r.prompt, self._config.max_new_tokens
+        length = len(prompt.tokens)
         if r.id in self._held:
-            raise EngineError(f"rollout {r.id} is in the engine already; release it first")
-        if not r.prompt.tokens:
-            raise EngineError(f"prompt {r.prompt.id} has no tokens; put a start token before it")
+            raise EngineError(
+                f"rollout {r.id} is in the engine already; release it first", "already-in-engine"
+            )
+        if not length:
+            raise EngineError(
+                f"prompt {prompt.id} has no tokens; put a start token before it", "empty-prompt"
+            )
         if r.finish or len(r) >= most:
             raise EngineError(
-                f"rollout {r.id} has ended, at {len(r)} tokens; admit only those that go on"
+                f"rollout {r.id} has ended, at {len(r)} tokens; admit only those that go on",
+                "rollout-ended",
             )
-        if self._longest is not None and len(r.prompt.tokens) + most > self._longest:
+        if self.longest is not None and length + most > self.longest:
             raise EngineError(
-                f"prompt {r.prompt.id} has {len(r.prompt.tokens)} tokens and may get "
-                f"{most} more, but the model has positions for "
-                f"{self._longest}; lower rollout.max_new_tokens or task.max_prompt_tokens"
+                f"prompt {prompt.id} has {length} tokens and may get {most} more, but the model "
+                f"has positions for {self.longest}; lower rollout.max_new_tokens or "
+                "task.max_prompt_tokens",
+                "too-few-positions",
             )
-        self._held[r.id] = self._row(r, [*r.prompt.tokens, *r.tokens.tolist()], transfer)
+        self._held[r.id] = self._row(r, [*prompt.tokens, *r.tokens.tolist()], transfer)
 
     def _append(self, row: Row, token: int, logprob: float) -> Chunk | None:
         """Add a token to a row; if that ends the row, let go of it and return its last chunk."""
         row.tokens.append(token)
         row.logprobs.append(logprob)
-        if token in self._end_tokens or (
-            self._stop and self._stop.ends(row.tokens, len(row.prompt))
-        ):
+        stop = self.settings.stop
+        if token in self.settings.end_tokens or (stop and stop.ends(row.tokens, len(row.prompt))):
             finish = FinishReason.STOP
         elif row.generated >= self._config.max_new_tokens:
             finish = FinishReason.LENGTH

@@ -1,16 +1,19 @@
 """Stretto's own generation engine: continuous batching over KV slots, in plain torch.
 
+Shapes: n rows, K key positions read, V vocabulary.
+
 A rollout waits, takes a slot, has its tokens prefilled within a budget, and then gets one token a
-decode step together with everyone else, until it ends and its slot goes to the next. The newest
-token of a row is never in the cache: the step that samples its successor puts it there. So prefill
-needs no logits, and a prompt, a carried response and a fresh set of weights are all the same case.
+decode step together with all others, until it ends and its slot goes to the next. The newest token
+of a row is never in the cache: the step that samples its successor puts it there. So prefill needs
+no logits, and a prompt, a carried response and a fresh set of weights are all the same case.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,37 +22,48 @@ from torch import Tensor, nn
 from stretto.config import RolloutConfig
 from stretto.errors import EngineError
 from stretto.models.backend import backend_of
-from stretto.models.forward import backbone, positions, unwrapped
+from stretto.models.cached import CachedPass, RowCache, SlotCache, check_cache
+from stretto.models.devices import Backend, PackedLinears
+from stretto.models.forward import backbone, output_head, positions, unwrapped
 from stretto.models.weights import load_weights
-from stretto.rollout.base import Carry, Engine, StopStrings
-from stretto.rollout.rows import RowCache, RowSlots, SlotRow, pick_prefill
-from stretto.rollout.sampling import stream_seed
-from stretto.rollout.step import GraphedDecode, ModelPass, Probe, StepInputs, check_cached_pass
+from stretto.rollout.base import Engine, EngineSettings, Row
+from stretto.rollout.sampling import sample, stream_seed, uniform
 from stretto.types import Capabilities, FloatArray, IntArray, KVTransfer, Response, WeightsRef
-from stretto.weights.channel import WeightChannel, fetched
+from stretto.weights.channel import fetched
 
-PREFILLED = 256
-"""Tokens of the prompt by which prefilling is measured."""
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SlotRow(Row):
+    """A rollout of which ``cached`` tokens have keys and values.
+
+    Attributes:
+        cache_version: of the weights under which its cache was begun; older if carried over.
+        kv: keys and values that came with it, until it has a slot.
+    """
+
+    seed: int
+    cache_version: int
+    cached: int = 0
+    kv: RowCache | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Return whether all but the newest token have keys."""
+        return self.cached == len(self.tokens) - 1
+
+    def void(self, version: int) -> None:
+        """Forget keys and values; new ones will be made under ``version``."""
+        self.cached, self.kv, self.cache_version = 0, None, version
 
 
 class TorchEngine(Engine):
     """An engine that generates with a transformers model in this process.
 
-    The model is used as it is, without a copy: a learner that trains the very same module hands
-    over its weights by a version number and a fingerprint alone. While the engine decodes on a CPU
-    in bfloat16, the module's linear layers are changed for that time; an engine that decodes in one
-    thread while another thread uses the module needs a copy
-    (:func:`~stretto.models.weights.with_own_structure`).
-
-    Many short calls of :meth:`decode` and one long call sample the same tokens, in the same forward
-    passes. A rollout that moves with its keys and values is decoded as soon as it has a slot.
-
-    Args:
-        slots: rollouts decoded together; ``None`` takes the config's number. Memory is allocated
-            for as many as there have been at one time.
-
-    Raises:
-        EngineError: the model cannot be driven over slots, or ``slots`` is below 1.
+    The model is used as it is, without a copy: a learner that trains the very same module syncs its
+    weights by a version number and a fingerprint alone. While the engine decodes on a CPU in
+    bfloat16, the module's linear layers are changed for that time; another thread that uses the
+    module needs a copy (:func:`~stretto.models.weights.with_own_structure`). Many short calls of
+    :meth:`decode` and one long call sample the same tokens, in the same forward passes.
     """
 
     capabilities = Capabilities(
@@ -57,45 +71,32 @@ class TorchEngine(Engine):
     )
     _held: dict[int, SlotRow]
 
-    def __init__(
-        self,
-        model: nn.Module,
-        config: RolloutConfig,
-        *,
-        end_tokens: frozenset[int],
-        seed: int,
-        stop: StopStrings | None = None,
-        slots: int | None = None,
-        carry: Carry = "recompute",
-        channel: WeightChannel | None = None,
-    ) -> None:
-        super().__init__(
-            config,
-            end_tokens=end_tokens,
-            seed=seed,
-            stop=stop,
-            carry=carry,
-            channel=channel,
-            longest=positions(model, generating=True),
-        )
-        self.model = model
-        self._probe: Probe | None = None
-        self._slots = (config.slots or config.batch) if slots is None else slots
+    def __init__(self, model: nn.Module, settings: EngineSettings) -> None:
+        super().__init__(settings, positions(model, generating=True))
+        self.model, config, self._slots = model, settings.rollout, settings.slots
+        self._probe: ModelPass | None = None
         if self._slots < 1:
-            raise EngineError(f"an engine needs at least one slot; got slots = {slots}")
-        check_cached_pass(model, config)
-        device = next(model.parameters()).device
-        self._cache = RowSlots(self._slots, device)
+            raise EngineError(f"an engine needs a slot at least; slots = {self._slots}", "no-slots")
+        own = ModelPass(model, SlotCache(2), config)
+        with torch.inference_mode():
+            check_cache(own, own.next_logits, own.head.logits)
+        self._device = next(model.parameters()).device
+        self._backend = backend_of(self._device)
+        self._cache = SlotCache(0)
         self._pass = ModelPass(model, self._cache, config)
-        backend = backend_of(device)
-        self._packed = backend.packed(backbone(model), unwrapped(model).get_output_embeddings())
-        self._graphs = config.cuda_graphs and backend.graphs
+        self._packed = PackedLinears(backbone(model), unwrapped(model).get_output_embeddings())
+        self._graphs = config.cuda_graphs and self._backend.graphs
         self._step_pass: Callable[[StepInputs, int], tuple[Tensor, Tensor]] = self._pass.decode
         self._waiting: deque[SlotRow] = deque()
         self._rows: list[SlotRow] = []  # a row's index is its slot
 
+    @classmethod
+    def open(cls, model: nn.Module, settings: EngineSettings) -> Engine:
+        return cls(model, settings)
+
     def load(self, weights: WeightsRef) -> None:
-        load_weights(self.model, weights, fetched(self._channel, weights), "the engine")
+        tensors = fetched(self.settings.channel, weights)
+        load_weights(self.model, weights, tensors, "the engine")
         self.version = weights.version
         self._packed.invalidate()
         rows = [*self._rows, *self._waiting]
@@ -106,25 +107,24 @@ class TorchEngine(Engine):
             # resumed run: the same rows are then prefilled together, and all bits are the same.
             self._rows, self._waiting = [], deque(sorted(rows, key=lambda row: row.id))
 
-    def logprobs(self, sequences: IntArray) -> FloatArray:
-        if self._probe is None or not np.array_equal(self._probe.sequences, sequences):
-            self._probe = Probe(self.model, self._packed, self._config, sequences)
-        return self._probe.logprobs()
-
     @torch.inference_mode()
-    def prefill_tokens_per_s(self) -> float:
-        ids = torch.ones(1, PREFILLED, dtype=torch.long, device=self._pass.device)
-        seconds = 0.0
-        for _ in range(2):
-            start_s = time.perf_counter()
-            hidden = backbone(self.model)(input_ids=ids, use_cache=False).last_hidden_state
-            hidden[0, -1, 0].item()
-            seconds = time.perf_counter() - start_s
-        return PREFILLED / seconds
+    def logprobs(self, sequences: IntArray) -> FloatArray:
+        ids, found = torch.from_numpy(sequences.astype(np.int64)).to(self._device), []
+        if self._probe is None or self._probe.cache.slots != len(ids):
+            self._probe = ModelPass(self.model, SlotCache(len(ids)), self._config)
+        self._probe.cache.reserve(ids.shape[1])
+        with self._packed:
+            for at in range(ids.shape[1] - 1):
+                positions = torch.full_like(ids[:, at], at)
+                logits = self._probe.next_logits(ids[:, at], positions, at + 1)
+                logprobs = (logits.float() / self._config.temperature).log_softmax(-1)
+                found.append(logprobs.gather(1, ids[:, at + 1, None])[:, 0])
+        together: FloatArray = torch.stack(found, 1).cpu().numpy()
+        return together
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return max(self._cache.token_bytes, self._probe.cache.token_bytes if self._probe else 0)
+        return max(p.cache.token_bytes for p in (self._pass, self._probe) if p)
 
     def _row(self, r: Response, tokens: list[int], transfer: KVTransfer | None) -> SlotRow:
         row = SlotRow(
@@ -132,7 +132,7 @@ class TorchEngine(Engine):
             prompt=r.prompt.tokens,
             tokens=tokens,
             reported=len(r),
-            seed=stream_seed(self._seed, r.id),
+            seed=stream_seed(self.settings.seed, r.id),
             cache_version=self.version,
         )
         if transfer and transfer.cache is not None:
@@ -166,9 +166,14 @@ class TorchEngine(Engine):
             if self._rows[slot].id not in self._held:
                 self._vacate(slot)
 
+    @torch.inference_mode()
+    def _read_prompt(self, tokens: int) -> None:
+        ids = torch.ones(1, tokens, dtype=torch.long, device=self._device)
+        hidden = backbone(self.model)(input_ids=ids, use_cache=False).last_hidden_state
+        hidden[0, -1, 0].item()
+
     def _renew(self, row: SlotRow) -> None:
-        """Void a row's cache now that there are new weights, unless it is carried."""
-        if self._carry == "recompute" or not row.generated or not row.cached:
+        if self.settings.carry == "recompute" or not row.generated or not row.cached:
             row.void(self.version)
 
     @torch.inference_mode()
@@ -182,18 +187,19 @@ class TorchEngine(Engine):
 
     def _fill_slots(self) -> None:
         coming = min(len(self._waiting), self._slots - len(self._rows))
-        if coming and self._cache.hold(len(self._rows) + coming) and self._graphs:
-            self._step_pass = GraphedDecode(self._pass)  # the graphs so far write to freed memory
+        moved = coming and self._cache.hold(len(self._rows) + coming, self._slots)
+        if moved and self._graphs:  # the graphs so far write to freed memory
+            self._step_pass = GraphedDecode(self._pass, self._backend)
         for _ in range(coming):
             row = self._waiting.popleft()
             self._cache.reserve(len(row.prompt) + self._config.max_new_tokens)
             if row.kv:
-                self._cache.put(len(self._rows), row.kv)
+                self._cache.put(len(self._rows), row.kv, self._device)
                 row.kv = None
             self._rows.append(row)
 
     def _prefill(self) -> None:
-        """Run forward passes over rows that are not ready, if there are any, within the budget."""
+        """Run forward passes over rows that are not ready, within the budget."""
         left = budget = self._config.prefill_tokens
         while left > 0 and (pending := [s for s, row in enumerate(self._rows) if not row.ready]):
             picked = pick_prefill(self._rows, pending, left, self.version)
@@ -226,19 +232,17 @@ class TorchEngine(Engine):
 
     def _step(self) -> bool:
         """Decode one token for every ready row; return whether there was one."""
-        rows, device = self._rows, self._pass.device
+        rows, idle = self._rows, self._cache.capacity
         ready = [row.ready for row in rows]
         if not any(ready):
             return False
-        idle = self._cache.capacity
-        inputs = StepInputs(
-            ids=torch.tensor([row.tokens[-1] for row in rows], device=device),
-            positions=torch.tensor(
-                [row.cached if row.ready else idle for row in rows], device=device
-            ),
-            seeds=torch.tensor([row.seed for row in rows], device=device),
-            index=torch.tensor([row.generated for row in rows], device=device),
+        columns = (
+            [row.tokens[-1] for row in rows],
+            [row.cached if row.ready else idle for row in rows],
+            [row.seed for row in rows],
+            [row.generated for row in rows],
         )
+        inputs = StepInputs(*(torch.tensor(c, device=self._device) for c in columns))
         read = max(row.cached for row in rows if row.ready) + 1
         self.context_tokens += read * len(rows)
         tokens, logprobs = (x.tolist() for x in self._step_pass(inputs, read))
@@ -258,3 +262,111 @@ class TorchEngine(Engine):
         if slot < len(self._rows):
             self._rows[slot] = last
             self._cache.copy_row(len(self._rows), slot, last.cached)
+
+
+def pick_prefill(
+    rows: Sequence[SlotRow], pending: Sequence[int], budget: int, version: int
+) -> list[int]:
+    """Pick slots for one prefill pass: the longest first, padded width times rows in the budget.
+
+    No row is padded to more than its double: a second pass costs less. Fresh rows and rows that go
+    on do not mix, as fresh ones need no mask. Of several rows with one prompt, all but the first
+    wait until the first has prefilled it under the present weights.
+    """
+    picked: list[int] = []
+    taken = {
+        row.prompt
+        for row in rows
+        if row.cached and len(row.prompt) > 1 and row.cache_version == version
+    }
+    width = 0
+    left = {slot: len(rows[slot].tokens) - 1 - rows[slot].cached for slot in pending}
+    for slot in sorted(pending, key=lambda s: -left[s]):
+        row = rows[slot]
+        if row.cached == 0 and row.prompt in taken:
+            continue
+        width = width or min(left[slot], budget)
+        if picked and ((len(picked) + 1) * width > budget or 2 * left[slot] < width):
+            break
+        if picked and (row.cached == 0) != (rows[picked[0]].cached == 0):
+            continue
+        if row.cached == 0 and len(row.prompt) > 1:
+            taken.add(row.prompt)
+        picked.append(slot)
+    return picked
+
+
+class StepInputs(NamedTuple):
+    """Inputs of a decode step, one entry a row; all [n] int64.
+
+    Attributes:
+        ids: the newest token, not yet in the cache.
+        positions: its position; the cache's scratch position for a row that sits out.
+        draws: which number of the row's stream to draw: the index of the response token.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    seeds: Tensor
+    draws: Tensor
+
+
+class ModelPass(CachedPass):
+    """A causal language model over a slot cache."""
+
+    def __init__(self, model: nn.Module, cache: SlotCache, config: RolloutConfig) -> None:
+        super().__init__(model, cache)
+        self.config, self.head = config, output_head(model)
+        self._output = unwrapped(model).get_output_embeddings()
+
+    def decode(self, inputs: StepInputs, read: int) -> tuple[Tensor, Tensor]:
+        """Decode a token a row for slots 0..n: tokens [n], and log-probabilities [n] as sampled."""
+        logits = self.next_logits(inputs.ids, inputs.positions, read)
+        config, u = self.config, uniform(inputs.seeds, inputs.draws)
+        return sample(logits, u, config.temperature, config.top_k, config.top_p)
+
+    def next_logits(self, ids: Tensor, positions: Tensor, read: int) -> Tensor:
+        """Return logits [n, V] after the newest token of slots 0..n."""
+        at = positions[:, None]
+        self.cache.aim(slice(0, len(ids)), at, read)
+        at = at.masked_fill(at == self.cache.capacity, 0)  # the model has no scratch position
+        hidden = self._hidden(ids[:, None], at, self._masks(at, read))
+        return self.head.finish(self._output(hidden[:, 0]))
+
+
+class GraphedDecode:
+    """Decode steps replayed as CUDA graphs, one for each (rows, read) rounded up."""
+
+    def __init__(self, model: ModelPass, backend: Backend) -> None:
+        self._model, self._backend = model, backend
+        self._graphs: dict[tuple[int, int], tuple[Any, StepInputs, tuple[Tensor, ...]]] = {}
+        self._capacity = -1
+        self._pool: Any = None
+
+    def __call__(self, inputs: StepInputs, read: int) -> tuple[Tensor, Tensor]:
+        """Decode as :meth:`ModelPass.decode` does."""
+        cache = self._model.cache
+        if cache.capacity != self._capacity:  # the cache moved: old graphs write to freed memory
+            self._graphs.clear()
+            self._pool, self._capacity = None, cache.capacity
+        n = len(inputs.ids)
+        rows = min(1 << (n - 1).bit_length(), cache.slots)
+        width = min(-(-read // 256) * 256, cache.capacity)
+        if (rows, width) not in self._graphs:
+            self._graphs[rows, width] = self._build(rows, width)
+        graph, static, (tokens, logprobs) = self._graphs[rows, width]
+        static.positions.fill_(cache.capacity)
+        for target, source in zip(static, inputs, strict=True):
+            target[:n].copy_(source)
+        graph.replay()
+        return tokens[:n], logprobs[:n]
+
+    def _build(self, rows: int, width: int) -> tuple[Any, StepInputs, tuple[Tensor, ...]]:
+        device = self._model.device
+        static = StepInputs(*(torch.zeros(rows, dtype=torch.long, device=device) for _ in range(4)))
+        static.positions.fill_(self._model.cache.capacity)
+        graph, outputs = self._backend.capture(
+            lambda: self._model.decode(static, width), self._pool
+        )
+        self._pool = graph.pool()
+        return graph, static, outputs

@@ -2,51 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
-from torch import nn
-
-from stretto.rollout.base import Engine, EngineSettings
+from stretto.rollout.base import Engine
 from stretto.rollout.engine import TorchEngine
-from stretto.rollout.vllm.engine import VllmEngine, open_engine
-from stretto.rollout.vllm.llm import check_version
-from stretto.types import Capabilities
+from stretto.rollout.vllm.engine import VllmEngine
 
-
-@dataclass(frozen=True, slots=True)
-class EngineKind:
-    """An engine that can be chosen.
-
-    Attributes:
-        capabilities: of the engine.
-        open: makes one over a model.
-        check: raises ``MissingExtraError`` where its library is not installed, and ``ConfigError``
-            where that is too old.
-        own_weights: whether it has weights of its own, all of which the first hand-over brings. The
-            model then stays on the CPU, and says what travels.
-    """
-
-    capabilities: Capabilities
-    open: Callable[[nn.Module, EngineSettings], Engine]
-    check: Callable[[], None] = lambda: None
-    own_weights: bool = False
-
-
-def _open_torch(model: nn.Module, settings: EngineSettings) -> TorchEngine:
-    return TorchEngine(
-        model,
-        settings.rollout,
-        end_tokens=settings.end_tokens,
-        seed=settings.seed,
-        stop=settings.stop,
-        slots=settings.rows,
-        carry=settings.carry,
-        channel=settings.channel,
-    )
-
-
-ENGINES: Mapping[str, EngineKind] = {
-    "torch": EngineKind(TorchEngine.capabilities, _open_torch),
-    "vllm": EngineKind(VllmEngine.capabilities, open_engine, check_version, own_weights=True),
-}
+ENGINES: Mapping[str, type[Engine]] = {"torch": TorchEngine, "vllm": VllmEngine}

@@ -2,10 +2,10 @@
 
 Shapes: n rows, V vocabulary.
 
-A token's randomness is a pure function of (run seed, rollout id, index of the token), so that a
-rollout's tokens depend neither on who shares its batch nor on when it was admitted, and there is
-no generator state to save. The draw inverts the cumulative distribution with that one number,
-where ``torch.multinomial`` would draw V exponentials a row.
+A token's randomness is a pure function of (run seed, rollout id, index of the token), so that it
+depends neither on the rollout's company nor on when it was admitted, and there is no generator
+state to save. The draw inverts the cumulative distribution with that one number, where
+``torch.multinomial`` would draw V exponentials a row.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _mix(x: int) -> int:
 
 
 def stream_seed(run_seed: int, rollout_id: int) -> int:
-    """The seed of one rollout's random stream, as a signed 64-bit integer."""
+    """Return the seed of one rollout's random stream, as a signed 64-bit integer."""
     return _signed(_mix((_mix(run_seed & _MASK_64) + rollout_id * _GOLDEN) & _MASK_64))
 
 
@@ -39,15 +39,7 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 
 
 def uniform(seeds: Tensor, index: Tensor) -> Tensor:
-    """Element ``index`` of each stream, in (0, 1): SplitMix64 on tensors of int64.
-
-    Args:
-        seeds: [n] from :func:`stream_seed`.
-        index: [n] counts draws within a stream.
-
-    Returns:
-        [n] float64.
-    """
+    """Return draw ``index`` [n] of streams ``seeds`` [n] by SplitMix64: float64 in (0, 1)."""
     x = seeds + (index + 1) * _signed(_GOLDEN)
     x = (x ^ _shift(x, 30)) * _signed(_MIX_1)
     x = (x ^ _shift(x, 27)) * _signed(_MIX_2)
@@ -56,13 +48,10 @@ def uniform(seeds: Tensor, index: Tensor) -> Tensor:
 
 
 def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Set to -inf what top-k and top-p leave out; ties at the border stay in.
+    """Set logits [n, V] to -inf that top-k and top-p leave out; ties at the border stay in.
 
-    Args:
-        logits: [n, V], temperature applied.
-        top_k: how many entries stay; 0 keeps all.
-        top_p: the smallest set of likeliest entries with this much probability stays (Holtzman
-            et al. 2020); 1 keeps all.
+    Temperature is applied before. Of ``top_p`` the smallest set of likeliest entries with this much
+    probability stays (Holtzman et al. 2020); a ``top_k`` of 0 and a ``top_p`` of 1 keep all.
     """
     if top_k and top_k < logits.shape[-1]:
         border = logits.topk(top_k, -1).values[:, -1:]
@@ -79,17 +68,11 @@ def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 def sample(
     logits: Tensor, u: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Draw a token a row.
+    """Draw a token a row, by numbers ``u`` [n] in (0, 1), from logits [n, V], which it overwrites.
 
-    Args:
-        logits: [n, V] float32; overwritten.
-        u: [n] float64 in (0, 1).
-        temperature: 0 takes the likeliest token.
-        top_k, top_p: see :func:`truncate`.
-
-    Returns:
-        Tokens [n] and their log-probabilities [n] under the distribution that was sampled:
-        temperature and truncation applied. For temperature 0, under the model's own.
+    Returns tokens [n] and their log-probabilities [n] under the distribution that was sampled:
+    temperature and truncation applied. A temperature of 0 takes the likeliest token, by the model's
+    own distribution.
     """
     if temperature == 0:
         tokens = logits.argmax(-1)
@@ -105,12 +88,9 @@ def sample(
 
 
 def _invert(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where the running sum of ``weights`` [n, V] passes ``u`` of the total, and the total.
+    """Return where running sums of ``weights`` [n, V] pass ``u`` of their total, and the total.
 
-    Places and totals are [n].
-
-    The search goes over the sums of blocks, then within one block: it reads all V weights, but
-    keeps no running sum of V terms.
+    A search over the sums of blocks, then within a block, keeps no running sum of V terms.
     """
     n, vocabulary = weights.shape
     if vocabulary % BLOCK:
@@ -125,11 +105,8 @@ def _invert(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _first_above(ends: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Index of the first running sum above the target, and the target less the sum before it.
-
-    The target is kept under the last sum, which rounding could make it reach: so the entry found
-    always has a weight above zero.
-    """
+    """Return the first running sum above the target, and the target less the sum before it."""
+    # Below the last sum, which rounding could make it reach: the entry found has a weight above 0.
     target = torch.minimum(target, ends[:, -1] * (1 - 2.0**-40))
     index = torch.searchsorted(ends, target[:, None], right=True)
     before = torch.where(index > 0, ends.gather(1, (index - 1).clamp_min(0)), 0.0)

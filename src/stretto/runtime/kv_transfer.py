@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from stretto.errors import RankError, TransferError
-from stretto.rollout.rows import RowCache
+from stretto.models.cached import RowCache
 from stretto.types import KVTransfer, Reply, Response
 from stretto.weights.buckets import Plan, plan
 from stretto.weights.transfer import Meeting, Route, Transfers

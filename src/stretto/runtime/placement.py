@@ -14,7 +14,7 @@ from stretto.errors import ConfigError, nearest
 from stretto.saying import format_size
 
 if TYPE_CHECKING:
-    from stretto.models.pieces import Layout
+    from stretto.models.shards import ShardLayout
 
 PROCESS_BYTES = 400 << 20
 """Memory of a process with torch and transformers, before any model (measured: about 350 MB)."""
@@ -45,12 +45,12 @@ class ProcessPlacement:
         return self.devices[0]
 
 
-def learner_layout(cluster: ClusterConfig) -> Layout:
+def learner_layout(cluster: ClusterConfig) -> ShardLayout:
     """Return the layout of the learner's ranks."""
-    from stretto.models.pieces import Layout
+    from stretto.models.shards import ShardLayout
 
     process = cluster.process_of(LEARNER)
-    return Layout(process.fsdp, process.tp)
+    return ShardLayout(process.fsdp, process.tp)
 
 
 def shares_weights(config: Config, found: Sequence[ProcessPlacement]) -> bool:

@@ -27,8 +27,8 @@ from stretto.models.backend import pick_device
 from stretto.models.lora import trained_names
 from stretto.models.mapped import take
 from stretto.models.offload import OffloadedTensors
-from stretto.models.pieces import Layout, Whole, wholes_of
-from stretto.models.tensor_parallel import Slices, cut_linears, plan_cuts
+from stretto.models.shards import FullParameter, ShardLayout
+from stretto.models.tensor_parallel import Slices, cut_linears, full_parameters, plan_cuts
 from stretto.models.weights import fingerprint
 from stretto.protocols import Generator, Scorer
 from stretto.rollout.base import Engine
@@ -277,13 +277,13 @@ def follow_whole(model: nn.Module, setup: RoleSetup) -> WeightReceiver:
 
 def follow(model: nn.Module, setup: RoleSetup) -> Receiver:
     """Cut a model into slices in place, if there are several ranks; make the receiver of them."""
-    theirs, here = learner_layout(setup.config.cluster), Layout(tp=dist.get_world_size())
+    theirs, here = learner_layout(setup.config.cluster), ShardLayout(tp=dist.get_world_size())
     wholes = _trained_wholes(model, max(theirs.tp, here.tp))
     cut(model, setup)
     device, bucket_bytes = next(model.parameters()).device, setup.config.cluster.bucket_mb << 20
     if SENDER in setup.shared:
         return Resharding(setup.shared[SENDER], wholes, theirs, here, bucket_bytes, device)
-    own = {n: here.box(replace(w, by_rows=False), dist.get_rank()) for n, w in wholes.items()}
+    own = {n: here.bounds(replace(w, by_rows=False), dist.get_rank()) for n, w in wholes.items()}
     return WeightReceiver(
         {n: p for n, p in model.named_parameters() if n in wholes},
         device,
@@ -293,8 +293,8 @@ def follow(model: nn.Module, setup: RoleSetup) -> Receiver:
     )
 
 
-def _trained_wholes(model: nn.Module, tp: int) -> dict[str, Whole]:
-    trained, wholes = trained_names(model), wholes_of(model, plan_cuts(model, tp).dims)
+def _trained_wholes(model: nn.Module, tp: int) -> dict[str, FullParameter]:
+    trained, wholes = trained_names(model), full_parameters(model, plan_cuts(model, tp).dims)
     return {name: whole for name, whole in wholes.items() if name in trained}
 
 

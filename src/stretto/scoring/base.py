@@ -1,36 +1,43 @@
 """The common part of model scorers, which read rollouts whole or while they are being decoded.
 
-Shapes: T tokens of one response; n rows and q tokens a row of one streamed pass; H hidden size.
+Shapes: T sampled tokens of a response; n rows, q tokens a row of a streamed pass; H hidden size.
+
+Streamed scoring is the intra-step overlap of OPPO, for reference and critic too, and not in
+lock-step with decoding: tokens run through the model as they arrive, so that little is left to do
+when a rollout ends. As in the engine, the newest token is not in the cache, but runs together with
+those that follow it: each hidden state is at hand in the pass that has the token which it predicts.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from stretto.errors import EngineError, ModelError, first_line
-from stretto.models.forward import predicting_response
+from stretto.errors import EngineError, ModelError, first_line, is_out_of_memory
+from stretto.models.cached import CachedPass, SlotCache, check_cache
+from stretto.models.forward import by_token_budget, following_frequencies, predicting
 from stretto.models.tensor_parallel import slices_of
 from stretto.models.weights import load_weights
 from stretto.saying import Say
-from stretto.scoring.responses import Pending, worthwhile_tokens
-from stretto.scoring.streamed import Piece, Stream, Streams, out_of_memory
-from stretto.types import Chunk, Response, Score, ScoreKind, ScorerInfo, WeightsRef
+from stretto.scoring.responses import ResponseScorer, worthwhile_tokens
+from stretto.scoring.retokenise import StablePrefix
+from stretto.types import Chunk, Response, Score, ScoreKind, ScorerInfo, WeightsRef, sampled_of
 from stretto.weights.channel import WeightChannel, fetched
 
+Scored = Iterator[tuple[Sequence[Response], Sequence[Tensor]]]
+"""Micro-batches of responses with one tensor each: [1] for a reward, else [T]."""
 
-def warn(text: str) -> None:
-    """Log a scorer's message as a warning, if nobody else listens to it."""
-    logging.getLogger(__name__).warning(text)
+warn: Say = logging.getLogger(__name__).warning
+"""Logs a scorer's message, if nothing else shows it."""
 
 
-class ModelScorer:
-    """The part that all model scorers share; methods as in :class:`~stretto.protocols.Scorer`.
-
-    Nothing in it is state: rollouts are the schedule's to save, and caches are derived.
+class ModelScorer(ResponseScorer):
+    """The base of scorers that run a model. It has no state to save.
 
     Args:
         token_budget: tokens of one forward pass, padding counted.
@@ -42,7 +49,6 @@ class ModelScorer:
         channel: where those come from; ``None`` where the learner trains the same module.
 
     Attributes:
-        reads_text: whether it looks at prompts' text, and not at the actor's tokens alone.
         read_tokens: tokens that went through the model so far, padding not counted.
     """
 
@@ -60,152 +66,267 @@ class ModelScorer:
         follows: str = "",
         channel: WeightChannel | None = None,
     ) -> None:
-        self.name, self.kind, self.model, self.follows = name, kind, model, follows
+        super().__init__(name)
+        self.kind, self.model, self.follows = kind, model, follows
         self.read_tokens = 0
         self._budget, self._say, self._channel = token_budget, say, channel
-        self._pending = Pending(name)
         self._failures: dict[int, str] = {}
         self._said_full = False
-        self._streams = self._open_streams(slots) if slots else None
+        self._rows = self._open_rows(slots) if slots else None
 
     @property
     def info(self) -> ScorerInfo:
-        """The facts about it that a schedule needs."""
-        streams = self._streams is not None
+        streams = self._rows is not None
         worthwhile = worthwhile_tokens(self._budget, streaming=streams)
         return ScorerInfo(self.name, self.kind, self.follows, streams, self.reads_text, worthwhile)
 
     def admit(self, responses: Sequence[Response]) -> None:
-        """Learn of responses whose chunks will follow; with slots, read their prompts."""
         self.release([r.id for r in responses])
-        self._pending.admit(responses)
+        super().admit(responses)
         self._read_on(responses)
 
     def extend(self, chunks: Sequence[Chunk]) -> None:
-        """Take more tokens of admitted rollouts, in order for each; with slots, read them.
-
-        Raises:
-            LifecycleError: a chunk is of an unknown rollout, leaves a gap, or comes after the end.
-        """
-        self._pending.extend(chunks)
-        self._read_on([self._pending[i] for i in dict.fromkeys(c.rollout_id for c in chunks)])
+        super().extend(chunks)
+        self._read_on([self._responses[i] for i in dict.fromkeys(c.rollout_id for c in chunks)])
 
     def release(self, rollout_ids: Sequence[int]) -> None:
-        """Forget rollouts without a score; unknown ids are ignored."""
-        self._pending.release(rollout_ids)
+        super().release(rollout_ids)
         for rollout_id in rollout_ids:
             self._failures.pop(rollout_id, None)
-        if self._streams:
-            self._streams.close(rollout_ids)
+        if self._rows:
+            self._rows.close(rollout_ids)
 
     @torch.no_grad()
     def finish(self, rollout_ids: Sequence[int]) -> list[Score]:
-        """Score finished rollouts, in the order asked, and forget them.
-
-        One that the model cannot read gets a score with ``failure`` set and no values.
-
-        Raises:
-            LifecycleError: a rollout is unknown or has not ended; nothing is forgotten then.
-        """
-        responses = self._pending.take(rollout_ids)
+        """Score finished rollouts; one that the model cannot read gets its ``failure`` set."""
+        responses = self._take(rollout_ids)
         self._read_on(responses)
-        values: dict[int, Tensor] = {}
+        numbers: dict[int, Tensor] = {}
         whole = []
         for r in responses:
-            stream = self._streams.get(r.id) if self._streams else None
-            if stream is None:
+            row = self._rows.get(r.id) if self._rows else None
+            if row is None:
                 whole.append(r)
-            else:
-                values[r.id] = torch.cat(stream.numbers) if stream.numbers else torch.empty(0)
-        if self._streams:
-            self._streams.close(rollout_ids)
+            elif row.numbers:
+                numbers[r.id] = torch.cat(row.numbers)
+        if self._rows:
+            self._rows.close(rollout_ids)
         for part, scores in self._score(whole):
-            values |= {r.id: s for r, s in zip(part, scores, strict=True)}
-        scored = []
-        for r in responses:
-            numbers, failure = values.get(r.id, torch.empty(0)), self._failures.pop(r.id, None)
-            numpy = numbers.float().cpu().numpy()
-            scored.append(Score(r.id, self.name, self.kind, numpy, failure))
-        return scored
+            numbers |= {r.id: s for r, s in zip(part, scores, strict=True)}
+        found = [numbers.get(r.id, torch.empty(0)).float().cpu().numpy() for r in responses]
+        return [
+            Score(r.id, self.name, self.kind, values, self._failures.pop(r.id, None))
+            for r, values in zip(responses, found, strict=True)
+        ]
 
     def load(self, weights: WeightsRef) -> None:
-        """Score with these weights from now on; what was computed with older ones is void.
-
-        What rollouts in slots have so far is read again with their next tokens.
-
-        Raises:
-            EngineError: the scorer is frozen, or does not hold the weights handed over.
-        """
+        """Score with these weights; rollouts in slots are read again with their next tokens."""
         if not self.follows:
-            raise EngineError(f"scorer '{self.name}' is frozen and takes no weights")
+            raise EngineError(f"scorer '{self.name}' is frozen: no weights", "scorer-frozen")
         tensors = fetched(self._channel, weights)
         load_weights(self.model, weights, tensors, f"scorer '{self.name}'")
-        if self._streams:
-            self._streams.void()
+        if self._rows:
+            self._rows.void()
 
-    def _open_streams(self, slots: int) -> Streams | None:
+    def _open_rows(self, slots: int) -> StreamedRows | None:
         try:
             with torch.no_grad():
-                return Streams(self.model, slots, self._budget)
+                return StreamedRows(self.model, slots, self._budget)
         except (EngineError, ModelError) as error:
             self._say(f"'{self.name}' scores rollouts whole, at their end: {error}")
             return None
 
     @torch.no_grad()
     def _read_on(self, responses: Sequence[Response]) -> None:
-        """Run what is new of those responses that have a slot, or can have one."""
-        if self._streams is None:
+        if self._rows is None:
             return
         try:
-            streams = [s for r in responses if (s := self._stream_of(self._streams, r)) is not None]
-            self.read_tokens += self._streams.advance(streams, self._take)
+            rows = [row for r in responses if (row := self._row_of(self._rows, r)) is not None]
+            self.read_tokens += self._rows.advance(rows, self._take_hidden)
             return
         except RuntimeError as error:
             # Ranks that hold slices must go on alike: the role is replaced.
-            if not out_of_memory(error) or slices_of(self.model)[0] is not None:
+            if not is_out_of_memory(error) or slices_of(self.model)[0] is not None:
                 raise
             reason = first_line(error)
         # Outside the handler: the error's traceback holds on to what the pass had allocated.
-        self._streams = None
+        self._rows = None
         self._say(f"'{self.name}' scores rollouts whole from now on, at their end: {reason}")
 
-    def _stream_of(self, streams: Streams, response: Response) -> Stream | None:
-        """The stream of a response, up to date with its tokens."""
-        stream = streams.get(response.id)
-        if stream is None:
+    def _row_of(self, rows: StreamedRows, response: Response) -> StreamedRow | None:
+        """Return the row of a response, up to date with its tokens."""
+        row = rows.get(response.id)
+        if row is None:
             if response.finish:
                 return None  # in one piece it is scored faster without a cache
-            if streams.full:
-                self._say_full()
+            if not rows.free:
+                if not self._said_full:
+                    self._said_full = True
+                    self._say(
+                        f"'{self.name}' has more rollouts than slots to read them in; it scores "
+                        "those beyond its slots whole, at their end"
+                    )
                 return None
-            stream = self._open(streams, response)
-        self._update(stream, response)
-        return stream
+            row = self._open(rows, response)
+        self._update(row, response)
+        return row
 
-    def _say_full(self) -> None:
-        if not self._said_full:
-            self._said_full = True
-            self._say(
-                f"'{self.name}' has more rollouts than slots to read them in; it scores those "
-                "beyond its slots whole, at their end"
-            )
+    def _open(self, rows: StreamedRows, response: Response) -> StreamedRow:
+        return rows.open(response.id, response.prompt.tokens)
 
-    def _open(self, streams: Streams, response: Response) -> Stream:
-        prompt = response.prompt.tokens
-        return streams.open(response.id, prompt[:-1], prompt)
+    def _update(self, row: StreamedRow, response: Response) -> None:
+        prompt, before = len(response.prompt.tokens), len(row.tokens)
+        row.tokens += response.tokens[before - prompt :].tolist()
+        row.predicting += predicting(sampled_of(response)[before - prompt :], before)
+        row.goal = len(row.tokens) - 1
 
-    def _update(self, stream: Stream, response: Response) -> None:
-        known = len(stream.tokens) - len(response.prompt.tokens)
-        stream.tokens += response.tokens[known:].tolist()
-        stream.predicting = predicting_response(response)
-        stream.goal = len(stream.tokens) - 1
-
-    def _take(self, pieces: Sequence[Piece], hidden: Tensor) -> None:
-        """Add to the numbers of each piece's stream, out of hidden states [n, q, H]."""
+    def _take_hidden(self, spans: Sequence[RowSpan], hidden: Tensor) -> None:
+        """Add to the numbers of each span's row, out of hidden states [n, q, H]."""
         raise NotImplementedError
 
-    def _score(
-        self, responses: Sequence[Response]
-    ) -> Iterator[tuple[Sequence[Response], Sequence[Tensor]]]:
-        """Micro-batches of responses with one tensor each: [1] for a reward, else [T]."""
+    def _score(self, responses: Sequence[Response]) -> Scored:
         raise NotImplementedError
+
+
+@dataclass(slots=True, eq=False)
+class StreamedRow:
+    """A rollout in a slot.
+
+    Attributes:
+        prompt: all its tokens but the last, whose keys and values are copied within its group.
+        tokens: what the model is to read, as far as it is known.
+        goal: how many of the tokens to run through the model now.
+        cached: how many have been.
+        predicting: places in ``tokens`` whose states predict sampled tokens, in order.
+        numbers: what came out so far, 1-dimensional each.
+        text: where the tokens come from, if the model has a tokenizer of its own.
+    """
+
+    slot: int
+    prompt: tuple[int, ...]
+    tokens: list[int]
+    goal: int = 0
+    cached: int = 0
+    predicting: list[int] = field(default_factory=list)
+    numbers: list[Tensor] = field(default_factory=list)
+    text: StablePrefix | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpan:
+    """Tokens ``start:stop`` of a row, in one forward pass."""
+
+    row: StreamedRow
+    start: int
+    stop: int
+
+    @property
+    def predicting(self) -> list[int]:
+        """Those of the row's places that lie here."""
+        places = self.row.predicting
+        return places[bisect_left(places, self.start) : bisect_left(places, self.stop)]
+
+
+TakeHidden = Callable[[Sequence[RowSpan], Tensor], None]
+"""Takes what it needs from the last hidden states [n, q, H] of one pass over n spans."""
+
+
+class StreamedRows:
+    """The rollouts that one model is reading, and their keys and values.
+
+    Memory for all slots is allocated in the first pass, at the length needed then, and grows with
+    the longest rollout.
+    """
+
+    def __init__(self, model: nn.Module, slots: int, token_budget: int) -> None:
+        _check(model)
+        self._pass = CachedPass(model, SlotCache(slots))
+        self._budget = token_budget
+        self.free = list(reversed(range(slots)))
+        self._rows: dict[int, StreamedRow] = {}
+
+    def get(self, rollout_id: int) -> StreamedRow | None:
+        """Return the row of a rollout, if it has one."""
+        return self._rows.get(rollout_id)
+
+    def open(
+        self, rollout_id: int, tokens: Sequence[int], text: StablePrefix | None = None
+    ) -> StreamedRow:
+        """Give a rollout one of the free slots; its tokens so far are those of the prompt."""
+        row = StreamedRow(self.free.pop(), tuple(tokens[:-1]), list(tokens), text=text)
+        self._rows[rollout_id] = row
+        return row
+
+    def close(self, rollout_ids: Iterable[int]) -> None:
+        """Free the slots of rollouts; unknown ids are ignored."""
+        for rollout_id in rollout_ids:
+            if row := self._rows.pop(rollout_id, None):
+                self.free.append(row.slot)
+
+    def void(self) -> None:
+        """Forget all that was computed, because the weights have changed."""
+        for row in self._rows.values():
+            row.cached = 0
+            row.numbers.clear()
+
+    def advance(self, rows: Sequence[StreamedRow], take: TakeHidden) -> int:
+        """Bring each row to its goal, in passes of up to the budget; return how many tokens ran."""
+        pending = [row for row in rows if row.cached < row.goal]
+        if pending:
+            self._pass.cache.reserve(max(row.goal for row in pending))
+        done = 0
+        while pending:
+            waiting = self._share(pending)
+            ready = [row for row in pending if row.cached < row.goal and row not in waiting]
+            # Rows that start at 0 need no mask as long as no others are among them.
+            for part in ([r for r in ready if not r.cached], [r for r in ready if r.cached]):
+                lengths = [min(row.goal - row.cached, self._budget) for row in part]
+                for chosen in by_token_budget(lengths, self._budget):
+                    done += self._run([part[i] for i in chosen], take)
+            pending = [row for row in pending if row.cached < row.goal]
+        return done
+
+    def _share(self, pending: Sequence[StreamedRow]) -> set[StreamedRow]:
+        """Copy prompts that some row has run; return rows whose prompt is about to be run."""
+        fresh = [row for row in pending if not row.cached and row.prompt]
+        if not fresh:
+            return set()
+        have = {row.prompt: row for row in self._rows.values() if row.cached >= len(row.prompt)}
+        first = {row.prompt for row in pending if 0 < row.cached < len(row.prompt)}
+        waiting = set()
+        for row in fresh:
+            if source := have.get(row.prompt):
+                row.cached = len(row.prompt)
+                self._pass.cache.copy_row(source.slot, row.slot, row.cached)
+            elif row.prompt in first:
+                waiting.add(row)
+            else:
+                first.add(row.prompt)
+        return waiting
+
+    def _run(self, rows: Sequence[StreamedRow], take: TakeHidden) -> int:
+        spans = [RowSpan(r, r.cached, min(r.goal, r.cached + self._budget)) for r in rows]
+        hidden = self._pass.prefill(
+            [span.row.slot for span in spans],
+            [span.start for span in spans],
+            [span.row.tokens[span.start : span.stop] for span in spans],
+        )
+        take(spans, hidden)
+        for span in spans:
+            span.row.cached = span.stop
+        return sum(span.stop - span.start for span in spans)
+
+
+def _check(model: nn.Module) -> None:
+    own = CachedPass(model, SlotCache(2))
+    if kind := following_frequencies(own.config_of_model):
+        raise EngineError(
+            f"the model's position frequencies ({kind}) follow the length of the whole sequence, "
+            "which is not known before its end. Choose another model",
+            "no-slots",
+        )
+
+    def newest(ids: Tensor, positions: Tensor, _: int) -> Tensor:
+        return own.prefill([*range(len(ids))], positions.tolist(), ids[:, None].tolist())[:, 0]
+
+    check_cache(own, newest, lambda hidden: hidden)

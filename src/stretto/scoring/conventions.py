@@ -1,8 +1,4 @@
-"""Reward functions as TRL, verl and OpenRLHF have them: how they are called and checked.
-
-A function is called with what its convention says, and what it gives is checked: every sample gets
-a number or an error.
-"""
+"""Reward functions as TRL, verl and OpenRLHF have them: how they are called and checked."""
 
 from __future__ import annotations
 
@@ -22,6 +18,7 @@ from stretto.finite import is_finite
 
 Sample = Mapping[str, Any]
 Send = Callable[[Mapping[str, Any]], None]
+Run = Callable[[Sequence[Sample], Send], str | None]
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -32,44 +29,35 @@ SIGNATURES = """\
 
 
 @dataclass(frozen=True)
-class RewardFunction:
-    """A function that scores samples, in one form for all conventions.
+class Convention:
+    """How a function is called, by the names of its parameters.
 
     Attributes:
-        run: scores a list, sends a verdict for each sample, and returns what went wrong with the
-            list as a whole (None when every sample has its verdict).
         columns: dataset columns that it looks at; None for all.
         required: columns that it cannot do without.
     """
 
-    run: Callable[[Sequence[Sample], Send], str | None]
+    kind: Literal["verl", "OpenRLHF", "TRL", "task"] = "task"
     columns: Sequence[str] | None = ()
     required: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
-class Convention:
-    """How a function is called, by the names of its parameters.
+class RewardFunction:
+    """A function in one form for all conventions.
 
-    Attributes:
-        kind: whose convention it is.
-        columns: dataset columns that it looks at; None for all.
-        required: columns that it cannot do without.
+    ``run`` scores a list, sends a verdict for each sample, and returns what went wrong with the
+    list as a whole, if anything.
     """
 
-    kind: Literal["verl", "OpenRLHF", "TRL"]
-    columns: Sequence[str] | None
-    required: Sequence[str]
+    run: Run
+    convention: Convention = Convention()
 
 
 def convention_of(signature: inspect.Signature, file: str, name: str) -> Convention:
-    """Recognise a function's convention.
-
-    Raises:
-        ConfigError: the signature is not known.
-    """
+    """Recognise a function's convention; raises ConfigError if the signature is not known."""
     parameters = signature.parameters.values()
-    named, takes_any = _named(parameters), _takes_any(parameters)
+    named, takes_any = _names(signature)
     required = {p.name for p in parameters if p.name in named and p.default is p.empty}
     verl = {"data_source", "solution_str", "ground_truth", "extra_info"}
     openrlhf = {"queries", "prompts", "labels"}
@@ -86,64 +74,54 @@ def convention_of(signature: inspect.Signature, file: str, name: str) -> Convent
         return Convention("TRL", columns_of, sorted(required - _TRL))
     raise ConfigError(
         f"reward.sources: '{name}{signature}' in '{file}' has a signature that is not known. The "
-        f"parameters must be named as in one of:\n{SIGNATURES}"
+        f"parameters must be named as in one of:\n{SIGNATURES}",
+        "unknown-signature",
     )
 
 
 def recognise(function: Callable[..., Any], file: str, name: str) -> RewardFunction:
-    """Make a reward function of one in any convention.
-
-    Raises:
-        ConfigError: the signature is not known.
-    """
+    """Make a reward function of one in any convention; raises ConfigError if it is in none."""
     signature = inspect.signature(function)
     convention = convention_of(signature, file, name)
-    parameters = signature.parameters.values()
-    call = _Caller(function, _named(parameters), _takes_any(parameters))
+    call = _caller(function, signature)
     if convention.kind == "verl":
         run = one_by_one(lambda sample: _verl(call, sample), file)
     elif convention.kind == "OpenRLHF":
         run = _all_at_once(lambda samples: _openrlhf(call, samples), file, as_number)
     else:
-        run = _all_at_once(lambda samples: _trl(call, samples), file, as_number_or_none)
-    return RewardFunction(run, convention.columns, convention.required)
+        number = lambda entry: None if entry is None else as_number(entry)  # noqa: E731
+        run = _all_at_once(lambda samples: _trl(call, samples), file, number)
+    return RewardFunction(run, convention)
 
 
-def _named(parameters: Collection[inspect.Parameter]) -> set[str]:
-    return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+def _names(signature: inspect.Signature) -> tuple[set[str], bool]:
+    parameters = signature.parameters.values()
+    by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return by_name, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-def _takes_any(parameters: Collection[inspect.Parameter]) -> bool:
-    return any(p.kind is p.VAR_KEYWORD for p in parameters)
+def _caller(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
+    """Return a call of a function that passes the arguments it takes, and awaits its result."""
+    named, takes_any = _names(signature)
+    runner = asyncio.Runner()  # one event loop for good: clients keep connections in it
 
+    async def wait(result: Any) -> Any:
+        return await result
 
-class _Caller:
-    """A function that is called with those arguments that it takes, and awaited if async."""
+    def call(**arguments: Any) -> Any:
+        if not takes_any:
+            arguments = {key: arguments[key] for key in arguments if key in named}
+        result = function(**arguments)
+        return runner.run(wait(result)) if inspect.isawaitable(result) else result
 
-    def __init__(self, function: Callable[..., Any], named: set[str], takes_any: bool) -> None:
-        self._function, self._named, self._takes_any = function, named, takes_any
-        self._runner = asyncio.Runner()  # one event loop for good: clients keep connections in it
-
-    def __call__(self, **arguments: Any) -> Any:
-        if not self._takes_any:
-            arguments = {key: arguments[key] for key in arguments if key in self._named}
-        result = self._function(**arguments)
-        return self._runner.run(_wait(result)) if inspect.isawaitable(result) else result
-
-
-async def _wait(result: Any) -> Any:
-    return await result
+    return call
 
 
 _TRL = {"prompts", "completions", "completion_ids"}
 
 
-def _trl(call: _Caller, samples: Sequence[Sample]) -> Any:
-    """Call a function of TRL's convention on all samples.
-
-    All arguments are given by keyword, dataset columns as lists; a conversation's response is a
-    conversation too.
-    """
+def _trl(call: Callable[..., Any], samples: Sequence[Sample]) -> Any:
+    """Call with all samples by keyword, dataset columns as lists, conversations as messages."""
     columns = {key: None for sample in samples for key in sample["data"] if key not in _TRL}
     return call(
         prompts=[s["prompt"] if s["messages"] is None else s["messages"] for s in samples],
@@ -158,11 +136,8 @@ def _trl(call: _Caller, samples: Sequence[Sample]) -> Any:
     )
 
 
-def _openrlhf(call: _Caller, samples: Sequence[Sample]) -> Any:
-    """Call a function of OpenRLHF's convention on all samples.
-
-    Queries are prompt and response together, labels the column 'label'.
-    """
+def _openrlhf(call: Callable[..., Any], samples: Sequence[Sample]) -> Any:
+    """Call with all samples: queries are prompt and response together, labels a column."""
     result = call(
         queries=[s["prompt"] + s["response"] for s in samples],
         prompts=[s["prompt"] for s in samples],
@@ -171,22 +146,19 @@ def _openrlhf(call: _Caller, samples: Sequence[Sample]) -> Any:
     return result.get("rewards", result) if isinstance(result, Mapping) else result
 
 
-def _verl(call: _Caller, sample: Sample) -> Any:
-    """Call a function on one sample, with verl's columns; the score may stand in a dict."""
+def _verl(call: Callable[..., Any], sample: Sample) -> Any:
+    """Call with one sample, by verl's columns; the score may stand in a dict."""
     data = sample["data"]
     model = data.get("reward_model")
-    if isinstance(model, Mapping) and "ground_truth" in model:
-        truth = model["ground_truth"]
-    elif "ground_truth" in data:
-        truth = data["ground_truth"]
-    else:
+    holder = model if isinstance(model, Mapping) and "ground_truth" in model else data
+    if "ground_truth" not in holder:
         raise RewardError(
             "the dataset row has no ground truth; verl's signature needs the column 'ground_truth' "
             "or 'reward_model' with a 'ground_truth' in it"
         )
-    source = {"data_source": data["data_source"]} if "data_source" in data else {}
-    extra = data.get("extra_info")
-    result = call(solution_str=sample["response"], ground_truth=truth, extra_info=extra, **source)
+    given = {key: data[key] for key in ("data_source",) if key in data}
+    given |= {"ground_truth": holder["ground_truth"], "extra_info": data.get("extra_info")}
+    result = call(solution_str=sample["response"], **given)
     if isinstance(result, Mapping):
         if "score" not in result:
             raise RewardError(f"it returned a dict without 'score': {result!r}")
@@ -194,88 +166,73 @@ def _verl(call: _Caller, sample: Sample) -> Any:
     return result
 
 
-def one_by_one(
-    score: Callable[[Sample], Any], file: str | None = None
-) -> Callable[[Sequence[Sample], Send], str | None]:
+def one_by_one(score: Callable[[Sample], Any], file: str | None = None) -> Run:
     """Score each sample for itself: an error on one does not touch the others."""
+
+    def judge(sample: Sample) -> float:
+        return as_number(in_this_process(score, sample))
 
     def run(samples: Sequence[Sample], send: Send) -> None:
         for at, sample in enumerate(samples):
-            verdict: dict[str, Any]
-            try:
-                verdict = {"value": as_number(in_this_process(score, sample))}
-            except KeyboardInterrupt:  # the user's, where the reward function shares their process
-                raise
-            except BaseException as error:  # SystemExit too, and whatever reward functions invent
-                verdict = {"error": describe(error, file)}
-            send({"at": at, **verdict})
+            send({"at": at, **_verdict(judge, sample, file)})
 
     return run
 
 
 def _all_at_once(
     score: Callable[[Sequence[Sample]], Any], file: str, number: Callable[[Any], float | None]
-) -> Callable[[Sequence[Sample], Send], str | None]:
-    """Score the list in one call.
+) -> Run:
+    """Score the list in one call; ``number`` makes a number of an entry, or ``None``.
 
-    If the call raises, the error is that of the whole list. If it gives anything but one entry a
-    sample, nobody can tell whose they are, and it has failed on all samples.
-
-    Args:
-        number: makes a number of an entry, or ``None`` where the function does not apply.
+    An error is that of the whole list. If it gives anything but one entry a sample, it cannot be
+    told whose they are, and the function has failed on all samples.
     """
 
     def run(samples: Sequence[Sample], send: Send) -> str | None:
-        try:
-            result = in_this_process(score, samples)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            return describe(error, file)
-        for at, verdict in enumerate(_verdicts(result, len(samples), number, file)):
+        scored = _verdict(lambda given: in_this_process(score, given), samples, file)
+        if "error" in scored:
+            return str(scored["error"])
+        listed = _verdict(lambda result: _listed(result, len(samples)), scored["value"], file)
+        verdicts = [listed] * len(samples)
+        if "value" in listed:
+            verdicts = [_verdict(number, entry, file) for entry in listed["value"]]
+        for at, verdict in enumerate(verdicts):
             send({"at": at, **verdict})
         return None
 
     return run
 
 
-def _verdicts(
-    result: Any, count: int, number: Callable[[Any], float | None], file: str
-) -> list[dict[str, Any]]:
-    """Return the verdict on each of ``count`` samples in a function's list: a value or an error."""
+def _verdict(judge: Callable[[T], Any], on: T, file: str | None) -> dict[str, Any]:
+    """Return the result of a call as "value", or else its "error"."""
     try:
-        result = result.tolist() if hasattr(result, "tolist") else result
-        if not isinstance(result, Sequence) or isinstance(result, str):
-            raise RewardError(f"it returned {repr(result)[:200]} instead of a list of numbers")
-        if len(result) != count:
-            raise RewardError(f"it returned {len(result)} scores for {count} samples")
-    except Exception as error:
-        return [{"error": describe(error, file)}] * count
-    verdicts: list[dict[str, Any]] = []
-    for entry in result:
-        try:
-            verdicts.append({"value": number(entry)})
-        except Exception as error:
-            verdicts.append({"error": describe(error, file)})
-    return verdicts
+        return {"value": judge(on)}
+    except KeyboardInterrupt:  # the user's, where the reward function shares their process
+        raise
+    except BaseException as error:  # SystemExit too, and whatever reward functions invent
+        return {"error": describe(error, file)}
+
+
+def _listed(result: Any, count: int) -> Sequence[Any]:
+    """Return a function's list of scores; raises RewardError if it is none of ``count``."""
+    result = result.tolist() if hasattr(result, "tolist") else result
+    if not isinstance(result, Sequence) or isinstance(result, str):
+        raise RewardError(f"it returned {repr(result)[:200]} instead of a list of numbers")
+    if len(result) != count:
+        raise RewardError(f"it returned {len(result)} scores for {count} samples")
+    return result
 
 
 def not_defined(file: str, name: str, functions: Collection[str]) -> ConfigError:
-    """Return the error of a file that lacks a function.
-
-    Args:
-        functions: that the file does have.
-    """
+    """Return the error of a file that lacks a function, and has ``functions``."""
     hint = nearest(name, functions) if functions else "It defines no function."
-    return ConfigError(f"reward.sources: '{file}' has no function '{name}'. {hint}")
+    return ConfigError(
+        f"reward.sources: '{file}' has no function '{name}'. {hint}", "unknown-function"
+    )
 
 
 def as_number(value: Any) -> float:
-    """A score as a number that is finite as float32.
-
-    Raises:
-        RewardError: it is no such number.
-    """
+    """Return a score as a number; raises RewardError if it is none that is finite as float32."""
     try:
         number = math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -287,20 +244,11 @@ def as_number(value: Any) -> float:
     return number
 
 
-def as_number_or_none(value: Any) -> float | None:
-    """A score of TRL's convention, in which ``None`` says that it does not apply.
-
-    Raises:
-        RewardError: it is neither ``None`` nor a number that is finite as float32.
-    """
-    return None if value is None else as_number(value)
-
-
 def in_this_process(call: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
     """Return or raise what a call does, in the process that made the call.
 
-    The call may fork. A child that comes out of it would go on as a second reward function, or as a
-    second trainer. It ends here, with the exit status that Python would end it with.
+    A child that comes out of it, if it forks, ends here as Python would end it, and does not go on
+    as a second reward function, or as a second trainer.
     """
     pid = os.getpid()
     try:

@@ -1,12 +1,12 @@
 """Scores from models: the reference, the critic, and reward models.
 
-Shapes: N response tokens of one forward pass, flattened; b sequences of a micro-batch; n rows and q
-tokens a row of one streamed pass; H hidden size.
+Shapes: N sampled tokens of a pass, flattened; b sequences of a micro-batch; n rows and q tokens a
+row of a streamed pass; H hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -28,52 +28,46 @@ from stretto.models.forward import (
     unwrapped,
 )
 from stretto.models.heads import apply_scalar_head, scalar_head
+from stretto.models.load import named_ends
 from stretto.models.logits import token_logprobs
 from stretto.models.weights import with_own_structure
 from stretto.saying import Say
-from stretto.scoring.base import ModelScorer, warn
-from stretto.scoring.retokenise import Reading, StablePrefix
-from stretto.scoring.streamed import Piece, Stream, Streams
-from stretto.types import Prompt, Response, ScoreKind, sampled_of
-from stretto.weights.channel import WeightChannel
+from stretto.scoring.base import (
+    ModelScorer,
+    RowSpan,
+    Scored,
+    StreamedRow,
+    StreamedRows,
+    warn,
+)
+from stretto.scoring.retokenise import ConversationReader, StablePrefix
+from stretto.types import Prompt, Response, sampled_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 class TokenScorer(ModelScorer):
-    """A number for each response token, from the hidden state that predicts it.
-
-    Args:
-        read: hidden states [N, H] and the tokens [N] that they predict, to numbers [N].
-    """
+    """A number for each sampled token, read from the hidden state [N, H] that predicts it."""
 
     def __init__(
-        self,
-        name: str,
-        kind: ScoreKind,
-        model: nn.Module,
-        read: Callable[[Tensor, Tensor], Tensor],
-        token_budget: int,
-        **options: Any,
+        self, read: Callable[[Tensor, Tensor], Tensor], *args: Any, **options: Any
     ) -> None:
-        super().__init__(name, kind, model, token_budget, **options)
+        super().__init__(*args, **options)
         self._read = read
 
-    def _take(self, pieces: Sequence[Piece], hidden: Tensor) -> None:
-        places = [[at for at in p.stream.predicting if p.start <= at < p.stop] for p in pieces]
-        pairs = list(zip(pieces, places, strict=True))
-        tokens = [p.stream.tokens[at + 1] for p, own in pairs for at in own]
+    def _take_hidden(self, spans: Sequence[RowSpan], hidden: Tensor) -> None:
+        places = [span.predicting for span in spans]
+        pairs = list(zip(spans, places, strict=True))
+        tokens = [span.row.tokens[at + 1] for span, own in pairs for at in own]
         if not tokens:
             return
-        states = states_at(hidden, [[at - p.start for at in own] for p, own in pairs])
+        states = states_at(hidden, [[at - span.start for at in own] for span, own in pairs])
         numbers = self._read(states, torch.tensor(tokens, device=hidden.device))
-        for piece, part in zip(pieces, numbers.split([len(own) for own in places]), strict=True):
-            piece.stream.numbers.append(part)
+        for span, part in zip(spans, numbers.split([len(own) for own in places]), strict=True):
+            span.row.numbers.append(part)
 
-    def _score(
-        self, responses: Sequence[Response]
-    ) -> Iterator[tuple[Sequence[Response], Sequence[Tensor]]]:
+    def _score(self, responses: Sequence[Response]) -> Scored:
         for chosen in microbatches(responses, self._budget):
             part = [responses[i] for i in chosen]
             self.read_tokens += sum(r.total_tokens - 1 for r in part)
@@ -83,14 +77,9 @@ class TokenScorer(ModelScorer):
 
 
 def reference_scorer(
-    model: nn.Module,
-    temperature: float,
-    token_budget: int,
-    *,
-    slots: int = 0,
-    say: Say = warn,
+    model: nn.Module, temperature: float, token_budget: int, **options: Any
 ) -> TokenScorer:
-    """Log-probabilities of the reference policy, at the sampling temperature.
+    """Return a scorer by log-probabilities of the reference policy, at the sampling temperature.
 
     A PEFT model serves as its own reference: the scorer runs its frozen weights, in modules of its
     own that have no adapters. Switching the adapters off instead would switch off their gradients
@@ -100,23 +89,16 @@ def reference_scorer(
         adapted: Any = with_own_structure(model)
         model = cast(nn.Module, adapted.unload())
     head = output_head(model)
-    return TokenScorer(
-        "reference",
-        "logprobs",
-        model,
-        lambda hidden, tokens: token_logprobs(head, hidden, tokens, temperature)[0],
-        token_budget,
-        slots=slots,
-        say=say,
-    )
+
+    def read(hidden: Tensor, tokens: Tensor) -> Tensor:
+        return token_logprobs(head, hidden, tokens, temperature)[0]
+
+    return TokenScorer(read, "reference", "logprobs", model, token_budget, **options)
 
 
 @torch.no_grad()
 def reads_last_token(model: nn.Module) -> bool:
-    """Return whether a sequence classifier's output is its scalar head on the last token's state.
-
-    That is so for causal models. Encoders pool their states in ways of their own.
-    """
+    """Return whether a classifier's output is its scalar head on the last token's state."""
     try:
         scalar_head(model)
     except ModelError:
@@ -132,56 +114,34 @@ def reads_last_token(model: nn.Module) -> bool:
     return bool(worst <= 0.02 * theirs.abs().max().item() + 1e-4)
 
 
-def critic_scorer(
-    model: nn.Module,
-    token_budget: int,
-    *,
-    slots: int = 0,
-    say: Say = warn,
-    channel: WeightChannel | None = None,
-) -> TokenScorer:
-    """A scorer by V(s_t), the value of the state before response token t; follows the critic.
-
-    Raises:
-        ModelError: the model gives no values of single tokens.
-    """
+def critic_scorer(model: nn.Module, token_budget: int, **options: Any) -> TokenScorer:
+    """Return a scorer by V(s_t), the value of the state before token t; it follows the critic."""
     if not reads_last_token(model):
         raise ModelError(
             f"a critic gives each token's state a value, from what came before it alone; "
             f"{type(unwrapped(model)).__name__} is no causal model with a linear head. Choose "
-            "another model in critic.init, or 'actor'"
+            "another model in critic.init, or 'actor'",
+            "no-values",
         )
-    return TokenScorer(
-        "critic",
-        "values",
-        model,
-        lambda hidden, _: apply_scalar_head(model, hidden),
-        token_budget,
-        slots=slots,
-        say=say,
-        follows="critic",
-        channel=channel,
-    )
+
+    def read(hidden: Tensor, _: Tensor) -> Tensor:
+        return apply_scalar_head(model, hidden)
+
+    return TokenScorer(read, "critic", "values", model, token_budget, follows="critic", **options)
 
 
 class RewardModelScorer(ModelScorer):
     """A scalar from a sequence classifier, for prompt and response together.
 
-    A causal model is read at the last token, whatever token that is; any other runs whole.
-
-    A reward model with the actor's tokenizer reads the very tokens that were sampled. One with a
-    tokenizer of its own reads the same conversation as text (``retokenise.py``); what it has read
-    of a response in slots is taken back where the whole response turns out to have other tokens.
+    A causal model is read at the last token, whatever token that is; any other runs whole. One with
+    the actor's tokenizer reads the very tokens that were sampled. One with a tokenizer of its own
+    reads the same conversation as text (``retokenise.py``); what it has read of a response in slots
+    is taken back where the whole response turns out to have other tokens.
 
     Args:
-        stop: strings that ended responses.
         given_ends: tokens of the actor that end responses which were given rather than sampled.
-        slots: rollouts that are read while they grow.
-        say: told where that cannot be.
 
     Attributes:
-        same_tokenizer: whether it reads the actor's tokens as they are.
-        model: the classifier; a critic may start from it.
         rolled_back_tokens: tokens read so far that were taken back.
     """
 
@@ -201,68 +161,66 @@ class RewardModelScorer(ModelScorer):
         self.same_tokenizer = same_tokenizer(tokenizer, actor_tokenizer)
         self.reads_text = not self.same_tokenizer
         self.rolled_back_tokens = 0
-        self._causal = reads_last_token(model)
-        ends = _end_tokens(model, tokenizer) if self._causal else frozenset[int]()
-        self._reading = Reading(name, tokenizer, actor_tokenizer, stop, ends, given_ends)
-        self._positions = positions(model)
+        self._causal, self._positions = reads_last_token(model), positions(model)
+        ends = frozenset[int]()
+        if self._causal and tokenizer.eos_token_id is not None:
+            ends = named_ends(text_config(model), tokenizer)
+        self._reading = ConversationReader(name, tokenizer, actor_tokenizer, stop, ends, given_ends)
         self._has_offsets = self.same_tokenizer or tokenizer.is_fast
         super().__init__(name, "reward", model, token_budget, slots=slots, say=say)
 
-    def _open_streams(self, slots: int) -> Streams | None:
-        if self._causal and self._has_offsets:
-            return super()._open_streams(slots)
-        why = (
-            "its tokenizer does not say where in the text its tokens are"
-            if self._causal
-            else "the model is no causal decoder with a linear head on the last token"
-        )
+    def _open_rows(self, slots: int) -> StreamedRows | None:
+        why = "its tokenizer does not say where in the text its tokens are"
+        if not self._causal:
+            why = "the model is no causal decoder with a linear head on the last token"
+        elif self._has_offsets:
+            return super()._open_rows(slots)
         self._say(f"'{self.name}' scores rollouts whole, at their end: {why}")
         return None
 
-    def _open(self, streams: Streams, response: Response) -> Stream:
+    def _open(self, rows: StreamedRows, response: Response) -> StreamedRow:
         if self.same_tokenizer:
-            return super()._open(streams, response)
+            return super()._open(rows, response)
         text = self._reading.prefix(response.prompt)
         text.grow(self._reading.begun(response))
-        return streams.open(response.id, text.tokens[:-1], text.tokens, text)
+        return rows.open(response.id, text.tokens, text)
 
-    def _update(self, stream: Stream, response: Response) -> None:
-        if stream.numbers:
+    def _update(self, row: StreamedRow, response: Response) -> None:
+        if row.numbers:
             return  # it has its score
-        if stream.text is None:
-            super()._update(stream, response)
+        if row.text is None:
+            super()._update(row, response)
         else:
-            self._retokenise(stream, stream.text, response)
+            self._retokenise(row, row.text, response)
         if response.finish:
-            fits = self._fits(response, stream.tokens)
-            stream.goal = len(stream.tokens) if fits else 0
+            fits = self._fits(response, row.tokens)
+            row.goal = len(row.tokens) if fits else 0
         elif self._positions is not None:
-            stream.goal = min(stream.goal, self._positions)
+            row.goal = min(row.goal, self._positions)
 
-    def _retokenise(self, stream: Stream, text: StablePrefix, response: Response) -> None:
+    def _retokenise(self, row: StreamedRow, text: StablePrefix, response: Response) -> None:
         if response.finish:
             kept = text.close(self._reading.tokens(response))
         else:
             kept = text.grow(self._reading.begun(response))
-        if kept < stream.cached:
-            self.rolled_back_tokens += stream.cached - kept
-            stream.cached = kept
-        if kept < len(stream.prompt):
-            stream.prompt = ()
-        stream.tokens[kept:] = text.tokens[kept:]
-        stream.goal = max(0, len(stream.tokens) - 1)  # all of a short text may be held back
-        stream.cached = min(stream.cached, stream.goal)  # the last token's state will be needed
+        if kept < row.cached:
+            self.rolled_back_tokens += row.cached - kept
+            row.cached = kept
+        if kept < len(row.prompt):
+            row.prompt = ()
+        row.tokens[kept:] = text.tokens[kept:]
+        row.goal = max(0, len(row.tokens) - 1)  # all of a short text may be held back
+        row.cached = min(row.cached, row.goal)  # the last token's state will be needed
 
-    def _take(self, pieces: Sequence[Piece], hidden: Tensor) -> None:
-        last = [(h, p) for h, p in zip(hidden, pieces, strict=True) if _complete(p)]
+    def _take_hidden(self, spans: Sequence[RowSpan], hidden: Tensor) -> None:
+        pairs = zip(hidden, spans, strict=True)
+        last = [(h, span) for h, span in pairs if span.stop == len(span.row.tokens)]
         if last:
-            states = torch.stack([h[p.stop - p.start - 1] for h, p in last])
-            for (_, piece), score in zip(last, apply_scalar_head(self.model, states), strict=True):
-                piece.stream.numbers.append(score[None])
+            states = torch.stack([h[span.stop - span.start - 1] for h, span in last])
+            for (_, span), score in zip(last, apply_scalar_head(self.model, states), strict=True):
+                span.row.numbers.append(score[None])
 
-    def _score(
-        self, responses: Sequence[Response]
-    ) -> Iterator[tuple[Sequence[Response], Sequence[Tensor]]]:
+    def _score(self, responses: Sequence[Response]) -> Scored:
         read = [(r, self._tokens(r)) for r in responses]
         read = [(r, row) for r, row in read if self._fits(r, row)]
         responses, rows = [r for r, _ in read], [row for _, row in read]
@@ -272,7 +230,6 @@ class RewardModelScorer(ModelScorer):
             yield [responses[i] for i in chosen], list(self._read(part)[:, None])
 
     def _read(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Scores [b] of rows of token ids."""
         if self._causal:
             return apply_scalar_head(self.model, last_hidden(self.model, rows))
         ids = pad_right(rows, next(self.model.parameters()).device)
@@ -281,11 +238,7 @@ class RewardModelScorer(ModelScorer):
         return logits[:, 0]
 
     def require_room(self, prompts: Sequence[Prompt]) -> None:
-        """Refuse a model that cannot read even the shortest of some prompts with a response.
-
-        Raises:
-            ModelError: it has no position left for a response.
-        """
+        """Raise ModelError for a model that has no position left for a response to any prompt."""
         if self._positions is None:
             return
         nothing = np.empty(0, np.int32)
@@ -295,7 +248,8 @@ class RewardModelScorer(ModelScorer):
             raise ModelError(
                 f"reward model '{self.name}' has {self._positions} positions, and of the first "
                 f"{len(prompts)} prompts the shortest takes {shortest} of them without a response; "
-                "lower task.max_prompt_tokens, or choose another reward model"
+                "lower task.max_prompt_tokens, or choose another reward model",
+                "too-few-positions",
             )
 
     def _fits(self, response: Response, tokens: Sequence[int]) -> bool:
@@ -313,24 +267,6 @@ class RewardModelScorer(ModelScorer):
         if self.same_tokenizer:
             return [*response.prompt.tokens, *response.tokens.tolist()]
         return self._reading.tokens(response)
-
-
-def _end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the tokens that end a response for a classifier, which has no generation config.
-
-    They are those that its config names, and the tokenizer's own. There are none where the
-    tokenizer has none.
-    """
-    named = getattr(text_config(model), "eos_token_id", None)
-    own = cast(int | None, tokenizer.eos_token_id)
-    if own is None:
-        return frozenset()
-    ids = named if isinstance(named, list) else [named]
-    return frozenset(int(i) for i in [*ids, own] if i is not None)
-
-
-def _complete(piece: Piece) -> bool:
-    return piece.stop == len(piece.stream.tokens)
 
 
 def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:

@@ -1,13 +1,12 @@
 """A response in the tokens of another tokenizer, while the response still grows.
 
 A reward model with a tokenizer of its own reads text. The tokens of a text that grows are not those
-of the text so far with some added: the last word may yet become another one. So only the tokens are
-handed out that lie two words or more before the end, and at the end the whole text is tokenised
-once more. What was handed out wrongly, if anything, then shows, and is taken back.
+of the text so far with some added: the last word may yet become another one. So only tokens are
+read that lie two words or more before the end, and at the end the whole text is tokenised once
+more. What was read wrongly, if anything, then shows, and is taken back.
 
 What a policy types stays text: it spells no control tokens (:mod:`stretto.tasks.encode`). Texts
-here are escaped, and offsets are characters of the text as the model reads it, chat template
-applied.
+here are escaped, and offsets are characters of the text as the model reads it.
 """
 
 from __future__ import annotations
@@ -40,24 +39,21 @@ Encode = Callable[[str, int], Pieces]
 the tokens count from that place."""
 
 
-class Reading:
+class ConversationReader:
     """The tokens of a rollout as a reward model with a tokenizer of its own reads them.
 
     A conversation goes through the model's chat template, or where it has none becomes the text of
     its turns with empty lines between. A plain prompt and its response are one text. The prompt's
-    tokens stay what they are without a response.
-
-    A response that has ended is followed by an end token, and that by nothing, as where reward
-    models are trained (:class:`~stretto.tasks.responses.Layout`). Nothing follows one that was cut
-    off at the token limit.
+    tokens stay what they are without a response. A response that has ended is followed by an end
+    token, and that by nothing, as where reward models are trained. Raises ModelError where the
+    chat template refuses a conversation.
 
     Args:
         name: the scorer's, for messages.
         stop: strings that ended responses; not part of what is read.
         ends: tokens of the reward model that end a response; of these the tokenizer's own stands
             where the template has none. Empty: the conversation is read as its template has it.
-        given_ends: tokens of the actor that end responses which were given rather than sampled;
-            their finish does not say that they have ended.
+        given_ends: tokens of the actor that end responses which were given rather than sampled.
     """
 
     def __init__(
@@ -70,31 +66,27 @@ class Reading:
         given_ends: frozenset[int] = frozenset(),
     ) -> None:
         self._name, self._tokenizer, self._actor_tokenizer = name, tokenizer, actor_tokenizer
-        self._encoder = Encoder(tokenizer)
+        self._encoder, self._end = Encoder(tokenizer), cast(int, tokenizer.eos_token_id)
         self._stop, self._ends, self._given_ends = tuple(stop), ends, given_ends
 
     def tokens(self, response: Response) -> list[int]:
-        """Return all tokens that are read of a finished response.
-
-        Raises:
-            ModelError: the chat template refuses the conversation.
-        """
-        prompt = response.prompt
-        text = response_text(
-            self._actor_tokenizer, response.tokens.tolist(), response.finish, self._stop
-        )
+        """Return all tokens that are read of a finished response."""
+        prompt, sampled = response.prompt, response.tokens.tolist()
+        text = response_text(self._actor_tokenizer, sampled, response.finish, self._stop)
         read, special = self._render(prompt, text), not self._templated(prompt)
         if not self._ends:
-            return self._ids(read, special)
+            return self._encoder.ids(read, special=special)
         shown, _, closing = self._render(prompt, text, unfinished=True).partition(MARK)
-        ended = self._has_ended(response)
+        given = bool(sampled) and sampled[-1] in self._given_ends
+        ended = given or response.finish is FinishReason.STOP
         read = read if ended else shown
         asked = self._asked(prompt)
         if not read.startswith(asked):  # the template shows it in another way once it is answered
             asked = ""
-        before = self._ids(asked, special) if asked else []
+        before = self._encoder.ids(asked, special=special) if asked else []
         said = continued(self._encoder, asked, before, read[len(asked) :], special=special)
-        if ended and not special and (asked or turn_of(self._ids(closing, False), self._ends)):
+        closed = turn_of(self._encoder.ids(closing, special=False), self._ends)
+        if ended and not special and (asked or closed):
             said = turn_of(said, self._ends) or [*said, self._end]
         elif ended:
             said.append(self._end)
@@ -104,12 +96,7 @@ class Reading:
         """Return the text that is read of an unfinished response, escaped, up to its end so far.
 
         It may end in replacement characters, for a character of which some bytes are still to come.
-
-        Decoding and rendering start from the beginning each time. Together they take about a tenth
-        of the time of tokenising, which :class:`StablePrefix` does not repeat.
-
-        Raises:
-            ModelError: the chat template refuses the conversation.
+        Decoding and rendering begin anew each time: that is a tenth of the time of tokenising.
         """
         text = response_text(self._actor_tokenizer, response.tokens.tolist(), None)
         return self._render(response.prompt, text, unfinished=True).partition(MARK)[0]
@@ -134,22 +121,8 @@ class Reading:
 
         return StablePrefix(encode, max(map(len, self._stop), default=0))
 
-    @property
-    def _end(self) -> int:
-        return cast(int, self._tokenizer.eos_token_id)
-
-    def _has_ended(self, response: Response) -> bool:
-        given = len(response) > 0 and int(response.tokens[-1]) in self._given_ends
-        return given or response.finish is FinishReason.STOP
-
-    def _ids(self, text: str, special: bool) -> list[int]:
-        return self._encoder.ids(text, special=special)
-
     def _asked(self, prompt: Prompt) -> str:
-        """Return the prompt as it is read before there is a response, escaped.
-
-        It is empty if a chat template refuses the prompt alone.
-        """
+        """Return the prompt as it is read alone, escaped; empty if a chat template refuses that."""
         if not prompt.messages:
             return self._encoder.escape(prompt.text)
         if not self._templated(prompt):
@@ -165,7 +138,7 @@ class Reading:
         return bool(prompt.messages and self._tokenizer.chat_template)
 
     def _render(self, prompt: Prompt, text: str, *, unfinished: bool = False) -> str:
-        """Prompt and response, escaped; ``unfinished``: with :data:`MARK` behind the response."""
+        """Return prompt and response, escaped; unfinished, with :data:`MARK` behind them."""
         if not prompt.messages:
             return self._encoder.escape(prompt.text + text) + MARK * unfinished
         turns = [*prompt.messages, Message(role="assistant", content=text)]
@@ -181,22 +154,19 @@ class Reading:
             raise ModelError(
                 f"the chat template of reward model '{self._name}' refuses the conversation "
                 f"{[*turns[:-1], shown]}: {error}. Leave task.system empty, or choose another "
-                "reward model"
+                "reward model",
+                "template-refuses",
             ) from error
 
 
 class StablePrefix:
-    """The tokens of a growing text that more text will hardly change.
+    """The tokens of a growing text, without its last words, which more text will hardly change.
 
     Each call tokenises what is new, with some context before it, so that the work grows with the
     text and not with its square.
 
     Args:
-        encode: see :data:`Encode`.
         held: characters at the end that may be cut off when the text ends (a stop string).
-
-    Attributes:
-        tokens: of the text so far, without its last words.
     """
 
     def __init__(self, encode: Encode, held: int = 0) -> None:
@@ -231,10 +201,7 @@ class StablePrefix:
 
     def _renew(self, text: str, end: int) -> int:
         """Tokenise all of the text, because it or its tokens have changed."""
-        before = list(self.tokens)
-        self.tokens.clear()
-        self._starts.clear()
-        self._text = ""
+        before, self.tokens, self._starts, self._text = self.tokens, [], [], ""
         self._commit(text, end, 0, *self._encode(text, 0))
         return _common(before, self.tokens)
 
@@ -269,7 +236,5 @@ def _stable_end(text: str, held: int) -> int:
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    for at, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return at
-    return min(len(a), len(b))
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((at for at, (x, y) in pairs if x != y), min(len(a), len(b)))

@@ -6,7 +6,7 @@ prints goes to standard error. It ends with its parent, however that ends, and w
 
     in    {"task": settings, "seed": n}  or  {"file": path, "function": name}          once, first
     out   {"ready": {"columns": names or null for all, "required": names}}
-          {"refused": "ConfigError" or "TaskError", "message": text}                   and the end
+          {"refused": "ConfigError" or "TaskError", "message": text, "code": text}     and the end
     in    [sample, ...]                                                                repeatedly
     out   {"at": place in the list, "value": number}  or  {"at": place, "error": text}
           {"done": null, or what went wrong with the whole list}                       comes last
@@ -51,20 +51,18 @@ def main() -> None:
     try:
         function = open_function(channel.next_request())
     except StrettoError as error:
-        channel.send({"refused": type(error).__name__, "message": str(error)})
+        refusal = {"refused": type(error).__name__, "message": str(error), "code": error.code}
+        channel.send(refusal)
         return
-    channel.send({"ready": {"columns": function.columns, "required": function.required}})
+    convention = function.convention
+    channel.send({"ready": {"columns": convention.columns, "required": convention.required}})
     while True:
         samples = channel.next_request()
         channel.send({"done": function.run(samples, channel.send)})
 
 
 class _Channel:
-    """The protocol's channel: the original standard input and output, hidden from the function.
-
-    The function's code may fork. Its children lose the channel, so that they neither answer nor
-    keep it open after this process has ended.
-    """
+    """The original standard input and output, hidden from the function and its forked children."""
 
     def __init__(self) -> None:
         self._requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
@@ -99,10 +97,7 @@ class _Channel:
             os.dup2(self._nothing, end.fileno(), inheritable=False)
 
     def _listen(self) -> NoReturn:
-        """Take lines until the parent's end closes, then end this process and all it started.
-
-        In a thread of its own, so that it notices while the function's code hangs.
-        """
+        """Take lines, while the function works, until the parent goes; then end all it started."""
         for line in self._requests:
             self._inbox.put(line)
         _end()
@@ -115,12 +110,7 @@ def _end() -> NoReturn:
 
 
 def open_function(opening: Mapping[str, Any]) -> RewardFunction:
-    """Open the reward function that a first line names.
-
-    Raises:
-        ConfigError: the function cannot be imported or has an unknown signature.
-        TaskError: the task cannot be opened, or has no reward function of its own.
-    """
+    """Open the reward function that a first line names, or raise ConfigError or TaskError."""
     if "task" in opening:
         return _open_task(opening["task"], opening["seed"])
     file, name = opening["file"], opening["function"]
@@ -128,7 +118,6 @@ def open_function(opening: Mapping[str, Any]) -> RewardFunction:
 
 
 def _open_task(settings: Mapping[str, Any], seed: int) -> RewardFunction:
-    """Open the task's own verifier, which gets rows by index."""
     from stretto.config import TaskConfig
     from stretto.tasks import load
     from stretto.tasks.base import fingerprint
@@ -165,7 +154,8 @@ def _import(file: str, name: str) -> Callable[..., Any]:
     except BaseException as error:  # SystemExit too: the file may call sys.exit
         raise ConfigError(
             f"reward.sources: '{file}' must be importable; importing it raised "
-            f"{describe(error, file)}"
+            f"{describe(error, file)}",
+            "import-failed",
         ) from error
     function = getattr(module, name, None)
     if callable(function):

@@ -21,7 +21,8 @@ from stretto.assembly.engines import make_engine
 from stretto.assembly.scorers import model_scorers, reward_scorer
 from stretto.config import Config
 from stretto.models.heads import reward_model_from, scalar_head
-from stretto.models.load import load_tokenizer, quiet_transformers
+from stretto.models.load import load_tokenizer
+from stretto.models.resolve import quiet_transformers
 from stretto.models.tiny import make_tiny
 from stretto.rollout.base import Engine
 from stretto.saying import aligned

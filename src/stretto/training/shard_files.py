@@ -30,7 +30,7 @@ from torch import Tensor
 
 from stretto import files
 from stretto.errors import StateError
-from stretto.models.pieces import Box, Piece, box_of, overlap, shape, within
+from stretto.models.shards import Bounds, TensorShard, full_bounds, overlap, shape, within
 
 STEP = "step"
 """What AdamW keeps of a parameter besides tensors like it."""
@@ -55,7 +55,7 @@ def packed(state: Mapping[str, Any], rank: int = 0, ranks: int = 1) -> dict[str,
         state: of a :class:`~stretto.training.learner.PolicyLearner`, with tensors or pieces.
         rank, ranks: who writes.
     """
-    pieces: dict[str, Piece] = {}
+    pieces: dict[str, TensorShard] = {}
     models = {}
     for model, own in state["models"].items():
         moments, names = own["optimizer"]["state"], [*own["masters"]]
@@ -73,7 +73,7 @@ def packed(state: Mapping[str, Any], rank: int = 0, ranks: int = 1) -> dict[str,
     about = {
         "rank": rank,
         "ranks": ranks,
-        "pieces": {name: (p.shape, p.box) for name, p in pieces.items()},
+        "pieces": {name: (p.shape, p.bounds) for name, p in pieces.items()},
         "state": {**state, "models": models},
     }
     return {"tensors": {n: p.tensor for n, p in pieces.items()}, "about": json.dumps(about)}
@@ -96,10 +96,10 @@ def write(file: Path, state: Mapping[str, Any]) -> None:
     files.sync(file)  # only this machine can, where the folder is another's
 
 
-def _piece(value: Tensor | Piece) -> Piece:
-    if isinstance(value, Piece):
+def _piece(value: Tensor | TensorShard) -> TensorShard:
+    if isinstance(value, TensorShard):
         return value
-    return Piece(value, tuple(value.shape), box_of(value.shape))
+    return TensorShard(value, tuple(value.shape), full_bounds(value.shape))
 
 
 # -- reading -------------------------------------------------------------------------------------
@@ -117,16 +117,16 @@ class Stored:
 
     def __init__(self, name: str, whole: tuple[int, ...]) -> None:
         self.shape, self.held = whole, 0
-        self._name, self._parts = name, list[tuple[Any, Box]]()
+        self._name, self._parts = name, list[tuple[Any, Bounds]]()
 
-    def add(self, file: Any, box: Box) -> None:
+    def add(self, file: Any, box: Bounds) -> None:
         """Take note of an open file that has a part."""
         self._parts.append((file, box))
         self.held += math.prod(shape(box))
 
-    def read(self, box: Box | None = None) -> Tensor:
+    def read(self, box: Bounds | None = None) -> Tensor:
         """Return a part, without reading more than that; by default all of it."""
-        box = box_of(self.shape) if box is None else box
+        box = full_bounds(self.shape) if box is None else box
         made = torch.empty(shape(box))
         for file, has in self._parts:
             common = overlap(box, has)

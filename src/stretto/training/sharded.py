@@ -43,8 +43,8 @@ from stretto.models.forward import (
 from stretto.models.load import save_model
 from stretto.models.logits import OutputHead, token_logprobs
 from stretto.models.mapped import final, final_dtype
-from stretto.models.pieces import Layout, Piece, Whole, index, shape, wholes_of
-from stretto.models.tensor_parallel import Slices, cut_linears, plan_cuts
+from stretto.models.shards import FullParameter, ShardLayout, TensorShard, index, shape
+from stretto.models.tensor_parallel import Slices, cut_linears, full_parameters, plan_cuts
 from stretto.models.weights import fingerprint_of_parts
 from stretto.training.losses import Losses, MicroBatch
 from stretto.training.partition import divided
@@ -109,7 +109,7 @@ class Sharded:
             self.template = replace(output_head(model), weight=_NO_WEIGHT, bias=None)
         self._empty = _without_weights(model)
         cuts = plan_cuts(model, grid.layout.tp)
-        self.wholes, self.partial = wholes_of(model, cuts.dims), cuts.partial
+        self.wholes, self.partial = full_parameters(model, cuts.dims), cuts.partial
         names = {id(module): f"{name}." for name, module in model.named_modules()}
         for module in (*_layers(model), self._root):
             if grid.slices:
@@ -183,12 +183,12 @@ class Sharded:
         """Return this rank's parts of whole tensors, as :meth:`own` does of its parameters."""
         return {n: t[index(self._own[n])].clone() for n, t in tensors.items() if n in self._own}
 
-    def piece(self, name: str, tensor: Tensor) -> Piece:
+    def piece(self, name: str, tensor: Tensor) -> TensorShard:
         """Return what is to be written of this rank's part of a tensor like a parameter."""
         whole = self.wholes[name].shape
         if name in self._own:
-            return Piece(tensor, whole, self._own[name])
-        return Piece(tensor.new_empty(0), whole, ((0, 0),) * len(whole))
+            return TensorShard(tensor, whole, self._own[name])
+        return TensorShard(tensor.new_empty(0), whole, ((0, 0),) * len(whole))
 
     def gathered(
         self, names: Iterable[str], part: Callable[[str], Tensor] | None = None
@@ -395,7 +395,7 @@ class ShardedModel(TrainedModel):
 
     def _cut(self, number: int, value: Tensor | Stored) -> Tensor:
         grid = self._sharded.grid
-        box = grid.layout.box(self._sharded.wholes[self._names[number]], grid.rank)
+        box = grid.layout.bounds(self._sharded.wholes[self._names[number]], grid.rank)
         part = value.read(box) if isinstance(value, Stored) else value[index(box)].clone()
         return part.to(self.device)
 
@@ -415,7 +415,7 @@ class Grid:
         slices: those that have a slice each; ``None`` where nothing is cut.
     """
 
-    def __init__(self, device: str, layout: Layout) -> None:
+    def __init__(self, device: str, layout: ShardLayout) -> None:
         self.layout, self.rank = layout, dist.get_rank()
         self.row = self.rank // layout.tp
         both = init_device_mesh(device, (layout.fsdp, layout.tp), mesh_dim_names=("fsdp", "tp"))
@@ -424,7 +424,7 @@ class Grid:
         self.slices = Slices(both.get_group("tp")) if layout.tp > 1 else None
         self._beside = dist.new_group(backend="gloo")
 
-    def on_first(self, whole: Whole, part: Tensor) -> Tensor | None:
+    def on_first(self, whole: FullParameter, part: Tensor) -> Tensor | None:
         """Return on the first rank's CPU the whole of a tensor; ``None`` on the others.
 
         A collective, beside whatever else the ranks do.

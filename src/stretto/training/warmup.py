@@ -13,7 +13,8 @@ from torch import nn
 from stretto import files
 from stretto.config import TrainingConfig
 from stretto.errors import ConfigError, StateError
-from stretto.models.backend import Backend, backend_of
+from stretto.models.backend import backend_of
+from stretto.models.devices import Backend
 from stretto.models.forward import output_head, response_hidden, response_tokens
 from stretto.models.logits import token_logprobs
 from stretto.saying import Advance, unseen

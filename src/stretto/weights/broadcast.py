@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stretto.errors import EngineError
-from stretto.models.pieces import Box, Part, box_of, overlap, within
+from stretto.models.shards import Bounds, TensorPart, full_bounds, overlap, within
 from stretto.types import WeightsRef
 from stretto.weights.buckets import combined, plan, plan_of_boxes
 from stretto.weights.channel import SharedChannel
@@ -77,10 +77,10 @@ class WeightReceiver:
         tensors: Mapping[str, Tensor],
         device: torch.device,
         bucket_bytes: int,
-        sources: Sequence[Mapping[str, Box]] = (),
-        own: Mapping[str, Box] | None = None,
+        sources: Sequence[Mapping[str, Bounds]] = (),
+        own: Mapping[str, Bounds] | None = None,
     ) -> None:
-        self._own = {name: box_of(tensor.shape) for name, tensor in tensors.items()}
+        self._own = {name: full_bounds(tensor.shape) for name, tensor in tensors.items()}
         self._sources = sources or [self._own]
         self._own |= own or {}
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
@@ -117,14 +117,14 @@ class WeightReceiver:
         (_, routes), self._expected = self._expected, None
         return Arriving(self._own, lambda: self._receive(routes))
 
-    def _receive(self, routes: Sequence[Route]) -> Iterator[tuple[str, Part]]:
+    def _receive(self, routes: Sequence[Route]) -> Iterator[tuple[str, TensorPart]]:
         marks: list[str] = []
         for source, what, route in zip(self._sources, self._plans, routes, strict=True):
             sums: list[int] = []
             for name, tensor in self._transfers.receive(route, what, sums) if what.buckets else ():
                 sent, own = source[name], self._own[name]
                 if common := overlap(sent, own):
-                    yield name, Part(tensor[within(common, sent)], within(common, own))
+                    yield name, TensorPart(tensor[within(common, sent)], within(common, own))
             marks.append(combined(sums) if what.buckets else "")
         self.mark = " ".join(marks)
 
@@ -133,11 +133,11 @@ class WeightReceiver:
         self._transfers.abort()
 
 
-class Arriving(Mapping[str, Part]):
+class Arriving(Mapping[str, TensorPart]):
     """Parts of tensors by name that arrive in order, once; of one name there may be several."""
 
     def __init__(
-        self, names: Collection[str], receive: Callable[[], Iterator[tuple[str, Part]]]
+        self, names: Collection[str], receive: Callable[[], Iterator[tuple[str, TensorPart]]]
     ) -> None:
         self._names, self._receive = names, receive
 
@@ -147,7 +147,7 @@ class Arriving(Mapping[str, Part]):
     def __len__(self) -> int:
         return len(self._names)
 
-    def __getitem__(self, name: str) -> Part:
+    def __getitem__(self, name: str) -> TensorPart:
         raise KeyError(f"'{name}': tensors that arrive are read in order, by items()")
 
     def items(self) -> Any:

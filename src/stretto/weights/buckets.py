@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stretto.models.pieces import Box, shape
+from stretto.models.shards import Bounds, shape
 
 ALIGNMENT = 16
 """Bytes to which a tensor's place is rounded up, so that it can be viewed as any type."""
@@ -99,7 +99,7 @@ def plan(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Plan:
 
 
 def plan_of_boxes(
-    boxes: Mapping[str, Box], dtypes: Mapping[str, torch.dtype], bucket_bytes: int
+    boxes: Mapping[str, Bounds], dtypes: Mapping[str, torch.dtype], bucket_bytes: int
 ) -> Plan:
     """Cut parts of tensors into buckets; see :func:`plan`."""
     tensors = (

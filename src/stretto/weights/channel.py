@@ -21,7 +21,7 @@ class WeightChannel(Protocol):
     name: str
 
     def get(self, ref: WeightsRef) -> Mapping[str, Any]:
-        """Return the tensors of a ticket, or parts of them (:class:`~stretto.models.pieces.Part`).
+        """Return a ticket's tensors, or parts (:class:`~stretto.models.shards.TensorPart`).
 
         Raises:
             EngineError: they are not here.

@@ -17,7 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.models.pieces import Box, Layout, Part, Whole, box_of, overlap, shape, within
+from stretto.models.shards import (
+    Bounds,
+    FullParameter,
+    ShardLayout,
+    TensorPart,
+    full_bounds,
+    overlap,
+    shape,
+    within,
+)
 from stretto.types import WeightsRef
 from stretto.weights.broadcast import Arriving, WeightSender
 from stretto.weights.buckets import plan_of_boxes
@@ -28,7 +37,7 @@ class Move:
     """The part of a parameter that goes from one rank to another."""
 
     name: str
-    box: Box
+    box: Bounds
     dtype: torch.dtype
 
     @property
@@ -59,9 +68,9 @@ class Resharding:
     def __init__(
         self,
         sender: WeightSender,
-        wholes: Mapping[str, Whole],
-        shards: Layout,
-        slices: Layout,
+        wholes: Mapping[str, FullParameter],
+        shards: ShardLayout,
+        slices: ShardLayout,
         bucket_bytes: int,
         device: torch.device,
     ) -> None:
@@ -72,28 +81,28 @@ class Resharding:
         ]
         apart = [(s, t) for s in range(shards.ranks) for t in range(slices.ranks) if s != t]
         self.moved = sum(move.size for s, t in apart for move in self._moves[s][t])
-        boxes = {name: box_of(whole.shape) for name, whole in wholes.items()}
+        boxes = {name: full_bounds(whole.shape) for name, whole in wholes.items()}
         dtypes = {name: whole.dtype for name, whole in wholes.items()}
         buckets = plan_of_boxes(boxes, dtypes, bucket_bytes).buckets
         self._names = [{place.name for place in bucket.slices} for bucket in buckets]
         self._sent = shards.own(wholes, self._rank)
-        self._held = {name: slices.box(whole, self._rank) for name, whole in wholes.items()}
+        self._held = {name: slices.bounds(whole, self._rank) for name, whole in wholes.items()}
 
     def get(self, ref: WeightsRef) -> Mapping[str, Any]:
         """Return parts of the ticket's tensors, which come as they are read. A collective."""
         tensors = self._sender.kept(ref)
         return Arriving(list(self._held), lambda: self._receive(tensors))
 
-    def _receive(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Part]]:
+    def _receive(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, TensorPart]]:
         for names in self._names:
             for move, flat in self._exchange(tensors, names):
                 # A view as another type needs its bytes to be aligned.
                 own = flat.clone() if flat.storage_offset() % move.dtype.itemsize else flat
                 tensor = own.view(move.dtype).view(shape(move.box))
-                yield move.name, Part(tensor, within(move.box, self._held[move.name]))
+                yield move.name, TensorPart(tensor, within(move.box, self._held[move.name]))
             for move in self._of(self._rank, self._rank, names):
                 tensor = self._part(tensors, move)
-                yield move.name, Part(tensor, within(move.box, self._held[move.name]))
+                yield move.name, TensorPart(tensor, within(move.box, self._held[move.name]))
 
     def _exchange(
         self, tensors: Mapping[str, Tensor], names: set[str]
@@ -131,12 +140,16 @@ class Resharding:
 
 
 def moves(
-    wholes: Mapping[str, Whole], shards: Layout, slices: Layout, source: int, target: int
+    wholes: Mapping[str, FullParameter],
+    shards: ShardLayout,
+    slices: ShardLayout,
+    source: int,
+    target: int,
 ) -> list[Move]:
     """Return what a rank that holds a shard sends a rank that needs a slice."""
     found = []
     for name, box in shards.own(wholes, source).items():
-        common = overlap(box, slices.box(wholes[name], target))
+        common = overlap(box, slices.bounds(wholes[name], target))
         if common:
             found.append(Move(name, common, wholes[name].dtype))
     return found

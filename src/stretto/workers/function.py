@@ -77,7 +77,7 @@ class FunctionProcess:
         if "refused" in answer:
             self.close()
             refusals = {"ConfigError": ConfigError, "TaskError": TaskError}
-            raise refusals[answer["refused"]](answer["message"])
+            raise refusals[answer["refused"]](answer["message"], answer["code"])
         return dict(answer["ready"])
 
     def ask(

@@ -12,6 +12,7 @@ from packaging.version import Version
 
 from engine_helpers import END, LIMIT, STAND_IN_MODEL, StandIn, following, logprob
 from engine_helpers import stand_in_engine as engine
+from raising import raises
 from stretto.errors import EngineError, StrettoError
 from stretto.models.weights import fingerprint
 from stretto.rollout.base import StopStrings
@@ -60,31 +61,34 @@ def test_a_prompt_that_is_being_read_is_no_step() -> None:
 
 def test_no_number_is_drawn_twice() -> None:
     """Each request of a rollout has a seed of its own, where seeds begin again with a request."""
+    channel, ref = weights(1)
     stand_in = StandIn()
-    one = engine(stand_in)
+    one = engine(stand_in, channel=channel)
     one.admit([response(i) for i in IDS])
     for _ in range(3):
         one.decode(2)
-        one._withdraw(one._held.values())
+        one.load(ref)
     # A request that ended before its first token has drawn nothing: the next may have its seed.
     by_place = {(name.split(".")[0], tokens): seed for name, tokens, seed, _ in stand_in.added}
     seeds = list(by_place.values())
     assert len(set(seeds)) == len(seeds) > len(IDS)
     assert all(0 <= seed < 1 << 63 for seed in seeds)
-    again = engine(StandIn())
-    again.admit([response(0)])
-    again.decode(1)
-    assert again._requests.added[0][2] == seeds[0]  # type: ignore[attr-defined]
+    again = StandIn()
+    one = engine(again)
+    one.admit([response(0)])
+    one.decode(1)
+    assert again.added[0][2] == seeds[0]
 
 
 def test_a_seed_that_counts_positions_stays() -> None:
+    channel, ref = weights(1)
     stand_in = StandIn()
     stand_in.seeds_positions = True
-    one = engine(stand_in)
+    one = engine(stand_in, channel=channel)
     one.admit([response(0), response(1)])
     for _ in range(2):
         one.decode(1)
-        one._withdraw(one._held.values())
+        one.load(ref)
     one.decode(1)
     by_rollout = {(name.split(".")[0], seed) for name, _, seed, _ in stand_in.added}
     assert len(by_rollout) == 2
@@ -101,7 +105,7 @@ def weights(version: int) -> tuple[SharedChannel, WeightsRef]:
 @pytest.mark.parametrize(
     ("carry", "carried_salt", "read"), [("recompute", "1", 8 + 5 + 1), ("reuse", "0", 4 + 5 + 5)]
 )
-def test_after_a_hand_over_no_prefix_of_older_weights_is_found(
+def test_after_a_weight_sync_no_prefix_of_older_weights_is_found(
     carry: Literal["recompute", "reuse"], carried_salt: str, read: int
 ) -> None:
     """Rollout 0 has 8 tokens, of 1 nothing has been read; 2 has 0's prompt, a block and one token.
@@ -142,18 +146,19 @@ def test_stop_strings_end_a_response_by_the_runs_own_rule() -> None:
 
     text = "".join(chr(97 + t) for t in whole(0))
     stop = text[2:4]
-    one = engine(stop=StopStrings([stop], Digits()))
+    stand_in = StandIn()
+    one = engine(stand_in, stop=StopStrings([stop], Digits()))
     one.admit([response(0)])
     (chunk,) = one.decode(100).chunks
     assert chunk.finish is FinishReason.STOP
     assert chunk.tokens.tolist() == whole(0)[: text.index(stop) + 2]
-    assert not one._requests.busy
+    assert not stand_in.busy
 
 
 def test_an_end_that_no_rule_knows_is_an_error() -> None:
     one = engine(StandIn(ends_early="abort"))
     one.admit([response(0)])
-    with pytest.raises(EngineError, match=r"ended rollout 0 after 1 tokens \(abort\)"):
+    with raises(EngineError, "ended-early", "rollout 0", "abort"):
         one.decode(5)
 
 
@@ -163,7 +168,7 @@ def test_the_probe_does_not_disturb_rollouts() -> None:
     first = one.decode(2).chunks
     found = one.logprobs(np.array([[1, 2, 3], [4, 5, 6]], np.int32))
     assert found.tolist() == [[102, 203], [105, 206]]
-    assert one.prefill_tokens_per_s() == 123.0
+    assert one.prefill_tokens_per_s() > 0
     assert together([*first, *one.decode(100).chunks]) == {0: whole(0)}
 
 
@@ -199,17 +204,17 @@ def test_what_steps_have_looked_back_on_is_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "message"),
+    ("version", "code", "facts"),
     [
-        (None, "needs the library 'vllm'"),
-        ("0.31.2", "vLLM 0.31.2 is installed, and rollout.engine = 'vllm' needs 0.32 or newer"),
+        (None, "missing-library", ["'vllm'"]),
+        ("0.31.2", "old-vllm", ["0.31.2", "0.32"]),
     ],
 )
 def test_versions_that_cannot_work_are_refused_by_name(
-    version: str | None, message: str, monkeypatch: pytest.MonkeyPatch
+    version: str | None, code: str, facts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llm, "installed", lambda: version and Version(version))
-    with pytest.raises(StrettoError, match=message):
+    with raises(StrettoError, code, *facts):
         llm.check_version()
 
 

@@ -55,14 +55,14 @@ def test_logprobs_are_of_the_distribution_that_was_sampled(checked: dict[str, An
     assert checked["probe_gap"] < 1e-3
 
 
-def test_a_hand_over_brings_the_new_weights(checked: dict[str, Any]) -> None:
+def test_a_weight_sync_brings_the_new_weights(checked: dict[str, Any]) -> None:
     """And one that does not happen is seen: the old weights' log-probs are far from the new."""
     for gap in checked["handover_gaps"]:
         assert gap < 1e-3
     assert checked["skipped_gap"] > 0.1
 
 
-def test_a_broken_hand_over_is_made_good_by_the_next(checked: dict[str, Any]) -> None:
+def test_a_broken_weight_sync_is_made_good_by_the_next(checked: dict[str, Any]) -> None:
     assert "breaks off" in checked["broken"]
     assert checked["after_broken_gap"] < 1e-3
 
@@ -73,14 +73,14 @@ def test_adapters_arrive_merged(checked: dict[str, Any]) -> None:
 
 
 def test_prefixes_are_shared_within_a_version_alone(checked: dict[str, Any]) -> None:
-    """Of 80 prompt tokens two blocks of 32 are found again; after a hand-over none."""
+    """Of 80 prompt tokens two blocks of 32 are found again; after a weight sync none."""
     assert checked["read_first"] == 80
     assert checked["read_again"] == 80 - 64
     assert checked["read_after_handover"] == 80
 
 
 def test_rollouts_go_on_where_they_were(checked: dict[str, Any]) -> None:
-    """Greedy, in chunks, released and admitted again, and over a hand-over of the same weights."""
+    """Greedy, in chunks, released and admitted again, over a weight sync of the same weights."""
     assert checked["carried"] == checked["greedy"]["vllm"]
     assert checked["chunked"] == checked["greedy"]["vllm"]
 

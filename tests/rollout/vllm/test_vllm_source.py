@@ -11,9 +11,10 @@ from torch import Tensor
 from helpers import llama
 from stretto.config import ModelConfig
 from stretto.models.lora import add_lora, trained_names
-from stretto.models.pieces import Layout, Part, index, wholes_of
+from stretto.models.shards import ShardLayout, TensorPart, index
+from stretto.models.tensor_parallel import full_parameters
 from stretto.models.weights import fingerprint_of
-from stretto.rollout.vllm.source import source_of
+from stretto.rollout.vllm.engine import source_of
 
 
 def other(model: Any, seed: int = 5) -> dict[str, Tensor]:
@@ -31,7 +32,7 @@ def other(model: Any, seed: int = 5) -> dict[str, Tensor]:
 class Parts(dict[str, Any]):
     """Parts of tensors in the order of an fsdp learner's ranks: several may have one name."""
 
-    def __init__(self, parts: list[tuple[str, Part]]) -> None:
+    def __init__(self, parts: list[tuple[str, TensorPart]]) -> None:
         super().__init__()
         self._parts = parts
 
@@ -47,12 +48,12 @@ def test_whole_tensors_come_out_of_the_parts_of_several_ranks(ranks: int, frozen
         p.requires_grad_(False)
     source = source_of(llama() if not frozen else learner)
     new = other(learner)
-    wholes = {n: w for n, w in wholes_of(learner, {}).items() if n in trained_names(learner)}
+    wholes = {n: w for n, w in full_parameters(learner, {}).items() if n in trained_names(learner)}
     parts = []
     for rank in range(ranks):
-        for name, box in Layout(fsdp=ranks).own(wholes, rank).items():
+        for name, box in ShardLayout(fsdp=ranks).own(wholes, rank).items():
             values = new[name][index(box)].clone()
-            parts.append((name, Part(values, index(box))))
+            parts.append((name, TensorPart(values, index(box))))
     came = {}
     for name, tensor in source.tensors(Parts(parts)):
         came[name] = tensor

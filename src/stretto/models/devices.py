@@ -1,0 +1,285 @@
+"""Computing on a CPU and on a CUDA GPU: what the seam :mod:`stretto.models.backend` chooses."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from stretto.models.attention import use_short_attention
+
+Outputs = tuple[Tensor, ...]
+
+
+class Backend:
+    """A CPU; :class:`CudaBackend` has what is different on a GPU.
+
+    Attributes:
+        graphs: whether decode steps can be replayed as CUDA graphs.
+        pinned: whether copies to the device are faster from pinned memory.
+        collectives: torch's name of the backend for several ranks.
+    """
+
+    graphs = False
+    pinned = False
+    collectives = "gloo"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def fastest_dtype(self, threads: int) -> tuple[torch.dtype, str]:
+        """Return the type that the device computes fastest in, and how that is known."""
+        if not cpu_has_bfloat16():
+            return torch.float32, "the CPU has no instructions for bfloat16"
+        measured = product_speeds(threads or torch.get_num_threads())
+        return measured.choice, str(measured)
+
+    def use_fastest_attention(self, model: nn.Module) -> None:
+        """Choose the attention of a transformers model: on a CPU, that for short sequences."""
+        use_short_attention(model)
+
+    def rank_device(self, rank: int) -> torch.device:
+        """Return the device of a rank on this machine."""
+        return self.device
+
+    def most_ranks(self) -> int | None:
+        """Return how many ranks have a device of their own; ``None`` for any number."""
+        return None
+
+    def free_bytes(self) -> int:
+        """Return the bytes of memory that are free."""
+        return int(psutil.virtual_memory().available)
+
+    def random_states(self) -> dict[str, Tensor]:
+        """Return the states of torch's random numbers, by device."""
+        return {"cpu": torch.get_rng_state()}
+
+    def set_random_states(self, states: Mapping[str, Tensor]) -> None:
+        """Restore :meth:`random_states`; states of other devices are left alone."""
+        if "cpu" in states:
+            torch.set_rng_state(states["cpu"])
+
+    def new_stream(self) -> Any:
+        """Return a stream for copies beside the work; ``None`` where a thread is enough."""
+        return None
+
+    def begun(self) -> Any:
+        """Mark what the device has begun, for :meth:`copy` to wait for."""
+        return None
+
+    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], stream: Any, begun: Any) -> None:
+        """Copy each second tensor into the first, after what has begun; return when it is done."""
+        for to, source in pairs:
+            to.copy_(source)
+
+    def capture(self, run: Callable[[], Outputs], pool: Any) -> tuple[Any, Outputs]:
+        """Capture ``run``, in a pool of CUDA graphs' memory; return the graph and its outputs."""
+        raise NotImplementedError
+
+
+class CudaBackend(Backend):
+    """A CUDA GPU."""
+
+    graphs = True
+    pinned = True
+    collectives = "nccl"
+
+    def fastest_dtype(self, threads: int) -> tuple[torch.dtype, str]:
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return torch.bfloat16, "the GPU computes in it"
+        return torch.float32, "the GPU has no bfloat16"
+
+    def use_fastest_attention(self, model: nn.Module) -> None:
+        """Leave transformers' choice, torch's fused attention."""
+
+    def rank_device(self, rank: int) -> torch.device:
+        return torch.device("cuda", rank)
+
+    def most_ranks(self) -> int | None:
+        return torch.cuda.device_count()
+
+    def free_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self.device)[0])
+
+    def random_states(self) -> dict[str, Tensor]:
+        return {**super().random_states(), str(self.device): torch.cuda.get_rng_state(self.device)}
+
+    def set_random_states(self, states: Mapping[str, Tensor]) -> None:
+        super().set_random_states(states)
+        if str(self.device) in states:
+            torch.cuda.set_rng_state(states[str(self.device)], self.device)
+
+    def new_stream(self) -> Any:
+        return torch.cuda.Stream(self.device)
+
+    def begun(self) -> Any:
+        return torch.cuda.current_stream(self.device).record_event()
+
+    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], stream: Any, begun: Any) -> None:
+        with torch.cuda.stream(stream):
+            stream.wait_event(begun)
+            for to, source in pairs:
+                to.copy_(source, non_blocking=True)
+        # The host waits, so that a buffer which is let go of afterwards is free at once.
+        stream.synchronize()
+
+    def capture(self, run: Callable[[], Outputs], pool: Any) -> tuple[Any, Outputs]:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # lazy allocations and library handles come before capture
+            for _ in range(2):
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            outputs = run()
+        return graph, outputs
+
+
+MOST_ROWS = 64
+"""Rows up to which the packed product is used; with more the layout no longer matters."""
+
+
+class PackedLinears:
+    """The bfloat16 linear layers of a model on a CPU, packed; none anywhere else.
+
+    oneDNN can keep weights in the layout that its kernels read, into which a product of few rows
+    spends a third of its time to bring them. The products are the same, bit for bit. As a context
+    manager it puts packed forward passes in the layers' places, after packing what has changed.
+    """
+
+    def __init__(self, *modules: nn.Module) -> None:
+        mkldnn: Any = torch.ops.mkldnn
+        supported = torch.backends.mkldnn.is_available() and hasattr(mkldnn, "_linear_pointwise")
+        self.layers = [
+            layer
+            for module in modules
+            for layer in module.modules()
+            if supported
+            and type(layer) is nn.Linear
+            and layer.weight.dtype == torch.bfloat16
+            and layer.weight.device.type == "cpu"
+        ]
+        self._packed: list[Callable[[Tensor], Tensor]] = []
+        self._versions: list[int] = []
+
+    def __enter__(self) -> None:
+        # torch counts the in-place changes of a tensor, of which an optimizer's update is one.
+        versions = [layer.weight._version for layer in self.layers]
+        if versions != self._versions:
+            self._packed = [_pack(layer) for layer in self.layers]
+            self._versions = versions
+        for layer, forward in zip(self.layers, self._packed, strict=True):
+            layer.forward = forward  # type: ignore[method-assign, assignment]
+
+    def __exit__(self, *error: object) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Give the layers their own forward passes back; a second call does nothing.
+
+        An interruption can strike within ``__enter__`` or ``__exit__``: call this once more then.
+        """
+        for layer in self.layers:
+            vars(layer).pop("forward", None)
+
+    def invalidate(self) -> None:
+        """Pack everything again on the next entry: there are new weights."""
+        self._versions = []
+
+
+def _pack(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+    weight, bias, width = layer.weight, layer.bias, layer.in_features
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), MOST_ROWS)
+
+    def forward(x: Tensor) -> Tensor:
+        if x.numel() > MOST_ROWS * width:
+            return F.linear(x, weight, bias)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        return out
+
+    return forward
+
+
+ROWS, INNER, OUTER = 256, 768, 3072
+"""Sizes of the product: a micro-batch's tokens, a small model's hidden size and 4 times that."""
+REPEATS = 6
+"""Products of each type, in turn; the fastest counts, as the others were disturbed."""
+GAIN = 1.2
+"""Least speed-up for which bfloat16 is chosen: float32 is more exact, and a near tie would fall
+either way from run to run."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProductSpeeds:
+    """Speeds of a matrix product in GFLOP/s, by which ``model.dtype = auto`` chooses.
+
+    Instruction sets do not tell them: bfloat16 (AVX512-BF16) is at half the speed of float32 on one
+    CPU, and at twice its speed on another.
+    """
+
+    float32: float
+    bfloat16: float
+
+    @property
+    def choice(self) -> torch.dtype:
+        """The type to compute in."""
+        return torch.bfloat16 if self.bfloat16 >= GAIN * self.float32 else torch.float32
+
+    def __str__(self) -> str:
+        return f"products at {self.bfloat16:.0f} GFLOP/s in bfloat16, {self.float32:.0f} in float32"
+
+
+@lru_cache
+def product_speeds(threads: int) -> ProductSpeeds:
+    """Measure both types with so many threads of torch, once in a process: some 50 ms."""
+    before = torch.get_num_threads()
+    if threads != before:
+        torch.set_num_threads(threads)
+    try:
+        return measure(product_timer())
+    finally:
+        if threads != before:
+            torch.set_num_threads(before)
+
+
+def measure(timer: Callable[[torch.dtype], float]) -> ProductSpeeds:
+    """Return the speed of the fastest of several products of each type, after one warms up."""
+    types = torch.float32, torch.bfloat16
+    _, *rounds = ([timer(dtype) for dtype in types] for _ in range(REPEATS + 1))
+    work = 2 * ROWS * INNER * OUTER / 1e9
+    return ProductSpeeds(*(work / min(seconds) for seconds in zip(*rounds, strict=True)))
+
+
+def product_timer() -> Callable[[torch.dtype], float]:
+    """Return a timer of a linear layer's product in a type; its numbers are fixed, not drawn."""
+    fixed = torch.ones(ROWS, INNER), torch.ones(OUTER, INNER)
+
+    @torch.inference_mode()
+    def timed(dtype: torch.dtype) -> float:
+        x, w = (tensor.to(dtype) for tensor in fixed)
+        start_s = time.perf_counter()
+        F.linear(x, w)
+        return time.perf_counter() - start_s
+
+    return timed
+
+
+def cpu_has_bfloat16() -> bool:
+    """Return whether the CPU multiplies bfloat16 itself; elsewhere it is emulated, and far slower.
+
+    On x86, oneDNN already says yes to AVX512 alone, so the instruction sets are asked for by name.
+    """
+    if platform.machine().lower() in ("aarch64", "arm64"):
+        has_onednn = torch.backends.mkldnn.is_available()
+        return bool(has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
