@@ -27,7 +27,7 @@ from stretto.pipelines.search import Record
 def greedy(problem: Problem) -> PipelineSchedule:
     """RLHFuse's start: whatever is ready runs, of the larger model first; memory has no limit."""
     graph = make_graph(problem)
-    work = [side.stages * (max(side.forward) + max(side.backward)) for side in problem.sides]
+    work = [side.stages * (max(side.forward) + max(side.backward)) for side in problem.models]
     larger = 0 if work[0] >= work[1] else 1
     of_larger = (graph.pipeline >= problem.actor.pipelines) == bool(larger)
     key = (2.0 * of_larger + (graph.kind == BACKWARD))[graph.queue_of]

@@ -17,10 +17,10 @@ from stretto.observe.run_directory import RolloutRecord
 from stretto.runtime.sim.cluster import Workload
 from stretto.runtime.sim.lengths import Lengths
 from stretto.schedules.rollout import Rollout, RolloutState, train_batch
+from stretto.training.backprop import LocalBackprop
 from stretto.training.learner import PolicyLearner
 from stretto.training.losses import Losses
-from stretto.training.passes import LocalPasses
-from stretto.training.trained import TrainedModel
+from stretto.training.trained import LearningRate, TrainedModel
 from stretto.types import FinishReason, Prompt, Response, Score, WeightsRef
 from stretto.weights.channel import SharedChannel
 
@@ -141,9 +141,9 @@ def make_learner(
     config = Config.model_validate(settings or {})
     t = config.training
     return PolicyLearner(
-        TrainedModel(actor, t.lr, t, updates=updates, warmup=warmup),
-        TrainedModel(critic, t.critic_lr, t, updates=updates, warmup=warmup) if critic else None,
-        LocalPasses(
+        TrainedModel(actor, LearningRate(t.lr, updates, warmup), t),
+        TrainedModel(critic, LearningRate(t.critic_lr, updates, warmup), t) if critic else None,
+        LocalBackprop(
             actor, critic, Losses(config.algorithm, config.rollout.temperature), t.microbatch_tokens
         ),
         config,

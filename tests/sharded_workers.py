@@ -20,7 +20,8 @@ from stretto.models.tiny import byte_tokenizer
 from stretto.training import shard_files
 from stretto.training.learner import PolicyLearner
 from stretto.training.losses import Losses
-from stretto.training.sharded import Grid, Sharded, ShardedModel, ShardedPasses
+from stretto.training.sharded import Grid, Sharded, ShardedBackprop, ShardedModel
+from stretto.training.trained import LearningRate
 from stretto.types import Response, TrainBatch
 
 UPDATES = 10
@@ -97,9 +98,9 @@ class ShardedRank:
         actor = Sharded(whole_actor, self._grid)
         critic = Sharded(whole_critic, self._grid) if with_critic else None
         self.learner = PolicyLearner(
-            ShardedModel(actor, t.lr, t, updates=UPDATES, warmup=0),
-            ShardedModel(critic, t.critic_lr, t, updates=UPDATES, warmup=0) if critic else None,
-            ShardedPasses(
+            ShardedModel(actor, LearningRate(t.lr, UPDATES), t),
+            ShardedModel(critic, LearningRate(t.critic_lr, UPDATES), t) if critic else None,
+            ShardedBackprop(
                 actor,
                 critic,
                 Losses(config.algorithm, config.rollout.temperature),
@@ -131,8 +132,8 @@ class ShardedRank:
 
     def weights(self) -> tuple[dict[str, Any], dict[str, str]]:
         """Whole trained weights, and fingerprints of all."""
-        names = list(self.learner.trained)
-        return self.learner.weights(), {name: self.learner.fingerprint(name) for name in names}
+        marks = {name: model.fingerprint() for name, model in self.learner.trained.items()}
+        return self.learner.weights(), marks
 
     def shard_elements(self) -> int:
         """Elements of the actor that this rank holds."""

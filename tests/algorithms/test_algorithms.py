@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from loss_helpers import GARBAGE, mask_of, naive_gae, part_of, randn, rows_of, soiled
+from loss_helpers import GARBAGE, inputs_of, mask_of, naive_gae, randn, soiled
 from rounding import rounding
 from stretto.algorithms.advantages import gae, whiten
-from stretto.algorithms.experience import Experience, LossTerm, Part, Scored
+from stretto.algorithms.experience import Experience, LossInputs, LossTerm, Scored
 from stretto.algorithms.kl import AdaptiveKL, kl_estimate
 from stretto.algorithms.policy import drift, entropy_bonus
 from stretto.algorithms.ppo import explained_variance, policy_loss, value_loss
@@ -218,11 +218,11 @@ def test_policy_loss_by_hand() -> None:
     ratios = torch.tensor([[1.5, 1.5, 0.5, 0.5]])
     old = torch.tensor([[-1.0, -2.0, -0.5, -3.0]])
     advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0]])
-    part = part_of(mask_of((4,)), advantages=advantages, old_logprobs=old)
+    inputs = inputs_of(mask_of((4,)), advantages=advantages, old_logprobs=old)
     new = old + ratios.log()
-    term = policy_loss(new, part, AlgorithmConfig(clip=0.2))
+    term = policy_loss(new, inputs, AlgorithmConfig(clip=0.2))
     assert term.loss.item() == pytest.approx(-(1.2 - 1.5 + 0.5 - 0.8) / 4, rel=1e-6)
-    stats = (term.metrics + drift(new, part)).floats()
+    stats = (term.metrics + drift(new, inputs)).floats()
     assert stats["loss/policy_avg"] == pytest.approx(0.15, rel=1e-5)
     assert stats["policy/clipfrac_avg"] == 0.5  # the first and the last
     assert stats["val/ratio"] == pytest.approx(1.0, rel=1e-6)
@@ -239,42 +239,44 @@ def test_value_loss_by_hand() -> None:
     # The second response has one token; nothing outside the mask counts.
     values = torch.tensor([[1.2, 3.0, 0.0], [2.0, 9.0, 9.0]])
     own = {"old_values": torch.ones(2, 3), "returns": torch.full((2, 3), 2.0)}
-    part = part_of(mask_of((3, 1)), tensors=own)
-    term = value_loss(values, part, AlgorithmConfig(value_clip=0.5))
+    inputs = inputs_of(mask_of((3, 1)), tensors=own)
+    term = value_loss(values, inputs, AlgorithmConfig(value_clip=0.5))
     assert term.loss.item() == pytest.approx(0.5 * (0.64 + 1 + 4 + 0.25) / 4, rel=1e-6)
     assert term.metrics.floats()["val/clipfrac_avg"] == 0.25
-    plain = value_loss(values, part, AlgorithmConfig(value_clip=0))
+    plain = value_loss(values, inputs, AlgorithmConfig(value_clip=0))
     assert plain.loss.item() == pytest.approx(0.5 * (0.64 + 1 + 4 + 0) / 4, rel=1e-6)
     assert plain.metrics.floats()["val/clipfrac_avg"] == 0
 
 
 def test_entropy_bonus_by_hand() -> None:
-    part = part_of(mask_of((1, 2)), "sequence_mean")
-    term = entropy_bonus(torch.tensor([[2.0, float("nan")], [1.0, 3.0]]), part, 0.1)
+    inputs = inputs_of(mask_of((1, 2)), "sequence_mean")
+    term = entropy_bonus(torch.tensor([[2.0, float("nan")], [1.0, 3.0]]), inputs, 0.1)
     assert term.loss.item() == pytest.approx(-0.1 * (2 + 2) / 2, rel=1e-6)
     # The loss averages as it is asked to; the figure is over tokens, always.
     assert term.metrics.floats() == {"policy/entropy_avg": pytest.approx(2.0, rel=1e-6)}
-    part = part_of(mask_of((1, 3)), "sequence_mean")
-    term = entropy_bonus(torch.tensor([[8.0, 0.0, 0.0], [4.0, 4.0, 4.0]]), part, 0.1)
+    inputs = inputs_of(mask_of((1, 3)), "sequence_mean")
+    term = entropy_bonus(torch.tensor([[8.0, 0.0, 0.0], [4.0, 4.0, 4.0]]), inputs, 0.1)
     assert term.loss.item() == pytest.approx(-0.1 * (8 + 4) / 2, rel=1e-6)
     assert term.metrics.floats() == {"policy/entropy_avg": pytest.approx(5.0, rel=1e-6)}
 
 
-def terms(logprobs: Tensor, values: Tensor, part: Part) -> list[LossTerm]:
+def terms(logprobs: Tensor, values: Tensor, inputs: LossInputs) -> list[LossTerm]:
     return [
-        policy_loss(logprobs, part, AlgorithmConfig(clip=0.2)),
-        value_loss(values, part, AlgorithmConfig(value_clip=0.3)),
-        entropy_bonus(-logprobs, part, 0.01),
-        LossTerm(torch.zeros(()), drift(logprobs, part)),
+        policy_loss(logprobs, inputs, AlgorithmConfig(clip=0.2)),
+        value_loss(values, inputs, AlgorithmConfig(value_clip=0.3)),
+        entropy_bonus(-logprobs, inputs, 0.01),
+        LossTerm(torch.zeros(()), drift(logprobs, inputs)),
     ]
 
 
-def fixed_of(mask: Tensor, mode: str = "token_mean", dtype: torch.dtype = torch.float32) -> Part:
+def fixed_of(
+    mask: Tensor, mode: str = "token_mean", dtype: torch.dtype = torch.float32
+) -> LossInputs:
     old, old_values, advantages, returns = (
         randn(seed, *mask.shape, dtype=dtype) for seed in range(4, 8)
     )
     own = {"old_values": old_values, "returns": returns}
-    return part_of(mask, mode, old_logprobs=old, advantages=advantages, tensors=own)
+    return inputs_of(mask, mode, old_logprobs=old, advantages=advantages, tensors=own)
 
 
 def total(parts: list[LossTerm]) -> Tensor:
@@ -297,9 +299,7 @@ def test_losses_and_gradients_do_not_depend_on_the_split(mode: str) -> None:
         parts = [
             term
             for start, stop in pairwise(bounds)
-            for term in terms(
-                new[start:stop], values[start:stop], rows_of(fixed, slice(start, stop))
-            )
+            for term in terms(new[start:stop], values[start:stop], fixed.pick(slice(start, stop)))
         ]
         assert total(parts).item() == pytest.approx(total(whole).item(), rel=1e-5)
         for got, want in zip(
@@ -326,7 +326,7 @@ def test_losses_and_gradients_do_not_see_padding(garbage: float) -> None:
     clean = terms(clean_inputs[0], clean_inputs[1], fixed)
     clean_gradients = torch.autograd.grad(total(clean), clean_inputs)
 
-    soiled_fixed = part_of(
+    soiled_fixed = inputs_of(
         wide,
         old_logprobs=soiled(fixed.old_logprobs, wide, garbage),
         advantages=soiled(fixed.advantages, wide, garbage),

@@ -24,7 +24,7 @@ from stretto.pipelines.baselines import one_f_one_b
 from stretto.pipelines.executor.executor import PipelineExecutor, TaskWork
 from stretto.pipelines.executor.instructions import Timings, makespan_us, profile
 from stretto.pipelines.executor.stages import Name, StageLayout, cut
-from stretto.pipelines.problem import Problem, Side
+from stretto.pipelines.problem import ModelPipelines, Problem
 from stretto.pipelines.schedule import PipelineSchedule, evaluate
 from stretto.pipelines.solve import solve
 from stretto.workers.ranks import Ranks
@@ -253,8 +253,10 @@ def test_transfers_may_be_ordered_by_other_latencies(two: Ranks) -> None:
     load(two, layout, actor, critic)
     batches = make_batches(RAGGED, seed=3)
     problem = Problem(
-        Side.of(2, 1, 4, forward=[1, 3], backward=[2, 5], activation=1.0, communication=2),
-        Side.of(2, 1, 4, forward=[9, 30], backward=[20, 50], activation=1.0),
+        ModelPipelines.of(
+            2, 1, 4, forward=[1, 3], backward=[2, 5], activation=1.0, communication=2
+        ),
+        ModelPipelines.of(2, 1, 4, forward=[9, 30], backward=[20, 50], activation=1.0),
     )
     two.call("step", solve(problem, seconds=0.2).schedule, batches, batches, problem)
     expected = {
@@ -279,7 +281,7 @@ def test_a_measured_run_becomes_a_problem(two: Ranks) -> None:
         assert moments[0] >= 0
     problem = profile(layout, timings, saved)
     assert (problem.actor.micro_batches, problem.critic.micro_batches) == (4, 4)
-    for side in problem.sides:
+    for side in problem.models:
         assert all(1 <= ticks <= makespan_us(timings) for ticks in side.forward + side.backward)
     # Two layers a stage keep more than one; the critic's stages stand the other way round.
     assert problem.actor.activation == (saved[0][0], saved[1][0])

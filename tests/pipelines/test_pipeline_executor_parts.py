@@ -27,7 +27,7 @@ from stretto.pipelines.executor.instructions import (
 )
 from stretto.pipelines.executor.stages import Name, StageLayout, cut
 from stretto.pipelines.graph import make_graph
-from stretto.pipelines.problem import Problem, Side
+from stretto.pipelines.problem import ModelPipelines, Problem
 from stretto.pipelines.schedule import PipelineSchedule, check, evaluate
 
 # Instructions
@@ -86,7 +86,7 @@ def problems(draw: st.DrawFn) -> Problem:
     for stages, pipelines in ((k2 * unit, k1), (k1 * unit, k2)):
         ticks = st.lists(st.integers(1, 5), min_size=stages, max_size=stages)
         sides.append(
-            Side.of(
+            ModelPipelines.of(
                 stages,
                 pipelines,
                 draw(st.integers(1, 4)),
@@ -156,14 +156,16 @@ def test_instructions_hold_for_latencies_other_than_the_schedule_was_made_for(
     problem = data.draw(problems())
     schedule = random_schedule(problem, data.draw)
     plain = [
-        Side.of(s.stages, s.pipelines, s.micro_batches, forward=1, backward=2, activation=1.0)
-        for s in problem.sides
+        ModelPipelines.of(
+            s.stages, s.pipelines, s.micro_batches, forward=1, backward=2, activation=1.0
+        )
+        for s in problem.models
     ]
     assert simulate(instructions(Problem(plain[0], plain[1]), schedule), strict=True)
 
 
 def test_instructions_of_two_ranks_by_hand() -> None:
-    side = Side.of(2, 1, 1, forward=1, backward=2, activation=1.0)
+    side = ModelPipelines.of(2, 1, 1, forward=1, backward=2, activation=1.0)
     schedule = PipelineSchedule((("0F", "1F", "1B", "0B"), ("1F", "0F", "0B", "1B")))
     # Time    0   1   2   3   4   5
     # rank 0  0F  1F  1B  1B  0B  0B
@@ -182,8 +184,8 @@ def test_instructions_of_two_ranks_by_hand() -> None:
 
 
 def test_what_is_made_while_a_rank_works_is_asked_for_before() -> None:
-    quick = Side.of(2, 1, 2, forward=1, backward=1, activation=1.0)
-    slow = Side.of(2, 1, 2, forward=9, backward=9, activation=1.0)
+    quick = ModelPipelines.of(2, 1, 2, forward=1, backward=1, activation=1.0)
+    slow = ModelPipelines.of(2, 1, 2, forward=9, backward=9, activation=1.0)
     schedule = PipelineSchedule(
         (
             ("0F", "0F", "1F", "1F", "1B", "1B", "0B", "0B"),
@@ -198,7 +200,7 @@ def test_what_is_made_while_a_rank_works_is_asked_for_before() -> None:
 
 
 def test_a_schedule_that_cannot_run_has_no_instructions() -> None:
-    side = Side.of(2, 1, 1, forward=1, backward=2, activation=1.0)
+    side = ModelPipelines.of(2, 1, 1, forward=1, backward=2, activation=1.0)
     with pytest.raises(ConfigError, match=r"device 0: backward of micro-batch 0 .* before its"):
         instructions(
             Problem(side, side),
@@ -281,7 +283,7 @@ def test_a_profile_says_what_was_timed() -> None:
         for ms in (zero, one)
     ]
     problem = profile(layout, timings, [(10, 20), (30, 40)])
-    assert problem.actor == Side.of(
+    assert problem.actor == ModelPipelines.of(
         2,
         1,
         1,
@@ -290,7 +292,7 @@ def test_a_profile_says_what_was_timed() -> None:
         activation=[10.0, 30.0],
         communication=1000,
     )
-    assert problem.critic == Side.of(
+    assert problem.critic == ModelPipelines.of(
         2,
         1,
         1,
@@ -317,4 +319,4 @@ def test_latencies_are_medians_over_micro_batches_and_pipelines() -> None:
         ends = [s + d / 1000 for s, d in zip(starts, ms * 2, strict=True)]
         timings.append(Timings(tuple(tasks), tuple(starts), tuple(starts), tuple(ends)))
     problem = profile(layout, timings)
-    assert problem.actor == Side.of(1, 2, 3, forward=6000, backward=7000, activation=1.0)
+    assert problem.actor == ModelPipelines.of(1, 2, 3, forward=6000, backward=7000, activation=1.0)

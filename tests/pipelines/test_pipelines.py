@@ -27,16 +27,16 @@ from stretto.pipelines.graph import (
     make_graph,
     memory_floor,
 )
-from stretto.pipelines.problem import Problem, Side
+from stretto.pipelines.problem import ModelPipelines, Problem
 from stretto.pipelines.schedule import BUBBLES, PipelineSchedule, check, evaluate, memory_curve
 from stretto.pipelines.sizes import ModelShape, Parallel, make_problem
 
 INSTANCES = json.loads((Path(__file__).parent / "pipeline_instances.json").read_text())
 
 
-def side(stages: int, pipelines: int, batches: int, **other: Any) -> Side:
+def side(stages: int, pipelines: int, batches: int, **other: Any) -> ModelPipelines:
     given = {"forward": 1, "backward": 2, "activation": 1.0, **other}
-    return Side.of(stages, pipelines, batches, **given)
+    return ModelPipelines.of(stages, pipelines, batches, **given)
 
 
 TINY = Problem(side(2, 1, 2), side(1, 2, 1, forward=2, backward=3, activation=0.5))
@@ -54,7 +54,7 @@ def problems(draw: st.DrawFn) -> Problem:
         stages = draw(st.sampled_from([n for n in range(1, devices + 1) if devices % n == 0]))
         ticks = st.lists(st.integers(1, 7), min_size=stages, max_size=stages)
         sides.append(
-            Side.of(
+            ModelPipelines.of(
                 stages,
                 devices // stages,
                 draw(st.integers(1, 5)),
@@ -92,10 +92,10 @@ def random_schedule(problem: Problem, chance: random.Random) -> PipelineSchedule
         at[i] += 1
 
 
-def pipelines(problem: Problem) -> list[tuple[list[int], Side]]:
+def pipelines(problem: Problem) -> list[tuple[list[int], ModelPipelines]]:
     """The devices of each pipeline's stages, by the definition."""
     found = []
-    for k, s in enumerate(problem.sides):
+    for k, s in enumerate(problem.models):
         for copy in range(s.pipelines):
             block = list(range(copy * s.stages, (copy + 1) * s.stages))
             found.append((block if k == 0 else block[::-1], s))

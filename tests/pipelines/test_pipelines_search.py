@@ -15,14 +15,14 @@ from _certify import by_cp_sat
 from stretto.errors import ConfigError
 from stretto.pipelines.baselines import one_f_one_b_plus, serial_1f1b
 from stretto.pipelines.graph import capacity_units, earliest_starts, make_graph
-from stretto.pipelines.problem import Problem, Side
+from stretto.pipelines.problem import ModelPipelines, Problem
 from stretto.pipelines.schedule import PipelineSchedule, evaluate
 from stretto.pipelines.solve import solve
 
 
-def side(stages: int, pipelines: int, batches: int, **other: Any) -> Side:
+def side(stages: int, pipelines: int, batches: int, **other: Any) -> ModelPipelines:
     given = {"forward": 1, "backward": 2, "activation": 1.0, **other}
-    return Side.of(stages, pipelines, batches, **given)
+    return ModelPipelines.of(stages, pipelines, batches, **given)
 
 
 def unequal(capacity: float | None = None) -> Problem:

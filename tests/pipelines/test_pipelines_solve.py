@@ -33,16 +33,16 @@ from stretto.pipelines.graph import (
     peak_memory,
 )
 from stretto.pipelines.listing import UNLIMITED, decode, plain_rules, urgency
-from stretto.pipelines.problem import Problem, Side
+from stretto.pipelines.problem import ModelPipelines, Problem
 from stretto.pipelines.schedule import PipelineSchedule, evaluate
 from stretto.pipelines.search import list_schedule, make_views, turned
 from stretto.pipelines.sizes import UNITS, Units
 from stretto.pipelines.solve import Solution, solve
 
 
-def side(stages: int, pipelines: int, batches: int, **other: Any) -> Side:
+def side(stages: int, pipelines: int, batches: int, **other: Any) -> ModelPipelines:
     given = {"forward": 1, "backward": 2, "activation": 1.0, **other}
-    return Side.of(stages, pipelines, batches, **given)
+    return ModelPipelines.of(stages, pipelines, batches, **given)
 
 
 def recheck(problem: Problem, solution: Solution) -> None:
@@ -142,7 +142,7 @@ class TestSearch:
             ticks = chance.integers(1, 9, size=(3, stages))
             batches, c = int(chance.integers(1, 6)), int(chance.integers(0, 4))
             sides.append(
-                Side(
+                ModelPipelines(
                     stages, devices // stages, batches, tuple(ticks[0].tolist()),
                     tuple(ticks[1].tolist()), tuple((ticks[2] / 4).tolist()), c,
                 )

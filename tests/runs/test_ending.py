@@ -30,7 +30,7 @@ from stretto.models.load import load_tokenizer, save_model
 from stretto.observe import Progress, RunDirectory, Sample
 from stretto.runs import finetuning
 from stretto.training.learner import PolicyLearner
-from stretto.training.trained import Gate, TrainedModel, end_updates
+from stretto.training.trained import Gate, LearningRate, TrainedModel, end_updates
 
 ENDS: list[BaseException] = [
     OSError(errno.ENOSPC, "No space left on device"),
@@ -341,11 +341,11 @@ def test_the_end_waits_for_an_update_and_lets_none_follow() -> None:
 
 def test_a_model_can_be_trained_again_after_a_run() -> None:
     model, config = llama(), Config().training
-    trained = TrainedModel(model, 1e-3, config, updates=2, warmup=0)
+    trained = TrainedModel(model, LearningRate(1e-3, 2), config)
     assert end_updates(model)
     with pytest.raises(LearnerError, match="the run has ended"):
         trained.update()
-    TrainedModel(model, 1e-3, config, updates=2, warmup=0).update()
+    TrainedModel(model, LearningRate(1e-3, 2), config).update()
     assert end_updates(llama())  # that nobody trains
 
 

@@ -27,7 +27,7 @@ from helpers import (
     told,
     train_on,
 )
-from learner_helpers import Grads, assert_close, engine_rollouts, learned_gradients
+from learner_helpers import Grads, assert_close, engine_rollouts, learned_gradients, rows_in
 from rounding import rounding
 from stretto.config import ModelConfig, TrainingConfig
 from stretto.errors import EngineError, LearnerError, LifecycleError
@@ -36,12 +36,12 @@ from stretto.models.load import load_causal_lm
 from stretto.models.lora import add_lora
 from stretto.models.weights import fingerprint, load_weights, with_own_weights
 from stretto.schedules.rollout import Rollout, total_reward, train_batch
-from stretto.training import agreement
+from stretto.training import agreement, losses
 from stretto.training import collate as collating
 from stretto.training.collate import collate, describe
 from stretto.training.learner import PolicyLearner
 from stretto.training.losses import MicroBatch
-from stretto.training.trained import TrainedModel
+from stretto.training.trained import LearningRate, TrainedModel
 from stretto.training.warmup import warm_up
 from stretto.types import FinishReason, Prompt, Score
 
@@ -290,13 +290,13 @@ def test_garbage_in_padding_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> 
         width = max(map(len, rows))
         return torch.tensor([[*r, *range(3, 3 + width - len(r))] for r in rows]) % VOCABULARY
 
-    def pad(rows: Sequence[Tensor]) -> Tensor:
+    def pad(rows: Sequence[Tensor], *, batch_first: bool) -> Tensor:
         width = max(map(len, rows)) + 3
         garbage = False if rows[0].dtype == torch.bool else float("nan")
         return torch.stack([torch.cat([r, r.new_full((width - len(r),), garbage)]) for r in rows])
 
-    monkeypatch.setattr(forward, "pad_right", pad_right)
-    monkeypatch.setattr(collating, "_pad", pad)
+    monkeypatch.setattr(losses, "pad_right", pad_right)
+    monkeypatch.setattr(collating, "pad_sequence", pad)
     assert_close(gradients_with(), plain)
 
 
@@ -445,7 +445,7 @@ def test_kl_coefficient_adapts_and_is_used_next_step() -> None:
 
 def test_an_infinite_gradient_stops_the_run_and_leaves_the_weights() -> None:
     linear = nn.Linear(2, 1)
-    trained = TrainedModel(linear, 0.1, TrainingConfig(), updates=5, warmup=0)
+    trained = TrainedModel(linear, LearningRate(0.1, 5), TrainingConfig())
     before = linear.weight.detach().clone()
     (linear(torch.tensor([[torch.inf, 1.0]]))).sum().backward()
     with pytest.raises(LearnerError, match="the gradient norm is"):
@@ -459,7 +459,7 @@ def test_an_infinite_gradient_stops_the_run_and_leaves_the_weights() -> None:
 def lr_series(kind: str, updates: int, warmup: int) -> list[float]:
     config = TrainingConfig(lr_schedule=kind)  # type: ignore[arg-type]
     linear = nn.Linear(1, 1)
-    trained = TrainedModel(linear, 2.0, config, updates=updates, warmup=warmup)
+    trained = TrainedModel(linear, LearningRate(2.0, updates, warmup), config)
     series = []
     for _ in range(updates):
         series.append(trained.lr)
@@ -481,7 +481,7 @@ def test_schedules() -> None:
 def test_gradient_clipping_scales_to_the_norm_and_reports_it() -> None:
     for clip, factor in ((1.0, 1 / 5), (10.0, 1.0), (0.0, 1.0)):
         linear = nn.Linear(2, 1, bias=False)
-        trained = TrainedModel(linear, 0.1, TrainingConfig(grad_clip=clip), updates=5, warmup=0)
+        trained = TrainedModel(linear, LearningRate(0.1, 5), TrainingConfig(grad_clip=clip))
         linear(torch.tensor([[3.0, 4.0]])).sum().backward()
         assert trained.update() == pytest.approx(5.0)
         moment = trained.state_dict()["optimizer"]["state"][0]["exp_avg"]
@@ -492,7 +492,7 @@ def test_gradient_clipping_scales_to_the_norm_and_reports_it() -> None:
 def bf16_unit(updates: int = 1000) -> tuple[nn.Linear, TrainedModel]:
     linear = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     nn.init.ones_(linear.weight)
-    return linear, TrainedModel(linear, 1e-4, TrainingConfig(), updates=updates, warmup=0)
+    return linear, TrainedModel(linear, LearningRate(1e-4, updates), TrainingConfig())
 
 
 def test_updates_below_bf16_resolution_add_up_in_the_master() -> None:
@@ -559,7 +559,7 @@ def test_bf16_micro_batches_give_the_fp32_gradient_within_rounding() -> None:
 def test_a_closed_trainer_leaves_nothing_on_the_model() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         linear = nn.Linear(1, 1, dtype=dtype)
-        trained = TrainedModel(linear, 0.1, TrainingConfig(), updates=5, warmup=0)
+        trained = TrainedModel(linear, LearningRate(0.1, 5), TrainingConfig())
         linear(torch.ones(1, 1, dtype=dtype)).sum().backward()
         trained.update()
         trained.close()
@@ -750,16 +750,16 @@ def test_an_engine_one_version_behind_is_refused_once_rounding_is_measured(
 # -- the policy that ratios are taken to ---------------------------------------------------------
 
 
-def watched_parts(learner: PolicyLearner) -> list[MicroBatch]:
+def watched_batches(learner: PolicyLearner) -> list[MicroBatch]:
     """What the learner's passes will be given."""
     seen: list[MicroBatch] = []
-    run = learner.passes.run
+    run = learner.backprop.run
 
-    def watch(parts: Any, kl_coef: float, *, trains_actor: bool) -> Any:
-        seen.extend(parts)
-        return run(parts, kl_coef, trains_actor=trains_actor)
+    def watch(batches: Any, kl_coef: float, *, trains_actor: bool) -> Any:
+        seen.extend(batches)
+        return run(batches, kl_coef, trains_actor=trains_actor)
 
-    learner.passes.run = watch  # type: ignore[method-assign]
+    learner.backprop.run = watch  # type: ignore[method-assign]
     return seen
 
 
@@ -794,18 +794,20 @@ def test_responses_of_older_weights_keep_the_policy_that_sampled_them() -> None:
     learner = make_learner(actor, critic, {"rollout": {"batch": 8}, "training": ANY_RATIO})
     learner.publish()
     learner.publish()
-    seen = watched_parts(learner)
+    seen = watched_batches(learner)
     rollouts = engine_rollouts(actor, critic, temperature=1.0, version=2)
     train_on(learner, with_older(rollouts, rollouts))
     train_on(learner, rollouts)  # weight_sync_interval: of this version, but not of these weights
     sampled = {r.id: r.logprobs for r in rollouts}
-    own = [{r.id: bool(own) for r, own in zip(p.responses, p.part.own, strict=True)} for p in seen]
+    own = []
+    for batch in seen:
+        rows, inputs = rows_in(batch, rollouts), batch.inputs
+        own.append({r.id: bool(flag) for r, flag in zip(rows, inputs.own, strict=True)})
+        for row, r in enumerate(rows):
+            assert inputs.behaviour_logprobs is not None
+            behaviour = inputs.behaviour_logprobs[row, : len(r)].tolist()
+            assert behaviour == pytest.approx(sampled[r.id])
     assert own == [{i: i not in (3, 5) for i in range(8)}, dict.fromkeys(range(8), False)]
-    for p in seen:
-        for row, r in enumerate(p.responses):
-            behaviour = p.part.behaviour_logprobs
-            assert behaviour is not None
-            assert behaviour[row, : len(r)].tolist() == pytest.approx(sampled[r.id])
 
 
 def test_in_float32_nothing_but_the_engines_log_probs_is_the_default() -> None:
@@ -892,7 +894,7 @@ def publisher(
     return PolicyLearner(
         plain.trained["actor"],
         plain.trained.get("critic"),
-        plain.passes,
+        plain.backprop,
         plain.config,
         {"task": 1.0},
         snapshots=snapshots,
@@ -954,7 +956,7 @@ def test_an_engine_generates_with_a_snapshot_while_the_learner_trains_on() -> No
 
 def test_the_memory_of_a_snapshot_is_used_again_once_nobody_holds_it() -> None:
     linear = nn.Linear(3, 2)
-    trained = TrainedModel(linear, 0.1, TrainingConfig(), updates=5, warmup=0)
+    trained = TrainedModel(linear, LearningRate(0.1, 5), TrainingConfig())
     first = trained.snapshot()
     kept, where = first["weight"].clone(), first["weight"].data_ptr()
     nn.init.ones_(linear.weight)

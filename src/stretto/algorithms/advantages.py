@@ -34,13 +34,8 @@ def gae(
     The state after the last response token is terminal: its value is 0. The sum over l is a scan
     by doubling: after k rounds A_t holds its first 2^k terms, so it takes log2(T) rounds.
 
-    Args:
-        rewards: [B, T], the reward for token t.
-        values: [B, T], V(s_t) before token t.
-        mask: [B, T] bool, left-aligned.
-
     Returns:
-        advantages and returns, each [B, T], 0 outside the mask; padding columns change no bit.
+        each [B, T], 0 outside the mask; padding columns change no bit.
     """
     zero = values.new_zeros(())
     pad = torch.nn.functional.pad
@@ -59,8 +54,7 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     """``(x - mean) / sqrt(var + 1e-8)``, mean and Bessel-corrected variance under the mask.
 
     Args:
-        x: [B, T].
-        mask: [B, T] bool; all tokens of the whole batch, never of a part of it.
+        x, mask: [B, T], of the whole batch, never of a part of it.
         shift_mean: bring the mean to 0; otherwise it is put back after scaling.
 
     Returns:
@@ -75,30 +69,22 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
 
 
 def require_several(groups: Tensor, algorithm: str) -> None:
-    """Refuse a prompt with a single response.
-
-    Raises:
-        LearnerError: there is such a prompt.
-    """
+    """Refuse a prompt with a single response; raises LearnerError."""
     prompts, counts = groups.unique(return_counts=True)
     alone = prompts[counts < 2]
     if len(alone):
         raise LearnerError(
             f"'{algorithm}' compares the responses to one prompt and needs at least 2 of each; "
             f"{len(alone)} of {len(prompts)} prompts have one, the first is prompt "
-            f"{int(alone[0])}. Raise rollout.samples_per_prompt"
+            f"{int(alone[0])}. Raise rollout.samples_per_prompt",
+            "one-response-to-prompt",
         )
 
 
 def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
     """``A_i = R_i - mean of R_j over the others of the group`` (RLOO, Ahmadian et al. 2024).
 
-    Args:
-        rewards: [B].
-        groups: [B], each at least twice.
-
-    Returns:
-        [B].
+    All are [B]; each group has two rows or more.
     """
     total, count = _group_sums(rewards.double(), groups)
     return (rewards - (total - rewards) / (count - 1)).float()
@@ -107,14 +93,8 @@ def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
 def group_normalised(rewards: Tensor, groups: Tensor, divide_by_std: bool) -> Tensor:
     """``A_i = (R_i - mean) / std`` over the group (GRPO, Shao et al. 2024, section 4.1).
 
-    Args:
-        rewards: [B].
-        groups: [B], each at least twice.
-        divide_by_std: Dr. GRPO (Liu et al. 2025) leaves the division out. The deviation is
-            Bessel-corrected.
-
-    Returns:
-        [B]; 0 in a group whose rewards are all the same.
+    All are [B]; each group has two rows or more. The deviation is Bessel-corrected; Dr. GRPO (Liu
+    et al. 2025) leaves the division out. A group whose rewards are all the same gets 0.
     """
     # In double precision, or rounding would be divided by a deviation of next to nothing.
     total, count = _group_sums(rewards.double(), groups)

@@ -32,7 +32,7 @@ def serial_1f1b(problem: Problem) -> Baseline:
     latency = sum(_alone(problem, actor) for actor in (True, False))
     peak = max(
         min(side.stages - s, side.micro_batches) * side.activation[s]
-        for side in problem.sides
+        for side in problem.models
         for s in range(side.stages)
     )
     return Baseline(latency, peak)
@@ -63,7 +63,7 @@ def one_f_one_b_plus(problem: Problem) -> Baseline | None:
     Each two neighbouring stages become one, on both of their devices; half the micro-batches
     (rounded up) go through each half. A device holds the activations of two stages.
     """
-    if any(side.stages % 2 for side in problem.sides):
+    if any(side.stages % 2 for side in problem.models):
         return None
     actor, critic = (
         replace(
@@ -77,7 +77,7 @@ def one_f_one_b_plus(problem: Problem) -> Baseline | None:
                 float(Fraction(str(a)) + Fraction(str(b))) for a, b in _twos(side.activation)
             ),
         )
-        for side in problem.sides
+        for side in problem.models
     )
     return serial_1f1b(Problem(actor, critic))
 
@@ -90,7 +90,7 @@ def interleaved_1f1b(problem: Problem, chunks: int = 2) -> Baseline:
     problem says.
     """
     latency, peak = 0.0, 0.0
-    for side in problem.sides:
+    for side in problem.models:
         each = [f + b for f, b in zip(side.forward, side.backward, strict=True)]
         hops = 2 * (side.stages * chunks - 1) * side.communication
         bubble = sum(each) - max(each)

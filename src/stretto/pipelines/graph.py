@@ -79,7 +79,7 @@ def make_graph(problem: Problem) -> Graph:
     """Number the queues: pipeline after pipeline, stage after stage, forward before backward."""
     rows: list[list[int]] = []
     scale, pipeline, offset = problem.memory_scale, 0, 0
-    for direction, side in zip((1, -1), problem.sides, strict=True):
+    for direction, side in zip((1, -1), problem.models, strict=True):
         m, c = side.micro_batches, side.communication
         for copy in range(side.pipelines):
             for s in range(side.stages):

@@ -31,7 +31,7 @@ PerStage = int | float | Sequence[int] | Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class ModelPipelines:
     """One of the two models.
 
     Attributes:
@@ -65,7 +65,7 @@ class Side:
         backward: PerStage,
         activation: PerStage,
         communication: int = 0,
-    ) -> Side:
+    ) -> ModelPipelines:
         """A side whose latencies and memory are one number for all stages, or one a stage.
 
         Raises:
@@ -109,7 +109,7 @@ class Side:
         """Number of devices on which its pipelines stand."""
         return self.stages * self.pipelines
 
-    def merged(self, by: int) -> Side:
+    def merged(self, by: int) -> ModelPipelines:
         """Merge each ``by`` consecutive stages of the model into one, on their devices.
 
         Where the other model has ``by`` times the tensor parallelism, this is how the two get
@@ -148,8 +148,8 @@ class Problem:
         ConfigError: the two do not cover the same devices, or the capacity holds no micro-batch.
     """
 
-    actor: Side
-    critic: Side
+    actor: ModelPipelines
+    critic: ModelPipelines
     capacity: float | None = None
 
     def __post_init__(self) -> None:
@@ -197,7 +197,7 @@ class Problem:
         return self.actor.devices
 
     @property
-    def sides(self) -> tuple[Side, Side]:
+    def models(self) -> tuple[ModelPipelines, ModelPipelines]:
         """Actor and critic."""
         return self.actor, self.critic
 
@@ -213,7 +213,7 @@ class Problem:
         A schedule of one, read from its end with forwards and backwards exchanged, is a schedule of
         the other with the same latency and the same peak of memory.
         """
-        a, b = (replace(s, forward=s.backward, backward=s.forward) for s in self.sides)
+        a, b = (replace(s, forward=s.backward, backward=s.forward) for s in self.models)
         return replace(self, actor=a, critic=b)
 
     def to_json(self) -> dict[str, Any]:
@@ -273,15 +273,15 @@ def read_json(file: str | Path) -> Any:
 _SIDE_KEYS = ("stages", "pipelines", "micro_batches", "forward", "backward", "activation")
 
 
-def _side_from_json(name: str, data: object) -> Side:
+def _side_from_json(name: str, data: object) -> ModelPipelines:
     fields = _fields(f"the {name}", data, _SIDE_KEYS, ("communication",))
     try:
-        return Side.of(**fields)
+        return ModelPipelines.of(**fields)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
 
 
-def _side_to_json(side: Side) -> dict[str, Any]:
+def _side_to_json(side: ModelPipelines) -> dict[str, Any]:
     data: dict[str, Any] = {name: getattr(side, name) for name in _SIDE_KEYS}
     for name in ("forward", "backward", "activation"):
         values = data[name]
@@ -307,7 +307,7 @@ def _fields(
     return data
 
 
-def _longest(side: Side) -> int:
+def _longest(side: ModelPipelines) -> int:
     each = max(side.forward) + max(side.backward)
     return (side.micro_batches + side.stages) * each + 2 * side.stages * side.communication
 

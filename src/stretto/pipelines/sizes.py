@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from stretto.errors import ConfigError
-from stretto.pipelines.problem import Problem, Side
+from stretto.pipelines.problem import ModelPipelines, Problem
 
 _SIZES = {"7B": (32, 4096), "13B": (40, 5120), "33B": (60, 6656), "65B": (80, 8192)}
 _LAYER_PARAMETERS = 12
@@ -194,7 +194,7 @@ def _side(
     teraflops: float,
     backward_ratio: float,
     communication_us: int,
-) -> Side:
+) -> ModelPipelines:
     """One model before stages are merged; layers are dealt out as evenly as can be."""
     shape, stages = parallel.shape, parallel.stages
     layers = [shape.layers // stages + (s < shape.layers % stages) for s in range(stages)]
@@ -206,7 +206,7 @@ def _side(
         )
     layer_mib = _LAYER_ACTIVATION_BYTES * tokens * shape.width / 2**20
     tp = parallel.tensor_parallel
-    return Side.of(
+    return ModelPipelines.of(
         stages,
         pipelines,
         micro_batches,

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from stretto.errors import ConfigError
-from stretto.pipelines.problem import Problem, Side
+from stretto.pipelines.problem import ModelPipelines, Problem
 from stretto.pipelines.schedule import Evaluation, PipelineSchedule, evaluate_tasks
 from stretto.pipelines.search import (
     Descent,
@@ -118,7 +118,7 @@ def solve(
 
 @cache
 def _compile() -> None:
-    one = Side.of(1, 1, 2, forward=1, backward=1, activation=1.0)
+    one = ModelPipelines.of(1, 1, 2, forward=1, backward=1, activation=1.0)
     record = Record(Problem(one, one), 60.0, 0.0)
     chance = np.random.default_rng(0)
     view, _ = make_views(record.problem)

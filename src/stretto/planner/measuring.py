@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from stretto.algorithms.experience import Part
+from stretto.algorithms.experience import LossInputs
 from stretto.config import AlgorithmConfig, RolloutConfig
 from stretto.models.forward import positions
 from stretto.planner import work as compute
@@ -21,9 +21,9 @@ from stretto.planner.points import Point
 from stretto.planner.subject import Subject
 from stretto.rollout.base import Engine
 from stretto.rollout.engine import TorchEngine
+from stretto.training.backprop import LocalBackprop
 from stretto.training.losses import Losses, MicroBatch
-from stretto.training.passes import LocalPasses
-from stretto.training.trained import TrainedModel, WholeModel
+from stretto.training.trained import LearningRate, TrainedModel, WholeModel
 from stretto.types import Prompt, Response
 
 ENOUGH_S, PATIENCE_S = 0.3, 5.0
@@ -129,15 +129,16 @@ def decodes(subject: Subject, sizes: Sizes) -> Iterator[Point]:
 def trainings(subject: Subject, sizes: Sizes) -> Iterator[Point]:
     """Yield forward and backward passes of micro-batches, and then an update of the weights."""
     training, temperature = subject.config.training, subject.config.rollout.temperature
-    trained = TrainedModel(subject.model, 1e-6, training, updates=10**6, warmup=0)
+    trained = TrainedModel(subject.model, LearningRate(1e-6, 10**6), training)
     losses = Losses(AlgorithmConfig(), temperature)
-    passes = LocalPasses(subject.model, None, losses, training.microbatch_tokens)
+    passes = LocalBackprop(subject.model, None, losses, training.microbatch_tokens)
     for tokens in sizes.training:
-        batch = _micro_batch(subject, _responses(subject, tokens, sizes.length))
+        responses = _responses(subject, tokens, sizes.length)
+        batch = _micro_batch(subject, responses)
         seconds = timed(
             partial(passes.run, [batch], 0.0, trains_actor=True), subject.device, sizes.repeats
         )
-        rows, length = len(batch.responses), len(batch.responses[0]) + 1
+        rows, length = len(responses), len(responses[0]) + 1
         flops = compute.training_flops(subject.shape, rows * length, length, 1, checkpointing=False)
         yield Point("training", f"{rows} x {length} tokens", seconds, flops=flops)
     seconds = timed(trained.update, subject.device, sizes.repeats)
@@ -226,7 +227,7 @@ def _micro_batch(subject: Subject, responses: Sequence[Response]) -> MicroBatch:
     mask = _mask(responses)
     rows = len(responses)
     even = mask / mask.sum()
-    part = Part(
+    inputs = LossInputs(
         mask=mask,
         weights=even,
         means=even,
@@ -235,4 +236,4 @@ def _micro_batch(subject: Subject, responses: Sequence[Response]) -> MicroBatch:
         old_logprobs=torch.full(mask.shape, -math.log(subject.shape.vocabulary)),
         own=torch.ones(rows, dtype=torch.bool),
     )
-    return MicroBatch(responses, part)
+    return MicroBatch.of(responses, inputs)

@@ -148,8 +148,8 @@ class LearnerService(Service):
 
         In the learner's own process they are good as long as their mapping is held.
         """
-        found = ((ref.model, self._channel.kept(ref)) for ref in refs)
-        return Reply([self._learner.gathered(*tensors) for tensors in found])
+        trained = self._learner.trained
+        return Reply([trained[ref.model].gathered(self._channel.kept(ref)) for ref in refs])
 
     def load(
         self,
@@ -168,7 +168,7 @@ class LearnerService(Service):
         self._learner.load_state_dict(self._read(path))
         refs = self.offered()
         for ref, tensors in kept:  # the newest version, too, if weights have changed since
-            self._channel.put(ref, self._learner.divided(ref.model, tensors))
+            self._channel.put(ref, self._learner.trained[ref.model].divided(tensors))
         return Reply(refs)
 
     def offered(self) -> Mapping[str, WeightsRef]:

@@ -6,7 +6,7 @@ entry [b, t] is the sampled token t, its log-probability, and the value of the s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
@@ -14,21 +14,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from stretto.algorithms.experience import Scored
 from stretto.types import TrainBatch, short_name
 
 
 def collate(batch: TrainBatch, weights: Mapping[str, float]) -> Scored:
-    """Turn a batch into tensors.
-
-    Args:
-        batch: at least one response.
-        weights: factor of each reward source, by name.
-    """
+    """Turn a batch of at least one response into tensors; ``weights`` are those of rewards."""
 
     def padded(column: npt.NDArray[Any]) -> Tensor:
-        return _pad([torch.from_numpy(row) for row in batch.split_sampled(column)])
+        rows = [torch.from_numpy(row) for row in batch.split_sampled(column)]
+        return pad_sequence(rows, batch_first=True)
 
     reference, values = (batch.per_token.get(kind) for kind in ("logprobs", "values"))
     return Scored(
@@ -40,10 +37,6 @@ def collate(batch: TrainBatch, weights: Mapping[str, float]) -> Scored:
         ended=torch.from_numpy(batch.ended),
         groups=torch.from_numpy(batch.prompt_ids),
     )
-
-
-def _pad(rows: Sequence[Tensor]) -> Tensor:
-    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
 
 
 def staleness(batch: TrainBatch, version: int) -> dict[str, float]:

@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stretto import files
-from stretto.errors import StateError
+from stretto.errors import StateError, first_line
 from stretto.models.pieces import Box, Piece, box_of, overlap, shape, within
 
 STEP = "step"
@@ -49,11 +49,12 @@ def file_name(rank: int = 0, ranks: int = 1) -> str:
 
 
 def packed(state: Mapping[str, Any], rank: int = 0, ranks: int = 1) -> dict[str, Any]:
-    """Return what :func:`write` takes; its tensors share memory with the state's.
+    """Return a learner's state, with tensors or pieces, as :func:`write` takes it.
+
+    Tensors share memory with the state's.
 
     Args:
-        state: of a :class:`~stretto.training.learner.PolicyLearner`, with tensors or pieces.
-        rank, ranks: who writes.
+        rank, ranks: of this process, which writes.
     """
     pieces: dict[str, Piece] = {}
     models = {}
@@ -80,11 +81,7 @@ def packed(state: Mapping[str, Any], rank: int = 0, ranks: int = 1) -> dict[str,
 
 
 def write(file: Path, state: Mapping[str, Any]) -> None:
-    """Write what :func:`packed` returned, and bring it to the disk.
-
-    Raises:
-        OSError: the system refuses.
-    """
+    """Write what :func:`packed` returned, and bring it to the disk; raises OSError."""
     tensors = {name: t.detach().cpu().contiguous() for name, t in state["tensors"].items()}
     try:
         save_file(tensors, file, {_ABOUT: state["about"]})
@@ -108,15 +105,13 @@ def _piece(value: Tensor | Piece) -> Piece:
 class Stored:
     """A tensor in files, each of which may have a part of it.
 
-    Args:
-        whole: its shape.
-
     Attributes:
+        shape: of the whole.
         held: elements that the files have.
     """
 
-    def __init__(self, name: str, whole: tuple[int, ...]) -> None:
-        self.shape, self.held = whole, 0
+    def __init__(self, name: str, shape: tuple[int, ...]) -> None:
+        self.shape, self.held = shape, 0
         self._name, self._parts = name, list[tuple[Any, Box]]()
 
     def add(self, file: Any, box: Box) -> None:
@@ -149,12 +144,11 @@ def in_memory(state: Any) -> Any:
 def read(path: Path) -> dict[str, Any]:
     """Return the state of a learner, whose tensors are :class:`Stored`.
 
+    Raises StateError if a file is damaged, or not there.
+
     Args:
         path: a folder as above; or a file of tensors and plain data with all of the state, which
             earlier versions wrote.
-
-    Raises:
-        StateError: a file is damaged, or not there.
     """
     if not path.is_dir():
         return _read_whole(path)
@@ -167,12 +161,14 @@ def read(path: Path) -> dict[str, Any]:
         states[about["rank"]], ranks = about["state"], about["ranks"]
     for rank in range(ranks):
         if rank not in states:
-            raise StateError(f"'{path / file_name(rank, ranks)}' is missing; {_REMEDY}")
+            missing = path / file_name(rank, ranks)
+            raise StateError(f"'{missing}' is missing; {_REMEDY}", "missing-file")
     for name, found in tensors.items():
         if found.held != math.prod(found.shape):
             raise StateError(
                 f"the files in '{path}' have {found.held} elements of '{name}', which is "
-                f"{found.shape}; {_REMEDY}"
+                f"{found.shape}; {_REMEDY}",
+                "missing-pieces",
             )
     state = states[0]
     models = {model: _unpacked(model, own, tensors) for model, own in state["models"].items()}
@@ -187,11 +183,11 @@ def _opened(file: Path) -> tuple[Any, Any]:
         stored: Any = safe_open(file, "pt")
         return stored, json.loads((stored.metadata() or {})[_ABOUT])
     except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise StateError(f"'{file}' is damaged: {error!r}; {_REMEDY}") from error
+        raise StateError(f"'{file}' is damaged: {error!r}; {_REMEDY}", "damaged-file") from error
 
 
 def _unpacked(model: str, about: Mapping[str, Any], tensors: Mapping[str, Stored]) -> Any:
-    """Return a model's part of the state, as :func:`packed` had it."""
+    """Return a model's part of the state, as :func:`packed` got it."""
     names, steps = about["names"], about["steps"]
     moments = {
         i: {STEP: torch.tensor(steps[n])} | {k: tensors[f"{model}/{k}/{n}"] for k in _MOMENTS}
@@ -209,9 +205,9 @@ def _read_whole(file: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu")
     except (UnpicklingError, OSError) as error:
-        reason = str(error).split("\n")[0]
         raise StateError(
             f"'{file}' cannot be read, or holds other things than tensors and plain data: "
-            f"{reason}; {_REMEDY}"
+            f"{first_line(error)}; {_REMEDY}",
+            "damaged-file",
         ) from error
     return state

@@ -17,6 +17,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -32,25 +33,17 @@ from stretto.algorithms.experience import LossTerm
 from stretto.algorithms.reductions import Metrics
 from stretto.config import OptimizerConfig
 from stretto.config.training import token_budget
-from stretto.models.forward import (
-    backbone,
-    by_token_budget,
-    output_head,
-    response_hidden,
-    response_tokens,
-    unwrapped,
-)
+from stretto.models.forward import backbone, by_token_budget, output_head, unwrapped
 from stretto.models.load import save_model
-from stretto.models.logits import OutputHead, token_logprobs
+from stretto.models.logits import OutputHead
 from stretto.models.mapped import final, final_dtype
 from stretto.models.pieces import Layout, Piece, Whole, index, shape, wholes_of
 from stretto.models.tensor_parallel import Slices, cut_linears, plan_cuts
 from stretto.models.weights import fingerprint_of_parts
+from stretto.training.backprop import LocalBackprop, divided
 from stretto.training.losses import Losses, MicroBatch
-from stretto.training.partition import divided
-from stretto.training.passes import LocalPasses
 from stretto.training.shard_files import STEP, Stored
-from stretto.training.trained import TrainedModel
+from stretto.training.trained import LearningRate, TrainedModel
 from stretto.types import Response, Stats
 
 if TYPE_CHECKING:
@@ -82,22 +75,19 @@ class Sharded:
     No rank has more of the weights than its own part and about one layer of its slice, if they are
     left in files (:mod:`stretto.models.mapped`): layer after layer is cut and shared out.
 
+    Raises ModelError if the model cannot be cut into that many slices.
+
     Args:
         model: whole on every rank, in evaluation mode, and the same.
-        lends: whether what is published are the shards themselves, as who reads them has done so
-            before they change; else copies.
+        lends: whether what is published are the shards themselves, as their readers are done before
+            they change; else copies.
 
     Attributes:
-        model: whose parameters are shards now.
-        grid: the ranks.
         dtype: that passes compute in: the model's own.
         template: the output layer of a language model, without its weights.
         parameters: the shards, by name.
         wholes: the same, as they were.
         partial: names of those whose gradients are sums over slices.
-
-    Raises:
-        ModelError: the model cannot be cut into that many slices.
     """
 
     def __init__(self, model: nn.Module, grid: Grid, *, lends: bool = False) -> None:
@@ -124,7 +114,7 @@ class Sharded:
         self._own = grid.layout.own(self.wholes, grid.rank)
 
     def _share_out(self, module: nn.Module) -> None:
-        """Keep this rank's rows of a module's parameters, but for those of modules before it."""
+        """Keep this rank's rows of a module's parameters, without those of modules before it."""
         before = {id(p) for p in module.parameters() if isinstance(p, DTensor)}
         # Such as adapters, which compute in float32 beside a model that does not.
         weights = [p for p in module.parameters() if id(p) not in before]
@@ -167,7 +157,7 @@ class Sharded:
     def own(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return this rank's parts of parameters by name, in the model's types unless lent.
 
-        Without those that a rank before it holds too: all ranks' together are the whole.
+        A part that a rank before it holds too is left out: all ranks' together are the whole.
         """
         own = (name for name in names if name in self._own)
         if self._lends:
@@ -198,15 +188,13 @@ class Sharded:
         A collective, beside whatever else the ranks do.
 
         Args:
-            part: returns this rank's part of what is like one; by default its shard.
+            part: returns this rank's part of what is like a parameter; by default its shard.
         """
-        found, part = {}, part or self.shard
+        found, part = dict[str, Tensor | None](), part or self.shard
         for name in names:
             whole = self.wholes[name]
-            tensor = self.grid.on_first(whole, part(name).to(whole.dtype))
-            if tensor is not None:
-                found[name] = tensor
-        return found
+            found[name] = self.grid.on_first(whole, part(name).to(whole.dtype))
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def whole(self) -> nn.Module | None:
         """Return a copy of the model with whole weights, on the CPU; ``None`` on all ranks but one.
@@ -241,19 +229,13 @@ def _without_weights(model: nn.Module) -> nn.Module:
 class ShardedModel(TrainedModel):
     """A model in shards, and AdamW on those of this rank; see :class:`TrainedModel`.
 
-    State: as that of a whole model, with this rank's pieces of its tensors. It takes up that of any
-    number of ranks.
-
-    Args:
-        sharded: the model.
-        lr, config, updates, warmup: as of :class:`TrainedModel`.
+    Its state is that of a whole model, with this rank's pieces of its tensors. It goes on from that
+    of any number of ranks.
     """
 
-    def __init__(
-        self, sharded: Sharded, lr: float, config: OptimizerConfig, *, updates: int, warmup: int
-    ) -> None:
+    def __init__(self, sharded: Sharded, rate: LearningRate, config: OptimizerConfig) -> None:
         self._sharded = sharded
-        super().__init__(sharded.model, lr, config, updates=updates, warmup=warmup)
+        super().__init__(sharded.model, rate, config)
         self._gate.agree = self._all_agree
 
     def _make_master(self, weight: nn.Parameter) -> nn.Parameter:
@@ -266,27 +248,24 @@ class ShardedModel(TrainedModel):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that the model computes in."""
         return self._sharded.dtype
+
+    @property
+    def _head(self) -> OutputHead:
+        return self._sharded.head
 
     @torch.no_grad()
     def logprobs(
         self, responses: Sequence[Response], mask: Tensor, temperature: float, budget: int = 0
     ) -> Tensor:
-        """Log-probs [B, T], each rank reading its share; see :meth:`WholeModel.logprobs`."""
         tokens = [r.total_tokens for r in responses]
         wanted = len(by_token_budget(tokens, token_budget(budget, self.device)))
         grid = self._sharded.grid
         groups = divided(tokens, wanted, grid.layout.fsdp)
         logprobs = torch.zeros(mask.shape)
         for rows in grid.share(groups):
-            part = [responses[row] for row in rows or groups[0]]  # another's, where there is none
-
-            def compute(part: Sequence[Response] = part) -> Tensor:
-                hidden = response_hidden(self.model, part)
-                targets = response_tokens(part, hidden.device)
-                return token_logprobs(self._sharded.head, hidden, targets, temperature)[0]
-
+            read = [responses[row] for row in rows or groups[0]]  # another's, where there is none
+            compute = partial(self._token_logprobs, read, temperature)
             flat = self._sharded(compute).float().cpu()
             if rows:
                 here = mask[rows]
@@ -296,7 +275,6 @@ class ShardedModel(TrainedModel):
         return logprobs.cpu()
 
     def update(self, norm: float | None = None) -> float:
-        """Take an optimizer step on the gradients collected since the last; return their norm."""
         for weight, master in zip(self._weights, self._masters, strict=True):
             if isinstance(weight, DTensor):
                 master.grad = None if weight.grad is None else _local(weight.grad)
@@ -345,39 +323,29 @@ class ShardedModel(TrainedModel):
         return closed.item() == 0
 
     def fingerprint(self) -> str:
-        """A short hash of all parameters, frozen ones too. A collective."""
         return self._sharded.fingerprint()
 
     @torch.no_grad()
     def snapshot(self) -> Mapping[str, Tensor]:
-        """This rank's parts of the trained weights; see :meth:`Sharded.own`."""
         return self._sharded.own(self._names)
 
     def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the whole of what all ranks' parts make, on the first rank. A collective."""
         nothing = torch.empty(0)
         return self._sharded.gathered(self._names, lambda name: tensors.get(name, nothing))
 
     def divided(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return this rank's parts of whole tensors, as :meth:`snapshot` does."""
         return self._sharded.parts(tensors)
 
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write model and tokenizer in Hugging Face format, whole or not at all.
-
-        A collective, beside whatever else the ranks do; see :meth:`Sharded.whole`.
-        """
         model = self._sharded.whole()
         if model is not None:
             save_model(model, tokenizer, folder)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return masters, AdamW's moments and the schedule's position; tensors as pieces."""
         own = super().state_dict()
         return self._with(own, lambda i, t: self._sharded.piece(self._names[i], t))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up the state of a whole model: tensors, or what files have."""
         super().load_state_dict(self._with(state, self._cut))
 
     def _with(self, state: dict[str, Any], change: Callable[[int, Any], Any]) -> dict[str, Any]:
@@ -408,10 +376,8 @@ class Grid:
     """All ranks of the default group, as fsdp x tp: those that hold one slice stand tp apart.
 
     Attributes:
-        rank: of this process.
-        row: number among the ranks of its slice, which share rows and passes.
-        mesh: of these ranks.
-        rows: the group of these ranks.
+        row: number of this process among the ranks of its slice, which share rows and passes.
+        mesh, rows: these ranks as FSDP and as collectives take them.
         slices: those that have a slice each; ``None`` where nothing is cut.
     """
 
@@ -425,7 +391,7 @@ class Grid:
         self._beside = dist.new_group(backend="gloo")
 
     def on_first(self, whole: Whole, part: Tensor) -> Tensor | None:
-        """Return on the first rank's CPU the whole of a tensor; ``None`` on the others.
+        """Return the whole of a tensor on the first rank's CPU; ``None`` on the others.
 
         A collective, beside whatever else the ranks do.
         """
@@ -464,10 +430,8 @@ class Grid:
         return tensor
 
 
-class ShardedPasses(LocalPasses):
-    """Passes of which every rank makes its share; see :class:`~stretto.training.passes.Passes`.
-    actor, critic: the models; ``None`` for algorithms without a critic.
-    """
+class ShardedBackprop(LocalBackprop):
+    """Passes of which every rank makes its share."""
 
     def __init__(
         self, actor: Sharded, critic: Sharded | None, losses: Losses, microbatch_tokens: int
@@ -479,41 +443,38 @@ class ShardedPasses(LocalPasses):
         self._ran: list[list[int]] = []  # tokens of each rank, by mini-batch
 
     def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
-        """Divide into equally many micro-batches for each rank, of like sizes."""
         return divided(tokens, len(by_token_budget(tokens, self._budget)), self._grid.layout.fsdp)
 
     def run(
-        self, parts: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool
+        self, batches: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool
     ) -> Mapping[str, Metrics]:
-        """Make this rank's passes, and add up all ranks' metrics; see :class:`Passes`."""
-        self._ran.append(
-            [
-                sum(max(r.total_tokens for r in p.responses) * len(p.responses) for p in share)
-                for share in self._grid.shares(parts)
-            ]
-        )
-        own = [part or MicroBatch.blank(parts[0].part) for part in self._grid.share(parts)]
+        tokens = [
+            batch.tokens.numel() + len(batch.tokens) for batch in batches
+        ]  # and the last ones
+        self._ran.append([sum(share) for share in self._grid.shares(tokens)])
+        own = [batch or MicroBatch.blank(batches[0]) for batch in self._grid.share(batches)]
         by_model = super().run(own, kl_coef, trains_actor=trains_actor)
         said: list[Any] = [None] * self._grid.layout.fsdp
-        # Of another rank's GPU nothing can be added here.
+        # Tensors on another rank's GPU cannot be added here.
         own_metrics = {name: m.on_cpu() for name, m in by_model.items()}
         dist.all_gather_object(said, own_metrics, group=self._grid.rows)
         return {name: sum((metrics[name] for metrics in said), Metrics()) for name in by_model}
 
     def finish(self) -> Stats:
-        """Return how even the step's passes were.
-
-        Returns:
-            ``passes/balance``: tokens (padding counted) of an average rank, as a share of those of
-            the rank that has the most: 1 where no rank waits for another.
+        """Return ``passes/balance``: tokens (padding counted) of an average rank, as a share of
+        those of the rank that has the most; 1 where no rank waits for another.
         """
         ran, self._ran = self._ran, []
         most = sum(max(tokens) for tokens in ran)
         return {"passes/balance": sum(map(fmean, ran)) / most} if most else {}
 
-    def _term(self, model: nn.Module, compute: Callable[[], LossTerm]) -> LossTerm:
+    def _forward(
+        self, model: nn.Module, batch: MicroBatch, loss: Callable[[Tensor, MicroBatch], LossTerm]
+    ) -> LossTerm:
+        forward = super()._forward
+
         def both() -> tuple[Tensor, LossTerm]:
-            term = compute()
+            term = forward(model, batch, loss)
             return term.loss, term  # FSDP looks for losses in tuples, and not in other objects
 
         return self._sharded[model](both)[1]

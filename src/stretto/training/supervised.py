@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import compress
 from typing import Protocol, TypeVar, cast
 
 import numpy as np
@@ -36,7 +37,7 @@ from stretto.models.heads import apply_scalar_head
 from stretto.models.logits import token_logprobs
 from stretto.tasks.pairs import PairTokens
 from stretto.tasks.responses import Example
-from stretto.training.trained import TrainedModel
+from stretto.training.trained import LearningRate, TrainedModel
 from stretto.types import Stats
 
 T = TypeVar("T")
@@ -71,14 +72,9 @@ def train(
         rows: at least one.
         after: called after each update, with the objective's metrics, the gradient norm and the
             learning rate. What it raises ends the training after a whole update.
-
-    Raises:
-        LearnerError: a gradient is not finite.
     """
     t = config.training
-    trained = TrainedModel(
-        model, t.lr, t, updates=updates(config, len(rows)), warmup=t.warmup_steps
-    )
+    trained = TrainedModel(model, LearningRate(t.lr, updates(config, len(rows)), t.warmup_steps), t)
     try:
         for step, batch in enumerate(batches(rows, config), start=1):
             with trained.training():
@@ -101,8 +97,7 @@ def batches(rows: Sequence[T], config: SupervisedConfig) -> Iterator[list[T]]:
 
     An epoch is all rows in a seeded order of its own; its last batch may be smaller.
     """
-    left = updates(config, len(rows))
-    epoch = 0
+    left, epoch = updates(config, len(rows)), 0
     while left:
         order = np.random.default_rng([config.seed % 2**64, epoch]).permutation(len(rows))
         epoch += 1
@@ -117,17 +112,14 @@ def hold_out(
     """Split rows into those to train on and those to measure on.
 
     Rows with one key (a prompt) go to one side, so that what is measured on has not been seen.
+    Raises TaskError if nothing is left to train on.
 
     Args:
-        rows: at least one.
         share: of the rows to hold out, rounded up; at least so many are.
         seed: of the choice, which does not depend on the order of training.
 
     Returns:
         Rows to train on and rows held out, each in their order.
-
-    Raises:
-        TaskError: nothing is left to train on.
     """
     groups: dict[Hashable, list[int]] = {}
     for index, row in enumerate(rows):
@@ -141,7 +133,8 @@ def hold_out(
     if len(held) == len(rows):
         raise TaskError(
             f"data.held_out = {share} of {len(rows)} rows with {len(members)} different prompts "
-            "leaves nothing to train on; lower it (0 holds none out), or give more rows"
+            "leaves nothing to train on; lower it (0 holds none out), or give more rows",
+            "nothing-to-train-on",
         )
     return (
         [row for i, row in enumerate(rows) if i not in held],
@@ -158,14 +151,11 @@ PackedRow = Sequence[Example]
 class CrossEntropy:
     """Mean negative log-likelihood of the learned tokens of a causal language model.
 
-    Every token counts the same, whichever example, pass or row it is in.
+    Every token counts the same, whichever example, pass or row it is in. Raises ModelError if
+    packed sequences see one another in this model, or its logits are not a plain head's.
 
     Args:
         row_tokens: pack examples into rows of at most so many tokens; 0 gives each its own row.
-
-    Raises:
-        ModelError: packed sequences see one another in this model, or its logits are not a plain
-            head's.
     """
 
     def __init__(self, model: nn.Module, token_budget: int, *, row_tokens: int = 0) -> None:
@@ -196,7 +186,7 @@ class CrossEntropy:
 
     @torch.no_grad()
     def measure(self, examples: Sequence[Example]) -> float:
-        """The loss of all examples together, in nats a learned token."""
+        """Return the loss of all examples together, in nats a learned token."""
         total = sum(-self._logprobs(rows).double().sum().item() for rows in self._passes(examples))
         return total / sum(sum(e.trained) for e in examples)
 
@@ -206,22 +196,11 @@ class CrossEntropy:
         return [[rows[i] for i in part] for part in by_token_budget(lengths, self._budget)]
 
     def _logprobs(self, rows: Sequence[PackedRow]) -> Tensor:
-        """Log-probabilities [N] of the learned tokens."""
+        """Return log-probabilities [N] of the learned tokens."""
         hidden = row_hidden(self._model, rows)
-        places = []
-        for row in rows:
-            before, own = 0, list[int]()
-            for example in row:
-                own += predicting(example.trained, before)
-                before += _inputs(example)
-            places.append(own)
-        targets = [
-            token
-            for row in rows
-            for e in row
-            for token, learned in zip(e.tokens, e.trained, strict=True)
-            if learned
-        ]
+        # An example's first token is never learned, its last one never read.
+        places = [predicting([f for e in row for f in e.trained[1:]], 1) for row in rows]
+        targets = [t for row in rows for e in row for t in compress(e.tokens, e.trained)]
         tokens = torch.tensor(targets, device=hidden.device)
         return token_logprobs(self._head, states_at(hidden, places), tokens)[0]
 
@@ -237,8 +216,7 @@ def _budget(model: nn.Module, config: SupervisedConfig) -> int:
 def pack(examples: Sequence[Example], row_tokens: int) -> list[list[Example]]:
     """Pack examples into as few rows as first-fit decreasing finds (Johnson 1973), longest first.
 
-    Args:
-        row_tokens: that a row holds at most; a longer example has a row of its own.
+    An example of more than ``row_tokens`` has a row of its own.
     """
     rows: list[list[Example]] = []
     room: list[int] = []
@@ -255,7 +233,7 @@ def pack(examples: Sequence[Example], row_tokens: int) -> list[list[Example]]:
 
 
 def row_hidden(model: nn.Module, rows: Sequence[PackedRow]) -> Tensor:
-    """Hidden states [b, L, H] of rows in which no example sees another; its last token is not read.
+    """Return hidden states [b, L, H] of rows in which no example sees another, nor its last token.
 
     Positions start anew with each example, by which transformers' attention, of every kind, knows
     the examples of a row from one another.
@@ -276,9 +254,6 @@ def _check_packing(model: nn.Module) -> None:
 
     In bfloat16 the states differ by rounding, which is large for arbitrary tokens. So the
     difference is compared with that of an example that does see the first one.
-
-    Raises:
-        ModelError: the states differ by more than rounding.
     """
     config = text_config(model)
     first, second = (
@@ -294,7 +269,8 @@ def _check_packing(model: nn.Module) -> None:
     if not off <= max(1e-3, 64 * torch.finfo(next(model.parameters()).dtype).eps):
         raise ModelError(
             f"packing = true: in {type(unwrapped(model)).__name__} sequences of one row see one "
-            f"another ({off:.0%} as much as within one sequence); set packing = false"
+            f"another ({off:.0%} as much as within one sequence); set packing = false",
+            "packing-leaks",
         )
 
 
@@ -309,8 +285,7 @@ class Preferences:
         loss: mean -log sigmoid(r_chosen - r_rejected), in nats a pair.
         accuracy: share of the pairs whose chosen response has the higher reward; a tie counts half.
         margin: mean r_chosen - r_rejected.
-        reward_mean: mean reward of all responses, chosen and rejected.
-        reward_std: standard deviation of the same.
+        reward_mean, reward_std: mean and standard deviation over all responses.
         pairs: number of pairs.
     """
 
@@ -386,7 +361,7 @@ class BradleyTerry:
             yield [pairs[i] for i in part]
 
     def _rewards(self, pairs: Sequence[PairTokens]) -> tuple[Tensor, Tensor]:
-        """Rewards [b] of the chosen and of the rejected responses, read at the end token."""
+        """Return rewards [b] of the chosen and rejected responses, read at the end token."""
         rows = [[*p.prompt, *p.chosen] for p in pairs]
         rows += [[*p.prompt, *p.rejected] for p in pairs]
         rewards = apply_scalar_head(self._model, last_hidden(self._model, rows))

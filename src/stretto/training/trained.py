@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -35,8 +36,7 @@ BLOCK = 1 << 20
 
 
 def _add_into(total: Tensor, part: Tensor) -> None:
-    blocks = zip(total.view(-1).split(BLOCK), part.reshape(-1).split(BLOCK), strict=True)
-    for a, b in blocks:
+    for a, b in zip(total.view(-1).split(BLOCK), part.reshape(-1).split(BLOCK), strict=True):
         a.add_(b)
 
 
@@ -63,15 +63,22 @@ def training_mode(model: nn.Module) -> Iterator[None]:
 
 
 def require_finite_norm(norm: float) -> None:
-    """Refuse gradients that would spoil the weights.
-
-    Raises:
-        LearnerError: their norm is not finite.
-    """
+    """Refuse gradients that would spoil the weights; raises LearnerError."""
     if not math.isfinite(norm):
         raise LearnerError(
             f"the gradient norm is {norm}; stopping before it reaches the weights. Lower "
-            "training.lr, or look at the rewards and ratios of the last steps"
+            "training.lr, or look at the rewards and ratios of the last steps",
+            "gradient-not-finite",
+        )
+
+
+def require_trained(name: str, model: nn.Module) -> None:
+    """Refuse a model without weights to train; raises LearnerError."""
+    if not any(p.requires_grad for p in model.parameters()):
+        raise LearnerError(
+            f"{name} has nothing to train: all its weights are frozen. Leave some unfrozen "
+            "(requires_grad)",
+            "nothing-to-train",
         )
 
 
@@ -80,11 +87,7 @@ class _Snapshot(dict[str, Tensor]):
 
 
 class Snapshots:
-    """Copies of weights, whose memory is used again.
-
-    Args:
-        weights: by name.
-    """
+    """Copies of weights, whose memory is used again."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self._weights = weights
@@ -92,10 +95,10 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self) -> Mapping[str, Tensor]:
-        """Copies of the weights as they are now, by name.
+        """Return copies of the weights as they are now, by name.
 
-        The memory of an earlier snapshot is written over once nobody holds its mapping any more,
-        so hold the mapping for as long as its tensors are read.
+        The memory of an earlier snapshot is written over once its mapping has no reference left, so
+        hold the mapping for as long as its tensors are read.
         """
         free = next((s for s in self._taken if s[1]() is None), None)
         if free:
@@ -128,14 +131,14 @@ class Gate:
     def passing(self) -> Iterator[None]:
         """Change the weights in the body of a ``with`` statement.
 
-        An error within it leaves them neither old nor new; the gate remembers that.
-
-        Raises:
-            LearnerError: the gate is closed.
+        An error within it leaves them neither old nor new; the gate remembers that. Raises
+        LearnerError if the gate is closed.
         """
         with self._lock:
             if not self.agree(not self._closed):
-                raise LearnerError("the run has ended, and with it all updates; start another")
+                raise LearnerError(
+                    "the run has ended, and with it all updates; start another", "updates-ended"
+                )
             self._broken = True
             yield
             self._broken = False
@@ -152,18 +155,8 @@ class Gate:
 _GATES: weakref.WeakKeyDictionary[nn.Module, Gate] = weakref.WeakKeyDictionary()
 
 
-def new_gate(model: nn.Module) -> Gate:
-    """Make the gate for the trainer that trains the model from now on."""
-    gate = _GATES[model] = Gate()
-    return gate
-
-
 def end_updates(model: nn.Module, patience_s: float = PATIENCE_S) -> bool:
-    """Let no update of a model begin any more, and wait for one under way; from any thread.
-
-    Args:
-        model: that is trained.
-        patience_s: seconds to wait for that update.
+    """End a trained model's updates, after one that is under way; from any thread.
 
     Returns:
         Whether the weights are whole, and stay as they are.
@@ -173,14 +166,11 @@ def end_updates(model: nn.Module, patience_s: float = PATIENCE_S) -> bool:
 
 
 class WholeModel:
-    """A model as the learner uses it, besides training it.
-
-    Args:
-        model: with or without adapters.
-    """
+    """A model as the learner uses it, besides training it."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self._gate = model, new_gate(model)
+        self.model = model
+        self._gate = _GATES[model] = Gate()  # for the trainer that trains it from now on
 
     @property
     def device(self) -> torch.device:
@@ -196,7 +186,7 @@ class WholeModel:
     def logprobs(
         self, responses: Sequence[Response], mask: Tensor, temperature: float, budget: int = 0
     ) -> Tensor:
-        """Log-probs [B, T] of sampled tokens, 0 outside the mask, on the CPU in float32.
+        """Return log-probs [B, T] of sampled tokens, 0 outside the mask, on the CPU in float32.
 
         Args:
             mask: [B, T] bool, true where there is a sampled token.
@@ -204,28 +194,31 @@ class WholeModel:
         """
         logprobs = torch.zeros(mask.shape)
         for rows in microbatches(responses, token_budget(budget, self.device)):
-            part = [responses[row] for row in rows]
-            hidden = response_hidden(self.model, part)
-            targets = response_tokens(part, hidden.device)
-            flat = token_logprobs(self._head, hidden, targets, temperature)[0].float().cpu()
+            flat = self._token_logprobs([responses[row] for row in rows], temperature)
             here = mask[rows]
-            logprobs[rows] = torch.zeros(here.shape).masked_scatter(here, flat)
+            logprobs[rows] = torch.zeros(here.shape).masked_scatter(here, flat.float().cpu())
         return logprobs
+
+    def _token_logprobs(self, responses: Sequence[Response], temperature: float) -> Tensor:
+        """Return log-probs [N] of all sampled tokens, one response after another."""
+        hidden = response_hidden(self.model, responses)
+        targets = response_tokens(responses, hidden.device)
+        return token_logprobs(self._head, hidden, targets, temperature)[0]
 
     @cached_property
     def _head(self) -> OutputHead:
         return output_head(self.model)  # which checks it with a small pass
 
     def fingerprint(self) -> str:
-        """A short hash of all parameters, frozen ones too."""
+        """Return a short hash of all parameters, frozen ones too."""
         return fingerprint(self.model.named_parameters())
 
     def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return a snapshot, which is whole."""
+        """Return the whole of a snapshot, on the first rank; a collective of all ranks."""
         return tensors
 
     def divided(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return whole tensors, all of which are this process's."""
+        """Return this rank's parts of what :meth:`gathered` has returned."""
         return tensors
 
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -237,72 +230,99 @@ class WholeModel:
         return end_updates(self.model)
 
 
+class Trained(WholeModel, ABC):
+    """A model under training, as the learner sees it, wherever it is."""
+
+    @property
+    @abstractmethod
+    def lr(self) -> float:
+        """The learning rate of the next update."""
+
+    @abstractmethod
+    def update(self) -> float:
+        """Take an optimizer step on the gradients collected since the last; return their norm.
+
+        Raises LearnerError if that is not finite; the weights are left as they were.
+        """
+
+    @abstractmethod
+    def skip(self) -> None:
+        """Let an update go by without a gradient: the learning rate moves on, nothing else does."""
+
+    @abstractmethod
+    def snapshot(self) -> Mapping[str, Tensor]:
+        """Return copies of the trained weights by name; of this rank's parts, and lent if agreed.
+
+        See :meth:`Snapshots.take` for how long they are good.
+        """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return masters, AdamW's moments and the schedule's position; this rank's pieces of them.
+
+        Tensors share memory with what is trained, and stay when that is put elsewhere.
+        """
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from the state of a whole model, whose tensors may be in files."""
+
+
 @dataclass(frozen=True, slots=True)
-class Course:
+class LearningRate:
     """The learning rate of a model over a run.
 
     Attributes:
-        lr: its peak.
+        peak: the highest.
         updates: over which the schedule runs.
         warmup: updates over which it rises.
     """
 
-    lr: float
+    peak: float
     updates: int
-    warmup: int
+    warmup: int = 0
 
 
-class TrainedModel(WholeModel):
+class TrainedModel(Trained):
     """A model, the masters of its weights, and AdamW on the masters.
 
     A weight kept in bfloat16 has a float32 master: gradients of all micro-batches are summed in
     float32, AdamW moves the master, and the rounded result is copied back. Without it an update of
     relative size 1e-3 or less would be rounded away. A float32 weight is its own master.
 
-    State: masters, AdamW's moments, the schedule's position. Derived: the weights in the model.
+    Raises LearnerError if there is nothing to train.
 
     Attributes:
         before_update: called before the tensors that only updates need are used.
 
     Args:
         model: its weights say by ``requires_grad`` whether they are trained.
-        updates: over which the learning rate's schedule runs.
-        warmup: updates over which it rises.
         may_be_frozen: whether there may be nothing to train, as in a stage of a model that is
             frozen in part: then only the learning rate's schedule moves.
-
-    Raises:
-        LearnerError: there is nothing to train.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        lr: float,
+        rate: LearningRate,
         config: OptimizerConfig,
         *,
-        updates: int,
-        warmup: int,
         may_be_frozen: bool = False,
     ) -> None:
         from transformers import get_scheduler
 
         super().__init__(model)
-        self._clip = config.grad_clip
-        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        self._names = [n for n, _ in named]
-        self._weights = [p for _, p in named]
-        if not named and not may_be_frozen:
-            raise LearnerError(
-                f"{type(model).__name__} has nothing to train: all its weights are frozen. Leave "
-                "some unfrozen (requires_grad)"
-            )
+        if not may_be_frozen:
+            require_trained(type(model).__name__, model)
+        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._names, self._weights = list(named), list(named.values())
         self._hooks: list[RemovableHandle] = []
-        self._snapshots = Snapshots(dict(named))
+        self._snapshots = Snapshots(named)
         self._masters = [self._make_master(p) for p in self._weights]
+        self._clip = config.grad_clip or math.inf
         self._optimizer = torch.optim.AdamW(
             [{"params": self._masters}],  # a group, as a list may be empty only there
-            lr=lr,
+            lr=rate.peak,
             betas=config.betas,
             weight_decay=config.weight_decay,
             fused=True,
@@ -310,7 +330,10 @@ class TrainedModel(WholeModel):
         kind = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
         self.before_update: Callable[[], None] = lambda: None
         self._schedule = get_scheduler(
-            kind, self._optimizer, num_warmup_steps=warmup, num_training_steps=updates
+            kind,
+            self._optimizer,
+            num_warmup_steps=rate.warmup,
+            num_training_steps=rate.updates,
         )
 
     def _make_master(self, weight: nn.Parameter) -> nn.Parameter:
@@ -330,7 +353,6 @@ class TrainedModel(WholeModel):
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next update."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     def training(self) -> AbstractContextManager[None]:
@@ -350,26 +372,23 @@ class TrainedModel(WholeModel):
         self._optimizer.zero_grad(set_to_none=False)
 
     def update(self, norm: float | None = None) -> float:
-        """Take an optimizer step on the gradients collected since the last; return their norm.
+        """Take an optimizer step; see :meth:`Trained.update`.
 
         Args:
-            norm: of the gradients of all stages, where the model is one stage of several.
-
-        Raises:
-            LearnerError: the norm is not finite; the weights are left as they were.
+            norm: of the gradients of all ranks, where this model is a part of several.
         """
         self.before_update()
         if norm is None:
-            norm = float(nn.utils.clip_grad_norm_(self._masters, self._clip or math.inf))
+            norm = float(nn.utils.clip_grad_norm_(self._masters, self._clip))
         else:
             total = torch.tensor(norm, device=self.device)
-            nn.utils.clip_grads_with_norm_(self._masters, self._clip or math.inf, total)
+            nn.utils.clip_grads_with_norm_(self._masters, self._clip, total)
         require_finite_norm(norm)
         with self._gate.passing():
             self._optimizer.step()
             self._copy_back()
         self._schedule.step()
-        self._optimizer.zero_grad(set_to_none=False)
+        self.discard()
         return norm
 
     def of_updates(self) -> list[Tensor]:
@@ -386,14 +405,12 @@ class TrainedModel(WholeModel):
         return [*(master for _, master in self._to_copy_back()), *moments]
 
     def skip(self) -> None:
-        """Let an update go by without a gradient: the learning rate moves on, nothing else does."""
         with warnings.catch_warnings():
             # torch warns of a schedule that moves before the first update; here none was due.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler")
             self._schedule.step()
 
     def snapshot(self) -> Mapping[str, Tensor]:
-        """Copies of the trained weights as they are now; see :meth:`Snapshots.take`."""
         return self._snapshots.take()
 
     def close(self) -> None:
@@ -413,10 +430,6 @@ class TrainedModel(WholeModel):
         return [(w, m) for w, m in pairs if w is not m]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return masters, AdamW's moments and the schedule's position.
-
-        Tensors share memory with what is trained, and stay when that is put elsewhere.
-        """
         masters = (m.detach() for m in self._masters)
         optimizer = self._optimizer.state_dict()
         moments = {
@@ -431,7 +444,6 @@ class TrainedModel(WholeModel):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`; tensors may be in files, too."""
         state = in_memory(state)
         for name, master in zip(self._names, self._masters, strict=True):
             master.copy_(state["masters"][name])

@@ -25,7 +25,7 @@ from typing import Literal
 
 from stretto.pipelines.executor.stages import Name, StageLayout
 from stretto.pipelines.graph import FORWARD, Graph, make_graph
-from stretto.pipelines.problem import Problem, Side
+from stretto.pipelines.problem import ModelPipelines, Problem
 from stretto.pipelines.schedule import PipelineSchedule, evaluate
 
 _US = 1e6
@@ -172,7 +172,7 @@ def makespan_us(timings: Sequence[Timings]) -> int:
 
 def _side(
     layout: StageLayout, name: Name, timings: Sequence[Timings], saved: Sequence[int]
-) -> Side:
+) -> ModelPipelines:
     stages, pipelines = layout.of(name)
     first = 0 if name == "actor" else layout.actor_pipelines
     own = range(first, first + pipelines)
@@ -192,7 +192,7 @@ def _side(
             if task.pipeline in own and made is not None and asked < made:
                 travels.append(start - made)
     places = [layout.place(name, rank)[1] for rank in range(layout.ranks)]
-    return Side.of(
+    return ModelPipelines.of(
         stages,
         pipelines,
         len(ends) // (2 * stages * pipelines),

@@ -18,13 +18,14 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from stretto.config import PipelineConfig
 from stretto.errors import ConfigError, ModelError
 from stretto.models import attention
 from stretto.models.forward import backbone, output_head, unwrapped
 from stretto.models.heads import HEAD_NAMES, scalar_head
 from stretto.models.logits import OutputHead
 from stretto.models.weights import with_own_structure
-from stretto.pipelines.problem import Problem, Side
+from stretto.pipelines.problem import ModelPipelines, Problem
 
 Name = Literal["actor", "critic"]
 NAMES: tuple[Name, Name] = ("actor", "critic")
@@ -196,6 +197,17 @@ def for_sending(stage: Stage) -> Stage:
     return deepcopy(stage, weights | {id(b): b.cpu() for b in stage.buffers()})
 
 
+def check_stages(config: PipelineConfig, name: Name, model: nn.Module) -> None:
+    """Check that a model can be cut as the settings say, with ``ranks`` above 0.
+
+    Raises ModelError if it cannot; see :func:`check_cut`.
+    """
+    try:
+        check_cut(model, config.stages(name))
+    except ModelError as error:
+        raise ModelError(f"{config.describe_stages(name)}: {error}", error.code) from None
+
+
 @torch.no_grad()
 def check_cut(model: nn.Module, stages: int) -> None:
     """See that the stages, one after the other, compute what the model does.
@@ -294,7 +306,7 @@ class StageLayout:
             ConfigError: it is not, or they do not divide evenly among the pipelines.
         """
         for name, side, mine in zip(
-            NAMES, problem.sides, self.problem(actor, critic).sides, strict=True
+            NAMES, problem.models, self.problem(actor, critic).models, strict=True
         ):
             given, wanted = (
                 f"{s.pipelines} pipelines x {s.stages} stages x {s.micro_batches} micro-batches"
@@ -306,7 +318,7 @@ class StageLayout:
                     "problem of this run"
                 )
 
-    def _side(self, name: Name, micro_batches: int) -> Side:
+    def _side(self, name: Name, micro_batches: int) -> ModelPipelines:
         stages, pipelines = self.of(name)
         if pipelines > 0 and micro_batches % pipelines:
             raise ConfigError(
@@ -314,4 +326,4 @@ class StageLayout:
                 f"{pipelines} pipelines; make them a multiple"
             )
         each = micro_batches // max(pipelines, 1)
-        return Side.of(stages, pipelines, each, forward=1, backward=2, activation=1.0)
+        return ModelPipelines.of(stages, pipelines, each, forward=1, backward=2, activation=1.0)

@@ -1,0 +1,185 @@
+"""Forward and backward passes of a mini-batch, behind one small interface.
+
+The learner divides a mini-batch as its :class:`Backprop` asks, has it leave gradients in the
+models, and updates the models. It does not know whether the passes are made in this process
+(:class:`LocalBackprop`), by ranks that hold shards of the models
+(:class:`~stretto.training.sharded.ShardedBackprop`) or stages
+(:class:`~stretto.training.pipelined.PipelinedBackprop`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from stretto.algorithms.experience import LossTerm
+from stretto.algorithms.reductions import Metrics
+from stretto.config.training import token_budget
+from stretto.models.forward import backbone, by_token_budget, output_head
+from stretto.models.logits import OutputHead
+from stretto.training.losses import Losses, MicroBatch
+from stretto.training.trained import training_mode
+from stretto.types import Stats
+
+
+class Backprop(Protocol):
+    """The maker of gradients."""
+
+    def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
+        """Divide a mini-batch into micro-batches: indices into ``tokens``, each once.
+
+        Args:
+            tokens: of each unit, padding within it counted.
+        """
+        ...
+
+    def run(
+        self, batches: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool
+    ) -> Mapping[str, Metrics]:
+        """Leave the gradients of the losses, summed over micro-batches, in the models.
+
+        Args:
+            trains_actor: whether the actor gets gradients, too.
+
+        Returns:
+            Metrics by the name of the model.
+        """
+        ...
+
+    def finish(self) -> Stats:
+        """Bring the new weights into the whole models, after the step's last update.
+
+        Returns:
+            Metrics of the step's passes.
+        """
+        ...
+
+
+class LocalBackprop:
+    """Passes in this process, a micro-batch after the other, critic before actor.
+
+    Args:
+        actor, critic: the models; ``None`` for algorithms without a critic.
+        microbatch_tokens: as in ``training.microbatch_tokens``.
+        head: of the actor, where it cannot be found in a model that is not whole.
+    """
+
+    def __init__(
+        self,
+        actor: nn.Module,
+        critic: nn.Module | None,
+        losses: Losses,
+        microbatch_tokens: int,
+        head: OutputHead | None = None,
+    ) -> None:
+        self._actor, self._critic, self._losses = actor, critic, losses
+        self._head = head or output_head(actor)
+        self._device = next(actor.parameters()).device
+        self._budget = token_budget(microbatch_tokens, self._device)
+
+    def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
+        return by_token_budget(tokens, self._budget)
+
+    def run(
+        self, batches: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool
+    ) -> Mapping[str, Metrics]:
+        batches = [batch.to(self._device) for batch in batches]
+        by_model = {}
+        if self._critic is not None:
+            loss = partial(self._losses.of_critic, self._critic)
+            by_model["critic"] = self._passes(self._critic, batches, loss)
+        if trains_actor:
+
+            def of_actor(states: Tensor, batch: MicroBatch) -> LossTerm:
+                return self._losses.of_actor(self._output, states, batch, kl_coef)
+
+            by_model["actor"] = self._passes(self._actor, batches, of_actor)
+        return by_model
+
+    def finish(self) -> Stats:
+        return {}  # the models are the ones that were updated
+
+    def _passes(
+        self,
+        model: nn.Module,
+        batches: Sequence[MicroBatch],
+        loss: Callable[[Tensor, MicroBatch], LossTerm],
+    ) -> Metrics:
+        metrics = Metrics()
+        with training_mode(model):
+            for batch in batches:
+                term = self._forward(model, batch, loss)
+                term.loss.backward()
+                metrics += term.metrics
+        return metrics
+
+    def _forward(
+        self, model: nn.Module, batch: MicroBatch, loss: Callable[[Tensor, MicroBatch], LossTerm]
+    ) -> LossTerm:
+        decoder = backbone(model)
+        states = batch.states(decoder(input_ids=batch.tokens, use_cache=False).last_hidden_state)
+        return loss(states, batch)
+
+    @property
+    def _output(self) -> OutputHead:
+        return self._head
+
+
+def divided(tokens: Sequence[int], wanted: int, hands: int) -> list[Sequence[int]]:
+    """Divide sequences into equally many micro-batches for each hand, of like sizes.
+
+    With too few sequences for each to get one, each sequence is a micro-batch.
+
+    Args:
+        tokens: of each sequence.
+        hands: that get equally many.
+
+    Returns:
+        Indices into ``tokens``: the micro-batches of the first hand, then of the second, ...
+    """
+    if len(tokens) < hands:
+        return [[i] for i in range(len(tokens))]
+    count = min(-(-wanted // hands), len(tokens) // hands) * hands
+    # Hands take consecutive parts of the list: the long ones are dealt out.
+    return deal(into_micro_batches(tokens, count), hands)
+
+
+def into_micro_batches(tokens: Sequence[int], count: int) -> list[list[int]]:
+    """Divide sequences into ``count`` micro-batches, the largest as small as it can be.
+
+    Neighbours in length go together, as in :func:`~stretto.models.forward.by_token_budget`.
+
+    Args:
+        tokens: of each sequence; at least ``count`` sequences.
+
+    Returns:
+        Indices into ``tokens``, longest sequences first.
+    """
+    budgets = range(1, max(tokens) * len(tokens) + 1)
+    least = bisect_left(budgets[:-1], -count, key=lambda b: -len(by_token_budget(tokens, b)))
+    groups = by_token_budget(tokens, budgets[least])
+    while len(groups) < count:  # where sequences of one length take a step of several groups
+        largest = max(
+            (i for i, group in enumerate(groups) if len(group) > 1),
+            key=lambda i: tokens[groups[i][0]] * len(groups[i]),
+        )
+        group = groups[largest]
+        groups[largest : largest + 1] = [group[: len(group) // 2], group[len(group) // 2 :]]
+    return groups
+
+
+def deal(groups: Sequence[Sequence[int]], hands: int) -> list[Sequence[int]]:
+    """Share micro-batches out to as many hands, the longest first, to and fro.
+
+    Returns:
+        Those of the first hand, then those of the second, ...; each gets equally many.
+    """
+    dealt: list[list[Sequence[int]]] = [[] for _ in range(hands)]
+    for i, group in enumerate(groups):
+        turn, at = divmod(i, hands)
+        dealt[hands - 1 - at if turn % 2 else at].append(group)
+    return [group for hand in dealt for group in hand]
