@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from loss_helpers import GARBAGE, inputs_of, mask_of, naive_gae, randn, soiled
+from raising import raises
 from rounding import rounding
 from stretto.algorithms.advantages import gae, whiten
 from stretto.algorithms.experience import Experience, LossInputs, LossTerm, Scored
@@ -151,9 +152,9 @@ def test_adaptive_kl() -> None:
     other = AdaptiveKL(coef=9.0, target=4.0, horizon=1000)
     other.load_state_dict(beta.state_dict())
     assert other.coef == beta.coef
-    with pytest.raises(LearnerError, match="finite"):
+    with raises(LearnerError, "kl-not-finite", "nan"):
         beta.update(kl=float("nan"), n=1)
-    with pytest.raises(StateError, match="holds 'coef' alone"):
+    with raises(StateError, "foreign-state", ["beta"]):
         beta.load_state_dict({"beta": 1.0})
 
 
@@ -536,14 +537,15 @@ def test_prepare_refuses_numbers_it_cannot_learn_from() -> None:
         "ended": torch.tensor([True]),
         "groups": torch.zeros(1, dtype=torch.long),
     }
-    for change, message in (
-        ({"scores": torch.tensor([float("nan")])}, "every score must be finite; 1 of 1"),
-        ({"values": torch.tensor([[0.0, float("inf")]])}, "every value must be finite; 1 of 2"),
-        ({"logprobs": torch.tensor([[0.0, -float("inf")]])}, "every log-prob must be finite"),
-        ({"ref_logprobs": torch.tensor([[-float("inf"), 0.0]])}, "every reference log-prob"),
-        ({"mask": torch.zeros(1, 2, dtype=torch.bool)}, "at least one response token"),
-        ({"ref_logprobs": None}, "needs the reference's log-probabilities"),
-        ({"values": None}, "PPO needs the critic's values"),
+    infinite, nan = float("inf"), float("nan")
+    for change, code, fact in (
+        ({"scores": torch.tensor([nan])}, "numbers-not-finite", "score must be finite; 1 of 1"),
+        ({"values": torch.tensor([[0.0, infinite]])}, "numbers-not-finite", "value"),
+        ({"logprobs": torch.tensor([[0.0, -infinite]])}, "numbers-not-finite", "every log-prob"),
+        ({"ref_logprobs": torch.tensor([[-infinite, 0]])}, "numbers-not-finite", "reference"),
+        ({"mask": torch.zeros(1, 2, dtype=torch.bool)}, "no-response-tokens", 1),
+        ({"ref_logprobs": None}, "reference-missing", 0.1),
+        ({"values": None}, "critic-values-missing", ""),
     ):
-        with pytest.raises(LearnerError, match=message):
+        with raises(LearnerError, code, fact):
             prepare(Scored(**(good | change)), AlgorithmConfig(), RewardConfig(), 0.1)

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import stretto
 from helpers import llama
+from raising import raises
 from rounding import GRADIENT_TERMS, rounding
 from stretto.cli.main import main
 from stretto.config import DemonstrationsConfig, SftConfig, recipes
@@ -313,7 +314,7 @@ def test_a_model_that_cannot_tell_packed_sequences_apart_is_refused() -> None:
     inner = model.model.forward
     model.model.forward = lambda position_ids=None, **rest: inner(**rest)
     CrossEntropy(model, 64)
-    with pytest.raises(ModelError, match=r"packing = true: in LlamaForCausalLM .*packing = false"):
+    with raises(ModelError, "packing-leaks", "LlamaForCausalLM", "packing = false"):
         CrossEntropy(model, 64, row_tokens=40)
 
 
@@ -372,7 +373,7 @@ def test_rows_with_one_prompt_are_held_out_together() -> None:
 
 
 def test_a_held_out_part_that_leaves_nothing_is_refused() -> None:
-    with pytest.raises(TaskError, match=r"held_out = 0.1 of 3 rows with 1 different prompts"):
+    with raises(TaskError, "nothing-to-train-on", 0.1, "3 rows"):
         hold_out(["a", "a", "a"], str, 0.1, seed=0)
 
 

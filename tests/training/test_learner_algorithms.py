@@ -30,6 +30,7 @@ from learner_helpers import (
     rows_in,
 )
 from loss_helpers import VARIANTS, inputs_of, loss_of
+from raising import raises
 from rounding import GRADIENT_TERMS, rounding
 from stretto.algorithms.correction import settled
 from stretto.algorithms.registry import FUNCTIONS
@@ -152,7 +153,7 @@ def test_a_batch_of_nothing_is_refused(old_policy: str) -> None:
     actor = llama()
     algorithm = {"name": "rloo", "old_policy": old_policy}
     batch = make_batch(actor, algorithm, [(3, 0)] * 8)
-    with pytest.raises(LearnerError, match="all 8 responses are empty"):
+    with raises(LearnerError, "no-response-tokens", 8):
         train_on(learner_of(algorithm, actor), batch)
 
 
@@ -311,7 +312,7 @@ def test_a_disagreeing_engine_is_found_out_under_the_proximal_policy_too() -> No
     given = {"rollout": {"batch": 8, "temperature": 0.7}, "algorithm": algorithm}
     learner = make_learner(actor, critic_of(actor), given)
     before = fingerprint(actor.named_parameters())
-    with pytest.raises(LearnerError, match="engine and learner disagree about the policy"):
+    with raises(LearnerError, "policies-disagree"):
         train_on(learner, rollouts)
     assert fingerprint(actor.named_parameters()) == before
     honest = engine_rollouts(actor, critic_of(actor), temperature=0.7)
@@ -366,7 +367,7 @@ def test_without_a_critic_the_actor_alone_is_handed_over_and_kept() -> None:
     assert learner.publish() == other.publish()
     for p, q in zip(actor.parameters(), other_actor.parameters(), strict=True):
         assert torch.equal(p, q)
-    with pytest.raises(LearnerError, match="snapshots are taken of trained models; got 'critic'"):
+    with raises(LearnerError, "unknown-model", "'critic'"):
         PolicyLearner(
             learner.trained["actor"],
             None,

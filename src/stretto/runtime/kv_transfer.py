@@ -21,7 +21,7 @@ import torch
 from stretto.errors import RankError, TransferError
 from stretto.rollout.rows import RowCache
 from stretto.types import KVTransfer, Reply, Response
-from stretto.weights.buckets import Plan, plan
+from stretto.weights.buckets import BucketPlan
 from stretto.weights.transfer import Meeting, Route, Transfers
 from stretto.workers.executor import Executor
 
@@ -47,7 +47,7 @@ class KVHandle:
 
     giver: str
     bundle: int
-    what: Plan
+    what: BucketPlan
     version: int
     route: Route | None = None
 
@@ -78,7 +78,7 @@ class KVStore:
             return list(transfers)
         self._count += 1
         self._kept[self._count] = tensors
-        what = plan(tensors.items(), BUCKET_BYTES)
+        what = BucketPlan.of(tensors.items(), BUCKET_BYTES)
         return [
             t if t.cache is None
             else replace(t, cache=KVHandle(self._name, self._count, what, t.cache.version))
@@ -90,7 +90,7 @@ class KVStore:
         tensors = self._kept.pop(bundle, None)
         if tensors is None:
             raise TransferError(f"{self._name} does not keep the bundle {bundle}")
-        self._giving.send(self._own(route), plan(tensors.items(), BUCKET_BYTES), tensors)
+        self._giving.send(self._own(route), BucketPlan.of(tensors.items(), BUCKET_BYTES), tensors)
 
     def fetch(self, transfers: Sequence[KVTransfer]) -> list[KVTransfer]:
         """Put keys and values in the place of tickets; nothing where they do not come."""
@@ -107,14 +107,14 @@ class KVStore:
             found.append(replace(transfer, cache=cache, cached_tokens=kept))
         return found
 
-    def sample(self) -> tuple[int, Plan]:
+    def sample(self) -> tuple[int, BucketPlan]:
         """Keep a bundle of :data:`SAMPLE_BYTES` bytes; return its number and plan."""
         self._count += 1
         tensors = {"sample": torch.zeros(SAMPLE_BYTES, dtype=torch.uint8, device=self._device)}
         self._kept[self._count] = tensors
-        return self._count, plan(tensors.items(), BUCKET_BYTES)
+        return self._count, BucketPlan.of(tensors.items(), BUCKET_BYTES)
 
-    def measure(self, route: Route, what: Plan) -> float:
+    def measure(self, route: Route, what: BucketPlan) -> float:
         """Receive a sample; return how long that took, in seconds."""
         start_s = time.perf_counter()
         for _ in self._taking.receive(self._own(route), what, []):

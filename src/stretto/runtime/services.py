@@ -65,7 +65,7 @@ from stretto.types import (
     short_name,
 )
 from stretto.weights.broadcast import WeightReceiver
-from stretto.weights.buckets import Plan
+from stretto.weights.buckets import BucketPlan
 from stretto.weights.resharding import Resharding
 from stretto.weights.transfer import Route
 from stretto.workers.services import Service
@@ -158,12 +158,12 @@ class GeneratorService(Follower):
         assert self._kv_store
         self._kv_store.ship(bundle, route)
 
-    def sample(self) -> tuple[int, Plan]:
+    def sample(self) -> tuple[int, BucketPlan]:
         """Keep a sample of bytes to be sent."""
         assert self._kv_store
         return self._kv_store.sample()
 
-    def measure(self, route: Route, what: Plan) -> float:
+    def measure(self, route: Route, what: BucketPlan) -> float:
         """Return how long a sample takes to come here, in seconds."""
         assert self._kv_store
         return self._kv_store.measure(route, what)

@@ -116,7 +116,8 @@ def cut(model: nn.Module, stages: int, index: int) -> Stage:
     if count < stages:
         raise ModelError(
             f"{type(decoder).__name__} has {count} layers, too few for {stages} stages; use at "
-            f"most {count}"
+            f"most {count}",
+            "too-few-layers",
         )
     share, more = divmod(count, stages)
     begin = index * share + min(index, more)
