@@ -66,7 +66,9 @@ def _model(
     problem, graph, latency = record.problem, record.graph, record.latency
     model = CpModel()
     at: list[IntVar] = []
-    for q, (first, rest) in enumerate(zip(heads(graph), tails(graph), strict=True)):
+    for q, (first, rest) in enumerate(
+        zip(heads(graph).tolist(), tails(graph).tolist(), strict=True)
+    ):
         ticks, count = int(graph.duration[q]), int(graph.length[q])
         at += [
             model.new_int_var(first + i * ticks, latency - rest - (count - i) * ticks, f"{q}.{i}")

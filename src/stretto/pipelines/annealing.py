@@ -81,7 +81,7 @@ def make_state(g: Graph, word: Ints) -> State:
             state.held[k] = held
             held += g.memory[g.queue_of[word[k]]]
     state.stale[:] = True
-    _renew_tails(g, state, size - 1, size)
+    _renew(g, state, -1, size - 1, size)
     return state
 
 
@@ -147,17 +147,15 @@ def swap(g: Graph, s: State, k: int) -> bool:
     word[k], word[k + 1] = second, first
     place[second], place[first] = k, k + 1
     stale[first] = stale[second] = True
-    pending = 2
-    if k + 2 < g.word_at[d + 1]:
+    has_next = k + 2 < g.word_at[d + 1]
+    if has_next:
         stale[word[k + 2]] = True
-        pending = 3
-    _renew_starts(g, s, s.rank[second], pending)
+    _renew(g, s, 1, s.rank[second], 2 + has_next)
     stale[first] = stale[second] = True
-    pending = 2
-    if k > g.word_at[d]:
+    has_previous = k > g.word_at[d]
+    if has_previous:
         stale[word[k - 1]] = True
-        pending = 3
-    _renew_tails(g, s, s.rank[first], pending)
+    _renew(g, s, -1, s.rank[first], 2 + has_previous)
     return True
 
 
@@ -207,15 +205,23 @@ def _reorder(g: Graph, s: State, k: int) -> bool:
     return True
 
 
-@njit(cache=True, nogil=True)
-def _renew_starts(g: Graph, s: State, r: int, pending: int) -> None:
-    """Compute starts of stale tasks, all of rank ``r`` or higher, and of what depends on them."""
+@njit(cache=True, nogil=True, inline="always")  # which makes a constant of the step
+def _renew(g: Graph, s: State, step: int, r: int, pending: int) -> None:
+    """Compute starts (``step`` 1) or tails (-1) of stale tasks, and of all that depend on them.
+
+    Args:
+        r: rank of the first stale task, in the direction of the step.
+        pending: number of stale tasks.
+    """
     queue_of, offset, device, word_at = g.queue_of, g.offset, g.device, g.word_at
-    before, after, delay, duration = g.before, g.after, g.delay, g.duration
-    word, place, start, order, stale = s.word, s.place, s.start, s.order, s.stale
+    delay, duration = g.delay, g.duration
+    word, place, order, stale = s.word, s.place, s.order, s.stale
+    values, earlier, later = s.start, g.before, g.after
+    if step < 0:
+        values, earlier, later = s.tail, g.after, g.before
     while pending:
         task = order[r]
-        r += 1
+        r += step
         if not stale[task]:
             continue
         stale[task] = False
@@ -223,57 +229,23 @@ def _renew_starts(g: Graph, s: State, r: int, pending: int) -> None:
         q = queue_of[task]
         i = task - offset[q]
         p = place[task]
-        begin = 0
-        b = before[q]
-        if b >= 0:
-            begin = start[offset[b] + i] + duration[b] + delay[q]
-        if p > word_at[device[q]]:
-            previous = word[p - 1]
-            begin = max(begin, start[previous] + duration[queue_of[previous]])
-        if begin == start[task]:
-            continue
-        start[task] = begin
-        if p + 1 < word_at[device[q] + 1] and not stale[word[p + 1]]:
-            stale[word[p + 1]] = True
-            pending += 1
-        a = after[q]
-        if a >= 0 and not stale[offset[a] + i]:
-            stale[offset[a] + i] = True
-            pending += 1
-
-
-@njit(cache=True, nogil=True)
-def _renew_tails(g: Graph, s: State, r: int, pending: int) -> None:
-    """Compute tails of stale tasks, all of rank ``r`` or lower, and of what they depend on."""
-    queue_of, offset, device, word_at = g.queue_of, g.offset, g.device, g.word_at
-    before, after, delay, duration = g.before, g.after, g.delay, g.duration
-    word, place, tail, order, stale = s.word, s.place, s.tail, s.order, s.stale
-    while pending:
-        task = order[r]
-        r -= 1
-        if not stale[task]:
-            continue
-        stale[task] = False
-        pending -= 1
-        q = queue_of[task]
-        i = task - offset[q]
-        p = place[task]
+        low, high = word_at[device[q]], word_at[device[q] + 1]
         ticks = 0
-        a = after[q]
-        if a >= 0:
-            ticks = delay[a] + duration[a] + tail[offset[a] + i]
-        if p + 1 < word_at[device[q] + 1]:
-            following = word[p + 1]
-            ticks = max(ticks, duration[queue_of[following]] + tail[following])
-        if ticks == tail[task]:
+        e = earlier[q]
+        if e >= 0:
+            ticks = values[offset[e] + i] + duration[e] + delay[q if step > 0 else e]
+        if low <= p - step < high:
+            neighbour = word[p - step]
+            ticks = max(ticks, values[neighbour] + duration[queue_of[neighbour]])
+        if ticks == values[task]:
             continue
-        tail[task] = ticks
-        if p > word_at[device[q]] and not stale[word[p - 1]]:
-            stale[word[p - 1]] = True
+        values[task] = ticks
+        if low <= p + step < high and not stale[word[p + step]]:
+            stale[word[p + step]] = True
             pending += 1
-        b = before[q]
-        if b >= 0 and not stale[offset[b] + i]:
-            stale[offset[b] + i] = True
+        e = later[q]
+        if e >= 0 and not stale[offset[e] + i]:
+            stale[offset[e] + i] = True
             pending += 1
 
 

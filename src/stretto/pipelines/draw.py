@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-
-import numpy as np
 
 from stretto.errors import require
 from stretto.pipelines.baselines import serial_1f1b
@@ -34,14 +33,9 @@ _NARROW = 2.0
 
 @dataclass(frozen=True, slots=True)
 class TaskBar:
-    """One task.
+    """One task, from tick to tick.
 
     Attributes:
-        device: number of the device that it runs on.
-        start: ticks.
-        end: ticks.
-        critic: whether it is the critic's.
-        backward: whether it is a backward.
         label: number of its micro-batch, among all of its model.
     """
 
@@ -52,9 +46,19 @@ class TaskBar:
     backward: bool
     label: str
 
+    @property
+    def colour(self) -> str:
+        """The colour of its model and kind."""
+        return (_CRITIC if self.critic else _ACTOR)[self.backward]
+
+    def gapless(self, scale: float) -> float:
+        """Return its width in pixels, of which so many make a tick, less the gap to the next."""
+        width = (self.end - self.start) * scale
+        return width - min(0.6, 0.15 * width)
+
 
 def bars(problem: Problem, graph: Graph, evaluation: Evaluation) -> list[TaskBar]:
-    """All tasks, device after device."""
+    """Return all tasks, device after device."""
     found = []
     for task in evaluation.tasks.tolist():
         q = int(graph.queue_of[task])
@@ -62,17 +66,15 @@ def bars(problem: Problem, graph: Graph, evaluation: Evaluation) -> list[TaskBar
         critic = pipeline >= problem.actor.pipelines
         copy = pipeline - problem.actor.pipelines * critic
         number = copy * int(graph.length[q]) + task - int(graph.offset[q])
+        device, end = int(graph.device[q]), start + int(graph.duration[q])
         found.append(
-            TaskBar(
-                int(graph.device[q]), start, start + int(graph.duration[q]), critic,
-                bool(graph.kind[q] == BACKWARD), str(number),
-            )
-        )  # fmt: skip
+            TaskBar(device, start, end, critic, bool(graph.kind[q] == BACKWARD), str(number))
+        )
     return found
 
 
 def timeline_svg(problem: Problem, evaluation: Evaluation, title: str, units: Units) -> str:
-    """Timeline above, memory below, over the same time axis; follows light or dark."""
+    """Draw the timeline above, memory below, over one time axis; follows light or dark."""
     graph = make_graph(problem)
     scale = (_WIDTH - _LEFT - _RIGHT) / evaluation.latency
     top, devices = 64, problem.devices
@@ -112,10 +114,10 @@ def _bars(drawn: list[TaskBar], top: int, scale: float) -> list[str]:
         if (bar.end - bar.start) * scale >= _NARROW:
             parts.append(_bar(bar, top, scale))
         else:
-            narrow[bar.device, _colour(bar)].append(bar)
+            narrow[bar.device, bar.colour].append(bar)
     for (device, colour), of in narrow.items():
         dashes = "".join(
-            f"M{_LEFT + bar.start * scale:.2f} 0h{_gapless(bar, scale):.2f}" for bar in of
+            f"M{_LEFT + bar.start * scale:.2f} 0h{bar.gapless(scale):.2f}" for bar in of
         )
         y = top + _LANE * device + (_LANE - 3) / 2
         parts.append(
@@ -128,22 +130,13 @@ def _bar(bar: TaskBar, top: int, scale: float) -> str:
     x, y = _LEFT + bar.start * scale, top + _LANE * bar.device
     width = (bar.end - bar.start) * scale
     drawn = (
-        f'<rect x="{x:.2f}" y="{y}" width="{_gapless(bar, scale):.2f}" height="{_LANE - 3}" '
-        f'fill="{_colour(bar)}"/>'
+        f'<rect x="{x:.2f}" y="{y}" width="{bar.gapless(scale):.2f}" height="{_LANE - 3}" '
+        f'fill="{bar.colour}"/>'
     )
     if width >= _LABELLED:
         pale = " pale" if bar.backward else ""
         drawn += f'<text class="on{pale}" x="{x + width / 2:.2f}" y="{y + 12}">{bar.label}</text>'
     return drawn
-
-
-def _colour(bar: TaskBar) -> str:
-    return (_CRITIC if bar.critic else _ACTOR)[bar.backward]
-
-
-def _gapless(bar: TaskBar, scale: float) -> float:
-    width = (bar.end - bar.start) * scale
-    return width - min(0.6, 0.15 * width)
 
 
 def _legend(y: float) -> str:
@@ -163,16 +156,15 @@ def _time_axis(latency: int, y: float, scale: float, units: Units) -> str:
             f'<path class="rule" d="M{x:.1f} {y}v4"/>'
             f'<text class="muted" x="{x:.1f}" y="{y + 17}" text-anchor="middle">{t:,}</text>'
         )
-    parts.append(f'<text class="muted" x="{_LEFT - 8}" y="{y + 17}" text-anchor="end">'
-                 f"{units.time}</text>")  # fmt: skip
-    return "".join(parts)
+    unit = f'<text class="muted" x="{_LEFT - 8}" y="{y + 17}" text-anchor="end">{units.time}</text>'
+    return "".join([*parts, unit])
 
 
 def _memory(
     problem: Problem, graph: Graph, evaluation: Evaluation, top: float, scale: float, units: Units
 ) -> list[str]:
-    serial, scaled = serial_1f1b(problem).peak, problem.memory_scale
-    highest = 1.08 * max(evaluation.peak, serial, problem.capacity or 0.0) or 1.0
+    limits = _limits(problem, units)
+    highest = 1.08 * max(evaluation.peak, *(limit for limit, _ in limits)) or 1.0
     bottom = top + _CURVE
 
     def y_of(memory: float) -> float:
@@ -190,19 +182,12 @@ def _memory(
             f'<path class="rule" d="M{_LEFT} {y:.1f}h-4"/><text class="muted" x="{_LEFT - 8}" '
             f'y="{y + 4:.1f}" text-anchor="end">{i * step:,.10g}</text>'
         )
-    fullest = max(range(problem.devices), key=lambda d: evaluation.peaks[d])
-    for d in sorted(range(problem.devices), key=lambda d: d == fullest):
-        path: list[str] = []
-        for at, held in memory_curve(graph, evaluation, d):
-            x, y = _LEFT + at * scale, y_of(held / scaled)
-            path.append(f"H{x:.1f}V{y:.1f}" if path else f"M{x:.1f} {y:.1f}")
-        name = "peak" if d == fullest else "curve"
-        drawn.append(f'<path class="{name}" d="{"".join(path)}"/>')
-    lines = [(serial, f"serial 1F1B {units.of_memory(serial)}")]
-    if problem.capacity is not None:
-        lines.append((problem.capacity, f"capacity {units.of_memory(problem.capacity)}"))
-    for i, (memory, name) in enumerate(lines):
-        y = y_of(memory)
+    for curve, is_fullest in _curves(problem, graph, evaluation):
+        (x, y), *rest = ((_LEFT + at * scale, y_of(held)) for at, held in curve)
+        path = f"M{x:.1f} {y:.1f}" + "".join(f"H{x:.1f}V{y:.1f}" for x, y in rest)
+        drawn.append(f'<path class="{"peak" if is_fullest else "curve"}" d="{path}"/>')
+    for i, (limit, name) in enumerate(limits):
+        y = y_of(limit)
         drawn.append(
             f'<path class="limit" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>'
             f'<text class="muted" x="{_WIDTH - _RIGHT - 190 * i}" y="{y - 4:.1f}" '
@@ -211,12 +196,29 @@ def _memory(
     return drawn
 
 
+def _limits(problem: Problem, units: Units) -> list[tuple[float, str]]:
+    """Return the levels of memory that are drawn as lines, with their names."""
+    levels = {"serial 1F1B": serial_1f1b(problem).peak, "capacity": problem.capacity}
+    known = [(level, name) for name, level in levels.items() if level is not None]
+    return [(level, f"{name} {units.of_memory(level)}") for level, name in known]
+
+
+def _curves(
+    problem: Problem, graph: Graph, evaluation: Evaluation
+) -> Iterator[tuple[list[tuple[int, float]], bool]]:
+    """Yield each device's memory over time, and whether its peak is the highest; that one last."""
+    fullest = max(range(problem.devices), key=lambda d: evaluation.peaks[d])
+    for d in sorted(range(problem.devices), key=lambda d: d == fullest):
+        curve = memory_curve(graph, evaluation, d)
+        yield [(at, held / problem.memory_scale) for at, held in curve], d == fullest
+
+
 def _memory_axis(units: Units) -> str:
     return "activation memory" + (f" ({units.memory})" if units.memory else "")
 
 
 def tick_step(length: float, ticks: int) -> float:
-    """The smallest of 1, 2, 5, times a power of ten, that gives at most ``ticks`` steps."""
+    """Return the smallest of 1, 2, 5, times a power of ten, that gives at most ``ticks`` steps."""
     power = 10.0 ** math.floor(math.log10(length / ticks))
     return next(f * power for f in (1, 2, 5, 10, 20) if length <= f * power * ticks)
 
@@ -224,7 +226,7 @@ def tick_step(length: float, ticks: int) -> float:
 def page_html(
     problem: Problem, evaluation: Evaluation, title: str, units: Units, lines: list[str]
 ) -> str:
-    """A page that needs nothing else: what is known of the schedule, the picture, the bubbles."""
+    """Return a page that needs no other file: a summary, the picture, the bubbles."""
     rows = "".join(
         f"<tr><td>{d}</td><td>{units.of_memory(evaluation.peaks[d])}</td>"
         + "".join(f"<td>{of[cause]:,}</td>" for cause in BUBBLES)
@@ -248,22 +250,14 @@ def page_html(
 
 
 def require_png() -> None:
-    """Say what to install where pictures cannot be written as PNG.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Raise MissingExtraError where matplotlib, which draws PNGs, is not installed."""
     require("matplotlib", "plots", "a picture as PNG")
 
 
 def save_png(
     problem: Problem, evaluation: Evaluation, title: str, units: Units, file: Path
 ) -> None:
-    """Save the picture as a PNG.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Save the picture as a PNG; raises MissingExtraError without matplotlib."""
     require_png()
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
@@ -275,25 +269,19 @@ def save_png(
     spans = defaultdict(list)
     scale = _WIDTH / evaluation.latency
     for bar in bars(problem, graph, evaluation):
-        spans[bar.device, _colour(bar)].append((bar.start, _gapless(bar, scale) / scale))
+        spans[bar.device, bar.colour].append((bar.start, bar.gapless(scale) / scale))
     for (device, colour), of in spans.items():
         above.broken_barh(of, (device - 0.42, 0.84), facecolors=colour, snap=False)
     for colour, name in _LEGEND:
         above.broken_barh([], (0, 1), facecolors=colour, label=name)
     above.set(title=title, ylabel="device", ylim=(problem.devices - 0.5, -0.5))
     above.yaxis.set_major_locator(MaxNLocator(20, integer=True))
-    fullest = max(range(problem.devices), key=lambda d: evaluation.peaks[d])
-    scaled = problem.memory_scale
-    for d in range(problem.devices):
-        at, held = zip(*memory_curve(graph, evaluation, d), strict=True)
-        memory = np.array(held) / scaled
-        width, color, order = (1.4, "black", 3) if d == fullest else (0.6, "0.75", 1)
+    for curve, is_fullest in _curves(problem, graph, evaluation):
+        at, memory = zip(*curve, strict=True)
+        width, color, order = (1.4, "black", 3) if is_fullest else (0.6, "0.75", 1)
         below.step(at, memory, where="post", linewidth=width, color=color, zorder=order)
-    limits = [("serial 1F1B", serial_1f1b(problem).peak, _CRITIC[0], "--")]
-    if problem.capacity is not None:
-        limits.append(("capacity", problem.capacity, _ACTOR[0], ":"))
-    for name, limit, color, style in limits:
-        label = f"{name} {units.of_memory(limit)}"
+    styles = ((_CRITIC[0], "--"), (_ACTOR[0], ":"))
+    for (limit, label), (color, style) in zip(_limits(problem, units), styles):  # noqa: B905
         below.axhline(limit, color=color, linestyle=style, label=label, zorder=4)
     below.set(xlabel=units.time, ylabel=_memory_axis(units), xlim=(0, evaluation.latency))
     below.xaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))

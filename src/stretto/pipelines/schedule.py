@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,6 @@ from stretto.pipelines.graph import (
     peak_memory,
 )
 from stretto.pipelines.problem import Problem
-
-_LETTERS = ("F", "B")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,72 +44,61 @@ class PipelineSchedule:
 
     @classmethod
     def from_json(cls, data: object) -> PipelineSchedule:
-        """Make a schedule from :meth:`to_json`'s plain data; :func:`check` says if it is valid.
-
-        Raises:
-            ConfigError: it has another form.
-        """
+        """Make a schedule of such data; :func:`check` says if it is valid."""
         words = data.get("devices") if isinstance(data, dict) else None
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
             raise ConfigError(
                 'a schedule must be a JSON object with "devices", a list of strings such as '
-                '"0F 1F 1B 0B"'
+                '"0F 1F 1B 0B"',
+                "not-a-schedule",
             )
         return cls(tuple(tuple(word.split()) for word in words))
 
     @classmethod
     def of_tasks(cls, graph: Graph, word: Ints) -> PipelineSchedule:
         """Make a schedule from task numbers [T], device after device."""
-        queue = graph.queue_of[word]
-        letters = [
-            f"{p}{_LETTERS[k]}"
-            for p, k in zip(graph.pipeline[queue].tolist(), graph.kind[queue].tolist(), strict=True)
-        ]
-        at = graph.word_at.tolist()
-        return cls(tuple(tuple(letters[a:b]) for a, b in pairwise(at)))
+        letters = [_letter(graph, q) for q in graph.queue_of[word].tolist()]
+        return cls(tuple(tuple(letters[low:high]) for low, high in _spans(graph)))
 
     def tasks(self, problem: Problem) -> Ints:
-        """Task numbers [T], device after device.
+        """Return task numbers [T], device after device.
 
-        Raises:
-            ConfigError: the words do not have the letters that the problem asks for.
+        Raises ConfigError if the words do not have the letters that the problem asks for.
         """
         graph = make_graph(problem)
         if len(self.words) != problem.devices:
             raise ConfigError(
                 f"the schedule has {len(self.words)} devices, the problem {problem.devices}; they "
-                "must be of the same problem"
+                "must be of the same problem",
+                "other-devices",
             )
         return np.concatenate([self._device(graph, d) for d in range(problem.devices)])
 
     def _device(self, graph: Graph, d: int) -> Ints:
-        queues = {
-            f"{graph.pipeline[q]}{_LETTERS[graph.kind[q]]}": int(q)
-            for q in graph.queues[4 * d : 4 * d + 4]
-        }
-        done = dict.fromkeys(queues, 0)
-        tasks = []
-        for letter in self.words[d]:
-            if letter not in queues:
-                raise ConfigError(
-                    f"device {d}: no task '{letter}' there; it runs {', '.join(queues)}"
-                )
-            tasks.append(int(graph.offset[queues[letter]]) + done[letter])
-            done[letter] += 1
+        word = self.words[d]
+        queues = {_letter(graph, q): q for q in graph.queues[4 * d : 4 * d + 4].tolist()}
+        if unknown := [letter for letter in word if letter not in queues]:
+            raise ConfigError(
+                f"device {d}: no task '{unknown[0]}' there; it runs {', '.join(queues)}",
+                "unknown-task",
+            )
         for letter, q in queues.items():
-            if done[letter] != graph.length[q]:
+            if word.count(letter) != graph.length[q]:
                 raise ConfigError(
-                    f"device {d}: '{letter}' stands {done[letter]} times; it must once for each of "
-                    f"the {graph.length[q]} micro-batches"
+                    f"device {d}: '{letter}' stands {word.count(letter)} times; it must once for "
+                    f"each of the {graph.length[q]} micro-batches",
+                    "not-once-a-micro-batch",
                 )
-        return np.array(tasks, dtype=np.int64)
+        numbers = {letter: count(int(graph.offset[q])) for letter, q in queues.items()}
+        return np.array([next(numbers[letter]) for letter in word], dtype=np.int64)
+
+
+def _letter(graph: Graph, q: int) -> str:
+    return f"{graph.pipeline[q]}{'FB'[graph.kind[q]]}"
 
 
 def check(problem: Problem, schedule: PipelineSchedule) -> str:
-    """Say why the schedule cannot run; an empty string if it can.
-
-    Memory is not looked at: compare :class:`Evaluation`'s peak with the capacity.
-    """
+    """Return why the schedule cannot run; an empty string if it can, whatever the memory."""
     try:
         word = schedule.tasks(problem)
     except ConfigError as error:
@@ -121,19 +108,19 @@ def check(problem: Problem, schedule: PipelineSchedule) -> str:
 
 
 def _early_backward(graph: Graph, word: Ints) -> str:
-    for d, (low, high) in enumerate(_spans(graph)):
-        seen: set[int] = set()
-        for task in word[low:high].tolist():
-            q = int(graph.queue_of[task])
-            i = task - int(graph.offset[q])
-            mate = int(graph.mate[q])
-            if graph.kind[q] == BACKWARD and int(graph.offset[mate]) + i not in seen:
-                return (
-                    f"device {d}: backward of micro-batch {i} of pipeline {graph.pipeline[q]} "
-                    "before its forward"
-                )
-            seen.add(task)
-    return ""
+    """Name the first backward that comes before its forward, if one does."""
+    place = np.argsort(word)
+    queue = graph.queue_of[word]
+    batch = word - graph.offset[queue]
+    early = place[graph.offset[graph.mate[queue]] + batch] > np.arange(word.size)
+    found = np.flatnonzero((graph.kind[queue] == BACKWARD) & early)
+    if not found.size:
+        return ""
+    q = queue[found[0]]
+    return (
+        f"device {graph.device[q]}: backward of micro-batch {batch[found[0]]} of pipeline "
+        f"{graph.pipeline[q]} before its forward"
+    )
 
 
 def _circle(graph: Graph, word: Ints) -> str:
@@ -166,13 +153,12 @@ def _circle(graph: Graph, word: Ints) -> str:
 
 def _describe(graph: Graph, task: int) -> str:
     q = int(graph.queue_of[task])
-    letter = f"{graph.pipeline[q]}{_LETTERS[graph.kind[q]]}"
-    return f"{letter} of micro-batch {task - int(graph.offset[q])} on device {graph.device[q]}"
+    batch = task - int(graph.offset[q])
+    return f"{_letter(graph, q)} of micro-batch {batch} on device {graph.device[q]}"
 
 
-def _spans(graph: Graph) -> Sequence[tuple[int, int]]:
-    at = graph.word_at.tolist()
-    return list(pairwise(at))
+def _spans(graph: Graph) -> list[tuple[int, int]]:
+    return list(pairwise(graph.word_at.tolist()))
 
 
 BUBBLES = ("warm-up", "dependency", "communication", "memory", "order", "drain")
@@ -215,14 +201,9 @@ class Evaluation:
 
 
 def evaluate(problem: Problem, schedule: PipelineSchedule) -> Evaluation:
-    """Run a schedule on paper.
-
-    Raises:
-        ConfigError: the schedule cannot run; the message says why.
-    """
-    reason = check(problem, schedule)
-    if reason:
-        raise ConfigError(f"the schedule is not valid: {reason}")
+    """Run a schedule on paper; raises ConfigError with the reason if it cannot run."""
+    if reason := check(problem, schedule):
+        raise ConfigError(f"the schedule is not valid: {reason}", "invalid-schedule")
     return evaluate_tasks(problem, make_graph(problem), schedule.tasks(problem))
 
 
@@ -248,7 +229,7 @@ def evaluate_tasks(problem: Problem, graph: Graph, word: Ints) -> Evaluation:
 def _bubbles(
     graph: Graph, word: Ints, starts: Ints, d: int, latency: int, capacity: int
 ) -> dict[str, int]:
-    """Idle ticks of one device by cause."""
+    """Return the idle ticks of one device by cause."""
     idle = dict.fromkeys(BUBBLES, 0)
     done = {int(q): 0 for q in graph.queues[4 * d : 4 * d + 4]}
     free = held = 0
@@ -282,7 +263,7 @@ _NEVER = 2**60
 
 
 def _arrival(graph: Graph, starts: Ints, q: int, i: int) -> tuple[int, int]:
-    """Ticks at which the input of task ``i`` of a queue is made, and at which it is there."""
+    """Return the ticks at which the input of a queue's task is made, and at which it is there."""
     if i >= graph.length[q]:
         return _NEVER, _NEVER
     b = int(graph.before[q])
@@ -293,12 +274,7 @@ def _arrival(graph: Graph, starts: Ints, q: int, i: int) -> tuple[int, int]:
 
 
 def memory_curve(graph: Graph, evaluation: Evaluation, d: int) -> list[tuple[int, int]]:
-    """Activation memory of a device over time, in the graph's units.
-
-    Returns:
-        Times and what is held from then on: a forward takes its memory when it starts, a backward
-        frees it when it ends.
-    """
+    """Return times, and the activation memory of a device from then on, in the graph's units."""
     held, curve = 0, [(0, 0)]
     for task in evaluation.tasks[graph.word_at[d] : graph.word_at[d + 1]].tolist():
         q = int(graph.queue_of[task])

@@ -23,7 +23,6 @@ from stretto.pipelines.graph import (
     latency_bound,
     latency_of,
     make_graph,
-    memory_floor,
     peak_memory,
 )
 from stretto.pipelines.listing import UNLIMITED, Rules, anneal_rules, urgency
@@ -104,7 +103,7 @@ class Record:
         self.deadline = self.begun + seconds
         self.capacity = capacity_units(problem, problem.capacity)
         self.formula = self.bound = latency_bound(problem)
-        self.memory_bound = round(memory_floor(problem) * problem.memory_scale)
+        self.memory_bound = int(self.graph.memory.max())
         self.enough = max(self.memory_bound, capacity_units(problem, enough))
         self.word: Ints = np.empty(0, np.int64)
         self.latency = self.peak = int(np.iinfo(np.int64).max)

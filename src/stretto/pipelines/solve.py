@@ -100,11 +100,12 @@ def solve(
         KeyboardInterrupt: it struck, and was not to be kept, or before there was any schedule.
     """
     if not seconds > 0:
-        raise ConfigError(f"seconds {seconds:g}: must be more than 0")
+        raise ConfigError(f"seconds {seconds:g}: must be more than 0", "seconds-not-positive")
     if threads < 1:
-        raise ConfigError(f"threads {threads}: must be 1 or more")
+        raise ConfigError(f"threads {threads}: must be 1 or more", "no-threads")
     if not 0 <= seed < SEEDS:
-        raise ConfigError(f"seed {seed}: must be 0 or more, and less than {SEEDS:,}")
+        rule = f"must be 0 or more, and less than {SEEDS:,}"
+        raise ConfigError(f"seed {seed}: {rule}", "seed-out-of-range")
     _compile()
     record = Record(problem, seconds, memory)
     try:

@@ -12,7 +12,7 @@ from torch import Tensor
 from stretto.algorithms.reductions import Metrics
 from stretto.config import OptimizerConfig
 from stretto.models.backend import backend_of
-from stretto.pipelines.executor.executor import PipelineExecutor, TaskWork
+from stretto.pipelines.executor.executor import PipelineExecutor, TaskWork, saved_bytes
 from stretto.pipelines.executor.instructions import Timings
 from stretto.pipelines.executor.stages import Name, Stage, StageLayout
 from stretto.pipelines.problem import Problem
@@ -91,9 +91,9 @@ class StageTrainer:
         with self._trained["actor"].training(), self._trained["critic"].training():
             timings = self._executor.run(
                 schedule,
+                problem,
                 [work("actor", batch) for batch in batches],
                 [work("critic", batch) for batch in batches],
-                problem,
             )
         if not trains_actor:
             self._trained["actor"].discard()
@@ -101,10 +101,10 @@ class StageTrainer:
 
     def saved_bytes(self, batch: MicroBatch) -> tuple[int, int]:
         """Return the bytes that the actor's and the critic's stages keep until a backward pass."""
-        work = TaskWork(batch.tokens.to(self._device), Tensor.sum)
+        tokens = batch.tokens.to(self._device)
         with self._trained["actor"].training(), self._trained["critic"].training():
-            kept = [self._executor.saved_bytes(name, work) for name in self._stages]
-        return kept[0], kept[1]
+            actor, critic = (saved_bytes(stage, tokens) for stage in self._stages.values())
+        return actor, critic
 
     def update(self, name: Name) -> tuple[float, float]:
         """Take an optimizer step of a model, unless the norm of its gradients is not finite.

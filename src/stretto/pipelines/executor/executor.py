@@ -48,14 +48,9 @@ class TaskWork:
 
 
 class PipelineExecutor:
-    """One rank of an initialised process group; made on all ranks at once.
+    """One rank of an initialised process group, with its stages; made on all ranks at once.
 
-    Args:
-        actor: its stage on this rank, on ``device``.
-        layout: which stages these are.
-
-    Raises:
-        ConfigError: the layout does not cover the ranks, or has other stages here.
+    Raises ConfigError if the layout does not cover the ranks, or has other stages here.
     """
 
     def __init__(
@@ -66,7 +61,8 @@ class PipelineExecutor:
         if layout.ranks != dist.get_world_size():
             raise ConfigError(
                 f"the layout is of {layout.ranks} ranks, but {dist.get_world_size()} run; start as "
-                "many as it has"
+                "many as it has",
+                "other-ranks",
             )
         for name, stage in self._stages.items():
             _, index = layout.place(name, self._rank)
@@ -74,32 +70,30 @@ class PipelineExecutor:
             if (stage.index, stage.stages) != (index, stages):
                 raise ConfigError(
                     f"rank {self._rank} runs stage {index} of {stages} of the {name}, but got "
-                    f"stage {stage.index} of {stage.stages}; cut the model as the layout says"
+                    f"stage {stage.index} of {stage.stages}; cut the model as the layout says",
+                    "other-stage",
                 )
-        self._groups, self._outbox = Groups(layout, self._rank), Outbox()
+        self._same, self._ends = _groups(layout, self._rank)
+        self._outbox = Outbox()
         connect(layout, self._rank, device)
 
     def run(
         self,
         schedule: PipelineSchedule,
+        problem: Problem,
         actor: Sequence[TaskWork],
         critic: Sequence[TaskWork],
-        problem: Problem | None = None,
     ) -> Timings:
-        """All micro-batches of all pipelines; gradients add up in the parameters' ``.grad``.
+        """Run all micro-batches of all pipelines; gradients add up in the parameters' ``.grad``.
+
+        Raises ConfigError if problem and schedule are not of so many micro-batches.
 
         Args:
-            actor: pipeline p takes the p-th consecutive part; the same shapes on all ranks.
-            problem: what the schedule was made for: its latencies say in which order tensors are
-                made. Without it a backward counts as two forwards.
-
-        Raises:
-            ConfigError: the micro-batches do not divide evenly among the pipelines, or the problem
-                or the schedule is not of as many.
+            problem: that the schedule was made for: its latencies say in which order tensors are
+                made.
+            actor, critic: pipeline p takes the p-th consecutive part; the same shapes on all ranks.
         """
-        counts = len(actor), len(critic)
-        problem = problem or self._layout.problem(*counts)
-        self._layout.require(problem, *counts)
+        self._layout.require(problem, len(actor), len(critic))
         program = instructions(problem, schedule)[self._rank]
         passes = self._pass("actor", actor), self._pass("critic", critic)
         word, result = [], None
@@ -120,18 +114,26 @@ class PipelineExecutor:
         return watch.timings(word)
 
     def reduce(self, name: Name, gradients: Mapping[str, Tensor]) -> None:
-        """Sum in place over the model's pipelines, and a tied weight's over its two stages.
+        """Sum in place over the model's pipelines, and a tied weight's over its two stages, too.
 
         Args:
             gradients: of this rank's stage, by names in the whole model. Ranks with the same stage
                 give the same names.
         """
-        self._groups.reduce(name, gradients, self._stages[name].tied)
+        under_way, tied = [], self._stages[name].tied
+        for groups, of_tied in ((self._same, False), (self._ends, True)):
+            for key in sorted(gradients):
+                if (key in tied) == of_tied and name in groups:
+                    work = dist.all_reduce(gradients[key], group=groups[name], async_op=True)
+                    assert work is not None
+                    under_way.append(work)
+        for work in under_way:
+            work.wait()
 
     def norm(self, name: Name, gradients: Mapping[str, Tensor]) -> float:
-        """Euclidean norm of the whole model's reduced gradients, each parameter counted once.
+        """Return the norm of the whole model's reduced gradients, each parameter counted once.
 
-        The same number, to the bit, on all ranks.
+        It is the same number, to the bit, on all ranks.
         """
         pipeline, _ = self._layout.place(name, self._rank)
         stage = self._stages[name]
@@ -141,13 +143,6 @@ class PipelineExecutor:
                 square += torch.linalg.vector_norm(gradient).double().square()
         dist.all_reduce(square)
         return math.sqrt(square.item())
-
-    def saved_bytes(self, name: Name, work: TaskWork) -> int:
-        """Bytes that this rank's stage keeps of a micro-batch from its forward to its backward.
-
-        Bytes that the loss keeps on the last stage are not counted.
-        """
-        return saved_bytes(self._stages[name], work.tokens)
 
     def _pass(self, name: Name, works: Sequence[TaskWork]) -> _Pass:
         pipeline, _ = self._layout.place(name, self._rank)
@@ -182,7 +177,7 @@ class _Pass:
         self.arriving[task] = buffer, work
 
     def run(self, task: PipelineTask, watch: Stopwatch) -> Tensor | None:
-        """Run a task as soon as its input is there; what the next stage on its way needs."""
+        """Run a task as soon as its input is there; return the input of the next stage."""
         watch.mark()
         given = None
         if task in self.arriving:
@@ -195,7 +190,6 @@ class _Pass:
         return result
 
     def _forward(self, i: int, given: Tensor | None) -> Tensor | None:
-        """Hidden states for the next stage; ``None`` on the last."""
         work = self.works[i]
         x = work.tokens if given is None else given.requires_grad_()
         y: Tensor = self.stage(x)
@@ -310,57 +304,38 @@ def connect(layout: StageLayout, rank: int, device: torch.device) -> None:
             dist.recv(torch.zeros(1, device=device), low)
 
 
-class Groups:
-    """Process groups in which a model's gradients are summed; made on all ranks at once.
+_Groups = dict[Name, dist.ProcessGroup]
+
+
+def _groups(layout: StageLayout, rank: int) -> tuple[_Groups, _Groups]:
+    """Make the groups in which a model's gradients are summed; on all ranks at once.
 
     Ranks with one stage of a model sum its gradients over the pipelines. Those with the first and
     the last stage sum a tied weight's over both, in one go.
     """
-
-    def __init__(self, layout: StageLayout, rank: int) -> None:
-        self._same: dict[Name, dist.ProcessGroup] = {}
-        self._ends: dict[Name, dist.ProcessGroup] = {}
-        for name in NAMES:
-            stages, pipelines = layout.of(name)
-            for stage in range(stages):
-                _join(
-                    self._same, name, [layout.rank(name, p, stage) for p in range(pipelines)], rank
-                )
-            ends = [layout.rank(name, p, s) for p in range(pipelines) for s in {0, stages - 1}]
-            _join(self._ends, name, sorted(ends), rank)
-
-    def reduce(self, name: Name, gradients: Mapping[str, Tensor], tied: frozenset[str]) -> None:
-        """Sum in place; see :meth:`PipelineExecutor.reduce`."""
-        under_way = []
-        for groups, of_tied in ((self._same, False), (self._ends, True)):
-            for key in sorted(gradients):
-                if (key in tied) == of_tied and name in groups:
-                    under_way.append(
-                        dist.all_reduce(gradients[key], group=groups[name], async_op=True)
-                    )
-        for work in under_way:
-            assert work is not None
-            work.wait()
+    same, ends = _Groups(), _Groups()
+    for name in NAMES:
+        stages, pipelines = layout.of(name)
+        for stage in range(stages):
+            _join(same, name, [layout.rank(name, p, stage) for p in range(pipelines)], rank)
+        tied = [layout.rank(name, p, s) for p in range(pipelines) for s in {0, stages - 1}]
+        _join(ends, name, sorted(tied), rank)
+    return same, ends
 
 
-def _join(groups: dict[Name, dist.ProcessGroup], name: Name, ranks: list[int], rank: int) -> None:
-    if len(ranks) < 2:
-        return
-    group = dist.new_group(ranks)
-    if rank in ranks:
-        groups[name] = group
+def _join(groups: _Groups, name: Name, ranks: list[int], rank: int) -> None:
+    if len(ranks) > 1:
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            groups[name] = group
 
 
 def saved_bytes(stage: Stage, tokens: Tensor) -> int:
-    """Bytes that autograd saves in a forward pass, in the mode that the stage is in.
+    """Return the bytes that autograd saves in a stage's forward pass of token ids [b, L].
 
-    A checkpointed layer saves its input alone.
-
-    Memory that several tensors share counts once, parameters and buffers not at all.
-
-    Args:
-        stage: runs once; no gradient is made.
-        tokens: ids [b, L]; stages after the first get noise of the same shape.
+    It runs once, in the mode that it is in: a checkpointed layer saves its input alone. Stages
+    after the first get noise of the same shape. Memory that several tensors share counts once,
+    parameters and buffers not at all.
     """
     weight = next(stage.parameters())
     x = tokens

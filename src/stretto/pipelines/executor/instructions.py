@@ -36,10 +36,7 @@ Kind = Literal["F", "B"]
 class PipelineTask:
     """Forward or backward of a micro-batch on this rank's stage of a pipeline.
 
-    Attributes:
-        kind: forward or backward.
-        pipeline: as the schedule counts them: the actor's first.
-        micro_batch: its number in the pipeline.
+    Pipelines count from 0, the actor's first, micro-batches within their pipeline.
     """
 
     kind: Kind
@@ -72,12 +69,8 @@ def instructions(
 ) -> tuple[tuple[Instruction, ...], ...]:
     """List the instructions of each rank, in order; rank r is device r.
 
-    Args:
-        problem: its latencies give the order in which tensors are made. The instructions are
-            right for any latencies, and fastest for true ones.
-
-    Raises:
-        ConfigError: the schedule cannot run.
+    The problem's latencies give the order in which tensors are made. The instructions are right for
+    any latencies, and fastest for true ones. Raises ConfigError if the schedule cannot run.
     """
     done = evaluate(problem, schedule)
     graph = make_graph(problem)
@@ -91,8 +84,7 @@ def instructions(
     ]
     incoming: list[list[tuple[tuple[int, int], Receive]]] = [[] for _ in words]
     for task in range(ends.size):
-        sent = _sent(graph, task)
-        if sent:
+        if sent := _sent(graph, task):
             peer = int(graph.device[graph.queue_of[task]])
             incoming[sent.peer].append((key[task], Receive(sent.task, peer)))
     programs = []
@@ -144,33 +136,31 @@ class Timings:
 def profile(
     layout: StageLayout,
     timings: Sequence[Timings],
-    saved_bytes: Sequence[tuple[int, int]] | None = None,
+    saved_bytes: Sequence[tuple[int, int]],
 ) -> Problem:
-    """The problem in microseconds and bytes, as measured.
+    """Return the problem in microseconds and bytes, as measured.
 
     The latency of a stage's forwards is their median over micro-batches and pipelines, and so is
     that of its backwards. Communication is the median over those transfers that the receiver was
-    already waiting for when their tensor was made; of others it cannot be seen how long they took.
+    already waiting for when their tensor was made; how long others took cannot be seen.
 
     Args:
         timings: of all ranks, of one run; the first run of a process is no good measure.
-        saved_bytes: of each rank, what a micro-batch of the actor and one of the critic keeps
-            (:meth:`~stretto.pipelines.executor.executor.PipelineExecutor.saved_bytes`); without it,
-            1 each.
+        saved_bytes: that a micro-batch of the actor and one of the critic keep, of each rank
+            (:func:`~stretto.pipelines.executor.executor.saved_bytes`).
     """
-    saved = saved_bytes or [(1, 1)] * layout.ranks
+    actor, critic = zip(*saved_bytes, strict=True)
     return Problem(
-        _side(layout, "actor", timings, [actor for actor, _ in saved]),
-        _side(layout, "critic", timings, [critic for _, critic in saved]),
+        _measured(layout, "actor", timings, actor), _measured(layout, "critic", timings, critic)
     )
 
 
 def makespan_us(timings: Sequence[Timings]) -> int:
-    """Microseconds from the start of the first task to the end of the last, over all ranks."""
+    """Return microseconds from the start of the first task to the end of the last, of all ranks."""
     return round(_US * (max(t.end[-1] for t in timings) - min(t.start[0] for t in timings)))
 
 
-def _side(
+def _measured(
     layout: StageLayout, name: Name, timings: Sequence[Timings], saved: Sequence[int]
 ) -> ModelPipelines:
     stages, pipelines = layout.of(name)
@@ -184,23 +174,20 @@ def _side(
             if task.pipeline in own:
                 seconds[task.kind, stage].append(end - start)
                 ends[task, stage] = end
-    travels = []
+    travels, kept = [], defaultdict[int, list[int]](list)
     for rank, of in enumerate(timings):
         _, stage = layout.place(name, rank)
+        kept[stage].append(saved[rank])
         for task, asked, start in zip(of.word, of.asked, of.start, strict=True):
             made = ends.get((task, stage - 1 if task.kind == "F" else stage + 1))
             if task.pipeline in own and made is not None and asked < made:
                 travels.append(start - made)
-    places = [layout.place(name, rank)[1] for rank in range(layout.ranks)]
     return ModelPipelines.of(
         stages,
         pipelines,
         len(ends) // (2 * stages * pipelines),
         forward=[max(1, round(_US * median(seconds["F", s]))) for s in range(stages)],
         backward=[max(1, round(_US * median(seconds["B", s]))) for s in range(stages)],
-        activation=[
-            float(max(saved[r] for r, place in enumerate(places) if place == s))
-            for s in range(stages)
-        ],
+        activation=[float(max(kept[s])) for s in range(stages)],
         communication=max(0, round(_US * median(travels))) if travels else 0,
     )

@@ -25,7 +25,7 @@ from stretto.models.forward import backbone, output_head, unwrapped
 from stretto.models.heads import HEAD_NAMES, scalar_head
 from stretto.models.logits import OutputHead
 from stretto.models.weights import with_own_structure
-from stretto.pipelines.problem import ModelPipelines, Problem
+from stretto.pipelines.problem import Problem
 
 Name = Literal["actor", "critic"]
 NAMES: tuple[Name, Name] = ("actor", "critic")
@@ -43,12 +43,11 @@ class Stage(nn.Module):
     It can be pickled, and so sent to the process that runs it.
 
     Attributes:
-        index: number of this stage, from 0.
-        stages: number of stages that the model was cut into.
+        index, stages: number of this stage, from 0, and of all stages.
         hidden_size: H.
         dtype: type of hidden states.
-        names: own parameter names to those in the whole model (``named_parameters()`` of what was
-            cut; a tied weight has the one name under which the model lists it).
+        names: own parameter names to those in the whole model; a tied weight has the one name under
+            which the model lists it.
         tied: names, in the whole model, of weights that the first and the last stage both hold.
     """
 
@@ -75,22 +74,19 @@ class Stage(nn.Module):
 
     @property
     def head(self) -> OutputHead:
-        """The output layer of a language model's last stage, for ``token_logprobs``.
-
-        Raises:
-            ModelError: the stage has none.
-        """
+        """The output layer of a language model's last stage; raises ModelError on others."""
         if self._head is None:
             raise ModelError(
                 f"stage {self.index} of {self.stages} has no output layer; only the last one of a "
-                "language model has it"
+                "language model has it",
+                "stage-without-head",
             )
         linear = cast(nn.Module, self.lm_head)
         bias = cast(Tensor | None, getattr(linear, "bias", None))
         return replace(self._head, weight=cast(Tensor, linear.weight), bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Token ids [b, L] (first stage) or hidden states [b, L, H] -> hidden states [b, L, H]."""
+        """Map token ids [b, L] (first stage) or hidden states [b, L, H] to hidden states."""
         given = {"input_ids" if self.first else "inputs_embeds": x}
         return cast(Tensor, self.body(**given, use_cache=False).last_hidden_state)
 
@@ -101,13 +97,11 @@ class Stage(nn.Module):
 
 
 def cut(model: nn.Module, stages: int, index: int) -> Stage:
-    """Stage ``index`` of a causal language model or sequence classifier, its parameters shared.
+    """Make a stage of a causal language model or sequence classifier, which shares its parameters.
 
     Layers are divided evenly; where they do not divide, the first stages have one more. The model
-    may be wrapped in LoRA adapters.
-
-    Raises:
-        ModelError: the model has fewer layers than stages, or does not say what its parts are.
+    may be wrapped in LoRA adapters. Raises ModelError if it has fewer layers than stages, or does
+    not say what its parts are.
     """
     known = {id(p): name for name, p in model.named_parameters()}
     decoder: Any = backbone(model)
@@ -135,14 +129,15 @@ def cut(model: nn.Module, stages: int, index: int) -> Stage:
 
 
 def _parts(decoder: Any) -> tuple[list[str], str]:
-    """Names of a decoder's parts in the order of the forward pass, and which are the layers."""
+    """Return a decoder's parts in the order of the forward pass, and the one with the layers."""
     plan = list(getattr(decoder.config, "base_model_pp_plan", None) or ())
     layers = [name for name in plan if isinstance(getattr(decoder, name, None), nn.ModuleList)]
     if len(layers) != 1 or getattr(decoder, plan[0], None) is not decoder.get_input_embeddings():
         raise ModelError(
             f"{type(decoder).__name__} has no plan of its parts that starts at the embeddings and "
             "has one list of layers (config.base_model_pp_plan), so it cannot be cut into stages; "
-            "train it without a pipeline"
+            "train it without a pipeline",
+            "no-plan-of-parts",
         )
     return plan, layers[0]
 
@@ -188,10 +183,7 @@ def _tied(model: nn.Module, decoder: Any, plan: list[str]) -> frozenset[str]:
 
 
 def for_sending(stage: Stage) -> Stage:
-    """A stage as it travels to another process, which has no use for the place of its weights here.
-
-    On a CPU it shares them with the stage that is given; from a GPU they are copied.
-    """
+    """Return a stage as it travels to another process: on a CPU with the same weights."""
     weights: dict[int, Any] = {
         id(p): nn.Parameter(p.detach().cpu(), p.requires_grad) for p in stage.parameters()
     }
@@ -211,10 +203,9 @@ def check_stages(config: PipelineConfig, name: Name, model: nn.Module) -> None:
 
 @torch.no_grad()
 def check_cut(model: nn.Module, stages: int) -> None:
-    """See that the stages, one after the other, compute what the model does.
+    """Check that the stages, one after the other, compute the same as the model.
 
-    Raises:
-        ModelError: it has fewer layers than stages, or parts that cannot be cut apart.
+    Raises ModelError if it has fewer layers than stages, or parts that cannot be cut apart.
     """
     parts = [cut(model, stages, index) for index in range(stages)]
     _check_parameters(model, parts)
@@ -227,7 +218,8 @@ def check_cut(model: nn.Module, stages: int) -> None:
         if x.dtype != stage.dtype:
             raise ModelError(
                 f"stage {stage.index} of {type(decoder).__name__} turns {stage.dtype} weights into "
-                f"{x.dtype} hidden states; load the model in one type (model.dtype)"
+                f"{x.dtype} hidden states; load the model in one type (model.dtype)",
+                "types-mixed",
             )
     whole = decoder(input_ids=ids, use_cache=False).last_hidden_state
     worst = (x - whole).abs().max().item()
@@ -235,7 +227,8 @@ def check_cut(model: nn.Module, stages: int) -> None:
         raise ModelError(
             f"{type(decoder).__name__} cut into {stages} stages computes something else (hidden "
             f"states differ by {worst:.3g}): it does something between embeddings and layers that "
-            "its plan of parts does not say. Train it without a pipeline"
+            "its plan of parts does not say. Train it without a pipeline",
+            "stages-compute-otherwise",
         )
 
 
@@ -248,7 +241,8 @@ def _check_parameters(model: nn.Module, parts: list[Stage]) -> None:
         if parameter.requires_grad and holders[name] != wanted:
             raise ModelError(
                 f"parameter '{name}' would be on {holders[name]} of {len(parts)} stages; it must "
-                f"be on {wanted}. Freeze it, or train without a pipeline"
+                f"be on {wanted}. Freeze it, or train without a pipeline",
+                "parameter-on-other-stages",
             )
 
 
@@ -256,8 +250,7 @@ def _check_parameters(model: nn.Module, parts: list[Stage]) -> None:
 class StageLayout:
     """Layout of the two models on the ranks; rank r is device r of the problem.
 
-    Raises:
-        ConfigError: the two do not cover the same ranks.
+    Raises ConfigError if the two do not cover the same ranks.
     """
 
     actor_stages: int
@@ -266,7 +259,13 @@ class StageLayout:
     critic_pipelines: int
 
     def __post_init__(self) -> None:
-        self.problem(self.actor_pipelines, self.critic_pipelines)  # which checks it
+        if self.ranks != self.critic_stages * self.critic_pipelines:
+            raise ConfigError(
+                f"{self.actor_pipelines} pipelines of {self.actor_stages} stages of the actor, and "
+                f"{self.critic_pipelines} of {self.critic_stages} of the critic: both must cover "
+                "the same ranks",
+                "other-devices",
+            )
 
     @property
     def ranks(self) -> int:
@@ -274,57 +273,37 @@ class StageLayout:
         return self.actor_stages * self.actor_pipelines
 
     def of(self, name: Name) -> tuple[int, int]:
-        """Stages and pipelines of a model."""
+        """Return the stages and pipelines of a model."""
         if name == "actor":
             return self.actor_stages, self.actor_pipelines
         return self.critic_stages, self.critic_pipelines
 
     def place(self, name: Name, rank: int) -> tuple[int, int]:
-        """Pipeline (from 0 in its model) and stage of a model on a rank."""
+        """Return the pipeline (from 0 in its model) and the stage of a model on a rank."""
         stages, _ = self.of(name)
         pipeline, along = divmod(rank, stages)
         return pipeline, along if name == "actor" else stages - 1 - along
 
     def rank(self, name: Name, pipeline: int, stage: int) -> int:
-        """The inverse of :meth:`place`."""
+        """Return the rank of a place."""
         stages, _ = self.of(name)
         return pipeline * stages + (stage if name == "actor" else stages - 1 - stage)
 
-    def problem(self, actor: int, critic: int) -> Problem:
-        """The problem of so many micro-batches (of all pipelines) where nothing is measured yet.
+    def require(self, problem: Problem, *micro_batches: int) -> None:
+        """Check that a problem is of this layout, and of so many micro-batches of each model.
 
-        A backward takes as long as two forwards, all stages are alike, as are the two models.
-
-        Raises:
-            ConfigError: micro-batches do not divide evenly among the pipelines.
+        Raises ConfigError if it is not, or they do not divide evenly among the pipelines.
         """
-        return Problem(self._side("actor", actor), self._side("critic", critic))
-
-    def require(self, problem: Problem, actor: int, critic: int) -> None:
-        """See that a problem is of this layout and of so many micro-batches.
-
-        Raises:
-            ConfigError: it is not, or they do not divide evenly among the pipelines.
-        """
-        for name, side, mine in zip(
-            NAMES, problem.models, self.problem(actor, critic).models, strict=True
-        ):
-            given, wanted = (
-                f"{s.pipelines} pipelines x {s.stages} stages x {s.micro_batches} micro-batches"
-                for s in (side, mine)
-            )
+        for name, model, count in zip(NAMES, problem.models, micro_batches, strict=True):
+            given = model.stages, model.pipelines, model.pipelines * model.micro_batches
+            wanted = (*self.of(name), count)
             if given != wanted:
-                raise ConfigError(
-                    f"the problem's {name} has {given}, but what runs has {wanted}; give the "
-                    "problem of this run"
+                has, runs = (
+                    f"{pipelines} pipelines of {stages} stages with {total} micro-batches"
+                    for stages, pipelines, total in (given, wanted)
                 )
-
-    def _side(self, name: Name, micro_batches: int) -> ModelPipelines:
-        stages, pipelines = self.of(name)
-        if pipelines > 0 and micro_batches % pipelines:
-            raise ConfigError(
-                f"{micro_batches} micro-batches of the {name} do not divide evenly among its "
-                f"{pipelines} pipelines; make them a multiple"
-            )
-        each = micro_batches // max(pipelines, 1)
-        return ModelPipelines.of(stages, pipelines, each, forward=1, backward=2, activation=1.0)
+                raise ConfigError(
+                    f"the problem's {name} has {has}, but what runs has {runs}; give the problem "
+                    "of this run",
+                    "other-problem",
+                )
