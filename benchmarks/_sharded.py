@@ -23,7 +23,7 @@ from stretto.schedules.rollout import Rollout, RolloutState, train_batch
 from stretto.training.backprop import LocalBackprop
 from stretto.training.learner import PolicyLearner
 from stretto.training.losses import Losses
-from stretto.training.sharded import Grid, Sharded, ShardedBackprop, ShardedModel
+from stretto.training.sharded import Grid, ShardedBackprop, ShardedModel
 from stretto.training.trained import LearningRate, TrainedModel
 from stretto.types import FinishReason, Prompt, Score, TrainBatch
 
@@ -161,11 +161,7 @@ class Side:
                 LocalBackprop(actor, critic, losses, t.microbatch_tokens),
             )
         else:
-            shards = Sharded(actor, self._grid)
-            others = Sharded(critic, self._grid) if critic else None
-            parts = (
-                ShardedModel(shards, rate, t),
-                ShardedModel(others, critic_rate, t) if others else None,
-                ShardedBackprop(shards, others, losses, t.microbatch_tokens),
-            )
+            first = ShardedModel(actor, self._grid, rate, t)
+            second = ShardedModel(critic, self._grid, critic_rate, t) if critic else None
+            parts = first, second, ShardedBackprop(first, second, losses, t.microbatch_tokens)
         return PolicyLearner(*parts, config, {"task": 1.0})

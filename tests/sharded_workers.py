@@ -20,7 +20,7 @@ from stretto.models.tiny import byte_tokenizer
 from stretto.training import shard_files
 from stretto.training.learner import PolicyLearner
 from stretto.training.losses import Losses
-from stretto.training.sharded import Grid, Sharded, ShardedBackprop, ShardedModel
+from stretto.training.sharded import Grid, ShardedBackprop, ShardedModel
 from stretto.training.trained import LearningRate
 from stretto.types import Response, TrainBatch
 
@@ -95,11 +95,12 @@ class ShardedRank:
         t = config.training
         whole_actor, whole_critic = models(kind)
         with_critic = config.algorithm.definition.critic
-        actor = Sharded(whole_actor, self._grid)
-        critic = Sharded(whole_critic, self._grid) if with_critic else None
+        rates = LearningRate(t.lr, UPDATES), LearningRate(t.critic_lr, UPDATES)
+        actor = ShardedModel(whole_actor, self._grid, rates[0], t)
+        critic = ShardedModel(whole_critic, self._grid, rates[1], t) if with_critic else None
         self.learner = PolicyLearner(
-            ShardedModel(actor, LearningRate(t.lr, UPDATES), t),
-            ShardedModel(critic, LearningRate(t.critic_lr, UPDATES), t) if critic else None,
+            actor,
+            critic,
             ShardedBackprop(
                 actor,
                 critic,

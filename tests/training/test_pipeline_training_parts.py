@@ -30,7 +30,7 @@ from stretto.training import pipelined
 from stretto.training.backprop import deal
 from stretto.training.losses import MicroBatch
 from stretto.training.pipelined import Planner
-from stretto.training.stages import on_cpu
+from stretto.training.shard_files import in_memory
 from stretto.training.trained import LearningRate, TrainedModel
 from stretto.workers.threads import WorkerThread
 
@@ -258,7 +258,7 @@ def test_from_a_gpu_copies_are_sent() -> None:
     trained = TrainedModel(stage, LearningRate(1e-3, 1), Config().training)
     stage(torch.ones(1, 3, dtype=torch.long, device="cuda")).sum().backward()
     trained.update()
-    state = on_cpu(trained.state_dict())
+    state = in_memory(trained.state_dict())
     tensors = [*state["masters"].values(), *state["optimizer"]["state"][0].values()]
     assert {t.device.type for t in tensors} == {"cpu"}
     trained.load_state_dict(state)

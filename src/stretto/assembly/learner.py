@@ -55,15 +55,11 @@ def make_learner(
     ranks: Ranks | None = None
     made: tuple[Trained, Trained | None, Backprop]
     if grid is not None:
-        from stretto.training.sharded import Sharded, ShardedBackprop, ShardedModel
+        from stretto.training.sharded import ShardedBackprop, ShardedModel
 
-        shards = Sharded(actor, grid, lends=lends)
-        others = Sharded(critic, grid, lends=lends) if critic else None
-        made = (
-            ShardedModel(shards, rates["actor"], t),
-            ShardedModel(others, rates["critic"], t) if others else None,
-            ShardedBackprop(shards, others, losses, t.microbatch_tokens),
-        )
+        first = ShardedModel(actor, grid, rates["actor"], t, lends=lends)
+        second = ShardedModel(critic, grid, rates["critic"], t, lends=lends) if critic else None
+        made = first, second, ShardedBackprop(first, second, losses, t.microbatch_tokens)
     elif not config.pipeline.ranks or critic is None:
         made = (
             TrainedModel(actor, rates["actor"], t),
@@ -78,8 +74,14 @@ def make_learner(
         stack.callback(staged.ranks.close)
         made, ranks = (staged.models["actor"], staged.models["critic"], staged), staged.ranks
     factors = config.reward.factors
-    first, second, backprop = made
+    trained_actor, trained_critic, backprop = made
     learner = PolicyLearner(
-        first, second, backprop, config, factors, snapshots=snapshots, channel=channel
+        trained_actor,
+        trained_critic,
+        backprop,
+        config,
+        factors,
+        snapshots=snapshots,
+        channel=channel,
     )
     return learner, ranks

@@ -39,7 +39,7 @@ from stretto.pipelines.solve import SEEDS, solve
 from stretto.training.backprop import divided
 from stretto.training.losses import Losses, MicroBatch
 from stretto.training.shard_files import in_memory
-from stretto.training.stages import Names, StageTrainer, on_cpu, stage_state, whole_state
+from stretto.training.stages import Names, StageTrainer, stage_state, whole_state
 from stretto.training.trained import (
     LearningRate,
     Snapshots,
@@ -118,8 +118,8 @@ class StagedModel(Trained):
         return whole_state(self._of_stages("state"), [*self._weights])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        order, state = [*self._weights], in_memory(state)
-        parts = ((self._name, on_cpu(stage_state(state, order, names))) for names in self._names)
+        order = [*self._weights]
+        parts = ((self._name, in_memory(stage_state(state, order, n))) for n in self._names)
         self._lr = float(self._ranks.call_each("load", parts)[0])
         self._behind = True
         self.fetch()

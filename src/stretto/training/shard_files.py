@@ -133,7 +133,9 @@ class Stored:
 
 
 def in_memory(state: Any) -> Any:
-    """Return a state with whole tensors in place of those that are in files."""
+    """Return a state with all tensors on the CPU, read from files where they are there."""
+    if isinstance(state, Tensor):
+        return state.cpu()
     if isinstance(state, Stored):
         return state.read()
     if isinstance(state, Mapping):

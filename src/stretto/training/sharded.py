@@ -42,7 +42,7 @@ from stretto.models.tensor_parallel import Slices, cut_linears, plan_cuts
 from stretto.models.weights import fingerprint_of_parts
 from stretto.training.backprop import LocalBackprop, divided
 from stretto.training.losses import Losses, MicroBatch
-from stretto.training.shard_files import STEP, Stored
+from stretto.training.shard_files import Stored
 from stretto.training.trained import LearningRate, TrainedModel
 from stretto.types import Response, Stats
 
@@ -55,7 +55,7 @@ _NO_WEIGHT = torch.empty(0, 0)
 
 
 class _Root(nn.Module):
-    """What FSDP takes for the model: anything may be computed within its forward pass."""
+    """A module that FSDP takes for the model: anything may be computed in its forward pass."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -65,8 +65,8 @@ class _Root(nn.Module):
         return compute()
 
 
-class Sharded:
-    """A model cut into shards, in place. Anything may be computed with its whole slices.
+class ShardedModel(TrainedModel):
+    """A model that is cut into shards in place, and AdamW on those of this rank.
 
     Its layers are gathered one by one as they are needed, what stands around them (embeddings,
     output layer) for the whole pass. Parameters of another type than the model's stay whole on
@@ -75,7 +75,8 @@ class Sharded:
     No rank has more of the weights than its own part and about one layer of its slice, if they are
     left in files (:mod:`stretto.models.mapped`): layer after layer is cut and shared out.
 
-    Raises ModelError if the model cannot be cut into that many slices.
+    Its state is that of a whole model, with this rank's pieces of the tensors. It goes on from that
+    of any number of ranks. Raises ModelError if the model cannot be cut into that many slices.
 
     Args:
         model: whole on every rank, in evaluation mode, and the same.
@@ -83,23 +84,29 @@ class Sharded:
             they change; else copies.
 
     Attributes:
-        dtype: that passes compute in: the model's own.
         template: the output layer of a language model, without its weights.
         parameters: the shards, by name.
         wholes: the same, as they were.
-        partial: names of those whose gradients are sums over slices.
     """
 
-    def __init__(self, model: nn.Module, grid: Grid, *, lends: bool = False) -> None:
-        self.model, self.grid, self._lends, self._root = model, grid, lends, _Root(model)
-        self.dtype = final_dtype(next(model.parameters()))
-        language = unwrapped(model).get_output_embeddings() is not None
+    def __init__(
+        self,
+        model: nn.Module,
+        grid: Grid,
+        rate: LearningRate,
+        config: OptimizerConfig,
+        *,
+        lends: bool = False,
+    ) -> None:
+        self.grid, self._lends, self._root = grid, lends, _Root(model)
+        self._dtype = final_dtype(next(model.parameters()))
         self.template = OutputHead(_NO_WEIGHT)
-        if language:
+        if unwrapped(model).get_output_embeddings() is not None:
             self.template = replace(output_head(model), weight=_NO_WEIGHT, bias=None)
         self._empty = _without_weights(model)
         cuts = plan_cuts(model, grid.layout.tp)
-        self.wholes, self.partial = wholes_of(model, cuts.dims), cuts.partial
+        self.wholes = wholes_of(model, cuts.dims)
+        self._partial = cuts.partial  # names of weights whose gradients are sums over slices
         names = {id(module): f"{name}." for name, module in model.named_modules()}
         for module in (*_layers(model), self._root):
             if grid.slices:
@@ -112,34 +119,46 @@ class Sharded:
         # While a pass is under way, the model has whole slices in their places.
         self.parameters = dict(model.named_parameters())
         self._own = grid.layout.own(self.wholes, grid.rank)
+        super().__init__(model, rate, config)
+        self._gate.agree = self._all_agree
 
     def _share_out(self, module: nn.Module) -> None:
         """Keep this rank's rows of a module's parameters, without those of modules before it."""
         before = {id(p) for p in module.parameters() if isinstance(p, DTensor)}
         # Such as adapters, which compute in float32 beside a model that does not.
         weights = [p for p in module.parameters() if id(p) not in before]
-        others = {p for p in weights if final_dtype(p) != self.dtype}
+        others = {p for p in weights if final_dtype(p) != self._dtype}
         for parameter in others:  # which FSDP leaves where they are
             parameter.data = final(parameter).to(self.grid.mesh.device_type)
-        wide = torch.promote_types(self.dtype, torch.float32)
-        narrow = self.dtype if self.dtype != wide else None
+        wide = torch.promote_types(self._dtype, torch.float32)
+        narrow = self._dtype if self._dtype != wide else None
         policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=wide)
         fully_shard(module, mesh=self.grid.mesh, mp_policy=policy, ignored_params=others)
 
         def converted(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, DTensor) or id(tensor) in before:
                 return tensor
-            shard = tensor.to(self.dtype)  # rounds what the files have in float32
+            shard = tensor.to(self._dtype)  # rounds what the files have in float32
             return shard.to(wide) if tensor.requires_grad else shard
 
         module._apply(converted)  # as module.to() does, tensor by tensor
 
-    def __call__(self, compute: Callable[[], T]) -> T:
+    def _make_master(self, weight: nn.Parameter) -> nn.Parameter:
+        if isinstance(weight, DTensor):
+            return nn.Parameter(weight.to_local())  # shares memory
+        return super()._make_master(weight)
+
+    def _to_copy_back(self) -> list[tuple[Tensor, Tensor]]:
+        return [pair for pair in super()._to_copy_back() if not isinstance(pair[0], DTensor)]
+
+    # -- passes ----------------------------------------------------------------------------------
+
+    def compute(self, work: Callable[[], T]) -> T:
         """Compute with the whole weights; gradients of tensors, alone or in tuples, reach shards.
 
         A collective.
         """
-        result: T = self._root(compute)
+        result: T = self._root(work)
         if not torch.is_grad_enabled():  # else this is done after the backward pass
             cast(FSDPModule, self._root).reshard()
         return result
@@ -150,51 +169,122 @@ class Sharded:
         linear = unwrapped(self.model).get_output_embeddings()
         return replace(self.template, weight=linear.weight, bias=getattr(linear, "bias", None))
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    def _head(self) -> OutputHead:
+        return self.head
+
+    @torch.no_grad()
+    def logprobs(
+        self, responses: Sequence[Response], mask: Tensor, temperature: float, budget: int = 0
+    ) -> Tensor:
+        tokens = [r.total_tokens for r in responses]
+        wanted = len(by_token_budget(tokens, token_budget(budget, self.device)))
+        groups = divided(tokens, wanted, self.grid.layout.fsdp)
+        logprobs = torch.zeros(mask.shape)
+        for rows in self.grid.share(groups):
+            read = [responses[row] for row in rows or groups[0]]  # another's, where there is none
+            flat = self.compute(partial(self._token_logprobs, read, temperature)).float().cpu()
+            if rows:
+                here = mask[rows]
+                logprobs[rows] = torch.zeros(here.shape).masked_scatter(here, flat)
+        logprobs = logprobs.to(self.device)
+        dist.all_reduce(logprobs, group=self.grid.rows)  # of zeros, but for one
+        return logprobs.cpu()
+
+    # -- updates ---------------------------------------------------------------------------------
+
+    def update(self, norm: float | None = None) -> float:
+        for weight, master in zip(self._weights, self._masters, strict=True):
+            if isinstance(weight, DTensor):
+                master.grad = None if weight.grad is None else _local(weight.grad)
+        self._add_up_others()
+        return super().update(self._norm())
+
+    def _norm(self) -> float:
+        """Return the norm of the gradients of all ranks, each counted once. A collective."""
+        # Of what all ranks of a slice have [0] or share out [1]; of what is whole [0] or cut [1].
+        squares = torch.zeros(2, 2, dtype=torch.float64, device=self.device)
+        for name, weight, master in zip(self._names, self._weights, self._masters, strict=True):
+            if master.grad is not None:
+                cut = self.wholes[name].dim is not None
+                squares[int(isinstance(weight, DTensor)), int(cut)] += (
+                    master.grad.double().square().sum()
+                )
+        dist.all_reduce(squares[1], group=self.grid.rows)
+        of_slices = squares[:, 1].sum()
+        if self.grid.slices:
+            self.grid.slices.sum_(of_slices)
+        return math.sqrt((squares[:, 0].sum() + of_slices).item())
+
+    def _add_up_others(self) -> None:
+        """Add up gradients of parameters that are whole on ranks which see only some inputs.
+
+        On some ranks no pass may have reached one of them, such as the adapter of an expert.
+        """
+        for name, master in zip(self._names, self._masters, strict=True):
+            if self.grid.slices and name in self._partial and master.grad is not None:
+                self.grid.slices.sum_(master.grad)
+        pairs = zip(self._weights, self._masters, strict=True)
+        others = [master for weight, master in pairs if not isinstance(weight, DTensor)]
+        if not others:
+            return
+        reached = torch.tensor([m.grad is not None for m in others], device=self.device).float()
+        dist.all_reduce(reached, op=dist.ReduceOp.MAX, group=self.grid.rows)
+        for master, somewhere in zip(others, reached.tolist(), strict=True):
+            if somewhere:
+                if master.grad is None:
+                    master.grad = torch.zeros_like(master)
+                dist.all_reduce(master.grad, group=self.grid.rows)
+
+    def _all_agree(self, is_open: bool) -> bool:
+        closed = torch.tensor(float(not is_open), device=self.device)
+        dist.all_reduce(closed)
+        return closed.item() == 0
+
+    # -- weights and state -----------------------------------------------------------------------
+
     def shard(self, name: str) -> Tensor:
         """Return what this rank holds of a parameter; it shares memory."""
         return _local(self.parameters[name].detach())
 
-    def own(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return this rank's parts of parameters by name, in the model's types unless lent.
+    def fingerprint(self) -> str:
+        shards = {name: self.shard(name) for name in self.wholes}
+        return fingerprint_of_parts(self.wholes, shards, self._own, self.grid.sum_)
+
+    @torch.no_grad()
+    def snapshot(self) -> Mapping[str, Tensor]:
+        """Return this rank's parts of the trained weights, in the model's types unless lent.
 
         A part that a rank before it holds too is left out: all ranks' together are the whole.
         """
-        own = (name for name in names if name in self._own)
+        own = (name for name in self._names if name in self._own)
         if self._lends:
             return {name: self.shard(name) for name in own}
         return {n: self.shard(n).to(self.wholes[n].dtype, copy=True) for n in own}
 
-    def fingerprint(self) -> str:
-        """Return a short hash of all parameters, as of the whole model. A collective."""
-        shards = {name: self.shard(name) for name in self.wholes}
-        return fingerprint_of_parts(self.wholes, shards, self._own, self.grid.sum_)
+    def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        nothing = torch.empty(0)
+        return self._gathered(self._names, lambda name: tensors.get(name, nothing))
 
-    def parts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return this rank's parts of whole tensors, as :meth:`own` does of its parameters."""
-        return {n: t[index(self._own[n])].clone() for n, t in tensors.items() if n in self._own}
-
-    def piece(self, name: str, tensor: Tensor) -> Piece:
-        """Return what is to be written of this rank's part of a tensor like a parameter."""
-        whole = self.wholes[name].shape
-        if name in self._own:
-            return Piece(tensor, whole, self._own[name])
-        return Piece(tensor.new_empty(0), whole, ((0, 0),) * len(whole))
-
-    def gathered(
-        self, names: Iterable[str], part: Callable[[str], Tensor] | None = None
-    ) -> dict[str, Tensor]:
-        """Return whole tensors on the first rank's CPU, in the model's types, by name.
-
-        A collective, beside whatever else the ranks do.
-
-        Args:
-            part: returns this rank's part of what is like a parameter; by default its shard.
-        """
-        found, part = dict[str, Tensor | None](), part or self.shard
+    def _gathered(self, names: Iterable[str], part: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """Return whole tensors on the first rank's CPU, in the model's types, by name."""
+        found = {}
         for name in names:
             whole = self.wholes[name]
             found[name] = self.grid.on_first(whole, part(name).to(whole.dtype))
         return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def divided(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {n: t[index(self._own[n])].clone() for n, t in tensors.items() if n in self._own}
+
+    def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        model = self.whole()
+        if model is not None:
+            save_model(model, tokenizer, folder)
 
     def whole(self) -> nn.Module | None:
         """Return a copy of the model with whole weights, on the CPU; ``None`` on all ranks but one.
@@ -204,13 +294,24 @@ class Sharded:
         model = copy.deepcopy(self._empty) if dist.get_rank() == 0 else None
         empty = dict(model.named_parameters()) if model else {}
         found: dict[int, nn.Parameter] = {}
-        for name, weight in self.gathered(self.parameters).items():
+        for name, weight in self._gathered(self.parameters, self.shard).items():
             found[id(empty[name])] = nn.Parameter(weight, empty[name].requires_grad)
         for module in model.modules() if model else ():
             for name, own in module._parameters.items():
                 if own is not None:
                     module._parameters[name] = found[id(own)]
         return model
+
+    def _for_files(self, name: str, tensor: Tensor) -> Piece:
+        whole = self.wholes[name].shape
+        if name in self._own:
+            return Piece(tensor, whole, self._own[name])
+        return Piece(tensor.new_empty(0), whole, ((0, 0),) * len(whole))
+
+    def _from_files(self, name: str, value: Tensor | Stored) -> Tensor:
+        box = self.grid.layout.box(self.wholes[name], self.grid.rank)
+        part = value.read(box) if isinstance(value, Stored) else value[index(box)].clone()
+        return part.to(self.device)
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
@@ -224,148 +325,6 @@ def _without_weights(model: nn.Module) -> nn.Module:
         for p in model.parameters()
     }
     return copy.deepcopy(model, cast(dict[int, Any], empty))
-
-
-class ShardedModel(TrainedModel):
-    """A model in shards, and AdamW on those of this rank; see :class:`TrainedModel`.
-
-    Its state is that of a whole model, with this rank's pieces of its tensors. It goes on from that
-    of any number of ranks.
-    """
-
-    def __init__(self, sharded: Sharded, rate: LearningRate, config: OptimizerConfig) -> None:
-        self._sharded = sharded
-        super().__init__(sharded.model, rate, config)
-        self._gate.agree = self._all_agree
-
-    def _make_master(self, weight: nn.Parameter) -> nn.Parameter:
-        if isinstance(weight, DTensor):
-            return nn.Parameter(weight.to_local())  # shares memory
-        return super()._make_master(weight)
-
-    def _to_copy_back(self) -> list[tuple[Tensor, Tensor]]:
-        return [pair for pair in super()._to_copy_back() if not isinstance(pair[0], DTensor)]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._sharded.dtype
-
-    @property
-    def _head(self) -> OutputHead:
-        return self._sharded.head
-
-    @torch.no_grad()
-    def logprobs(
-        self, responses: Sequence[Response], mask: Tensor, temperature: float, budget: int = 0
-    ) -> Tensor:
-        tokens = [r.total_tokens for r in responses]
-        wanted = len(by_token_budget(tokens, token_budget(budget, self.device)))
-        grid = self._sharded.grid
-        groups = divided(tokens, wanted, grid.layout.fsdp)
-        logprobs = torch.zeros(mask.shape)
-        for rows in grid.share(groups):
-            read = [responses[row] for row in rows or groups[0]]  # another's, where there is none
-            compute = partial(self._token_logprobs, read, temperature)
-            flat = self._sharded(compute).float().cpu()
-            if rows:
-                here = mask[rows]
-                logprobs[rows] = torch.zeros(here.shape).masked_scatter(here, flat)
-        logprobs = logprobs.to(self.device)
-        dist.all_reduce(logprobs, group=grid.rows)  # of zeros, but for one
-        return logprobs.cpu()
-
-    def update(self, norm: float | None = None) -> float:
-        for weight, master in zip(self._weights, self._masters, strict=True):
-            if isinstance(weight, DTensor):
-                master.grad = None if weight.grad is None else _local(weight.grad)
-        self._add_up_others()
-        return super().update(self._norm())
-
-    def _norm(self) -> float:
-        """Return the norm of the gradients of all ranks, each counted once. A collective."""
-        grid, dims = self._sharded.grid, self._sharded.wholes
-        # Of what all ranks of a slice have [0] or share out [1]; of what is whole [0] or cut [1].
-        squares = torch.zeros(2, 2, dtype=torch.float64, device=self.device)
-        for name, weight, master in zip(self._names, self._weights, self._masters, strict=True):
-            if master.grad is not None:
-                kind = int(isinstance(weight, DTensor)), int(dims[name].dim is not None)
-                squares[kind] += master.grad.double().square().sum()
-        dist.all_reduce(squares[1], group=grid.rows)
-        of_slices = squares[:, 1].sum()
-        if grid.slices:
-            grid.slices.sum_(of_slices)
-        return math.sqrt((squares[:, 0].sum() + of_slices).item())
-
-    def _add_up_others(self) -> None:
-        """Add up gradients of parameters that are whole on ranks which see only some inputs.
-
-        On some ranks no pass may have reached one of them, such as the adapter of an expert.
-        """
-        grid, partial = self._sharded.grid, self._sharded.partial
-        for name, master in zip(self._names, self._masters, strict=True):
-            if grid.slices and name in partial and master.grad is not None:
-                grid.slices.sum_(master.grad)
-        pairs = zip(self._weights, self._masters, strict=True)
-        others = [master for weight, master in pairs if not isinstance(weight, DTensor)]
-        if not others:
-            return
-        reached = torch.tensor([m.grad is not None for m in others], device=self.device).float()
-        dist.all_reduce(reached, op=dist.ReduceOp.MAX, group=grid.rows)
-        for master, somewhere in zip(others, reached.tolist(), strict=True):
-            if somewhere:
-                if master.grad is None:
-                    master.grad = torch.zeros_like(master)
-                dist.all_reduce(master.grad, group=grid.rows)
-
-    def _all_agree(self, is_open: bool) -> bool:
-        closed = torch.tensor(float(not is_open), device=self.device)
-        dist.all_reduce(closed)
-        return closed.item() == 0
-
-    def fingerprint(self) -> str:
-        return self._sharded.fingerprint()
-
-    @torch.no_grad()
-    def snapshot(self) -> Mapping[str, Tensor]:
-        return self._sharded.own(self._names)
-
-    def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        nothing = torch.empty(0)
-        return self._sharded.gathered(self._names, lambda name: tensors.get(name, nothing))
-
-    def divided(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return self._sharded.parts(tensors)
-
-    def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        model = self._sharded.whole()
-        if model is not None:
-            save_model(model, tokenizer, folder)
-
-    def state_dict(self) -> dict[str, Any]:
-        own = super().state_dict()
-        return self._with(own, lambda i, t: self._sharded.piece(self._names[i], t))
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(self._with(state, self._cut))
-
-    def _with(self, state: dict[str, Any], change: Callable[[int, Any], Any]) -> dict[str, Any]:
-        """Return a state with other tensors like weights; each is changed with its number."""
-        moments = {
-            number: {k: v if k == STEP else change(number, v) for k, v in held.items()}
-            for number, held in state["optimizer"]["state"].items()
-        }
-        masters = {n: change(i, state["masters"][n]) for i, n in enumerate(self._names)}
-        return {
-            "masters": masters,
-            "optimizer": {**state["optimizer"], "state": moments},
-            "schedule": state["schedule"],
-        }
-
-    def _cut(self, number: int, value: Tensor | Stored) -> Tensor:
-        grid = self._sharded.grid
-        box = grid.layout.box(self._sharded.wholes[self._names[number]], grid.rank)
-        part = value.read(box) if isinstance(value, Stored) else value[index(box)].clone()
-        return part.to(self.device)
 
 
 def _local(tensor: Any) -> Tensor:
@@ -434,7 +393,11 @@ class ShardedBackprop(LocalBackprop):
     """Passes of which every rank makes its share."""
 
     def __init__(
-        self, actor: Sharded, critic: Sharded | None, losses: Losses, microbatch_tokens: int
+        self,
+        actor: ShardedModel,
+        critic: ShardedModel | None,
+        losses: Losses,
+        microbatch_tokens: int,
     ) -> None:
         model = critic.model if critic else None
         super().__init__(actor.model, model, losses, microbatch_tokens, actor.template)
@@ -448,9 +411,7 @@ class ShardedBackprop(LocalBackprop):
     def run(
         self, batches: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool
     ) -> Mapping[str, Metrics]:
-        tokens = [
-            batch.tokens.numel() + len(batch.tokens) for batch in batches
-        ]  # and the last ones
+        tokens = [len(batch.tokens) * (batch.tokens.shape[1] + 1) for batch in batches]
         self._ran.append([sum(share) for share in self._grid.shares(tokens)])
         own = [batch or MicroBatch.blank(batches[0]) for batch in self._grid.share(batches)]
         by_model = super().run(own, kl_coef, trains_actor=trains_actor)
@@ -477,7 +438,7 @@ class ShardedBackprop(LocalBackprop):
             term = forward(model, batch, loss)
             return term.loss, term  # FSDP looks for losses in tuples, and not in other objects
 
-        return self._sharded[model](both)[1]
+        return self._sharded[model].compute(both)[1]
 
     @property
     def _output(self) -> OutputHead:

@@ -18,6 +18,7 @@ from stretto.pipelines.executor.stages import Name, Stage, StageLayout
 from stretto.pipelines.problem import Problem
 from stretto.pipelines.schedule import PipelineSchedule
 from stretto.training.losses import Losses, MicroBatch
+from stretto.training.shard_files import in_memory
 from stretto.training.trained import LearningRate, TrainedModel
 
 Names = Mapping[str, str]
@@ -146,16 +147,7 @@ class StageTrainer:
         self, name: Name, get: Callable[[TrainedModel], Mapping[str, Any]]
     ) -> Mapping[str, Any] | None:
         pipeline, _ = self._layout.place(name, self._rank)
-        return on_cpu(get(self._trained[name])) if pipeline == 0 else None
-
-
-def on_cpu(state: Any) -> Any:
-    """Return the same state with all tensors on the CPU, where another process can read them."""
-    if isinstance(state, Tensor):
-        return state.cpu()
-    if isinstance(state, Mapping):
-        return {key: on_cpu(value) for key, value in state.items()}
-    return state
+        return in_memory(get(self._trained[name])) if pipeline == 0 else None
 
 
 def whole_state(

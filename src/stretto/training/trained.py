@@ -24,8 +24,9 @@ from stretto.errors import LearnerError
 from stretto.models.forward import microbatches, output_head, response_hidden, response_tokens
 from stretto.models.load import save_model
 from stretto.models.logits import OutputHead, token_logprobs
+from stretto.models.pieces import Piece
 from stretto.models.weights import fingerprint
-from stretto.training.shard_files import STEP, in_memory
+from stretto.training.shard_files import STEP, Stored
 from stretto.types import Response
 
 if TYPE_CHECKING:
@@ -430,23 +431,34 @@ class TrainedModel(Trained):
         return [(w, m) for w, m in pairs if w is not m]
 
     def state_dict(self) -> dict[str, Any]:
-        masters = (m.detach() for m in self._masters)
-        optimizer = self._optimizer.state_dict()
-        moments = {
-            number: {k: v.detach() if isinstance(v, Tensor) else v for k, v in held.items()}
-            for number, held in optimizer["state"].items()
-        }
+        named = zip(self._names, self._masters, strict=True)
         return {
-            "masters": dict(zip(self._names, masters, strict=True)),
-            "optimizer": {**optimizer, "state": moments},
+            "masters": {name: self._for_files(name, m.detach()) for name, m in named},
+            "optimizer": self._with_moments(self._optimizer.state_dict(), self._for_files),
             "schedule": self._schedule.state_dict(),
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        state = in_memory(state)
         for name, master in zip(self._names, self._masters, strict=True):
-            master.copy_(state["masters"][name])
-        self._optimizer.load_state_dict(state["optimizer"])
+            master.copy_(self._from_files(name, state["masters"][name]))
+        optimizer = self._with_moments(state["optimizer"], self._from_files)
+        self._optimizer.load_state_dict(optimizer)
         self._schedule.load_state_dict(state["schedule"])
         self._copy_back()
+
+    def _with_moments(
+        self, optimizer: Mapping[str, Any], change: Callable[[str, Any], Any]
+    ) -> dict[str, Any]:
+        """Return AdamW's state with the moments, tensors like the parameter of a name, changed."""
+        moments = {
+            number: {k: v if k == STEP else change(self._names[number], v) for k, v in own.items()}
+            for number, own in optimizer["state"].items()
+        }
+        return {**optimizer, "state": moments}
+
+    def _for_files(self, name: str, tensor: Tensor) -> Tensor | Piece:
+        return tensor.detach()
+
+    def _from_files(self, name: str, value: Tensor | Stored) -> Tensor:
+        return value.read() if isinstance(value, Stored) else value
