@@ -27,6 +27,10 @@ from stretto.pipelines.graph import (
     njit,
 )
 
+_REPAIRS, _EDGES = 0.2, 0.5
+"""Share of moves that are tried where memory is over the capacity; and share of the others that are
+tried at the edges of blocks of the critical path."""
+
 
 class State(NamedTuple):
     """A schedule that can be changed locally; all arrays are [T].
@@ -350,17 +354,11 @@ def _overfull_pair(g: Graph, s: State, capacity: int) -> int:
 
 
 class Cooling(NamedTuple):
-    """Course of temperature and price, both geometric, while moves are tried.
+    """Course of temperature and price of memory, both in ticks and geometric, over some moves.
 
     Attributes:
-        moves: number of moves to try.
-        hot: temperature of the first move, in ticks.
-        cold: temperature of the last move, in ticks.
-        soft: price of a unit of memory over the capacity at the first move, in ticks.
-        firm: price at the last move, in ticks.
-        unit: unit of memory.
-        repairs: share of moves that are tried where memory is over the capacity.
-        edges: share of the others that are tried at the edges of blocks of the critical path.
+        hot, cold: temperatures of the first and the last move.
+        soft, firm: prices of a unit of memory over the capacity, at the first and the last move.
     """
 
     moves: int
@@ -369,8 +367,6 @@ class Cooling(NamedTuple):
     soft: float
     firm: float
     unit: int
-    repairs: float
-    edges: float
 
 
 @njit(cache=True, nogil=True)
@@ -407,7 +403,7 @@ def anneal_swaps(
     for move in range(moves):
         if best <= target:
             break
-        if excess and np.random.random() < cooling.repairs:
+        if excess and np.random.random() < _REPAIRS:
             k = _overfull_pair(g, s, capacity)
         else:
             if left == 0:
@@ -416,7 +412,7 @@ def anneal_swaps(
                     break
                 left = count
             left -= 1
-            if np.random.random() < cooling.edges:
+            if np.random.random() < _EDGES:
                 k = edges[np.random.randint(at_edges)]
             else:
                 k = pairs[np.random.randint(count)]
