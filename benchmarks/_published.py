@@ -18,10 +18,21 @@ from stretto.pipelines.graph import (
     njit,
     peak_memory,
 )
-from stretto.pipelines.listing import UNLIMITED, decode, plain_rules
+from stretto.pipelines.listing import UNLIMITED, Rules, decode
 from stretto.pipelines.problem import Problem
 from stretto.pipelines.schedule import PipelineSchedule
 from stretto.pipelines.search import Incumbent
+
+
+def plain_rules(g: Graph) -> Rules:
+    """Rules without bias, limits or waiting, by which both models are polite."""
+    queues = g.length.size
+    return Rules(
+        np.zeros(queues),
+        np.full(queues, UNLIMITED),
+        np.ones(queues, np.bool_),
+        np.zeros(g.word_at.size - 1),
+    )
 
 
 def greedy(problem: Problem) -> PipelineSchedule:

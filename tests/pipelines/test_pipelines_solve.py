@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import pipelines as benchmark
 from _certify import by_cp_sat
-from _published import as_published, greedy
+from _published import as_published, greedy, plain_rules
 from _table3 import ROWS
 from pipeline_helpers import model
 from raising import raises
@@ -34,7 +34,7 @@ from stretto.pipelines.graph import (
     make_graph,
     peak_memory,
 )
-from stretto.pipelines.listing import UNLIMITED, decode, plain_rules, urgency
+from stretto.pipelines.listing import UNLIMITED, decode, urgency
 from stretto.pipelines.problem import ModelPipelines, Problem
 from stretto.pipelines.schedule import PipelineSchedule, evaluate
 from stretto.pipelines.search import list_schedule, make_views, turned

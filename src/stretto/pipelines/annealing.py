@@ -33,33 +33,19 @@ tried at the edges of blocks of the critical path."""
 
 
 class State(NamedTuple):
-    """A schedule that can be changed locally; all arrays are [T].
+    """A schedule that can be changed locally; all arrays are [T], by task or by place."""
 
-    Attributes:
-        word: tasks, device after device.
-        place: of each task in ``word``.
-        start: earliest start of each task.
-        tail: ticks that must follow the end of each task.
-        order: tasks, each after all it waits for.
-        rank: of each task in ``order``.
-        held: memory on the device before the task at each place starts.
-        stale: scratch; tasks that have to be computed again. All false between calls.
-        moved: scratch; tasks that wait for the one that is moved back. All false between calls.
-        later: scratch; these tasks.
-        old_order: scratch; a part of ``order`` as it was.
-    """
-
-    word: Ints
-    place: Ints
-    start: Ints
-    tail: Ints
-    order: Ints
-    rank: Ints
-    held: Ints
-    stale: Flags
-    moved: Flags
-    later: Ints
-    old_order: Ints
+    word: Ints  # tasks, device after device
+    place: Ints  # of each task in the word
+    start: Ints  # earliest start of each task
+    tail: Ints  # ticks that must follow the end of each task
+    order: Ints  # tasks, each after all it waits for
+    rank: Ints  # of each task in the order
+    held: Ints  # memory on the device before the task at each place starts
+    stale: Flags  # scratch: tasks to compute again; all false between calls
+    moved: Flags  # scratch: tasks that wait for the one that is moved back; all false as well
+    later: Ints  # scratch: these tasks
+    old_order: Ints  # scratch: a part of the order as it was
 
 
 @njit(cache=True, nogil=True)
@@ -91,11 +77,10 @@ def make_state(g: Graph, word: Ints) -> State:
 
 @njit(cache=True, nogil=True)
 def length_after(g: Graph, s: State, k: int) -> int:
-    """The longest path through the tasks at places ``k`` and ``k + 1`` if they were exchanged.
+    """Return the longest path through the tasks at places ``k`` and ``k + 1``, once exchanged.
 
-    No other path gets longer by the exchange. So the schedule's latency will be this if this is
-    more than the latency now, and else at most what it is now. It takes no more than a few steps
-    (Taillard 1994), if devices would not wait for each other in a circle.
+    No other path gets longer by the exchange (Taillard 1994), if devices would not wait for each
+    other in a circle: if this is more than the latency now, it is the latency then.
     """
     queue_of, offset, word_at, duration = g.queue_of, g.offset, g.word_at, g.duration
     word, start, tail = s.word, s.start, s.tail
@@ -132,10 +117,8 @@ def length_after(g: Graph, s: State, k: int) -> int:
 def swap(g: Graph, s: State, k: int) -> bool:
     """Exchange the tasks at places ``k`` and ``k + 1`` of one device; a second time undoes it.
 
-    They must be of different queues, and not the forward and the backward of one micro-batch on its
-    last stage. Only what can have changed is computed: tasks are visited in an order in which each
-    comes after all it waits for, until none is left of which something before it has moved; and
-    the same from the end for the tails.
+    See :func:`may_swap` for those that may be. Only starts and tails that can have changed are
+    computed.
 
     Returns:
         Whether it was done. Otherwise devices would wait for each other in a circle, and nothing
@@ -255,17 +238,11 @@ def _renew(g: Graph, s: State, step: int, r: int, pending: int) -> None:
 
 @njit(cache=True, nogil=True)
 def critical_pairs(g: Graph, s: State, latency: int, pairs: Ints, edges: Ints) -> tuple[int, int]:
-    """Neighbours of different queues on one critical path, by the place of the first of each two.
+    """Fill in neighbours of different queues on one critical path, by the first place of each two.
 
     The path is walked from the end; where two ways lead on, by chance. A *block* is a part of it
     on one device without a break. Exchanges inside a block cannot make the schedule shorter, those
-    at its edges can.
-
-    Args:
-        edges: filled with the first and the last ones of each block.
-
-    Returns:
-        Numbers of pairs and of edges.
+    at its edges, the first and the last ones, can. Returns the numbers of pairs and of edges.
     """
     queue_of, offset, device, word_at = g.queue_of, g.offset, g.device, g.word_at
     before, delay, duration = g.before, g.delay, g.duration
@@ -282,15 +259,12 @@ def critical_pairs(g: Graph, s: State, latency: int, pairs: Ints, edges: Ints) -
         q = queue_of[task]
         p = place[task]
         b = before[q]
-        chain, neighbour = -1, -1
-        if b >= 0:
-            earlier = offset[b] + task - offset[q]
-            if start[earlier] + duration[b] + delay[q] == start[task]:
-                chain = earlier
-        if p > word_at[device[q]]:
-            earlier = word[p - 1]
-            if start[earlier] + duration[queue_of[earlier]] == start[task]:
-                neighbour = earlier
+        chain = offset[b] + task - offset[q] if b >= 0 else -1
+        if chain >= 0 and start[chain] + duration[b] + delay[q] < start[task]:
+            chain = -1
+        neighbour = word[p - 1] if p > word_at[device[q]] else -1
+        if neighbour >= 0 and start[neighbour] + duration[queue_of[neighbour]] < start[task]:
+            neighbour = -1
         if neighbour >= 0 and neighbour != chain and (chain < 0 or np.random.random() < 0.5):
             if queue_of[neighbour] != q:
                 pairs[count] = p - 1
@@ -310,16 +284,13 @@ def may_swap(g: Graph, s: State, k: int) -> bool:
     """Return whether places ``k`` and ``k + 1`` are of one device and may stand in either order."""
     first, second = s.word[k], s.word[k + 1]
     p, q = g.queue_of[first], g.queue_of[second]
-    if p == q or g.device[p] != g.device[q]:
-        return False
-    return not (
-        g.kind[q] == BACKWARD and g.mate[q] == p and first - g.offset[p] == second - g.offset[q]
-    )
+    mates = g.mate[q] == p and first - g.offset[p] == second - g.offset[q]
+    return bool(p != q and g.device[p] == g.device[q] and not (mates and g.kind[q] == BACKWARD))
 
 
 @njit(cache=True, nogil=True)
 def excess_of(s: State, capacity: int, unit: int) -> int:
-    """Memory over the capacity, in units rounded up, summed over all places."""
+    """Return memory over the capacity, in units rounded up, summed over all places."""
     excess = 0
     for k in range(s.held.size):
         if s.held[k] > capacity:
@@ -329,11 +300,10 @@ def excess_of(s: State, capacity: int, unit: int) -> int:
 
 @njit(cache=True, nogil=True)
 def _overfull_pair(g: Graph, s: State, capacity: int) -> int:
-    """Draw an exchange that may help where memory is over the capacity; return its first place.
+    """Draw an exchange that may help where memory is over the capacity; return its place, or -1.
 
     It moves a forward before that place to later, or a backward after that place to earlier. Mostly
-    the nearest are drawn, but further ones too, as the nearest may belong together. -1 if none is
-    met with.
+    the nearest are drawn, but further ones too, as the nearest may belong together.
     """
     word, held, queue_of, kind = s.word, s.held, g.queue_of, g.kind
     for _ in range(20):
@@ -384,7 +354,6 @@ def anneal_swaps(
 
     Args:
         s: the schedule to start from, left as the search ends.
-        capacity: memory of each device, in the graph's units.
         target: latency at which to stop.
         best: the shortest latency within the capacity so far.
         best_word: [T] filled with a schedule of that latency or less, when there is one.

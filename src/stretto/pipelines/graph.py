@@ -5,8 +5,6 @@ their micro-batches, on one device. Task ``i`` of queue ``q`` has the number ``o
 words of all devices stand one after the other in one array of tasks; device ``d`` has the places
 ``word_at[d]`` to ``word_at[d + 1]``.
 
-Letters in shapes: Q queues, D devices, T tasks.
-
 Compiled functions take the fields they need out of the graph first: reading a field of a tuple in a
 loop costs more than the loop.
 """
@@ -36,43 +34,24 @@ FORWARD, BACKWARD = 0, 1
 
 
 class Graph(NamedTuple):
-    """A problem's queues.
+    """A problem's queues; Q of them, of T tasks, on D devices."""
 
-    Attributes:
-        pipeline: [Q] which pipeline; the actor's come first.
-        stage: [Q] of that pipeline.
-        kind: [Q] FORWARD or BACKWARD.
-        device: [Q] on which it runs.
-        length: [Q] tasks in it: the pipeline's micro-batches.
-        offset: [Q] number of its first task.
-        duration: [Q] ticks of each task.
-        before: [Q] queue whose task of the same micro-batch comes first, or -1.
-        after: [Q] queue whose task of the same micro-batch comes next, or -1.
-        delay: [Q] ticks between the end of that earlier task and this one's start.
-        memory: [Q] whole units that each task takes (forward) or frees (backward; negative).
-        mate: [Q] the other kind of the same pipeline and stage.
-        rival: [Q] the forward queue of the other pipeline on the same device.
-        queues: [Q] queue numbers, device after device; four each.
-        word_at: [D + 1] where a device's word starts.
-        queue_of: [T] of each task.
-    """
-
-    pipeline: Ints
-    stage: Ints
-    kind: Ints
-    device: Ints
-    length: Ints
-    offset: Ints
-    duration: Ints
-    before: Ints
-    after: Ints
-    delay: Ints
-    memory: Ints
-    mate: Ints
-    rival: Ints
-    queues: Ints
-    word_at: Ints
-    queue_of: Ints
+    pipeline: Ints  # [Q]; the actor's come first
+    stage: Ints  # [Q] of that pipeline
+    kind: Ints  # [Q] FORWARD or BACKWARD
+    device: Ints  # [Q]
+    length: Ints  # [Q] tasks in it: the pipeline's micro-batches
+    offset: Ints  # [Q] number of its first task
+    duration: Ints  # [Q] ticks of each task
+    before: Ints  # [Q] queue whose task of the same micro-batch comes first, or -1
+    after: Ints  # [Q] queue whose task of the same micro-batch comes next, or -1
+    delay: Ints  # [Q] ticks between the end of that earlier task and this one's start
+    memory: Ints  # [Q] whole units that a task takes (forward) or frees (backward; negative)
+    mate: Ints  # [Q] the other kind of the same pipeline and stage
+    rival: Ints  # [Q] the forward queue of the other pipeline on the same device
+    queues: Ints  # [4 D] device after device
+    word_at: Ints  # [D + 1] where a device's word starts
+    queue_of: Ints  # [T] of each task
 
 
 def make_graph(problem: Problem) -> Graph:
@@ -119,10 +98,9 @@ def capacity_units(problem: Problem, capacity: float | None) -> int:
 
 @njit(cache=True, nogil=True)
 def earliest_starts(g: Graph, word: Ints, start: Ints, order: Ints) -> int:
-    """Run every device through its word, each task as early as it can.
+    """Run every device through its word [T], each task as early as it can.
 
     Args:
-        word: [T] tasks, device after device.
         start: [T] filled: start of each task, by task number.
         order: [T] filled: tasks in an order in which each comes after all it waits for.
 
@@ -145,9 +123,7 @@ def earliest_starts(g: Graph, word: Ints, start: Ints, order: Ints) -> int:
         while at[d] < word_at[d + 1]:
             task = word[at[d]]
             q = queue_of[task]
-            i = task - offset[q]
-            begin = free[d]
-            b = before[q]
+            i, b, begin = task - offset[q], before[q], free[d]
             if b >= 0:
                 if done[b] <= i:
                     break
@@ -199,11 +175,11 @@ def peak_memory(g: Graph, word: Ints, peaks: Ints) -> int:
 
 
 def latency_bound(problem: Problem) -> int:
-    """The lower bound of RLHFuse, section 5.2, over all subsets of pipelines of each device.
+    """Return the lower bound of RLHFuse, section 5.2, over all subsets of a device's pipelines.
 
     A device cannot start on a set of pipelines before the first micro-batch of one of them arrives,
     must do all their work one after the other, and after that one of them still has to drain. With
-    all pipelines of the device this is the paper's bound; a subset can give more, as its work
+    both pipelines of the device this is the paper's bound; one alone can give more, as its work
     arrives later or drains longer.
     """
     graph = make_graph(problem)

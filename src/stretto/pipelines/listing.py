@@ -30,17 +30,6 @@ class Rules(NamedTuple):
     window: Floats
 
 
-def plain_rules(g: Graph) -> Rules:
-    """Make rules without bias, limits or waiting, by which both models are polite."""
-    queues = g.length.size
-    return Rules(
-        np.zeros(queues),
-        np.full(queues, UNLIMITED),
-        np.ones(queues, np.bool_),
-        np.zeros(g.word_at.size - 1),
-    )
-
-
 def urgency(g: Graph) -> Floats:
     """Return the least ticks [T] that are left from each task's start, by which tasks are listed.
 

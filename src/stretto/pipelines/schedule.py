@@ -26,14 +26,11 @@ from stretto.pipelines.problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class PipelineSchedule:
-    """One word a device.
+    """One word a device, each a sequence of letters.
 
     A letter is a pipeline and a kind, such as ``0F`` or ``2B``. Pipelines count from 0, the actor's
     first, in the order of their devices. As the micro-batches of a pipeline are all alike, the i-th
     ``0F`` of a word is the forward of micro-batch i.
-
-    Attributes:
-        words: one a device, each a sequence of letters.
     """
 
     words: tuple[tuple[str, ...], ...]
@@ -125,27 +122,20 @@ def _early_backward(graph: Graph, word: Ints) -> str:
 
 def _circle(graph: Graph, word: Ints) -> str:
     """Name the tasks that wait for each other in a circle, if some do."""
-    size = word.size
-    order = np.full(size, -1, dtype=np.int64)
-    ran = earliest_starts(graph, word, np.zeros(size, np.int64), order)
-    if ran == size:
+    order = np.empty_like(word)
+    ran = earliest_starts(graph, word, np.zeros_like(word), order)
+    if ran == word.size:
         return ""
-    finished = set(order[:ran].tolist())
-    previous: dict[int, int] = {}
-    for low, high in _spans(graph):
-        previous.update((b, a) for a, b in pairwise(word[low:high].tolist()))
-
-    def waits_for(task: int) -> int:
-        q = int(graph.queue_of[task])
-        before = int(graph.before[q])
-        chain = int(graph.offset[before]) + task - int(graph.offset[q]) if before >= 0 else -1
-        return chain if chain >= 0 and chain not in finished else previous[task]
-
-    task = next(t for t in word.tolist() if t not in finished)
+    finished, tasks = set(order[:ran].tolist()), word.tolist()
+    task = next(t for t in tasks if t not in finished)
     path: list[int] = []
     while task not in path:
         path.append(task)
-        task = waits_for(task)
+        q = int(graph.queue_of[task])
+        before = int(graph.before[q])
+        input_ = int(graph.offset[before]) + task - int(graph.offset[q]) if before >= 0 else task
+        waits_for_input = before >= 0 and input_ not in finished
+        task = input_ if waits_for_input else tasks[tasks.index(task) - 1]
     circle = path[path.index(task) :]
     steps = [_describe(graph, t) for t in [*circle, circle[0]]]
     return f"devices wait for each other: {' waits for '.join(steps)}"
@@ -171,13 +161,11 @@ class Evaluation:
     Attributes:
         latency: ticks from the start of the first task to the end of the last.
         peaks: highest activation memory of each device.
-        bubbles: idle ticks of each device by cause:
-            ``warm-up``, before its first task;
+        bubbles: idle ticks of each device by cause: ``warm-up``, before its first task;
             ``dependency``, no input is there, and the next task's is not made yet;
-            ``communication``, no input is there, but the next task's is on its way;
-            ``memory``, a forward could run, but would not fit in the capacity;
-            ``order``, something else could run, but the word has it later;
-            ``drain``, after its last task.
+            ``communication``, no input is there, but the next task's is on its way; ``memory``, a
+            forward could run, but would not fit in the capacity; ``order``, another task could run,
+            but the word has it later; ``drain``, after its last task.
         starts: [T] start of each task, by number.
         tasks: [T] task numbers, device after device.
     """
@@ -215,15 +203,9 @@ def evaluate_tasks(problem: Problem, graph: Graph, word: Ints) -> Evaluation:
     peak_memory(graph, word, peaks)
     latency = int(latency_of(graph, word, starts))
     capacity = capacity_units(problem, problem.capacity)
-    return Evaluation(
-        latency=latency,
-        peaks=tuple(int(p) / problem.memory_scale for p in peaks),
-        bubbles=tuple(
-            _bubbles(graph, word, starts, d, latency, capacity) for d in range(problem.devices)
-        ),
-        starts=starts,
-        tasks=word,
-    )
+    bubbles = (_bubbles(graph, word, starts, d, latency, capacity) for d in range(peaks.size))
+    memory = tuple(int(peak) / problem.memory_scale for peak in peaks)
+    return Evaluation(latency, memory, tuple(bubbles), starts, word)
 
 
 def _bubbles(
@@ -242,10 +224,11 @@ def _bubbles(
             made, _ = _arrival(graph, starts, q, done[q])
             fits, full = _NEVER, _NEVER
             for other, i in done.items():
-                if other != q and held + graph.memory[other] <= capacity:
-                    fits = min(fits, _arrival(graph, starts, other, i)[1])
-                elif other != q:
-                    full = min(full, _arrival(graph, starts, other, i)[1])
+                there = _NEVER if other == q else _arrival(graph, starts, other, i)[1]
+                if held + graph.memory[other] <= capacity:
+                    fits = min(fits, there)
+                else:
+                    full = min(full, there)
             until = begin
             for cause, since in (("order", fits), ("memory", full), ("communication", made)):
                 since = min(max(since, free), until)

@@ -1,9 +1,8 @@
 """One rank's part in a fused pipeline: its tasks in their order, tensors to and from other ranks.
 
-It uses point-to-point transfers of ``torch.distributed`` and autograd directly. The stages of
-``torch.distributed.pipelining`` settle on one static shape for all micro-batches, and here each has
-its own. The schedules of that library order the stages of one model, and here tasks of two are
-woven into each other: only its private parts, which change between versions, could be of use.
+It uses point-to-point transfers of ``torch.distributed`` and autograd directly: the stages of
+``torch.distributed.pipelining`` settle on one static shape for all micro-batches, and its schedules
+order the stages of one model.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import chain, product
+from itertools import chain, pairwise
 
 import torch
 import torch.distributed as dist
@@ -39,8 +38,7 @@ class TaskWork:
 
     Attributes:
         tokens: ids [b, L], padded on the right. Every stage reads the shape, the first the values.
-        loss: from the last hidden states [b, L, H] to a scalar; called on the last stage's rank
-            only, once, during the micro-batch's forward.
+        loss: from the last hidden states [b, L, H] to a scalar; called once, by the last stage.
     """
 
     tokens: Tensor
@@ -125,8 +123,7 @@ class PipelineExecutor:
             for key in sorted(gradients):
                 if (key in tied) == of_tied and name in groups:
                     work = dist.all_reduce(gradients[key], group=groups[name], async_op=True)
-                    assert work is not None
-                    under_way.append(work)
+                    under_way.append(_posted(work))
         for work in under_way:
             work.wait()
 
@@ -153,7 +150,7 @@ class PipelineExecutor:
 
 @dataclass(slots=True)
 class _Pass:
-    """A model's stage on this rank, and what it keeps of the micro-batches under way.
+    """A model's stage on this rank, and the tensors of the micro-batches under way.
 
     Attributes:
         arriving: inputs asked for, by task.
@@ -172,9 +169,7 @@ class _Pass:
     def ask(self, task: PipelineTask, peer: int) -> None:
         shape = (*self.works[task.micro_batch].tokens.shape, self.stage.hidden_size)
         buffer = torch.empty(shape, dtype=self.stage.dtype, device=self.device)
-        work = dist.irecv(buffer, peer)
-        assert work is not None
-        self.arriving[task] = buffer, work
+        self.arriving[task] = buffer, _posted(dist.irecv(buffer, peer))
 
     def run(self, task: PipelineTask, watch: Stopwatch) -> Tensor | None:
         """Run a task as soon as its input is there; return the input of the next stage."""
@@ -220,10 +215,9 @@ class Stopwatch:
         self._cuda = device.type == "cuda"
         latest = torch.tensor(time.monotonic(), dtype=torch.float64, device=device)
         dist.all_reduce(latest, dist.ReduceOp.MAX)
-        self._zero = latest.item()
+        self._zero, self._begin_s = latest.item(), 0.0
         self._moments: list[float] = []
         self._events: list[torch.cuda.Event] = []
-        self._begin_s = 0.0
         if self._cuda:
             torch.cuda.synchronize(device)
             self.mark()
@@ -241,11 +235,9 @@ class Stopwatch:
     def timings(self, word: Sequence[PipelineTask]) -> Timings:
         """Make the timings from three marks a task: free for it, input there, done."""
         if self._cuda:
-            begin = self._events[0]
-            self._events[-1].synchronize()
-            self._moments = [
-                self._begin_s + begin.elapsed_time(event) / 1000 for event in self._events[1:]
-            ]
+            begin, *others = self._events
+            others[-1].synchronize()
+            self._moments = [self._begin_s + begin.elapsed_time(event) / 1000 for event in others]
         asked, start, end = (tuple(self._moments[k::3]) for k in range(3))
         return Timings(tuple(word), asked, start, end)
 
@@ -264,8 +256,7 @@ class Outbox:
     def send(self, tensor: Tensor, peer: int) -> None:
         """Begin to send; the tensor must not be changed any more."""
         tensor = tensor.contiguous()
-        work = dist.isend(tensor, peer)
-        assert work is not None
+        work = _posted(dist.isend(tensor, peer))
         if self._waits:
             self._waited.append(self._waits.submit(_wait, work, tensor))
         else:
@@ -285,6 +276,11 @@ def _wait(work: dist.Work, tensor: Tensor) -> None:
     work.wait()
 
 
+def _posted(work: dist.Work | None) -> dist.Work:
+    assert work is not None  # as this rank is in the group
+    return work
+
+
 def connect(layout: StageLayout, rank: int, device: torch.device) -> None:
     """Have the two ranks of each pair that will exchange tensors meet once; on all ranks at once.
 
@@ -294,9 +290,9 @@ def connect(layout: StageLayout, rank: int, device: torch.device) -> None:
     """
     pairs = set()
     for name in NAMES:
-        stages, pipelines = layout.of(name)
-        for p, s in product(range(pipelines), range(stages - 1)):
-            pairs.add(tuple(sorted(layout.rank(name, p, each) for each in (s, s + 1))))
+        for low, high in pairwise(range(layout.ranks)):
+            if layout.place(name, low)[0] == layout.place(name, high)[0]:
+                pairs.add((low, high))
     for low, high in sorted(pairs):
         if rank == low:
             dist.send(torch.zeros(1, device=device), high)

@@ -4,8 +4,8 @@ Transfers cannot deadlock, however slow ranks and links are, and even if a send 
 receiver has asked for it:
 
 - All transfers are in one order: by the time at which their tensor is made when the schedule runs
-  on paper. Every rank starts its own in that order, so the two of a pair start theirs alike. That
-  is what NCCL asks for, where the transfers of a pair go through one stream.
+  on paper. Every rank starts its own in that order, so the two of a pair start theirs alike, as
+  NCCL demands, where the transfers of a pair go through one stream.
 - A rank asks for a tensor before the first of its own tasks that ends later than the tensor is
   made, and waits for it only when a task needs it. On paper that is no later than it is sent, so
   tensors travel while both ranks compute.
@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from statistics import median
 from typing import Literal
 
@@ -78,10 +79,7 @@ def instructions(
     # (end of the task that makes the tensor, its number): no two are alike, and a task comes after
     # all that it depends on, as each takes a tick or more.
     key = list(zip(ends.tolist(), range(ends.size), strict=True))
-    words = [
-        done.tasks[low:high].tolist()
-        for low, high in zip(graph.word_at[:-1], graph.word_at[1:], strict=True)
-    ]
+    words = [done.tasks[low:high].tolist() for low, high in pairwise(graph.word_at)]
     incoming: list[list[tuple[tuple[int, int], Receive]]] = [[] for _ in words]
     for task in range(ends.size):
         if sent := _sent(graph, task):
@@ -94,9 +92,8 @@ def instructions(
         for task in word:
             while receives and receives[-1][0] < key[task]:
                 program.append(receives.pop()[1])
-            program.append(_task(graph, task))
             sent = _sent(graph, task)
-            program += [sent] if sent else []
+            program += [_task(graph, task), *([sent] if sent else [])]
         programs.append(tuple(program))
     return tuple(programs)
 
@@ -121,10 +118,8 @@ class Timings:
     """Times of a rank's tasks, in seconds from a start that all ranks share.
 
     Attributes:
-        word: its tasks in order.
         asked: when the rank was free for each task, and began to wait for its input.
-        start: when its input was there.
-        end: when it was done.
+        start, end: when its input was there, and when it was done.
     """
 
     word: tuple[PipelineTask, ...]

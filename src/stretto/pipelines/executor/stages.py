@@ -1,8 +1,8 @@
 """Stages of consecutive layers: cut out of transformers models, and laid out on the ranks.
 
 A stage is the model's own decoder with its other layers left out: its forward pass is the one of
-transformers, fed with hidden states in place of embeddings. What comes before and after the layers
-is read from the pipeline plan that the architecture declares (``config.base_model_pp_plan``).
+transformers, fed with hidden states in place of embeddings. The parts before and after the layers
+are read from the pipeline plan that the architecture declares (``config.base_model_pp_plan``).
 
 Shapes: b sequences in a micro-batch, L padded tokens, H hidden.
 """
@@ -34,13 +34,11 @@ _TOLERANCE = 1e-3
 
 
 class Stage(nn.Module):
-    """One stage of a decoder: some of its layers, sharing the model's parameters.
+    """One stage of a decoder: some of its layers, sharing the model's parameters; can be pickled.
 
     The first stage embeds token ids; the last applies the final norm and has the head, which the
     loss applies: :attr:`head` for a language model, and
     :func:`~stretto.models.heads.apply_scalar_head` takes a last stage as it takes a classifier.
-
-    It can be pickled, and so sent to the process that runs it.
 
     Attributes:
         index, stages: number of this stage, from 0, and of all stages.
@@ -146,19 +144,14 @@ def _keep(stage: Stage, plan: list[str], layers: str, begin: int, end: int) -> N
     """Leave out of a decoder what other stages do; its config then describes what is left."""
     body: Any = stage.body
     at = plan.index(layers)
-    if not stage.first:
-        setattr(body, plan[0], None)
-        for name in plan[1:at]:
-            setattr(body, name, nn.Identity())
-    if not stage.last:
-        for name in plan[at + 1 :]:
-            setattr(body, name, nn.Identity())
+    for name in [] if stage.first else plan[:at]:
+        setattr(body, name, None if name == plan[0] else nn.Identity())
+    for name in [] if stage.last else plan[at + 1 :]:
+        setattr(body, name, nn.Identity())
     setattr(body, layers, getattr(body, layers)[begin:end])
-    config = body.config
-    types = getattr(config, "layer_types", None)
-    config.num_hidden_layers = end - begin
-    if types is not None:
-        config.layer_types = types[begin:end]
+    body.config.num_hidden_layers = end - begin
+    if (types := getattr(body.config, "layer_types", None)) is not None:
+        body.config.layer_types = types[begin:end]
 
 
 def _give_head(stage: Stage, model: nn.Module, whole: nn.Module) -> None:
@@ -184,10 +177,10 @@ def _tied(model: nn.Module, decoder: Any, plan: list[str]) -> frozenset[str]:
 
 def for_sending(stage: Stage) -> Stage:
     """Return a stage as it travels to another process: on a CPU with the same weights."""
-    weights: dict[int, Any] = {
-        id(p): nn.Parameter(p.detach().cpu(), p.requires_grad) for p in stage.parameters()
-    }
-    return deepcopy(stage, weights | {id(b): b.cpu() for b in stage.buffers()})
+    memo: dict[int, Any] = {id(buffer): buffer.cpu() for buffer in stage.buffers()}
+    for p in stage.parameters():
+        memo[id(p)] = nn.Parameter(p.detach().cpu(), p.requires_grad)
+    return deepcopy(stage, memo)
 
 
 def check_stages(config: PipelineConfig, name: Name, model: nn.Module) -> None:
@@ -235,9 +228,8 @@ def check_cut(model: nn.Module, stages: int) -> None:
 def _check_parameters(model: nn.Module, parts: list[Stage]) -> None:
     """Check that every trained parameter is on one stage, or on two if it is tied."""
     holders = Counter(name for stage in parts for name in stage.names.values())
-    tied = parts[0].tied
     for name, parameter in model.named_parameters():
-        wanted = 2 if name in tied else 1
+        wanted = 2 if name in parts[0].tied else 1
         if parameter.requires_grad and holders[name] != wanted:
             raise ModelError(
                 f"parameter '{name}' would be on {holders[name]} of {len(parts)} stages; it must "
