@@ -50,10 +50,8 @@ class Agreement:
 
     The first :data:`CALIBRATION_TOKENS` tokens measure the root mean square difference, which is
     rounding. From then on the tolerance is :data:`FACTOR` times that plus a floor. For n tokens it
-    is sqrt(1 + OUTLIER^2 / n) times larger, so that one outlier among few tokens passes.
-
-    Args:
-        given: a tolerance set by hand; 0 measures.
+    is sqrt(1 + OUTLIER^2 / n) times larger, so that one outlier among few tokens passes. A ``given``
+    tolerance above 0 stands for all that.
     """
 
     def __init__(self, dtype: torch.dtype, given: float) -> None:
@@ -74,9 +72,8 @@ class Agreement:
         return math.sqrt(self._squares / self._tokens) if enough else None
 
     def check(self, metrics: Metrics) -> None:
-        """Look at the sums of a mini-batch, before the weights that sampled some of it have moved.
-
-        Raises LearnerError if the difference is beyond the tolerance.
+        """Look at the sums of a mini-batch, before the weights that sampled some of it have moved;
+        raises LearnerError if the difference is beyond the tolerance.
         """
         if TOKENS not in metrics.sums:
             return

@@ -1,10 +1,8 @@
 """Forward and backward passes of a mini-batch, behind one small interface.
 
 The learner divides a mini-batch as its :class:`Backprop` asks, has it leave gradients in the
-models, and updates the models. It does not know whether the passes are made in this process
-(:class:`LocalBackprop`), by ranks that hold shards of the models
-(:class:`~stretto.training.sharded.ShardedBackprop`) or stages
-(:class:`~stretto.training.pipelined.PipelinedBackprop`).
+models, and updates the models, whether passes are made in this process or by ranks that hold shards
+(:mod:`stretto.training.sharded`) or stages of the models (:mod:`stretto.training.pipelined`).
 """
 
 from __future__ import annotations
@@ -30,32 +28,21 @@ class Backprop(Protocol):
     """The maker of gradients."""
 
     def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
-        """Divide a mini-batch into micro-batches: indices into ``tokens``, each once.
-
-        Args:
-            tokens: of each unit, padding within it counted.
+        """Divide a mini-batch into micro-batches: indices into ``tokens``, each once. These are of each
+        unit, padding within it counted.
         """
         ...
 
     def run(
         self, batches: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool
     ) -> Mapping[str, Metrics]:
-        """Leave the gradients of the losses, summed over micro-batches, in the models.
-
-        Args:
-            trains_actor: whether the actor gets gradients, too.
-
-        Returns:
-            Metrics by the name of the model.
+        """Leave the gradients of the losses, summed over micro-batches, in the models; the actor gets
+        some only where it is to be trained. Return metrics by the name of the model.
         """
         ...
 
     def finish(self) -> Stats:
-        """Bring the new weights into the whole models, after the step's last update.
-
-        Returns:
-            Metrics of the step's passes.
-        """
+        """Bring the new weights into the whole models, after the step's last update; return metrics."""
         ...
 
 
@@ -63,8 +50,6 @@ class LocalBackprop:
     """Passes in this process, a micro-batch after the other, critic before actor.
 
     Args:
-        actor, critic: the models; ``None`` for algorithms without a critic.
-        microbatch_tokens: as in ``training.microbatch_tokens``.
         head: of the actor, where it cannot be found in a model that is not whole.
     """
 
@@ -130,16 +115,10 @@ class LocalBackprop:
 
 
 def divided(tokens: Sequence[int], wanted: int, hands: int) -> list[Sequence[int]]:
-    """Divide sequences into equally many micro-batches for each hand, of like sizes.
+    """Divide sequences of so many tokens into equally many micro-batches for each hand, of like sizes.
 
-    With too few sequences for each to get one, each sequence is a micro-batch.
-
-    Args:
-        tokens: of each sequence.
-        hands: that get equally many.
-
-    Returns:
-        Indices into ``tokens``: the micro-batches of the first hand, then of the second, ...
+    With too few sequences for each to get one, each sequence is a micro-batch. Returns indices into
+    ``tokens``: the micro-batches of the first hand, then of the second, ...
     """
     if len(tokens) < hands:
         return [[i] for i in range(len(tokens))]
@@ -149,15 +128,8 @@ def divided(tokens: Sequence[int], wanted: int, hands: int) -> list[Sequence[int
 
 
 def into_micro_batches(tokens: Sequence[int], count: int) -> list[list[int]]:
-    """Divide sequences into ``count`` micro-batches, the largest as small as it can be.
-
-    Neighbours in length go together, as in :func:`~stretto.models.forward.by_token_budget`.
-
-    Args:
-        tokens: of each sequence; at least ``count`` sequences.
-
-    Returns:
-        Indices into ``tokens``, longest sequences first.
+    """Divide sequences of so many tokens into ``count`` micro-batches, the largest as small as it can
+    be. Neighbours in length go together. Returns indices into ``tokens``, longest sequences first.
     """
     budgets = range(1, max(tokens) * len(tokens) + 1)
     least = bisect_left(budgets[:-1], -count, key=lambda b: -len(by_token_budget(tokens, b)))
@@ -173,10 +145,8 @@ def into_micro_batches(tokens: Sequence[int], count: int) -> list[list[int]]:
 
 
 def deal(groups: Sequence[Sequence[int]], hands: int) -> list[Sequence[int]]:
-    """Share micro-batches out to as many hands, the longest first, to and fro.
-
-    Returns:
-        Those of the first hand, then those of the second, ...; each gets equally many.
+    """Share micro-batches out to as many hands, the longest first, to and fro; return those of the
+    first hand, then those of the second, ...
     """
     dealt: list[list[Sequence[int]]] = [[] for _ in range(hands)]
     for i, group in enumerate(groups):

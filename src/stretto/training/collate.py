@@ -40,10 +40,8 @@ def collate(batch: TrainBatch, weights: Mapping[str, float]) -> Scored:
 
 
 def staleness(batch: TrainBatch, version: int) -> dict[str, float]:
-    """Measure how far the policies that sampled a batch are behind the learner's ``version``.
-
-    A rollout's staleness is the version less the oldest one among its tokens; that of an empty
-    response is 0.
+    """Measure how far the policies that sampled a batch are behind the learner's ``version``: of a
+    rollout, the version less the oldest one among its tokens, or 0 for an empty response.
     """
     versions = batch.split_sampled(batch.versions)
     behind = [version - int(v.min(initial=version)) for v in versions]
@@ -56,10 +54,8 @@ def staleness(batch: TrainBatch, version: int) -> dict[str, float]:
 
 
 def describe(batch: TrainBatch) -> dict[str, float]:
-    """Return metrics of a batch that need no model: lengths, endings, and each reward source.
-
-    A source's mean is over the responses that it applies to; a source that applies to none has no
-    figure.
+    """Return metrics of a batch that need no model: lengths, endings, and the mean of each reward
+    source over the responses that it applies to.
     """
     lengths = batch.lengths.tolist()
     stats = {

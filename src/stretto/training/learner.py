@@ -33,6 +33,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_LR = {"actor": "lr", "critic": "critic/lr"}
+_NORM = {"actor": "policy/grad_norm", "critic": "critic/grad_norm"}
+"""Names of metrics, by model."""
+
+
 class PolicyLearner:
     """A learner that trains and publishes the actor, and the critic where there is one.
 
@@ -42,12 +47,7 @@ class PolicyLearner:
     Before the actor moves from the version that was synced, engine and learner are checked to
     agree, on responses sampled wholly by that version (:class:`Agreement`).
 
-    State: the models, beta, the version, whether the actor has moved since it was published, the
-    count of steps (which orders the mini-batches), and how far rounding sets engine and learner
-    apart.
-
     Args:
-        critic: the value model, or ``None`` for algorithms without one.
         reward_weights: factor of each reward source, by name.
         snapshots: names of models whose weights are copied when they are published. Needed for one
             that is generated or scored with while training goes on. Raises LearnerError if there is
@@ -87,16 +87,14 @@ class PolicyLearner:
         self._version, self._steps, self._moved = 0, 0, False
 
     def train(self, batch: TrainBatch) -> TrainOutput:
-        """Take one step.
-
-        Raises LearnerError if the batch is too small for its mini-batches, its numbers are not
-        finite, or engine and learner disagree about on-policy data.
+        """Take one step. Raises LearnerError if the batch is too small for its mini-batches, its numbers
+        are not finite, or engine and learner disagree about on-policy data.
         """
         t, responses = self.config.training, batch.responses()
         age, fresh = staleness(batch, self._version), self._fresh(batch)
         experience = self.experience_of(batch)
         metrics, norms = Metrics(), dict.fromkeys(self.trained, 0.0)
-        lr = {"lr": self._actor.lr} | ({"critic/lr": self._critic.lr} if self._critic else {})
+        lr = {_LR[name]: model.lr for name, model in self.trained.items()}
         minibatches = list(self.minibatches(len(batch), experience.units))
         for units in minibatches:
             metrics += self._train_minibatch(responses, units, experience, fresh, norms)
@@ -107,14 +105,14 @@ class PolicyLearner:
         thawed = self._steps > self.config.critic.freeze_steps
         if thawed and "objective/kl" in experience.stats:
             self._kl.update(experience.stats["objective/kl"], len(batch))
-        names, updates = {"actor": "policy", "critic": "critic"}, max(len(minibatches), 1)
+        updates = max(len(minibatches), 1)
         stats = {
             **describe(batch),
             **age,
             **experience.stats,
             **_averages(metrics, updates),
             **of_passes,
-            **{f"{names[model]}/grad_norm": norm / updates for model, norm in norms.items()},
+            **{_NORM[model]: norm / updates for model, norm in norms.items()},
             **lr,
         }
         return TrainOutput(stats, experience.rewards.numpy())
@@ -123,26 +121,26 @@ class PolicyLearner:
         """Publish the next version of ``actor`` and, where there is one, ``critic``.
 
         Fingerprints are of all parameters, frozen ones too: under LoRA one proves that the adapters
-        lie on the same weights. Tensors travel for ``snapshots`` alone, and only trained ones;
-        otherwise both sides share the module.
+        lie on the same weights. Tensors travel for ``snapshots`` alone, and only trained ones.
         """
         self._version, self._moved = self._version + 1, False
         return self.offer()
 
     def offer(self) -> dict[str, WeightsRef]:
-        """Offer the weights as they are now, as the version that was published last.
-
-        That is for roles which share no memory with the learner, when a run is resumed.
-        """
+        """Offer the weights as they are now, as the version that was published last."""
         return {name: self._offer(name, trained) for name, trained in self.trained.items()}
 
     def logprobs(self, responses: Sequence[Response]) -> FloatArray:
         """Return the actor's log-probs [B, T] of responses of one length T."""
         mask = torch.ones(len(responses), len(responses[0]), dtype=torch.bool)
-        budget = self.config.training.microbatch_tokens
-        temperature = self.config.rollout.temperature
-        found: FloatArray = self._actor.logprobs(responses, mask, temperature, budget).numpy()
-        return found
+        return self._logprobs(responses, mask).numpy()
+
+    def _logprobs(self, responses: Sequence[Response], mask: Tensor) -> Tensor:
+        budget, temperature = (
+            self.config.training.microbatch_tokens,
+            self.config.rollout.temperature,
+        )
+        return self._actor.logprobs(responses, mask, temperature, budget)
 
     def _offer(self, name: str, trained: Trained) -> WeightsRef:
         # The fingerprint comes last, as it waits for the device: then the copies are there too.
@@ -159,9 +157,8 @@ class PolicyLearner:
         self._actor.save(folder, tokenizer)
 
     def weights(self) -> dict[str, dict[str, Tensor]]:
-        """Return copies of the trained weights of all models, by model and name.
-
-        Where ranks hold parts of them, on the first rank; a collective.
+        """Return copies of the trained weights, by model and name; where ranks hold parts of them, on
+        the first rank, and as a collective.
         """
         trained = self.trained.items()
         return {name: dict(model.gathered(model.snapshot())) for name, model in trained}
@@ -171,7 +168,7 @@ class PolicyLearner:
         return self._actor.end_updates()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that the class names, with the models' tensors or pieces of them."""
+        """Return the state of models, beta, version and counts, with tensors or pieces of them."""
         return {
             "models": {name: trained.state_dict() for name, trained in self.trained.items()},
             "kl": self._kl.state_dict(),
@@ -195,10 +192,7 @@ class PolicyLearner:
         c, proximal = self.config, None
         data = collate(batch, self._reward_weights)
         if c.algorithm.old_policy == "proximal" and c.training.updates > 1:
-            budget = c.training.microbatch_tokens
-            proximal = self._actor.logprobs(
-                batch.responses(), data.mask, c.rollout.temperature, budget
-            )
+            proximal = self._logprobs(batch.responses(), data.mask)
         return prepare(data, c.algorithm, c.reward, self._kl.coef, proximal)
 
     def minibatches(
@@ -207,8 +201,7 @@ class PolicyLearner:
         """Yield the units of each mini-batch, shuffled anew for every epoch.
 
         With dropped responses units may not divide evenly: parts then differ by one unit. Where
-        units are fewer than mini-batches, each unit makes one. Without units there is no update; an
-        algorithm of pairs has none if all scores are equal.
+        units are fewer than mini-batches, each unit makes one. Without units there is no update.
         """
         count = self.config.training.minibatches
         if size < count:
@@ -251,10 +244,8 @@ class PolicyLearner:
         experience: Experience,
         fresh: Tensor,
     ) -> list[MicroBatch]:
-        """Split a mini-batch as the passes ask, units whole; weights count over all of it.
-
-        Args:
-            fresh: responses [B] that the actor's weights, as they are now, have sampled.
+        """Split a mini-batch as the passes ask, units whole; weights count over all of it. ``fresh``
+        marks responses [B] that the actor's weights, as they are now, have sampled.
         """
         rows = [row for unit in units for row in unit]
         place = {row: i for i, row in enumerate(rows)}
@@ -275,10 +266,8 @@ class PolicyLearner:
         return torch.tensor(fresh)
 
     def _own(self, fresh: Tensor) -> Tensor | None:
-        """Mark the rows whose old policy is the actor as it is now; ``None`` for none.
-
-        That costs nothing where a step is one update. Under ``auto``, responses of older weights
-        keep the policy that sampled them.
+        """Mark the rows whose old policy is the actor as it is now; ``None`` for none. Under ``auto``,
+        responses of older weights keep the policy that sampled them.
         """
         old_policy = self.config.algorithm.old_policy
         if self.config.training.updates > 1 or old_policy == "behaviour":
@@ -289,10 +278,8 @@ class PolicyLearner:
 
 
 def _averages(metrics: Metrics, updates: int) -> dict[str, float]:
-    """Return metrics of the whole step.
-
-    Sums are means within a mini-batch, so they are averaged over mini-batches. Those of the
-    disagreement are not: only one mini-batch has them.
+    """Return metrics of the whole step: means over mini-batches of what are means within one; sums of
+    the disagreement are of the only mini-batch that has them.
     """
     once = (SUM, SQUARES, TOKENS)
     means = {k: v / updates for k, v in metrics.sums.items() if k not in once}

@@ -60,10 +60,8 @@ class MicroBatch:
 
     @classmethod
     def blank(cls, like: MicroBatch) -> MicroBatch:
-        """Make one of a prompt of one token and no response; its losses and gradients are zero.
-
-        Args:
-            like: another, for the kinds of tensors that losses take.
+        """Make one of a prompt of one token and no response, with the kinds of tensors of another; its
+        losses and gradients are zero.
         """
         nothing = Response(0, 0, Prompt(0, (0,), ""), np.zeros(0, np.int32))
         return cls.of([nothing], like.inputs.each(lambda tensor: torch.zeros_like(tensor[:1])))
@@ -84,12 +82,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """The losses of a run.
-
-    Attributes:
-        algorithm: its settings.
-        temperature: that responses are sampled at.
-    """
+    """The losses of a run, of responses that are sampled at a temperature."""
 
     algorithm: AlgorithmConfig
     temperature: float
@@ -100,10 +93,7 @@ class Losses:
         """Return the algorithm's loss, the entropy bonus, and the KL where it is in the loss.
 
         Its metrics also say how far the policy is from the old one, and the engine from the
-        learner.
-
-        Args:
-            states: [N, H], that predict the sampled tokens.
+        learner. States [N, H] are those that predict the sampled tokens.
         """
         a, mask = self.algorithm, batch.inputs.mask
         both = token_logprobs(head, states, batch.targets, self.temperature)

@@ -68,13 +68,10 @@ WORDS = {
 
 
 class StagedModel(Trained):
-    """A model whose stages are trained by ranks.
+    """A model whose stages, with these names of trained parameters, are trained by ranks.
 
     Its state is that of the stages' trainers, put together to that of the whole model's trainer. So
     a run can be resumed with another number of ranks, or without any.
-
-    Args:
-        names: of the stages' trained parameters, by rank.
     """
 
     def __init__(self, name: Name, model: nn.Module, ranks: Ranks, names: Sequence[Names]) -> None:
@@ -143,10 +140,8 @@ class PipelinedBackprop:
     """Passes of both models at once, by a schedule.
 
     Latencies are measured in the second mini-batch, and schedules made anew for them. Where a
-    mini-batch has fewer responses than there are pipelines, the others get blank micro-batches.
-
-    Args:
-        budget: tokens of a micro-batch, where the settings do not say how many there are.
+    mini-batch has fewer responses than there are pipelines, the others get blank micro-batches. The
+    budget is of tokens, where the settings do not say how many micro-batches there are.
     """
 
     def __init__(
@@ -191,11 +186,9 @@ class PipelinedBackprop:
     def finish(self) -> Stats:
         """Fetch the new weights into the whole models, and sum up the step's passes.
 
-        Returns:
-            ``pipeline/step_s`` (seconds of all passes of the step, from the first task of each
-            mini-batch to its last), ``pipeline/bubble_fraction`` (share of the ranks' time in which
-            they waited), and, once latencies are measured, ``pipeline/predicted_s`` (those that the
-            schedules were to take).
+        Returns ``pipeline/step_s`` (seconds of all passes, from the first task of each mini-batch to
+        its last), ``pipeline/bubble_fraction`` (share of the ranks' time in which they waited), and,
+        once latencies are measured, ``pipeline/predicted_s`` (those that the schedules predict).
         """
         for model in self.models.values():
             model.fetch()
@@ -222,13 +215,9 @@ def start(
 ) -> PipelinedBackprop:
     """Cut the models, start the ranks, and give each its stages.
 
-    Raises ConfigError if there are fewer GPUs than ranks, LearnerError if a model has nothing to
-    train, ModelError if one cannot be cut into so many stages or be sent to other processes.
-
-    Args:
-        actor, critic: whole; they stay in this process, and follow what the ranks learn.
-        config: of the run, with ``pipeline.ranks`` above 0.
-        threads: CPU threads of training, over all ranks.
+    The models stay in this process, too, and follow what the ranks learn. Threads are of training,
+    over all ranks. Raises ConfigError if there are fewer GPUs than ranks, LearnerError if a model
+    has nothing to train, ModelError if one cannot be cut into so many stages or be sent.
     """
     p, t = config.pipeline, config.training
     models: dict[Name, nn.Module] = {"actor": actor, "critic": critic}
@@ -322,11 +311,8 @@ GUESSED_TICKS = 1000
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
-    """A schedule for a mini-batch, and the problem that it was made for.
-
-    Attributes:
-        predicted_us: microseconds that it takes by the measured latencies; ``None`` before there
-            are any.
+    """A schedule for a mini-batch, the problem that it was made for, and the microseconds that it
+    takes by the measured latencies; ``None`` before there are any.
     """
 
     problem: Problem
@@ -337,11 +323,8 @@ class PipelinePlan:
 class Planner:
     """Schedules, one for each number of micro-batches, made when it first comes.
 
-    Before latencies are measured all stages of a model count alike, in proportion to its
-    parameters, and a backward as two forwards.
-
-    Args:
-        parameters: number of each model's.
+    Before latencies are measured all stages of a model count alike, in proportion to the number of
+    its parameters, and a backward as two forwards.
     """
 
     def __init__(self, config: PipelineConfig, parameters: Mapping[Name, int], seed: int) -> None:

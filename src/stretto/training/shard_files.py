@@ -49,13 +49,7 @@ def file_name(rank: int = 0, ranks: int = 1) -> str:
 
 
 def packed(state: Mapping[str, Any], rank: int = 0, ranks: int = 1) -> dict[str, Any]:
-    """Return a learner's state, with tensors or pieces, as :func:`write` takes it.
-
-    Tensors share memory with the state's.
-
-    Args:
-        rank, ranks: of this process, which writes.
-    """
+    """Return a learner's state as :func:`write` takes it; tensors share memory with the state's."""
     pieces: dict[str, Piece] = {}
     models = {}
     for model, own in state["models"].items():
@@ -103,12 +97,7 @@ def _piece(value: Tensor | Piece) -> Piece:
 
 
 class Stored:
-    """A tensor in files, each of which may have a part of it.
-
-    Attributes:
-        shape: of the whole.
-        held: elements that the files have.
-    """
+    """A tensor in files, each of which may have a part of it; ``held`` elements in all."""
 
     def __init__(self, name: str, shape: tuple[int, ...]) -> None:
         self.shape, self.held = shape, 0
@@ -146,11 +135,8 @@ def in_memory(state: Any) -> Any:
 def read(path: Path) -> dict[str, Any]:
     """Return the state of a learner, whose tensors are :class:`Stored`.
 
-    Raises StateError if a file is damaged, or not there.
-
-    Args:
-        path: a folder as above; or a file of tensors and plain data with all of the state, which
-            earlier versions wrote.
+    The path is of a folder as above; or of a file of tensors and plain data with all of the state,
+    which earlier versions wrote. Raises StateError if a file is damaged, or not there.
     """
     if not path.is_dir():
         return _read_whole(path)

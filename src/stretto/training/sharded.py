@@ -70,10 +70,8 @@ class ShardedModel(TrainedModel):
 
     Its layers are gathered one by one as they are needed, what stands around them (embeddings,
     output layer) for the whole pass. Parameters of another type than the model's stay whole on
-    every rank of a slice.
-
-    No rank has more of the weights than its own part and about one layer of its slice, if they are
-    left in files (:mod:`stretto.models.mapped`): layer after layer is cut and shared out.
+    every rank of a slice. No rank has more of the weights than its own part and about one layer of
+    its slice, if they are left in files (:mod:`stretto.models.mapped`).
 
     Its state is that of a whole model, with this rank's pieces of the tensors. It goes on from that
     of any number of ranks. Raises ModelError if the model cannot be cut into that many slices.
@@ -85,8 +83,7 @@ class ShardedModel(TrainedModel):
 
     Attributes:
         template: the output layer of a language model, without its weights.
-        parameters: the shards, by name.
-        wholes: the same, as they were.
+        parameters, wholes: the shards, by name, and the same as they were.
     """
 
     def __init__(
@@ -154,9 +151,8 @@ class ShardedModel(TrainedModel):
     # -- passes ----------------------------------------------------------------------------------
 
     def compute(self, work: Callable[[], T]) -> T:
-        """Compute with the whole weights; gradients of tensors, alone or in tuples, reach shards.
-
-        A collective.
+        """Compute with the whole weights; gradients of tensors, alone or in tuples, reach shards. A
+        collective.
         """
         result: T = self._root(work)
         if not torch.is_grad_enabled():  # else this is done after the backward pass
@@ -257,9 +253,8 @@ class ShardedModel(TrainedModel):
 
     @torch.no_grad()
     def snapshot(self) -> Mapping[str, Tensor]:
-        """Return this rank's parts of the trained weights, in the model's types unless lent.
-
-        A part that a rank before it holds too is left out: all ranks' together are the whole.
+        """Return this rank's parts of the trained weights, in the model's types unless lent; without
+        those that a rank before it holds too: all ranks' together are the whole.
         """
         own = (name for name in self._names if name in self._own)
         if self._lends:
@@ -287,9 +282,8 @@ class ShardedModel(TrainedModel):
             save_model(model, tokenizer, folder)
 
     def whole(self) -> nn.Module | None:
-        """Return a copy of the model with whole weights, on the CPU; ``None`` on all ranks but one.
-
-        A collective, beside whatever else the ranks do, while no update is under way.
+        """Return a copy of the model with whole weights, on the CPU; ``None`` on all ranks but one. A
+        collective, beside whatever else the ranks do, while no update is under way.
         """
         model = copy.deepcopy(self._empty) if dist.get_rank() == 0 else None
         empty = dict(model.named_parameters()) if model else {}
@@ -350,9 +344,8 @@ class Grid:
         self._beside = dist.new_group(backend="gloo")
 
     def on_first(self, whole: Whole, part: Tensor) -> Tensor | None:
-        """Return the whole of a tensor on the first rank's CPU; ``None`` on the others.
-
-        A collective, beside whatever else the ranks do.
+        """Return the whole of a tensor on the first rank's CPU; ``None`` on the others. A collective,
+        beside whatever else the ranks do.
         """
         here = part.detach().cpu()
         if self.rank:

@@ -29,8 +29,6 @@ class StageTrainer:
     """A rank's part of the training of both models; made in the rank's process.
 
     Args:
-        losses: of the run, for last stages.
-        rates: learning rates, by model.
         device: that the whole models are on; each rank has one of its kind.
     """
 
@@ -69,10 +67,8 @@ class StageTrainer:
         """Make the passes of a mini-batch; gradients add up in the stages.
 
         An actor that is not to be trained has its passes too, and its gradients are discarded:
-        fused schedules are of both models, and steps of a frozen actor are few.
-
-        Returns:
-            When this rank did what, and metrics of the micro-batches whose last stage it holds.
+        fused schedules are of both models, and steps of a frozen actor are few. Returns times of the
+        tasks, and metrics of the micro-batches whose last stage this rank holds.
         """
         by_model: dict[Name, Metrics] = {"actor": Metrics(), "critic": Metrics()}
 
@@ -108,10 +104,8 @@ class StageTrainer:
         return actor, critic
 
     def update(self, name: Name) -> tuple[float, float]:
-        """Take an optimizer step of a model, unless the norm of its gradients is not finite.
-
-        Returns:
-            That norm, over all stages, and the learning rate of the next update.
+        """Take an optimizer step of a model, unless the norm of its gradients, over all stages, is not
+        finite; return that norm and the learning rate of the next update.
         """
         trained, names = self._trained[name], self._stages[name].names
         gradients = {names[own]: grad for own, grad in trained.gradients().items()}
@@ -155,9 +149,7 @@ def whole_state(
 ) -> dict[str, Any]:
     """Put the states of the stages' trainers together to that of the whole model's trainer.
 
-    Args:
-        states: of each stage's :class:`~stretto.training.trained.TrainedModel`, with its names.
-        order: names of the whole model's trained parameters, as it lists them.
+    Parameters are in the ``order`` in which the whole model lists them.
     """
     masters: dict[str, Tensor] = {}
     moments: dict[str, Any] = {}

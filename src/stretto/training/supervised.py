@@ -65,13 +65,10 @@ def train(
     config: SupervisedConfig,
     after: After,
 ) -> None:
-    """Train a model in place, with an update for each batch.
+    """Train a model in place, with an update for each batch of at least one row.
 
-    Args:
-        model: ``objective`` is a loss of it; with adapters where only those are to be trained.
-        rows: at least one.
-        after: called after each update, with the objective's metrics, the gradient norm and the
-            learning rate. What it raises ends the training after a whole update.
+    The objective is a loss of the model. ``after`` is called after each update, with its metrics,
+    the gradient norm and the learning rate; what it raises ends the training.
     """
     t = config.training
     trained = TrainedModel(model, LearningRate(t.lr, updates(config, len(rows)), t.warmup_steps), t)
@@ -93,10 +90,7 @@ def updates(config: SupervisedConfig, rows: int) -> int:
 
 
 def batches(rows: Sequence[T], config: SupervisedConfig) -> Iterator[list[T]]:
-    """Yield the batches of a run.
-
-    An epoch is all rows in a seeded order of its own; its last batch may be smaller.
-    """
+    """Yield the batches of a run: each epoch is all rows in a seeded order; its last may be smaller."""
     left, epoch = updates(config, len(rows)), 0
     while left:
         order = np.random.default_rng([config.seed % 2**64, epoch]).permutation(len(rows))
@@ -109,17 +103,11 @@ def batches(rows: Sequence[T], config: SupervisedConfig) -> Iterator[list[T]]:
 def hold_out(
     rows: Sequence[T], key: Callable[[T], Hashable], share: float, seed: int
 ) -> tuple[list[T], list[T]]:
-    """Split rows into those to train on and those to measure on.
+    """Split rows into those to train on and those to measure on, each in their order.
 
-    Rows with one key (a prompt) go to one side, so that what is measured on has not been seen.
-    Raises TaskError if nothing is left to train on.
-
-    Args:
-        share: of the rows to hold out, rounded up; at least so many are.
-        seed: of the choice, which does not depend on the order of training.
-
-    Returns:
-        Rows to train on and rows held out, each in their order.
+    Rows with one key (a prompt) go to one side, so that what is measured on has not been seen. At
+    least this share of the rows is held out; the seed does not change the order of training. Raises
+    TaskError if nothing is left to train on.
     """
     groups: dict[Hashable, list[int]] = {}
     for index, row in enumerate(rows):
@@ -214,9 +202,8 @@ def _budget(model: nn.Module, config: SupervisedConfig) -> int:
 
 
 def pack(examples: Sequence[Example], row_tokens: int) -> list[list[Example]]:
-    """Pack examples into as few rows as first-fit decreasing finds (Johnson 1973), longest first.
-
-    An example of more than ``row_tokens`` has a row of its own.
+    """Pack examples into as few rows as first-fit decreasing finds (Johnson 1973), longest first; one
+    of more than ``row_tokens`` has a row of its own.
     """
     rows: list[list[Example]] = []
     room: list[int] = []
@@ -250,10 +237,8 @@ def row_hidden(model: nn.Module, rows: Sequence[PackedRow]) -> Tensor:
 
 @torch.no_grad()
 def _check_packing(model: nn.Module) -> None:
-    """Refuse a model in which the second example of a row has other states than alone.
-
-    In bfloat16 the states differ by rounding, which is large for arbitrary tokens. So the
-    difference is compared with that of an example that does see the first one.
+    """Refuse a model in which the second example of a row has other states than alone, by more than
+    rounding: the difference is compared with that of an example that does see the first one.
     """
     config = text_config(model)
     first, second = (
@@ -321,12 +306,7 @@ class BradleyTerry:
 
     The second term fixes the constant that the first leaves free, at zero (Eisenstein et al. 2023,
     section 2). Subtracting the mean reward after the training would need a bias in the head, which
-    sequence classifiers of most architectures have not; and there is no other weight that shifts
-    all rewards by the same.
-
-    Args:
-        model: a causal backbone with a scalar head.
-        center_coef: 0 leaves the second term out.
+    sequence classifiers of most architectures have not.
     """
 
     def __init__(self, model: nn.Module, token_budget: int, center_coef: float) -> None:

@@ -36,19 +36,13 @@ BLOCK = 1 << 20
 """Elements added at a time where types differ: torch converts them in a buffer of its own."""
 
 
-def _add_into(total: Tensor, part: Tensor) -> None:
-    for a, b in zip(total.view(-1).split(BLOCK), part.reshape(-1).split(BLOCK), strict=True):
-        a.add_(b)
-
-
 @contextmanager
 def training_mode(model: nn.Module) -> Iterator[None]:
     """Turn gradient checkpointing on, where asked for, during forward and backward passes.
 
     Only the modules that recompute are in training mode. All others stay in evaluation mode, so
     that nothing random (dropout, noise on the inputs of a router, sampled experts) makes the policy
-    that is trained another than the one that sampled. Outside of the ``with`` statement the same
-    module generates, with a cache.
+    that is trained another than the one that sampled.
     """
     recomputing = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     try:
@@ -84,7 +78,7 @@ def require_trained(name: str, model: nn.Module) -> None:
 
 
 class _Snapshot(dict[str, Tensor]):
-    """Copies of weights by name; a class of its own, as a plain dict takes no weak references."""
+    """Copies of weights by name; a class, as a plain dict takes no weak references."""
 
 
 class Snapshots:
@@ -96,15 +90,14 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self) -> Mapping[str, Tensor]:
-        """Return copies of the weights as they are now, by name.
-
-        The memory of an earlier snapshot is written over once its mapping has no reference left, so
-        hold the mapping for as long as its tensors are read.
+        """Return copies of the weights as they are now, by name; good as long as the mapping is held, as
+        the memory is used again afterwards.
         """
-        free = next((s for s in self._taken if s[1]() is None), None)
-        if free:
-            self._taken = [taken for taken in self._taken if taken is not free]
-        tensors = free[0] if free else [torch.empty_like(w) for w in self._weights.values()]
+        free = next((i for i, (_, taken) in enumerate(self._taken) if taken() is None), None)
+        if free is None:
+            tensors = [torch.empty_like(weight) for weight in self._weights.values()]
+        else:
+            tensors, _ = self._taken.pop(free)
         if tensors:
             torch._foreach_copy_(tensors, [*self._weights.values()])
         taken = _Snapshot(zip(self._weights, tensors, strict=True))
@@ -119,9 +112,8 @@ PATIENCE_S = 30.0
 class Gate:
     """The gate that all changes of a model's weights in place go through, until it is closed.
 
-    Attributes:
-        agree: called with whether this gate is open, returns whether a change may begin; for
-            ranks that hold parts of one model, of which all change or none.
+    ``agree`` tells from whether this gate is open if a change may begin; for ranks that hold parts
+    of one model, of which all change or none.
     """
 
     def __init__(self) -> None:
@@ -130,10 +122,8 @@ class Gate:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Change the weights in the body of a ``with`` statement.
-
-        An error within it leaves them neither old nor new; the gate remembers that. Raises
-        LearnerError if the gate is closed.
+        """Change the weights in the body of a ``with`` statement; raises LearnerError if the gate is
+        closed. It remembers an error, which leaves them neither old nor new.
         """
         with self._lock:
             if not self.agree(not self._closed):
@@ -157,10 +147,8 @@ _GATES: weakref.WeakKeyDictionary[nn.Module, Gate] = weakref.WeakKeyDictionary()
 
 
 def end_updates(model: nn.Module, patience_s: float = PATIENCE_S) -> bool:
-    """End a trained model's updates, after one that is under way; from any thread.
-
-    Returns:
-        Whether the weights are whole, and stay as they are.
+    """End a trained model's updates, after one that is under way; from any thread. Return whether the
+    weights are whole, and stay as they are.
     """
     gate = _GATES.get(model)
     return gate is None or gate.close(patience_s)
@@ -189,9 +177,7 @@ class WholeModel:
     ) -> Tensor:
         """Return log-probs [B, T] of sampled tokens, 0 outside the mask, on the CPU in float32.
 
-        Args:
-            mask: [B, T] bool, true where there is a sampled token.
-            budget: tokens of a forward pass, padding counted; 0 takes what suits the device.
+        A forward pass has a budget of tokens, padding counted; 0 takes what suits the device.
         """
         logprobs = torch.zeros(mask.shape)
         for rows in microbatches(responses, token_budget(budget, self.device)):
@@ -241,9 +227,8 @@ class Trained(WholeModel, ABC):
 
     @abstractmethod
     def update(self) -> float:
-        """Take an optimizer step on the gradients collected since the last; return their norm.
-
-        Raises LearnerError if that is not finite; the weights are left as they were.
+        """Take an optimizer step on the gradients collected since the last; return their norm. Raises
+        LearnerError if that is not finite; the weights are left as they were.
         """
 
     @abstractmethod
@@ -252,15 +237,13 @@ class Trained(WholeModel, ABC):
 
     @abstractmethod
     def snapshot(self) -> Mapping[str, Tensor]:
-        """Return copies of the trained weights by name; of this rank's parts, and lent if agreed.
-
-        See :meth:`Snapshots.take` for how long they are good.
+        """Return copies of the trained weights by name, or of this rank's parts; see
+        :meth:`Snapshots.take`.
         """
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return masters, AdamW's moments and the schedule's position; this rank's pieces of them.
-
+        """Return masters, AdamW's moments and the schedule's position, or this rank's pieces of them.
         Tensors share memory with what is trained, and stay when that is put elsewhere.
         """
 
@@ -271,13 +254,7 @@ class Trained(WholeModel, ABC):
 
 @dataclass(frozen=True, slots=True)
 class LearningRate:
-    """The learning rate of a model over a run.
-
-    Attributes:
-        peak: the highest.
-        updates: over which the schedule runs.
-        warmup: updates over which it rises.
-    """
+    """The learning rate of a model: its peak, the run's updates, and those over which it rises."""
 
     peak: float
     updates: int
@@ -291,15 +268,9 @@ class TrainedModel(Trained):
     float32, AdamW moves the master, and the rounded result is copied back. Without it an update of
     relative size 1e-3 or less would be rounded away. A float32 weight is its own master.
 
-    Raises LearnerError if there is nothing to train.
-
-    Attributes:
-        before_update: called before the tensors that only updates need are used.
-
-    Args:
-        model: its weights say by ``requires_grad`` whether they are trained.
-        may_be_frozen: whether there may be nothing to train, as in a stage of a model that is
-            frozen in part: then only the learning rate's schedule moves.
+    Weights say by ``requires_grad`` whether they are trained. Raises LearnerError if none are,
+    unless that may be, as in a stage of a model that is frozen in part. ``before_update`` is called
+    before the tensors that only updates need are used.
     """
 
     def __init__(
@@ -330,12 +301,7 @@ class TrainedModel(Trained):
         )
         kind = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
         self.before_update: Callable[[], None] = lambda: None
-        self._schedule = get_scheduler(
-            kind,
-            self._optimizer,
-            num_warmup_steps=rate.warmup,
-            num_training_steps=rate.updates,
-        )
+        self._schedule = get_scheduler(kind, self._optimizer, rate.warmup, rate.updates)
 
     def _make_master(self, weight: nn.Parameter) -> nn.Parameter:
         if weight.dtype in (torch.float32, torch.float64):
@@ -346,7 +312,9 @@ class TrainedModel(Trained):
         def collect(weight: Tensor) -> None:
             assert master.grad is not None
             assert weight.grad is not None
-            _add_into(master.grad, weight.grad)
+            totals, parts = master.grad.view(-1), weight.grad.reshape(-1)
+            for total, part in zip(totals.split(BLOCK), parts.split(BLOCK), strict=True):
+                total.add_(part)
             weight.grad = None
 
         self._hooks.append(weight.register_post_accumulate_grad_hook(collect))
@@ -361,9 +329,8 @@ class TrainedModel(Trained):
         return training_mode(self.model)
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """Return the gradients collected since the last update, by the model's parameter names.
-
-        They may be changed in place. A weight that no pass has reached has none.
+        """Return the gradients collected since the last update, by name, to be changed in place; those
+        that a pass has reached.
         """
         pairs = zip(self._names, self._masters, strict=True)
         return {name: master.grad for name, master in pairs if master.grad is not None}
@@ -373,11 +340,7 @@ class TrainedModel(Trained):
         self._optimizer.zero_grad(set_to_none=False)
 
     def update(self, norm: float | None = None) -> float:
-        """Take an optimizer step; see :meth:`Trained.update`.
-
-        Args:
-            norm: of the gradients of all ranks, where this model is a part of several.
-        """
+        """Take an optimizer step; the norm is given where this model is a part of several."""
         self.before_update()
         if norm is None:
             norm = float(nn.utils.clip_grad_norm_(self._masters, self._clip))
@@ -393,16 +356,11 @@ class TrainedModel(Trained):
         return norm
 
     def of_updates(self) -> list[Tensor]:
-        """Return the tensors that only updates and states need: moments, and masters of copies.
-
-        Gradients are not among them: passes add to these.
+        """Return the tensors that only updates and states need: moments, and masters of copies, but not
+        gradients, to which passes add.
         """
-        moments = [
-            value
-            for master in self._masters
-            for key, value in self._optimizer.state.get(master, {}).items()
-            if isinstance(value, Tensor) and key != STEP
-        ]
+        states = (self._optimizer.state.get(master, {}) for master in self._masters)
+        moments = [value for state in states for key, value in state.items() if key != STEP]
         return [*(master for _, master in self._to_copy_back()), *moments]
 
     def skip(self) -> None:

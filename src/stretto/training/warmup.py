@@ -35,13 +35,9 @@ def warm_up(
 ) -> float:
     """Make one pass of cross-entropy over the examples' response tokens, :data:`BATCH` at a time.
 
-    Args:
-        model: a causal language model; trained in place.
-        examples: their responses are the references, the end-of-sequence token included.
-        advance: told how many more examples are done.
-
-    Returns:
-        The loss of the last batch, in nats a token.
+    The model is trained in place. Responses are the references, the end-of-sequence token included.
+    ``advance`` is told how many more examples are done. Returns the loss of the last batch, in nats
+    a token.
     """
     batches = [examples[i : i + BATCH] for i in range(0, len(examples), BATCH)]
     training = optimizer.model_copy(update={"lr_schedule": "cosine"})
@@ -62,12 +58,7 @@ def warm_up(
 
 def keep(model: nn.Module, loss: float, key: str, file: Path) -> None:
     """Write a model after its warm-up, the loss, and the state of torch's random numbers, so that a
-    run goes on from there bit for bit as it would have.
-
-    Raises StorageError if the file cannot be written.
-
-    Args:
-        key: tells this warm-up from others.
+    run goes on from there bit for bit as it would have. The key tells this warm-up from others.
     """
     tensors = {f"{_WEIGHT}{name}": p.detach() for name, p in model.named_parameters()}
     tensors |= {f"{_RANDOM}{name}": s for name, s in _backend(model).random_states().items()}
@@ -76,9 +67,8 @@ def keep(model: nn.Module, loss: float, key: str, file: Path) -> None:
 
 @torch.no_grad()
 def take(model: nn.Module, key: str, file: Path) -> float:
-    """Put what :func:`keep` wrote into a model; return the loss.
-
-    Raises ConfigError if the file holds another warm-up, StateError if it is damaged.
+    """Put what :func:`keep` wrote into a model; return the loss. Raises ConfigError if the file
+    holds another warm-up, StateError if it is damaged.
     """
     try:
         with safe_open(file, "pt") as kept:

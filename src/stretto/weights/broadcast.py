@@ -19,9 +19,7 @@ from stretto.weights.transfer import Route, Transfers
 class WeightSender(SharedChannel):
     """The learner's end: a channel whose tensors are sent when the driver says so.
 
-    Args:
-        bucket_bytes: that travel at a time.
-        keep: versions of each model that stay, for followers that are behind or new.
+    It keeps some versions of each model, for followers that are behind or new.
     """
 
     name = "broadcast"
@@ -55,17 +53,14 @@ class WeightSender(SharedChannel):
 class WeightReceiver:
     """A follower's end: a channel whose tensors arrive while they are read.
 
-    Each rank of the learner sends its own parts; the follower takes those that it holds.
+    Each rank of the learner sends its own parts; the follower takes those that it holds. ``mark`` is
+    of what was received last.
 
     Args:
         tensors: the parameters that travel, by name, as they are held here; only their shapes and
             types are looked at.
-        bucket_bytes: that travel at a time.
         sources: the parts that each rank of the learner sends; without any, one sends all.
         own: the parts that are held here; other parameters are held whole.
-
-    Attributes:
-        mark: of what was received last.
     """
 
     name = "broadcast"
@@ -90,13 +85,8 @@ class WeightReceiver:
         self.mark = ""
 
     def expect(self, ref: WeightsRef, marks: Sequence[str], routes: Sequence[Route]) -> None:
-        """Prepare to receive a ticket's tensors.
-
-        Raises EngineError if they travel by other plans than this side has.
-
-        Args:
-            marks: of the plan by which each rank of the learner sends.
-            routes: this side's way to each.
+        """Prepare to receive a ticket's tensors from each rank of the learner, by plans with these marks;
+        raises EngineError if this side has others.
         """
         own = [plan.mark for plan in self._plans]
         if list(marks) != own:

@@ -36,11 +36,7 @@ class PackedTensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorBucket:
-    """Tensors that travel together.
-
-    Attributes:
-        size: bytes of the bucket, a multiple of :data:`ALIGNMENT`.
-    """
+    """Tensors that travel together, in so many bytes, a multiple of :data:`ALIGNMENT`."""
 
     tensors: tuple[PackedTensor, ...]
     size: int
@@ -54,9 +50,8 @@ class BucketPlan:
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> BucketPlan:
-        """Put tensors into buckets of at most so many bytes, in their order.
-
-        No tensor is cut: a larger one has its own bucket. Only shapes and types are looked at.
+        """Put tensors, of which only shapes and types are looked at, into buckets of at most so many
+        bytes, in their order. No tensor is cut: a larger one has its own bucket.
         """
         buckets: list[TensorBucket] = []
         places: list[PackedTensor] = []

@@ -12,26 +12,20 @@ from stretto.types import WeightsRef
 
 
 class WeightChannel(Protocol):
-    """A follower's end of the channel by which the learner's tensors come.
-
-    Attributes:
-        name: as tickets have it.
-    """
+    """A follower's end of the channel, of a name that tickets have, by which tensors come."""
 
     name: str
 
     def get(self, ref: WeightsRef) -> Mapping[str, Any]:
-        """Return the tensors of a ticket, or parts of them (:class:`~stretto.models.pieces.Part`).
-
-        Raises EngineError if they are not here.
+        """Return the tensors of a ticket, or parts of them (:class:`~stretto.models.pieces.Part`);
+        raises EngineError if they are not here.
         """
         ...
 
 
 def fetched(channel: WeightChannel | None, ref: WeightsRef) -> Mapping[str, Any]:
-    """Return the tensors of a ticket; none where its two sides share memory.
-
-    Raises EngineError if they are in a channel that the receiver is not connected to.
+    """Return the tensors of a ticket; none where its two sides share memory. Raises EngineError if
+    they are in a channel that the receiver is not connected to.
     """
     if not ref.channel:
         return {}

@@ -40,11 +40,8 @@ class SliceTransfer:
 class Resharding:
     """The channel of a follower that shares its ranks with the learner.
 
-    All ranks call all methods, in the same order.
-
-    Args:
-        wholes: the parameters that travel, by name.
-        bucket_bytes: that a rank gets at a time; a larger parameter travels by itself.
+    All ranks call all methods, in the same order. A rank gets a bucket at a time, or a larger
+    parameter by itself.
 
     Attributes:
         mark: stands for the checksum of another channel: here only the fingerprint is checked.
