@@ -23,7 +23,8 @@ STD_EPS = 1e-6
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns (equations 11-16 of the paper).
+    """Return advantages and returns (equations 11-16 of the paper), each [B, T], 0 outside the
+    mask.
 
     ::
 
@@ -31,11 +32,9 @@ def gae(
         A_t     = sum_l (gamma lam)^l delta_{t+l}
         R_t     = A_t + V(s_t)
 
-    The state after the last response token is terminal: its value is 0. The sum over l is a scan
-    by doubling: after k rounds A_t holds its first 2^k terms, so it takes log2(T) rounds.
-
-    Returns:
-        each [B, T], 0 outside the mask; padding columns change no bit.
+    The state after the last response token is terminal: its value is 0. The sum over l is a scan by
+    doubling: after k rounds A_t holds its first 2^k terms, so it takes log2(T) rounds. Padding
+    columns change no bit.
     """
     zero = values.new_zeros(())
     pad = torch.nn.functional.pad
@@ -51,14 +50,8 @@ def gae(
 
 
 def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """``(x - mean) / sqrt(var + 1e-8)``, mean and Bessel-corrected variance under the mask.
-
-    Args:
-        x, mask: [B, T], of the whole batch, never of a part of it.
-        shift_mean: bring the mean to 0; otherwise it is put back after scaling.
-
-    Returns:
-        [B, T], 0 outside the mask.
+    """``(x - mean) / sqrt(var + 1e-8)`` of a whole batch [B, T], mean and Bessel-corrected variance
+    under the mask, 0 outside; unless the mean is to be shifted to 0, it is put back after scaling.
     """
     x = torch.where(mask, x, 0.0)
     mean = masked_mean(x, mask)
@@ -82,9 +75,8 @@ def require_several(groups: Tensor, algorithm: str) -> None:
 
 
 def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
-    """``A_i = R_i - mean of R_j over the others of the group`` (RLOO, Ahmadian et al. 2024).
-
-    All are [B]; each group has two rows or more.
+    """``A_i = R_i - mean of R_j over the others of the group`` (RLOO, Ahmadian et al. 2024); all
+    are [B], and each group has two rows or more.
     """
     total, count = _group_sums(rewards.double(), groups)
     return (rewards - (total - rewards) / (count - 1)).float()
@@ -106,9 +98,8 @@ def group_normalised(rewards: Tensor, groups: Tensor, divide_by_std: bool) -> Te
 
 
 def best_and_worst(scores: Tensor, groups: Tensor) -> list[tuple[int, int]]:
-    """Rows with the highest and the lowest score of each group, in the order of their groups.
-
-    Of equal scores the first row counts: a group of nothing but equal scores gives one row twice.
+    """Return rows with the highest and the lowest score of each group, in the order of their
+    groups; of equal scores the first row counts.
     """
     pairs = []
     for group in groups.unique().tolist():
@@ -119,9 +110,8 @@ def best_and_worst(scores: Tensor, groups: Tensor) -> list[tuple[int, int]]:
 
 
 def group_stats(scores: Tensor, groups: Tensor) -> Mapping[str, float]:
-    """Measure how much there is to compare: the scores' spread, the share of groups without any.
-
-    It looks at scores alone: where a KL is taken off the reward, two rewards are hardly ever equal.
+    """Measure how much there is to compare: the spread of scores, which no KL is taken off yet, and
+    the share of groups without any.
     """
     total, count = _group_sums(scores.double(), groups)
     squares, _ = _group_sums((scores - total / count).square(), groups)

@@ -30,12 +30,8 @@ def settled(
 ) -> tuple[LossInputs, Metrics]:
     """Settle the old policy's log-probs, and put importance weights on the advantages.
 
-    Args:
-        logprobs: [b, T], of the policy under training, detached; they are the old ones in rows
-            whose old policy is the one under training.
-
-    Returns:
-        the inputs, and ``correction/weight_mean`` where there is a correction.
+    Log-probs [b, T] are of the policy under training, detached; they are the old ones in rows whose
+    old policy is that. Returns ``correction/weight_mean``, too, where there is a correction.
     """
     old, behaviour = inputs.old_logprobs, inputs.behaviour_logprobs
     behaviour = old if behaviour is None else behaviour
@@ -66,12 +62,9 @@ def importance_weights(
 ) -> Tensor:
     """Return ``w = pi_prox / pi_behave`` [B, T], kept small; 0 outside the mask.
 
-    Args:
-        proximal, behaviour: [B, T] log-probs.
-        kind: ``truncate`` gives min(w, cap) (Espeholt et al. 2018); ``mask`` keeps w within
-            1 / cap to cap, and gives 0 outside.
-        level: a weight a token, or the product over the response for all its tokens.
-        cap: at least 1.
+    ``truncate`` gives min(w, cap) (Espeholt et al. 2018); ``mask`` keeps w within 1 / cap to cap,
+    and gives 0 outside. The level is a weight a token, or the product over the response for all its
+    tokens.
     """
     log_ratio = torch.where(mask, proximal - behaviour, 0.0)
     if level == "sequence":

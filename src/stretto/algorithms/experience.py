@@ -21,25 +21,15 @@ from stretto.errors import LearnerError
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A batch of scored responses, on the CPU in float32.
+    """A batch of scored responses, on the CPU in float32."""
 
-    Attributes:
-        mask: [B, T] bool, true where there is a response token.
-        logprobs: [B, T] of the behaviour policy, as the engine stored them.
-        ref_logprobs: [B, T], or ``None`` without a reference.
-        values: [B, T] of the critic before the step, or ``None`` without one.
-        scores: [B], the weighted sum of all reward sources.
-        ended: [B] bool, from the finish reason.
-        groups: [B] int64, the same for the responses to one prompt.
-    """
-
-    mask: Tensor
-    logprobs: Tensor
-    ref_logprobs: Tensor | None
-    values: Tensor | None
-    scores: Tensor
-    ended: Tensor
-    groups: Tensor
+    mask: Tensor  # [B, T] bool, true where there is a response token
+    logprobs: Tensor  # [B, T] of the behaviour policy, as the engine stored them
+    ref_logprobs: Tensor | None  # [B, T]; None without a reference
+    values: Tensor | None  # [B, T] of the critic before the step; None without one
+    scores: Tensor  # [B], the weighted sum of all reward sources
+    ended: Tensor  # [B] bool, from the finish reason
+    groups: Tensor  # [B] int64, the same for the responses to one prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,32 +56,22 @@ class Targets:
 class LossInputs:
     """Rows of an experience: all that losses take besides the trained models; 0 outside the mask.
 
-    Attributes:
-        mask: [b, T] bool.
-        weights: [b, T], of each token in a loss of tokens; over the whole optimizer step.
-        means: [b, T], 1 / tokens: what turns sums into the means that are reported.
-        response_weights: [b], 1 / responses: of each in a loss of whole responses.
-        advantages, old_logprobs: [b, T]; the old policy is the one that ratios are taken to.
-        ref_logprobs: [b, T], or ``None`` without a reference.
-        behaviour_logprobs: [b, T], as the engine stored them; ``None`` where they are the old ones.
-        fresh: [b] bool, true for responses sampled by the very weights that are being trained:
-            engine and learner should agree on their log-probs; ``None`` for none.
-        own: [b] bool, true where the old policy is the one under training, as it is now: the old
-            log-probs are then its own, not ``old_logprobs``; ``None`` for none.
-        tensors: [b, T], those of the algorithm's own, by name; see :class:`Targets`.
+    ``fresh`` marks responses sampled by the very weights that are being trained: engine and learner
+    should agree on their log-probs. ``own`` marks those whose old policy is the one under training,
+    as it is now: the old log-probs are then its own, not ``old_logprobs``.
     """
 
-    mask: Tensor
-    weights: Tensor
-    means: Tensor
-    response_weights: Tensor
-    advantages: Tensor
-    old_logprobs: Tensor
-    ref_logprobs: Tensor | None = None
-    behaviour_logprobs: Tensor | None = None
-    fresh: Tensor | None = None
-    own: Tensor | None = None
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    mask: Tensor  # [b, T] bool
+    weights: Tensor  # [b, T] of each token in a loss of tokens; over the whole optimizer step
+    means: Tensor  # [b, T] 1 / tokens, which turns sums into the means that are reported
+    response_weights: Tensor  # [b] 1 / responses, of each in a loss of whole responses
+    advantages: Tensor  # [b, T]
+    old_logprobs: Tensor  # [b, T] of the policy that ratios are taken to
+    ref_logprobs: Tensor | None = None  # [b, T]; None without a reference
+    behaviour_logprobs: Tensor | None = None  # [b, T] as the engine stored them; None: the old ones
+    fresh: Tensor | None = None  # [b] bool
+    own: Tensor | None = None  # [b] bool
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # see Targets
 
     def each(self, change: Callable[[Tensor], Tensor]) -> LossInputs:
         """Return the same inputs with each tensor changed."""
@@ -123,27 +103,16 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experience(LossInputs):
-    """The inputs of a whole batch's losses; its rows have no weights yet.
+    """The inputs of a whole batch's losses; its rows have no weights yet."""
 
-    Attributes:
-        units: as in :class:`Targets`, every row accounted for.
-        rewards: [B], the scores after the rule for missing ends.
-        stats: figures of the batch, by metric name.
-    """
-
-    units: Sequence[Sequence[int]]
-    rewards: Tensor
-    stats: Mapping[str, float]
+    units: Sequence[Sequence[int]]  # see Targets; every row accounted for
+    rewards: Tensor  # [B], the scores after the rule for missing ends
+    stats: Mapping[str, float]  # by metric name
 
 
 @dataclass(frozen=True, slots=True)
 class LossTerm:
-    """A term of a loss, and its metrics.
-
-    Attributes:
-        loss: [], differentiable; adds over disjoint rows.
-        metrics: add over disjoint rows.
-    """
+    """A differentiable term [] of a loss, and its metrics; both add over disjoint rows."""
 
     loss: Tensor
     metrics: Metrics
@@ -165,10 +134,8 @@ def require_finite(name: str, tensor: Tensor) -> None:
 
 
 def check(data: Scored, kl_coef: float) -> None:
-    """Refuse a batch that nothing can be learned from.
-
-    Raises LearnerError if there is no response token, an input is not finite inside the mask, or
-    the reference is missing.
+    """Refuse a batch that nothing can be learned from: there is no response token, an input is not
+    finite inside the mask, or the reference is missing.
     """
     if not data.mask.any():
         raise LearnerError(

@@ -40,21 +40,15 @@ class AdaptiveKL:
         e    = clip(KL / target - 1, -0.2, 0.2)
         beta = beta * (1 + e * n / horizon)
 
-    So ``n`` has to be less than 5 horizons for beta to stay above 0, which the settings see to.
-
-    Args:
-        target: KL in nats a response; 0 keeps beta where it is.
-        horizon: responses over which beta moves.
+    So ``n`` has to be less than 5 horizons for beta to stay above 0, which the settings see to. The
+    target is in nats a response; 0 keeps beta where it is.
     """
 
     def __init__(self, coef: float, target: float, horizon: int) -> None:
         self.coef, self._target, self._horizon = coef, target, horizon
 
     def update(self, kl: float, n: int) -> None:
-        """Move beta after ``n`` responses with a mean KL of ``kl`` nats a response.
-
-        Raises LearnerError if that is not finite.
-        """
+        """Move beta after ``n`` responses with a mean KL of ``kl`` nats a response."""
         if self._target == 0:
             return
         if not math.isfinite(kl):

@@ -22,9 +22,8 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def bounded_ratio(log_ratio: Tensor) -> Tensor:
-    """``exp(log_ratio)``, kept finite.
-
-    An infinite ratio would make a gradient of NaN where it is clipped, or where the advantage is 0.
+    """``exp(log_ratio)``, kept finite: an infinite ratio would make a gradient of NaN where it is
+    clipped, or where the advantage is 0.
     """
     return log_ratio.clamp(max=LOG_RATIO_LIMIT).exp()
 
@@ -64,10 +63,7 @@ def entropy_bonus(entropy: Tensor, inputs: LossInputs, coef: float) -> LossTerm:
 
 
 def kl_penalty(logprobs: Tensor, inputs: LossInputs, coef: float, estimator: Estimator) -> LossTerm:
-    """``beta * sum_t w_t KL_t``, with ``loss/kl_avg`` (GRPO, Shao et al. 2024, equation 3).
-
-    Raises LearnerError without log-probs of the reference.
-    """
+    """``beta * sum_t w_t KL_t``, with ``loss/kl_avg`` (GRPO, Shao et al. 2024, equation 3)."""
     if inputs.ref_logprobs is None:
         raise LearnerError(
             "the KL in the loss needs the reference's log-probabilities, and there are none; score "

@@ -17,10 +17,7 @@ from stretto.errors import LearnerError
 
 
 def targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Targets:
-    """Advantages by GAE, whitened over the batch where asked for, and returns for the critic.
-
-    Raises LearnerError without values of the critic.
-    """
+    """Advantages by GAE, whitened over the batch where asked for, and returns for the critic."""
     if data.values is None:
         raise LearnerError(
             "PPO needs the critic's values, and there are none; score with a critic",

@@ -42,8 +42,7 @@ def dpo_loss(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) ->
         margin = beta (log pi(y+)/pi_ref(y+) - log pi(y-)/pi_ref(y-))
         L      = -sum_pairs w log sigmoid(margin)
 
-    ``dpo/accuracy`` is the share of margins above 0. Raises LearnerError without log-probs of the
-    reference.
+    ``dpo/accuracy`` is the share of margins above 0.
     """
     if inputs.ref_logprobs is None:
         raise LearnerError(

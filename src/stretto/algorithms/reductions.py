@@ -20,17 +20,11 @@ from stretto.config.algorithm import Aggregation
 def token_weights(mask: Tensor, mode: Aggregation, longest: int = 1) -> Tensor:
     """Return the weight of each token in a loss of tokens: [B, T] float32, 0 outside the mask.
 
-    An empty response has no tokens to average and is not counted among the responses; without any
-    token, all weights are zero.
-
-    Args:
-        mask: [B, T] bool, of *all* responses of one optimizer step. Micro-batches take rows of
-            the result.
-        mode: ``token_mean`` gives ``mask / tokens``, every token counting alike;
-            ``sequence_mean`` gives ``mask / (length_b * responses)``, every response counting
-            alike; ``sequence_sum`` gives ``mask / responses``; ``fixed_length`` gives
-            ``mask / (longest * responses)``.
-        longest: tokens that a response may have at most.
+    The mask [B, T] is of *all* responses of one optimizer step; micro-batches take rows of the
+    result. An empty response has no tokens to average and is not counted among the responses.
+    ``token_mean`` gives ``mask / tokens``, every token counting alike; ``sequence_mean`` gives
+    ``mask / (length_b * responses)``, every response counting alike; ``sequence_sum`` gives ``mask
+    / responses``; ``fixed_length`` gives ``mask / (longest * responses)``.
     """
     lengths = mask.sum(dim=1, keepdim=True)
     responses = (lengths > 0).sum()
@@ -66,10 +60,8 @@ def masked_var(x: Tensor, mask: Tensor) -> Tensor:
 class Metrics:
     """Statistics of some rows of a batch, which add up exactly to those of the whole.
 
-    Attributes:
-        sums: float64 scalars that add over parts. A weighted sum of per-token figures, with
-            weights that sum to 1 over the whole, becomes their mean.
-        minima, maxima: scalars of which the least and the greatest over all parts count.
+    Sums are float64 scalars: a weighted sum of per-token figures, with weights that sum to 1 over
+    the whole, becomes their mean. Of minima and maxima the least and the greatest count.
     """
 
     sums: Mapping[str, Tensor] = field(default_factory=dict)

@@ -24,13 +24,10 @@ Loss = Callable[[Tensor, LossInputs, AlgorithmConfig], LossTerm]
 class Functions:
     """The functions of an algorithm. docs/algorithms.md says how to add one.
 
-    Attributes:
-        targets: a scored batch and its rewards to advantages, or to the rows to train on, and to
-            further tensors that the losses take.
-        policy_loss: log-probs [b, T] of the policy under training, and rows of the experience, to a
-            loss. Entropy and a KL in the loss are terms of their own.
-        value_loss: values [b, T] of the critic under training, and rows of the experience, to a
-            loss; ``None`` for algorithms without a critic.
+    ``targets`` makes advantages, or the rows to train on, and further tensors that the losses take,
+    of a scored batch and its rewards. ``policy_loss`` takes log-probs [b, T] of the policy under
+    training; entropy and a KL in the loss are terms of their own. ``value_loss`` takes values [b,
+    T] of the critic; ``None`` for algorithms without one.
     """
 
     targets: Callable[[Scored, Rewards, AlgorithmConfig], Targets]
@@ -59,12 +56,9 @@ def prepare(
     """Make the inputs of its losses of the scored batch of a whole step.
 
     Raises LearnerError if nothing can be learned from it: no tokens, numbers that are not finite, a
-    missing reference or critic, or a prompt with too few responses.
-
-    Args:
-        kl_coef: the present beta, which may differ from the setting's starting value.
-        proximal: [B, T], log-probs of the policy before the step, where ratios are taken to that
-            policy and training moves away from it; ``None`` takes those of the behaviour policy.
+    missing reference or critic, or a prompt with too few responses. ``kl_coef`` is the present
+    beta. Proximal log-probs [B, T] are of the policy before the step, where ratios are taken to
+    that policy and training moves away from it; ``None`` takes those of the behaviour policy.
     """
     check(data, kl_coef)
     if settings.definition.group > 1:

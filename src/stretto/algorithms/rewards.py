@@ -18,15 +18,14 @@ MissingEos = Literal["off", "replace", "subtract"]
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """The rewards of a batch.
+    """The rewards of a batch; unlike the sum over tokens, totals hold scores of empty responses
+    too.
 
     Attributes:
         scores: [B], after the rule for missing ends.
         tokens: [B, T], 0 outside the mask: the score at the last token and, where the KL is in the
             reward, its cost at every token.
-        totals: [B], the score less the KL's cost over the whole response. Unlike the sum over
-            ``tokens`` it holds the score of an empty response too.
-        stats: figures of the batch, by metric name.
+        totals: [B], the score less the KL's cost over the whole response.
     """
 
     scores: Tensor
@@ -60,10 +59,7 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
 def make_rewards(
     data: Scored, reward: RewardConfig, algorithm: AlgorithmConfig, kl_coef: float
 ) -> Rewards:
-    """Make rewards of scores and KL, by the rules of a run and the present beta.
-
-    Raises LearnerError if a reward is not finite.
-    """
+    """Make rewards of scores and KL, by the rules of a run and the present beta."""
     scores = apply_missing_eos(
         data.scores, data.ended, reward.missing_eos, reward.missing_eos_penalty
     )

@@ -115,15 +115,12 @@ def length_after(g: Graph, s: State, k: int) -> int:
 
 @njit(cache=True, nogil=True)
 def swap(g: Graph, s: State, k: int) -> bool:
-    """Exchange the tasks at places ``k`` and ``k + 1`` of one device; a second time undoes it.
+    """Exchange the tasks at places ``k`` and ``k + 1`` of one device, which :func:`may_swap`
+    allows; a second time undoes it. Only starts and tails that can have changed are computed.
 
-    See :func:`may_swap` for those that may be. Only starts and tails that can have changed are
-    computed.
-
-    Returns:
-        Whether it was done. Otherwise devices would wait for each other in a circle, and nothing
-        has changed. Two tasks of which the second starts when the first ends never give a circle: a
-        second way from one to the other would take time.
+    Returns whether it was done. Otherwise devices would wait for each other in a circle, and
+    nothing has changed. Two tasks of which the second starts when the first ends never give a
+    circle: a second way from one to the other would take time.
     """
     if not _reorder(g, s, k):
         return False
@@ -194,11 +191,8 @@ def _reorder(g: Graph, s: State, k: int) -> bool:
 
 @njit(cache=True, nogil=True, inline="always")  # which makes a constant of the step
 def _renew(g: Graph, s: State, step: int, r: int, pending: int) -> None:
-    """Compute starts (``step`` 1) or tails (-1) of stale tasks, and of all that depend on them.
-
-    Args:
-        r: rank of the first stale task, in the direction of the step.
-        pending: number of stale tasks.
+    """Compute starts (``step`` 1) or tails (-1) of stale tasks, and of all that depend on them; the
+    first stale one, in the direction of the step, has rank ``r``.
     """
     queue_of, offset, device, word_at = g.queue_of, g.offset, g.device, g.word_at
     delay, duration = g.delay, g.duration
@@ -324,11 +318,8 @@ def _overfull_pair(g: Graph, s: State, capacity: int) -> int:
 
 
 class Cooling(NamedTuple):
-    """Course of temperature and price of memory, both in ticks and geometric, over some moves.
-
-    Attributes:
-        hot, cold: temperatures of the first and the last move.
-        soft, firm: prices of a unit of memory over the capacity, at the first and the last move.
+    """Course of temperature (hot to cold) and price of a unit of memory over the capacity (soft to
+    firm), both in ticks and geometric, over some moves.
     """
 
     moves: int
@@ -350,16 +341,10 @@ def anneal_swaps(
     best: int,
     best_word: Ints,
 ) -> int:
-    """Try exchanges; a schedule that is worse is taken by the rule of Metropolis.
+    """Try exchanges, from a state; a schedule that is worse is taken by the rule of Metropolis.
 
-    Args:
-        s: the schedule to start from, left as the search ends.
-        target: latency at which to stop.
-        best: the shortest latency within the capacity so far.
-        best_word: [T] filled with a schedule of that latency or less, when there is one.
-
-    Returns:
-        The shortest latency within the capacity now.
+    It stops at a target latency. ``best`` is the shortest latency within the capacity so far; a
+    schedule of that latency or less goes to ``best_word``. Returns the shortest latency now.
     """
     np.random.seed(seed)
     moves, unit, held = cooling.moves, cooling.unit, s.held

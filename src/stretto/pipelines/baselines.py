@@ -35,9 +35,8 @@ def serial_1f1b(problem: Problem) -> Baseline:
 
 
 def one_f_one_b(problem: Problem) -> PipelineSchedule:
-    """Make 1F1B of the actor, then of the critic (Narayanan et al. 2019, section 3.2).
-
-    A device that has ended the actor's part goes on with the critic's at once.
+    """Make 1F1B of the actor, then of the critic (Narayanan et al. 2019, section 3.2); a device
+    that has ended the actor's part goes on with the critic's at once.
     """
     words = []
     for device in range(problem.devices):
@@ -79,9 +78,8 @@ def one_f_one_b_plus(problem: Problem) -> Baseline | None:
 def interleaved_1f1b(problem: Problem, chunks: int = 2) -> Baseline:
     """Return interleaved 1F1B with ``chunks`` chunks a device (Narayanan et al. 2021, section 2.2).
 
-    The bubble is that of 1F1B divided by the chunks, whatever the number of micro-batches;
-    memory is that of the first stage's warm-up. By formula, as stages are cut more finely than the
-    problem says.
+    By formula, as stages are cut more finely than the problem says: the bubble is that of 1F1B
+    divided by the chunks; memory is that of the first stage's warm-up.
     """
     latency, peak = 0.0, 0.0
     for model in problem.models:

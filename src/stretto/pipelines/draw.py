@@ -33,11 +33,7 @@ _NARROW = 2.0
 
 @dataclass(frozen=True, slots=True)
 class TaskBar:
-    """One task, from tick to tick.
-
-    Attributes:
-        label: number of its micro-batch, among all of its model.
-    """
+    """One task, from tick to tick; its label is its micro-batch's number among all of its model."""
 
     device: int
     start: int

@@ -100,12 +100,9 @@ def capacity_units(problem: Problem, capacity: float | None) -> int:
 def earliest_starts(g: Graph, word: Ints, start: Ints, order: Ints) -> int:
     """Run every device through its word [T], each task as early as it can.
 
-    Args:
-        start: [T] filled: start of each task, by task number.
-        order: [T] filled: tasks in an order in which each comes after all it waits for.
-
-    Returns:
-        Number of tasks that could run: all, unless devices wait for each other in a circle.
+    It fills in the start of each task [T], by task number, and an order [T] in which each comes
+    after all it waits for. Returns how many tasks could run: all, unless devices wait for each
+    other in a circle.
     """
     word_at, queue_of, offset, device = g.word_at, g.queue_of, g.offset, g.device
     before, after, delay, duration = g.before, g.after, g.delay, g.duration
@@ -157,9 +154,8 @@ def latency_of(g: Graph, word: Ints, start: Ints) -> int:
 
 @njit(cache=True, nogil=True)
 def peak_memory(g: Graph, word: Ints, peaks: Ints) -> int:
-    """Fill ``peaks`` [D] with each device's highest memory, and return the highest of all.
-
-    What a device holds depends on the order of its tasks alone, not on when they run.
+    """Fill ``peaks`` [D] with each device's highest memory, which depends on the order of its tasks
+    alone, and return the highest of all.
     """
     word_at, queue_of, memory = g.word_at, g.queue_of, g.memory
     highest = 0

@@ -31,9 +31,8 @@ class Rules(NamedTuple):
 
 
 def urgency(g: Graph) -> Floats:
-    """Return the least ticks [T] that are left from each task's start, by which tasks are listed.
-
-    The task's own chain to its end, and the later tasks of its queue one after the other.
+    """Return the least ticks [T] that are left from each task's start: its own chain to the end,
+    and the later tasks of its queue one after the other.
     """
     left = g.duration + tails(g)
     behind = g.length[g.queue_of] - 1 - (np.arange(g.queue_of.size) - g.offset[g.queue_of])
@@ -51,13 +50,9 @@ def decode(g: Graph, key: Floats, rules: Rules, capacity: int, word: Ints, start
     go on, until that model is done; and then the other can. Nothing deadlocks under any capacity
     that holds one micro-batch.
 
-    Args:
-        word: [T] filled: tasks, device after device.
-        start: [T] filled: start of each task.
-
-    Returns:
-        The latency; or -1 if the two models are polite to each other, the capacity does not hold
-        one micro-batch of both, and so nothing can start.
+    It fills in the tasks [T], device after device, and their starts [T]. Returns the latency; or -1
+    if the two models are polite to each other, the capacity does not hold one micro-batch of both,
+    and so nothing can start.
     """
     length, offset, duration, device = g.length, g.offset, g.duration, g.device
     before, after, delay, memory, queues = g.before, g.after, g.delay, g.memory, g.queues
@@ -189,14 +184,11 @@ def anneal_rules(
     seed: int,
     best_word: Ints,
 ) -> int:
-    """Search for the rules under which the decoder's schedule is short; return its latency.
+    """Search, from some rules, for those under which the decoder's schedule is short; return its
+    latency.
 
-    Args:
-        left: [T] keys without bias, of :func:`urgency`.
-        rules: to start from; left as the search ends.
-        target: latency at which to stop.
-        spread: standard deviation of a change of bias, in ticks.
-        best_word: [T] filled with the shortest schedule.
+    It stops at a target latency. The spread is the standard deviation of a change of bias, in
+    ticks. ``left`` are the keys without bias; ``best_word`` is filled in.
     """
     np.random.seed(seed)
     word, start = np.empty(left.size, np.int64), np.empty(left.size, np.int64)

@@ -64,14 +64,11 @@ _PLAIN = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 @dataclass(frozen=True, slots=True)
 class ModelPipelines:
-    """One of the two models, and its pipelines.
+    """One of the two models, and its pipelines, one after the other along the devices.
 
     Attributes:
-        stages: of each pipeline.
-        pipelines: how many there are (data parallelism), one after the other along the devices.
         micro_batches: of each pipeline.
-        forward: ticks of a forward, one number a stage.
-        backward: ticks of a backward, one number a stage.
+        forward, backward: ticks, one number a stage.
         activation: memory that a micro-batch holds from its forward to its backward, one number
             a stage, in any unit that both models share.
         communication: ticks from the end of a task to the start of the next one of its chain on
@@ -90,9 +87,8 @@ class ModelPipelines:
 
     @classmethod
     def of(cls, stages: int, pipelines: int, micro_batches: int, **others: Any) -> ModelPipelines:
-        """Make it of latencies and memory that are one number for all stages, or one a stage.
-
-        Raises ConfigError if a number is out of range, or there are not as many as stages.
+        """Make it of latencies and memory that are one number for all stages, or one a stage;
+        raises ConfigError if a number is out of range, or there are not as many as stages.
         """
         counts = {"stages": stages, "pipelines": pipelines, "micro_batches": micro_batches}
         return _validated(cls, {**counts, **others})
@@ -114,8 +110,6 @@ class ModelPipelines:
         Where the other model has ``by`` times the tensor parallelism, this is how the two get
         stages of one size. The devices of a merged stage share its work evenly: its latency is the
         mean of what is merged (rounded up), its memory on each device too (to a thousandth).
-
-        Raises ConfigError if the stages cannot be divided so.
         """
         if self.stages % by:
             raise ConfigError(
@@ -143,13 +137,10 @@ class ModelPipelines:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Actor and critic on the same devices; the critic's pipelines run the other way.
+    """Actor and critic on the same devices, each with a capacity for activation memory, if there is
+    one; the critic's pipelines run the other way.
 
-    Raises ConfigError if the two do not cover the same devices, or the capacity holds no
-    micro-batch.
-
-    Attributes:
-        capacity: activation memory of each device; ``None`` for as much as it takes.
+    Raises ConfigError if the two do not cover the same devices, or these hold no micro-batch.
     """
 
     __pydantic_config__ = _PLAIN
@@ -232,9 +223,8 @@ class Problem:
 
     @classmethod
     def read(cls, file: str | Path) -> Problem:
-        """Read a JSON file, of a problem or of a schedule that was written with its problem.
-
-        Raises ConfigError if the file cannot be read, is no JSON, or describes no problem.
+        """Read a JSON file, of a problem or of a schedule that was written with its problem; raises
+        ConfigError if the file cannot be read, is no JSON, or describes no problem.
         """
         try:
             data = json.loads(Path(file).read_text(encoding="utf-8"))

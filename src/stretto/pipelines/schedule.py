@@ -58,9 +58,8 @@ class PipelineSchedule:
         return cls(tuple(tuple(letters[low:high]) for low, high in _spans(graph)))
 
     def tasks(self, problem: Problem) -> Ints:
-        """Return task numbers [T], device after device.
-
-        Raises ConfigError if the words do not have the letters that the problem asks for.
+        """Return task numbers [T], device after device; raises ConfigError if the words do not have
+        the letters that the problem asks for.
         """
         graph = make_graph(problem)
         if len(self.words) != problem.devices:
@@ -166,8 +165,7 @@ class Evaluation:
             ``communication``, no input is there, but the next task's is on its way; ``memory``, a
             forward could run, but would not fit in the capacity; ``order``, another task could run,
             but the word has it later; ``drain``, after its last task.
-        starts: [T] start of each task, by number.
-        tasks: [T] task numbers, device after device.
+        starts, tasks: [T] start of each task, by number; and numbers, device after device.
     """
 
     latency: int

@@ -67,17 +67,12 @@ class Improvement(NamedTuple):
 
 
 class Incumbent:
-    """The best schedule so far: the shortest, and of those the one with the lowest peak of memory.
+    """The best schedule so far, ``word`` [T]: the shortest, and of those the one with the lowest
+    peak.
 
-    Memory is in the graph's units.
-
-    Attributes:
-        begun, deadline: times of the search.
-        enough: a peak that is low enough.
-        formula, bound: the lower bound of the latency by formula, and the best one.
-        memory_bound: the best lower bound of the peak at the best latency.
-        word: [T] the schedule.
-        trace: how it became better.
+    Memory is in the graph's units. ``enough`` is a peak that is low enough; ``formula`` is the
+    lower bound of the latency by formula, ``bound`` the best one, ``memory_bound`` that of the peak
+    at the best latency.
     """
 
     def __init__(self, problem: Problem, seconds: float, enough: float) -> None:
@@ -118,16 +113,12 @@ class Incumbent:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The problem from one of its ends.
-
-    A schedule that is easy to build from the front may be hard to build from the back, and the
-    other way round; so both are tried.
+    """The problem from one of its ends: many a schedule is easy to build from the back alone.
 
     Attributes:
         graph: the problem's, or that of the problem with time running backwards.
         left: [T] of :func:`~stretto.pipelines.listing.urgency`.
-        stages: [Q] of each queue's pipeline.
-        actor: [Q] whether the queue is the actor's.
+        stages, actor: [Q] number in its pipeline, and whether that is the actor's.
         tick: mean duration of a task; temperatures are multiples of it.
         unit: the smallest activation that takes memory; prices are for so much too much.
     """
@@ -221,14 +212,10 @@ def squeeze(
     chance: np.random.Generator,
     over: Callable[[], bool],
 ) -> Ints:
-    """Anneal a schedule [T] towards a latency within a capacity; it may miss either.
+    """Anneal a schedule [T] towards a target latency within a capacity; it may miss either.
 
-    Args:
-        target: latency at which to stop.
-        hot, firm: first temperature and last price of memory, in a task's mean duration.
-
-    Returns:
-        The shortest schedule within the capacity that was met; ``word`` if there was none.
+    The first temperature and the last price of memory are in a task's mean duration. Returns the
+    shortest schedule within the capacity that was met; ``word`` if there was none.
     """
     state = make_state(view.graph, word)
     best, best_word = NOTHING, word.copy()
@@ -257,10 +244,8 @@ class Descent:
     the capacity: a new one, or by mild annealing the last that was as short as the best, as not
     every schedule has better ones near it. Where that fails again and again, the shortest is
     lowered in between, as it may be as short as can be. Caps come closer to the peak, and annealing
-    takes longer, while tries fail.
-
-    With a capacity, a schedule at the bound that breaks it is lowered too, until it keeps it: this
-    is often faster than to shorten one that keeps it.
+    takes longer, while tries fail. With a capacity, a schedule at the bound that breaks it is
+    lowered too, until it keeps it: this is often faster than to shorten one that keeps it.
     """
 
     def __init__(self, best: Incumbent, seed: int, threads: int, deadline: float) -> None:
@@ -272,10 +257,7 @@ class Descent:
         self._failed: dict[Kind, int] = {"lower": 0, "shorten": 0}
 
     def run(self) -> None:
-        """Better the incumbent.
-
-        A KeyboardInterrupt is raised soon after it has struck; the incumbent holds what was found.
-        """
+        """Better the incumbent; raise KeyboardInterrupt soon after it has struck."""
         best = self._best
         self._list(best)
         if best.latency > best.bound and best.problem.capacity is not None:

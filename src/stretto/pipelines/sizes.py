@@ -21,11 +21,8 @@ _MOST = 2**31
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """Units of a problem's numbers.
-
-    Attributes:
-        time: name of a tick, in the plural.
-        memory: unit of memory; empty if it is not known.
+    """Names of a problem's ticks, in the plural, and of its unit of memory; empty if it is not
+    known.
     """
 
     time: str = "ticks"
@@ -85,19 +82,12 @@ def make_problem(
 ) -> Problem:
     """Make a problem with latencies in microseconds and memory in MiB, both by formula.
 
-    A forward costs two operations a parameter and token, at ``teraflops`` on each device. Each
-    model has as many pipelines as fill the devices of the least common multiple of both numbers of
-    stages. If one model has a smaller tensor parallelism, its consecutive stages are merged until a
-    stage of both takes the same devices.
-
-    Raises ConfigError if a number is out of range, or does not divide.
-
-    Args:
-        micro_batches: of all pipelines of a model together.
-        tokens: of a micro-batch.
-        backward_ratio: time of a backward to that of a forward.
-        communication_us: microseconds from a stage to the next.
-        capacity_gib: activation memory of each device; ``None`` for as much as it takes.
+    A forward costs two operations a parameter and token, at ``teraflops`` on each device; a
+    backward takes longer by a ratio. Each model has as many pipelines as fill the devices of the
+    least common multiple of both numbers of stages. If one model has a smaller tensor parallelism,
+    its consecutive stages are merged until a stage of both takes the same devices. Micro-batches,
+    of so many tokens, are those of all pipelines of a model. The capacity is of each device's
+    activations. Raises ConfigError if a number is out of range, or does not divide.
     """
     _require_whole("tokens", tokens, 1, "give those of one micro-batch, such as 2048")
     _require_whole("micro_batches", micro_batches, 1, "give those of all pipelines of a model")

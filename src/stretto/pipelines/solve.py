@@ -41,8 +41,6 @@ class Solution:
         status: of its latency: ``at the bound``, which proves it the shortest; ``proved optimal``,
             above the bound of the formula, where the search can prove it; or ``best found``.
         memory_bound: memory below which there is no schedule of this latency.
-        seconds: duration of the search.
-        interrupted: whether the search was ended by an interrupt.
     """
 
     schedule: PipelineSchedule
@@ -88,10 +86,9 @@ def solve(
         seconds: longest search; it is shorter if latency and memory cannot get any better.
         seed: of the random numbers. The same seed tries the same things in the same order; how far
             it gets depends on the machine.
-        threads: number of threads that search at the same time.
+        threads: that search at the same time.
         memory: a peak that is low enough to stop at, once the latency is at the bound.
-        keep_interrupted: return the best schedule when Ctrl-C strikes, if there is one, instead of
-            raising.
+        keep_interrupted: return the best schedule, if there is one, when Ctrl-C strikes.
         search: betters the incumbent until its deadline, given the seed and the threads.
     """
     if not seconds > 0:

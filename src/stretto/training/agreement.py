@@ -50,8 +50,8 @@ class Agreement:
 
     The first :data:`CALIBRATION_TOKENS` tokens measure the root mean square difference, which is
     rounding. From then on the tolerance is :data:`FACTOR` times that plus a floor. For n tokens it
-    is sqrt(1 + OUTLIER^2 / n) times larger, so that one outlier among few tokens passes. A ``given``
-    tolerance above 0 stands for all that.
+    is sqrt(1 + OUTLIER^2 / n) times larger, so that one outlier among few tokens passes. A
+    ``given`` tolerance above 0 stands for all that.
     """
 
     def __init__(self, dtype: torch.dtype, given: float) -> None:

@@ -28,21 +28,21 @@ class Backprop(Protocol):
     """The maker of gradients."""
 
     def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
-        """Divide a mini-batch into micro-batches: indices into ``tokens``, each once. These are of each
-        unit, padding within it counted.
+        """Divide a mini-batch into micro-batches: indices into ``tokens``, each once. These are of
+        each unit, padding within it counted.
         """
         ...
 
     def run(
         self, batches: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool
     ) -> Mapping[str, Metrics]:
-        """Leave the gradients of the losses, summed over micro-batches, in the models; the actor gets
-        some only where it is to be trained. Return metrics by the name of the model.
+        """Leave the gradients of the losses, summed over micro-batches, in the models; the actor
+        gets some only where it is to be trained. Return metrics by the name of the model.
         """
         ...
 
     def finish(self) -> Stats:
-        """Bring the new weights into the whole models, after the step's last update; return metrics."""
+        """Bring new weights into the whole models, after a step's last update; return metrics."""
         ...
 
 
@@ -115,7 +115,7 @@ class LocalBackprop:
 
 
 def divided(tokens: Sequence[int], wanted: int, hands: int) -> list[Sequence[int]]:
-    """Divide sequences of so many tokens into equally many micro-batches for each hand, of like sizes.
+    """Divide sequences of so many tokens into as many micro-batches for each hand, of like sizes.
 
     With too few sequences for each to get one, each sequence is a micro-batch. Returns indices into
     ``tokens``: the micro-batches of the first hand, then of the second, ...
@@ -128,7 +128,7 @@ def divided(tokens: Sequence[int], wanted: int, hands: int) -> list[Sequence[int
 
 
 def into_micro_batches(tokens: Sequence[int], count: int) -> list[list[int]]:
-    """Divide sequences of so many tokens into ``count`` micro-batches, the largest as small as it can
+    """Divide sequences of so many tokens into ``count`` micro-batches, the largest as small as can
     be. Neighbours in length go together. Returns indices into ``tokens``, longest sequences first.
     """
     budgets = range(1, max(tokens) * len(tokens) + 1)

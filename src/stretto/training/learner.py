@@ -87,8 +87,8 @@ class PolicyLearner:
         self._version, self._steps, self._moved = 0, 0, False
 
     def train(self, batch: TrainBatch) -> TrainOutput:
-        """Take one step. Raises LearnerError if the batch is too small for its mini-batches, its numbers
-        are not finite, or engine and learner disagree about on-policy data.
+        """Take one step. Raises LearnerError if the batch is too small for its mini-batches, its
+        numbers are not finite, or engine and learner disagree about on-policy data.
         """
         t, responses = self.config.training, batch.responses()
         age, fresh = staleness(batch, self._version), self._fresh(batch)
@@ -157,8 +157,8 @@ class PolicyLearner:
         self._actor.save(folder, tokenizer)
 
     def weights(self) -> dict[str, dict[str, Tensor]]:
-        """Return copies of the trained weights, by model and name; where ranks hold parts of them, on
-        the first rank, and as a collective.
+        """Return copies of the trained weights, by model and name; where ranks hold parts of them,
+        on the first rank, and as a collective.
         """
         trained = self.trained.items()
         return {name: dict(model.gathered(model.snapshot())) for name, model in trained}
@@ -244,8 +244,8 @@ class PolicyLearner:
         experience: Experience,
         fresh: Tensor,
     ) -> list[MicroBatch]:
-        """Split a mini-batch as the passes ask, units whole; weights count over all of it. ``fresh``
-        marks responses [B] that the actor's weights, as they are now, have sampled.
+        """Split a mini-batch as the passes ask, units whole; weights count over all of it.
+        ``fresh`` marks responses [B] that the actor's weights, as they are now, have sampled.
         """
         rows = [row for unit in units for row in unit]
         place = {row: i for i, row in enumerate(rows)}
@@ -266,8 +266,8 @@ class PolicyLearner:
         return torch.tensor(fresh)
 
     def _own(self, fresh: Tensor) -> Tensor | None:
-        """Mark the rows whose old policy is the actor as it is now; ``None`` for none. Under ``auto``,
-        responses of older weights keep the policy that sampled them.
+        """Mark the rows whose old policy is the actor as it is now; ``None`` for none. Under
+        ``auto``, responses of older weights keep the policy that sampled them.
         """
         old_policy = self.config.algorithm.old_policy
         if self.config.training.updates > 1 or old_policy == "behaviour":
@@ -278,8 +278,8 @@ class PolicyLearner:
 
 
 def _averages(metrics: Metrics, updates: int) -> dict[str, float]:
-    """Return metrics of the whole step: means over mini-batches of what are means within one; sums of
-    the disagreement are of the only mini-batch that has them.
+    """Return metrics of the whole step: means over mini-batches of what are means within one; sums
+    of the disagreement are of the only mini-batch that has them.
     """
     once = (SUM, SQUARES, TOKENS)
     means = {k: v / updates for k, v in metrics.sums.items() if k not in once}

@@ -184,11 +184,10 @@ class PipelinedBackprop:
         return {name: sum((metrics[name] for _, metrics in said), Metrics()) for name in names}
 
     def finish(self) -> Stats:
-        """Fetch the new weights into the whole models, and sum up the step's passes.
-
-        Returns ``pipeline/step_s`` (seconds of all passes, from the first task of each mini-batch to
-        its last), ``pipeline/bubble_fraction`` (share of the ranks' time in which they waited), and,
-        once latencies are measured, ``pipeline/predicted_s`` (those that the schedules predict).
+        """Fetch the new weights into the whole models; return ``pipeline/step_s`` (seconds of all
+        passes, from the first task of each mini-batch to its last), ``pipeline/bubble_fraction``
+        (share of the ranks' time in which they waited), and, once latencies are measured,
+        ``pipeline/predicted_s`` (of the schedules).
         """
         for model in self.models.values():
             model.fetch()

@@ -253,8 +253,8 @@ class ShardedModel(TrainedModel):
 
     @torch.no_grad()
     def snapshot(self) -> Mapping[str, Tensor]:
-        """Return this rank's parts of the trained weights, in the model's types unless lent; without
-        those that a rank before it holds too: all ranks' together are the whole.
+        """Return this rank's parts of the trained weights, in the model's types unless lent;
+        without those that a rank before it holds too: all ranks' together are the whole.
         """
         own = (name for name in self._names if name in self._own)
         if self._lends:
@@ -282,8 +282,8 @@ class ShardedModel(TrainedModel):
             save_model(model, tokenizer, folder)
 
     def whole(self) -> nn.Module | None:
-        """Return a copy of the model with whole weights, on the CPU; ``None`` on all ranks but one. A
-        collective, beside whatever else the ranks do, while no update is under way.
+        """Return a copy of the model with whole weights, on the CPU; ``None`` on all ranks but one.
+        A collective, beside whatever else the ranks do, while no update is under way.
         """
         model = copy.deepcopy(self._empty) if dist.get_rank() == 0 else None
         empty = dict(model.named_parameters()) if model else {}
@@ -344,8 +344,8 @@ class Grid:
         self._beside = dist.new_group(backend="gloo")
 
     def on_first(self, whole: Whole, part: Tensor) -> Tensor | None:
-        """Return the whole of a tensor on the first rank's CPU; ``None`` on the others. A collective,
-        beside whatever else the ranks do.
+        """Return the whole of a tensor on the first rank's CPU; ``None`` on the others. A
+        collective, beside whatever else the ranks do.
         """
         here = part.detach().cpu()
         if self.rank:

@@ -67,8 +67,8 @@ class StageTrainer:
         """Make the passes of a mini-batch; gradients add up in the stages.
 
         An actor that is not to be trained has its passes too, and its gradients are discarded:
-        fused schedules are of both models, and steps of a frozen actor are few. Returns times of the
-        tasks, and metrics of the micro-batches whose last stage this rank holds.
+        fused schedules are of both models, and steps of a frozen actor are few. Returns the tasks'
+        times, and metrics of the micro-batches whose last stage this rank holds.
         """
         by_model: dict[Name, Metrics] = {"actor": Metrics(), "critic": Metrics()}
 
@@ -104,8 +104,8 @@ class StageTrainer:
         return actor, critic
 
     def update(self, name: Name) -> tuple[float, float]:
-        """Take an optimizer step of a model, unless the norm of its gradients, over all stages, is not
-        finite; return that norm and the learning rate of the next update.
+        """Take an optimizer step of a model, unless the norm of its gradients, over all stages, is
+        not finite; return that norm and the learning rate of the next update.
         """
         trained, names = self._trained[name], self._stages[name].names
         gradients = {names[own]: grad for own, grad in trained.gradients().items()}

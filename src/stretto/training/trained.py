@@ -90,8 +90,8 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self) -> Mapping[str, Tensor]:
-        """Return copies of the weights as they are now, by name; good as long as the mapping is held, as
-        the memory is used again afterwards.
+        """Return copies of the weights as they are now, by name; good as long as the mapping is
+        held, as the memory is used again afterwards.
         """
         free = next((i for i, (_, taken) in enumerate(self._taken) if taken() is None), None)
         if free is None:
@@ -122,8 +122,8 @@ class Gate:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Change the weights in the body of a ``with`` statement; raises LearnerError if the gate is
-        closed. It remembers an error, which leaves them neither old nor new.
+        """Change the weights in the body of a ``with`` statement; raises LearnerError if the gate
+        is closed. It remembers an error, which leaves them neither old nor new.
         """
         with self._lock:
             if not self.agree(not self._closed):
@@ -147,8 +147,8 @@ _GATES: weakref.WeakKeyDictionary[nn.Module, Gate] = weakref.WeakKeyDictionary()
 
 
 def end_updates(model: nn.Module, patience_s: float = PATIENCE_S) -> bool:
-    """End a trained model's updates, after one that is under way; from any thread. Return whether the
-    weights are whole, and stay as they are.
+    """End a trained model's updates, after one that is under way; from any thread. Return whether
+    the weights are whole, and stay as they are.
     """
     gate = _GATES.get(model)
     return gate is None or gate.close(patience_s)
@@ -227,8 +227,8 @@ class Trained(WholeModel, ABC):
 
     @abstractmethod
     def update(self) -> float:
-        """Take an optimizer step on the gradients collected since the last; return their norm. Raises
-        LearnerError if that is not finite; the weights are left as they were.
+        """Take an optimizer step on the gradients collected since the last; return their norm.
+        Raises LearnerError if that is not finite; the weights are left as they were.
         """
 
     @abstractmethod
@@ -243,8 +243,8 @@ class Trained(WholeModel, ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return masters, AdamW's moments and the schedule's position, or this rank's pieces of them.
-        Tensors share memory with what is trained, and stay when that is put elsewhere.
+        """Return masters, AdamW's moments and the schedule's position, or this rank's pieces of
+        them. Tensors share memory with what is trained, and stay when that is put elsewhere.
         """
 
     @abstractmethod
@@ -329,8 +329,8 @@ class TrainedModel(Trained):
         return training_mode(self.model)
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """Return the gradients collected since the last update, by name, to be changed in place; those
-        that a pass has reached.
+        """Return the gradients collected since the last update, by name, to be changed in place;
+        those that a pass has reached.
         """
         pairs = zip(self._names, self._masters, strict=True)
         return {name: master.grad for name, master in pairs if master.grad is not None}
@@ -356,8 +356,8 @@ class TrainedModel(Trained):
         return norm
 
     def of_updates(self) -> list[Tensor]:
-        """Return the tensors that only updates and states need: moments, and masters of copies, but not
-        gradients, to which passes add.
+        """Return the tensors that only updates and states need: moments, and masters of copies, but
+        not gradients, to which passes add.
         """
         states = (self._optimizer.state.get(master, {}) for master in self._masters)
         moments = [value for state in states for key, value in state.items() if key != STEP]

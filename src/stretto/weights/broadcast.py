@@ -53,8 +53,8 @@ class WeightSender(SharedChannel):
 class WeightReceiver:
     """A follower's end: a channel whose tensors arrive while they are read.
 
-    Each rank of the learner sends its own parts; the follower takes those that it holds. ``mark`` is
-    of what was received last.
+    Each rank of the learner sends its own parts; the follower takes those that it holds. ``mark``
+    is of what was received last.
 
     Args:
         tensors: the parameters that travel, by name, as they are held here; only their shapes and
@@ -85,8 +85,8 @@ class WeightReceiver:
         self.mark = ""
 
     def expect(self, ref: WeightsRef, marks: Sequence[str], routes: Sequence[Route]) -> None:
-        """Prepare to receive a ticket's tensors from each rank of the learner, by plans with these marks;
-        raises EngineError if this side has others.
+        """Prepare to receive a ticket's tensors from each rank of the learner, by plans with these
+        marks; raises EngineError if this side has others.
         """
         own = [plan.mark for plan in self._plans]
         if list(marks) != own:

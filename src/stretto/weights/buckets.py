@@ -50,8 +50,8 @@ class BucketPlan:
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> BucketPlan:
-        """Put tensors, of which only shapes and types are looked at, into buckets of at most so many
-        bytes, in their order. No tensor is cut: a larger one has its own bucket.
+        """Put tensors, of which only shapes and types are looked at, into buckets of at most so
+        many bytes, in their order. No tensor is cut: a larger one has its own bucket.
         """
         buckets: list[TensorBucket] = []
         places: list[PackedTensor] = []

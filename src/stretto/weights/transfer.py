@@ -47,8 +47,8 @@ class Meeting:
 class Route:
     """The way to a transfer's group, of a rank and a size; the sender is rank 0.
 
-    The channel is the purpose of the group, such as the weights of one model, the epoch the number of
-    the channel's group, another one for every group that ever was.
+    The channel is the purpose of the group, such as the weights of one model, the epoch the number
+    of the channel's group, another one for every group that ever was.
     """
 
     meeting: Meeting
@@ -76,8 +76,8 @@ class Transfers:
         self._buffers: dict[str, list[Tensor]] = {}
 
     def send(self, route: Route, plan: BucketPlan, tensors: Mapping[str, Tensor]) -> str:
-        """Send tensors by their plan; return the mark of what was sent. Raises TransferError if they
-        have not been taken in time.
+        """Send tensors by their plan; return the mark of what was sent. Raises TransferError if
+        they have not been taken in time.
         """
         until_s = time.monotonic() + route.meeting.timeout_s
         sums, works = [], [None, None]
@@ -96,8 +96,8 @@ class Transfers:
     def receive(
         self, route: Route, plan: BucketPlan, sums: list[int]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Receive tensors by their plan; each is good until the next is asked for. ``sums`` gets the
-        checksum of each bucket. Raises TransferError if they have not come in time.
+        """Receive tensors by their plan; each is good until the next is asked for. ``sums`` gets
+        the checksum of each bucket. Raises TransferError if they have not come in time.
         """
         until_s = time.monotonic() + route.meeting.timeout_s
         with self._broken_off(route):

@@ -34,11 +34,8 @@ from stretto.pipelines.schedule import PipelineSchedule
 
 @dataclass(frozen=True, slots=True)
 class TaskWork:
-    """One micro-batch of one model.
-
-    Attributes:
-        tokens: ids [b, L], padded on the right. Every stage reads the shape, the first the values.
-        loss: from the last hidden states [b, L, H] to a scalar; called once, by the last stage.
+    """One micro-batch of one model: token ids [b, L], padded on the right, and the loss of its last
+    hidden states [b, L, H]; every stage reads the shape of the ids, the last calls the loss once.
     """
 
     tokens: Tensor
@@ -46,9 +43,8 @@ class TaskWork:
 
 
 class PipelineExecutor:
-    """One rank of an initialised process group, with its stages; made on all ranks at once.
-
-    Raises ConfigError if the layout does not cover the ranks, or has other stages here.
+    """One rank of an initialised process group, with its stages; made on all ranks at once. Raises
+    ConfigError if the layout does not cover the ranks, or has other stages here.
     """
 
     def __init__(
@@ -84,12 +80,9 @@ class PipelineExecutor:
     ) -> Timings:
         """Run all micro-batches of all pipelines; gradients add up in the parameters' ``.grad``.
 
-        Raises ConfigError if problem and schedule are not of so many micro-batches.
-
-        Args:
-            problem: that the schedule was made for: its latencies say in which order tensors are
-                made.
-            actor, critic: pipeline p takes the p-th consecutive part; the same shapes on all ranks.
+        The schedule was made for the problem, whose latencies say in which order tensors are made.
+        Pipeline p takes the p-th consecutive part of a model's works, of the same shapes on all
+        ranks.
         """
         self._layout.require(problem, len(actor), len(critic))
         program = instructions(problem, schedule)[self._rank]
@@ -112,11 +105,8 @@ class PipelineExecutor:
         return watch.timings(word)
 
     def reduce(self, name: Name, gradients: Mapping[str, Tensor]) -> None:
-        """Sum in place over the model's pipelines, and a tied weight's over its two stages, too.
-
-        Args:
-            gradients: of this rank's stage, by names in the whole model. Ranks with the same stage
-                give the same names.
+        """Sum gradients, by names in the whole model, in place over the model's pipelines, and a
+        tied weight's over its two stages, too.
         """
         under_way, tied = [], self._stages[name].tied
         for groups, of_tied in ((self._same, False), (self._ends, True)):
@@ -128,9 +118,8 @@ class PipelineExecutor:
             work.wait()
 
     def norm(self, name: Name, gradients: Mapping[str, Tensor]) -> float:
-        """Return the norm of the whole model's reduced gradients, each parameter counted once.
-
-        It is the same number, to the bit, on all ranks.
+        """Return the norm of the whole model's reduced gradients, each parameter counted once; the
+        same number, to the bit, on all ranks.
         """
         pipeline, _ = self._layout.place(name, self._rank)
         stage = self._stages[name]
@@ -155,8 +144,7 @@ class _Pass:
     Attributes:
         arriving: inputs asked for, by task.
         inputs: of micro-batches between forward and backward; their gradients end there.
-        roots: where backward passes start: the loss, or the place of the output in the graph,
-            which does not keep the output itself.
+        roots: starts of backward passes: the loss, or the output's place in the graph, without it.
     """
 
     stage: Stage
@@ -207,8 +195,7 @@ class _Pass:
 class Stopwatch:
     """A recorder of this rank's moments; made on all ranks at once, which is their common start.
 
-    Ranks share the machine's clock. On a GPU the moments are those of its stream, so that nothing
-    has to wait for them.
+    Ranks share the machine's clock. On a GPU the moments are those of its stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -243,9 +230,8 @@ class Stopwatch:
 
 
 class Outbox:
-    """Sends under way; a tensor is kept until it has left, and no longer.
-
-    gloo tells that a send is done only to those who wait for it, so a thread does.
+    """Sends under way; a tensor is kept until it has left, and no longer. A thread waits for
+    gloo's, which tells only then that a send is done.
     """
 
     def __init__(self) -> None:
@@ -304,10 +290,8 @@ _Groups = dict[Name, dist.ProcessGroup]
 
 
 def _groups(layout: StageLayout, rank: int) -> tuple[_Groups, _Groups]:
-    """Make the groups in which a model's gradients are summed; on all ranks at once.
-
-    Ranks with one stage of a model sum its gradients over the pipelines. Those with the first and
-    the last stage sum a tied weight's over both, in one go.
+    """Make the groups in which gradients are summed, on all ranks at once: those of the ranks with
+    one stage of a model, and those of the ranks with its first and last, for a tied weight.
     """
     same, ends = _Groups(), _Groups()
     for name in NAMES:

@@ -35,9 +35,8 @@ Kind = Literal["F", "B"]
 
 @dataclass(frozen=True, slots=True)
 class PipelineTask:
-    """Forward or backward of a micro-batch on this rank's stage of a pipeline.
-
-    Pipelines count from 0, the actor's first, micro-batches within their pipeline.
+    """Forward or backward of a micro-batch on this rank's stage of a pipeline; these count from 0,
+    the actor's first, micro-batches within their pipeline.
     """
 
     kind: Kind
@@ -70,8 +69,8 @@ def instructions(
 ) -> tuple[tuple[Instruction, ...], ...]:
     """List the instructions of each rank, in order; rank r is device r.
 
-    The problem's latencies give the order in which tensors are made. The instructions are right for
-    any latencies, and fastest for true ones. Raises ConfigError if the schedule cannot run.
+    They are right for any latencies, and fastest where the problem's are true. Raises ConfigError
+    if the schedule cannot run.
     """
     done = evaluate(problem, schedule)
     graph = make_graph(problem)
@@ -115,11 +114,8 @@ def _sent(graph: Graph, task: int) -> Send | None:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Times of a rank's tasks, in seconds from a start that all ranks share.
-
-    Attributes:
-        asked: when the rank was free for each task, and began to wait for its input.
-        start, end: when its input was there, and when it was done.
+    """Times of a rank's tasks, in seconds from a start that all ranks share: when it began to wait
+    for the input of each, when that was there, and when the task was done.
     """
 
     word: tuple[PipelineTask, ...]
@@ -133,16 +129,12 @@ def profile(
     timings: Sequence[Timings],
     saved_bytes: Sequence[tuple[int, int]],
 ) -> Problem:
-    """Return the problem in microseconds and bytes, as measured.
+    """Return the problem in microseconds and bytes, as measured in one run of all ranks.
 
     The latency of a stage's forwards is their median over micro-batches and pipelines, and so is
     that of its backwards. Communication is the median over those transfers that the receiver was
-    already waiting for when their tensor was made; how long others took cannot be seen.
-
-    Args:
-        timings: of all ranks, of one run; the first run of a process is no good measure.
-        saved_bytes: that a micro-batch of the actor and one of the critic keep, of each rank
-            (:func:`~stretto.pipelines.executor.executor.saved_bytes`).
+    already waiting for when their tensor was made; how long others took cannot be seen. Each rank's
+    saved bytes are those of a micro-batch of the actor, and of one of the critic.
     """
     actor, critic = zip(*saved_bytes, strict=True)
     return Problem(

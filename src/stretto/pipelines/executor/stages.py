@@ -42,8 +42,6 @@ class Stage(nn.Module):
 
     Attributes:
         index, stages: number of this stage, from 0, and of all stages.
-        hidden_size: H.
-        dtype: type of hidden states.
         names: own parameter names to those in the whole model; a tied weight has the one name under
             which the model lists it.
         tied: names, in the whole model, of weights that the first and the last stage both hold.
@@ -97,9 +95,9 @@ class Stage(nn.Module):
 def cut(model: nn.Module, stages: int, index: int) -> Stage:
     """Make a stage of a causal language model or sequence classifier, which shares its parameters.
 
-    Layers are divided evenly; where they do not divide, the first stages have one more. The model
-    may be wrapped in LoRA adapters. Raises ModelError if it has fewer layers than stages, or does
-    not say what its parts are.
+    Layers, also with LoRA adapters, are divided evenly; where they do not divide, the first stages
+    have one more. Raises ModelError if there are too few, or the model does not say what its parts
+    are.
     """
     known = {id(p): name for name, p in model.named_parameters()}
     decoder: Any = backbone(model)
@@ -184,9 +182,8 @@ def for_sending(stage: Stage) -> Stage:
 
 
 def check_stages(config: PipelineConfig, name: Name, model: nn.Module) -> None:
-    """Check that a model can be cut as the settings say, with ``ranks`` above 0.
-
-    Raises ModelError if it cannot; see :func:`check_cut`.
+    """Check that a model can be cut as the settings say, with ``ranks`` above 0; see
+    :func:`check_cut`.
     """
     try:
         check_cut(model, config.stages(name))
@@ -196,9 +193,8 @@ def check_stages(config: PipelineConfig, name: Name, model: nn.Module) -> None:
 
 @torch.no_grad()
 def check_cut(model: nn.Module, stages: int) -> None:
-    """Check that the stages, one after the other, compute the same as the model.
-
-    Raises ModelError if it has fewer layers than stages, or parts that cannot be cut apart.
+    """Check that the stages, one after the other, compute the same as the model; raises ModelError
+    if it has fewer layers than stages, or parts that cannot be cut apart.
     """
     parts = [cut(model, stages, index) for index in range(stages)]
     _check_parameters(model, parts)
@@ -240,9 +236,8 @@ def _check_parameters(model: nn.Module, parts: list[Stage]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StageLayout:
-    """Layout of the two models on the ranks; rank r is device r of the problem.
-
-    Raises ConfigError if the two do not cover the same ranks.
+    """Layout of the two models on the ranks; rank r is device r of the problem. Raises ConfigError
+    if the two do not cover the same ranks.
     """
 
     actor_stages: int
@@ -282,10 +277,7 @@ class StageLayout:
         return pipeline * stages + (stage if name == "actor" else stages - 1 - stage)
 
     def require(self, problem: Problem, *micro_batches: int) -> None:
-        """Check that a problem is of this layout, and of so many micro-batches of each model.
-
-        Raises ConfigError if it is not, or they do not divide evenly among the pipelines.
-        """
+        """Check that a problem is of this layout, and of so many micro-batches of each model."""
         for name, model, count in zip(NAMES, problem.models, micro_batches, strict=True):
             given = model.stages, model.pipelines, model.pipelines * model.micro_batches
             wanted = (*self.of(name), count)
