@@ -83,7 +83,7 @@ def make_graph(problem: Problem) -> Graph:
     tasks = np.bincount(device_of, weights=length, minlength=problem.devices)
     word_at = np.concatenate([[0], np.cumsum(tasks)]).astype(np.int64)
     queue_of = np.repeat(np.arange(len(rows), dtype=np.int64), length)
-    return Graph(*columns, rival, queues, word_at, queue_of)
+    return Graph._make([*columns, rival, queues, word_at, queue_of])
 
 
 def capacity_units(problem: Problem, capacity: float | None) -> int:

@@ -74,7 +74,7 @@ def decode(g: Graph, key: Floats, rules: Rules, capacity: int, word: Ints, start
                 when[device[q]] = 0
     latency = 0
     for _ in range(word.size):
-        d = np.argmin(when)
+        d = int(np.argmin(when))
         if when[d] == _NEVER:
             return -1
         q = _highest(queues, offset, key, done, fits, arrival, d, when[d] + window[d])
@@ -106,7 +106,7 @@ def decode(g: Graph, key: Floats, rules: Rules, capacity: int, word: Ints, start
 
 
 @njit(cache=True, nogil=True)
-def _soonest(queues: Ints, fits: Flags, arrival: Ints, d: int, free: int) -> np.int64:
+def _soonest(queues: Ints, fits: Flags, arrival: Ints, d: int, free: np.int64) -> np.int64:
     soonest = _NEVER
     for j in range(4 * d, 4 * d + 4):
         if fits[queues[j]]:

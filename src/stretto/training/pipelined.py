@@ -7,11 +7,12 @@ and norms come back, and at the end of a step the new weights do.
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -126,16 +127,6 @@ class StagedModel(Trained):
         return [(n, s) for n, s in zip(self._names, said, strict=True) if s is not None]
 
 
-class _Ran(NamedTuple):
-    """Seconds of a mini-batch's passes: from the first task to the last, of a rank's work on
-    average, and those that were predicted; ``None`` before latencies are measured.
-    """
-
-    makespan_s: float
-    busy_s: float
-    predicted_s: float | None
-
-
 class PipelinedBackprop:
     """Passes of both models at once, by a schedule.
 
@@ -157,7 +148,8 @@ class PipelinedBackprop:
         self._planner, self._layout, self._config = planner, layout, config
         self._budget = budget
         self._runs = 0
-        self._ran: list[_Ran] = []
+        # Of each mini-batch: from first to last task, of a rank's work on average, and predicted.
+        self._seconds: list[tuple[float, float, float]] = []
 
     def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
         wanted = self._config.micro_batches or len(by_token_budget(tokens, self._budget))
@@ -174,9 +166,9 @@ class PipelinedBackprop:
         )
         timings = [times for times, _ in said]
         busy_s = fmean(sum(t.end) - sum(t.start) for t in timings)
-        predicted_s = None if plan.predicted_us is None else plan.predicted_us / 1e6
+        predicted_s = math.nan if plan.predicted_us is None else plan.predicted_us / 1e6
         self._runs += 1
-        self._ran.append(_Ran(makespan_us(timings) / 1e6, busy_s, predicted_s))
+        self._seconds.append((makespan_us(timings) / 1e6, busy_s, predicted_s))
         if self._runs >= MEASURED_RUN and not (missing or self._planner.measured):
             kept = self.ranks.call("saved_bytes", batches[0])
             self._planner.measure(profile(self._layout, timings, kept))
@@ -191,18 +183,12 @@ class PipelinedBackprop:
         """
         for model in self.models.values():
             model.fetch()
-        ran, self._ran = self._ran, []
-        if not ran:
+        seconds, self._seconds = self._seconds, []
+        if not seconds:
             return {}
-        step_s = sum(r.makespan_s for r in ran)
-        stats = {
-            "pipeline/step_s": step_s,
-            "pipeline/bubble_fraction": 1 - sum(r.busy_s for r in ran) / step_s,
-        }
-        predicted_s = [r.predicted_s for r in ran if r.predicted_s is not None]
-        if len(predicted_s) == len(ran):
-            stats["pipeline/predicted_s"] = sum(predicted_s)
-        return stats
+        step_s, busy_s, predicted_s = map(sum, zip(*seconds, strict=True))
+        stats = {"pipeline/step_s": step_s, "pipeline/bubble_fraction": 1 - busy_s / step_s}
+        return stats if math.isnan(predicted_s) else {**stats, "pipeline/predicted_s": predicted_s}
 
 
 def start(
@@ -265,12 +251,8 @@ def start(
 
 def layout_of(config: PipelineConfig) -> StageLayout:
     """Return the layout of the stages over pipelines."""
-    return StageLayout(
-        actor_stages=config.stages("actor"),
-        actor_pipelines=config.pipelines("actor"),
-        critic_stages=config.stages("critic"),
-        critic_pipelines=config.pipelines("critic"),
-    )
+    actor, critic = ((config.stages(name), config.pipelines(name)) for name in NAMES)
+    return StageLayout(*actor, *critic)
 
 
 def _trained_names(stage: Stage) -> Names:

@@ -57,7 +57,9 @@ def packed(state: Mapping[str, Any], rank: int = 0, ranks: int = 1) -> dict[str,
         tensors = {f"{model}/{_MASTERS}/{name}": own["masters"][name] for name in names}
         for key in _MOMENTS:
             tensors |= {f"{model}/{key}/{names[i]}": held[key] for i, held in moments.items()}
-        pieces |= {name: _piece(value) for name, value in tensors.items()}
+        for name, t in tensors.items():
+            whole = isinstance(t, Tensor)
+            pieces[name] = Piece(t, tuple(t.shape), box_of(t.shape)) if whole else t
         models[model] = {
             "names": names,
             "steps": {names[i]: float(held[STEP]) for i, held in moments.items()},
@@ -85,12 +87,6 @@ def write(file: Path, state: Mapping[str, Any]) -> None:
             raise OSError(str(error)) from error
         raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
     files.sync(file)  # only this machine can, where the folder is another's
-
-
-def _piece(value: Tensor | Piece) -> Piece:
-    if isinstance(value, Piece):
-        return value
-    return Piece(value, tuple(value.shape), box_of(value.shape))
 
 
 # -- reading -------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ Shapes: b rows or pairs of a pass, L padded tokens, N learned tokens of all of t
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import compress
@@ -111,9 +112,9 @@ def hold_out(
     least this share of the rows is held out; the seed does not change the order of training. Raises
     TaskError if nothing is left to train on.
     """
-    groups: dict[Hashable, list[int]] = {}
+    groups = defaultdict[Hashable, list[int]](list)
     for index, row in enumerate(rows):
-        groups.setdefault(key(row), []).append(index)
+        groups[key(row)].append(index)
     members = list(groups.values())
     wanted, held = share * len(rows), set[int]()
     for at in np.random.default_rng([seed % 2**64, 2**32]).permutation(len(members)):
@@ -126,10 +127,8 @@ def hold_out(
             "leaves nothing to train on; lower it (0 holds none out), or give more rows",
             "nothing-to-train-on",
         )
-    return (
-        [row for i, row in enumerate(rows) if i not in held],
-        [row for i, row in enumerate(rows) if i in held],
-    )
+    kept = [row for i, row in enumerate(rows) if i not in held]
+    return kept, [row for i, row in enumerate(rows) if i in held]
 
 
 # -- fine-tuning ---------------------------------------------------------------------------------

@@ -147,12 +147,10 @@ class Transfers:
 
     def _joined(self, route: Route, until_s: float) -> Any:
         """Return the route's group; the channel's last one, if it is that."""
-        epoch, group = self._groups.get(route.channel, (None, None))
-        if epoch != route.epoch:
+        if self._groups.get(route.channel, (None, None))[0] != route.epoch:
             self._leave(route.channel)
-            group = _join(route, self._device, until_s)
-            self._groups[route.channel] = route.epoch, group
-        return group
+            self._groups[route.channel] = route.epoch, _join(route, self._device, until_s)
+        return self._groups[route.channel][1]
 
     def _two_buffers(self, route: Route, plan: BucketPlan) -> list[Tensor]:
         device = self._device if route.meeting.backend == "nccl" else torch.device("cpu")
