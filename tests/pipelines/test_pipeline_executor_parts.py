@@ -29,7 +29,7 @@ from stretto.pipelines.executor.instructions import (
 from stretto.pipelines.executor.stages import Name, StageLayout, cut
 from stretto.pipelines.graph import make_graph
 from stretto.pipelines.problem import ModelPipelines, Problem
-from stretto.pipelines.schedule import PipelineSchedule, check, evaluate
+from stretto.pipelines.schedule import PipelineSchedule, evaluate
 
 # Instructions
 
@@ -85,7 +85,6 @@ def simulate(programs: Sequence[Sequence[Instruction]], strict: bool) -> bool:
 def test_every_rank_ends_whatever_the_schedule(data: st.DataObject) -> None:
     problem = data.draw(problems())
     schedule = random_schedule(problem, lambda ready: data.draw(st.sampled_from(ready)))
-    assert check(problem, schedule) == ""
     programs = instructions(problem, schedule)
     for word, program in zip(schedule.words, programs, strict=True):
         tasks = [step for step in program if isinstance(step, PipelineTask)]
@@ -160,7 +159,7 @@ def test_what_is_made_while_a_rank_works_is_asked_for_before() -> None:
 
 def test_a_schedule_that_cannot_run_has_no_instructions() -> None:
     side = model(2, 1, 1)
-    with raises(ConfigError, "invalid-schedule", "device 0: backward of micro-batch 0"):
+    with raises(ConfigError, "deadlock", "0B of micro-batch 0 on device 0"):
         instructions(
             Problem(side, side),
             PipelineSchedule((("0B", "0F", "1F", "1B"), ("1F", "0F", "0B", "1B"))),

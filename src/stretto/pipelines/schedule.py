@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count, pairwise
@@ -11,7 +12,6 @@ import numpy as np
 
 from stretto.errors import ConfigError
 from stretto.pipelines.graph import (
-    BACKWARD,
     FORWARD,
     Graph,
     Ints,
@@ -40,18 +40,6 @@ class PipelineSchedule:
         return {"devices": [" ".join(word) for word in self.words]}
 
     @classmethod
-    def from_json(cls, data: object) -> PipelineSchedule:
-        """Make a schedule of such data; :func:`check` says if it is valid."""
-        words = data.get("devices") if isinstance(data, dict) else None
-        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-            raise ConfigError(
-                'a schedule must be a JSON object with "devices", a list of strings such as '
-                '"0F 1F 1B 0B"',
-                "not-a-schedule",
-            )
-        return cls(tuple(tuple(word.split()) for word in words))
-
-    @classmethod
     def of_tasks(cls, graph: Graph, word: Ints) -> PipelineSchedule:
         """Make a schedule from task numbers [T], device after device."""
         letters = [_letter(graph, q) for q in graph.queue_of[word].tolist()]
@@ -62,88 +50,25 @@ class PipelineSchedule:
         the letters that the problem asks for.
         """
         graph = make_graph(problem)
-        if len(self.words) != problem.devices:
+        queues = [
+            {_letter(graph, q): q for q in own} for own in graph.queues.reshape(-1, 4).tolist()
+        ]
+        wanted = [Counter({letter: graph.length[q] for letter, q in own.items()}) for own in queues]
+        if [Counter(word) for word in self.words] != wanted:
             raise ConfigError(
-                f"the schedule has {len(self.words)} devices, the problem {problem.devices}; they "
-                "must be of the same problem",
-                "other-devices",
+                "the schedule's words do not have a letter for each task of the problem; they must "
+                "be of the same problem",
+                "other-problem",
             )
-        return np.concatenate([self._device(graph, d) for d in range(problem.devices)])
-
-    def _device(self, graph: Graph, d: int) -> Ints:
-        word = self.words[d]
-        queues = {_letter(graph, q): q for q in graph.queues[4 * d : 4 * d + 4].tolist()}
-        if unknown := [letter for letter in word if letter not in queues]:
-            raise ConfigError(
-                f"device {d}: no task '{unknown[0]}' there; it runs {', '.join(queues)}",
-                "unknown-task",
-            )
-        for letter, q in queues.items():
-            if word.count(letter) != graph.length[q]:
-                raise ConfigError(
-                    f"device {d}: '{letter}' stands {word.count(letter)} times; it must once for "
-                    f"each of the {graph.length[q]} micro-batches",
-                    "not-once-a-micro-batch",
-                )
-        numbers = {letter: count(int(graph.offset[q])) for letter, q in queues.items()}
-        return np.array([next(numbers[letter]) for letter in word], dtype=np.int64)
+        tasks = []
+        for word, own in zip(self.words, queues, strict=True):
+            numbers = {letter: count(int(graph.offset[q])) for letter, q in own.items()}
+            tasks += [next(numbers[letter]) for letter in word]
+        return np.array(tasks, dtype=np.int64)
 
 
 def _letter(graph: Graph, q: int) -> str:
     return f"{graph.pipeline[q]}{'FB'[graph.kind[q]]}"
-
-
-def check(problem: Problem, schedule: PipelineSchedule) -> str:
-    """Return why the schedule cannot run; an empty string if it can, whatever the memory."""
-    try:
-        word = schedule.tasks(problem)
-    except ConfigError as error:
-        return str(error)
-    graph = make_graph(problem)
-    return _early_backward(graph, word) or _circle(graph, word)
-
-
-def _early_backward(graph: Graph, word: Ints) -> str:
-    """Name the first backward that comes before its forward, if one does."""
-    place = np.argsort(word)
-    queue = graph.queue_of[word]
-    batch = word - graph.offset[queue]
-    early = place[graph.offset[graph.mate[queue]] + batch] > np.arange(word.size)
-    found = np.flatnonzero((graph.kind[queue] == BACKWARD) & early)
-    if not found.size:
-        return ""
-    q = queue[found[0]]
-    return (
-        f"device {graph.device[q]}: backward of micro-batch {batch[found[0]]} of pipeline "
-        f"{graph.pipeline[q]} before its forward"
-    )
-
-
-def _circle(graph: Graph, word: Ints) -> str:
-    """Name the tasks that wait for each other in a circle, if some do."""
-    order = np.empty_like(word)
-    ran = earliest_starts(graph, word, np.zeros_like(word), order)
-    if ran == word.size:
-        return ""
-    finished, tasks = set(order[:ran].tolist()), word.tolist()
-    task = next(t for t in tasks if t not in finished)
-    path: list[int] = []
-    while task not in path:
-        path.append(task)
-        q = int(graph.queue_of[task])
-        before = int(graph.before[q])
-        input_ = int(graph.offset[before]) + task - int(graph.offset[q]) if before >= 0 else task
-        waits_for_input = before >= 0 and input_ not in finished
-        task = input_ if waits_for_input else tasks[tasks.index(task) - 1]
-    circle = path[path.index(task) :]
-    steps = [_describe(graph, t) for t in [*circle, circle[0]]]
-    return f"devices wait for each other: {' waits for '.join(steps)}"
-
-
-def _describe(graph: Graph, task: int) -> str:
-    q = int(graph.queue_of[task])
-    batch = task - int(graph.offset[q])
-    return f"{_letter(graph, q)} of micro-batch {batch} on device {graph.device[q]}"
 
 
 def _spans(graph: Graph) -> list[tuple[int, int]]:
@@ -187,16 +112,18 @@ class Evaluation:
 
 
 def evaluate(problem: Problem, schedule: PipelineSchedule) -> Evaluation:
-    """Run a schedule on paper; raises ConfigError with the reason if it cannot run."""
-    if reason := check(problem, schedule):
-        raise ConfigError(f"the schedule is not valid: {reason}", "invalid-schedule")
-    return evaluate_tasks(problem, make_graph(problem), schedule.tasks(problem))
-
-
-def evaluate_tasks(problem: Problem, graph: Graph, word: Ints) -> Evaluation:
-    """Evaluate a valid word of task numbers [T]."""
+    """Run a schedule on paper; raises ConfigError if devices wait for each other for ever."""
+    graph, word = make_graph(problem), schedule.tasks(problem)
     starts, order = np.empty(word.size, np.int64), np.empty(word.size, np.int64)
-    earliest_starts(graph, word, starts, order)
+    ran = earliest_starts(graph, word, starts, order)
+    if ran < word.size:
+        stuck = [
+            word[low:high][~np.isin(word[low:high], order[:ran])] for low, high in _spans(graph)
+        ]
+        tasks = ", ".join(_described(graph, int(own[0])) for own in stuck if own.size)
+        raise ConfigError(
+            f"the schedule cannot run: devices wait for each other at {tasks}", "deadlock"
+        )
     peaks = np.zeros(problem.devices, np.int64)
     peak_memory(graph, word, peaks)
     latency = int(latency_of(graph, word, starts))
@@ -204,6 +131,12 @@ def evaluate_tasks(problem: Problem, graph: Graph, word: Ints) -> Evaluation:
     bubbles = (_bubbles(graph, word, starts, d, latency, capacity) for d in range(peaks.size))
     memory = tuple(int(peak) / problem.memory_scale for peak in peaks)
     return Evaluation(latency, memory, tuple(bubbles), starts, word)
+
+
+def _described(graph: Graph, task: int) -> str:
+    q = int(graph.queue_of[task])
+    batch = task - int(graph.offset[q])
+    return f"{_letter(graph, q)} of micro-batch {batch} on device {graph.device[q]}"
 
 
 def _bubbles(

@@ -70,9 +70,8 @@ class Incumbent:
     """The best schedule so far, ``word`` [T]: the shortest, and of those the one with the lowest
     peak.
 
-    Memory is in the graph's units. ``enough`` is a peak that is low enough; ``formula`` is the
-    lower bound of the latency by formula, ``bound`` the best one, ``memory_bound`` that of the peak
-    at the best latency.
+    Memory is in the graph's units. ``enough`` is a peak that is low enough; ``bound`` is a lower
+    bound of the latency, ``memory_bound`` of the peak at the best latency.
     """
 
     def __init__(self, problem: Problem, seconds: float, enough: float) -> None:
@@ -80,7 +79,7 @@ class Incumbent:
         self.begun = time.monotonic()
         self.deadline = self.begun + seconds
         self.capacity = capacity_units(problem, problem.capacity)
-        self.formula = self.bound = latency_bound(problem)
+        self.bound = latency_bound(problem)
         self.memory_bound = int(self.graph.memory.max())
         self.enough = max(self.memory_bound, capacity_units(problem, enough))
         self.word: Ints = np.empty(0, np.int64)

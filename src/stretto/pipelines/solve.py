@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
 
 import numpy as np
 
 from stretto.errors import ConfigError
 from stretto.pipelines.problem import ModelPipelines, Problem
-from stretto.pipelines.schedule import Evaluation, PipelineSchedule, evaluate_tasks
+from stretto.pipelines.schedule import Evaluation, PipelineSchedule, evaluate
 from stretto.pipelines.search import (
     Descent,
     Improvement,
@@ -24,7 +23,6 @@ from stretto.pipelines.search import (
 
 SEEDS = 2**31
 """Seeds are below this."""
-Status = Literal["proved optimal", "at the bound", "best found"]
 
 
 def descend(best: Incumbent, seed: int, threads: int) -> None:
@@ -38,15 +36,12 @@ class Solution:
 
     Attributes:
         bound: latency below which there is no schedule, in ticks.
-        status: of its latency: ``at the bound``, which proves it the shortest; ``proved optimal``,
-            above the bound of the formula, where the search can prove it; or ``best found``.
         memory_bound: memory below which there is no schedule of this latency.
     """
 
     schedule: PipelineSchedule
     evaluation: Evaluation
     bound: int
-    status: Status
     memory_bound: float
     seconds: float
     trace: tuple[Improvement, ...]
@@ -61,6 +56,11 @@ class Solution:
     def peak(self) -> float:
         """Highest memory of the schedule on any device."""
         return self.evaluation.peak
+
+    @property
+    def status(self) -> str:
+        """The status of the latency: at the bound, which proves it the shortest, or not."""
+        return "at the bound" if self.makespan <= self.bound else "best found"
 
     @property
     def memory_proved(self) -> bool:
@@ -106,16 +106,11 @@ def solve(
         if not keep_interrupted or not best.word.size:
             raise
         interrupted = True
-    status: Status = "best found"
-    if best.latency == best.formula:
-        status = "at the bound"
-    elif best.latency <= best.bound:
-        status = "proved optimal"
+    schedule = PipelineSchedule.of_tasks(best.graph, best.word)
     return Solution(
-        schedule=PipelineSchedule.of_tasks(best.graph, best.word),
-        evaluation=evaluate_tasks(problem, best.graph, best.word),
+        schedule=schedule,
+        evaluation=evaluate(problem, schedule),
         bound=best.bound,
-        status=status,
         memory_bound=best.memory_bound / problem.memory_scale,
         seconds=time.monotonic() - best.begun,
         trace=tuple(best.trace),

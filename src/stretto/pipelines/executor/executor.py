@@ -274,12 +274,9 @@ def connect(layout: StageLayout, rank: int, device: torch.device) -> None:
     so in one order of the pairs; in the middle of a run, where a rank asks for a tensor long before
     it is made, they could wait for each other in a circle.
     """
-    pairs = set()
-    for name in NAMES:
-        for low, high in pairwise(range(layout.ranks)):
-            if layout.place(name, low)[0] == layout.place(name, high)[0]:
-                pairs.add((low, high))
-    for low, high in sorted(pairs):
+    for low, high in pairwise(range(layout.ranks)):
+        if all(layout.place(name, low)[0] != layout.place(name, high)[0] for name in NAMES):
+            continue  # they hold stages of different pipelines alone
         if rank == low:
             dist.send(torch.zeros(1, device=device), high)
         elif rank == high:

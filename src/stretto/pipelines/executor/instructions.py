@@ -125,9 +125,7 @@ class Timings:
 
 
 def profile(
-    layout: StageLayout,
-    timings: Sequence[Timings],
-    saved_bytes: Sequence[tuple[int, int]],
+    layout: StageLayout, timings: Sequence[Timings], saved_bytes: Sequence[tuple[int, int]]
 ) -> Problem:
     """Return the problem in microseconds and bytes, as measured in one run of all ranks.
 
