@@ -30,7 +30,7 @@ from stretto.pipelines.graph import (
 )
 from stretto.pipelines.problem import ModelPipelines, Problem
 from stretto.pipelines.schedule import BUBBLES, PipelineSchedule, evaluate, memory_curve
-from stretto.pipelines.sizes import ModelShape, Parallel, make_problem
+from stretto.pipelines.sizes import Parallel, make_problem
 
 INSTANCES = json.loads((Path(__file__).parent / "pipeline_instances.json").read_text())
 
@@ -293,8 +293,7 @@ class TestProblem:
             model(4, 1, 3).merged(3)
 
     def test_from_sizes(self) -> None:
-        actor = Parallel(ModelShape.parse("33B"), 4, 8)
-        critic = Parallel(ModelShape.parse("40x5120"), 4, 4)
+        actor, critic = Parallel.of("33B", 4, 8), Parallel.of("40x5120", 4, 4)
         problem = make_problem(actor, critic, micro_batches=8, tokens=1000, teraflops=100.0)
         # Tensor parallelism 8 and 4: two stages of the critic become one of 20 layers.
         assert (problem.actor.stages, problem.actor.pipelines) == (4, 1)
@@ -310,7 +309,7 @@ class TestProblem:
         with raises(ConfigError, "micro-batches-not-divisible", "take a multiple of 2"):
             make_problem(actor, critic, micro_batches=7, tokens=1000, teraflops=100.0)
         with raises(ConfigError, "not-a-shape", "'12'"):
-            ModelShape.parse("12")
+            Parallel.of("12", 1)
 
 
 class TestBoundsAndBaselines:

@@ -114,7 +114,7 @@ def _check_files(options: Options) -> None:
 
 def _problem(options: Options) -> tuple[Problem, Units]:
     from stretto.pipelines.problem import Problem
-    from stretto.pipelines.sizes import UNITS, ModelShape, Parallel, Units, make_problem
+    from stretto.pipelines.sizes import UNITS, Parallel, Units, make_problem
 
     if options.problem:
         defaults = {field.name: field.default for field in fields(Options)}
@@ -132,8 +132,8 @@ def _problem(options: Options) -> tuple[Problem, Units]:
             f"{'is' if len(missing) == 1 else 'are'} missing"
         )
     problem = make_problem(
-        Parallel(ModelShape.parse(options.actor), options.actor_stages, options.actor_tp),
-        Parallel(ModelShape.parse(options.critic), options.critic_stages, options.critic_tp),
+        Parallel.of(options.actor, options.actor_stages, options.actor_tp),
+        Parallel.of(options.critic, options.critic_stages, options.critic_tp),
         micro_batches=options.micro_batches,
         tokens=options.tokens,
         teraflops=options.teraflops,

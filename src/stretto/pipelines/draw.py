@@ -24,11 +24,9 @@ _LEGEND = (
     (_CRITIC[0], "critic forward"),
     (_CRITIC[1], "critic backward"),
 )
-_WIDTH, _LEFT, _RIGHT, _LANE, _CURVE = 1000, 64, 24, 20, 150
+_WIDTH, _LEFT, _RIGHT, _LANE, _BAR, _CURVE = 1000, 64, 24, 20, 17, 150
 _LABELLED = 11.0
 """Pixels from which a bar has its micro-batch's number."""
-_NARROW = 2.0
-"""Pixels below which bars of a colour share one path, so that a file of very many stays small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +73,7 @@ def timeline_svg(problem: Problem, evaluation: Evaluation, title: str, units: Un
     scale = (_WIDTH - _LEFT - _RIGHT) / evaluation.latency
     top, devices = 64, problem.devices
     drawn = [f'<text class="title" x="{_LEFT}" y="24">{escape(title)}</text>', _legend(46)]
-    drawn += [
-        f'<text class="muted" x="{_LEFT - 8}" y="{top + _LANE * d + 14}" text-anchor="end">'
-        f"{d}</text>"
-        for d in range(devices)
-    ]
+    drawn += [_label(_LEFT - 8, top + _LANE * d + 14, str(d)) for d in range(devices)]
     drawn += _bars(bars(problem, graph, evaluation), top, scale)
     bottom = top + _LANE * devices + 8
     drawn.append(_time_axis(evaluation.latency, bottom, scale, units))
@@ -97,42 +91,29 @@ def timeline_svg(problem: Problem, evaluation: Evaluation, title: str, units: Un
         ".pale{fill:#14181f}.rule{stroke:var(--rule);fill:none}"
         ".curve{stroke:var(--muted);stroke-opacity:.45;fill:none}"
         ".peak{stroke:var(--ink);stroke-width:1.6;fill:none}"
-        ".narrow{stroke-width:17;fill:none}"
+        f".bar{{stroke-width:{_BAR};fill:none}}"
         ".limit{stroke:#cc6677;stroke-dasharray:5 4;fill:none}</style>"
         f'<rect width="100%" height="100%" rx="8" fill="var(--paper)"/>{"".join(drawn)}</svg>\n'
     )
 
 
 def _bars(drawn: list[TaskBar], top: int, scale: float) -> list[str]:
-    """Draw bars as rectangles; narrow ones as dashes of one thick line per colour and device."""
-    parts, narrow = [], defaultdict(list)
+    """Draw bars as dashes of a thick line for each device and colour, and numbers on wide ones."""
+    dashes, labels = defaultdict(list), []
     for bar in drawn:
-        if (bar.end - bar.start) * scale >= _NARROW:
-            parts.append(_bar(bar, top, scale))
-        else:
-            narrow[bar.device, bar.colour].append(bar)
-    for (device, colour), of in narrow.items():
-        dashes = "".join(
-            f"M{_LEFT + bar.start * scale:.2f} 0h{bar.gapless(scale):.2f}" for bar in of
-        )
-        y = top + _LANE * device + (_LANE - 3) / 2
-        parts.append(
-            f'<path class="narrow" stroke="{colour}" transform="translate(0 {y})" d="{dashes}"/>'
-        )
-    return parts
-
-
-def _bar(bar: TaskBar, top: int, scale: float) -> str:
-    x, y = _LEFT + bar.start * scale, top + _LANE * bar.device
-    width = (bar.end - bar.start) * scale
-    drawn = (
-        f'<rect x="{x:.2f}" y="{y}" width="{bar.gapless(scale):.2f}" height="{_LANE - 3}" '
-        f'fill="{bar.colour}"/>'
+        x, width = _LEFT + bar.start * scale, (bar.end - bar.start) * scale
+        dashes[bar.device, bar.colour].append(f"M{x:.2f} 0h{bar.gapless(scale):.2f}")
+        if width >= _LABELLED:
+            pale, y = " pale" if bar.backward else "", top + _LANE * bar.device + 12
+            labels.append(
+                f'<text class="on{pale}" x="{x + width / 2:.2f}" y="{y}">{bar.label}</text>'
+            )
+    lines = (
+        f'<path class="bar" stroke="{colour}" d="{"".join(of)}" '
+        f'transform="translate(0 {top + _LANE * device + _BAR / 2})"/>'
+        for (device, colour), of in dashes.items()
     )
-    if width >= _LABELLED:
-        pale = " pale" if bar.backward else ""
-        drawn += f'<text class="on{pale}" x="{x + width / 2:.2f}" y="{y + 12}">{bar.label}</text>'
-    return drawn
+    return [*lines, *labels]
 
 
 def _legend(y: float) -> str:
@@ -148,12 +129,13 @@ def _time_axis(latency: int, y: float, scale: float, units: Units) -> str:
     parts = [f'<path class="rule" d="M{_LEFT} {y}H{_LEFT + latency * scale:.1f}"/>']
     for t in range(0, latency + 1, step):
         x = _LEFT + t * scale
-        parts.append(
-            f'<path class="rule" d="M{x:.1f} {y}v4"/>'
-            f'<text class="muted" x="{x:.1f}" y="{y + 17}" text-anchor="middle">{t:,}</text>'
-        )
-    unit = f'<text class="muted" x="{_LEFT - 8}" y="{y + 17}" text-anchor="end">{units.time}</text>'
-    return "".join([*parts, unit])
+        parts.append(f'<path class="rule" d="M{x:.1f} {y}v4"/>')
+        parts.append(_label(x, y + 17, f"{t:,}", "middle"))
+    return "".join([*parts, _label(_LEFT - 8, y + 17, units.time)])
+
+
+def _label(x: float, y: float, text: str, anchor: str = "end") -> str:
+    return f'<text class="muted" x="{x:.5g}" y="{y:.5g}" text-anchor="{anchor}">{text}</text>'
 
 
 def _memory(
@@ -166,29 +148,25 @@ def _memory(
     def y_of(memory: float) -> float:
         return bottom - memory / highest * _CURVE
 
+    peak = units.of_memory(evaluation.peak)
+    title = f"{_memory_axis(units)} of each device; the highest is {peak}"
     drawn = [
-        f'<text class="muted" x="{_LEFT}" y="{top - 8}">{_memory_axis(units)} of each device; the '
-        f"highest is {units.of_memory(evaluation.peak)}</text>",
+        _label(_LEFT, top - 8, title, "start"),
         f'<path class="rule" d="M{_LEFT} {bottom}H{_LEFT + evaluation.latency * scale:.1f}"/>',
     ]
     step = tick_step(highest, 5)
     for i in range(int(highest / step) + 1):
         y = y_of(i * step)
-        drawn.append(
-            f'<path class="rule" d="M{_LEFT} {y:.1f}h-4"/><text class="muted" x="{_LEFT - 8}" '
-            f'y="{y + 4:.1f}" text-anchor="end">{i * step:,.10g}</text>'
-        )
+        drawn.append(f'<path class="rule" d="M{_LEFT} {y:.1f}h-4"/>')
+        drawn.append(_label(_LEFT - 8, y + 4, f"{i * step:,.10g}"))
     for curve, is_fullest in _curves(problem, graph, evaluation):
         (x, y), *rest = ((_LEFT + at * scale, y_of(held)) for at, held in curve)
         path = f"M{x:.1f} {y:.1f}" + "".join(f"H{x:.1f}V{y:.1f}" for x, y in rest)
         drawn.append(f'<path class="{"peak" if is_fullest else "curve"}" d="{path}"/>')
     for i, (limit, name) in enumerate(limits):
         y = y_of(limit)
-        drawn.append(
-            f'<path class="limit" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>'
-            f'<text class="muted" x="{_WIDTH - _RIGHT - 190 * i}" y="{y - 4:.1f}" '
-            f'text-anchor="end">{name}</text>'  # side by side, as the two may be equal
-        )
+        drawn.append(f'<path class="limit" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>')
+        drawn.append(_label(_WIDTH - _RIGHT - 190 * i, y - 4, name))  # as two may be equal
     return drawn
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from stretto.errors import ConfigError
 from stretto.pipelines.problem import ModelPipelines, Problem
 
-_SIZES = {"7B": (32, 4096), "13B": (40, 5120), "33B": (60, 6656), "65B": (80, 8192)}
+_SIZES = {"7B": "32x4096", "13B": "40x5120", "33B": "60x6656", "65B": "80x8192"}
 _LAYER_PARAMETERS = 12
 """Parameters of a transformer layer, in units of its width squared."""
 _LAYER_ACTIVATION_BYTES = 34
@@ -39,34 +39,27 @@ UNITS = Units("µs", "MiB")
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
-    """Layers and width of a transformer."""
+class Parallel:
+    """A transformer of so many layers and such a width, the stages of its pipelines, and the
+    devices of each stage.
+    """
 
     layers: int
     width: int
+    stages: int
+    tensor_parallel: int = 1
 
     @classmethod
-    def parse(cls, text: str) -> ModelShape:
+    def of(cls, shape: str, stages: int, tensor_parallel: int = 1) -> Parallel:
         """Read a LLaMA size (``13B``), or layers and width (``40x5120``); raises ConfigError."""
-        if text.upper() in _SIZES:
-            return cls(*_SIZES[text.upper()])
-        match = re.fullmatch(r"([1-9]\d{0,6})x([1-9]\d{0,6})", text)
+        match = re.fullmatch(r"([1-9]\d{0,6})x([1-9]\d{0,6})", _SIZES.get(shape.upper(), shape))
         if not match:
             raise ConfigError(
-                f"'{text}' is no model's shape: give layers and width, such as 40x5120, or one of "
+                f"'{shape}' is no model's shape: give layers and width, such as 40x5120, or one of "
                 f"{', '.join(_SIZES)}",
                 "not-a-shape",
             )
-        return cls(int(match[1]), int(match[2]))
-
-
-@dataclass(frozen=True, slots=True)
-class Parallel:
-    """A model, the stages of its pipelines, and the devices of each stage."""
-
-    shape: ModelShape
-    stages: int
-    tensor_parallel: int = 1
+        return cls(int(match[1]), int(match[2]), stages, tensor_parallel)
 
 
 def make_problem(
@@ -131,16 +124,16 @@ def _costs(
     parallel: Parallel, tokens: int, teraflops: float, backward_ratio: float
 ) -> dict[str, list[int]]:
     """Return latencies and memory of each stage; layers are dealt out as evenly as can be."""
-    shape, stages, tp = parallel.shape, parallel.stages, parallel.tensor_parallel
-    layers = [shape.layers // stages + (s < shape.layers % stages) for s in range(stages)]
-    layer_us = 2 * _LAYER_PARAMETERS * shape.width**2 * tokens / (teraflops * 1e6)
+    stages, width, tp = parallel.stages, parallel.width, parallel.tensor_parallel
+    layers = [parallel.layers // stages + (s < parallel.layers % stages) for s in range(stages)]
+    layer_us = 2 * _LAYER_PARAMETERS * width**2 * tokens / (teraflops * 1e6)
     if not layer_us * max(1.0, backward_ratio) < _MOST:
         raise ConfigError(
             f"a layer would take {layer_us:g} µs with {tokens} tokens at {teraflops:g} teraflops: "
             "that is too long to be planned for; check both numbers",
             "layer-too-long",
         )
-    layer_mib = _LAYER_ACTIVATION_BYTES * tokens * shape.width / 2**20
+    layer_mib = _LAYER_ACTIVATION_BYTES * tokens * width / 2**20
     return {
         "forward": [max(1, round(n * layer_us / tp)) for n in layers],
         "backward": [max(1, round(n * layer_us * backward_ratio / tp)) for n in layers],
@@ -153,10 +146,10 @@ def _devices_of_a_stage(actor: Parallel, critic: Parallel) -> int:
     for name, parallel in (("actor", actor), ("critic", critic)):
         what = f"tensor parallelism of the {name}"
         _require_whole(what, parallel.tensor_parallel, 1, "1 is none")
-        if not 1 <= parallel.stages <= parallel.shape.layers:
+        if not 1 <= parallel.stages <= parallel.layers:
             raise ConfigError(
-                f"{parallel.stages} stages of the {name}, which has {parallel.shape.layers} "
-                f"layers: take 1 to {parallel.shape.layers}",
+                f"{parallel.stages} stages of the {name}, which has {parallel.layers} layers: take "
+                f"1 to {parallel.layers}",
                 "stages-not-layers",
             )
     group = math.lcm(actor.tensor_parallel, critic.tensor_parallel)

@@ -91,7 +91,9 @@ class PolicyLearner:
         numbers are not finite, or engine and learner disagree about on-policy data.
         """
         t, responses = self.config.training, batch.responses()
-        age, fresh = staleness(batch, self._version), self._fresh(batch)
+        age, versions = staleness(batch, self._version), batch.split_sampled(batch.versions)
+        # Of responses [B], those that the weights of the last sync sampled wholly.
+        fresh = torch.tensor([bool((each == self._version).all()) for each in versions])
         experience = self.experience_of(batch)
         metrics, norms = Metrics(), dict.fromkeys(self.trained, 0.0)
         lr = {_LR[name]: model.lr for name, model in self.trained.items()}
@@ -128,7 +130,16 @@ class PolicyLearner:
 
     def offer(self) -> dict[str, WeightsRef]:
         """Offer the weights as they are now, as the version that was published last."""
-        return {name: self._offer(name, trained) for name, trained in self.trained.items()}
+        refs = {}
+        for name, trained in self.trained.items():
+            # The fingerprint comes last, as it waits for the device: then copies are there too.
+            tensors = trained.snapshot() if name in self._snapshots else None
+            mark = trained.fingerprint()
+            refs[name] = WeightsRef(name, self._version, mark)
+            if tensors is not None:
+                refs[name] = WeightsRef(name, self._version, mark, self.channel.name)
+                self.channel.put(refs[name], tensors)
+        return refs
 
     def logprobs(self, responses: Sequence[Response]) -> FloatArray:
         """Return the actor's log-probs [B, T] of responses of one length T."""
@@ -141,16 +152,6 @@ class PolicyLearner:
             self.config.rollout.temperature,
         )
         return self._actor.logprobs(responses, mask, temperature, budget)
-
-    def _offer(self, name: str, trained: Trained) -> WeightsRef:
-        # The fingerprint comes last, as it waits for the device: then the copies are there too.
-        tensors = trained.snapshot() if name in self._snapshots else None
-        mark = trained.fingerprint()
-        if tensors is None:
-            return WeightsRef(name, self._version, mark)
-        ref = WeightsRef(name, self._version, mark, self.channel.name)
-        self.channel.put(ref, tensors)
-        return ref
 
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """Write the actor in Hugging Face format, whole or not at all."""
@@ -259,11 +260,6 @@ class PolicyLearner:
             part = inputs.pick([place[row] for row in rows])
             batches.append(MicroBatch.of([responses[row] for row in rows], part))
         return batches
-
-    def _fresh(self, batch: TrainBatch) -> Tensor:
-        """Mark the responses that the weights of the last sync sampled wholly: [B] bool."""
-        fresh = [bool((v == self._version).all()) for v in batch.split_sampled(batch.versions)]
-        return torch.tensor(fresh)
 
     def _own(self, fresh: Tensor) -> Tensor | None:
         """Mark the rows whose old policy is the actor as it is now; ``None`` for none. Under

@@ -28,7 +28,6 @@ from stretto.pipelines.executor.instructions import Timings, makespan_us, profil
 from stretto.pipelines.executor.stages import (
     NAMES,
     Name,
-    Stage,
     StageLayout,
     check_stages,
     cut,
@@ -229,10 +228,11 @@ def start(
         }
         pairs = zip(stages["actor"], stages["critic"], strict=True)
         ranks.call_each("hold", ((for_sending(a), for_sending(c)) for a, c in pairs))
-        staged = {
-            name: StagedModel(name, model, ranks, [_trained_names(s) for s in stages[name]])
-            for name, model in models.items()
+        names = {
+            name: [{n: s.names[n] for n, p in s.named_parameters() if p.requires_grad} for s in of]
+            for name, of in stages.items()
         }
+        staged = {name: StagedModel(name, models[name], ranks, names[name]) for name in NAMES}
         parameters = {name: sum(w.numel() for w in m.parameters()) for name, m in models.items()}
         planner = Planner(p, parameters, config.seed)
         budget = token_budget(t.microbatch_tokens, device)
@@ -253,10 +253,6 @@ def layout_of(config: PipelineConfig) -> StageLayout:
     """Return the layout of the stages over pipelines."""
     actor, critic = ((config.stages(name), config.pipelines(name)) for name in NAMES)
     return StageLayout(*actor, *critic)
-
-
-def _trained_names(stage: Stage) -> Names:
-    return {own: stage.names[own] for own, p in stage.named_parameters() if p.requires_grad}
 
 
 _SENDABLE = (

@@ -34,10 +34,6 @@ class WeightSender(SharedChannel):
         versions = self._offered[ref.model]
         self._keep(ref.model, {v: versions[v] for v in sorted(versions)[-self._count :]})
 
-    def get(self, ref: WeightsRef) -> Mapping[str, Tensor]:
-        """Return the tensors of a ticket, and forget none."""
-        return self.kept(ref)
-
     def plan(self, ref: WeightsRef) -> tuple[str, int]:
         """Return the mark of the plan by which a ticket's tensors travel, and its bytes."""
         found = BucketPlan.of(self.kept(ref).items(), self._bucket_bytes)
