@@ -392,7 +392,7 @@ class TestCommand:
              "takes: give 4.25 GiB or more"),
             ("SIZES --actor-tp 0", "tensor parallelism of the actor 0: must be a whole number"),
             ("SIZES --critic-tp -1", "tensor parallelism of the critic -1: must be a whole number"),
-            ("SIZES --critic-tp 2 --actor-stages 1", "1 stages with tensor parallelism 1 cannot"),
+            ("SIZES --critic-tp 2 --actor-stages 1", "1 stages cannot be merged by 2"),
             ("SIZES --tokens 0", "tokens 0: must be a whole number from 1 to"),
             ("SIZES --teraflops 0", "teraflops 0.0: must be more than 0"),
             ("SIZES --teraflops 1e-300", "too long to be planned for; check both numbers"),

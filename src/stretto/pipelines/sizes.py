@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stretto.errors import ConfigError
 from stretto.pipelines.problem import ModelPipelines, Problem
@@ -94,21 +94,22 @@ def make_problem(
             raise ConfigError(f"{name} {value!r}: {rule}; {remedy}", "not-positive")
     devices = _devices_of_a_stage(actor, critic)
     models = []
-    merged = [p.stages * p.tensor_parallel // devices for p in (actor, critic)]
-    for parallel, stages in zip((actor, critic), merged, strict=True):
-        pipelines = math.lcm(*merged) // stages
+    for parallel in (actor, critic):
+        costs = _costs(parallel, tokens, teraflops, backward_ratio)
+        model = ModelPipelines.of(
+            parallel.stages, 1, micro_batches, communication=communication_us, **costs
+        )
+        models.append(model.merged(devices // parallel.tensor_parallel))
+    stages = math.lcm(*(model.stages for model in models))
+    for i, model in enumerate(models):
+        pipelines = stages // model.stages
         if micro_batches % pipelines:
             raise ConfigError(
                 f"{micro_batches} micro-batches cannot be dealt out to {pipelines} pipelines of "
-                f"{stages} stages: take a multiple of {pipelines}",
+                f"{model.stages} stages: take a multiple of {pipelines}",
                 "micro-batches-not-divisible",
             )
-        costs = _costs(parallel, tokens, teraflops, backward_ratio)
-        each = micro_batches // pipelines
-        model = ModelPipelines.of(
-            parallel.stages, pipelines, each, communication=communication_us, **costs
-        )
-        models.append(model.merged(devices // parallel.tensor_parallel))
+        models[i] = replace(model, pipelines=pipelines, micro_batches=micro_batches // pipelines)
     least = max(models[0].activation + models[1].activation)
     if capacity_gib is not None and capacity_gib * 1024 < least:
         raise ConfigError(
@@ -159,14 +160,6 @@ def _devices_of_a_stage(actor: Parallel, critic: Parallel) -> int:
             "a multiple of the other, so that stages can be merged",
             "tensor-parallelism-not-multiple",
         )
-    for parallel in (actor, critic):
-        ratio = group // parallel.tensor_parallel
-        if parallel.stages % ratio:
-            raise ConfigError(
-                f"{parallel.stages} stages with tensor parallelism {parallel.tensor_parallel} "
-                f"cannot be merged to {group}: {ratio} must divide the stages",
-                "stages-not-mergeable",
-            )
     return group
 
 
