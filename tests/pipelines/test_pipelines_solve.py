@@ -37,7 +37,7 @@ from stretto.pipelines.graph import (
 from stretto.pipelines.listing import UNLIMITED, decode, urgency
 from stretto.pipelines.problem import ModelPipelines, Problem
 from stretto.pipelines.schedule import PipelineSchedule, evaluate
-from stretto.pipelines.search import list_schedule, make_views, turned
+from stretto.pipelines.search import View, list_schedule
 from stretto.pipelines.sizes import UNITS, Units
 from stretto.pipelines.solve import Solution, solve
 
@@ -149,15 +149,15 @@ class TestSearch:
             sides[0], sides[1], capacity=most * float(chance.choice([1.0, 1.3, 2.0, 4.0]))
         )
         capacity = capacity_units(problem, problem.capacity)
-        views = make_views(problem)
-        for view in views:
+        for backwards in (False, True):
+            view = View.of(problem, backwards=backwards)
             latency, word = list_schedule(view, capacity, 0, 5, chance)
-            front = turned(view, word) if view.backwards else word
-            result = evaluate(problem, PipelineSchedule.of_tasks(views[0].graph, front))
+            front = view.turned(word)
+            result = evaluate(problem, PipelineSchedule.of_tasks(make_graph(problem), front))
             assert result.latency <= latency
             assert problem.capacity is not None
             assert result.peak <= problem.capacity
-            assert np.array_equal(turned(views[not view.backwards], turned(view, word)), word)
+            assert np.array_equal(view.turned(front), word)
 
     def test_one_after_the_other_where_the_capacity_holds_one(self) -> None:
         problem = Problem(model(2, 1, 2), model(2, 1, 2), capacity=1.0)

@@ -18,12 +18,8 @@ from stretto.pipelines.sizes import Units
 
 _ACTOR, _CRITIC = ("#4477aa", "#8fb4d9"), ("#cc6677", "#e8b0b8")
 """Colours of forwards and backwards, in tints of Paul Tol's schemes (2021)."""
-_LEGEND = (
-    (_ACTOR[0], "actor forward"),
-    (_ACTOR[1], "actor backward"),
-    (_CRITIC[0], "critic forward"),
-    (_CRITIC[1], "critic backward"),
-)
+_KINDS = ("actor forward", "actor backward", "critic forward", "critic backward")
+_LEGEND = tuple(zip(_ACTOR + _CRITIC, _KINDS, strict=True))
 _WIDTH, _LEFT, _RIGHT, _LANE, _BAR, _CURVE = 1000, 64, 24, 20, 17, 150
 _LABELLED = 11.0
 """Pixels from which a bar has its micro-batch's number."""

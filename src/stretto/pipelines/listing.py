@@ -16,18 +16,13 @@ UNLIMITED = np.iinfo(np.int64).max // 4
 class Rules(NamedTuple):
     """Rules by which a device chooses its next task; limit and polite are of forward queues.
 
-    Attributes:
-        bias: [Q] added to the keys of a queue's tasks, in ticks.
-        limit: [Q] most micro-batches in flight; at least 1.
-        polite: [Q] whether to leave room for the other pipeline's next micro-batch. Those of one
-            model at least must be, or devices can wait for each other.
-        window: [D] ticks that a device may wait for a task of a higher key that is on its way.
+    The queues of one model at least must be polite, or devices can wait for each other.
     """
 
-    bias: Floats
-    limit: Ints
-    polite: Flags
-    window: Floats
+    bias: Floats  # [Q] added to the keys of a queue's tasks, in ticks
+    limit: Ints  # [Q] most micro-batches in flight; at least 1
+    polite: Flags  # [Q] whether to leave room for the other pipeline's next micro-batch
+    window: Floats  # [D] ticks that a device may wait for a task of a higher key on its way
 
 
 def urgency(g: Graph) -> Floats:

@@ -112,52 +112,38 @@ class Incumbent:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The problem from one of its ends: many a schedule is easy to build from the back alone.
+    """The problem from one of its ends: many a schedule is easy to build from the back alone."""
 
-    Attributes:
-        graph: the problem's, or that of the problem with time running backwards.
-        left: [T] of :func:`~stretto.pipelines.listing.urgency`.
-        stages, actor: [Q] number in its pipeline, and whether that is the actor's.
-        tick: mean duration of a task; temperatures are multiples of it.
-        unit: the smallest activation that takes memory; prices are for so much too much.
-    """
-
-    graph: Graph
+    graph: Graph  # from the back, that of the problem with time running backwards
     backwards: bool
-    left: Floats
-    stages: Ints
-    actor: Flags
-    tick: float
-    unit: int
+    left: Floats  # [T] urgency
+    stages: Ints  # [Q] of its pipeline
+    actor: Flags  # [Q] whether its pipeline is the actor's
+    tick: float  # mean duration of a task; temperatures are multiples of it
+    unit: int  # the smallest activation that takes memory; prices are for so much too much
 
+    @classmethod
+    def of(cls, problem: Problem, *, backwards: bool) -> View:
+        """Make a view of a problem."""
+        problem = problem.reversed() if backwards else problem
+        graph = make_graph(problem)
+        actor = graph.pipeline < problem.actor.pipelines
+        stages = np.where(actor, problem.actor.stages, problem.critic.stages).astype(np.int64)
+        tick = float(np.average(graph.duration, weights=graph.length))
+        taken = graph.memory[graph.memory > 0]
+        unit = int(taken.min()) if taken.size else 1
+        return cls(graph, backwards, urgency(graph), stages, actor, tick, unit)
 
-def make_views(problem: Problem) -> tuple[View, View]:
-    """Make the views of the problem from the front and from the back."""
-    return _view(problem, backwards=False), _view(problem.reversed(), backwards=True)
-
-
-def _view(problem: Problem, *, backwards: bool) -> View:
-    graph = make_graph(problem)
-    actor = graph.pipeline < problem.actor.pipelines
-    taken = graph.memory[graph.memory > 0]
-    return View(
-        graph=graph,
-        backwards=backwards,
-        left=urgency(graph),
-        stages=np.where(actor, problem.actor.stages, problem.critic.stages).astype(np.int64),
-        actor=actor,
-        tick=float(np.average(graph.duration, weights=graph.length)),
-        unit=int(taken.min()) if taken.size else 1,
-    )
-
-
-def turned(view: View, word: Ints) -> Ints:
-    """Return a word [T] of one view as one of the other: from its end, forwards as backwards."""
-    graph = view.graph
-    queue = graph.queue_of[word]
-    mate = graph.mate[queue]
-    tasks = graph.offset[mate] + graph.length[queue] - 1 - (word - graph.offset[queue])
-    return np.concatenate([tasks[a:b][::-1] for a, b in pairwise(graph.word_at.tolist())])
+    def turned(self, word: Ints) -> Ints:
+        """Turn a word [T] of this view into one of the front, or back: a word of the back is read
+        from its end, forwards as backwards.
+        """
+        if not self.backwards:
+            return word
+        graph, queue = self.graph, self.graph.queue_of[word]
+        last = graph.offset[graph.mate[queue]] + graph.length[queue] - 1
+        tasks = last - (word - graph.offset[queue])
+        return np.concatenate([tasks[a:b][::-1] for a, b in pairwise(graph.word_at.tolist())])
 
 
 def random_rules(view: View, capacity: int, chance: np.random.Generator) -> Rules:
@@ -249,7 +235,7 @@ class Descent:
 
     def __init__(self, best: Incumbent, seed: int, threads: int, deadline: float) -> None:
         self._best, self._seed, self._threads, self._deadline = best, seed, threads, deadline
-        self._views = make_views(best.problem)
+        self._views = [View.of(best.problem, backwards=back) for back in (False, True)]
         self._rounds = self._tries = 0
         unlimited, enough = replace(best.problem, capacity=None), best.problem.capacity or 0.0
         self._loose = Incumbent(unlimited, deadline - best.begun, enough)
@@ -282,7 +268,7 @@ class Descent:
             chance, view = self._next()
             rounds = min(_LISTED_ROUNDS, rounds_for(view))
             _, word = list_schedule(view, best.capacity, best.bound, rounds, chance)
-            best.offer(_from_front(view, word))
+            best.offer(view.turned(word))
             if best.latency <= best.bound or self._over():
                 break
 
@@ -320,7 +306,7 @@ class Descent:
         start = None
         goes_on = 0.8 if self._nearly_right else 0.5 if self._failed["shorten"] > _STUCK else 0.0
         if chance.random() < goes_on:
-            start = _seen_from(view, self._views[0], self._last), chance.choice(_MILD)
+            start = view.turned(self._last), chance.choice(_MILD)
         capacity, bound = self._best.capacity, self._best.bound
         return partial(self._attempt, "shorten", view, chance, capacity, bound, start)
 
@@ -340,7 +326,7 @@ class Descent:
         cap = max(best.enough, min(best.peak - 1, int(best.peak * (1 - drop))))
         start = None
         if failed <= _STUCK or chance.random() >= 0.2:
-            start = _seen_from(view, self._views[0], best.word), chance.choice(_WARM)
+            start = view.turned(best.word), chance.choice(_WARM)
         return partial(self._attempt, "lower", view, chance, cap, best.latency, start)
 
     def _attempt(
@@ -358,19 +344,11 @@ class Descent:
         if start is None:
             latency, word = list_schedule(view, cap, target, rounds_for(view), chance)
             if latency <= target:
-                return _from_front(view, word)
+                return view.turned(word)
             start = word, chance.choice(_HOTTER if stuck else _HOT)
         word, hot = start
         longer = _MOVES_A_TASK * 2 ** (self._failed[kind] / _TRIES_A_LENGTH)
         moves = int(word.size * min(longer, _MOST_MOVES_A_TASK))
         firm = chance.choice(_FIRMER) if stuck else _FIRM
         better = squeeze(view, word, cap, target, moves, hot, firm, chance, self._over)
-        return _from_front(view, better)
-
-
-def _from_front(view: View, word: Ints) -> Ints:
-    return turned(view, word) if view.backwards else word
-
-
-def _seen_from(view: View, front: View, word: Ints) -> Ints:
-    return turned(front, word) if view.backwards else word
+        return view.turned(better)

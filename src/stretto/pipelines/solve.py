@@ -16,8 +16,8 @@ from stretto.pipelines.search import (
     Descent,
     Improvement,
     Incumbent,
+    View,
     list_schedule,
-    make_views,
     squeeze,
 )
 
@@ -32,17 +32,12 @@ def descend(best: Incumbent, seed: int, threads: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """The best schedule of a search.
-
-    Attributes:
-        bound: latency below which there is no schedule, in ticks.
-        memory_bound: memory below which there is no schedule of this latency.
-    """
+    """The best schedule of a search."""
 
     schedule: PipelineSchedule
     evaluation: Evaluation
-    bound: int
-    memory_bound: float
+    bound: int  # latency below which there is no schedule, in ticks
+    memory_bound: float  # memory below which there is no schedule of this latency
     seconds: float
     trace: tuple[Improvement, ...]
     interrupted: bool = False
@@ -107,15 +102,9 @@ def solve(
             raise
         interrupted = True
     schedule = PipelineSchedule.of_tasks(best.graph, best.word)
-    return Solution(
-        schedule=schedule,
-        evaluation=evaluate(problem, schedule),
-        bound=best.bound,
-        memory_bound=best.memory_bound / problem.memory_scale,
-        seconds=time.monotonic() - best.begun,
-        trace=tuple(best.trace),
-        interrupted=interrupted,
-    )
+    evaluation, seconds = evaluate(problem, schedule), time.monotonic() - best.begun
+    memory_bound, trace = best.memory_bound / problem.memory_scale, tuple(best.trace)
+    return Solution(schedule, evaluation, best.bound, memory_bound, seconds, trace, interrupted)
 
 
 @cache
@@ -123,6 +112,6 @@ def _compile() -> None:
     one = ModelPipelines.of(1, 1, 2, forward=1, backward=1, activation=1.0)
     best = Incumbent(Problem(one, one), 60.0, 0.0)
     chance = np.random.default_rng(0)
-    view, _ = make_views(best.problem)
+    view = View.of(best.problem, backwards=False)
     _, word = list_schedule(view, best.capacity, 0, 2, chance)
     best.offer(squeeze(view, word, 1, 0, 100, 1.0, 1.0, chance, lambda: False))

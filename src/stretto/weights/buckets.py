@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -34,37 +33,34 @@ class PackedTensor:
         return flat[self.start : self.end].view(self.dtype).view(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorBucket:
-    """Tensors that travel together, in so many bytes, a multiple of :data:`ALIGNMENT`."""
+Bucket = tuple[PackedTensor, ...]
+"""The tensors that travel together."""
 
-    tensors: tuple[PackedTensor, ...]
-    size: int
+
+def size_of(bucket: Bucket) -> int:
+    """Return a bucket's bytes, a multiple of :data:`ALIGNMENT`."""
+    return -(-bucket[-1].end // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
     """All buckets of a model, in the order in which they travel."""
 
-    buckets: tuple[TensorBucket, ...]
+    buckets: tuple[Bucket, ...]
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> BucketPlan:
         """Put tensors, of which only shapes and types are looked at, into buckets of at most so
         many bytes, in their order. No tensor is cut: a larger one has its own bucket.
         """
-        buckets: list[TensorBucket] = []
-        places: list[PackedTensor] = []
-        end = 0
+        buckets: list[Bucket] = []
         for name, tensor in tensors:
-            if places and end + tensor.nbytes > bucket_bytes:
-                buckets.append(TensorBucket(tuple(places), end))
-                places, end = [], 0
-            shape = tuple(tensor.shape)
-            places.append(PackedTensor(name, shape, tensor.dtype, end, end + tensor.nbytes))
-            end += math.ceil(tensor.nbytes / ALIGNMENT) * ALIGNMENT
-        if places:
-            buckets.append(TensorBucket(tuple(places), end))
+            start = size_of(buckets[-1]) if buckets else 0
+            if not buckets or start + tensor.nbytes > bucket_bytes:
+                buckets.append(())
+                start = 0
+            end = start + tensor.nbytes
+            buckets[-1] += (PackedTensor(name, tuple(tensor.shape), tensor.dtype, start, end),)
         return cls(tuple(buckets))
 
     @classmethod
@@ -81,24 +77,24 @@ class BucketPlan:
     @property
     def size(self) -> int:
         """Bytes that travel."""
-        return sum(bucket.size for bucket in self.buckets)
+        return sum(map(size_of, self.buckets))
 
     @property
     def largest(self) -> int:
         """Bytes of the largest bucket, which each of two buffers must hold."""
-        return max((bucket.size for bucket in self.buckets), default=0)
+        return max(map(size_of, self.buckets), default=0)
 
     @property
     def mark(self) -> str:
         """A short hash of all names, shapes, types and places: equal plans have equal ones."""
-        return _short_hash([(tensor, b.size) for b in self.buckets for tensor in b.tensors])
+        return _short_hash(self.buckets)
 
 
 @torch.no_grad()
-def pack(bucket: TensorBucket, tensors: Mapping[str, Tensor], flat: Tensor) -> None:
+def pack(bucket: Bucket, tensors: Mapping[str, Tensor], flat: Tensor) -> None:
     """Copy a bucket's tensors to their places in ``flat`` [bytes]; gaps become zero."""
     end = 0
-    for place in bucket.tensors:
+    for place in bucket:
         flat[end : place.start].zero_()
         place.of(flat).copy_(tensors[place.name])
         end = place.end

@@ -67,7 +67,7 @@ class Resharding:
         boxes = {name: box_of(whole.shape) for name, whole in wholes.items()}
         dtypes = {name: whole.dtype for name, whole in wholes.items()}
         buckets = BucketPlan.of_boxes(boxes, dtypes, bucket_bytes).buckets
-        self._names = [{tensor.name for tensor in bucket.tensors} for bucket in buckets]
+        self._names = [{tensor.name for tensor in bucket} for bucket in buckets]
         self._sent = shards.own(wholes, self._rank)
         self._held = {name: slices.box(whole, self._rank) for name, whole in wholes.items()}
 

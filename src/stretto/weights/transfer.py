@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.errors import TransferError, first_line
-from stretto.weights.buckets import BucketPlan, checksum, combined, pack
+from stretto.weights.buckets import BucketPlan, checksum, combined, pack, size_of
 
 Backend = Literal["gloo", "nccl"]
 
@@ -85,7 +85,7 @@ class Transfers:
             group, buffers = self._joined(route, until_s), self._two_buffers(route, plan)
             for i, bucket in enumerate(plan.buckets):
                 _wait(works[i % 2], until_s)
-                flat = buffers[i % 2][: bucket.size]
+                flat = buffers[i % 2][: size_of(bucket)]
                 pack(bucket, tensors, flat)
                 sums.append(checksum(flat))
                 works[i % 2] = group.broadcast([flat], _from_first(until_s))
@@ -106,16 +106,16 @@ class Transfers:
             def posted(i: int) -> Any:
                 if i == len(plan.buckets):
                     return None
-                flat = buffers[i % 2][: plan.buckets[i].size]
+                flat = buffers[i % 2][: size_of(plan.buckets[i])]
                 return group.broadcast([flat], _from_first(until_s))
 
             coming = posted(0)
             for i, bucket in enumerate(plan.buckets):
                 _wait(coming, until_s)
                 coming = posted(i + 1)  # into the other buffer, which has been read
-                flat = buffers[i % 2][: bucket.size]
+                flat = buffers[i % 2][: size_of(bucket)]
                 sums.append(checksum(flat))
-                for place in bucket.tensors:
+                for place in bucket:
                     yield place.name, place.of(flat)
 
     def abort(self) -> None:

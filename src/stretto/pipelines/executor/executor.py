@@ -139,17 +139,13 @@ class PipelineExecutor:
 
 @dataclass(slots=True)
 class _Pass:
-    """A model's stage on this rank, and the tensors of the micro-batches under way.
-
-    Attributes:
-        arriving: inputs asked for, by task.
-        inputs: of micro-batches between forward and backward; their gradients end there.
-        roots: starts of backward passes: the loss, or the output's place in the graph, without it.
-    """
+    """A model's stage on this rank, and the tensors of the micro-batches under way."""
 
     stage: Stage
     works: Sequence[TaskWork]
     device: torch.device
+    # Inputs asked for, by task; and by micro-batch, from its forward to its backward: the input,
+    # where gradients end, and where they start: the loss, or the output's place in the graph.
     arriving: dict[PipelineTask, tuple[Tensor, dist.Work]] = field(default_factory=dict)
     inputs: dict[int, Tensor] = field(default_factory=dict)
     roots: dict[int, Tensor | GradientEdge | None] = field(default_factory=dict)

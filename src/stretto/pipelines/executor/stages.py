@@ -40,11 +40,9 @@ class Stage(nn.Module):
     loss applies: :attr:`head` for a language model, and
     :func:`~stretto.models.heads.apply_scalar_head` takes a last stage as it takes a classifier.
 
-    Attributes:
-        index, stages: number of this stage, from 0, and of all stages.
-        names: own parameter names to those in the whole model; a tied weight has the one name under
-            which the model lists it.
-        tied: names, in the whole model, of weights that the first and the last stage both hold.
+    Its ``index`` counts from 0. ``names`` maps its parameters' names to those in the whole model; a
+    tied weight has the one name under which the model lists it. ``tied`` are the names there of
+    weights that the first and the last stage both hold.
     """
 
     def __init__(self, body: nn.Module, index: int, stages: int) -> None:
