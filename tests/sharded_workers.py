@@ -129,7 +129,7 @@ class ShardedRank:
     def end_updates(self, here: bool) -> None:
         """Let no update begin any more, on some of the ranks."""
         if here:
-            self.learner.end_updates()
+            self.learner.trained["actor"].end_updates()
 
     def weights(self) -> tuple[dict[str, Any], dict[str, str]]:
         """Whole trained weights, and fingerprints of all."""
@@ -155,14 +155,14 @@ class ShardedRank:
 
     def save_beside_passes(self, batch: TrainBatch, folder: Path) -> str:
         """Save again and again while a step is under way that comes to nothing; return its end."""
-        self.learner.end_updates()
+        self.learner.trained["actor"].end_updates()
         ended = list[str]()
         step = Thread(target=lambda: ended.append(self.refused(batch)))
         step.start()
         for i in range(5):
-            self.learner.save(folder / str(i), byte_tokenizer())
+            self.learner.trained["actor"].save(folder / str(i), byte_tokenizer())
         step.join()
         return ended[0]
 
     def save(self, folder: Path) -> None:
-        self.learner.save(folder, byte_tokenizer())
+        self.learner.trained["actor"].save(folder, byte_tokenizer())

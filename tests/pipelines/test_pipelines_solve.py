@@ -24,7 +24,7 @@ from pipeline_helpers import model
 from raising import raises
 from stretto.cli.main import main
 from stretto.errors import ConfigError
-from stretto.pipelines.draw import bars, page_html, save_png, tick_step, timeline_svg
+from stretto.pipelines.draw import KINDS, bars, page_html, save_png, tick_step, timeline_svg
 from stretto.pipelines.graph import (
     Ints,
     capacity_units,
@@ -250,15 +250,15 @@ class TestPictures:
         problem = Problem(model(2, 1, 1), model(1, 2, 1, forward=3))
         schedule = PipelineSchedule((("0F", "1F", "1B", "0B"), ("0F", "0B", "2F", "2B")))
         drawn = bars(problem, make_graph(problem), evaluate(problem, schedule))
-        assert [(b.device, b.start, b.end, b.critic, b.backward, b.label) for b in drawn] == [
-            (0, 0, 1, False, False, "0"),
-            (0, 1, 4, True, False, "0"),
-            (0, 4, 6, True, True, "0"),
-            (0, 6, 8, False, True, "0"),
-            (1, 1, 2, False, False, "0"),
-            (1, 2, 4, False, True, "0"),
-            (1, 4, 7, True, False, "1"),
-            (1, 7, 9, True, True, "1"),
+        assert [(b.device, b.start, b.end, KINDS[b.kind], b.label) for b in drawn] == [
+            (0, 0, 1, "actor forward", "0"),
+            (0, 1, 4, "critic forward", "0"),
+            (0, 4, 6, "critic backward", "0"),
+            (0, 6, 8, "actor backward", "0"),
+            (1, 1, 2, "actor forward", "0"),
+            (1, 2, 4, "actor backward", "0"),
+            (1, 4, 7, "critic forward", "1"),
+            (1, 7, 9, "critic backward", "1"),
         ]
 
     def test_svg_has_a_bar_for_each_task(self) -> None:

@@ -316,7 +316,13 @@ def test_training_on_one_batch_is_adamw_on_its_gradient() -> None:
     config = SftConfig.model_validate(settings)
     seen: list[float] = []
     objective = CrossEntropy.of(model, config)
-    train(model, EXAMPLES, objective, config, lambda step, stats: seen.append(stats["train/loss"]))
+    train(
+        model,
+        EXAMPLES,
+        objective.learn,
+        config,
+        lambda step, stats: seen.append(stats["train/loss"]),
+    )
     optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0)
     for expected in seen:
         loss = naive_loss(twin, EXAMPLES)

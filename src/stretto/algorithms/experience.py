@@ -36,20 +36,15 @@ class Scored:
 class Targets:
     """The targets that an algorithm makes of a scored batch.
 
-    Attributes:
-        advantages: [B, T], 0 outside the mask; constant along a response where the algorithm has
-            one advantage a response.
-        units: rows that are trained on together, in one micro-batch and in this order; rows in no
-            unit are left out. ``None``: each row by itself.
-        tensors: further [B, T] that its losses take, by names of its own. What stands outside the
-            mask is set to 0.
-        stats: figures of the batch, by metric name.
+    Advantages are constant along a response where the algorithm has one a response. Units are rows
+    that are trained on together, in one micro-batch and in this order; rows in no unit are left
+    out. By default each row is by itself.
     """
 
-    advantages: Tensor
+    advantages: Tensor  # [B, T], 0 outside the mask
     units: Sequence[Sequence[int]] | None = None
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    stats: Mapping[str, float] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # further [B, T] of its losses
+    stats: Mapping[str, float] = field(default_factory=dict)  # of the batch, by metric name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

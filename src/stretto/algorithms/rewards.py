@@ -18,19 +18,13 @@ MissingEos = Literal["off", "replace", "subtract"]
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """The rewards of a batch; unlike the sum over tokens, totals hold scores of empty responses
-    too.
-
-    Attributes:
-        scores: [B], after the rule for missing ends.
-        tokens: [B, T], 0 outside the mask: the score at the last token and, where the KL is in the
-            reward, its cost at every token.
-        totals: [B], the score less the KL's cost over the whole response.
+    """The rewards of a batch, with the KL's cost where that is in the reward; unlike the sum over
+    tokens, totals hold scores of empty responses too.
     """
 
-    scores: Tensor
-    tokens: Tensor
-    totals: Tensor
+    scores: Tensor  # [B], after the rule for missing ends
+    tokens: Tensor  # [B, T], 0 outside the mask: the score at the last token, less each one's KL
+    totals: Tensor  # [B], the score less the KL's cost over the whole response
     stats: Mapping[str, float]
 
 

@@ -16,10 +16,9 @@ from stretto.pipelines.problem import Problem
 from stretto.pipelines.schedule import BUBBLES, Evaluation, memory_curve
 from stretto.pipelines.sizes import Units
 
-_ACTOR, _CRITIC = ("#4477aa", "#8fb4d9"), ("#cc6677", "#e8b0b8")
-"""Colours of forwards and backwards, in tints of Paul Tol's schemes (2021)."""
-_KINDS = ("actor forward", "actor backward", "critic forward", "critic backward")
-_LEGEND = tuple(zip(_ACTOR + _CRITIC, _KINDS, strict=True))
+KINDS = ("actor forward", "actor backward", "critic forward", "critic backward")
+_COLOURS = ("#4477aa", "#8fb4d9", "#cc6677", "#e8b0b8")
+"""Of these, in tints of Paul Tol's schemes (2021)."""
 _WIDTH, _LEFT, _RIGHT, _LANE, _BAR, _CURVE = 1000, 64, 24, 20, 17, 150
 _LABELLED = 11.0
 """Pixels from which a bar has its micro-batch's number."""
@@ -32,14 +31,8 @@ class TaskBar:
     device: int
     start: int
     end: int
-    critic: bool
-    backward: bool
+    kind: int  # in KINDS
     label: str
-
-    @property
-    def colour(self) -> str:
-        """The colour of its model and kind."""
-        return (_CRITIC if self.critic else _ACTOR)[self.backward]
 
     def gapless(self, scale: float) -> float:
         """Return its width in pixels, of which so many make a tick, less the gap to the next."""
@@ -57,9 +50,8 @@ def bars(problem: Problem, graph: Graph, evaluation: Evaluation) -> list[TaskBar
         copy = pipeline - problem.actor.pipelines * critic
         number = copy * int(graph.length[q]) + task - int(graph.offset[q])
         device, end = int(graph.device[q]), start + int(graph.duration[q])
-        found.append(
-            TaskBar(device, start, end, critic, bool(graph.kind[q] == BACKWARD), str(number))
-        )
+        kind = 2 * critic + (graph.kind[q] == BACKWARD)
+        found.append(TaskBar(device, start, end, kind, str(number)))
     return found
 
 
@@ -98,9 +90,9 @@ def _bars(drawn: list[TaskBar], top: int, scale: float) -> list[str]:
     dashes, labels = defaultdict(list), []
     for bar in drawn:
         x, width = _LEFT + bar.start * scale, (bar.end - bar.start) * scale
-        dashes[bar.device, bar.colour].append(f"M{x:.2f} 0h{bar.gapless(scale):.2f}")
+        dashes[bar.device, _COLOURS[bar.kind]].append(f"M{x:.2f} 0h{bar.gapless(scale):.2f}")
         if width >= _LABELLED:
-            pale, y = " pale" if bar.backward else "", top + _LANE * bar.device + 12
+            pale, y = " pale" if bar.kind % 2 else "", top + _LANE * bar.device + 12
             labels.append(
                 f'<text class="on{pale}" x="{x + width / 2:.2f}" y="{y}">{bar.label}</text>'
             )
@@ -116,7 +108,7 @@ def _legend(y: float) -> str:
     return "".join(
         f'<rect x="{_LEFT + 130 * i}" y="{y - 10}" width="12" height="12" rx="2" fill="{colour}"/>'
         f'<text x="{_LEFT + 130 * i + 18}" y="{y}">{name}</text>'
-        for i, (colour, name) in enumerate(_LEGEND)
+        for i, (colour, name) in enumerate(zip(_COLOURS, KINDS, strict=True))
     )
 
 
@@ -239,10 +231,10 @@ def save_png(
     spans = defaultdict(list)
     scale = _WIDTH / evaluation.latency
     for bar in bars(problem, graph, evaluation):
-        spans[bar.device, bar.colour].append((bar.start, bar.gapless(scale) / scale))
+        spans[bar.device, _COLOURS[bar.kind]].append((bar.start, bar.gapless(scale) / scale))
     for (device, colour), of in spans.items():
         above.broken_barh(of, (device - 0.42, 0.84), facecolors=colour, snap=False)
-    for colour, name in _LEGEND:
+    for colour, name in zip(_COLOURS, KINDS, strict=True):
         above.broken_barh([], (0, 1), facecolors=colour, label=name)
     above.set(title=title, ylabel="device", ylim=(problem.devices - 0.5, -0.5))
     above.yaxis.set_major_locator(MaxNLocator(20, integer=True))
@@ -250,7 +242,7 @@ def save_png(
         at, memory = zip(*curve, strict=True)
         width, color, order = (1.4, "black", 3) if is_fullest else (0.6, "0.75", 1)
         below.step(at, memory, where="post", linewidth=width, color=color, zorder=order)
-    styles = ((_CRITIC[0], "--"), (_ACTOR[0], ":"))
+    styles = ((_COLOURS[2], "--"), (_COLOURS[0], ":"))
     for (limit, label), (color, style) in zip(_limits(problem, units), styles):  # noqa: B905
         below.axhline(limit, color=color, linestyle=style, label=label, zorder=4)
     below.set(xlabel=units.time, ylabel=_memory_axis(units), xlim=(0, evaluation.latency))

@@ -186,11 +186,11 @@ class LearnerService(Service):
 
         On the side, on all ranks.
         """
-        return self._learner.end_updates()
+        return self._learner.trained["actor"].end_updates()
 
     def save(self, folder: Path) -> None:
         """Write the trained model; on the side, on all ranks."""
-        self._learner.save(folder, self._prompts.tokenizer)
+        self._learner.trained["actor"].save(folder, self._prompts.tokenizer)
 
     def _about(self, name: str, args: tuple[Any, ...], value: Any) -> Mapping[str, Any]:
         (batch,) = args

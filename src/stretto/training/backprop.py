@@ -47,10 +47,8 @@ class Backprop(Protocol):
 
 
 class LocalBackprop:
-    """Passes in this process, a micro-batch after the other, critic before actor.
-
-    Args:
-        head: of the actor, where it cannot be found in a model that is not whole.
+    """Passes in this process, a micro-batch after the other, critic before actor. The actor's head
+    is given where it cannot be found in a model that is not whole.
     """
 
     def __init__(

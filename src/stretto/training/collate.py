@@ -1,7 +1,7 @@
 """A batch as tensors, and as metrics.
 
-Shapes: B responses, T sampled tokens of the longest. Only sampled tokens are kept, left-aligned:
-entry [b, t] is the sampled token t, its log-probability, and the value of the state before it.
+Shapes: B responses, T sampled tokens of the longest; they are left-aligned, and entry [b, t] is of
+the sampled token t: its log-probability, and the value of the state before it.
 """
 
 from __future__ import annotations

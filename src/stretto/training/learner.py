@@ -1,14 +1,12 @@
 """The learner: one step on a batch of scored rollouts, with any of the algorithms.
 
-Shapes: B responses, T tokens of a batch; b and T of one micro-batch; N its response tokens,
-flattened.
+Shapes: B responses, T tokens of a batch; b, T of a micro-batch; N its response tokens, flattened.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +28,7 @@ from stretto.types import FloatArray, Response, TrainBatch, TrainOutput, Weights
 from stretto.weights.channel import SharedChannel
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 
 _LR = {"actor": "lr", "critic": "critic/lr"}
@@ -47,12 +45,10 @@ class PolicyLearner:
     Before the actor moves from the version that was synced, engine and learner are checked to
     agree, on responses sampled wholly by that version (:class:`Agreement`).
 
-    Args:
-        reward_weights: factor of each reward source, by name.
-        snapshots: names of models whose weights are copied when they are published. Needed for one
-            that is generated or scored with while training goes on. Raises LearnerError if there is
-            no such model.
-        channel: takes those copies to the roles that follow; by default one in this process.
+    Reward weights are by source. Models named in ``snapshots`` are copied when they are published,
+    as is needed where they generate or score while training goes on; the channel, by default one in
+    this process, takes the copies to the roles that follow. Raises LearnerError if there is no such
+    model.
     """
 
     def __init__(
@@ -108,11 +104,15 @@ class PolicyLearner:
         if thawed and "objective/kl" in experience.stats:
             self._kl.update(experience.stats["objective/kl"], len(batch))
         updates = max(len(minibatches), 1)
+        # Means over mini-batches of means within one; only one has sums of the disagreement.
+        once = (SUM, SQUARES, TOKENS)
+        means = {k: v / updates for k, v in metrics.sums.items() if k not in once}
         stats = {
             **describe(batch),
             **age,
             **experience.stats,
-            **_averages(metrics, updates),
+            **Metrics(means, metrics.minima, metrics.maxima).floats(),
+            **differences(metrics),
             **of_passes,
             **{_NORM[model]: norm / updates for model, norm in norms.items()},
             **lr,
@@ -147,15 +147,8 @@ class PolicyLearner:
         return self._logprobs(responses, mask).numpy()
 
     def _logprobs(self, responses: Sequence[Response], mask: Tensor) -> Tensor:
-        budget, temperature = (
-            self.config.training.microbatch_tokens,
-            self.config.rollout.temperature,
-        )
-        return self._actor.logprobs(responses, mask, temperature, budget)
-
-    def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write the actor in Hugging Face format, whole or not at all."""
-        self._actor.save(folder, tokenizer)
+        temperature, budget = self.config.rollout.temperature, self.config.training
+        return self._actor.logprobs(responses, mask, temperature, budget.microbatch_tokens)
 
     def weights(self) -> dict[str, dict[str, Tensor]]:
         """Return copies of the trained weights, by model and name; where ranks hold parts of them,
@@ -163,10 +156,6 @@ class PolicyLearner:
         """
         trained = self.trained.items()
         return {name: dict(model.gathered(model.snapshot())) for name, model in trained}
-
-    def end_updates(self) -> bool:
-        """End the actor's updates; return whether its weights are whole. From any thread."""
-        return self._actor.end_updates()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of models, beta, version and counts, with tensors or pieces of them."""
@@ -271,12 +260,3 @@ class PolicyLearner:
         if old_policy == "proximal":
             return torch.ones_like(fresh)
         return fresh if self._coarse else None
-
-
-def _averages(metrics: Metrics, updates: int) -> dict[str, float]:
-    """Return metrics of the whole step: means over mini-batches of what are means within one; sums
-    of the disagreement are of the only mini-batch that has them.
-    """
-    once = (SUM, SQUARES, TOKENS)
-    means = {k: v / updates for k, v in metrics.sums.items() if k not in once}
-    return {**Metrics(means, metrics.minima, metrics.maxima).floats(), **differences(metrics)}

@@ -1,6 +1,4 @@
-"""Micro-batches, and the losses and metrics of one from a model's last hidden states.
-
-They are the same wherever the passes are made: in one process, or on the last stage of a pipeline.
+"""Micro-batches, and their losses and metrics, in one process or on the last stage of a pipeline.
 
 Shapes: b responses and T columns of a micro-batch, L padded tokens; N its sampled tokens,
 flattened; H hidden.
@@ -20,13 +18,7 @@ from stretto.algorithms.correction import settled
 from stretto.algorithms.experience import LossInputs, LossTerm
 from stretto.algorithms.registry import FUNCTIONS
 from stretto.config import AlgorithmConfig
-from stretto.models.forward import (
-    inputs,
-    pad_right,
-    predicting_response,
-    response_tokens,
-    states_at,
-)
+from stretto.models import forward
 from stretto.models.heads import apply_scalar_head
 from stretto.models.logits import OutputHead, token_logprobs
 from stretto.types import Prompt, Response
@@ -38,25 +30,20 @@ CPU = torch.device("cpu")
 class MicroBatch:
     """Responses of a mini-batch as tensors, which any process can make passes of.
 
-    Attributes:
-        tokens: [b, L] ids of prompts and responses, right-padded; the last response token is never
-            an input, as nothing is predicted from it.
-        places: of the states in each sequence that predict sampled tokens.
-        targets: [N], the sampled tokens.
-        inputs: of the losses, in the same order.
+    The last token of a response is never an input, as nothing is predicted from it.
     """
 
-    tokens: Tensor
-    places: Sequence[Sequence[int]]
-    targets: Tensor
-    inputs: LossInputs
+    tokens: Tensor  # [b, L] ids of prompts and responses, right-padded
+    places: Sequence[Sequence[int]]  # of the states in each sequence that predict sampled tokens
+    targets: Tensor  # [N], the sampled tokens
+    inputs: LossInputs  # of the same responses
 
     @classmethod
     def of(cls, responses: Sequence[Response], of_losses: LossInputs) -> MicroBatch:
         """Make a micro-batch on the CPU."""
-        places = [predicting_response(r) for r in responses]
-        tokens = pad_right(inputs(responses), CPU)
-        return cls(tokens, places, response_tokens(responses, CPU), of_losses)
+        places = [forward.predicting_response(r) for r in responses]
+        tokens = forward.pad_right(forward.inputs(responses), CPU)
+        return cls(tokens, places, forward.response_tokens(responses, CPU), of_losses)
 
     @classmethod
     def blank(cls, like: MicroBatch) -> MicroBatch:
@@ -77,7 +64,7 @@ class MicroBatch:
 
     def states(self, hidden: Tensor) -> Tensor:
         """Pick the states [N, H] that predict sampled tokens out of all [b, L, H]."""
-        return states_at(hidden, self.places)
+        return forward.states_at(hidden, self.places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +77,9 @@ class Losses:
     def of_actor(
         self, head: OutputHead, states: Tensor, batch: MicroBatch, kl_coef: float
     ) -> LossTerm:
-        """Return the algorithm's loss, the entropy bonus, and the KL where it is in the loss.
-
-        Its metrics also say how far the policy is from the old one, and the engine from the
-        learner. States [N, H] are those that predict the sampled tokens.
+        """Return the algorithm's loss from the states [N, H] before each sampled token, with the
+        entropy bonus and, where it is in the loss, the KL. Its metrics also say how far the policy
+        is from the old one, and the engine from the learner.
         """
         a, mask = self.algorithm, batch.inputs.mask
         both = token_logprobs(head, states, batch.targets, self.temperature)

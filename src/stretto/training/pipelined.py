@@ -55,7 +55,6 @@ MEASURED_RUN = 2
 
 WORDS = {
     "hold": "the transfer of stages",
-    "lr": "the transfer of stages",
     "run": "the passes of a mini-batch",
     "saved_bytes": "the measuring of memory",
     "update": "an update of the weights",
@@ -68,19 +67,18 @@ WORDS = {
 
 
 class StagedModel(Trained):
-    """A model whose stages, with these names of trained parameters, are trained by ranks.
-
-    Its state is that of the stages' trainers, put together to that of the whole model's trainer. So
-    a run can be resumed with another number of ranks, or without any.
+    """A model whose stages, with these names of trained parameters, are trained by ranks. Its state
+    is that of a whole model's trainer: a run can be resumed with any number of ranks, or none.
     """
 
-    def __init__(self, name: Name, model: nn.Module, ranks: Ranks, names: Sequence[Names]) -> None:
+    def __init__(
+        self, name: Name, model: nn.Module, ranks: Ranks, names: Sequence[Names], lr: float
+    ) -> None:
         super().__init__(model)
         self._name, self._ranks, self._names = name, ranks, names
         self._weights = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._snapshots = Snapshots(self._weights)
-        self._lr = float(ranks.call("lr", name)[0])
-        self._behind = False
+        self._lr, self._behind = lr, False
 
     @property
     def lr(self) -> float:
@@ -165,9 +163,8 @@ class PipelinedBackprop:
         )
         timings = [times for times, _ in said]
         busy_s = fmean(sum(t.end) - sum(t.start) for t in timings)
-        predicted_s = math.nan if plan.predicted_us is None else plan.predicted_us / 1e6
         self._runs += 1
-        self._seconds.append((makespan_us(timings) / 1e6, busy_s, predicted_s))
+        self._seconds.append((makespan_us(timings) / 1e6, busy_s, plan.predicted_us / 1e6))
         if self._runs >= MEASURED_RUN and not (missing or self._planner.measured):
             kept = self.ranks.call("saved_bytes", batches[0])
             self._planner.measure(profile(self._layout, timings, kept))
@@ -175,10 +172,10 @@ class PipelinedBackprop:
         return {name: sum((metrics[name] for _, metrics in said), Metrics()) for name in names}
 
     def finish(self) -> Stats:
-        """Fetch the new weights into the whole models; return ``pipeline/step_s`` (seconds of all
-        passes, from the first task of each mini-batch to its last), ``pipeline/bubble_fraction``
-        (share of the ranks' time in which they waited), and, once latencies are measured,
-        ``pipeline/predicted_s`` (of the schedules).
+        """Fetch the new weights into the whole models; return ``pipeline/step_s`` (seconds from the
+        first task of each mini-batch to its last), ``pipeline/bubble_fraction`` (share of the
+        ranks' time in which they waited) and, once latencies are measured,
+        ``pipeline/predicted_s``.
         """
         for model in self.models.values():
             model.fetch()
@@ -227,12 +224,12 @@ def start(
             for name, model in models.items()
         }
         pairs = zip(stages["actor"], stages["critic"], strict=True)
-        ranks.call_each("hold", ((for_sending(a), for_sending(c)) for a, c in pairs))
+        lr = ranks.call_each("hold", ((for_sending(a), for_sending(c)) for a, c in pairs))[0]
         names = {
             name: [{n: s.names[n] for n, p in s.named_parameters() if p.requires_grad} for s in of]
             for name, of in stages.items()
         }
-        staged = {name: StagedModel(name, models[name], ranks, names[name]) for name in NAMES}
+        staged = {n: StagedModel(n, models[n], ranks, names[n], lr[n]) for n in NAMES}
         parameters = {name: sum(w.numel() for w in m.parameters()) for name, m in models.items()}
         planner = Planner(p, parameters, config.seed)
         budget = token_budget(t.microbatch_tokens, device)
@@ -288,13 +285,11 @@ GUESSED_TICKS = 1000
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
-    """A schedule for a mini-batch, the problem that it was made for, and the microseconds that it
-    takes by the measured latencies; ``None`` before there are any.
-    """
+    """A schedule for a mini-batch, and the problem that it was made for."""
 
     problem: Problem
     schedule: PipelineSchedule
-    predicted_us: int | None
+    predicted_us: float  # that it takes by the measured latencies; NaN before there are any
 
 
 class Planner:
@@ -330,11 +325,8 @@ class Planner:
 
     def plan(self, micro_batches: int) -> PipelinePlan:
         """Plan so many micro-batches of each model, over all its pipelines."""
-        if micro_batches not in self._plans:
-            self._plans[micro_batches] = self._make(micro_batches)
-        return self._plans[micro_batches]
-
-    def _make(self, micro_batches: int) -> PipelinePlan:
+        if micro_batches in self._plans:
+            return self._plans[micro_batches]
         actor, critic = (
             replace(model, micro_batches=micro_batches // model.pipelines)
             for model in self._problem.models
@@ -344,5 +336,6 @@ class Planner:
             schedule = one_f_one_b(problem)
         else:
             schedule = solve(problem, seconds=self._config.seconds, seed=self._seed).schedule
-        latency = evaluate(problem, schedule).latency
-        return PipelinePlan(problem, schedule, latency if self.measured else None)
+        latency = evaluate(problem, schedule).latency if self.measured else math.nan
+        self._plans[micro_batches] = PipelinePlan(problem, schedule, latency)
+        return self._plans[micro_batches]

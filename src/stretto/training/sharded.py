@@ -68,22 +68,15 @@ class _Root(nn.Module):
 class ShardedModel(TrainedModel):
     """A model that is cut into shards in place, and AdamW on those of this rank.
 
-    Its layers are gathered one by one as they are needed, what stands around them (embeddings,
-    output layer) for the whole pass. Parameters of another type than the model's stay whole on
-    every rank of a slice. No rank has more of the weights than its own part and about one layer of
-    its slice, if they are left in files (:mod:`stretto.models.mapped`).
+    The model comes whole to every rank, in evaluation mode. Its layers are gathered one by one as
+    they are needed, what stands around them (embeddings, output layer) for the whole pass.
+    Parameters of another type than the model's stay whole on every rank of a slice. No rank has
+    more of the weights than its own part and about one layer of its slice, if they are left in
+    files (:mod:`stretto.models.mapped`). One that ``lends`` publishes the shards themselves, as
+    their readers are done before they change; else copies.
 
     Its state is that of a whole model, with this rank's pieces of the tensors. It goes on from that
     of any number of ranks. Raises ModelError if the model cannot be cut into that many slices.
-
-    Args:
-        model: whole on every rank, in evaluation mode, and the same.
-        lends: whether what is published are the shards themselves, as their readers are done before
-            they change; else copies.
-
-    Attributes:
-        template: the output layer of a language model, without its weights.
-        parameters, wholes: the shards, by name, and the same as they were.
     """
 
     def __init__(
@@ -97,7 +90,7 @@ class ShardedModel(TrainedModel):
     ) -> None:
         self.grid, self._lends, self._root = grid, lends, _Root(model)
         self._dtype = final_dtype(next(model.parameters()))
-        self.template = OutputHead(_NO_WEIGHT)
+        self.template = OutputHead(_NO_WEIGHT)  # a language model's output layer, without weights
         if unwrapped(model).get_output_embeddings() is not None:
             self.template = replace(output_head(model), weight=_NO_WEIGHT, bias=None)
         self._empty = _without_weights(model)
@@ -217,9 +210,8 @@ class ShardedModel(TrainedModel):
         return math.sqrt((squares[:, 0].sum() + of_slices).item())
 
     def _add_up_others(self) -> None:
-        """Add up gradients of parameters that are whole on ranks which see only some inputs.
-
-        On some ranks no pass may have reached one of them, such as the adapter of an expert.
+        """Add up gradients of parameters that are whole on ranks which see only some inputs. On
+        some ranks no pass may have reached one of them, such as the adapter of an expert.
         """
         for name, master in zip(self._names, self._masters, strict=True):
             if self.grid.slices and name in self._partial and master.grad is not None:
@@ -328,10 +320,9 @@ def _local(tensor: Any) -> Tensor:
 class Grid:
     """All ranks of the default group, as fsdp x tp: those that hold one slice stand tp apart.
 
-    Attributes:
-        row: number of this process among the ranks of its slice, which share rows and passes.
-        mesh, rows: these ranks as FSDP and as collectives take them.
-        slices: those that have a slice each; ``None`` where nothing is cut.
+    ``row`` is this rank's number among those of its slice, which are ``rows`` and share passes; as
+    FSDP takes them, ``mesh``. ``slices`` are those with a slice each; ``None`` where nothing is
+    cut.
     """
 
     def __init__(self, device: str, layout: Layout) -> None:

@@ -26,10 +26,8 @@ Names = Mapping[str, str]
 
 
 class StageTrainer:
-    """A rank's part of the training of both models; made in the rank's process.
-
-    Args:
-        device: that the whole models are on; each rank has one of its kind.
+    """A rank's part of the training of both models, on a device of the kind that the whole models
+    are on; made in the rank's process.
     """
 
     def __init__(
@@ -45,8 +43,8 @@ class StageTrainer:
         self._optimizer, self._rates = optimizer, rates
         self._device = backend_of(device).rank_device(rank)
 
-    def hold(self, actor: Stage, critic: Stage) -> None:
-        """Take the stages to train."""
+    def hold(self, actor: Stage, critic: Stage) -> Mapping[Name, float]:
+        """Take the stages to train; return the learning rates of the first updates."""
         stages: dict[Name, Stage] = {"actor": actor, "critic": critic}
         self._stages = {name: stage.to(self._device) for name, stage in stages.items()}
         self._trained = {
@@ -55,6 +53,7 @@ class StageTrainer:
             for name, stage in self._stages.items()
         }
         self._executor = PipelineExecutor(actor, critic, self._layout, self._device)
+        return {name: trained.lr for name, trained in self._trained.items()}
 
     def run(
         self,
@@ -120,10 +119,6 @@ class StageTrainer:
         self._trained[name].skip()
         return self._trained[name].lr
 
-    def lr(self, name: Name) -> float:
-        """Return the learning rate of a model's next update."""
-        return self._trained[name].lr
-
     def weights(self, name: Name) -> Mapping[str, Tensor] | None:
         """Return the stage's trained weights by its own names; of first pipelines alone."""
         return self._of_first_pipeline(name, TrainedModel.snapshot)
@@ -147,9 +142,8 @@ class StageTrainer:
 def whole_state(
     states: Iterable[tuple[Names, Mapping[str, Any]]], order: Sequence[str]
 ) -> dict[str, Any]:
-    """Put the states of the stages' trainers together to that of the whole model's trainer.
-
-    Parameters are in the ``order`` in which the whole model lists them.
+    """Put the states of the stages' trainers together to that of the whole model's trainer, which
+    lists the parameters in this order.
     """
     masters: dict[str, Tensor] = {}
     moments: dict[str, Any] = {}

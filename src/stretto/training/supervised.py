@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import compress
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -23,17 +23,7 @@ from stretto import signals
 from stretto.config import RewardModelConfig, SftConfig, SupervisedConfig
 from stretto.config.training import token_budget
 from stretto.errors import ModelError, TaskError
-from stretto.models.forward import (
-    backbone,
-    by_token_budget,
-    last_hidden,
-    output_head,
-    pad_right,
-    predicting,
-    states_at,
-    text_config,
-    unwrapped,
-)
+from stretto.models import forward
 from stretto.models.heads import apply_scalar_head
 from stretto.models.logits import token_logprobs
 from stretto.tasks.pairs import PairTokens
@@ -42,41 +32,30 @@ from stretto.training.trained import LearningRate, TrainedModel
 from stretto.types import Stats
 
 T = TypeVar("T")
-T_contra = TypeVar("T_contra", contravariant=True)
-
-After = Callable[[int, Stats], None]
-"""Called after each update with its number, from 1, and its metrics."""
 
 
 # -- the loop ------------------------------------------------------------------------------------
 
 
-class Objective(Protocol[T_contra]):
-    """A loss that is a mean over a batch, however the batch is split into passes."""
-
-    def learn(self, batch: Sequence[T_contra]) -> Stats:
-        """Add the gradient of the batch's loss to the model's; return metrics."""
-        ...
-
-
 def train(
     model: nn.Module,
     rows: Sequence[T],
-    objective: Objective[T],
+    learn: Callable[[Sequence[T]], Stats],
     config: SupervisedConfig,
-    after: After,
+    after: Callable[[int, Stats], None],
 ) -> None:
     """Train a model in place, with an update for each batch of at least one row.
 
-    The objective is a loss of the model. ``after`` is called after each update, with its metrics,
-    the gradient norm and the learning rate; what it raises ends the training.
+    ``learn`` adds the gradient of a batch's loss to the model's, and returns metrics. ``after`` is
+    called after each update with its number, from 1, these metrics, the gradient norm and the
+    learning rate; what it raises ends the training.
     """
     t = config.training
     trained = TrainedModel(model, LearningRate(t.lr, updates(config, len(rows)), t.warmup_steps), t)
     try:
         for step, batch in enumerate(batches(rows, config), start=1):
             with trained.training():
-                metrics = objective.learn(batch)
+                metrics = learn(batch)
             lr = trained.lr
             with signals.held():  # the weights of half an update would be worth nothing
                 norm = trained.update()
@@ -140,15 +119,13 @@ PackedRow = Sequence[Example]
 class CrossEntropy:
     """Mean negative log-likelihood of the learned tokens of a causal language model.
 
-    Every token counts the same, whichever example, pass or row it is in. Raises ModelError if
-    packed sequences see one another in this model, or its logits are not a plain head's.
-
-    Args:
-        row_tokens: pack examples into rows of at most so many tokens; 0 gives each its own row.
+    Every token counts the same, whichever example, pass or row it is in. Examples are packed into
+    rows of at most ``row_tokens``; 0 gives each its own row. Raises ModelError if packed sequences
+    see one another in this model, or its logits are not a plain head's.
     """
 
     def __init__(self, model: nn.Module, token_budget: int, *, row_tokens: int = 0) -> None:
-        self._model, self._head = model, output_head(model)
+        self._model, self._head = model, forward.output_head(model)
         self._budget, self._row_tokens = token_budget, row_tokens
         if row_tokens:
             _check_packing(model)
@@ -182,16 +159,16 @@ class CrossEntropy:
     def _passes(self, examples: Sequence[Example]) -> list[list[PackedRow]]:
         rows = pack(examples, self._row_tokens) if self._row_tokens else [[e] for e in examples]
         lengths = [sum(map(_inputs, row)) for row in rows]
-        return [[rows[i] for i in part] for part in by_token_budget(lengths, self._budget)]
+        return [[rows[i] for i in part] for part in forward.by_token_budget(lengths, self._budget)]
 
     def _logprobs(self, rows: Sequence[PackedRow]) -> Tensor:
         """Return log-probabilities [N] of the learned tokens."""
         hidden = row_hidden(self._model, rows)
         # An example's first token is never learned, its last one never read.
-        places = [predicting([f for e in row for f in e.trained[1:]], 1) for row in rows]
+        places = [forward.predicting([f for e in row for f in e.trained[1:]], 1) for row in rows]
         targets = [t for row in rows for e in row for t in compress(e.tokens, e.trained)]
         tokens = torch.tensor(targets, device=hidden.device)
-        return token_logprobs(self._head, states_at(hidden, places), tokens)[0]
+        return token_logprobs(self._head, forward.states_at(hidden, places), tokens)[0]
 
 
 def _inputs(example: Example) -> int:
@@ -227,13 +204,13 @@ def row_hidden(model: nn.Module, rows: Sequence[PackedRow]) -> Tensor:
     the examples of a row from one another.
     """
     device = next(model.parameters()).device
-    ids = pad_right([[t for e in row for t in e.tokens[:-1]] for row in rows], device)
+    ids = forward.pad_right([[t for e in row for t in e.tokens[:-1]] for row in rows], device)
     places = {}
     if any(len(row) > 1 for row in rows):
         starts = [[p for e in row for p in range(_inputs(e))] for row in rows]
-        places = {"position_ids": pad_right(starts, device)}
-    hidden: Tensor = backbone(model)(input_ids=ids, use_cache=False, **places).last_hidden_state
-    return hidden
+        places = {"position_ids": forward.pad_right(starts, device)}
+    decoder = forward.backbone(model)
+    return cast(Tensor, decoder(input_ids=ids, use_cache=False, **places).last_hidden_state)
 
 
 @torch.no_grad()
@@ -241,7 +218,7 @@ def _check_packing(model: nn.Module) -> None:
     """Refuse a model in which the second example of a row has other states than alone, by more than
     rounding: the difference is compared with that of an example that does see the first one.
     """
-    config = text_config(model)
+    config = forward.text_config(model)
     first, second = (
         Example(tuple((start + 97 * i) % config.vocab_size for i in range(9)), (False,) * 9)
         for start in (config.vocab_size // 7, config.vocab_size // 3)
@@ -253,9 +230,10 @@ def _check_packing(model: nn.Module) -> None:
     seeing = row_hidden(model, [[joined]])[0, -length:].float()
     off = ((packed - alone).norm() / (seeing - alone).norm()).item()
     if not off <= max(1e-3, 64 * torch.finfo(next(model.parameters()).dtype).eps):
+        name = type(forward.unwrapped(model)).__name__
         raise ModelError(
-            f"packing = true: in {type(unwrapped(model)).__name__} sequences of one row see one "
-            f"another ({off:.0%} as much as within one sequence); set packing = false",
+            f"packing = true: in {name} sequences of one row see one another ({off:.0%} as much as "
+            "within one sequence); set packing = false",
             "packing-leaks",
         )
 
@@ -265,20 +243,12 @@ def _check_packing(model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Preferences:
-    """Metrics of a reward model on pairs.
+    """Metrics of a reward model on pairs."""
 
-    Attributes:
-        loss: mean -log sigmoid(r_chosen - r_rejected), in nats a pair.
-        accuracy: share of the pairs whose chosen response has the higher reward; a tie counts half.
-        margin: mean r_chosen - r_rejected.
-        reward_mean, reward_std: mean and standard deviation over all responses.
-        pairs: number of pairs.
-    """
-
-    loss: float
-    accuracy: float
-    margin: float
-    reward_mean: float
+    loss: float  # mean -log sigmoid(r_chosen - r_rejected), in nats a pair
+    accuracy: float  # share of pairs whose chosen response has the higher reward; a tie is half
+    margin: float  # mean r_chosen - r_rejected
+    reward_mean: float  # over all responses, as the deviation is
     reward_std: float
     pairs: int
 
@@ -338,12 +308,12 @@ class BradleyTerry:
         return Preferences.of(*torch.cat(seen, 1))
 
     def _passes(self, pairs: Sequence[PairTokens]) -> Iterator[list[PairTokens]]:
-        for part in by_token_budget([2 * p.longest for p in pairs], self._budget):
+        for part in forward.by_token_budget([2 * p.longest for p in pairs], self._budget):
             yield [pairs[i] for i in part]
 
     def _rewards(self, pairs: Sequence[PairTokens]) -> tuple[Tensor, Tensor]:
         """Return rewards [b] of the chosen and rejected responses, read at the end token."""
         rows = [[*p.prompt, *p.chosen] for p in pairs]
         rows += [[*p.prompt, *p.rejected] for p in pairs]
-        rewards = apply_scalar_head(self._model, last_hidden(self._model, rows))
+        rewards = apply_scalar_head(self._model, forward.last_hidden(self._model, rows))
         return cast(tuple[Tensor, Tensor], rewards.split(len(pairs)))

@@ -112,8 +112,8 @@ PATIENCE_S = 30.0
 class Gate:
     """The gate that all changes of a model's weights in place go through, until it is closed.
 
-    ``agree`` tells from whether this gate is open if a change may begin; for ranks that hold parts
-    of one model, of which all change or none.
+    A change may begin where ``agree`` says so, told whether this gate is open: of ranks that hold
+    parts of one model, all change or none.
     """
 
     def __init__(self) -> None:
@@ -175,9 +175,8 @@ class WholeModel:
     def logprobs(
         self, responses: Sequence[Response], mask: Tensor, temperature: float, budget: int = 0
     ) -> Tensor:
-        """Return log-probs [B, T] of sampled tokens, 0 outside the mask, on the CPU in float32.
-
-        A forward pass has a budget of tokens, padding counted; 0 takes what suits the device.
+        """Return log-probs [B, T] of sampled tokens, 0 outside the mask, on the CPU in float32. The
+        budget is of a pass's tokens, padding counted; 0 takes what suits the device.
         """
         logprobs = torch.zeros(mask.shape)
         for rows in microbatches(responses, token_budget(budget, self.device)):

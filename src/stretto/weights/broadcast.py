@@ -17,9 +17,8 @@ from stretto.weights.transfer import Route, Transfers
 
 
 class WeightSender(SharedChannel):
-    """The learner's end: a channel whose tensors are sent when the driver says so.
-
-    It keeps some versions of each model, for followers that are behind or new.
+    """The learner's end: a channel whose tensors are sent when the driver says so. It keeps some
+    versions of each model, for followers that are behind or new.
     """
 
     name = "broadcast"
@@ -49,14 +48,10 @@ class WeightSender(SharedChannel):
 class WeightReceiver:
     """A follower's end: a channel whose tensors arrive while they are read.
 
-    Each rank of the learner sends its own parts; the follower takes those that it holds. ``mark``
-    is of what was received last.
-
-    Args:
-        tensors: the parameters that travel, by name, as they are held here; only their shapes and
-            types are looked at.
-        sources: the parts that each rank of the learner sends; without any, one sends all.
-        own: the parts that are held here; other parameters are held whole.
+    The tensors are the parameters that travel, as they are held here; only their shapes and types
+    are looked at. Each of the ``sources`` is a rank of the learner with the parts that it sends;
+    without any, one sends all. ``own`` are the parts held here, of parameters that are not held
+    whole. ``mark`` is of what was received last.
     """
 
     name = "broadcast"

@@ -41,15 +41,11 @@ class Resharding:
     """The channel of a follower that shares its ranks with the learner.
 
     All ranks call all methods, in the same order. A rank gets a bucket at a time, or a larger
-    parameter by itself.
-
-    Attributes:
-        mark: stands for the checksum of another channel: here only the fingerprint is checked.
-        moved: bytes that go from one rank to another, at each weight sync.
+    parameter by itself; ``moved`` bytes go from one rank to another, at each weight sync.
     """
 
     name = WeightSender.name
-    mark = ""
+    mark = ""  # in place of the checksum of another channel: only the fingerprint is checked
 
     def __init__(
         self,

@@ -49,22 +49,13 @@ class Stage(nn.Module):
         super().__init__()
         self.body = body
         self.index, self.stages = index, stages
+        self.first, self.last = index == 0, index == stages - 1
         config: Any = body.config
         self.hidden_size: int = config.hidden_size
         self.dtype: torch.dtype = cast(Any, body).dtype
         self.names: Mapping[str, str] = {}
         self.tied: frozenset[str] = frozenset()
         self._head: OutputHead | None = None  # its scale and cap; the weight is the module's
-
-    @property
-    def first(self) -> bool:
-        """Return whether this is the first stage, which takes token ids."""
-        return self.index == 0
-
-    @property
-    def last(self) -> bool:
-        """Return whether this is the last stage, whose hidden states are the model's."""
-        return self.index == self.stages - 1
 
     @property
     def head(self) -> OutputHead:
