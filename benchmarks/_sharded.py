@@ -155,11 +155,9 @@ class Side:
         rate, critic_rate = LearningRate(t.lr, UPDATES), LearningRate(t.critic_lr, UPDATES)
         parts: tuple[Any, Any, Any]
         if self._grid is None:
-            parts = (
-                TrainedModel(actor, rate, t),
-                TrainedModel(critic, critic_rate, t) if critic else None,
-                LocalBackprop(actor, critic, losses, t.microbatch_tokens),
-            )
+            whole = TrainedModel(actor, rate, t)
+            other = TrainedModel(critic, critic_rate, t) if critic else None
+            parts = whole, other, LocalBackprop(whole, other, losses, t.microbatch_tokens)
         else:
             first = ShardedModel(actor, self._grid, rate, t)
             second = ShardedModel(critic, self._grid, critic_rate, t) if critic else None

@@ -140,15 +140,12 @@ def make_learner(
     """A learner on one or two models; ``settings`` as a recipe has them."""
     config = Config.model_validate(settings or {})
     t = config.training
-    return PolicyLearner(
-        TrainedModel(actor, LearningRate(t.lr, updates, warmup), t),
-        TrainedModel(critic, LearningRate(t.critic_lr, updates, warmup), t) if critic else None,
-        LocalBackprop(
-            actor, critic, Losses(config.algorithm, config.rollout.temperature), t.microbatch_tokens
-        ),
-        config,
-        {"task": 1.0},
-    )
+    losses = Losses(config.algorithm, config.rollout.temperature)
+    first = TrainedModel(actor, LearningRate(t.lr, updates, warmup), t)
+    rate = LearningRate(t.critic_lr, updates, warmup)
+    second = TrainedModel(critic, rate, t) if critic else None
+    backprop = LocalBackprop(first, second, losses, t.microbatch_tokens)
+    return PolicyLearner(first, second, backprop, config, {"task": 1.0})
 
 
 def told(rollouts: Iterable[Rollout]) -> list[Response]:

@@ -37,7 +37,7 @@ from stretto.models.load import load_causal_lm
 from stretto.models.lora import add_lora
 from stretto.models.weights import fingerprint, load_weights, with_own_weights
 from stretto.schedules.rollout import Rollout, total_reward, train_batch
-from stretto.training import agreement, losses
+from stretto.training import agreement
 from stretto.training import collate as collating
 from stretto.training.collate import collate, describe
 from stretto.training.learner import PolicyLearner
@@ -296,7 +296,7 @@ def test_garbage_in_padding_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> 
         garbage = False if rows[0].dtype == torch.bool else float("nan")
         return torch.stack([torch.cat([r, r.new_full((width - len(r),), garbage)]) for r in rows])
 
-    monkeypatch.setattr(losses, "pad_right", pad_right)
+    monkeypatch.setattr("stretto.models.forward.pad_right", pad_right)
     monkeypatch.setattr(collating, "pad_sequence", pad)
     assert_close(gradients_with(), plain)
 

@@ -61,11 +61,9 @@ def make_learner(
         second = ShardedModel(critic, grid, rates["critic"], t, lends=lends) if critic else None
         made = first, second, ShardedBackprop(first, second, losses, t.microbatch_tokens)
     elif not config.pipeline.ranks or critic is None:
-        made = (
-            TrainedModel(actor, rates["actor"], t),
-            TrainedModel(critic, rates["critic"], t) if critic else None,
-            LocalBackprop(actor, critic, losses, t.microbatch_tokens),
-        )
+        whole = TrainedModel(actor, rates["actor"], t)
+        other = TrainedModel(critic, rates["critic"], t) if critic else None
+        made = whole, other, LocalBackprop(whole, other, losses, t.microbatch_tokens)
     else:
         # Imported here, as planning brings a compiler that nothing else needs.
         from stretto.training import pipelined

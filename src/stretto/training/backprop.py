@@ -12,15 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from stretto.algorithms.experience import LossTerm
 from stretto.algorithms.reductions import Metrics
 from stretto.config.training import token_budget
-from stretto.models.forward import backbone, by_token_budget, output_head
-from stretto.models.logits import OutputHead
+from stretto.models.forward import backbone, by_token_budget
 from stretto.training.losses import Losses, MicroBatch
-from stretto.training.trained import training_mode
+from stretto.training.trained import TrainedModel
 from stretto.types import Stats
 
 
@@ -47,22 +46,18 @@ class Backprop(Protocol):
 
 
 class LocalBackprop:
-    """Passes in this process, a micro-batch after the other, critic before actor. The actor's head
-    is given where it cannot be found in a model that is not whole.
-    """
+    """Passes in this process, a micro-batch after the other, critic before actor."""
 
     def __init__(
         self,
-        actor: nn.Module,
-        critic: nn.Module | None,
+        actor: TrainedModel,
+        critic: TrainedModel | None,
         losses: Losses,
         microbatch_tokens: int,
-        head: OutputHead | None = None,
     ) -> None:
         self._actor, self._critic, self._losses = actor, critic, losses
-        self._head = head or output_head(actor)
-        self._device = next(actor.parameters()).device
-        self._budget = token_budget(microbatch_tokens, self._device)
+        _ = actor.head  # which is checked here, and not in the first step
+        self._budget = token_budget(microbatch_tokens, actor.device)
 
     def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
         return by_token_budget(tokens, self._budget)
@@ -70,46 +65,40 @@ class LocalBackprop:
     def run(
         self, batches: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool
     ) -> Mapping[str, Metrics]:
-        batches = [batch.to(self._device) for batch in batches]
+        batches = [batch.to(self._actor.device) for batch in batches]
         by_model = {}
         if self._critic is not None:
-            loss = partial(self._losses.of_critic, self._critic)
-            by_model["critic"] = self._passes(self._critic, batches, loss)
+            loss = partial(self._losses.of_critic, self._critic.model)
+            by_model["critic"] = _passes(self._critic, batches, loss)
         if trains_actor:
 
             def of_actor(states: Tensor, batch: MicroBatch) -> LossTerm:
-                return self._losses.of_actor(self._output, states, batch, kl_coef)
+                return self._losses.of_actor(self._actor.head, states, batch, kl_coef)
 
-            by_model["actor"] = self._passes(self._actor, batches, of_actor)
+            by_model["actor"] = _passes(self._actor, batches, of_actor)
         return by_model
 
     def finish(self) -> Stats:
         return {}  # the models are the ones that were updated
 
-    def _passes(
-        self,
-        model: nn.Module,
-        batches: Sequence[MicroBatch],
-        loss: Callable[[Tensor, MicroBatch], LossTerm],
-    ) -> Metrics:
-        metrics = Metrics()
-        with training_mode(model):
-            for batch in batches:
-                term = self._forward(model, batch, loss)
-                term.loss.backward()
-                metrics += term.metrics
-        return metrics
 
-    def _forward(
-        self, model: nn.Module, batch: MicroBatch, loss: Callable[[Tensor, MicroBatch], LossTerm]
-    ) -> LossTerm:
-        decoder = backbone(model)
-        states = batch.states(decoder(input_ids=batch.tokens, use_cache=False).last_hidden_state)
-        return loss(states, batch)
+def _passes(
+    trained: TrainedModel,
+    batches: Sequence[MicroBatch],
+    loss: Callable[[Tensor, MicroBatch], LossTerm],
+) -> Metrics:
+    def forward(batch: MicroBatch) -> tuple[Tensor, LossTerm]:
+        out = backbone(trained.model)(input_ids=batch.tokens, use_cache=False)
+        term = loss(batch.states(out.last_hidden_state), batch)
+        return term.loss, term  # FSDP looks for losses in tuples, and not in other objects
 
-    @property
-    def _output(self) -> OutputHead:
-        return self._head
+    metrics = Metrics()
+    with trained.training():
+        for batch in batches:
+            _, term = trained.compute(partial(forward, batch))
+            term.loss.backward()
+            metrics += term.metrics
+    return metrics
 
 
 def divided(tokens: Sequence[int], wanted: int, hands: int) -> list[Sequence[int]]:

@@ -29,7 +29,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from stretto.algorithms.experience import LossTerm
 from stretto.algorithms.reductions import Metrics
 from stretto.config import OptimizerConfig
 from stretto.config.training import token_budget
@@ -90,9 +89,9 @@ class ShardedModel(TrainedModel):
     ) -> None:
         self.grid, self._lends, self._root = grid, lends, _Root(model)
         self._dtype = final_dtype(next(model.parameters()))
-        self.template = OutputHead(_NO_WEIGHT)  # a language model's output layer, without weights
+        self._template = OutputHead(_NO_WEIGHT)  # a language model's output layer, without weights
         if unwrapped(model).get_output_embeddings() is not None:
-            self.template = replace(output_head(model), weight=_NO_WEIGHT, bias=None)
+            self._template = replace(output_head(model), weight=_NO_WEIGHT, bias=None)
         self._empty = _without_weights(model)
         cuts = plan_cuts(model, grid.layout.tp)
         self.wholes = wholes_of(model, cuts.dims)
@@ -144,9 +143,6 @@ class ShardedModel(TrainedModel):
     # -- passes ----------------------------------------------------------------------------------
 
     def compute(self, work: Callable[[], T]) -> T:
-        """Compute with the whole weights; gradients of tensors, alone or in tuples, reach shards. A
-        collective.
-        """
         result: T = self._root(work)
         if not torch.is_grad_enabled():  # else this is done after the backward pass
             cast(FSDPModule, self._root).reshard()
@@ -154,17 +150,12 @@ class ShardedModel(TrainedModel):
 
     @property
     def head(self) -> OutputHead:
-        """The output layer; whole within a forward pass alone."""
         linear = unwrapped(self.model).get_output_embeddings()
-        return replace(self.template, weight=linear.weight, bias=getattr(linear, "bias", None))
+        return replace(self._template, weight=linear.weight, bias=getattr(linear, "bias", None))
 
     @property
     def dtype(self) -> torch.dtype:
         return self._dtype
-
-    @property
-    def _head(self) -> OutputHead:
-        return self.head
 
     @torch.no_grad()
     def logprobs(
@@ -383,10 +374,8 @@ class ShardedBackprop(LocalBackprop):
         losses: Losses,
         microbatch_tokens: int,
     ) -> None:
-        model = critic.model if critic else None
-        super().__init__(actor.model, model, losses, microbatch_tokens, actor.template)
+        super().__init__(actor, critic, losses, microbatch_tokens)
         self._grid = actor.grid
-        self._sharded = {s.model: s for s in (actor, critic) if s is not None}
         self._ran: list[list[int]] = []  # tokens of each rank, by mini-batch
 
     def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
@@ -412,18 +401,3 @@ class ShardedBackprop(LocalBackprop):
         ran, self._ran = self._ran, []
         most = sum(max(tokens) for tokens in ran)
         return {"passes/balance": sum(map(fmean, ran)) / most} if most else {}
-
-    def _forward(
-        self, model: nn.Module, batch: MicroBatch, loss: Callable[[Tensor, MicroBatch], LossTerm]
-    ) -> LossTerm:
-        forward = super()._forward
-
-        def both() -> tuple[Tensor, LossTerm]:
-            term = forward(model, batch, loss)
-            return term.loss, term  # FSDP looks for losses in tuples, and not in other objects
-
-        return self._sharded[model].compute(both)[1]
-
-    @property
-    def _output(self) -> OutputHead:
-        return self._sharded[self._actor].head

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ from stretto.types import Response
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
 
 BLOCK = 1 << 20
 """Elements added at a time where types differ: torch converts them in a buffer of its own."""
@@ -189,11 +191,12 @@ class WholeModel:
         """Return log-probs [N] of all sampled tokens, one response after another."""
         hidden = response_hidden(self.model, responses)
         targets = response_tokens(responses, hidden.device)
-        return token_logprobs(self._head, hidden, targets, temperature)[0]
+        return token_logprobs(self.head, hidden, targets, temperature)[0]
 
     @cached_property
-    def _head(self) -> OutputHead:
-        return output_head(self.model)  # which checks it with a small pass
+    def head(self) -> OutputHead:
+        """The output layer, checked with a small pass; of shards, whole within a pass alone."""
+        return output_head(self.model)
 
     def fingerprint(self) -> str:
         """Return a short hash of all parameters, frozen ones too."""
@@ -326,6 +329,12 @@ class TrainedModel(Trained):
     def training(self) -> AbstractContextManager[None]:
         """Prepare for forward and backward passes; see :func:`training_mode`."""
         return training_mode(self.model)
+
+    def compute(self, work: Callable[[], T]) -> T:
+        """Compute with the whole weights, of shards as a collective; gradients of the tensors that
+        are returned, alone or in tuples, reach what is trained.
+        """
+        return work()
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Return the gradients collected since the last update, by name, to be changed in place;
