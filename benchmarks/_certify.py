@@ -11,62 +11,66 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stretto.pipelines.graph import FORWARD, Ints, earliest_starts, heads, tails
-from stretto.pipelines.search import Descent, Record
+from stretto.pipelines.search import Descent, Incumbent
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, IntervalVar, IntVar
 
 
-def by_cp_sat(record: Record, seed: int, threads: int) -> None:
+def by_cp_sat(incumbent: Incumbent, seed: int, threads: int) -> None:
     """Improve, and prove, what the usual search has found in a quarter of the time."""
-    Descent(record, seed, threads, record.begun + (record.deadline - record.begun) / 4).run()
-    improve(record, seed, threads)
+    Descent(
+        incumbent, seed, threads, incumbent.begun + (incumbent.deadline - incumbent.begun) / 4
+    ).run()
+    improve(incumbent, seed, threads)
 
 
-def improve(record: Record, seed: int, threads: int) -> None:
-    """Better a record until it is proved to be the best, or time is over.
+def improve(incumbent: Incumbent, seed: int, threads: int) -> None:
+    """Better an incumbent until it is proved to be the best, or time is over.
 
     Above the bound, half of the time that is left goes into a lower latency or the proof that there
     is none; then memory is minimised at the latency reached.
     """
-    if record.latency > record.bound:
-        model, at, holding = _model(record)
-        if record.problem.capacity is not None:
-            _cap(model, holding, record.capacity)
-        end = model.new_int_var(record.bound, record.latency, "latency")
-        graph = record.graph
+    if incumbent.latency > incumbent.bound:
+        model, at, holding = _model(incumbent)
+        if incumbent.problem.capacity is not None:
+            _cap(model, holding, incumbent.capacity)
+        end = model.new_int_var(incumbent.bound, incumbent.latency, "latency")
+        graph = incumbent.graph
         for q in np.flatnonzero(graph.after < 0).tolist():
             last = int(graph.offset[q] + graph.length[q]) - 1
             model.add(end >= at[last] + int(graph.duration[q]))
         model.minimize(end)
-        seconds = (record.deadline - time.monotonic()) / 2
-        record.bound = max(record.bound, _solve(record, model, at, seconds, seed, threads))
-    if not record.done:
-        model, at, holding = _model(record)
-        peak = model.new_int_var(record.memory_bound, record.peak, "peak")
+        seconds = (incumbent.deadline - time.monotonic()) / 2
+        incumbent.bound = max(incumbent.bound, _solve(incumbent, model, at, seconds, seed, threads))
+    if not incumbent.done:
+        model, at, holding = _model(incumbent)
+        peak = model.new_int_var(incumbent.memory_bound, incumbent.peak, "peak")
         _cap(model, holding, peak)
         model.minimize(peak)
-        seconds = record.deadline - time.monotonic()
-        lowest = _solve(record, model, at, seconds, seed, threads)
-        record.memory_bound = max(record.memory_bound, lowest)
+        seconds = incumbent.deadline - time.monotonic()
+        lowest = _solve(incumbent, model, at, seconds, seed, threads)
+        incumbent.memory_bound = max(incumbent.memory_bound, lowest)
 
 
-def _starts(record: Record) -> Ints:
-    starts = np.empty(record.word.size, np.int64)
-    earliest_starts(record.graph, record.word, starts, np.empty_like(starts))
+def _starts(incumbent: Incumbent) -> Ints:
+    starts = np.empty(incumbent.word.size, np.int64)
+    earliest_starts(incumbent.graph, incumbent.word, starts, np.empty_like(starts))
     return starts
 
 
 def _model(
-    record: Record,
+    incumbent: Incumbent,
 ) -> tuple[CpModel, list[IntVar], list[list[tuple[IntervalVar, int]]]]:
-    """The CP-SAT model: starts of all tasks [T] by the record's latency, and memory by device."""
+    """The CP-SAT model: starts of all tasks [T] by the latency so far, and memory by device."""
     from ortools.sat.python.cp_model import CpModel
 
-    problem, graph, latency = record.problem, record.graph, record.latency
+    problem, graph, latency = incumbent.problem, incumbent.graph, incumbent.latency
     model = CpModel()
     at: list[IntVar] = []
-    for q, (first, rest) in enumerate(zip(heads(graph), tails(graph), strict=True)):
+    for q, (first, rest) in enumerate(
+        zip(heads(graph).tolist(), tails(graph).tolist(), strict=True)
+    ):
         ticks, count = int(graph.duration[q]), int(graph.length[q])
         at += [
             model.new_int_var(first + i * ticks, latency - rest - (count - i) * ticks, f"{q}.{i}")
@@ -106,12 +110,17 @@ def _cap(
 
 
 def _solve(
-    record: Record, model: CpModel, at: Sequence[IntVar], seconds: float, seed: int, threads: int
+    incumbent: Incumbent,
+    model: CpModel,
+    at: Sequence[IntVar],
+    seconds: float,
+    seed: int,
+    threads: int,
 ) -> int:
-    """Start from the record, offer it what is found, and return a bound of the objective."""
+    """Start from the incumbent, offer it what is found, and return a bound of the objective."""
     from ortools.sat.python import cp_model
 
-    for variable, start in zip(at, _starts(record).tolist(), strict=True):
+    for variable, start in zip(at, _starts(incumbent).tolist(), strict=True):
         model.add_hint(variable, start)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = max(seconds, 0.1)
@@ -129,7 +138,7 @@ def _solve(
             raise
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         starts = np.array([solver.value(variable) for variable in at])
-        device = record.graph.device[record.graph.queue_of]
-        record.offer(np.lexsort((starts, device)).astype(np.int64))
+        device = incumbent.graph.device[incumbent.graph.queue_of]
+        incumbent.offer(np.lexsort((starts, device)).astype(np.int64))
     bound: float = solver.best_objective_bound  # before the first one, minus infinity
     return math.ceil(max(0.0, bound) - 1e-6)

@@ -18,16 +18,27 @@ from stretto.pipelines.graph import (
     njit,
     peak_memory,
 )
-from stretto.pipelines.listing import UNLIMITED, decode, plain_rules
+from stretto.pipelines.listing import UNLIMITED, Rules, decode
 from stretto.pipelines.problem import Problem
 from stretto.pipelines.schedule import PipelineSchedule
-from stretto.pipelines.search import Record
+from stretto.pipelines.search import Incumbent
+
+
+def plain_rules(g: Graph) -> Rules:
+    """Rules without bias, limits or waiting, by which both models are polite."""
+    queues = g.length.size
+    return Rules(
+        np.zeros(queues),
+        np.full(queues, UNLIMITED),
+        np.ones(queues, np.bool_),
+        np.zeros(g.word_at.size - 1),
+    )
 
 
 def greedy(problem: Problem) -> PipelineSchedule:
     """RLHFuse's start: whatever is ready runs, of the larger model first; memory has no limit."""
     graph = make_graph(problem)
-    work = [side.stages * (max(side.forward) + max(side.backward)) for side in problem.sides]
+    work = [side.stages * (max(side.forward) + max(side.backward)) for side in problem.models]
     larger = 0 if work[0] >= work[1] else 1
     of_larger = (graph.pipeline >= problem.actor.pipelines) == bool(larger)
     key = (2.0 * of_larger + (graph.kind == BACKWARD))[graph.queue_of]
@@ -93,7 +104,7 @@ def anneal_schedule(
     return best
 
 
-def as_published(record: Record, seed: int, threads: int) -> None:
+def as_published(incumbent: Incumbent, seed: int, threads: int) -> None:
     """Anneal from the greedy schedule: latency until it is at the bound, then memory.
 
     As there, the temperature falls by a constant factor a move, and starts again when it is low.
@@ -102,28 +113,28 @@ def as_published(record: Record, seed: int, threads: int) -> None:
     Raises:
         ConfigError: the problem has a capacity, which this search cannot keep.
     """
-    if record.problem.capacity is not None:
+    if incumbent.problem.capacity is not None:
         raise ConfigError("the published annealing knows no capacity: leave the capacity out")
-    word = greedy(record.problem).tasks(record.problem)
-    anneal_schedule(record.graph, word.copy(), 0, 0, 2, 1.0, 1.0, 0, word.copy())  # compile
-    record.offer(word)
+    word = greedy(incumbent.problem).tasks(incumbent.problem)
+    anneal_schedule(incumbent.graph, word.copy(), 0, 0, 2, 1.0, 1.0, 0, word.copy())  # compile
+    incumbent.offer(word)
     chance, moves = np.random.default_rng(seed), 200 * word.size
-    turn = record.begun + 0.75 * (record.deadline - record.begun)
-    while record.latency > record.bound and time.monotonic() < turn:
-        _pass(record, 0, moves, chance)
+    turn = incumbent.begun + 0.75 * (incumbent.deadline - incumbent.begun)
+    while incumbent.latency > incumbent.bound and time.monotonic() < turn:
+        _pass(incumbent, 0, moves, chance)
         moves *= 2
     moves = 200 * word.size
-    while not record.done and time.monotonic() < record.deadline:
-        _pass(record, record.latency, moves, chance)
+    while not incumbent.done and time.monotonic() < incumbent.deadline:
+        _pass(incumbent, incumbent.latency, moves, chance)
         moves *= 2
 
 
-def _pass(record: Record, limit: int, moves: int, chance: np.random.Generator) -> None:
+def _pass(incumbent: Incumbent, limit: int, moves: int, chance: np.random.Generator) -> None:
     """One annealing from the best schedule, in pieces between which the time is looked at."""
-    graph, word = record.graph, record.word.copy()
+    graph, word = incumbent.graph, incumbent.word.copy()
     largest = int(graph.memory.max())
     hot = float(largest) if limit else float(graph.duration.max())
-    target = record.enough if limit else record.bound
+    target = incumbent.enough if limit else incumbent.bound
     pieces = max(1, moves // 50_000)
     temperatures = np.geomspace(hot, hot / 100, pieces + 1)
     best = word.copy()
@@ -132,6 +143,6 @@ def _pass(record: Record, limit: int, moves: int, chance: np.random.Generator) -
             graph, word, limit, target, moves // pieces, temperatures[i], temperatures[i + 1],
             int(chance.integers(2**31)), best,
         )  # fmt: skip
-        record.offer(best)
-        if time.monotonic() > record.deadline or (limit == 0 and record.latency <= target):
+        incumbent.offer(best)
+        if time.monotonic() > incumbent.deadline or (limit == 0 and incumbent.latency <= target):
             break

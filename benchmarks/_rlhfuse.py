@@ -388,7 +388,7 @@ def latency(row: int) -> int:
 def fused_bubble(actor: str, critic: str) -> float:
     """Return the idle time of a fused schedule, in micro-batches of both models."""
     problem = row_of(actor, critic).problem
-    each = [side.forward[0] + side.backward[0] for side in problem.sides]
-    work = sum(t * side.micro_batches for t, side in zip(each, problem.sides, strict=True))
+    each = [side.forward[0] + side.backward[0] for side in problem.models]
+    work = sum(t * side.micro_batches for t, side in zip(each, problem.models, strict=True))
     fused = latency(ROWS.index(row_of(actor, critic)))
     return (fused - work) / sum(each)

@@ -20,11 +20,11 @@ from stretto.models.heads import critic_from_actor
 from stretto.models.load import load_causal_lm
 from stretto.models.shards import ShardLayout
 from stretto.schedules.rollout import Rollout, RolloutState, train_batch
+from stretto.training.backprop import LocalBackprop
 from stretto.training.learner import PolicyLearner
 from stretto.training.losses import Losses
-from stretto.training.passes import LocalPasses
-from stretto.training.sharded import Grid, Sharded, ShardedModel, ShardedPasses
-from stretto.training.trained import TrainedModel
+from stretto.training.sharded import Grid, ShardedBackprop, ShardedModel
+from stretto.training.trained import LearningRate, TrainedModel
 from stretto.types import FinishReason, Prompt, Score, TrainBatch
 
 UPDATES = 100
@@ -126,7 +126,7 @@ class Side:
 
             setattr(trained, called, first)
 
-        for name, trained in learner._trained.items() if compare else ():
+        for name, trained in learner.trained.items() if compare else ():
             keeping(name, trained)
         seconds = []
         for _ in range(steps):
@@ -152,20 +152,14 @@ class Side:
             torch.nn.init.normal_(critic.score.weight, std=0.2)
         t: Any = config.training
         losses = Losses(config.algorithm, config.rollout.temperature)
-        schedule: dict[str, Any] = {"updates": UPDATES, "warmup": 0}
+        rate, critic_rate = LearningRate(t.lr, UPDATES), LearningRate(t.critic_lr, UPDATES)
         parts: tuple[Any, Any, Any]
         if self._grid is None:
-            parts = (
-                TrainedModel(actor, t.lr, t, **schedule),
-                TrainedModel(critic, t.critic_lr, t, **schedule) if critic else None,
-                LocalPasses(actor, critic, losses, t.microbatch_tokens),
-            )
+            whole = TrainedModel(actor, rate, t)
+            other = TrainedModel(critic, critic_rate, t) if critic else None
+            parts = whole, other, LocalBackprop(whole, other, losses, t.microbatch_tokens)
         else:
-            shards = Sharded(actor, self._grid)
-            others = Sharded(critic, self._grid) if critic else None
-            parts = (
-                ShardedModel(shards, t.lr, t, **schedule),
-                ShardedModel(others, t.critic_lr, t, **schedule) if others else None,
-                ShardedPasses(shards, others, losses, t.microbatch_tokens),
-            )
+            first = ShardedModel(actor, self._grid, rate, t)
+            second = ShardedModel(critic, self._grid, critic_rate, t) if critic else None
+            parts = first, second, ShardedBackprop(first, second, losses, t.microbatch_tokens)
         return PolicyLearner(*parts, config, {"task": 1.0})

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stretto.pipelines.baselines import serial_1f1b
-from stretto.pipelines.problem import Problem, Side
+from stretto.pipelines.problem import ModelPipelines, Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,9 @@ _EQUAL_STAGES = {_SMALL: (2, 1.0), _LARGE: (1, 1.0)}
 """The critic's, where it has as many stages as the actor."""
 
 
-def _side(numbers: tuple[int, float], stages: int, devices: int, batch: int) -> Side:
+def _side(numbers: tuple[int, float], stages: int, devices: int, batch: int) -> ModelPipelines:
     pipelines = devices // stages
-    return Side.of(
+    return ModelPipelines.of(
         stages,
         pipelines,
         batch // pipelines,

@@ -27,16 +27,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from _shared import parse
-from stretto.algorithms.experience import Part
+from stretto.algorithms.experience import LossInputs
 from stretto.config import Config
 from stretto.models.heads import critic_from_actor
 from stretto.pipelines.baselines import serial_1f1b
 from stretto.pipelines.executor.instructions import Timings, makespan_us, profile
 from stretto.pipelines.executor.stages import Name
 from stretto.training import pipelined
-from stretto.training.partition import PaddedBatch
+from stretto.training.losses import MicroBatch
 from stretto.training.pipelined import PipelinePlan, Planner
-from stretto.training.trained import Course
+from stretto.training.trained import LearningRate
 
 PROFILED = 4
 """Runs of which the fastest gives the latencies."""
@@ -85,14 +85,14 @@ def make_models(args: argparse.Namespace) -> tuple[Any, Any]:
     return actor, critic_from_actor(actor)
 
 
-def make_batch(args: argparse.Namespace, seed: int, micro_batches: int) -> PaddedBatch:
+def make_batch(args: argparse.Namespace, seed: int, micro_batches: int) -> MicroBatch:
     """One micro-batch of random responses of one length."""
     chance = torch.Generator().manual_seed(seed)
     b, t = args.rows, args.tokens - PROMPT
     ids = torch.randint(args.vocabulary, (b, args.tokens), generator=chance)
     noise = torch.randn(4, b, t, generator=chance)
     weights = torch.full((b, t), 1 / (b * t * micro_batches))
-    part = Part(
+    inputs = LossInputs(
         mask=torch.ones(b, t, dtype=torch.bool),
         weights=weights,
         means=weights,
@@ -102,11 +102,11 @@ def make_batch(args: argparse.Namespace, seed: int, micro_batches: int) -> Padde
         ref_logprobs=noise[1] - 7,
         tensors={"returns": noise[2], "old_values": noise[3]},
     )
-    return PaddedBatch(
+    return MicroBatch(
         tokens=ids[:, :-1].clone(),
         places=[range(PROMPT - 1, args.tokens - 1)] * b,
         targets=ids[:, PROMPT:].reshape(-1),
-        part=part,
+        inputs=inputs,
     )
 
 
@@ -121,12 +121,12 @@ class Bench:
         }
         self.config = Config.model_validate({"pipeline": settings})
         self.layout = pipelined.layout_of(self.config.pipeline)
-        course = Course(1e-5, 1, 0)
-        courses: dict[Name, Course] = {"actor": course, "critic": course}
-        staged = pipelined.start(*make_models(args), self.config, courses, threads=args.ranks)
+        rate = LearningRate(1e-5, 1)
+        rates: dict[Name, LearningRate] = {"actor": rate, "critic": rate}
+        staged = pipelined.start(*make_models(args), self.config, rates, threads=args.ranks)
         self.ranks = staged.ranks
 
-    def run(self, plan: PipelinePlan, batches: Sequence[PaddedBatch]) -> list[Timings]:
+    def run(self, plan: PipelinePlan, batches: Sequence[MicroBatch]) -> list[Timings]:
         said = self.ranks.call("run", plan.schedule, plan.problem, batches, 0.05, True)
         return [timings for timings, _ in said]
 
@@ -134,7 +134,7 @@ class Bench:
         config = self.config.pipeline.model_copy(update={"schedule": schedule})
         return Planner(config, {"actor": 1, "critic": 1}, seed=0)
 
-    def compare(self, count: int, batches: Sequence[PaddedBatch], repeats: int) -> str:
+    def compare(self, count: int, batches: Sequence[MicroBatch], repeats: int) -> str:
         """A row of the table."""
         planners = {name: self.planner(name) for name in ("serial", "fused")}
         runs = [self.run(planners["serial"].plan(count), batches) for _ in range(PROFILED)]

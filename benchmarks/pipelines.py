@@ -31,7 +31,8 @@ from _published import as_published
 from _shared import parse
 from _table3 import ROWS, Row
 from stretto.pipelines.baselines import one_f_one_b_plus, serial_1f1b
-from stretto.pipelines.problem import Problem, Side
+from stretto.pipelines.graph import latency_bound
+from stretto.pipelines.problem import ModelPipelines, Problem
 from stretto.pipelines.solve import Solution, descend, solve
 
 ENOUGH = 1e9
@@ -48,7 +49,7 @@ def timed(problem: Problem, **options: Any) -> tuple[Solution, float]:
 
 
 def tasks(problem: Problem) -> int:
-    return sum(2 * side.devices * side.micro_batches for side in problem.sides)
+    return sum(2 * side.devices * side.micro_batches for side in problem.models)
 
 
 def rows(args: argparse.Namespace) -> Iterator[tuple[int, Row, Solution, float]]:
@@ -88,7 +89,9 @@ def table(args: argparse.Namespace) -> None:
         total_s += solution.seconds
         serial = serial_1f1b(row.problem)
         first = next(i.seconds for i in solution.trace if i.latency == solution.makespan)
-        status = solution.status + (", least memory" if solution.memory_proved else "")
+        proved = solution.bound > latency_bound(row.problem)
+        status = "proved optimal" if proved else solution.status
+        status += ", least memory" if solution.memory_proved else ""
         print(
             f"| {number} | {tasks(row.problem):,} | {solution.bound} | {solution.makespan} "
             f"| {first:.2f} s | {solution.peak / serial.peak:.4f} | {row.memory:.2f} "
@@ -134,7 +137,7 @@ def random_problem(seed: int) -> Problem:
     unit = math.lcm(*pair)
     devices = unit * int(chance.integers(-(-4 // unit), 32 // unit + 1))
     batches = unit * int(chance.integers(max(1, devices // 2 // unit), 3 * devices // unit + 1))
-    sides: list[Side] = []
+    sides: list[ModelPipelines] = []
     for pipelines in pair:
         stages = devices // pipelines
         forward = chance.integers(2, 11) * np.ones(stages, int)
@@ -142,7 +145,7 @@ def random_problem(seed: int) -> Problem:
             forward += chance.integers(0, 3, size=stages)
         backward = np.rint(forward * chance.uniform(1.2, 3.0)).astype(int)
         sides.append(
-            Side.of(
+            ModelPipelines.of(
                 stages,
                 pipelines,
                 batches // pipelines,
@@ -189,7 +192,9 @@ def large(args: argparse.Namespace) -> None:
     """64 devices and 256 micro-batches."""
     for pair in ((1, 1), (1, 2)):
         actor, critic = (
-            Side.of(64 // k, k, 256 // k, forward=f, backward=2 * f, activation=a, communication=c)
+            ModelPipelines.of(
+                64 // k, k, 256 // k, forward=f, backward=2 * f, activation=a, communication=c
+            )
             for k, f, a, c in ((pair[0], 3, 1.0, 1), (pair[1], 2, 0.6, 1))
         )
         problem = Problem(actor, critic)

@@ -17,10 +17,10 @@ from stretto.observe.run_directory import RolloutRecord
 from stretto.runtime.sim.cluster import Workload
 from stretto.runtime.sim.lengths import Lengths
 from stretto.schedules.rollout import Rollout, RolloutState, train_batch
+from stretto.training.backprop import LocalBackprop
 from stretto.training.learner import PolicyLearner
 from stretto.training.losses import Losses
-from stretto.training.passes import LocalPasses
-from stretto.training.trained import TrainedModel
+from stretto.training.trained import LearningRate, TrainedModel
 from stretto.types import FinishReason, Prompt, Response, Score, WeightsRef
 from stretto.weights.channel import SharedChannel
 
@@ -140,15 +140,12 @@ def make_learner(
     """A learner on one or two models; ``settings`` as a recipe has them."""
     config = Config.model_validate(settings or {})
     t = config.training
-    return PolicyLearner(
-        TrainedModel(actor, t.lr, t, updates=updates, warmup=warmup),
-        TrainedModel(critic, t.critic_lr, t, updates=updates, warmup=warmup) if critic else None,
-        LocalPasses(
-            actor, critic, Losses(config.algorithm, config.rollout.temperature), t.microbatch_tokens
-        ),
-        config,
-        {"task": 1.0},
-    )
+    losses = Losses(config.algorithm, config.rollout.temperature)
+    first = TrainedModel(actor, LearningRate(t.lr, updates, warmup), t)
+    rate = LearningRate(t.critic_lr, updates, warmup)
+    second = TrainedModel(critic, rate, t) if critic else None
+    backprop = LocalBackprop(first, second, losses, t.microbatch_tokens)
+    return PolicyLearner(first, second, backprop, config, {"task": 1.0})
 
 
 def told(rollouts: Iterable[Rollout]) -> list[Response]:

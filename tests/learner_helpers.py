@@ -17,6 +17,7 @@ from stretto.rollout.base import EngineSettings
 from stretto.rollout.engine import TorchEngine
 from stretto.schedules.rollout import Rollout
 from stretto.training.learner import PolicyLearner
+from stretto.training.losses import MicroBatch
 from stretto.types import Prompt, Score
 
 Grads = dict[str, Tensor]
@@ -108,6 +109,17 @@ def make_batch(
         if not a.has_reference:
             del rollout.scores["reference"]
     return batch
+
+
+def rows_in(batch: MicroBatch, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """The rollouts of a micro-batch's rows."""
+    read = {(*r.prompt.tokens, *r.tokens[:-1]): r for r in rollouts}
+    found = []
+    for row, mask in zip(batch.tokens.tolist(), batch.inputs.mask, strict=True):
+        ids = next(i for i, r in read.items() if row[: len(i)] == [*i] and len(r) == mask.sum())
+        assert not any(row[len(ids) :])
+        found.append(read[ids])
+    return found
 
 
 def now(actor: Any, batch: Sequence[Rollout]) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stretto.algorithms.correction import settled
-from stretto.algorithms.experience import LossTerm, Part
+from stretto.algorithms.experience import LossInputs, LossTerm
 from stretto.algorithms.policy import kl_penalty
 from stretto.algorithms.reductions import response_weights, token_weights
 from stretto.algorithms.registry import FUNCTIONS
@@ -53,22 +53,17 @@ def soiled(x: Tensor, mask: Tensor, value: float) -> Tensor:
     return torch.where(mask, wide, value)
 
 
-def part_of(mask: Tensor, mode: Any = "token_mean", longest: int = 1, **named: Any) -> Part:
+def inputs_of(mask: Tensor, mode: Any = "token_mean", longest: int = 1, **named: Any) -> LossInputs:
     """A whole mini-batch; advantages and old log-probs are 0 where not given."""
     dtype = next((t.dtype for t in named.values() if isinstance(t, Tensor)), torch.float32)
     zeros = torch.zeros(mask.shape, dtype=dtype)
-    return Part(
+    return LossInputs(
         mask=mask,
         weights=token_weights(mask, mode, longest).to(dtype),
         means=token_weights(mask, "token_mean").to(dtype),
         response_weights=response_weights(mask).to(dtype),
         **{"advantages": zeros, "old_logprobs": zeros, **named},
     )
-
-
-def rows_of(part: Part, rows: slice | list[int]) -> Part:
-    """Some rows of a part, with the weights that they have in the whole."""
-    return part.each(lambda tensor: tensor[rows])
 
 
 def naive_gae(
@@ -86,10 +81,10 @@ def naive_gae(
     return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
 
 
-def loss_of(a: AlgorithmConfig, logprobs: Tensor, part: Part) -> LossTerm:
+def loss_of(a: AlgorithmConfig, logprobs: Tensor, inputs: LossInputs) -> LossTerm:
     """As the learner adds it up, but for the entropy."""
-    part, metrics = settled(part, logprobs.detach(), a)
-    term = FUNCTIONS[a.name].policy_loss(logprobs, part, a)
+    inputs, metrics = settled(inputs, logprobs.detach(), a)
+    term = FUNCTIONS[a.name].policy_loss(logprobs, inputs, a)
     if a.kl_place == "loss" and a.kl_coef:
-        term += kl_penalty(logprobs, part, BETA, a.estimator)
+        term += kl_penalty(logprobs, inputs, BETA, a.estimator)
     return LossTerm(term.loss, term.metrics + metrics)

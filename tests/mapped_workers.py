@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.assembly.models import NO_OVERRIDES
-from stretto.config import Config, ModelConfig
+from stretto.config import Config, ModelConfig, OptimizerConfig
 from stretto.models.heads import critic_from_actor
 from stretto.models.load import load_causal_lm
 from stretto.models.lora import add_lora
@@ -24,7 +24,8 @@ from stretto.models.weights import fingerprint_of
 from stretto.runtime import learner, services
 from stretto.runtime.messages import RoleSetup, probe_of
 from stretto.training import sharded
-from stretto.training.sharded import Grid, Sharded
+from stretto.training.sharded import Grid, ShardedModel
+from stretto.training.trained import LearningRate
 from stretto.types import Prompt
 
 
@@ -57,7 +58,7 @@ class MappedRank:
                 seen.append(held_bytes() - before)
 
             patch.setattr(sharded, "fully_shard", watched)
-            shards = Sharded(model, self._grid)
+            shards = ShardedModel(model, self._grid, LearningRate(1e-3, 1), OptimizerConfig())
         own = sum(shards.shard(name).nbytes for name in shards.wholes)
         held = held_bytes() - before
         return shards.fingerprint(), own, held, max(*seen, held)

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeline_helpers import problem_of
 from stretto.models.heads import apply_scalar_head
 from stretto.models.logits import OutputHead, token_logprobs
-from stretto.pipelines.executor.executor import Outbox, PipelineExecutor, TaskWork
+from stretto.pipelines.executor.executor import Outbox, PipelineExecutor, TaskWork, saved_bytes
 from stretto.pipelines.executor.instructions import Timings
 from stretto.pipelines.executor.stages import NAMES, Stage, StageLayout
 from stretto.pipelines.problem import Problem
@@ -57,6 +58,7 @@ class Trainer:
 
     def load(self, actor: Stage, critic: Stage, layout: StageLayout) -> None:
         self.stages = {"actor": Watched(actor), "critic": Watched(critic)}
+        self.layout = layout
         self.executor = PipelineExecutor(actor, critic, layout, torch.device("cpu"))
 
     def step(
@@ -68,9 +70,9 @@ class Trainer:
     ) -> Timings:
         return self.executor.run(
             schedule,
+            problem or problem_of(self.layout, len(actor), len(critic)),
             [TaskWork(b.tokens, self._loss("actor", b)) for b in actor],
             [TaskWork(b.tokens, self._loss("critic", b)) for b in critic],
-            problem,
         )
 
     def _loss(self, name: str, batch: Batch) -> Callable[[Tensor], Tensor]:
@@ -109,8 +111,7 @@ class Trainer:
         return {name: watched.look() for name, watched in self.stages.items()}
 
     def saved(self, tokens: Tensor) -> tuple[int, ...]:
-        work = TaskWork(tokens, Tensor.sum)
-        return tuple(self.executor.saved_bytes(name, work) for name in NAMES)
+        return tuple(saved_bytes(self.stages[name].stage, tokens) for name in NAMES)
 
     def post(self) -> tuple[bool, bool]:
         """Whether a tensor is there until it has been sent, and afterwards."""

@@ -20,7 +20,8 @@ from stretto.models.tiny import byte_tokenizer
 from stretto.training import shard_files
 from stretto.training.learner import PolicyLearner
 from stretto.training.losses import Losses
-from stretto.training.sharded import Grid, Sharded, ShardedModel, ShardedPasses
+from stretto.training.sharded import Grid, ShardedBackprop, ShardedModel
+from stretto.training.trained import LearningRate
 from stretto.types import Response, TrainBatch
 
 UPDATES = 10
@@ -94,12 +95,13 @@ class ShardedRank:
         t = config.training
         whole_actor, whole_critic = models(kind)
         with_critic = config.algorithm.definition.critic
-        actor = Sharded(whole_actor, self._grid)
-        critic = Sharded(whole_critic, self._grid) if with_critic else None
+        rates = LearningRate(t.lr, UPDATES), LearningRate(t.critic_lr, UPDATES)
+        actor = ShardedModel(whole_actor, self._grid, rates[0], t)
+        critic = ShardedModel(whole_critic, self._grid, rates[1], t) if with_critic else None
         self.learner = PolicyLearner(
-            ShardedModel(actor, t.lr, t, updates=UPDATES, warmup=0),
-            ShardedModel(critic, t.critic_lr, t, updates=UPDATES, warmup=0) if critic else None,
-            ShardedPasses(
+            actor,
+            critic,
+            ShardedBackprop(
                 actor,
                 critic,
                 Losses(config.algorithm, config.rollout.temperature),
@@ -127,12 +129,12 @@ class ShardedRank:
     def end_updates(self, here: bool) -> None:
         """Let no update begin any more, on some of the ranks."""
         if here:
-            self.learner.end_updates()
+            self.learner.trained["actor"].end_updates()
 
     def weights(self) -> tuple[dict[str, Any], dict[str, str]]:
         """Whole trained weights, and fingerprints of all."""
-        names = list(self.learner.trained)
-        return self.learner.weights(), {name: self.learner.fingerprint(name) for name in names}
+        marks = {name: model.fingerprint() for name, model in self.learner.trained.items()}
+        return self.learner.weights(), marks
 
     def shard_elements(self) -> int:
         """Elements of the actor that this rank holds."""
@@ -153,14 +155,14 @@ class ShardedRank:
 
     def save_beside_passes(self, batch: TrainBatch, folder: Path) -> str:
         """Save again and again while a step is under way that comes to nothing; return its end."""
-        self.learner.end_updates()
+        self.learner.trained["actor"].end_updates()
         ended = list[str]()
         step = Thread(target=lambda: ended.append(self.refused(batch)))
         step.start()
         for i in range(5):
-            self.learner.save(folder / str(i), byte_tokenizer())
+            self.learner.trained["actor"].save(folder / str(i), byte_tokenizer())
         step.join()
         return ended[0]
 
     def save(self, folder: Path) -> None:
-        self.learner.save(folder, byte_tokenizer())
+        self.learner.trained["actor"].save(folder, byte_tokenizer())

@@ -16,7 +16,7 @@ from torch import Tensor
 from helpers import critic_of, llama, make_learner
 from learner_helpers import algorithm_settings, assert_close, learned_gradients, make_batch, now
 from stretto.algorithms import ppo
-from stretto.algorithms.experience import LossTerm, Part
+from stretto.algorithms.experience import LossInputs, LossTerm
 from stretto.algorithms.registry import FUNCTIONS, Functions
 from stretto.config import AlgorithmConfig, recipes
 from stretto.config.algorithm import ALGORITHMS, AlgorithmSpec
@@ -147,8 +147,8 @@ def test_the_example_trains_with_its_own_tensor(
 def test_the_critic_is_trained_with_the_algorithms_own_value_loss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def doubled(values: Tensor, part: Part, settings: AlgorithmConfig) -> LossTerm:
-        once = ppo.value_loss(values, part, settings)
+    def doubled(values: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> LossTerm:
+        once = ppo.value_loss(values, inputs, settings)
         return once + once
 
     gradients = []

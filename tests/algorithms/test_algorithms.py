@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from loss_helpers import GARBAGE, mask_of, naive_gae, part_of, randn, rows_of, soiled
+from loss_helpers import GARBAGE, inputs_of, mask_of, naive_gae, randn, soiled
+from raising import raises
 from rounding import rounding
 from stretto.algorithms.advantages import gae, whiten
-from stretto.algorithms.experience import Experience, LossTerm, Part, Scored
+from stretto.algorithms.experience import Experience, LossInputs, LossTerm, Scored
 from stretto.algorithms.kl import AdaptiveKL, kl_estimate
 from stretto.algorithms.policy import drift, entropy_bonus
 from stretto.algorithms.ppo import explained_variance, policy_loss, value_loss
@@ -151,9 +152,9 @@ def test_adaptive_kl() -> None:
     other = AdaptiveKL(coef=9.0, target=4.0, horizon=1000)
     other.load_state_dict(beta.state_dict())
     assert other.coef == beta.coef
-    with pytest.raises(LearnerError, match="finite"):
+    with raises(LearnerError, "kl-not-finite", "nan"):
         beta.update(kl=float("nan"), n=1)
-    with pytest.raises(StateError, match="holds 'coef' alone"):
+    with raises(StateError, "foreign-state", ["beta"]):
         beta.load_state_dict({"beta": 1.0})
 
 
@@ -218,11 +219,11 @@ def test_policy_loss_by_hand() -> None:
     ratios = torch.tensor([[1.5, 1.5, 0.5, 0.5]])
     old = torch.tensor([[-1.0, -2.0, -0.5, -3.0]])
     advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0]])
-    part = part_of(mask_of((4,)), advantages=advantages, old_logprobs=old)
+    inputs = inputs_of(mask_of((4,)), advantages=advantages, old_logprobs=old)
     new = old + ratios.log()
-    term = policy_loss(new, part, AlgorithmConfig(clip=0.2))
+    term = policy_loss(new, inputs, AlgorithmConfig(clip=0.2))
     assert term.loss.item() == pytest.approx(-(1.2 - 1.5 + 0.5 - 0.8) / 4, rel=1e-6)
-    stats = (term.metrics + drift(new, part)).floats()
+    stats = (term.metrics + drift(new, inputs)).floats()
     assert stats["loss/policy_avg"] == pytest.approx(0.15, rel=1e-5)
     assert stats["policy/clipfrac_avg"] == 0.5  # the first and the last
     assert stats["val/ratio"] == pytest.approx(1.0, rel=1e-6)
@@ -239,42 +240,44 @@ def test_value_loss_by_hand() -> None:
     # The second response has one token; nothing outside the mask counts.
     values = torch.tensor([[1.2, 3.0, 0.0], [2.0, 9.0, 9.0]])
     own = {"old_values": torch.ones(2, 3), "returns": torch.full((2, 3), 2.0)}
-    part = part_of(mask_of((3, 1)), tensors=own)
-    term = value_loss(values, part, AlgorithmConfig(value_clip=0.5))
+    inputs = inputs_of(mask_of((3, 1)), tensors=own)
+    term = value_loss(values, inputs, AlgorithmConfig(value_clip=0.5))
     assert term.loss.item() == pytest.approx(0.5 * (0.64 + 1 + 4 + 0.25) / 4, rel=1e-6)
     assert term.metrics.floats()["val/clipfrac_avg"] == 0.25
-    plain = value_loss(values, part, AlgorithmConfig(value_clip=0))
+    plain = value_loss(values, inputs, AlgorithmConfig(value_clip=0))
     assert plain.loss.item() == pytest.approx(0.5 * (0.64 + 1 + 4 + 0) / 4, rel=1e-6)
     assert plain.metrics.floats()["val/clipfrac_avg"] == 0
 
 
 def test_entropy_bonus_by_hand() -> None:
-    part = part_of(mask_of((1, 2)), "sequence_mean")
-    term = entropy_bonus(torch.tensor([[2.0, float("nan")], [1.0, 3.0]]), part, 0.1)
+    inputs = inputs_of(mask_of((1, 2)), "sequence_mean")
+    term = entropy_bonus(torch.tensor([[2.0, float("nan")], [1.0, 3.0]]), inputs, 0.1)
     assert term.loss.item() == pytest.approx(-0.1 * (2 + 2) / 2, rel=1e-6)
     # The loss averages as it is asked to; the figure is over tokens, always.
     assert term.metrics.floats() == {"policy/entropy_avg": pytest.approx(2.0, rel=1e-6)}
-    part = part_of(mask_of((1, 3)), "sequence_mean")
-    term = entropy_bonus(torch.tensor([[8.0, 0.0, 0.0], [4.0, 4.0, 4.0]]), part, 0.1)
+    inputs = inputs_of(mask_of((1, 3)), "sequence_mean")
+    term = entropy_bonus(torch.tensor([[8.0, 0.0, 0.0], [4.0, 4.0, 4.0]]), inputs, 0.1)
     assert term.loss.item() == pytest.approx(-0.1 * (8 + 4) / 2, rel=1e-6)
     assert term.metrics.floats() == {"policy/entropy_avg": pytest.approx(5.0, rel=1e-6)}
 
 
-def terms(logprobs: Tensor, values: Tensor, part: Part) -> list[LossTerm]:
+def terms(logprobs: Tensor, values: Tensor, inputs: LossInputs) -> list[LossTerm]:
     return [
-        policy_loss(logprobs, part, AlgorithmConfig(clip=0.2)),
-        value_loss(values, part, AlgorithmConfig(value_clip=0.3)),
-        entropy_bonus(-logprobs, part, 0.01),
-        LossTerm(torch.zeros(()), drift(logprobs, part)),
+        policy_loss(logprobs, inputs, AlgorithmConfig(clip=0.2)),
+        value_loss(values, inputs, AlgorithmConfig(value_clip=0.3)),
+        entropy_bonus(-logprobs, inputs, 0.01),
+        LossTerm(torch.zeros(()), drift(logprobs, inputs)),
     ]
 
 
-def fixed_of(mask: Tensor, mode: str = "token_mean", dtype: torch.dtype = torch.float32) -> Part:
+def fixed_of(
+    mask: Tensor, mode: str = "token_mean", dtype: torch.dtype = torch.float32
+) -> LossInputs:
     old, old_values, advantages, returns = (
         randn(seed, *mask.shape, dtype=dtype) for seed in range(4, 8)
     )
     own = {"old_values": old_values, "returns": returns}
-    return part_of(mask, mode, old_logprobs=old, advantages=advantages, tensors=own)
+    return inputs_of(mask, mode, old_logprobs=old, advantages=advantages, tensors=own)
 
 
 def total(parts: list[LossTerm]) -> Tensor:
@@ -297,9 +300,7 @@ def test_losses_and_gradients_do_not_depend_on_the_split(mode: str) -> None:
         parts = [
             term
             for start, stop in pairwise(bounds)
-            for term in terms(
-                new[start:stop], values[start:stop], rows_of(fixed, slice(start, stop))
-            )
+            for term in terms(new[start:stop], values[start:stop], fixed.pick(slice(start, stop)))
         ]
         assert total(parts).item() == pytest.approx(total(whole).item(), rel=1e-5)
         for got, want in zip(
@@ -326,7 +327,7 @@ def test_losses_and_gradients_do_not_see_padding(garbage: float) -> None:
     clean = terms(clean_inputs[0], clean_inputs[1], fixed)
     clean_gradients = torch.autograd.grad(total(clean), clean_inputs)
 
-    soiled_fixed = part_of(
+    soiled_fixed = inputs_of(
         wide,
         old_logprobs=soiled(fixed.old_logprobs, wide, garbage),
         advantages=soiled(fixed.advantages, wide, garbage),
@@ -536,14 +537,15 @@ def test_prepare_refuses_numbers_it_cannot_learn_from() -> None:
         "ended": torch.tensor([True]),
         "groups": torch.zeros(1, dtype=torch.long),
     }
-    for change, message in (
-        ({"scores": torch.tensor([float("nan")])}, "every score must be finite; 1 of 1"),
-        ({"values": torch.tensor([[0.0, float("inf")]])}, "every value must be finite; 1 of 2"),
-        ({"logprobs": torch.tensor([[0.0, -float("inf")]])}, "every log-prob must be finite"),
-        ({"ref_logprobs": torch.tensor([[-float("inf"), 0.0]])}, "every reference log-prob"),
-        ({"mask": torch.zeros(1, 2, dtype=torch.bool)}, "at least one response token"),
-        ({"ref_logprobs": None}, "needs the reference's log-probabilities"),
-        ({"values": None}, "PPO needs the critic's values"),
+    infinite, nan = float("inf"), float("nan")
+    for change, code, fact in (
+        ({"scores": torch.tensor([nan])}, "numbers-not-finite", "score must be finite; 1 of 1"),
+        ({"values": torch.tensor([[0.0, infinite]])}, "numbers-not-finite", "value"),
+        ({"logprobs": torch.tensor([[0.0, -infinite]])}, "numbers-not-finite", "every log-prob"),
+        ({"ref_logprobs": torch.tensor([[-infinite, 0]])}, "numbers-not-finite", "reference"),
+        ({"mask": torch.zeros(1, 2, dtype=torch.bool)}, "no-response-tokens", 1),
+        ({"ref_logprobs": None}, "reference-missing", 0.1),
+        ({"values": None}, "critic-values-missing", ""),
     ):
-        with pytest.raises(LearnerError, match=message):
+        with raises(LearnerError, code, fact):
             prepare(Scored(**(good | change)), AlgorithmConfig(), RewardConfig(), 0.1)

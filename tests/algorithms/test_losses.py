@@ -18,14 +18,14 @@ from loss_helpers import (
     BETA,
     GARBAGE,
     VARIANTS,
+    inputs_of,
     loss_of,
     mask_of,
     naive_gae,
-    part_of,
     randn,
-    rows_of,
     soiled,
 )
+from raising import raises
 from rounding import rounding
 from stretto.algorithms.advantages import (
     best_and_worst,
@@ -34,7 +34,7 @@ from stretto.algorithms.advantages import (
     leave_one_out,
 )
 from stretto.algorithms.correction import importance_weights, settled
-from stretto.algorithms.experience import Experience, Part, Scored
+from stretto.algorithms.experience import Experience, LossInputs, Scored
 from stretto.algorithms.policy import SQUARES, SUM, TOKENS, disagreement, drift, kl_penalty
 from stretto.algorithms.reductions import Metrics
 from stretto.algorithms.registry import FUNCTIONS, prepare
@@ -90,12 +90,12 @@ def prepared(
     return prepare(data, a, REWARD, BETA if a.kl_coef else 0.0, proximal)
 
 
-def whole(e: Experience, a: AlgorithmConfig) -> tuple[list[int], Part]:
-    """All that is trained on, as one mini-batch: rows of the batch, and their part."""
+def whole(e: Experience, a: AlgorithmConfig) -> tuple[list[int], LossInputs]:
+    """All that is trained on, as one mini-batch: rows of the batch, and their inputs."""
     rows = [row for unit in e.units for row in unit]
     common = {n: None if (t := getattr(e, n)) is None else t[rows].double() for n in PER_TOKEN}
     own = {name: tensor[rows].double() for name, tensor in e.tensors.items()}
-    return rows, part_of(e.mask[rows], a.averaging, LONGEST, tensors=own, **common)
+    return rows, inputs_of(e.mask[rows], a.averaging, LONGEST, tensors=own, **common)
 
 
 def shifted(e: Experience, seed: int = 40, by: float = 0.3) -> Tensor:
@@ -249,8 +249,8 @@ def test_losses_equal_plain_loops(variant: str, lengths: tuple[int, ...]) -> Non
     data = scored(lengths, reference=a.kl_coef > 0)
     e = prepared(a, data)
     now = shifted(e)
-    rows, part = whole(e, a)
-    got = loss_of(a, now[rows], part).loss.item()
+    rows, inputs = whole(e, a)
+    got = loss_of(a, now[rows], inputs).loss.item()
     assert got == pytest.approx(naive_loss(a, data, now), rel=2e-5, abs=1e-6)
 
 
@@ -258,9 +258,9 @@ def test_losses_equal_plain_loops(variant: str, lengths: tuple[int, ...]) -> Non
 def test_gradients_equal_finite_differences(variant: str) -> None:
     a = settings_of(variant)
     e = prepared(a)
-    rows, part = whole(e, a)
+    rows, inputs = whole(e, a)
     now = shifted(e)[rows].requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: loss_of(a, x, part).loss, now)
+    assert torch.autograd.gradcheck(lambda x: loss_of(a, x, inputs).loss, now)
 
 
 def test_every_algorithm_is_tested() -> None:
@@ -313,7 +313,7 @@ def test_rewards_far_from_zero_keep_their_differences() -> None:
 @pytest.mark.parametrize("name", [n for n in ALGORITHMS if ALGORITHMS[n].group > 1])
 def test_a_prompt_with_one_response_is_refused(name: str) -> None:
     data = scored((5, 3, 1, 6, 2, 4, 3, 2), (9, 4, 9, 9, 4, 8, 7, 7))
-    with pytest.raises(LearnerError, match=rf"'{name}' compares .* 1 of 4 prompts .*prompt 8\. "):
+    with raises(LearnerError, "one-response-to-prompt", name, "1 of 4", "prompt 8"):
         prepared(AlgorithmConfig(name=name), data)  # type: ignore[arg-type]
 
 
@@ -340,12 +340,12 @@ def test_rloo_by_hand() -> None:
     a = AlgorithmConfig(name="rloo")
     e = prepared(a, plain((2, 3), (3.0, 1.0), (5, 5)))
     assert e.advantages.tolist() == [[2, 2, 0], [-2, -2, -2]]
-    _, part = whole(e, a)
+    _, inputs = whole(e, a)
     logprobs = torch.tensor([[-1.0, -2.0, 9.0], [-0.5, -0.5, -1.0]])
-    term = loss_of(a, logprobs, part)
+    term = loss_of(a, logprobs, inputs)
     assert term.loss.item() == pytest.approx((-2 * -3.0 + 2 * -2.0) / 2)
     assert term.metrics.floats() == {"loss/policy_avg": pytest.approx(1.0)}
-    assert loss_of(AlgorithmConfig(name="copg"), logprobs, part).loss.item() == pytest.approx(
+    assert loss_of(AlgorithmConfig(name="copg"), logprobs, inputs).loss.item() == pytest.approx(
         (-2 * (-3 + 2) + 2 * (-2 + 3)) / 2
     )
 
@@ -356,11 +356,11 @@ def test_proximal_rloo_by_hand() -> None:
     """
     a = AlgorithmConfig(name="proximal-rloo")
     e = prepared(a, plain((2, 1, 2, 1), (3.0, 1.0, 1.0, 3.0), (0, 0, 1, 1)))
-    _, part = whole(e, a)
-    logprobs = part.old_logprobs.clone().float()
+    _, inputs = whole(e, a)
+    logprobs = inputs.old_logprobs.clone().float()
     logprobs[:, 0] += torch.tensor([1.5, 0.5, 1.5, 0.5]).log() - torch.tensor([0.1, 0, 0.1, 0])
     logprobs[[0, 2], 1] += 0.1
-    term = loss_of(a, logprobs, part)
+    term = loss_of(a, logprobs, inputs)
     assert term.loss.item() == pytest.approx(-(2.4 - 1.6 - 3.0 + 1.0) / 4, rel=1e-5)
     assert term.metrics.floats() == {
         "loss/policy_avg": pytest.approx(0.3, rel=1e-5),
@@ -375,9 +375,9 @@ def test_dpo_by_hand() -> None:
     e = prepared(a, plain((2, 3, 1), (1.0, 2.0, -1.0), (0, 0, 0)))
     assert list(e.units) == [(1, 2)]
     assert e.stats["dpo/pairs"] == 1
-    rows, part = whole(e, a)
+    rows, inputs = whole(e, a)
     logprobs = torch.tensor([[7.0, 7.0, 7.0], [-1.0, -0.5, -0.5], [-3.0, 9.0, 9.0]])
-    term = loss_of(a, logprobs[rows], part)
+    term = loss_of(a, logprobs[rows], inputs)
     margin = 0.5 * ((-2 + 3) - (-3 + 1))  # beta (log ratio of the best - log ratio of the worst)
     assert term.loss.item() == pytest.approx(math.log(1 + math.exp(-margin)), rel=1e-6)
     assert term.metrics.floats() == {
@@ -391,9 +391,9 @@ def test_dpo_starts_at_log_2() -> None:
     a = settings_of("online-dpo")
     data = scored()
     e = prepared(a, data)
-    rows, part = whole(e, a)
+    rows, inputs = whole(e, a)
     logprobs = data.ref_logprobs[rows].clone().requires_grad_()
-    term = loss_of(a, logprobs, part)
+    term = loss_of(a, logprobs, inputs)
     assert term.loss.item() == pytest.approx(math.log(2), rel=rounding(1))
     figures = term.metrics.floats()
     assert figures["dpo/margin"] == 0
@@ -401,7 +401,7 @@ def test_dpo_starts_at_log_2() -> None:
     # There its gradient is beta / 2 towards the best of each pair, and away from the worst.
     (gradient,) = torch.autograd.grad(term.loss, logprobs)
     sign = torch.tensor([-1.0, 1.0] * 3)[:, None]
-    expected = torch.where(part.mask, sign * BETA / 2 / 3, 0.0)
+    expected = torch.where(inputs.mask, sign * BETA / 2 / 3, 0.0)
     torch.testing.assert_close(gradient, expected.double(), rtol=1e-6, atol=0)
 
 
@@ -413,8 +413,8 @@ def test_dpo_leaves_out_what_prefers_nothing() -> None:
     assert list(e.units) == [(5, 4)]
     assert e.stats["dpo/pairs"] == 1
     assert e.stats["group/all_equal"] == pytest.approx(1 / 3)
-    rows, part = whole(e, a)
-    assert loss_of(a, data.logprobs[rows], part).loss.item() == pytest.approx(math.log(2))
+    rows, inputs = whole(e, a)
+    assert loss_of(a, data.logprobs[rows], inputs).loss.item() == pytest.approx(math.log(2))
     none = prepared(a, plain((2, 2, 3, 3), (1.0, 1.0, -1.0, -1.0), (0, 0, 1, 1)))
     assert (list(none.units), none.stats["dpo/pairs"]) == ([], 0.0)
 
@@ -435,12 +435,12 @@ def test_best_of_n_is_cross_entropy_on_the_best() -> None:
     data = plain((2, 3, 1, 2), (1.0, 2.0, 4.0, 4.0), (3, 3, 1, 1))
     e = prepared(a, data)
     assert list(e.units) == [(2,), (1,)]  # of equals, the first
-    rows, part = whole(e, a)
+    rows, inputs = whole(e, a)
     logprobs = torch.tensor([[9.0] * 3, [-1.0, -2.0, -3.0], [-4.0, 9.0, 9.0], [9.0] * 3])
-    assert loss_of(a, logprobs[rows], part).loss.item() == pytest.approx((4 + 1 + 2 + 3) / 4)
+    assert loss_of(a, logprobs[rows], inputs).loss.item() == pytest.approx((4 + 1 + 2 + 3) / 4)
     by_response = AlgorithmConfig(name="best-of-n", kl_coef=0, aggregation="sequence_mean")
-    rows, part = whole(e, by_response)
-    assert loss_of(by_response, logprobs[rows], part).loss.item() == pytest.approx((4 + 2) / 2)
+    rows, inputs = whole(e, by_response)
+    assert loss_of(by_response, logprobs[rows], inputs).loss.item() == pytest.approx((4 + 2) / 2)
 
 
 def test_best_of_n_with_a_kl_in_the_reward_weighs_it_in() -> None:
@@ -465,39 +465,39 @@ ONE_GRADIENT = {
 }
 
 
-def fixed_part(seed: int = 50) -> Part:
+def fixed_part(seed: int = 50) -> LossInputs:
     """Advantages of whole responses, the same for every algorithm."""
     mask = mask_of(LENGTHS)
     advantages = randn(seed, len(LENGTHS), 1, dtype=torch.float64).expand_as(mask)
     old = -randn(seed + 1, *mask.shape, dtype=torch.float64).abs()
-    return part_of(
+    return inputs_of(
         mask, "sequence_sum", advantages=torch.where(mask, advantages, 0.0), old_logprobs=old
     )
 
 
-def gradient(a: AlgorithmConfig, logprobs: Tensor, part: Part) -> Tensor:
+def gradient(a: AlgorithmConfig, logprobs: Tensor, inputs: LossInputs) -> Tensor:
     x = logprobs.detach().clone().requires_grad_()
-    part, _ = settled(part, logprobs, a)
-    return torch.autograd.grad(FUNCTIONS[a.name].policy_loss(x, part, a).loss, x)[0]
+    inputs, _ = settled(inputs, logprobs, a)
+    return torch.autograd.grad(FUNCTIONS[a.name].policy_loss(x, inputs, a).loss, x)[0]
 
 
 @pytest.mark.parametrize("name", ONE_GRADIENT)
 def test_on_policy_gradients_are_the_same_at_fixed_advantages(name: str) -> None:
     """REINFORCE's: minus the advantage over the number of responses, at every token."""
-    part = fixed_part()
+    inputs = fixed_part()
     a = AlgorithmConfig.model_validate({"name": name, **ONE_GRADIENT[name]})
-    expected = torch.where(part.mask, -part.advantages / len(LENGTHS), 0.0)
-    found = gradient(a, part.old_logprobs, part)
+    expected = torch.where(inputs.mask, -inputs.advantages / len(LENGTHS), 0.0)
+    found = gradient(a, inputs.old_logprobs, inputs)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
 def test_copg_has_rloos_gradient_off_policy_too() -> None:
-    part = fixed_part()
-    logprobs = part.old_logprobs + randn(52, *part.mask.shape, dtype=torch.float64)
+    inputs = fixed_part()
+    logprobs = inputs.old_logprobs + randn(52, *inputs.mask.shape, dtype=torch.float64)
     rloo, copg = AlgorithmConfig(name="rloo"), AlgorithmConfig(name="copg")
-    assert torch.equal(gradient(rloo, logprobs, part), gradient(copg, logprobs, part))
-    clipped = gradient(AlgorithmConfig(name="proximal-rloo"), logprobs, part)
-    assert not torch.allclose(clipped, gradient(rloo, logprobs, part))
+    assert torch.equal(gradient(rloo, logprobs, inputs), gradient(copg, logprobs, inputs))
+    clipped = gradient(AlgorithmConfig(name="proximal-rloo"), logprobs, inputs)
+    assert not torch.allclose(clipped, gradient(rloo, logprobs, inputs))
 
 
 @pytest.mark.parametrize("variant", ["ppo sums", "grpo", "proximal-rloo"])
@@ -509,11 +509,11 @@ def test_a_ratio_beyond_all_bounds_is_clipped_and_makes_no_nan(
     mask = mask_of((600,))
     a = settings_of(variant, kl_coef=0)
     by = torch.full(mask.shape, 0.2) if a.name == "proximal-rloo" else torch.full(mask.shape, 90.0)
-    part = part_of(
+    inputs = inputs_of(
         mask, a.averaging, advantages=torch.full(mask.shape, advantage), old_logprobs=-1 - by
     )
     logprobs = torch.full(mask.shape, -1.0, requires_grad=True)
-    term = loss_of(a, logprobs, part)
+    term = loss_of(a, logprobs, inputs)
     total = {"sequence_sum": 600, "sequence_mean": 1}[a.averaging]
     assert term.loss.item() == pytest.approx(-(1 + a.clip) * advantage * total, rel=1e-5)
     (found,) = torch.autograd.grad(term.loss, logprobs)
@@ -530,9 +530,9 @@ def test_a_ratio_beyond_all_bounds_is_clipped_and_makes_no_nan(
 def test_the_gradient_of_the_kl_in_the_loss(kind: str, slope: Any) -> None:
     mask = mask_of((3, 1))
     ref = -randn(60, *mask.shape, dtype=torch.float64).abs()
-    part = part_of(mask, "sequence_mean", ref_logprobs=ref)
+    inputs = inputs_of(mask, "sequence_mean", ref_logprobs=ref)
     logprobs = (ref + randn(61, *mask.shape, dtype=torch.float64)).requires_grad_()
-    term = kl_penalty(logprobs, part, 0.7, kind)  # type: ignore[arg-type]
+    term = kl_penalty(logprobs, inputs, 0.7, kind)  # type: ignore[arg-type]
     (found,) = torch.autograd.grad(term.loss, logprobs)
     d = (logprobs - ref).detach()
     value = 0.0
@@ -557,46 +557,46 @@ def test_what_each_estimator_drives_the_policy_to_in_expectation() -> None:
     (reverse,) = torch.autograd.grad((q * (q / p).log()).sum(), logits, retain_graph=True)
     mask, nowhere = mask_of((3,)), torch.zeros(3, dtype=torch.float64)
     for kind, expected in (("k1", nowhere), ("k2", exact), ("k3", reverse)):
-        part = part_of(mask, ref_logprobs=q.log()[None])
-        part = replace(part, weights=p.detach()[None])
-        term = kl_penalty(logits.log_softmax(0)[None], part, 1.0, kind)  # type: ignore[arg-type]
+        inputs = inputs_of(mask, ref_logprobs=q.log()[None])
+        inputs = replace(inputs, weights=p.detach()[None])
+        term = kl_penalty(logits.log_softmax(0)[None], inputs, 1.0, kind)  # type: ignore[arg-type]
         (found,) = torch.autograd.grad(term.loss, logits, retain_graph=True)
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_a_kl_in_the_loss_needs_a_reference() -> None:
     mask = mask_of((2,))
-    with pytest.raises(LearnerError, match=r"set algorithm\.kl_coef = 0"):
-        kl_penalty(torch.zeros(1, 2), part_of(mask), 0.1, "k3")
-    with pytest.raises(LearnerError, match="'online-dpo' needs the reference"):
-        loss_of(AlgorithmConfig(name="online-dpo"), torch.zeros(1, 2), part_of(mask))
+    with raises(LearnerError, "reference-missing", "algorithm.kl_coef = 0"):
+        kl_penalty(torch.zeros(1, 2), inputs_of(mask), 0.1, "k3")
+    with raises(LearnerError, "reference-missing", "'online-dpo'"):
+        loss_of(AlgorithmConfig(name="online-dpo"), torch.zeros(1, 2), inputs_of(mask))
 
 
 # -- what must not change them -------------------------------------------------------------------
 
 
 def with_gradient(
-    a: AlgorithmConfig, logprobs: Tensor, pieces: Sequence[tuple[list[int], Part]]
+    a: AlgorithmConfig, logprobs: Tensor, pieces: Sequence[tuple[list[int], LossInputs]]
 ) -> tuple[float, Tensor, dict[str, float]]:
     """Loss, gradient and figures, summed over pieces of a mini-batch."""
     x = logprobs.detach().clone().requires_grad_()
-    parts = [loss_of(a, x[rows], part) for rows, part in pieces]
+    parts = [loss_of(a, x[rows], inputs) for rows, inputs in pieces]
     loss = torch.stack([p.loss for p in parts]).sum()
     metrics = sum((p.metrics for p in parts), Metrics())
-    for rows, part in pieces:
-        metrics += drift(x[rows], part)
+    for rows, inputs in pieces:
+        metrics += drift(x[rows], inputs)
     return loss.item(), torch.autograd.grad(loss, x)[0], metrics.floats()
 
 
 def split(
-    rows: list[int], part: Part, sizes: Sequence[int], unit: int
-) -> list[tuple[list[int], Part]]:
+    rows: list[int], inputs: LossInputs, sizes: Sequence[int], unit: int
+) -> list[tuple[list[int], LossInputs]]:
     pieces, start = [], 0
     for size in sizes:
         here = list(range(start, min(start + size * unit, len(rows))))
         start += size * unit
         if here:
-            pieces.append(([rows[i] for i in here], rows_of(part, here)))
+            pieces.append(([rows[i] for i in here], inputs.pick(here)))
     return pieces
 
 
@@ -606,11 +606,11 @@ def test_parts_add_up_to_the_whole(variant: str, sizes: list[int]) -> None:
     """Micro-batches and ranks: any split between units, weights counting over the whole."""
     a = settings_of(variant)
     e = prepared(a, scored((5, 3, 1, 6, 2, 4, 0), reference=a.kl_coef > 0))
-    rows, part = whole(e, a)
+    rows, inputs = whole(e, a)
     unit = 2 if a.name == "online-dpo" else 1
     now = shifted(e)
-    one = with_gradient(a, now, [(rows, part)])
-    many = with_gradient(a, now, split(rows, part, sizes, unit))
+    one = with_gradient(a, now, [(rows, inputs)])
+    many = with_gradient(a, now, split(rows, inputs, sizes, unit))
     assert many[0] == pytest.approx(one[0], rel=1e-12)
     torch.testing.assert_close(many[1], one[1], rtol=1e-12, atol=1e-15)
     assert many[2] == pytest.approx(one[2], rel=1e-12)
@@ -623,8 +623,8 @@ def test_the_order_of_the_batch_does_not_matter(variant: str) -> None:
     data = scored(reference=a.kl_coef > 0)
     e = prepared(a, data)
     now = shifted(e)
-    rows, part = whole(e, a)
-    expected = with_gradient(a, now, [(rows, part)])
+    rows, inputs = whole(e, a)
+    expected = with_gradient(a, now, [(rows, inputs)])
     for seed in range(4):
         order = random.Random(seed).sample(range(7), 7)
         mixed = {n: None if (t := getattr(data, n)) is None else t[order] for n in Scored.__slots__}
@@ -649,17 +649,17 @@ def test_what_stands_outside_the_mask_is_never_seen(variant: str, garbage: float
         data = scored((5, 0, 1, 6, 2, 4, 3), width=width, garbage=soil, reference=a.kl_coef > 0)
         proximal = data.logprobs + 0.1 if corrected else None
         e = prepared(a, data, proximal)
-        rows, part = whole(e, a)
+        rows, inputs = whole(e, a)
         for tensor in (e.advantages, e.old_logprobs, *e.tensors.values()):
             assert not tensor[~e.mask].any()
         now = data.logprobs + 0.2 * soiled(randn(70, 7, 6, dtype=torch.float64), data.mask, soil)
-        dirty = [n for n in PER_TOKEN if getattr(part, n) is not None]
-        part = replace(
-            part,
-            **{n: soiled(getattr(part, n), part.mask, soil) for n in dirty},
-            tensors={n: soiled(t, part.mask, soil) for n, t in part.tensors.items()},
+        dirty = [n for n in PER_TOKEN if getattr(inputs, n) is not None]
+        inputs = replace(
+            inputs,
+            **{n: soiled(getattr(inputs, n), inputs.mask, soil) for n in dirty},
+            tensors={n: soiled(t, inputs.mask, soil) for n, t in inputs.tensors.items()},
         )
-        results.append((with_gradient(a, now, [(rows, part)]), dict(e.stats)))
+        results.append((with_gradient(a, now, [(rows, inputs)]), dict(e.stats)))
     (clean, clean_stats), (found, stats) = results
     assert found[0] == clean[0]
     assert torch.equal(found[1][:, :6], clean[1])
@@ -723,7 +723,7 @@ def test_decoupled_ppo_equals_plain_loops(kind: str, level: str) -> None:
     data = scored()
     proximal = data.logprobs + 0.5 * randn(90, *data.mask.shape, dtype=torch.float64)
     e = prepared(a, data, proximal)
-    rows, part = whole(e, a)
+    rows, inputs = whole(e, a)
     assert rows == list(range(7))
     d = rows_in(data)
     advantages = naive_advantages(a, d)
@@ -746,7 +746,7 @@ def test_decoupled_ppo_equals_plain_loops(kind: str, level: str) -> None:
 
     now = proximal + 0.3 * randn(91, *data.mask.shape, dtype=torch.float64)
     lists = [now[b, :n].tolist() for b, n in enumerate(LENGTHS)]
-    loss, found, figures = with_gradient(a, now, [(rows, part)])
+    loss, found, figures = with_gradient(a, now, [(rows, inputs)])
     assert loss == pytest.approx(loops(lists), rel=1e-5)
     if kind != "off":
         assert figures["correction/weight_mean"] == pytest.approx(mean(all_weights), rel=1e-5)
@@ -771,11 +771,11 @@ def test_weights_of_responses_scale_the_losses_of_responses(variant: str) -> Non
     data = scored()
     proximal = data.logprobs + 0.3 * randn(92, *data.mask.shape, dtype=torch.float64)
     e = prepared(a, data, proximal)
-    _, part = whole(e, a)
+    _, inputs = whole(e, a)
     assert torch.equal(e.old_logprobs, torch.where(e.mask, proximal, 0.0))
     d = rows_in(data)
     advantages = naive_advantages(a, d)
-    found = gradient(a, proximal, part)
+    found = gradient(a, proximal, inputs)
     for b, n in enumerate(LENGTHS):
         w = naive_importance(proximal[b, :n].tolist(), d["old"][b], "truncate", "sequence", 1.5)
         expected = [-w[0] * advantages[b][0] / 7] * n
@@ -785,10 +785,10 @@ def test_weights_of_responses_scale_the_losses_of_responses(variant: str) -> Non
 def test_on_policy_data_has_weights_of_one() -> None:
     a = settings_of("ppo", old_policy="proximal", correction="mask", correction_cap=1.0)
     data = scored()
-    _, part = whole(prepared(a, data, data.logprobs.clone()), a)
-    found, metrics = settled(part, part.old_logprobs, a)
-    assert torch.equal(found.advantages, part.advantages)
-    assert torch.equal(found.old_logprobs, part.behaviour_logprobs)
+    _, inputs = whole(prepared(a, data, data.logprobs.clone()), a)
+    found, metrics = settled(inputs, inputs.old_logprobs, a)
+    assert torch.equal(found.advantages, inputs.advantages)
+    assert torch.equal(found.old_logprobs, inputs.behaviour_logprobs)
     assert metrics.floats() == {"correction/weight_mean": pytest.approx(1.0)}
 
 
@@ -799,14 +799,14 @@ def test_on_policy_data_has_weights_of_one() -> None:
 def test_to_itself_a_policy_has_ratio_1_and_the_plain_policy_gradient(name: str) -> None:
     """Whatever the engine said, however far off; bit for bit what its own log-probs would give."""
     a = AlgorithmConfig.model_validate({"name": name, **ONE_GRADIENT[name]})
-    part = fixed_part()
-    now = part.old_logprobs + 3 * randn(60, *part.mask.shape, dtype=torch.float64)
-    part = replace(part, own=torch.ones(len(LENGTHS), dtype=torch.bool))
-    found = gradient(a, now, part)
-    expected = torch.where(part.mask, -part.advantages / len(LENGTHS), 0.0)
+    inputs = fixed_part()
+    now = inputs.old_logprobs + 3 * randn(60, *inputs.mask.shape, dtype=torch.float64)
+    inputs = replace(inputs, own=torch.ones(len(LENGTHS), dtype=torch.bool))
+    found = gradient(a, now, inputs)
+    expected = torch.where(inputs.mask, -inputs.advantages / len(LENGTHS), 0.0)
     torch.testing.assert_close(found, expected, rtol=rounding(1), atol=0)  # 1 / 7 in float32
-    assert torch.equal(found, gradient(a, now, replace(part, own=None, old_logprobs=now)))
-    seen, _ = settled(part, now, a)
+    assert torch.equal(found, gradient(a, now, replace(inputs, own=None, old_logprobs=now)))
+    seen, _ = settled(inputs, now, a)
     figures = drift(now, seen).floats()
     assert figures["val/ratio_min"] == figures["val/ratio_max"] == 1.0
     assert figures["policy/approxkl_avg"] == 0.0
@@ -825,13 +825,13 @@ def test_rows_of_older_weights_keep_the_policy_that_sampled_them() -> None:
     mask = mask_of((2, 2))
     now = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]], dtype=torch.float64)
     off = torch.tensor([[1.5, 0.5], [1.1, 0.5]], dtype=torch.float64)
-    part = part_of(
+    inputs = inputs_of(
         mask,
         advantages=torch.tensor([[2.0, 2.0], [-1.0, -1.0]], dtype=torch.float64),
         old_logprobs=now - off.log(),
         own=torch.tensor([True, False]),
     )
-    found = gradient(AlgorithmConfig(), now, part)
+    found = gradient(AlgorithmConfig(), now, inputs)
     expected = torch.tensor([[-0.5, -0.5], [1.1 / 4, 0.0]], dtype=torch.float64)
     torch.testing.assert_close(found, expected)
 
@@ -841,7 +841,7 @@ def test_importance_weights_of_the_policy_itself(level: str) -> None:
     """By hand: w = pi / pi_engine, cut off at 1.5, times the plain gradient, -A / 4."""
     now = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]], dtype=torch.float64)
     off = torch.tensor([[1.6, 0.5], [1.2, 1.1]], dtype=torch.float64)
-    part = part_of(
+    inputs = inputs_of(
         mask_of((2, 2)),
         advantages=torch.tensor([[2.0, 2.0], [-1.0, -1.0]], dtype=torch.float64),
         old_logprobs=now - off.log(),
@@ -851,8 +851,8 @@ def test_importance_weights_of_the_policy_itself(level: str) -> None:
     a = AlgorithmConfig.model_validate({**settings, "correction_cap": 1.5})
     weights = {"token": [[1.5, 0.5], [1.2, 1.1]], "sequence": [[0.8, 0.8], [1.32, 1.32]]}[level]
     w = torch.tensor(weights, dtype=torch.float64)
-    torch.testing.assert_close(gradient(a, now, part), -w * part.advantages / 4)
-    _, metrics = settled(part, now, a)
+    torch.testing.assert_close(gradient(a, now, inputs), -w * inputs.advantages / 4)
+    _, metrics = settled(inputs, now, a)
     assert metrics.floats()["correction/weight_mean"] == pytest.approx(w.mean().item())
 
 
@@ -861,9 +861,9 @@ def test_the_disagreement_is_of_fresh_responses_alone() -> None:
     mask = mask_of((2, 1, 0))
     behaviour = -torch.ones(3, 2)
     now = behaviour + torch.tensor([[0.3, -0.4], [5.0, 0.0], [0.0, 0.0]])
-    part = part_of(mask, behaviour_logprobs=behaviour, fresh=torch.tensor([True, False, True]))
-    found = disagreement(now, part).floats()
+    inputs = inputs_of(mask, behaviour_logprobs=behaviour, fresh=torch.tensor([True, False, True]))
+    found = disagreement(now, inputs).floats()
     largest = {"sampling/logp_difference_max": 0.4}
     assert found == pytest.approx({SUM: -0.1, SQUARES: 0.25, TOKENS: 2, **largest}, rel=rounding(2))
     for fresh in (None, torch.tensor([False, False, True])):
-        assert disagreement(now, replace(part, fresh=fresh)).floats() == {}
+        assert disagreement(now, replace(inputs, fresh=fresh)).floats() == {}

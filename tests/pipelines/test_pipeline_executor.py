@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from _published import greedy
+from pipeline_helpers import problem_of
 from pipeline_models import VOCABULARY, critic_of, language_model
 from pipeline_workers import Batch, Trainer, lm_loss, value_loss
+from raising import raises
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError
 from stretto.models.attention import use_short_attention
@@ -24,7 +26,7 @@ from stretto.pipelines.baselines import one_f_one_b
 from stretto.pipelines.executor.executor import PipelineExecutor, TaskWork
 from stretto.pipelines.executor.instructions import Timings, makespan_us, profile
 from stretto.pipelines.executor.stages import Name, StageLayout, cut
-from stretto.pipelines.problem import Problem, Side
+from stretto.pipelines.problem import ModelPipelines, Problem
 from stretto.pipelines.schedule import PipelineSchedule, evaluate
 from stretto.pipelines.solve import solve
 from stretto.workers.ranks import Ranks
@@ -140,7 +142,7 @@ def require_equal_steps(
     load(ranks, layout, actor, critic)
     actors = range(layout.actor_pipelines)
     critics = range(layout.actor_pipelines, layout.actor_pipelines + layout.critic_pipelines)
-    for schedule in schedules(layout.problem(*counts)):
+    for schedule in schedules(problem_of(layout, *counts)):
         timings = ranks.call("step", schedule, *batches)
         require_equal_gradients(ranks, layout, expected)
         for rank, (word, held) in enumerate(zip(schedule.words, ranks.call("held"), strict=True)):
@@ -198,7 +200,7 @@ def test_a_first_stage_that_is_frozen_altogether_keeps_nothing(two: Ranks) -> No
             parameter.requires_grad_("layers.1." in name)
     load(two, layout, actor, critic)
     batches = make_batches(RAGGED, seed=3)
-    two.call("step", greedy(layout.problem(4, 4)), batches, batches)
+    two.call("step", greedy(problem_of(layout, 4, 4)), batches, batches)
     expected = {
         "actor": serial_gradients(actor, batches),
         "critic": serial_gradients(critic, batches),
@@ -218,7 +220,7 @@ def test_bfloat16_and_checkpointed_layers_have_serial_gradients(two: Ranks) -> N
         set_checkpointing(model, ModelConfig(gradient_checkpointing=True))
     load(two, layout, actor, critic)
     two.call("train")
-    two.call("step", greedy(layout.problem(4, 4)), batches, batches)
+    two.call("step", greedy(problem_of(layout, 4, 4)), batches, batches)
     for answer in two.call("gradients"):
         for key, gradient in answer["critic"][0].items():
             assert gradient.dtype == torch.bfloat16
@@ -237,7 +239,7 @@ def test_gradients_add_up_over_runs(two: Ranks) -> None:
     load(two, layout, actor, critic)
     batches = make_batches(RAGGED, seed=3)
     for part in (batches[:1], batches[1:]):
-        two.call("step", greedy(layout.problem(len(part), 2)), part, batches[:2])
+        two.call("step", greedy(problem_of(layout, len(part), 2)), part, batches[:2])
     expected = {
         "actor": serial_gradients(actor, batches),
         "critic": serial_gradients(critic, [*batches[:2], *batches[:2]]),
@@ -253,8 +255,10 @@ def test_transfers_may_be_ordered_by_other_latencies(two: Ranks) -> None:
     load(two, layout, actor, critic)
     batches = make_batches(RAGGED, seed=3)
     problem = Problem(
-        Side.of(2, 1, 4, forward=[1, 3], backward=[2, 5], activation=1.0, communication=2),
-        Side.of(2, 1, 4, forward=[9, 30], backward=[20, 50], activation=1.0),
+        ModelPipelines.of(
+            2, 1, 4, forward=[1, 3], backward=[2, 5], activation=1.0, communication=2
+        ),
+        ModelPipelines.of(2, 1, 4, forward=[9, 30], backward=[20, 50], activation=1.0),
     )
     two.call("step", solve(problem, seconds=0.2).schedule, batches, batches, problem)
     expected = {
@@ -269,7 +273,7 @@ def test_a_measured_run_becomes_a_problem(two: Ranks) -> None:
     actor = language_model("llama", layers=4)
     load(two, layout, actor, critic_of(language_model("llama", layers=2)))
     batches = make_batches([(16,) * 8] * 4, seed=3)
-    schedule = one_f_one_b(layout.problem(4, 4))
+    schedule = one_f_one_b(problem_of(layout, 4, 4))
     saved = two.call("saved", batches[0].tokens)
     for _ in range(2):
         timings: list[Timings] = two.call("step", schedule, batches, batches)
@@ -279,7 +283,7 @@ def test_a_measured_run_becomes_a_problem(two: Ranks) -> None:
         assert moments[0] >= 0
     problem = profile(layout, timings, saved)
     assert (problem.actor.micro_batches, problem.critic.micro_batches) == (4, 4)
-    for side in problem.sides:
+    for side in problem.models:
         assert all(1 <= ticks <= makespan_us(timings) for ticks in side.forward + side.backward)
     # Two layers a stage keep more than one; the critic's stages stand the other way round.
     assert problem.actor.activation == (saved[0][0], saved[1][0])
@@ -301,24 +305,18 @@ def test_what_does_not_fit_is_refused(alone: None) -> None:
     actor = language_model("llama", layers=2)
     critic = critic_of(actor)
     cpu = torch.device("cpu")
-    with pytest.raises(ConfigError, match="the layout is of 2 ranks, but 1 run; start as many as"):
+    with raises(ConfigError, "other-ranks", 2, 1):
         PipelineExecutor(cut(actor, 2, 0), cut(critic, 2, 1), StageLayout(2, 1, 2, 1), cpu)
     layout = StageLayout(1, 1, 1, 1)
-    with pytest.raises(
-        ConfigError, match="rank 0 runs stage 0 of 1 of the critic, but got stage 1"
-    ):
+    with raises(ConfigError, "other-stage", "stage 0 of 1 of the critic", "stage 1 of 2"):
         PipelineExecutor(cut(actor, 1, 0), cut(critic, 2, 1), layout, cpu)
     executor = PipelineExecutor(cut(actor, 1, 0), cut(critic, 1, 0), layout, cpu)
     work = [TaskWork(torch.ones(1, 3, dtype=torch.long), Tensor.sum)]
-    schedule = greedy(layout.problem(2, 1))
-    with pytest.raises(
-        ConfigError, match="'0F' stands 2 times; it must once for each of the 1 mic"
-    ):
-        executor.run(schedule, work, work)
-    with pytest.raises(
-        ConfigError, match=r"actor has .* 2 micro-batches, but what runs has .* 1 mi"
-    ):
-        executor.run(schedule, work, work, layout.problem(2, 1))
+    one, two = problem_of(layout, 1, 1), problem_of(layout, 2, 1)
+    with raises(ConfigError, "other-problem", "words"):
+        executor.run(greedy(two), one, work, work)
+    with raises(ConfigError, "other-problem", "actor", "2 micro-batches", "1 micro-batches"):
+        executor.run(greedy(two), two, work, work)
 
 
 def test_one_rank_runs_both_models_whole(alone: None) -> None:
@@ -329,8 +327,10 @@ def test_one_rank_runs_both_models_whole(alone: None) -> None:
     expected = serial_gradients(critic, batches)
     stage = cut(critic, 1, 0)
     executor = PipelineExecutor(cut(actor, 1, 0), stage, layout, torch.device("cpu"))
+    problem = problem_of(layout, 1, 4)
     executor.run(
-        greedy(layout.problem(1, 4)),
+        greedy(problem),
+        problem,
         [TaskWork(batches[0].tokens, Tensor.sum)],
         [TaskWork(b.tokens, partial(value_loss, stage, batch=b)) for b in batches],
     )

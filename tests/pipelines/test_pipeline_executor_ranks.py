@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from _published import greedy
+from pipeline_helpers import problem_of
 from pipeline_misbehaving import Misbehaving
 from pipeline_models import critic_of, language_model
 from pipeline_workers import Batch, Trainer
@@ -173,7 +174,7 @@ def test_a_rank_killed_in_the_middle_of_a_step_ends_the_step() -> None:
         [(cut(actor, 2, rank), cut(critic, 2, 1 - rank), layout) for rank in range(2)],
     )
     batches = [Batch(torch.ones(2, 5, dtype=torch.long), (5, 4))] * 4
-    schedule = greedy(layout.problem(4, 4))
+    schedule = greedy(problem_of(layout, 4, 4))
     ranks.call("step", schedule, batches, batches)
     ranks.call("doom")
     begun = time.monotonic()

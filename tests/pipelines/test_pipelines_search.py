@@ -12,31 +12,28 @@ import numpy as np
 import pytest
 
 from _certify import by_cp_sat
+from pipeline_helpers import model
+from raising import raises
 from stretto.errors import ConfigError
 from stretto.pipelines.baselines import one_f_one_b_plus, serial_1f1b
 from stretto.pipelines.graph import capacity_units, earliest_starts, make_graph
-from stretto.pipelines.problem import Problem, Side
+from stretto.pipelines.problem import Problem
 from stretto.pipelines.schedule import PipelineSchedule, evaluate
 from stretto.pipelines.solve import solve
-
-
-def side(stages: int, pipelines: int, batches: int, **other: Any) -> Side:
-    given = {"forward": 1, "backward": 2, "activation": 1.0, **other}
-    return Side.of(stages, pipelines, batches, **given)
 
 
 def unequal(capacity: float | None = None) -> Problem:
     """4 devices, 48 tasks; with a capacity the bound is out of reach."""
     return Problem(
-        side(4, 1, 4, forward=5, backward=10, activation=1.95),
-        side(2, 2, 2, forward=4, backward=8, activation=2.0),
+        model(4, 1, 4, forward=5, backward=10, activation=1.95),
+        model(2, 2, 2, forward=4, backward=8, activation=2.0),
         capacity,
     )
 
 
 def test_a_device_may_be_woken_before_its_turn() -> None:
     """It then stands twice among those to look at; uncompiled, as that checks the indices."""
-    problem = Problem(side(2, 2, 1), side(4, 1, 1))
+    problem = Problem(model(2, 2, 1), model(4, 1, 1))
     word = PipelineSchedule(
         (
             ("2F", "0F", "0B", "2B"), ("2F", "0F", "0B", "2B"),
@@ -64,8 +61,8 @@ def test_tight_capacities(capacity: float, at_most: float) -> None:
 
 def test_memory_is_lowered_where_the_bound_is_out_of_reach() -> None:
     """6 devices, 2 and 3 pipelines: 134 is the optimum by CP-SAT, the bound of the formula 129."""
-    actor = side(3, 2, 2, forward=[5, 7, 6], backward=[9, 12, 10], activation=2.0)
-    critic = side(2, 3, 2, forward=[6, 5], backward=[9, 8], activation=1.5, communication=2)
+    actor = model(3, 2, 2, forward=[5, 7, 6], backward=[9, 12, 10], activation=2.0)
+    critic = model(2, 3, 2, forward=[6, 5], backward=[9, 8], activation=1.5, communication=2)
     solution = solve(Problem(actor, critic), seconds=2.0)
     assert solution.makespan > solution.bound
     first = next(i.peak for i in solution.trace if i.latency == solution.makespan)
@@ -76,41 +73,41 @@ def test_memory_is_lowered_where_the_bound_is_out_of_reach() -> None:
 
 class TestNumbers:
     def test_communication_counts_towards_the_longest_schedule(self) -> None:
-        with pytest.raises(ConfigError, match="communication"):
-            Problem(side(2, 1, 1, communication=4 * 10**17), side(2, 1, 1))
-        with pytest.raises(ConfigError, match="longer ticks"):
-            Problem(side(2, 1, 1, communication=2**30), side(2, 1, 1))
+        with raises(ConfigError, "less_than_equal", "communication"):
+            Problem(model(2, 1, 1, communication=4 * 10**17), model(2, 1, 1))
+        with raises(ConfigError, "too-many-ticks", "longer ticks"):
+            Problem(model(2, 1, 1, communication=2**30), model(2, 1, 1))
 
     def test_too_many_stages_are_refused_before_they_take_memory(self) -> None:
-        with pytest.raises(ConfigError, match="stages 10000000000: must be at most"):
-            side(10**10, 1, 1)
+        with raises(ConfigError, "less_than_equal", "stages", 10**10):
+            model(10**10, 1, 1)
 
     def test_capacity_is_exact(self) -> None:
-        problem = Problem(side(2, 1, 1), side(2, 1, 1))
+        problem = Problem(model(2, 1, 1), model(2, 1, 1))
         assert capacity_units(problem, 1.9999995) == 1
         assert capacity_units(problem, 0.1 + 0.2 + 1.7) == 2
         assert capacity_units(problem, 1e30) == capacity_units(problem, None)
-        tenths = Problem(side(2, 1, 1, activation=0.1), side(2, 1, 1, activation=0.3))
+        tenths = Problem(model(2, 1, 1, activation=0.1), model(2, 1, 1, activation=0.3))
         assert capacity_units(tenths, 0.1 + 0.2) == 3  # 0.30000000000000004
 
     def test_activations_are_added_as_they_are_written(self) -> None:
-        four = side(4, 1, 4, activation=[0.1, 0.2, 0.3, 0.1])
+        four = model(4, 1, 4, activation=[0.1, 0.2, 0.3, 0.1])
         plus = one_f_one_b_plus(Problem(four, four))
         assert plus is not None
         # The first of two stages holds two micro-batches, 0.1 + 0.2 each.
         assert plus.peak == 2 * 0.3
 
     def test_thirds_are_rounded_up(self) -> None:
-        assert side(3, 1, 1, activation=[1.0, 0.0, 1.0]).merged(3).activation == (0.667,)
+        assert model(3, 1, 1, activation=[1.0, 0.0, 1.0]).merged(3).activation == (0.667,)
 
     def test_no_memory_at_all(self) -> None:
-        nothing = side(2, 1, 2, activation=0)
+        nothing = model(2, 1, 2, activation=0)
         solution = solve(Problem(nothing, nothing), seconds=1.0)
         assert solution.peak == serial_1f1b(Problem(nothing, nothing)).peak == 0
 
     @pytest.mark.parametrize("seed", [-1, 2**31])
     def test_seed(self, seed: int) -> None:
-        with pytest.raises(ConfigError, match=f"seed {seed}: must be 0 or more"):
+        with raises(ConfigError, "seed-out-of-range", seed):
             solve(unequal(), seconds=1.0, seed=seed)
 
 

@@ -13,7 +13,7 @@ from stretto.errors import ConfigError
 from stretto.models.shapes import Shape, shape_of
 from stretto.pipelines.baselines import interleaved_1f1b, serial_1f1b
 from stretto.pipelines.graph import latency_bound
-from stretto.pipelines.problem import Problem, Side
+from stretto.pipelines.problem import ModelPipelines, Problem
 from stretto.pipelines.solve import solve
 from stretto.planner.candidates import (
     BASELINE,
@@ -154,7 +154,7 @@ def test_on_paper_there_are_pipelines_and_more_copies() -> None:
 def test_bubbles_are_those_of_the_schedules(stages: int) -> None:
     """1F1B's is stages - 1, two chunks halve it; fused, two like models fill each other's."""
     micro_batches = 2 * stages
-    side = Side.of(stages, 1, micro_batches, forward=2, backward=4, activation=1)
+    side = ModelPipelines.of(stages, 1, micro_batches, forward=2, backward=4, activation=1)
     problem = Problem(side, side)  # in half ticks, as chunks halve a stage's work
 
     def idle(latency: int) -> float:

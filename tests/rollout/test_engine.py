@@ -49,7 +49,7 @@ from stretto.rollout.base import EngineSettings, StopStrings
 from stretto.rollout.engine import GraphedDecode, ModelPass, StepInputs, TorchEngine
 from stretto.rollout.sampling import stream_seed, uniform
 from stretto.schedules.rollout import Rollout
-from stretto.training.trained import TrainedModel
+from stretto.training.trained import LearningRate, TrainedModel
 from stretto.types import Chunk, FinishReason, Prompt, WeightsRef
 
 SEED = 5
@@ -944,7 +944,7 @@ def test_own_structure_shares_every_weight_and_no_module(make: Callable[[], Any]
 @pytest.mark.parametrize("make", [llama, adapted])
 def test_own_weights_follow_only_what_is_loaded(make: Callable[[], Any]) -> None:
     m = make()
-    trained = TrainedModel(m, 0.1, TrainingConfig(), updates=5, warmup=0)
+    trained = TrainedModel(m, LearningRate(0.1, 5), TrainingConfig())
     body = with_own_weights(m)
     assert not any(p.requires_grad for p in body.parameters())
     where = {n: p.data_ptr() for n, p in body.named_parameters()}
@@ -967,7 +967,7 @@ def test_own_weights_follow_only_what_is_loaded(make: Callable[[], Any]) -> None
 
 def test_a_copy_in_bfloat16_has_the_bits_of_the_model() -> None:
     m = larger(torch.bfloat16)
-    TrainedModel(m, 0.1, TrainingConfig(), updates=5, warmup=0)  # its hooks stay behind
+    TrainedModel(m, LearningRate(0.1, 5), TrainingConfig())  # its hooks stay behind
     a, b = (run(engine(x), random_prompts([9, 3], 97)) for x in (m, with_own_weights(m)))
     assert [(r.tokens, r.logprobs) for r in a] == [(r.tokens, r.logprobs) for r in b]
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 import stretto
 from helpers import full_beyond, llama
+from raising import raises
 from run_helpers import Notes, length, settings, supervised, weights, write_rows
 from stretto import runs, signals
 from stretto.assembly.models import Overrides
@@ -30,7 +31,7 @@ from stretto.models.load import load_tokenizer, save_model
 from stretto.observe import Progress, RunDirectory, Sample
 from stretto.runs import finetuning
 from stretto.training.learner import PolicyLearner
-from stretto.training.trained import Gate, TrainedModel, end_updates
+from stretto.training.trained import Gate, LearningRate, TrainedModel, end_updates
 
 ENDS: list[BaseException] = [
     OSError(errno.ENOSPC, "No space left on device"),
@@ -331,17 +332,17 @@ def test_the_end_waits_for_an_update_and_lets_none_follow() -> None:
     go_on.set()
     thread.join()
     assert gate.close(0.01)
-    with pytest.raises(LearnerError, match="the run has ended"), gate.passing():
+    with raises(LearnerError, "updates-ended"), gate.passing():
         pass
 
 
 def test_a_model_can_be_trained_again_after_a_run() -> None:
     model, config = llama(), Config().training
-    trained = TrainedModel(model, 1e-3, config, updates=2, warmup=0)
+    trained = TrainedModel(model, LearningRate(1e-3, 2), config)
     assert end_updates(model)
-    with pytest.raises(LearnerError, match="the run has ended"):
+    with raises(LearnerError, "updates-ended"):
         trained.update()
-    TrainedModel(model, 1e-3, config, updates=2, warmup=0).update()
+    TrainedModel(model, LearningRate(1e-3, 2), config).update()
     assert end_updates(llama())  # that nobody trains
 
 

@@ -473,7 +473,7 @@ def test_rewards_are_centred_by_the_coefficient() -> None:
         settings = {"training": {"lr": 3e-3}, "steps": 60, "batch": 5, "center_coef": coefficient}
         config = RewardModelConfig.model_validate(settings)
         objective = BradleyTerry(model, 1000, 0.0)
-        train(model, PAIRS, BradleyTerry.of(model, config), config, lambda step, stats: None)
+        train(model, PAIRS, BradleyTerry.of(model, config).learn, config, lambda step, stats: None)
         after = objective.measure(PAIRS)
         assert after.accuracy == 1.0
         means[coefficient] = after.reward_mean

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import stretto
 from helpers import llama
 from learner_helpers import assert_close
+from raising import raises
 from rounding import GRADIENT_TERMS, rounding
 from run_helpers import lines, supervised, write_rows
 from stretto.cli.main import main
@@ -299,7 +300,7 @@ def test_a_model_that_cannot_tell_packed_sequences_apart_is_refused() -> None:
     inner = model.model.forward
     model.model.forward = lambda position_ids=None, **rest: inner(**rest)
     CrossEntropy(model, 64)
-    with pytest.raises(ModelError, match=r"packing = true: in LlamaForCausalLM .*packing = false"):
+    with raises(ModelError, "packing-leaks", "LlamaForCausalLM", "packing = false"):
         CrossEntropy(model, 64, row_tokens=40)
 
 
@@ -315,7 +316,13 @@ def test_training_on_one_batch_is_adamw_on_its_gradient() -> None:
     config = SftConfig.model_validate(settings)
     seen: list[float] = []
     objective = CrossEntropy.of(model, config)
-    train(model, EXAMPLES, objective, config, lambda step, stats: seen.append(stats["train/loss"]))
+    train(
+        model,
+        EXAMPLES,
+        objective.learn,
+        config,
+        lambda step, stats: seen.append(stats["train/loss"]),
+    )
     optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0)
     for expected in seen:
         loss = naive_loss(twin, EXAMPLES)
@@ -358,7 +365,7 @@ def test_rows_with_one_prompt_are_held_out_together() -> None:
 
 
 def test_a_held_out_part_that_leaves_nothing_is_refused() -> None:
-    with pytest.raises(TaskError, match=r"held_out = 0.1 of 3 rows with 1 different prompts"):
+    with raises(TaskError, "nothing-to-train-on", 0.1, "3 rows"):
         hold_out(["a", "a", "a"], str, 0.1, seed=0)
 
 

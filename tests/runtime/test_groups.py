@@ -611,9 +611,9 @@ def test_a_channel_hands_on_the_tensors_of_a_ticket() -> None:
     shared.put(refs[0], {"w": torch.zeros(1)})
     shared.put(refs[1], {"w": torch.ones(1)})
     assert shared.get(refs[1])["w"].item() == 1.0
-    with pytest.raises(EngineError, match="version 0 of the actor is not in the channel 'shared'"):
+    with raises(EngineError, "version-not-kept", "version 0 of the actor", "'shared'"):
         shared.get(refs[0])
-    with pytest.raises(EngineError, match="in the channel 'broadcast', to which who is to load it"):
+    with raises(EngineError, "other-channel", "'broadcast'"):
         fetched(shared, refs[1])
     assert fetched(None, WeightsRef("actor", 1, "x")) == {}
 

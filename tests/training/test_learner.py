@@ -27,7 +27,8 @@ from helpers import (
     told,
     train_on,
 )
-from learner_helpers import Grads, assert_close, engine_rollouts, learned_gradients
+from learner_helpers import Grads, assert_close, engine_rollouts, learned_gradients, rows_in
+from raising import raises
 from rounding import rounding
 from stretto.config import ModelConfig, TrainingConfig
 from stretto.errors import EngineError, LearnerError, LifecycleError
@@ -41,7 +42,7 @@ from stretto.training import collate as collating
 from stretto.training.collate import collate, describe
 from stretto.training.learner import PolicyLearner
 from stretto.training.losses import MicroBatch
-from stretto.training.trained import TrainedModel
+from stretto.training.trained import LearningRate, TrainedModel
 from stretto.training.warmup import warm_up
 from stretto.types import FinishReason, Prompt, Score
 
@@ -290,13 +291,13 @@ def test_garbage_in_padding_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> 
         width = max(map(len, rows))
         return torch.tensor([[*r, *range(3, 3 + width - len(r))] for r in rows]) % VOCABULARY
 
-    def pad(rows: Sequence[Tensor]) -> Tensor:
+    def pad(rows: Sequence[Tensor], *, batch_first: bool) -> Tensor:
         width = max(map(len, rows)) + 3
         garbage = False if rows[0].dtype == torch.bool else float("nan")
         return torch.stack([torch.cat([r, r.new_full((width - len(r),), garbage)]) for r in rows])
 
-    monkeypatch.setattr(forward, "pad_right", pad_right)
-    monkeypatch.setattr(collating, "_pad", pad)
+    monkeypatch.setattr("stretto.models.forward.pad_right", pad_right)
+    monkeypatch.setattr(collating, "pad_sequence", pad)
     assert_close(gradients_with(), plain)
 
 
@@ -403,7 +404,7 @@ def test_a_batch_smaller_than_its_minibatches_is_refused() -> None:
     actor, critic = models()
     learner = make_learner(actor, critic, settings(training={"minibatches": 3}))
     batch = make_rollouts(actor, critic, SHAPES[:2])
-    with pytest.raises(LearnerError, match=r"2 responses were left .*minibatches = 3"):
+    with raises(LearnerError, "fewer-responses-than-minibatches", 2, "minibatches = 3"):
         train_on(learner, batch)
 
 
@@ -445,10 +446,10 @@ def test_kl_coefficient_adapts_and_is_used_next_step() -> None:
 
 def test_an_infinite_gradient_stops_the_run_and_leaves_the_weights() -> None:
     linear = nn.Linear(2, 1)
-    trained = TrainedModel(linear, 0.1, TrainingConfig(), updates=5, warmup=0)
+    trained = TrainedModel(linear, LearningRate(0.1, 5), TrainingConfig())
     before = linear.weight.detach().clone()
     (linear(torch.tensor([[torch.inf, 1.0]]))).sum().backward()
-    with pytest.raises(LearnerError, match="the gradient norm is"):
+    with raises(LearnerError, "gradient-not-finite"):
         trained.update()
     assert torch.equal(linear.weight, before)
 
@@ -459,7 +460,7 @@ def test_an_infinite_gradient_stops_the_run_and_leaves_the_weights() -> None:
 def lr_series(kind: str, updates: int, warmup: int) -> list[float]:
     config = TrainingConfig(lr_schedule=kind)  # type: ignore[arg-type]
     linear = nn.Linear(1, 1)
-    trained = TrainedModel(linear, 2.0, config, updates=updates, warmup=warmup)
+    trained = TrainedModel(linear, LearningRate(2.0, updates, warmup), config)
     series = []
     for _ in range(updates):
         series.append(trained.lr)
@@ -481,7 +482,7 @@ def test_schedules() -> None:
 def test_gradient_clipping_scales_to_the_norm_and_reports_it() -> None:
     for clip, factor in ((1.0, 1 / 5), (10.0, 1.0), (0.0, 1.0)):
         linear = nn.Linear(2, 1, bias=False)
-        trained = TrainedModel(linear, 0.1, TrainingConfig(grad_clip=clip), updates=5, warmup=0)
+        trained = TrainedModel(linear, LearningRate(0.1, 5), TrainingConfig(grad_clip=clip))
         linear(torch.tensor([[3.0, 4.0]])).sum().backward()
         assert trained.update() == pytest.approx(5.0)
         moment = trained.state_dict()["optimizer"]["state"][0]["exp_avg"]
@@ -492,7 +493,7 @@ def test_gradient_clipping_scales_to_the_norm_and_reports_it() -> None:
 def bf16_unit(updates: int = 1000) -> tuple[nn.Linear, TrainedModel]:
     linear = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     nn.init.ones_(linear.weight)
-    return linear, TrainedModel(linear, 1e-4, TrainingConfig(), updates=updates, warmup=0)
+    return linear, TrainedModel(linear, LearningRate(1e-4, updates), TrainingConfig())
 
 
 def test_updates_below_bf16_resolution_add_up_in_the_master() -> None:
@@ -559,7 +560,7 @@ def test_bf16_micro_batches_give_the_fp32_gradient_within_rounding() -> None:
 def test_a_closed_trainer_leaves_nothing_on_the_model() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         linear = nn.Linear(1, 1, dtype=dtype)
-        trained = TrainedModel(linear, 0.1, TrainingConfig(), updates=5, warmup=0)
+        trained = TrainedModel(linear, LearningRate(0.1, 5), TrainingConfig())
         linear(torch.ones(1, 1, dtype=dtype)).sum().backward()
         trained.update()
         trained.close()
@@ -640,7 +641,7 @@ def test_a_learner_that_disagrees_with_the_engine_stops_before_the_actor_moves()
     rollouts = engine_rollouts(actor, critic, temperature=1.0)
     learner = make_learner(actor, critic, {"rollout": {"batch": 8, "temperature": 0.7}})
     before = fingerprint(actor.named_parameters())
-    with pytest.raises(LearnerError, match="engine and learner disagree about the policy"):
+    with raises(LearnerError, "policies-disagree"):
         train_on(learner, rollouts)
     assert fingerprint(actor.named_parameters()) == before
 
@@ -688,7 +689,7 @@ def test_only_the_first_update_after_a_hand_over_is_checked() -> None:
     train_on(learner, rollouts)  # of version 0, and now the version is 1
     learner.publish()
     lying = engine_rollouts(actor, critic, temperature=1.0, version=2)
-    with pytest.raises(LearnerError, match="engine and learner disagree"):
+    with raises(LearnerError, "policies-disagree"):
         train_on(learner, lying)
 
 
@@ -706,7 +707,7 @@ def test_responses_with_a_stale_token_are_not_checked_and_all_others_are() -> No
     learner.publish()
     told, lying = (engine_rollouts(actor, critic, temperature=t, version=2) for t in (0.7, 1.0))
     before = fingerprint(actor.named_parameters())
-    with pytest.raises(LearnerError, match="engine and learner disagree"):
+    with raises(LearnerError, "policies-disagree"):
         train_on(learner, with_older(copy.deepcopy(lying), copy.deepcopy(told)))
     assert fingerprint(actor.named_parameters()) == before
     rollouts = with_older(told, lying)
@@ -743,23 +744,23 @@ def test_an_engine_one_version_behind_is_refused_once_rounding_is_measured(
         if tolerance:
             train_on(other, late)
         else:
-            with pytest.raises(LearnerError, match="engine and learner disagree"):
+            with raises(LearnerError, "policies-disagree"):
                 train_on(other, late)
 
 
 # -- the policy that ratios are taken to ---------------------------------------------------------
 
 
-def watched_parts(learner: PolicyLearner) -> list[MicroBatch]:
+def watched_batches(learner: PolicyLearner) -> list[MicroBatch]:
     """What the learner's passes will be given."""
     seen: list[MicroBatch] = []
-    run = learner.passes.run
+    run = learner.backprop.run
 
-    def watch(parts: Any, kl_coef: float, *, trains_actor: bool) -> Any:
-        seen.extend(parts)
-        return run(parts, kl_coef, trains_actor=trains_actor)
+    def watch(batches: Any, kl_coef: float, *, trains_actor: bool) -> Any:
+        seen.extend(batches)
+        return run(batches, kl_coef, trains_actor=trains_actor)
 
-    learner.passes.run = watch  # type: ignore[method-assign]
+    learner.backprop.run = watch  # type: ignore[method-assign]
     return seen
 
 
@@ -794,18 +795,20 @@ def test_responses_of_older_weights_keep_the_policy_that_sampled_them() -> None:
     learner = make_learner(actor, critic, {"rollout": {"batch": 8}, "training": ANY_RATIO})
     learner.publish()
     learner.publish()
-    seen = watched_parts(learner)
+    seen = watched_batches(learner)
     rollouts = engine_rollouts(actor, critic, temperature=1.0, version=2)
     train_on(learner, with_older(rollouts, rollouts))
     train_on(learner, rollouts)  # weight_sync_interval: of this version, but not of these weights
     sampled = {r.id: r.logprobs for r in rollouts}
-    own = [{r.id: bool(own) for r, own in zip(p.responses, p.part.own, strict=True)} for p in seen]
+    own = []
+    for batch in seen:
+        rows, inputs = rows_in(batch, rollouts), batch.inputs
+        own.append({r.id: bool(flag) for r, flag in zip(rows, inputs.own, strict=True)})
+        for row, r in enumerate(rows):
+            assert inputs.behaviour_logprobs is not None
+            behaviour = inputs.behaviour_logprobs[row, : len(r)].tolist()
+            assert behaviour == pytest.approx(sampled[r.id])
     assert own == [{i: i not in (3, 5) for i in range(8)}, dict.fromkeys(range(8), False)]
-    for p in seen:
-        for row, r in enumerate(p.responses):
-            behaviour = p.part.behaviour_logprobs
-            assert behaviour is not None
-            assert behaviour[row, : len(r)].tolist() == pytest.approx(sampled[r.id])
 
 
 def test_in_float32_nothing_but_the_engines_log_probs_is_the_default() -> None:
@@ -892,7 +895,7 @@ def publisher(
     return PolicyLearner(
         plain.trained["actor"],
         plain.trained.get("critic"),
-        plain.passes,
+        plain.backprop,
         plain.config,
         {"task": 1.0},
         snapshots=snapshots,
@@ -954,7 +957,7 @@ def test_an_engine_generates_with_a_snapshot_while_the_learner_trains_on() -> No
 
 def test_the_memory_of_a_snapshot_is_used_again_once_nobody_holds_it() -> None:
     linear = nn.Linear(3, 2)
-    trained = TrainedModel(linear, 0.1, TrainingConfig(), updates=5, warmup=0)
+    trained = TrainedModel(linear, LearningRate(0.1, 5), TrainingConfig())
     first = trained.snapshot()
     kept, where = first["weight"].clone(), first["weight"].data_ptr()
     nn.init.ones_(linear.weight)
@@ -973,7 +976,7 @@ def test_the_memory_of_a_snapshot_is_used_again_once_nobody_holds_it() -> None:
 
 
 def test_snapshots_are_of_trained_models() -> None:
-    with pytest.raises(LearnerError, match=r"'criti'. Did you mean 'critic'"):
+    with raises(LearnerError, "unknown-model", "'criti'", "'critic'"):
         publisher(*models(), {}, ["criti"])
 
 
@@ -1025,7 +1028,7 @@ def test_a_batch_has_values_for_all_or_for_none() -> None:
     with pytest.raises(LifecycleError, match=r"kind 'values' with 2 numbers.*; got none"):
         train_batch([valued, bare])
     assert collate(train_batch([bare]), {"task": 1.0}).values is None
-    with pytest.raises(LearnerError, match="PPO needs the critic's values"):
+    with raises(LearnerError, "critic-values-missing"):
         train_on(make_learner(*models(), {"algorithm": {"kl_coef": 0}}), [bare])
 
 

@@ -27,8 +27,10 @@ from learner_helpers import (
     learned_gradients,
     make_batch,
     now,
+    rows_in,
 )
-from loss_helpers import VARIANTS, loss_of, part_of
+from loss_helpers import VARIANTS, inputs_of, loss_of
+from raising import raises
 from rounding import GRADIENT_TERMS, rounding
 from stretto.algorithms.correction import settled
 from stretto.algorithms.registry import FUNCTIONS
@@ -60,17 +62,17 @@ def naive_gradients(learner: PolicyLearner, actor: Any, batch: Sequence[Rollout]
         e = replace(e, old_logprobs=proximal)
     rows = [row for unit in e.units for row in unit]
     names = ("advantages", "old_logprobs", "behaviour_logprobs", "ref_logprobs")
-    part = part_of(
+    inputs = inputs_of(
         e.mask[rows],
         a.averaging,
         16,
         **{n: None if (t := getattr(e, n)) is None else t[rows].to(logprobs) for n in names},
     )
     # The beta of the losses' tests is their own.
-    seen, _ = settled(part, logprobs[rows].detach(), a)
+    seen, _ = settled(inputs, logprobs[rows].detach(), a)
     term = FUNCTIONS[a.name].policy_loss(logprobs[rows], seen, a)
     if a.kl_place == "loss" and a.kl_coef:
-        extra = loss_of(a, logprobs[rows], part).loss - term.loss
+        extra = loss_of(a, logprobs[rows], inputs).loss - term.loss
         loss = term.loss + extra * a.kl_coef / 0.3
     else:
         loss = term.loss
@@ -151,7 +153,7 @@ def test_a_batch_of_nothing_is_refused(old_policy: str) -> None:
     actor = llama()
     algorithm = {"name": "rloo", "old_policy": old_policy}
     batch = make_batch(actor, algorithm, [(3, 0)] * 8)
-    with pytest.raises(LearnerError, match="all 8 responses are empty"):
+    with raises(LearnerError, "no-response-tokens", 8):
         train_on(learner_of(algorithm, actor), batch)
 
 
@@ -237,12 +239,12 @@ def test_pairs_stay_together() -> None:
     assert sorted(unit for part in parts for unit in part) == sorted(pairs)
     for units in parts:
         made = learner.microbatches(told(batch), units, e, torch.zeros(8, dtype=torch.bool))
-        assert sorted(tuple(r.id for r in m.responses) for m in made) == sorted(units)
-        assert sum(m.part.response_weights.sum().item() for m in made) == pytest.approx(1)
+        assert sorted(tuple(r.id for r in rows_in(m, batch)) for m in made) == sorted(units)
+        assert sum(m.inputs.response_weights.sum().item() for m in made) == pytest.approx(1)
         for m in made:
-            rows = [r.id for r in m.responses]
-            assert torch.equal(m.part.mask, e.mask[rows])
-            assert torch.equal(m.part.ref_logprobs, e.ref_logprobs[rows])
+            rows = [r.id for r in rows_in(m, batch)]
+            assert torch.equal(m.inputs.mask, e.mask[rows])
+            assert torch.equal(m.inputs.ref_logprobs, e.ref_logprobs[rows])
 
 
 @pytest.mark.parametrize("budget", [30, 60, 90])
@@ -255,7 +257,7 @@ def test_micro_batches_of_pairs_keep_to_the_budget(budget: int) -> None:
     e = learner.experience_of(train_batch(batch))
     fresh = torch.zeros(8, dtype=torch.bool)
     made = learner.microbatches(told(batch), e.units, e, fresh)
-    sizes = [[r.total_tokens for r in m.responses] for m in made]
+    sizes = [[len(r.prompt.tokens) + len(r) for r in rows_in(m, batch)] for m in made]
     assert sum(map(len, sizes)) == 6
     assert all(max(s) * len(s) <= budget or len(s) == 2 for s in sizes)
     assert len(sizes) == {30: 3, 60: 2, 90: 2}[budget]
@@ -310,7 +312,7 @@ def test_a_disagreeing_engine_is_found_out_under_the_proximal_policy_too() -> No
     given = {"rollout": {"batch": 8, "temperature": 0.7}, "algorithm": algorithm}
     learner = make_learner(actor, critic_of(actor), given)
     before = fingerprint(actor.named_parameters())
-    with pytest.raises(LearnerError, match="engine and learner disagree about the policy"):
+    with raises(LearnerError, "policies-disagree"):
         train_on(learner, rollouts)
     assert fingerprint(actor.named_parameters()) == before
     honest = engine_rollouts(actor, critic_of(actor), temperature=0.7)
@@ -327,14 +329,14 @@ def test_ratios_are_to_the_policy_before_the_step_in_all_its_updates() -> None:
     with torch.no_grad():
         before = now(actor, batch)
     seen = []
-    run = learner.passes.run
+    run = learner.backprop.run
 
-    def watch(parts: Any, kl_coef: float, *, trains_actor: bool) -> Any:
+    def watch(batches: Any, kl_coef: float, *, trains_actor: bool) -> Any:
         with torch.no_grad():
             seen.append(now(actor, batch))
-        return run(parts, kl_coef, trains_actor=trains_actor)
+        return run(batches, kl_coef, trains_actor=trains_actor)
 
-    learner.passes.run = watch  # type: ignore[method-assign]
+    learner.backprop.run = watch  # type: ignore[method-assign]
     stats = train_on(learner, batch)
     ratios = [(x - before).exp()[mask] for x in seen]
     assert ratios[0].max() == pytest.approx(1)
@@ -365,9 +367,14 @@ def test_without_a_critic_the_actor_alone_is_handed_over_and_kept() -> None:
     assert learner.publish() == other.publish()
     for p, q in zip(actor.parameters(), other_actor.parameters(), strict=True):
         assert torch.equal(p, q)
-    with pytest.raises(LearnerError, match="snapshots are taken of trained models; got 'critic'"):
+    with raises(LearnerError, "unknown-model", "'critic'"):
         PolicyLearner(
-            learner.trained["actor"], None, learner.passes, learner.config, {}, snapshots=["critic"]
+            learner.trained["actor"],
+            None,
+            learner.backprop,
+            learner.config,
+            {},
+            snapshots=["critic"],
         )
 
 

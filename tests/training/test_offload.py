@@ -11,14 +11,12 @@ from torch import nn
 from helpers import held_bytes
 from stretto.config import OptimizerConfig
 from stretto.models.offload import CopyStream, OffloadedTensors
-from stretto.training.trained import TrainedModel
+from stretto.training.trained import LearningRate, TrainedModel
 
 
 def trained(dtype: torch.dtype) -> TrainedModel:
     torch.manual_seed(0)
-    return TrainedModel(
-        nn.Linear(64, 64, dtype=dtype), 1e-2, OptimizerConfig(), updates=9, warmup=0
-    )
+    return TrainedModel(nn.Linear(64, 64, dtype=dtype), LearningRate(1e-2, 9), OptimizerConfig())
 
 
 def learn(model: TrainedModel, number: int) -> None:

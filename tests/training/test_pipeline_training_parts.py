@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import pickle
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -15,26 +14,27 @@ import torch
 from torch import nn
 
 from helpers import critic_of, llama, make_rollouts, told
-from stretto.algorithms.experience import Part
+from loss_helpers import inputs_of, mask_of
+from raising import raises
 from stretto.assembly import warmup as building
 from stretto.assembly.controls import share_cores
 from stretto.cli import main as command_line
 from stretto.cli.dry_run import describe_run
 from stretto.config import Config, PipelineConfig
 from stretto.errors import LearnerError, ModelError, RankError
-from stretto.models.forward import states_at
 from stretto.pipelines.executor.instructions import PipelineTask, Timings
 from stretto.pipelines.executor.stages import cut, for_sending
 from stretto.pipelines.problem import Problem
 from stretto.runtime.run import start as start_run
 from stretto.training import pipelined
+from stretto.training.backprop import deal
 from stretto.training.losses import MicroBatch
-from stretto.training.partition import PaddedBatch, deal, on_cpu
 from stretto.training.pipelined import Planner
-from stretto.training.trained import Course, TrainedModel
+from stretto.training.shard_files import in_memory
+from stretto.training.trained import LearningRate, TrainedModel
 from stretto.workers.threads import WorkerThread
 
-COURSES: Any = {"actor": Course(1e-3, 10, 0), "critic": Course(1e-3, 10, 0)}
+RATES: Any = dict.fromkeys(("actor", "critic"), LearningRate(1e-3, 10))
 
 # -- figures and measures ------------------------------------------------------------------------
 
@@ -80,8 +80,8 @@ def test_what_ranks_measured_is_planned_with_and_reported() -> None:
     config = PipelineConfig(ranks=2, schedule="serial")
     planner = Planner(config, {"actor": 1, "critic": 1}, seed=0)
     ranks: Any = FakeRanks()
-    passes = pipelined.PipelinedPasses(
-        ranks, (), planner, pipelined.layout_of(config), config, budget=1
+    passes = pipelined.PipelinedBackprop(
+        ranks, {}, planner, pipelined.layout_of(config), config, budget=1
     )
     parts = [a_micro_batch()]
     passes.run(parts, 0.1, trains_actor=True)
@@ -102,29 +102,27 @@ def test_what_ranks_measured_is_planned_with_and_reported() -> None:
     assert "pipeline/predicted_s" not in passes.finish()
     passes.run(parts, 0.1, trains_actor=True)
     predicted_us = planner.plan(1).predicted_us
-    assert predicted_us is not None
     assert passes.finish()["pipeline/predicted_s"] == predicted_us / 1e6
 
 
 def a_micro_batch() -> MicroBatch:
     actor = llama()
     rollouts = make_rollouts(actor, critic_of(actor), [(3, 2)])
-    ones = torch.ones(1, 2)
-    part = Part(ones.bool(), ones, ones, torch.ones(1), ones, ones)
-    return MicroBatch(told(rollouts), replace(part, tensors={"own": torch.ones(1, 2)}))
+    inputs = inputs_of(mask_of((2,)), "sequence_sum", tensors={"own": torch.ones(1, 2)})
+    return MicroBatch.of(told(rollouts), inputs)
 
 
 def test_a_blank_micro_batch_has_a_token_and_no_response() -> None:
-    part = a_micro_batch().part
-    blank = PaddedBatch.blank(part)
+    batch = a_micro_batch()
+    blank = MicroBatch.blank(batch)
     assert blank.tokens.shape == (1, 1)
-    assert states_at(torch.ones(1, 1, 4), blank.places).shape == (0, 4)
-    assert (blank.targets.numel(), int(blank.part.mask.sum())) == (0, 0)
-    assert (blank.part.weights.shape, float(blank.part.weights.sum())) == ((1, 2), 0.0)
-    assert blank.part.ref_logprobs is None
-    assert blank.part.tensors["own"].tolist() == [[0.0, 0.0]]
-    assert PaddedBatch.of(a_micro_batch()).part.tensors["own"].tolist() == [[1.0, 1.0]]
-    assert float(part.weights.sum()) == 2.0
+    assert blank.states(torch.ones(1, 1, 4)).shape == (0, 4)
+    assert (blank.targets.numel(), int(blank.inputs.mask.sum())) == (0, 0)
+    assert (blank.inputs.weights.shape, float(blank.inputs.weights.sum())) == ((1, 2), 0.0)
+    assert blank.inputs.ref_logprobs is None
+    assert blank.inputs.tensors["own"].tolist() == [[0.0, 0.0]]
+    assert batch.inputs.tensors["own"].tolist() == [[1.0, 1.0]]
+    assert float(batch.inputs.weights.sum()) == 2.0
 
 
 def test_micro_batches_are_dealt_to_and_fro() -> None:
@@ -137,23 +135,23 @@ def test_micro_batches_are_dealt_to_and_fro() -> None:
 # -- what is refused, and when -------------------------------------------------------------------
 
 
-def start(actor: Any, critic: Any, **pipeline: Any) -> pipelined.Pipelines:
+def start(actor: Any, critic: Any, **pipeline: Any) -> pipelined.PipelinedBackprop:
     config = Config.model_validate({"pipeline": {"ranks": 2} | pipeline})
-    return pipelined.start(actor, critic, config, COURSES, 2)
+    return pipelined.start(actor, critic, config, RATES, 2)
 
 
 def test_stages_that_cannot_be_cut_are_refused_before_the_warm_up(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(building, "warm_up", lambda *_: pytest.fail("warmed up"))
-    for given, message in (
-        ({"ranks": 3}, r"^pipeline.actor_stages = 3 \(as many as pipeline.ranks\): LlamaModel has"),
-        ({"ranks": 4, "actor_stages": 2, "critic_stages": 4}, "^pipeline.critic_stages = 4: Llama"),
+    for given, fact in (
+        ({"ranks": 3}, "pipeline.actor_stages = 3 (as many as pipeline.ranks): LlamaModel"),
+        ({"ranks": 4, "actor_stages": 2, "critic_stages": 4}, "pipeline.critic_stages = 4: Llama"),
     ):
         config = Config.model_validate(
             {"warmup_examples": 1, "model": {"name": str(tiny_folder)}, "pipeline": given}
         )
-        with ExitStack() as stack, pytest.raises(ModelError, match=message):
+        with ExitStack() as stack, raises(ModelError, "too-few-layers", fact):
             start_run(config, stack, lambda _: None)
 
 
@@ -179,18 +177,16 @@ def test_a_dry_run_counts_the_layers(tiny_folder: Path) -> None:
 def test_a_model_without_a_trained_weight_is_refused() -> None:
     config = Config().training
     frozen = llama().requires_grad_(False)
-    with pytest.raises(LearnerError, match="LlamaForCausalLM has nothing to train"):
-        TrainedModel(frozen, 1e-3, config, updates=1, warmup=0)
-    with pytest.raises(LearnerError, match="the critic has nothing to train"):
+    with raises(LearnerError, "nothing-to-train", "LlamaForCausalLM"):
+        TrainedModel(frozen, LearningRate(1e-3, 1), config)
+    with raises(LearnerError, "nothing-to-train", "the critic"):
         start(llama(), critic_of(llama()).requires_grad_(False))
 
 
 def test_models_that_cannot_be_sent_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     actor, critic = llama(), critic_of(llama())
     handle = actor.model.layers[0].register_forward_hook(lambda module, given, output: output)
-    with pytest.raises(
-        ModelError, match=r"cannot be sent to the ranks: .*<lambda>.* with no hooks"
-    ):
+    with raises(ModelError, "unpicklable-model", "<lambda>"):
         start(actor, critic)
     handle.remove()
 
@@ -199,9 +195,7 @@ def test_models_that_cannot_be_sent_are_refused(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(Mine, "__module__", "__main__")
     critic.score.__class__ = Mine
-    with pytest.raises(
-        ModelError, match=r"'score' of the critic is of the class '.*Mine', which is"
-    ):
+    with raises(ModelError, "class-in-script", "'score' of the critic", "Mine"):
         start(actor, critic)
 
 
@@ -219,7 +213,7 @@ def test_ranks_share_the_threads_of_training(monkeypatch: pytest.MonkeyPatch) ->
     config = Config.model_validate({"pipeline": {"ranks": 2}, "threads": 64})
     for threads, each in ((1, 1), (6, 3), (7, 3)):
         with pytest.raises(StartedError) as caught:
-            pipelined.start(llama(), critic_of(llama()), config, COURSES, threads)
+            pipelined.start(llama(), critic_of(llama()), config, RATES, threads)
         assert caught.value.args == (each,)
 
 
@@ -260,10 +254,10 @@ def test_from_a_gpu_copies_are_sent() -> None:
     sent = pickle.loads(pickle.dumps(for_sending(stage)))
     assert {t.device.type for t in (*sent.parameters(), *sent.buffers())} == {"cpu"}
     assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"cuda"}
-    trained = TrainedModel(stage, 1e-3, Config().training, updates=1, warmup=0)
+    trained = TrainedModel(stage, LearningRate(1e-3, 1), Config().training)
     stage(torch.ones(1, 3, dtype=torch.long, device="cuda")).sum().backward()
     trained.update()
-    state = on_cpu(trained.state_dict())
+    state = in_memory(trained.state_dict())
     tensors = [*state["masters"].values(), *state["optimizer"]["state"][0].values()]
     assert {t.device.type for t in tensors} == {"cpu"}
     trained.load_state_dict(state)

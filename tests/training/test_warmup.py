@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from raising import raises
 from run_helpers import Notes, assert_same_run, length, settings
 from stretto import runs
 from stretto.assembly import warmup as assembled
@@ -67,8 +68,8 @@ def test_variants_of_a_schedule_share_a_warm_up_and_others_do_not(
     own, _ = reinforce(tiny_folder, tmp_path, **overlap)
     assert_same_run(shared, own)
     for other in ({"seed": 5}, {"warmup_examples": 41}, {"warmup_lr": 0.5}):
-        with pytest.raises(ConfigError, match=r"warmup.safetensors' holds the warm-up of another"):
+        with raises(ConfigError, "other-warmup", "warmup.safetensors"):
             reinforce(tiny_folder, tmp_path, file, **other)
     file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(StateError, match=r"warmup.safetensors' is damaged"):
+    with raises(StateError, "damaged-file", "warmup.safetensors"):
         reinforce(tiny_folder, tmp_path, file)

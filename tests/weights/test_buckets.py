@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stretto.weights.buckets import checksum, combined, pack, plan
+from stretto.weights.buckets import BucketPlan, checksum, combined, pack, size_of
 
 
 def named(*shapes: tuple[str, tuple[int, ...], torch.dtype]) -> dict[str, torch.Tensor]:
@@ -25,36 +25,36 @@ MIXED = (
 
 
 def test_tensors_keep_their_order_and_none_is_cut() -> None:
-    found = plan(named(*MIXED).items(), 48)
-    assert [[s.name for s in b.slices] for b in found.buckets] == [["a", "b"], ["c"], ["d", "e"]]
-    assert [b.size for b in found.buckets] == [32, 400, 16]
+    found = BucketPlan.of(named(*MIXED).items(), 48)
+    assert [[s.name for s in b] for b in found.buckets] == [["a", "b"], ["c"], ["d", "e"]]
+    assert [size_of(b) for b in found.buckets] == [32, 400, 16]
     assert (found.size, found.largest) == (448, 400)
-    assert [(s.start, s.end) for s in found.buckets[0].slices] == [(0, 6), (16, 32)]
+    assert [(s.start, s.end) for s in found.buckets[0]] == [(0, 6), (16, 32)]
 
 
 def test_what_is_packed_is_seen_again_bit_for_bit() -> None:
     tensors = named(*MIXED)
-    for bucket in plan(tensors.items(), 48).buckets:
-        flat = torch.full((bucket.size,), 7, dtype=torch.uint8)
+    for bucket in BucketPlan.of(tensors.items(), 48).buckets:
+        flat = torch.full((size_of(bucket),), 7, dtype=torch.uint8)
         pack(bucket, tensors, flat)
-        for place in bucket.slices:
+        for place in bucket:
             seen = place.of(flat)
             assert seen.dtype == tensors[place.name].dtype
             assert torch.equal(seen, tensors[place.name])
-        assert sum(flat[6:16].tolist()) == 0 or bucket.slices[0].name != "a"  # gaps are zero
+        assert sum(flat[6:16].tolist()) == 0 or bucket[0].name != "a"  # gaps are zero
 
 
 def test_plans_have_one_mark_if_they_are_the_same() -> None:
-    mark = plan(named(*MIXED).items(), 48).mark
-    assert plan(named(*MIXED).items(), 48).mark == mark
+    mark = BucketPlan.of(named(*MIXED).items(), 48).mark
+    assert BucketPlan.of(named(*MIXED).items(), 48).mark == mark
     others = [
-        plan(named(*MIXED).items(), 16),
-        plan(named(*MIXED[:-1]).items(), 48),
-        plan(named(("x", (3,), torch.bfloat16), *MIXED[1:]).items(), 48),
-        plan(named(("a", (3,), torch.float16), *MIXED[1:]).items(), 48),
+        BucketPlan.of(named(*MIXED).items(), 16),
+        BucketPlan.of(named(*MIXED[:-1]).items(), 48),
+        BucketPlan.of(named(("x", (3,), torch.bfloat16), *MIXED[1:]).items(), 48),
+        BucketPlan.of(named(("a", (3,), torch.float16), *MIXED[1:]).items(), 48),
     ]
     assert all(other.mark != mark for other in others)
-    assert plan([], 48).largest == 0
+    assert BucketPlan.of([], 48).largest == 0
 
 
 @pytest.mark.parametrize("words", [1, 4096, 3 * 4096 + 5])

@@ -9,7 +9,7 @@ import torch
 
 from resharding_workers import WHOLES, Resharder, tensors
 from stretto.models.shards import FullParameter, ShardLayout, index
-from stretto.weights.resharding import moves
+from stretto.weights.resharding import transfers
 from stretto.workers.ranks import Ranks
 
 FLOAT = torch.float32
@@ -39,9 +39,9 @@ def test_a_rank_that_has_what_it_needs_gets_nothing() -> None:
     by_rows, by_columns = FullParameter((4, 2), FLOAT, 0), FullParameter((4, 2), FLOAT, 1)
     wholes: dict[str, FullParameter] = {"rows": by_rows, "columns": by_columns}
     shards, slices = ShardLayout(fsdp=2), ShardLayout(tp=2)
-    (one,) = moves(wholes, shards, slices, 0, 1)
+    (one,) = transfers(wholes, shards, slices, 0, 1)
     assert (one.name, one.box, one.size) == ("columns", ((0, 2), (1, 2)), 8)
-    (other,) = moves(wholes, shards, slices, 1, 0)
+    (other,) = transfers(wholes, shards, slices, 1, 0)
     assert (other.name, other.box, other.size) == ("columns", ((2, 4), (0, 1)), 8)
     ranks = Ranks(2, Resharder, (shards, slices, 100, wholes))
     try:
@@ -55,7 +55,7 @@ def test_what_is_whole_on_each_comes_from_its_first_owner() -> None:
     layout = ShardLayout(fsdp=2)
 
     def names(source: int, target: int) -> list[Any]:
-        return [m.name for m in moves(alone, layout, ShardLayout(tp=2), source, target)]
+        return [m.name for m in transfers(alone, layout, ShardLayout(tp=2), source, target)]
 
     assert names(0, 1) == ["a"]
     assert not names(1, 0)

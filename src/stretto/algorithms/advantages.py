@@ -23,7 +23,8 @@ STD_EPS = 1e-6
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns (equations 11-16 of the paper).
+    """Return advantages and returns (equations 11-16 of the paper), each [B, T], 0 outside the
+    mask.
 
     ::
 
@@ -31,16 +32,9 @@ def gae(
         A_t     = sum_l (gamma lam)^l delta_{t+l}
         R_t     = A_t + V(s_t)
 
-    The state after the last response token is terminal: its value is 0. The sum over l is a scan
-    by doubling: after k rounds A_t holds its first 2^k terms, so it takes log2(T) rounds.
-
-    Args:
-        rewards: [B, T], the reward for token t.
-        values: [B, T], V(s_t) before token t.
-        mask: [B, T] bool, left-aligned.
-
-    Returns:
-        advantages and returns, each [B, T], 0 outside the mask; padding columns change no bit.
+    The state after the last response token is terminal: its value is 0. The sum over l is a scan by
+    doubling: after k rounds A_t holds its first 2^k terms, so it takes log2(T) rounds. Padding
+    columns change no bit.
     """
     zero = values.new_zeros(())
     pad = torch.nn.functional.pad
@@ -56,15 +50,8 @@ def gae(
 
 
 def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """``(x - mean) / sqrt(var + 1e-8)``, mean and Bessel-corrected variance under the mask.
-
-    Args:
-        x: [B, T].
-        mask: [B, T] bool; all tokens of the whole batch, never of a part of it.
-        shift_mean: bring the mean to 0; otherwise it is put back after scaling.
-
-    Returns:
-        [B, T], 0 outside the mask.
+    """``(x - mean) / sqrt(var + 1e-8)`` of a whole batch [B, T], mean and Bessel-corrected variance
+    under the mask, 0 outside; unless the mean is to be shifted to 0, it is put back after scaling.
     """
     x = torch.where(mask, x, 0.0)
     mean = masked_mean(x, mask)
@@ -75,30 +62,21 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
 
 
 def require_several(groups: Tensor, algorithm: str) -> None:
-    """Refuse a prompt with a single response.
-
-    Raises:
-        LearnerError: there is such a prompt.
-    """
+    """Refuse a prompt with a single response; raises LearnerError."""
     prompts, counts = groups.unique(return_counts=True)
     alone = prompts[counts < 2]
     if len(alone):
         raise LearnerError(
             f"'{algorithm}' compares the responses to one prompt and needs at least 2 of each; "
             f"{len(alone)} of {len(prompts)} prompts have one, the first is prompt "
-            f"{int(alone[0])}. Raise rollout.samples_per_prompt"
+            f"{int(alone[0])}. Raise rollout.samples_per_prompt",
+            "one-response-to-prompt",
         )
 
 
 def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
-    """``A_i = R_i - mean of R_j over the others of the group`` (RLOO, Ahmadian et al. 2024).
-
-    Args:
-        rewards: [B].
-        groups: [B], each at least twice.
-
-    Returns:
-        [B].
+    """``A_i = R_i - mean of R_j over the others of the group`` (RLOO, Ahmadian et al. 2024); all
+    are [B], and each group has two rows or more.
     """
     total, count = _group_sums(rewards.double(), groups)
     return (rewards - (total - rewards) / (count - 1)).float()
@@ -107,14 +85,8 @@ def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
 def group_normalised(rewards: Tensor, groups: Tensor, divide_by_std: bool) -> Tensor:
     """``A_i = (R_i - mean) / std`` over the group (GRPO, Shao et al. 2024, section 4.1).
 
-    Args:
-        rewards: [B].
-        groups: [B], each at least twice.
-        divide_by_std: Dr. GRPO (Liu et al. 2025) leaves the division out. The deviation is
-            Bessel-corrected.
-
-    Returns:
-        [B]; 0 in a group whose rewards are all the same.
+    All are [B]; each group has two rows or more. The deviation is Bessel-corrected; Dr. GRPO (Liu
+    et al. 2025) leaves the division out. A group whose rewards are all the same gets 0.
     """
     # In double precision, or rounding would be divided by a deviation of next to nothing.
     total, count = _group_sums(rewards.double(), groups)
@@ -126,9 +98,8 @@ def group_normalised(rewards: Tensor, groups: Tensor, divide_by_std: bool) -> Te
 
 
 def best_and_worst(scores: Tensor, groups: Tensor) -> list[tuple[int, int]]:
-    """Rows with the highest and the lowest score of each group, in the order of their groups.
-
-    Of equal scores the first row counts: a group of nothing but equal scores gives one row twice.
+    """Return rows with the highest and the lowest score of each group, in the order of their
+    groups; of equal scores the first row counts.
     """
     pairs = []
     for group in groups.unique().tolist():
@@ -139,9 +110,8 @@ def best_and_worst(scores: Tensor, groups: Tensor) -> list[tuple[int, int]]:
 
 
 def group_stats(scores: Tensor, groups: Tensor) -> Mapping[str, float]:
-    """Measure how much there is to compare: the scores' spread, the share of groups without any.
-
-    It looks at scores alone: where a KL is taken off the reward, two rewards are hardly ever equal.
+    """Measure how much there is to compare: the spread of scores, which no KL is taken off yet, and
+    the share of groups without any.
     """
     total, count = _group_sums(scores.double(), groups)
     squares, _ = _group_sums((scores - total / count).square(), groups)

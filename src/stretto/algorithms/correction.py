@@ -20,39 +20,36 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from stretto.algorithms.experience import Part
+from stretto.algorithms.experience import LossInputs
 from stretto.algorithms.reductions import Metrics, weighted_sums
 from stretto.config import AlgorithmConfig
 
 
-def settled(part: Part, logprobs: Tensor, settings: AlgorithmConfig) -> tuple[Part, Metrics]:
-    """Settle the old policy's log-probs of a part, and put importance weights on its advantages.
+def settled(
+    inputs: LossInputs, logprobs: Tensor, settings: AlgorithmConfig
+) -> tuple[LossInputs, Metrics]:
+    """Settle the old policy's log-probs, and put importance weights on the advantages.
 
-    Args:
-        logprobs: [b, T], of the policy under training, detached; they are the old ones in rows
-            whose old policy is the one under training.
-
-    Returns:
-        the part, and ``correction/weight_mean`` where there is a correction.
+    Log-probs [b, T] are of the policy under training, detached; they are the old ones in rows whose
+    old policy is that. Returns ``correction/weight_mean``, too, where there is a correction.
     """
-    old, behaviour = part.old_logprobs, part.behaviour_logprobs
-    if behaviour is None:
-        behaviour = old
-    if part.own is not None:
-        old = torch.where(part.own[:, None], logprobs, old)
+    old, behaviour = inputs.old_logprobs, inputs.behaviour_logprobs
+    behaviour = old if behaviour is None else behaviour
+    if inputs.own is not None:
+        old = torch.where(inputs.own[:, None], logprobs, old)
     if settings.correction == "off":
-        return replace(part, old_logprobs=old), Metrics()
+        return replace(inputs, old_logprobs=old), Metrics()
     weights = importance_weights(
         old,
         behaviour,
-        part.mask,
+        inputs.mask,
         settings.correction,
         settings.correction_level,
         settings.correction_cap,
     )
-    figures = {"correction/weight_mean": weights[part.mask]}
-    metrics = Metrics(weighted_sums(part.means[part.mask], figures))
-    return replace(part, old_logprobs=old, advantages=part.advantages * weights), metrics
+    figures = {"correction/weight_mean": weights[inputs.mask]}
+    metrics = Metrics(weighted_sums(inputs.means[inputs.mask], figures))
+    return replace(inputs, old_logprobs=old, advantages=inputs.advantages * weights), metrics
 
 
 def importance_weights(
@@ -63,18 +60,11 @@ def importance_weights(
     level: Literal["token", "sequence"],
     cap: float,
 ) -> Tensor:
-    """Return ``w = pi_prox / pi_behave``, kept small.
+    """Return ``w = pi_prox / pi_behave`` [B, T], kept small; 0 outside the mask.
 
-    Args:
-        proximal, behaviour: [B, T] log-probs.
-        mask: [B, T] bool.
-        kind: ``truncate`` gives min(w, cap) (Espeholt et al. 2018); ``mask`` keeps w within
-            1 / cap to cap, and gives 0 outside.
-        level: a weight a token, or the product over the response for all its tokens.
-        cap: at least 1.
-
-    Returns:
-        [B, T], 0 outside the mask.
+    ``truncate`` gives min(w, cap) (Espeholt et al. 2018); ``mask`` keeps w within 1 / cap to cap,
+    and gives 0 outside. The level is a weight a token, or the product over the response for all its
+    tokens.
     """
     log_ratio = torch.where(mask, proximal - behaviour, 0.0)
     if level == "sequence":

@@ -1,155 +1,113 @@
 """Inputs and outputs of losses, the same for all algorithms.
 
-:class:`Scored` is a batch as the schedule hands it over; an algorithm makes :class:`Targets` of it,
-which become an :class:`Experience`; its loss sees a :class:`Part` of that at a time and gives a
-:class:`LossTerm`. Parts add up.
+A schedule hands over a :class:`Scored` batch; an algorithm makes :class:`Targets` of it, which
+become an :class:`Experience`; a loss takes :class:`LossInputs`, some rows of that, and gives a
+:class:`LossTerm`. Terms of disjoint rows add up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stretto.algorithms.reductions import Metrics
+from stretto.algorithms.reductions import Metrics, response_weights, token_weights
+from stretto.config.algorithm import Aggregation
 from stretto.errors import LearnerError
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A batch of scored responses, on the CPU in float32.
+    """A batch of scored responses, on the CPU in float32."""
 
-    Attributes:
-        mask: [B, T] bool, true where there is a response token.
-        logprobs: [B, T] of the behaviour policy, as the engine stored them.
-        ref_logprobs: [B, T], or ``None`` without a reference.
-        values: [B, T] of the critic before the step, or ``None`` without one.
-        scores: [B], the weighted sum of all reward sources.
-        ended: [B] bool, from the finish reason.
-        groups: [B] int64, the same for the responses to one prompt.
-    """
-
-    mask: Tensor
-    logprobs: Tensor
-    ref_logprobs: Tensor | None
-    values: Tensor | None
-    scores: Tensor
-    ended: Tensor
-    groups: Tensor
+    mask: Tensor  # [B, T] bool, true where there is a response token
+    logprobs: Tensor  # [B, T] of the behaviour policy, as the engine stored them
+    ref_logprobs: Tensor | None  # [B, T]; None without a reference
+    values: Tensor | None  # [B, T] of the critic before the step; None without one
+    scores: Tensor  # [B], the weighted sum of all reward sources
+    ended: Tensor  # [B] bool, from the finish reason
+    groups: Tensor  # [B] int64, the same for the responses to one prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
     """The targets that an algorithm makes of a scored batch.
 
-    Attributes:
-        advantages: [B, T], 0 outside the mask; constant along a response where the algorithm has
-            one advantage a response.
-        units: rows that are trained on together, in one micro-batch and in this order; rows in no
-            unit are left out. ``None``: each row by itself.
-        tensors: further [B, T] that its losses take, by names of its own. What stands outside the
-            mask is set to 0.
-        stats: figures of the batch, by metric name.
+    Advantages are constant along a response where the algorithm has one a response. Units are rows
+    that are trained on together, in one micro-batch and in this order; rows in no unit are left
+    out. By default each row is by itself.
     """
 
-    advantages: Tensor
+    advantages: Tensor  # [B, T], 0 outside the mask
     units: Sequence[Sequence[int]] | None = None
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    stats: Mapping[str, float] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # further [B, T] of its losses
+    stats: Mapping[str, float] = field(default_factory=dict)  # of the batch, by metric name
 
 
-@dataclass(frozen=True, slots=True)
-class Experience:
-    """The inputs of a batch's losses besides the trained models; 0 outside the mask.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """Rows of an experience: all that losses take besides the trained models; 0 outside the mask.
 
-    Attributes:
-        mask: [B, T] bool.
-        advantages: [B, T].
-        old_logprobs: [B, T], of the policy that ratios are taken to, where it is not the policy
-            under training itself.
-        behaviour_logprobs: [B, T], of the policy that sampled, as the engine stored them.
-        ref_logprobs: [B, T], or ``None`` without a reference.
-        tensors: [B, T], those of the algorithm's own, by name.
-        units: as in :class:`Targets`, every row accounted for.
-        rewards: [B], the scores after the rule for missing ends.
-        stats: figures of the batch, by metric name.
+    ``fresh`` marks responses sampled by the very weights that are being trained: engine and learner
+    should agree on their log-probs. ``own`` marks those whose old policy is the one under training,
+    as it is now: the old log-probs are then its own, not ``old_logprobs``.
     """
 
-    mask: Tensor
-    advantages: Tensor
-    old_logprobs: Tensor
-    behaviour_logprobs: Tensor
-    ref_logprobs: Tensor | None
-    tensors: Mapping[str, Tensor]
-    units: Sequence[Sequence[int]]
-    rewards: Tensor
-    stats: Mapping[str, float]
+    mask: Tensor  # [b, T] bool
+    weights: Tensor  # [b, T] of each token in a loss of tokens; over the whole optimizer step
+    means: Tensor  # [b, T] 1 / tokens, which turns sums into the means that are reported
+    response_weights: Tensor  # [b] 1 / responses, of each in a loss of whole responses
+    advantages: Tensor  # [b, T]
+    old_logprobs: Tensor  # [b, T] of the policy that ratios are taken to
+    ref_logprobs: Tensor | None = None  # [b, T]; None without a reference
+    behaviour_logprobs: Tensor | None = None  # [b, T] as the engine stored them; None: the old ones
+    fresh: Tensor | None = None  # [b] bool
+    own: Tensor | None = None  # [b] bool
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # see Targets
 
+    def each(self, change: Callable[[Tensor], Tensor]) -> LossInputs:
+        """Return the same inputs with each tensor changed."""
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Rows of an experience and their weights, which count over the whole optimizer step.
-
-    b rows, T columns.
-
-    Attributes:
-        mask: [b, T] bool.
-        weights: [b, T], of each token in a loss of tokens.
-        means: [b, T], 1 / tokens: what turns sums into the means that are reported.
-        response_weights: [b], 1 / responses: of each in a loss of whole responses.
-        advantages, old_logprobs: [b, T].
-        ref_logprobs: [b, T], or ``None`` without a reference.
-        behaviour_logprobs: [b, T]; ``None`` where they are the old ones.
-        fresh: [b] bool, true for responses sampled by the very weights that are being trained:
-            engine and learner should agree on their log-probs; ``None`` for none.
-        own: [b] bool, true where the old policy is the one under training, as it is now: the old
-            log-probs are then its own, not ``old_logprobs``; ``None`` for none.
-        tensors: [b, T], those of the algorithm's own, by name; see :class:`Targets`.
-    """
-
-    mask: Tensor
-    weights: Tensor
-    means: Tensor
-    response_weights: Tensor
-    advantages: Tensor
-    old_logprobs: Tensor
-    ref_logprobs: Tensor | None = None
-    behaviour_logprobs: Tensor | None = None
-    fresh: Tensor | None = None
-    own: Tensor | None = None
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-
-    def to(self, device: torch.device) -> Part:
-        """Return the same part on another device."""
-        return self.each(lambda tensor: tensor.to(device))
-
-    def each(self, change: Callable[[Tensor], Tensor]) -> Part:
-        """Return the same part with each of its tensors changed."""
-        changed: dict[str, Any] = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
+        def changed(value: Any) -> Any:
             if isinstance(value, Mapping):
-                changed[f.name] = {name: change(tensor) for name, tensor in value.items()}
-            else:
-                changed[f.name] = None if value is None else change(value)
-        return Part(**changed)
+                return {name: change(tensor) for name, tensor in value.items()}
+            return None if value is None else change(value)
+
+        return LossInputs(**{f.name: changed(getattr(self, f.name)) for f in fields(LossInputs)})
+
+    def pick(self, rows: Sequence[int] | slice) -> LossInputs:
+        """Return some rows, with the weights that they have here."""
+        return self.each(lambda tensor: tensor[rows])
+
+    def weighted(self, averaging: Aggregation, longest: int) -> LossInputs:
+        """Return the same rows, weighted as all that an optimizer step trains on."""
+        return replace(
+            self,
+            weights=token_weights(self.mask, averaging, longest),
+            means=token_weights(self.mask, "token_mean"),
+            response_weights=response_weights(self.mask),
+        )
 
     def of_response(self, per_token: Tensor) -> Tensor:
-        """Sums over each response: [b, T] to [b]. The log-prob of a response is one such."""
+        """Sum over each response: [b, T] to [b]. The log-prob of a response is one such sum."""
         return torch.where(self.mask, per_token, 0.0).sum(dim=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experience(LossInputs):
+    """The inputs of a whole batch's losses; its rows have no weights yet."""
+
+    units: Sequence[Sequence[int]]  # see Targets; every row accounted for
+    rewards: Tensor  # [B], the scores after the rule for missing ends
+    stats: Mapping[str, float]  # by metric name
 
 
 @dataclass(frozen=True, slots=True)
 class LossTerm:
-    """A loss over some rows of a batch, and what to report of it.
-
-    Attributes:
-        loss: [], differentiable; adds over the parts of a batch.
-        metrics: adds over parts.
-    """
+    """A differentiable term [] of a loss, and its metrics; both add over disjoint rows."""
 
     loss: Tensor
     metrics: Metrics
@@ -159,41 +117,39 @@ class LossTerm:
 
 
 def require_finite(name: str, tensor: Tensor) -> None:
-    """Refuse numbers that would spoil the weights.
-
-    Raises:
-        LearnerError: one is NaN or infinite.
-    """
+    """Refuse numbers that would spoil the weights; raises LearnerError."""
     bad = tensor[~tensor.isfinite()]
     if bad.numel():
         raise LearnerError(
             f"every {name} must be finite; {bad.numel()} of {tensor.numel()} are not, the first is "
             f"{bad[0].item()}. Find where it comes from before training on: a reward source, or "
-            "weights that have diverged (lower training.lr)"
+            "weights that have diverged (lower training.lr)",
+            "numbers-not-finite",
         )
 
 
 def check(data: Scored, kl_coef: float) -> None:
-    """Refuse a batch that nothing can be learned from.
-
-    Raises:
-        LearnerError: there is no response token, an input is not finite inside the mask, or the
-            reference is missing.
+    """Refuse a batch that nothing can be learned from: there is no response token, an input is not
+    finite inside the mask, or the reference is missing.
     """
     if not data.mask.any():
         raise LearnerError(
             "a batch must hold at least one response token; all "
             f"{len(data.mask)} responses are empty. "
-            "Check the model's end-of-sequence tokens and rollout.stop"
+            "Check the model's end-of-sequence tokens and rollout.stop",
+            "no-response-tokens",
         )
     if data.ref_logprobs is None and kl_coef:
         raise LearnerError(
             f"the KL penalty of weight {kl_coef} needs the reference's log-probabilities, and "
-            "there are none. Score with the reference, or set algorithm.kl_coef = 0"
+            "there are none. Score with the reference, or set algorithm.kl_coef = 0",
+            "reference-missing",
         )
-    require_finite("log-prob", data.logprobs[data.mask])
-    if data.ref_logprobs is not None:
-        require_finite("reference log-prob", data.ref_logprobs[data.mask])
-    if data.values is not None:
-        require_finite("value", data.values[data.mask])
+    for name, values in (
+        ("log-prob", data.logprobs),
+        ("reference log-prob", data.ref_logprobs),
+        ("value", data.values),
+    ):
+        if values is not None:
+            require_finite(name, values[data.mask])
     require_finite("score", data.scores)

@@ -21,11 +21,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Estimator) -> Tens
     With ``d = log pi - log pi_ref``: ``k1 = d`` (unbiased, high variance), ``k2 = d^2 / 2``
     (biased, low variance), ``k3 = exp(-d) - 1 + d`` (unbiased, never negative).
 
-    Args:
-        logprobs, ref_logprobs: [B, T], of the same tokens, both at the sampling temperature.
-
-    Returns:
-        [B, T] in nats; elementwise, so slots outside a mask hold what they held.
+    Both [B, T] are of the same tokens, at the sampling temperature. The result is in nats, and
+    elementwise, so slots outside a mask hold what they held.
     """
     d = logprobs - ref_logprobs
     if kind == "k1":
@@ -43,49 +40,36 @@ class AdaptiveKL:
         e    = clip(KL / target - 1, -0.2, 0.2)
         beta = beta * (1 + e * n / horizon)
 
-    So ``n`` has to be less than 5 horizons for beta to stay above 0, which the settings see to.
-
-    State: ``coef``. The target and the horizon are settings.
-
-    Args:
-        target: KL in nats a response; 0 keeps beta where it is.
-        horizon: responses over which beta moves.
+    So ``n`` has to be less than 5 horizons for beta to stay above 0, which the settings see to. The
+    target is in nats a response; 0 keeps beta where it is.
     """
 
     def __init__(self, coef: float, target: float, horizon: int) -> None:
-        self.coef = coef
-        self._target = target
-        self._horizon = horizon
+        self.coef, self._target, self._horizon = coef, target, horizon
 
     def update(self, kl: float, n: int) -> None:
-        """Move beta after ``n`` responses with a mean KL of ``kl`` nats a response.
-
-        Raises:
-            LearnerError: the KL is not a finite number.
-        """
+        """Move beta after ``n`` responses with a mean KL of ``kl`` nats a response."""
         if self._target == 0:
             return
         if not math.isfinite(kl):
             raise LearnerError(
                 f"the KL to the reference must be finite to adapt its coefficient; got {kl}. "
-                "Lower training.lr, or keep the coefficient fixed with algorithm.kl_target = 0"
+                "Lower training.lr, or keep the coefficient fixed with algorithm.kl_target = 0",
+                "kl-not-finite",
             )
         error = min(max(kl / self._target - 1, -_ERROR_CLIP), _ERROR_CLIP)
         self.coef *= 1 + error * n / self._horizon
 
     def state_dict(self) -> dict[str, Any]:
-        """The present beta."""
+        """Return the present beta."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back a state of :meth:`state_dict`.
-
-        Raises:
-            StateError: it is not such a state.
-        """
+        """Put back a state of :meth:`state_dict`; raises StateError if it is another one."""
         if set(state) != {"coef"}:
             raise StateError(
                 f"the state of AdaptiveKL holds 'coef' alone; got {sorted(state)}. "
-                "Resume from a checkpoint of this version"
+                "Resume from a checkpoint of this version",
+                "foreign-state",
             )
         self.coef = float(state["coef"])

@@ -1,7 +1,6 @@
 """Terms of losses that algorithms share: clipped surrogate, entropy, KL, and drift figures.
 
-All take a :class:`~stretto.algorithms.experience.Part` of b rows and T columns, and ``logprobs``
-[b, T] of the policy under training.
+All take inputs of b rows and T columns, and ``logprobs`` [b, T] of the policy under training.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stretto.algorithms.experience import LossTerm, Part
+from stretto.algorithms.experience import LossInputs, LossTerm
 from stretto.algorithms.kl import kl_estimate
 from stretto.algorithms.reductions import Metrics, weighted_sums
 from stretto.config.algorithm import Estimator
@@ -23,14 +22,13 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def bounded_ratio(log_ratio: Tensor) -> Tensor:
-    """``exp(log_ratio)``, kept finite.
-
-    An infinite ratio would make a gradient of NaN where it is clipped, or where the advantage is 0.
+    """``exp(log_ratio)``, kept finite: an infinite ratio would make a gradient of NaN where it is
+    clipped, or where the advantage is 0.
     """
     return log_ratio.clamp(max=LOG_RATIO_LIMIT).exp()
 
 
-def clipped_surrogate(logprobs: Tensor, part: Part, low: float, high: float) -> LossTerm:
+def clipped_surrogate(logprobs: Tensor, inputs: LossInputs, low: float, high: float) -> LossTerm:
     """The clipped surrogate of PPO (Schulman et al. 2017, equation 7), to be minimised.
 
     ::
@@ -38,19 +36,18 @@ def clipped_surrogate(logprobs: Tensor, part: Part, low: float, high: float) -> 
         rho_t = exp(log pi(a_t) - log pi_old(a_t))
         L     = -sum_t w_t min(rho_t A_t, clip(rho_t, 1 - low, 1 + high) A_t)
 
-    Returns:
-        the loss, with ``policy/clipfrac_avg`` (where the clipped branch is the larger loss).
+    ``policy/clipfrac_avg`` is the share of tokens whose clipped branch is the larger loss.
     """
-    mask = part.mask
-    w, adv = part.weights[mask], part.advantages[mask]
+    mask = inputs.mask
+    w, adv = inputs.weights[mask], inputs.advantages[mask]
 
-    ratio = bounded_ratio(logprobs[mask] - part.old_logprobs[mask])
+    ratio = bounded_ratio(logprobs[mask] - inputs.old_logprobs[mask])
     unclipped = ratio * adv
     clipped = ratio.clamp(1 - low, 1 + high) * adv
     loss = -(w * torch.minimum(unclipped, clipped)).sum()
 
     figures = {"policy/clipfrac_avg": clipped < unclipped}
-    return policy_term(loss, weighted_sums(part.means[mask], figures))
+    return policy_term(loss, weighted_sums(inputs.means[mask], figures))
 
 
 def policy_term(loss: Tensor, sums: dict[str, Tensor]) -> LossTerm:
@@ -58,64 +55,54 @@ def policy_term(loss: Tensor, sums: dict[str, Tensor]) -> LossTerm:
     return LossTerm(loss, Metrics({"loss/policy_avg": loss.detach().double(), **sums}))
 
 
-def entropy_bonus(entropy: Tensor, part: Part, coef: float) -> LossTerm:
-    """``-coef * sum_t w_t H_t``, with ``policy/entropy_avg`` in nats.
-
-    Args:
-        entropy: [b, T], of the distribution that token t was drawn from.
-        coef: 0 only reports the entropy.
-    """
-    w, per_token = part.weights[part.mask], entropy[part.mask]
-    sums = weighted_sums(part.means[part.mask], {"policy/entropy_avg": per_token})
+def entropy_bonus(entropy: Tensor, inputs: LossInputs, coef: float) -> LossTerm:
+    """``-coef * sum_t w_t H_t`` of the entropies [b, T], with ``policy/entropy_avg`` in nats."""
+    w, per_token = inputs.weights[inputs.mask], entropy[inputs.mask]
+    sums = weighted_sums(inputs.means[inputs.mask], {"policy/entropy_avg": per_token})
     return LossTerm(-coef * (w * per_token).sum(), Metrics(sums))
 
 
-def kl_penalty(logprobs: Tensor, part: Part, coef: float, estimator: Estimator) -> LossTerm:
-    """``beta * sum_t w_t KL_t``, with ``loss/kl_avg`` (GRPO, Shao et al. 2024, equation 3).
-
-    Raises:
-        LearnerError: there are no log-probs of the reference.
-    """
-    if part.ref_logprobs is None:
+def kl_penalty(logprobs: Tensor, inputs: LossInputs, coef: float, estimator: Estimator) -> LossTerm:
+    """``beta * sum_t w_t KL_t``, with ``loss/kl_avg`` (GRPO, Shao et al. 2024, equation 3)."""
+    if inputs.ref_logprobs is None:
         raise LearnerError(
             "the KL in the loss needs the reference's log-probabilities, and there are none; score "
-            "with the reference, or set algorithm.kl_coef = 0"
+            "with the reference, or set algorithm.kl_coef = 0",
+            "reference-missing",
         )
-    mask = part.mask
-    per_token = kl_estimate(logprobs[mask], part.ref_logprobs[mask], estimator)
-    sums = weighted_sums(part.means[mask], {"loss/kl_avg": per_token})
-    return LossTerm(coef * (part.weights[mask] * per_token).sum(), Metrics(sums))
+    mask = inputs.mask
+    per_token = kl_estimate(logprobs[mask], inputs.ref_logprobs[mask], estimator)
+    sums = weighted_sums(inputs.means[mask], {"loss/kl_avg": per_token})
+    return LossTerm(coef * (inputs.weights[mask] * per_token).sum(), Metrics(sums))
 
 
-def drift(logprobs: Tensor, part: Part) -> Metrics:
-    """Measure how far the policy is from the old one.
-
-    The figures are ``policy/approxkl_avg`` (half the mean squared log ratio), ``val/ratio`` and its
-    extremes.
+def drift(logprobs: Tensor, inputs: LossInputs) -> Metrics:
+    """Measure how far the policy is from the old one: ``policy/approxkl_avg`` (half the mean
+    squared log ratio), ``val/ratio`` and its extremes.
     """
-    mask = part.mask
-    log_ratio = logprobs.detach()[mask] - part.old_logprobs[mask]
+    mask = inputs.mask
+    log_ratio = logprobs.detach()[mask] - inputs.old_logprobs[mask]
     ratio = log_ratio.exp()
     figures = {"policy/approxkl_avg": log_ratio.square() / 2, "val/ratio": ratio}
     any_tokens = ratio.numel() > 0  # the least of nothing does not exist
     return Metrics(
-        sums=weighted_sums(part.means[mask], figures),
+        sums=weighted_sums(inputs.means[mask], figures),
         minima={"val/ratio_min": ratio.amin()} if any_tokens else {},
         maxima={"val/ratio_max": ratio.amax()} if any_tokens else {},
     )
 
 
-def disagreement(logprobs: Tensor, part: Part) -> Metrics:
+def disagreement(logprobs: Tensor, inputs: LossInputs) -> Metrics:
     """Measure how far the engine's log-probs are from the learner's under the same weights.
 
-    The figures are over the fresh responses of the part: the sums of the differences (learner less
-    engine) and of their squares and the number of tokens, under :data:`SUM`, :data:`SQUARES` and
-    :data:`TOKENS`, and ``sampling/logp_difference_max``.
+    Over fresh responses: the sums of the differences (learner less engine) and of their squares and
+    the number of tokens, under :data:`SUM`, :data:`SQUARES` and :data:`TOKENS`, and
+    ``sampling/logp_difference_max``.
     """
-    if part.fresh is None or part.behaviour_logprobs is None:
+    if inputs.fresh is None or inputs.behaviour_logprobs is None:
         return Metrics()
-    chosen = part.mask & part.fresh[:, None]
-    difference = (logprobs.detach()[chosen] - part.behaviour_logprobs[chosen]).double()
+    chosen = inputs.mask & inputs.fresh[:, None]
+    difference = (logprobs.detach()[chosen] - inputs.behaviour_logprobs[chosen]).double()
     if not difference.numel():
         return Metrics()
     return Metrics(

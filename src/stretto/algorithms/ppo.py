@@ -7,14 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from stretto.algorithms.advantages import (
-    WHITEN_EPS,
-    gae,
-    group_normalised,
-    group_stats,
-    whiten,
-)
-from stretto.algorithms.experience import LossTerm, Part, Scored, Targets
+from stretto.algorithms.advantages import WHITEN_EPS, gae, group_normalised, group_stats, whiten
+from stretto.algorithms.experience import LossInputs, LossTerm, Scored, Targets
 from stretto.algorithms.policy import clipped_surrogate
 from stretto.algorithms.reductions import Metrics, masked_mean, masked_var, weighted_sums
 from stretto.algorithms.rewards import Rewards
@@ -23,13 +17,12 @@ from stretto.errors import LearnerError
 
 
 def targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Targets:
-    """Advantages by GAE, whitened over the batch where asked for, and returns for the critic.
-
-    Raises:
-        LearnerError: the critic's values are missing.
-    """
+    """Advantages by GAE, whitened over the batch where asked for, and returns for the critic."""
     if data.values is None:
-        raise LearnerError("PPO needs the critic's values, and there are none; score with a critic")
+        raise LearnerError(
+            "PPO needs the critic's values, and there are none; score with a critic",
+            "critic-values-missing",
+        )
     tokens = rewards.tokens
     if settings.whiten_rewards:
         tokens = whiten(tokens, data.mask, shift_mean=False)
@@ -41,12 +34,12 @@ def targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Target
     )
 
 
-def policy_loss(logprobs: Tensor, part: Part, settings: AlgorithmConfig) -> LossTerm:
+def policy_loss(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> LossTerm:
     """``-sum_t w_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t)``."""
-    return clipped_surrogate(logprobs, part, settings.clip, settings.clip_high or settings.clip)
+    return clipped_surrogate(logprobs, inputs, settings.clip, settings.clip_high or settings.clip)
 
 
-def value_loss(values: Tensor, part: Part, settings: AlgorithmConfig) -> LossTerm:
+def value_loss(values: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> LossTerm:
     """Squared error to the returns, with the value held near the old one.
 
     ::
@@ -54,14 +47,12 @@ def value_loss(values: Tensor, part: Part, settings: AlgorithmConfig) -> LossTer
         V_clip = V_old + clip(V - V_old, -eps, eps)
         L      = sum_t w_t max((V_t - R_t)^2, (V_clip_t - R_t)^2) / 2
 
-    ``algorithm.value_clip`` is eps; 0 leaves the plain squared error.
-
-    Returns:
-        the loss, with ``val/clipfrac_avg`` (where the clipped branch is the larger loss).
+    ``algorithm.value_clip`` is eps; 0 leaves the plain squared error. ``val/clipfrac_avg`` is the
+    share of tokens whose clipped branch is the larger loss.
     """
-    mask, eps = part.mask, settings.value_clip
-    values, weights = values[mask], part.weights[mask]
-    returns, old_values = part.tensors["returns"][mask], part.tensors["old_values"][mask]
+    mask, eps = inputs.mask, settings.value_clip
+    values, weights = values[mask], inputs.weights[mask]
+    returns, old_values = inputs.tensors["returns"][mask], inputs.tensors["old_values"][mask]
 
     squares = (values - returns).square()
     clipped = squares

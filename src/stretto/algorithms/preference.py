@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from stretto.algorithms.advantages import best_and_worst, group_stats
-from stretto.algorithms.experience import LossTerm, Part, Scored, Targets
+from stretto.algorithms.experience import LossInputs, LossTerm, Scored, Targets
 from stretto.algorithms.policy import policy_term
 from stretto.algorithms.reductions import weighted_sums
 from stretto.algorithms.rewards import Rewards
@@ -34,7 +34,7 @@ def dpo_targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Ta
     )
 
 
-def dpo_loss(logprobs: Tensor, part: Part, settings: AlgorithmConfig) -> LossTerm:
+def dpo_loss(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> LossTerm:
     """Online DPO (Guo et al. 2024; Rafailov et al. 2023): the logistic loss on pairs' margins.
 
     Rows are best, worst, best, worst, ... ::
@@ -42,20 +42,17 @@ def dpo_loss(logprobs: Tensor, part: Part, settings: AlgorithmConfig) -> LossTer
         margin = beta (log pi(y+)/pi_ref(y+) - log pi(y-)/pi_ref(y-))
         L      = -sum_pairs w log sigmoid(margin)
 
-    Returns:
-        the loss, with ``dpo/margin`` and ``dpo/accuracy`` (margins above 0).
-
-    Raises:
-        LearnerError: there are no log-probs of the reference.
+    ``dpo/accuracy`` is the share of margins above 0.
     """
-    if part.ref_logprobs is None:
+    if inputs.ref_logprobs is None:
         raise LearnerError(
             "the loss of 'online-dpo' needs the reference's log-probabilities, and there are none; "
-            "score with the reference"
+            "score with the reference",
+            "reference-missing",
         )
-    log_ratio = part.of_response(logprobs - part.ref_logprobs)
+    log_ratio = inputs.of_response(logprobs - inputs.ref_logprobs)
     margin = settings.kl_coef * (log_ratio[0::2] - log_ratio[1::2])
-    w = part.response_weights[0::2] + part.response_weights[1::2]
+    w = inputs.response_weights[0::2] + inputs.response_weights[1::2]
     loss = -(w * torch.nn.functional.logsigmoid(margin)).sum()
 
     figures = {"dpo/margin": margin, "dpo/accuracy": margin > 0}
@@ -71,6 +68,6 @@ def best_targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> T
     )
 
 
-def best_loss(logprobs: Tensor, part: Part, settings: AlgorithmConfig) -> LossTerm:
+def best_loss(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> LossTerm:
     """``-sum_t w_t log pi(y_t)``: the cross-entropy of the best responses."""
-    return policy_term(-(part.weights[part.mask] * logprobs[part.mask]).sum(), {})
+    return policy_term(-(inputs.weights[inputs.mask] * logprobs[inputs.mask]).sum(), {})

@@ -18,22 +18,13 @@ from stretto.config.algorithm import Aggregation
 
 
 def token_weights(mask: Tensor, mode: Aggregation, longest: int = 1) -> Tensor:
-    """The weight of each token in a loss of tokens.
+    """Return the weight of each token in a loss of tokens: [B, T] float32, 0 outside the mask.
 
-    An empty response has no tokens to average and is not counted among the responses; without any
-    token, all weights are zero.
-
-    Args:
-        mask: [B, T] bool, of *all* responses of one optimizer step. Micro-batches take rows of
-            the result.
-        mode: ``token_mean`` gives ``mask / tokens``, every token counting alike;
-            ``sequence_mean`` gives ``mask / (length_b * responses)``, every response counting
-            alike; ``sequence_sum`` gives ``mask / responses``; ``fixed_length`` gives
-            ``mask / (longest * responses)``.
-        longest: tokens that a response may have at most.
-
-    Returns:
-        [B, T] float32, zero outside the mask; the means' weights sum to 1.
+    The mask [B, T] is of *all* responses of one optimizer step; micro-batches take rows of the
+    result. An empty response has no tokens to average and is not counted among the responses.
+    ``token_mean`` gives ``mask / tokens``, every token counting alike; ``sequence_mean`` gives
+    ``mask / (length_b * responses)``, every response counting alike; ``sequence_sum`` gives ``mask
+    / responses``; ``fixed_length`` gives ``mask / (longest * responses)``.
     """
     lengths = mask.sum(dim=1, keepdim=True)
     responses = (lengths > 0).sum()
@@ -47,13 +38,8 @@ def token_weights(mask: Tensor, mode: Aggregation, longest: int = 1) -> Tensor:
 
 
 def response_weights(mask: Tensor) -> Tensor:
-    """The weight of each response in a loss of whole responses: 1 / responses.
-
-    Args:
-        mask: [B, T] bool, as in :func:`token_weights`.
-
-    Returns:
-        [B] float32, zero for an empty response, summing to 1 unless all are.
+    """Return the weight of each response in a loss of whole responses: 1 / responses that are not
+    empty, and 0 for those that are; [B] float32.
     """
     present = mask.any(dim=1)
     return torch.where(present, 1.0 / present.sum().clamp_min(1), 0.0)
@@ -72,12 +58,10 @@ def masked_var(x: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """Statistics of one part of a batch, which add up exactly to those of the whole.
+    """Statistics of some rows of a batch, which add up exactly to those of the whole.
 
-    Attributes:
-        sums: float64 scalars that add over parts. A weighted sum of per-token figures, with
-            weights that sum to 1 over the whole, becomes their mean.
-        minima, maxima: scalars of which the least and the greatest over all parts count.
+    Sums are float64 scalars: a weighted sum of per-token figures, with weights that sum to 1 over
+    the whole, becomes their mean. Of minima and maxima the least and the greatest count.
     """
 
     sums: Mapping[str, Tensor] = field(default_factory=dict)
@@ -116,7 +100,4 @@ def weighted_sums(weights: Tensor, figures: Mapping[str, Tensor]) -> dict[str, T
 def _merged(
     a: Mapping[str, Tensor], b: Mapping[str, Tensor], combine: Callable[[Tensor, Tensor], Tensor]
 ) -> dict[str, Tensor]:
-    merged = dict(a)
-    for name, value in b.items():
-        merged[name] = combine(merged[name], value) if name in merged else value
-    return merged
+    return {**a, **{name: combine(a[name], x) if name in a else x for name, x in b.items()}}

@@ -13,24 +13,21 @@ from torch import Tensor
 
 from stretto.algorithms import ppo, preference, rloo
 from stretto.algorithms.advantages import require_several
-from stretto.algorithms.experience import Experience, LossTerm, Part, Scored, Targets, check
+from stretto.algorithms.experience import Experience, LossInputs, LossTerm, Scored, Targets, check
 from stretto.algorithms.rewards import Rewards, make_rewards
 from stretto.config import AlgorithmConfig, RewardConfig
 
-Loss = Callable[[Tensor, Part, AlgorithmConfig], LossTerm]
+Loss = Callable[[Tensor, LossInputs, AlgorithmConfig], LossTerm]
 
 
 @dataclass(frozen=True, slots=True)
 class Functions:
     """The functions of an algorithm. docs/algorithms.md says how to add one.
 
-    Attributes:
-        targets: a scored batch and its rewards to advantages, or to the rows to train on, and to
-            further tensors that the losses take.
-        policy_loss: log-probs [b, T] of the policy under training, and a part of the experience,
-            to a loss. Entropy and a KL in the loss are terms of their own.
-        value_loss: values [b, T] of the critic under training, and a part of the experience, to a
-            loss; ``None`` for algorithms without a critic.
+    ``targets`` makes advantages, or the rows to train on, and further tensors that the losses take,
+    of a scored batch and its rewards. ``policy_loss`` takes log-probs [b, T] of the policy under
+    training; entropy and a KL in the loss are terms of their own. ``value_loss`` takes values [b,
+    T] of the critic; ``None`` for algorithms without one.
     """
 
     targets: Callable[[Scored, Rewards, AlgorithmConfig], Targets]
@@ -56,19 +53,12 @@ def prepare(
     kl_coef: float,
     proximal: Tensor | None = None,
 ) -> Experience:
-    """Make a scored batch into the inputs of its losses.
+    """Make the inputs of its losses of the scored batch of a whole step.
 
-    The batch is that of a whole step, as groups and whitening need all of it.
-
-    Args:
-        reward: the rule for missing ends.
-        kl_coef: the present beta, which may differ from the setting's starting value.
-        proximal: [B, T], log-probs of the policy before the step, where ratios are taken to that
-            policy and training moves away from it; ``None`` takes those of the behaviour policy.
-
-    Raises:
-        LearnerError: nothing can be learned from the batch: no tokens, numbers that are not finite,
-            a missing reference or critic, or a prompt with too few responses.
+    Raises LearnerError if nothing can be learned from it: no tokens, numbers that are not finite, a
+    missing reference or critic, or a prompt with too few responses. ``kl_coef`` is the present
+    beta. Proximal log-probs [B, T] are of the policy before the step, where ratios are taken to
+    that policy and training moves away from it; ``None`` takes those of the behaviour policy.
     """
     check(data, kl_coef)
     if settings.definition.group > 1:
@@ -81,8 +71,12 @@ def prepare(
         rewards = make_rewards(data, reward, settings, kl_coef)
         targets = FUNCTIONS[settings.name].targets(data, rewards, settings)
         singles = [(row,) for row in range(len(data.mask))]
+        none = torch.zeros_like(targets.advantages)
         return Experience(
             mask=data.mask,
+            weights=none,
+            means=none,
+            response_weights=none[:, 0],
             advantages=targets.advantages,
             old_logprobs=clean(data.logprobs if proximal is None else proximal),
             behaviour_logprobs=clean(data.logprobs),

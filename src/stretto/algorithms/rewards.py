@@ -18,32 +18,21 @@ MissingEos = Literal["off", "replace", "subtract"]
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """The rewards of a batch.
-
-    Attributes:
-        scores: [B], after the rule for missing ends.
-        tokens: [B, T], 0 outside the mask: the score at the last token and, where the KL is in the
-            reward, its cost at every token.
-        totals: [B], the score less the KL's cost over the whole response. Unlike the sum over
-            ``tokens`` it holds the score of an empty response too.
-        stats: figures of the batch, by metric name.
+    """The rewards of a batch, with the KL's cost where that is in the reward; unlike the sum over
+    tokens, totals hold scores of empty responses too.
     """
 
-    scores: Tensor
-    tokens: Tensor
-    totals: Tensor
+    scores: Tensor  # [B], after the rule for missing ends
+    tokens: Tensor  # [B, T], 0 outside the mask: the score at the last token, less each one's KL
+    totals: Tensor  # [B], the score less the KL's cost over the whole response
     stats: Mapping[str, float]
 
 
 def apply_missing_eos(scores: Tensor, ended: Tensor, mode: MissingEos, penalty: float) -> Tensor:
-    """Penalise the scores, [B], of responses that did not end by themselves.
+    """Penalise the scores [B] of responses that did not end by themselves, as the engine says.
 
-    Args:
-        scores: [B].
-        ended: [B] bool; what the engine says, never read off the padding.
-        mode: ``replace`` puts the penalty in the score's place (asynchronous RLHF, Noukhovitch et
-            al. 2025); ``subtract`` takes its absolute value off (TRL); ``off`` keeps the score.
-        penalty: in units of the score.
+    ``replace`` puts the penalty in the score's place (asynchronous RLHF, Noukhovitch et al. 2025);
+    ``subtract`` takes its absolute value off (TRL); ``off`` keeps the score.
     """
     if mode == "off":
         return scores
@@ -54,15 +43,8 @@ def apply_missing_eos(scores: Tensor, ended: Tensor, mode: MissingEos, penalty: 
 def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
     """``r_t = -beta KL_t``, plus the score at the last response token.
 
-    Ziegler et al. 2019, section 2.2.
-
-    Args:
-        scores: [B], after the rule for missing ends.
-        kl: [B, T], per-token estimates.
-        mask: [B, T] bool.
-
-    Returns:
-        [B, T], 0 outside the mask. An empty response has no last token: its score goes nowhere.
+    Ziegler et al. 2019, section 2.2. Of scores [B] and estimates [B, T] to [B, T], 0 outside the
+    mask. An empty response has no last token: its score goes nowhere.
     """
     is_last = mask & ~torch.nn.functional.pad(mask[:, 1:], (0, 1))
     return torch.where(mask, -kl_coef * kl, 0.0) + torch.where(is_last, scores[:, None], 0.0)
@@ -71,16 +53,7 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
 def make_rewards(
     data: Scored, reward: RewardConfig, algorithm: AlgorithmConfig, kl_coef: float
 ) -> Rewards:
-    """Make rewards of scores and KL, by the rules of a run.
-
-    Args:
-        reward: the rule for missing ends.
-        algorithm: where the KL enters, and its estimator.
-        kl_coef: the present beta, which may differ from the setting's starting value.
-
-    Raises:
-        LearnerError: a reward is not finite.
-    """
+    """Make rewards of scores and KL, by the rules of a run and the present beta."""
     scores = apply_missing_eos(
         data.scores, data.ended, reward.missing_eos, reward.missing_eos_penalty
     )
@@ -99,13 +72,7 @@ def make_rewards(
 
 
 def _stats(scores: Tensor, kl: Tensor | None, kl_coef: float, cost: float) -> dict[str, float]:
-    """Means over responses; ``objective/kl`` is of the estimator that the penalty uses.
-
-    Args:
-        scores: [B].
-        kl: of all response tokens, in one row; None without a reference.
-        cost: beta where the KL is in the reward, else 0.
-    """
+    """Return means over responses, of the KL [N] by the estimator that the penalty uses."""
     score = scores.mean().item()
     if kl is None:
         return {"objective/scores": score, "objective/rlhf_reward": score}

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from stretto.algorithms.advantages import group_stats, leave_one_out
-from stretto.algorithms.experience import LossTerm, Part, Scored, Targets
+from stretto.algorithms.experience import LossInputs, LossTerm, Scored, Targets
 from stretto.algorithms.policy import bounded_ratio, policy_term
 from stretto.algorithms.reductions import weighted_sums
 from stretto.algorithms.rewards import Rewards
@@ -22,24 +22,24 @@ def targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Target
     )
 
 
-def policy_loss(logprobs: Tensor, part: Part, settings: AlgorithmConfig) -> LossTerm:
+def policy_loss(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> LossTerm:
     """``-sum_t w_t A log pi(y_t)``; with weights of 1 / B that is ``-mean A log pi(y)``."""
-    mask = part.mask
-    per_token = part.advantages[mask] * logprobs[mask]
-    return policy_term(-(part.weights[mask] * per_token).sum(), {})
+    mask = inputs.mask
+    per_token = inputs.advantages[mask] * logprobs[mask]
+    return policy_term(-(inputs.weights[mask] * per_token).sum(), {})
 
 
-def copg_loss(logprobs: Tensor, part: Part, settings: AlgorithmConfig) -> LossTerm:
+def copg_loss(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> LossTerm:
     """``-sum_t w_t A (log pi(y_t) - log pi_old(y_t))``: RLOO's gradient, another value.
 
     Contrastive policy gradient (Flet-Berliac et al. 2024), as asynchronous RLHF writes it.
     """
-    mask = part.mask
-    per_token = part.advantages[mask] * (logprobs[mask] - part.old_logprobs[mask])
-    return policy_term(-(part.weights[mask] * per_token).sum(), {})
+    mask = inputs.mask
+    per_token = inputs.advantages[mask] * (logprobs[mask] - inputs.old_logprobs[mask])
+    return policy_term(-(inputs.weights[mask] * per_token).sum(), {})
 
 
-def proximal_loss(logprobs: Tensor, part: Part, settings: AlgorithmConfig) -> LossTerm:
+def proximal_loss(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> LossTerm:
     """The clipped surrogate of whole responses (Noukhovitch et al. 2025, appendix).
 
     It copes with data that is many versions old::
@@ -47,14 +47,13 @@ def proximal_loss(logprobs: Tensor, part: Part, settings: AlgorithmConfig) -> Lo
         rho = exp(log pi(y) - log pi_old(y))
         L   = -sum_b w_b min(rho A, clip(rho, 1 - eps, 1 + eps) A)
 
-    Returns:
-        the loss, with ``policy/clipfrac_avg`` over responses and ``policy/sequence_ratio``.
+    ``policy/clipfrac_avg`` counts responses here.
     """
-    w = part.response_weights
-    advantages = torch.where(part.mask, part.advantages, 0.0)[:, 0]  # the same along a response
+    w = inputs.response_weights
+    advantages = torch.where(inputs.mask, inputs.advantages, 0.0)[:, 0]  # the same along a response
     low, high = settings.clip, settings.clip_high or settings.clip
 
-    ratio = bounded_ratio(part.of_response(logprobs - part.old_logprobs))
+    ratio = bounded_ratio(inputs.of_response(logprobs - inputs.old_logprobs))
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - low, 1 + high) * advantages
     loss = -(w * torch.minimum(unclipped, clipped)).sum()

@@ -9,9 +9,9 @@ from torch import nn
 from stretto.config import Config
 from stretto.errors import ConfigError
 from stretto.models.forward import positions
+from stretto.pipelines.executor.stages import check_stages
 from stretto.scoring.models import RewardModelScorer
 from stretto.tasks.prompts import PromptSource
-from stretto.training.partition import check_stages
 from stretto.types import Capabilities, Prompt
 
 FIRST = 8

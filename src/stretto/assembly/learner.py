@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from stretto.config import Config
 from stretto.pipelines.executor.stages import Name
+from stretto.training.backprop import Backprop, LocalBackprop
 from stretto.training.learner import PolicyLearner
 from stretto.training.losses import Losses
-from stretto.training.passes import LocalPasses, Passes, Trained
-from stretto.training.trained import Course, TrainedModel
+from stretto.training.trained import LearningRate, Trained, TrainedModel
 from stretto.weights.channel import SharedChannel
 from stretto.workers.ranks import Ranks
 
 if TYPE_CHECKING:
     from stretto.training.sharded import Grid
-
-T = TypeVar("T")
 
 
 def make_learner(
@@ -49,44 +47,39 @@ def make_learner(
     per_step = t.epochs * t.minibatches
     updates, warmup = config.steps * per_step, t.warmup_steps * per_step
     frozen = min(config.critic.freeze_steps, config.steps) * per_step
-    courses: dict[Name, Course] = {
-        "actor": Course(t.lr, updates - frozen, warmup),
-        "critic": Course(t.critic_lr, updates, warmup),
+    rates: dict[Name, LearningRate] = {
+        "actor": LearningRate(t.lr, updates - frozen, warmup),
+        "critic": LearningRate(t.critic_lr, updates, warmup),
     }
     losses = Losses(config.algorithm, config.rollout.temperature)
-
-    def trained(make: Callable[..., T], name: Name, model: Any) -> T:
-        course = courses[name]
-        return make(model, course.lr, t, updates=course.updates, warmup=course.warmup)
-
     ranks: Ranks | None = None
-    made: tuple[Trained, Trained | None, Passes]
+    made: tuple[Trained, Trained | None, Backprop]
     if grid is not None:
-        from stretto.training.sharded import Sharded, ShardedModel, ShardedPasses
+        from stretto.training.sharded import ShardedBackprop, ShardedModel
 
-        shards = Sharded(actor, grid, lends=lends)
-        others = Sharded(critic, grid, lends=lends) if critic else None
-        made = (
-            trained(ShardedModel, "actor", shards),
-            trained(ShardedModel, "critic", others) if others else None,
-            ShardedPasses(shards, others, losses, t.microbatch_tokens),
-        )
+        first = ShardedModel(actor, grid, rates["actor"], t, lends=lends)
+        second = ShardedModel(critic, grid, rates["critic"], t, lends=lends) if critic else None
+        made = first, second, ShardedBackprop(first, second, losses, t.microbatch_tokens)
     elif not config.pipeline.ranks or critic is None:
-        made = (
-            trained(TrainedModel, "actor", actor),
-            trained(TrainedModel, "critic", critic) if critic else None,
-            LocalPasses(actor, critic, losses, t.microbatch_tokens),
-        )
+        whole = TrainedModel(actor, rates["actor"], t)
+        other = TrainedModel(critic, rates["critic"], t) if critic else None
+        made = whole, other, LocalBackprop(whole, other, losses, t.microbatch_tokens)
     else:
         # Imported here, as planning brings a compiler that nothing else needs.
         from stretto.training import pipelined
 
-        staged = pipelined.start(actor, critic, config, courses, threads)
+        staged = pipelined.start(actor, critic, config, rates, threads)
         stack.callback(staged.ranks.close)
-        made, ranks = (staged.actor, staged.critic, staged.passes), staged.ranks
+        made, ranks = (staged.models["actor"], staged.models["critic"], staged), staged.ranks
     factors = config.reward.factors
-    first, second, passes = made
+    trained_actor, trained_critic, backprop = made
     learner = PolicyLearner(
-        first, second, passes, config, factors, snapshots=snapshots, channel=channel
+        trained_actor,
+        trained_critic,
+        backprop,
+        config,
+        factors,
+        snapshots=snapshots,
+        channel=channel,
     )
     return learner, ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -70,48 +70,41 @@ class Options:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Solve, say how good it is, and write what was asked for; 130 if the search was cut short."""
+    """Solve, print how good the schedule is, and write files; 130 if the search was cut short."""
     options = tyro.cli(Options, prog="stretto pipeline", args=list(arguments))
-    if options.problem:
-        _refuse_sizes(options)
     _check_files(options)
     problem, units = _problem(options)
-    solution = _solve(problem, options)
+    with working(on_stderr, f"compiling, then searching for {options.seconds:g} s at most"):
+        from stretto.pipelines.solve import solve
+
+        solution = solve(
+            problem,
+            seconds=options.seconds,
+            seed=options.seed,
+            threads=options.threads,
+            keep_interrupted=True,
+        )
     lines = _lines(problem, solution, units)
     print("\n".join(lines))
     _write(problem, solution, units, lines, options)
     return 130 if solution.interrupted else 0
 
 
-def _flag(field: str) -> str:
-    return "--" + field.replace("_", "-")
-
-
-def _refuse_sizes(options: Options) -> None:
-    given = [
-        _flag(field.name)
-        for field in fields(Options)
-        if field.name in _SIZES and getattr(options, field.name) != field.default
-    ]
-    if given:
-        raise ConfigError(f"a file says all of the problem: leave out {', '.join(given)}")
+def _flags(names: Iterable[str]) -> str:
+    return ", ".join("--" + name.replace("_", "-") for name in names)
 
 
 def _check_files(options: Options) -> None:
     """Check that the files asked for can be written, before a long search."""
     for name in (options.schedule, options.draw):
         file, folder = Path(name), Path(name).parent
-        if not name:
-            continue
-        if not folder.is_dir():
+        if name and not folder.is_dir():
             raise _unwritable(name, f"there is no directory '{folder}'")
-        if file.is_dir():
+        if name and file.is_dir():
             raise _unwritable(name, "it is a directory")
-        if not os.access(file if file.exists() else folder, os.W_OK):
+        if name and not os.access(file if file.exists() else folder, os.W_OK):
             raise _unwritable(name, "permission denied")
-    if not options.draw:
-        return
-    if Path(options.draw).suffix not in (".svg", ".png", ".html"):
+    if options.draw and Path(options.draw).suffix not in (".svg", ".png", ".html"):
         raise ConfigError(f"--draw {options.draw}: must end in .svg, .png or .html")
     if options.draw.endswith(".png"):
         from stretto.pipelines.draw import require_png
@@ -121,51 +114,37 @@ def _check_files(options: Options) -> None:
 
 def _problem(options: Options) -> tuple[Problem, Units]:
     from stretto.pipelines.problem import Problem
-    from stretto.pipelines.sizes import UNITS, Units
+    from stretto.pipelines.sizes import UNITS, Parallel, Units, make_problem
 
     if options.problem:
+        defaults = {field.name: field.default for field in fields(Options)}
+        given = [name for name in _SIZES if getattr(options, name) != defaults[name]]
+        if given:
+            raise ConfigError(f"a file says all of the problem: leave out {_flags(given)}")
         problem = Problem.read(options.problem)
         if options.capacity is not None:
             problem = replace(problem, capacity=options.capacity)
         return problem, Units()
-    missing = [_flag(name) for name in _NEEDED_SIZES if not getattr(options, name)]
+    missing = [name for name in _NEEDED_SIZES if not getattr(options, name)]
     if missing:
         raise ConfigError(
-            f"a problem needs a file or sizes; of these {', '.join(missing)} "
+            f"a problem needs a file or sizes; of these {_flags(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} missing"
         )
-    return _from_sizes(options), UNITS
-
-
-def _from_sizes(options: Options) -> Problem:
-    from stretto.pipelines.sizes import ModelShape, Parallel, make_problem
-
-    return make_problem(
-        Parallel(ModelShape.parse(options.actor), options.actor_stages, options.actor_tp),
-        Parallel(ModelShape.parse(options.critic), options.critic_stages, options.critic_tp),
+    problem = make_problem(
+        Parallel.of(options.actor, options.actor_stages, options.actor_tp),
+        Parallel.of(options.critic, options.critic_stages, options.critic_tp),
         micro_batches=options.micro_batches,
         tokens=options.tokens,
         teraflops=options.teraflops,
         communication_us=options.communication_us,
         capacity_gib=options.capacity,
     )
-
-
-def _solve(problem: Problem, options: Options) -> Solution:
-    with working(on_stderr, f"compiling, then searching for {options.seconds:g} s at most"):
-        from stretto.pipelines.solve import solve
-
-        return solve(
-            problem,
-            seconds=options.seconds,
-            seed=options.seed,
-            threads=options.threads,
-            keep_interrupted=True,
-        )
+    return problem, UNITS
 
 
 def _lines(problem: Problem, solution: Solution, units: Units) -> list[str]:
-    """Describe a solution, line by line."""
+    """Describe a solution."""
     from stretto.pipelines.baselines import interleaved_1f1b, one_f_one_b_plus, serial_1f1b
 
     serial, plus = serial_1f1b(problem), one_f_one_b_plus(problem)
@@ -192,21 +171,19 @@ def _lines(problem: Problem, solution: Solution, units: Units) -> list[str]:
 def _write(
     problem: Problem, solution: Solution, units: Units, lines: list[str], options: Options
 ) -> None:
-    """All that can be written, before an error says what cannot."""
+    """Write all that can be written, before an error says what cannot."""
     errors = []
-    writers: list[tuple[str, Callable[[Path], None]]] = [
-        (options.schedule, lambda file: _write_schedule(problem, solution, file)),
-        (options.draw, lambda file: _draw(problem, solution, units, lines, file)),
-    ]
-    for name, write in writers:
-        if not name:
-            continue
+    writers: dict[str, Callable[[Path], None]] = {
+        options.schedule: lambda file: _write_schedule(problem, solution, file),
+        options.draw: lambda file: _draw(problem, solution, units, lines, file),
+    }
+    for name, write in writers.items():
         try:
-            write(Path(name))
+            if name:
+                write(Path(name))
+                print(f"wrote {name}")
         except OSError as error:
             errors.append(_unwritable(name, error.strerror or str(error)))
-        else:
-            print(f"wrote {name}")
     if errors:
         raise errors[0]
 

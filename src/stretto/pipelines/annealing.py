@@ -27,35 +27,25 @@ from stretto.pipelines.graph import (
     njit,
 )
 
+_REPAIRS, _EDGES = 0.2, 0.5
+"""Share of moves that are tried where memory is over the capacity; and share of the others that are
+tried at the edges of blocks of the critical path."""
+
 
 class State(NamedTuple):
-    """A schedule that can be changed locally; all arrays are [T].
+    """A schedule that can be changed locally; all arrays are [T], by task or by place."""
 
-    Attributes:
-        word: tasks, device after device.
-        place: of each task in ``word``.
-        start: earliest start of each task.
-        tail: ticks that must follow the end of each task.
-        order: tasks, each after all it waits for.
-        rank: of each task in ``order``.
-        held: memory on the device before the task at each place starts.
-        stale: scratch; tasks that have to be computed again. All false between calls.
-        moved: scratch; tasks that wait for the one that is moved back. All false between calls.
-        later: scratch; these tasks.
-        old_order: scratch; a part of ``order`` as it was.
-    """
-
-    word: Ints
-    place: Ints
-    start: Ints
-    tail: Ints
-    order: Ints
-    rank: Ints
-    held: Ints
-    stale: Flags
-    moved: Flags
-    later: Ints
-    old_order: Ints
+    word: Ints  # tasks, device after device
+    place: Ints  # of each task in the word
+    start: Ints  # earliest start of each task
+    tail: Ints  # ticks that must follow the end of each task
+    order: Ints  # tasks, each after all it waits for
+    rank: Ints  # of each task in the order
+    held: Ints  # memory on the device before the task at each place starts
+    stale: Flags  # scratch: tasks to compute again; all false between calls
+    moved: Flags  # scratch: tasks that wait for the one that is moved back; all false as well
+    later: Ints  # scratch: these tasks
+    old_order: Ints  # scratch: a part of the order as it was
 
 
 @njit(cache=True, nogil=True)
@@ -81,17 +71,16 @@ def make_state(g: Graph, word: Ints) -> State:
             state.held[k] = held
             held += g.memory[g.queue_of[word[k]]]
     state.stale[:] = True
-    _renew_tails(g, state, size - 1, size)
+    _renew(g, state, -1, size - 1, size)
     return state
 
 
 @njit(cache=True, nogil=True)
 def length_after(g: Graph, s: State, k: int) -> int:
-    """The longest path through the tasks at places ``k`` and ``k + 1`` if they were exchanged.
+    """Return the longest path through the tasks at places ``k`` and ``k + 1``, once exchanged.
 
-    No other path gets longer by the exchange. So the schedule's latency will be this if this is
-    more than the latency now, and else at most what it is now. It takes no more than a few steps
-    (Taillard 1994), if devices would not wait for each other in a circle.
+    No other path gets longer by the exchange (Taillard 1994), if devices would not wait for each
+    other in a circle: if this is more than the latency now, it is the latency then.
     """
     queue_of, offset, word_at, duration = g.queue_of, g.offset, g.word_at, g.duration
     word, start, tail = s.word, s.start, s.tail
@@ -126,17 +115,12 @@ def length_after(g: Graph, s: State, k: int) -> int:
 
 @njit(cache=True, nogil=True)
 def swap(g: Graph, s: State, k: int) -> bool:
-    """Exchange the tasks at places ``k`` and ``k + 1`` of one device; a second time undoes it.
+    """Exchange the tasks at places ``k`` and ``k + 1`` of one device, which :func:`may_swap`
+    allows; a second time undoes it. Only starts and tails that can have changed are computed.
 
-    They must be of different queues, and not the forward and the backward of one micro-batch on its
-    last stage. Only what can have changed is computed: tasks are visited in an order in which each
-    comes after all it waits for, until none is left of which something before it has moved; and
-    the same from the end for the tails.
-
-    Returns:
-        Whether it was done. Otherwise devices would wait for each other in a circle, and nothing
-        has changed. Two tasks of which the second starts when the first ends never give a circle: a
-        second way from one to the other would take time.
+    Returns whether it was done. Otherwise devices would wait for each other in a circle, and
+    nothing has changed. Two tasks of which the second starts when the first ends never give a
+    circle: a second way from one to the other would take time.
     """
     if not _reorder(g, s, k):
         return False
@@ -147,17 +131,15 @@ def swap(g: Graph, s: State, k: int) -> bool:
     word[k], word[k + 1] = second, first
     place[second], place[first] = k, k + 1
     stale[first] = stale[second] = True
-    pending = 2
-    if k + 2 < g.word_at[d + 1]:
+    has_next = k + 2 < g.word_at[d + 1]
+    if has_next:
         stale[word[k + 2]] = True
-        pending = 3
-    _renew_starts(g, s, s.rank[second], pending)
+    _renew(g, s, 1, s.rank[second], 2 + has_next)
     stale[first] = stale[second] = True
-    pending = 2
-    if k > g.word_at[d]:
+    has_previous = k > g.word_at[d]
+    if has_previous:
         stale[word[k - 1]] = True
-        pending = 3
-    _renew_tails(g, s, s.rank[first], pending)
+    _renew(g, s, -1, s.rank[first], 2 + has_previous)
     return True
 
 
@@ -207,15 +189,20 @@ def _reorder(g: Graph, s: State, k: int) -> bool:
     return True
 
 
-@njit(cache=True, nogil=True)
-def _renew_starts(g: Graph, s: State, r: int, pending: int) -> None:
-    """Compute starts of stale tasks, all of rank ``r`` or higher, and of what depends on them."""
+@njit(cache=True, nogil=True, inline="always")  # which makes a constant of the step
+def _renew(g: Graph, s: State, step: int, r: int, pending: int) -> None:
+    """Compute starts (``step`` 1) or tails (-1) of stale tasks, and of all that depend on them; the
+    first stale one, in the direction of the step, has rank ``r``.
+    """
     queue_of, offset, device, word_at = g.queue_of, g.offset, g.device, g.word_at
-    before, after, delay, duration = g.before, g.after, g.delay, g.duration
-    word, place, start, order, stale = s.word, s.place, s.start, s.order, s.stale
+    delay, duration = g.delay, g.duration
+    word, place, order, stale = s.word, s.place, s.order, s.stale
+    values, earlier, later = s.start, g.before, g.after
+    if step < 0:
+        values, earlier, later = s.tail, g.after, g.before
     while pending:
         task = order[r]
-        r += 1
+        r += step
         if not stale[task]:
             continue
         stale[task] = False
@@ -223,73 +210,33 @@ def _renew_starts(g: Graph, s: State, r: int, pending: int) -> None:
         q = queue_of[task]
         i = task - offset[q]
         p = place[task]
-        begin = 0
-        b = before[q]
-        if b >= 0:
-            begin = start[offset[b] + i] + duration[b] + delay[q]
-        if p > word_at[device[q]]:
-            previous = word[p - 1]
-            begin = max(begin, start[previous] + duration[queue_of[previous]])
-        if begin == start[task]:
-            continue
-        start[task] = begin
-        if p + 1 < word_at[device[q] + 1] and not stale[word[p + 1]]:
-            stale[word[p + 1]] = True
-            pending += 1
-        a = after[q]
-        if a >= 0 and not stale[offset[a] + i]:
-            stale[offset[a] + i] = True
-            pending += 1
-
-
-@njit(cache=True, nogil=True)
-def _renew_tails(g: Graph, s: State, r: int, pending: int) -> None:
-    """Compute tails of stale tasks, all of rank ``r`` or lower, and of what they depend on."""
-    queue_of, offset, device, word_at = g.queue_of, g.offset, g.device, g.word_at
-    before, after, delay, duration = g.before, g.after, g.delay, g.duration
-    word, place, tail, order, stale = s.word, s.place, s.tail, s.order, s.stale
-    while pending:
-        task = order[r]
-        r -= 1
-        if not stale[task]:
-            continue
-        stale[task] = False
-        pending -= 1
-        q = queue_of[task]
-        i = task - offset[q]
-        p = place[task]
+        low, high = word_at[device[q]], word_at[device[q] + 1]
         ticks = 0
-        a = after[q]
-        if a >= 0:
-            ticks = delay[a] + duration[a] + tail[offset[a] + i]
-        if p + 1 < word_at[device[q] + 1]:
-            following = word[p + 1]
-            ticks = max(ticks, duration[queue_of[following]] + tail[following])
-        if ticks == tail[task]:
+        e = earlier[q]
+        if e >= 0:
+            ticks = values[offset[e] + i] + duration[e] + delay[q if step > 0 else e]
+        if low <= p - step < high:
+            neighbour = word[p - step]
+            ticks = max(ticks, values[neighbour] + duration[queue_of[neighbour]])
+        if ticks == values[task]:
             continue
-        tail[task] = ticks
-        if p > word_at[device[q]] and not stale[word[p - 1]]:
-            stale[word[p - 1]] = True
+        values[task] = ticks
+        if low <= p + step < high and not stale[word[p + step]]:
+            stale[word[p + step]] = True
             pending += 1
-        b = before[q]
-        if b >= 0 and not stale[offset[b] + i]:
-            stale[offset[b] + i] = True
+        e = later[q]
+        if e >= 0 and not stale[offset[e] + i]:
+            stale[offset[e] + i] = True
             pending += 1
 
 
 @njit(cache=True, nogil=True)
 def critical_pairs(g: Graph, s: State, latency: int, pairs: Ints, edges: Ints) -> tuple[int, int]:
-    """Neighbours of different queues on one critical path, by the place of the first of each two.
+    """Fill in neighbours of different queues on one critical path, by the first place of each two.
 
     The path is walked from the end; where two ways lead on, by chance. A *block* is a part of it
     on one device without a break. Exchanges inside a block cannot make the schedule shorter, those
-    at its edges can.
-
-    Args:
-        edges: filled with the first and the last ones of each block.
-
-    Returns:
-        Numbers of pairs and of edges.
+    at its edges, the first and the last ones, can. Returns the numbers of pairs and of edges.
     """
     queue_of, offset, device, word_at = g.queue_of, g.offset, g.device, g.word_at
     before, delay, duration = g.before, g.delay, g.duration
@@ -306,15 +253,12 @@ def critical_pairs(g: Graph, s: State, latency: int, pairs: Ints, edges: Ints) -
         q = queue_of[task]
         p = place[task]
         b = before[q]
-        chain, neighbour = -1, -1
-        if b >= 0:
-            earlier = offset[b] + task - offset[q]
-            if start[earlier] + duration[b] + delay[q] == start[task]:
-                chain = earlier
-        if p > word_at[device[q]]:
-            earlier = word[p - 1]
-            if start[earlier] + duration[queue_of[earlier]] == start[task]:
-                neighbour = earlier
+        chain = offset[b] + task - offset[q] if b >= 0 else -1
+        if chain >= 0 and start[chain] + duration[b] + delay[q] < start[task]:
+            chain = -1
+        neighbour = word[p - 1] if p > word_at[device[q]] else -1
+        if neighbour >= 0 and start[neighbour] + duration[queue_of[neighbour]] < start[task]:
+            neighbour = -1
         if neighbour >= 0 and neighbour != chain and (chain < 0 or np.random.random() < 0.5):
             if queue_of[neighbour] != q:
                 pairs[count] = p - 1
@@ -334,16 +278,13 @@ def may_swap(g: Graph, s: State, k: int) -> bool:
     """Return whether places ``k`` and ``k + 1`` are of one device and may stand in either order."""
     first, second = s.word[k], s.word[k + 1]
     p, q = g.queue_of[first], g.queue_of[second]
-    if p == q or g.device[p] != g.device[q]:
-        return False
-    return not (
-        g.kind[q] == BACKWARD and g.mate[q] == p and first - g.offset[p] == second - g.offset[q]
-    )
+    mates = g.mate[q] == p and first - g.offset[p] == second - g.offset[q]
+    return bool(p != q and g.device[p] == g.device[q] and not (mates and g.kind[q] == BACKWARD))
 
 
 @njit(cache=True, nogil=True)
 def excess_of(s: State, capacity: int, unit: int) -> int:
-    """Memory over the capacity, in units rounded up, summed over all places."""
+    """Return memory over the capacity, in units rounded up, summed over all places."""
     excess = 0
     for k in range(s.held.size):
         if s.held[k] > capacity:
@@ -353,11 +294,10 @@ def excess_of(s: State, capacity: int, unit: int) -> int:
 
 @njit(cache=True, nogil=True)
 def _overfull_pair(g: Graph, s: State, capacity: int) -> int:
-    """Draw an exchange that may help where memory is over the capacity; return its first place.
+    """Draw an exchange that may help where memory is over the capacity; return its place, or -1.
 
     It moves a forward before that place to later, or a backward after that place to earlier. Mostly
-    the nearest are drawn, but further ones too, as the nearest may belong together. -1 if none is
-    met with.
+    the nearest are drawn, but further ones too, as the nearest may belong together.
     """
     word, held, queue_of, kind = s.word, s.held, g.queue_of, g.kind
     for _ in range(20):
@@ -378,17 +318,8 @@ def _overfull_pair(g: Graph, s: State, capacity: int) -> int:
 
 
 class Cooling(NamedTuple):
-    """Course of temperature and price, both geometric, while moves are tried.
-
-    Attributes:
-        moves: number of moves to try.
-        hot: temperature of the first move, in ticks.
-        cold: temperature of the last move, in ticks.
-        soft: price of a unit of memory over the capacity at the first move, in ticks.
-        firm: price at the last move, in ticks.
-        unit: unit of memory.
-        repairs: share of moves that are tried where memory is over the capacity.
-        edges: share of the others that are tried at the edges of blocks of the critical path.
+    """Course of temperature (hot to cold) and price of a unit of memory over the capacity (soft to
+    firm), both in ticks and geometric, over some moves.
     """
 
     moves: int
@@ -397,8 +328,6 @@ class Cooling(NamedTuple):
     soft: float
     firm: float
     unit: int
-    repairs: float
-    edges: float
 
 
 @njit(cache=True, nogil=True)
@@ -412,17 +341,10 @@ def anneal_swaps(
     best: int,
     best_word: Ints,
 ) -> int:
-    """Try exchanges; a schedule that is worse is taken by the rule of Metropolis.
+    """Try exchanges, from a state; a schedule that is worse is taken by the rule of Metropolis.
 
-    Args:
-        s: the schedule to start from, left as the search ends.
-        capacity: memory of each device, in the graph's units.
-        target: latency at which to stop.
-        best: the shortest latency within the capacity so far.
-        best_word: [T] filled with a schedule of that latency or less, when there is one.
-
-    Returns:
-        The shortest latency within the capacity now.
+    It stops at a target latency. ``best`` is the shortest latency within the capacity so far; a
+    schedule of that latency or less goes to ``best_word``. Returns the shortest latency now.
     """
     np.random.seed(seed)
     moves, unit, held = cooling.moves, cooling.unit, s.held
@@ -435,7 +357,7 @@ def anneal_swaps(
     for move in range(moves):
         if best <= target:
             break
-        if excess and np.random.random() < cooling.repairs:
+        if excess and np.random.random() < _REPAIRS:
             k = _overfull_pair(g, s, capacity)
         else:
             if left == 0:
@@ -444,7 +366,7 @@ def anneal_swaps(
                     break
                 left = count
             left -= 1
-            if np.random.random() < cooling.edges:
+            if np.random.random() < _EDGES:
                 k = edges[np.random.randint(at_edges)]
             else:
                 k = pairs[np.random.randint(count)]

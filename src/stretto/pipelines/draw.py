@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-
-import numpy as np
 
 from stretto.errors import require
 from stretto.pipelines.baselines import serial_1f1b
@@ -17,44 +16,32 @@ from stretto.pipelines.problem import Problem
 from stretto.pipelines.schedule import BUBBLES, Evaluation, memory_curve
 from stretto.pipelines.sizes import Units
 
-_ACTOR, _CRITIC = ("#4477aa", "#8fb4d9"), ("#cc6677", "#e8b0b8")
-"""Colours of forwards and backwards, in tints of Paul Tol's schemes (2021)."""
-_LEGEND = (
-    (_ACTOR[0], "actor forward"),
-    (_ACTOR[1], "actor backward"),
-    (_CRITIC[0], "critic forward"),
-    (_CRITIC[1], "critic backward"),
-)
-_WIDTH, _LEFT, _RIGHT, _LANE, _CURVE = 1000, 64, 24, 20, 150
+KINDS = ("actor forward", "actor backward", "critic forward", "critic backward")
+_COLOURS = ("#4477aa", "#8fb4d9", "#cc6677", "#e8b0b8")
+"""Of these, in tints of Paul Tol's schemes (2021)."""
+_WIDTH, _LEFT, _RIGHT, _LANE, _BAR, _CURVE = 1000, 64, 24, 20, 17, 150
 _LABELLED = 11.0
 """Pixels from which a bar has its micro-batch's number."""
-_NARROW = 2.0
-"""Pixels below which bars of a colour share one path, so that a file of very many stays small."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskBar:
-    """One task.
-
-    Attributes:
-        device: number of the device that it runs on.
-        start: ticks.
-        end: ticks.
-        critic: whether it is the critic's.
-        backward: whether it is a backward.
-        label: number of its micro-batch, among all of its model.
-    """
+    """One task, from tick to tick; its label is its micro-batch's number among all of its model."""
 
     device: int
     start: int
     end: int
-    critic: bool
-    backward: bool
+    kind: int  # in KINDS
     label: str
+
+    def gapless(self, scale: float) -> float:
+        """Return its width in pixels, of which so many make a tick, less the gap to the next."""
+        width = (self.end - self.start) * scale
+        return width - min(0.6, 0.15 * width)
 
 
 def bars(problem: Problem, graph: Graph, evaluation: Evaluation) -> list[TaskBar]:
-    """All tasks, device after device."""
+    """Return all tasks, device after device."""
     found = []
     for task in evaluation.tasks.tolist():
         q = int(graph.queue_of[task])
@@ -62,26 +49,19 @@ def bars(problem: Problem, graph: Graph, evaluation: Evaluation) -> list[TaskBar
         critic = pipeline >= problem.actor.pipelines
         copy = pipeline - problem.actor.pipelines * critic
         number = copy * int(graph.length[q]) + task - int(graph.offset[q])
-        found.append(
-            TaskBar(
-                int(graph.device[q]), start, start + int(graph.duration[q]), critic,
-                bool(graph.kind[q] == BACKWARD), str(number),
-            )
-        )  # fmt: skip
+        device, end = int(graph.device[q]), start + int(graph.duration[q])
+        kind = 2 * critic + (graph.kind[q] == BACKWARD)
+        found.append(TaskBar(device, start, end, kind, str(number)))
     return found
 
 
 def timeline_svg(problem: Problem, evaluation: Evaluation, title: str, units: Units) -> str:
-    """Timeline above, memory below, over the same time axis; follows light or dark."""
+    """Draw the timeline above, memory below, over one time axis; follows light or dark."""
     graph = make_graph(problem)
     scale = (_WIDTH - _LEFT - _RIGHT) / evaluation.latency
     top, devices = 64, problem.devices
     drawn = [f'<text class="title" x="{_LEFT}" y="24">{escape(title)}</text>', _legend(46)]
-    drawn += [
-        f'<text class="muted" x="{_LEFT - 8}" y="{top + _LANE * d + 14}" text-anchor="end">'
-        f"{d}</text>"
-        for d in range(devices)
-    ]
+    drawn += [_label(_LEFT - 8, top + _LANE * d + 14, str(d)) for d in range(devices)]
     drawn += _bars(bars(problem, graph, evaluation), top, scale)
     bottom = top + _LANE * devices + 8
     drawn.append(_time_axis(evaluation.latency, bottom, scale, units))
@@ -99,58 +79,36 @@ def timeline_svg(problem: Problem, evaluation: Evaluation, title: str, units: Un
         ".pale{fill:#14181f}.rule{stroke:var(--rule);fill:none}"
         ".curve{stroke:var(--muted);stroke-opacity:.45;fill:none}"
         ".peak{stroke:var(--ink);stroke-width:1.6;fill:none}"
-        ".narrow{stroke-width:17;fill:none}"
+        f".bar{{stroke-width:{_BAR};fill:none}}"
         ".limit{stroke:#cc6677;stroke-dasharray:5 4;fill:none}</style>"
         f'<rect width="100%" height="100%" rx="8" fill="var(--paper)"/>{"".join(drawn)}</svg>\n'
     )
 
 
 def _bars(drawn: list[TaskBar], top: int, scale: float) -> list[str]:
-    """Draw bars as rectangles; narrow ones as dashes of one thick line per colour and device."""
-    parts, narrow = [], defaultdict(list)
+    """Draw bars as dashes of a thick line for each device and colour, and numbers on wide ones."""
+    dashes, labels = defaultdict(list), []
     for bar in drawn:
-        if (bar.end - bar.start) * scale >= _NARROW:
-            parts.append(_bar(bar, top, scale))
-        else:
-            narrow[bar.device, _colour(bar)].append(bar)
-    for (device, colour), of in narrow.items():
-        dashes = "".join(
-            f"M{_LEFT + bar.start * scale:.2f} 0h{_gapless(bar, scale):.2f}" for bar in of
-        )
-        y = top + _LANE * device + (_LANE - 3) / 2
-        parts.append(
-            f'<path class="narrow" stroke="{colour}" transform="translate(0 {y})" d="{dashes}"/>'
-        )
-    return parts
-
-
-def _bar(bar: TaskBar, top: int, scale: float) -> str:
-    x, y = _LEFT + bar.start * scale, top + _LANE * bar.device
-    width = (bar.end - bar.start) * scale
-    drawn = (
-        f'<rect x="{x:.2f}" y="{y}" width="{_gapless(bar, scale):.2f}" height="{_LANE - 3}" '
-        f'fill="{_colour(bar)}"/>'
+        x, width = _LEFT + bar.start * scale, (bar.end - bar.start) * scale
+        dashes[bar.device, _COLOURS[bar.kind]].append(f"M{x:.2f} 0h{bar.gapless(scale):.2f}")
+        if width >= _LABELLED:
+            pale, y = " pale" if bar.kind % 2 else "", top + _LANE * bar.device + 12
+            labels.append(
+                f'<text class="on{pale}" x="{x + width / 2:.2f}" y="{y}">{bar.label}</text>'
+            )
+    lines = (
+        f'<path class="bar" stroke="{colour}" d="{"".join(of)}" '
+        f'transform="translate(0 {top + _LANE * device + _BAR / 2})"/>'
+        for (device, colour), of in dashes.items()
     )
-    if width >= _LABELLED:
-        pale = " pale" if bar.backward else ""
-        drawn += f'<text class="on{pale}" x="{x + width / 2:.2f}" y="{y + 12}">{bar.label}</text>'
-    return drawn
-
-
-def _colour(bar: TaskBar) -> str:
-    return (_CRITIC if bar.critic else _ACTOR)[bar.backward]
-
-
-def _gapless(bar: TaskBar, scale: float) -> float:
-    width = (bar.end - bar.start) * scale
-    return width - min(0.6, 0.15 * width)
+    return [*lines, *labels]
 
 
 def _legend(y: float) -> str:
     return "".join(
         f'<rect x="{_LEFT + 130 * i}" y="{y - 10}" width="12" height="12" rx="2" fill="{colour}"/>'
         f'<text x="{_LEFT + 130 * i + 18}" y="{y}">{name}</text>'
-        for i, (colour, name) in enumerate(_LEGEND)
+        for i, (colour, name) in enumerate(zip(_COLOURS, KINDS, strict=True))
     )
 
 
@@ -159,56 +117,62 @@ def _time_axis(latency: int, y: float, scale: float, units: Units) -> str:
     parts = [f'<path class="rule" d="M{_LEFT} {y}H{_LEFT + latency * scale:.1f}"/>']
     for t in range(0, latency + 1, step):
         x = _LEFT + t * scale
-        parts.append(
-            f'<path class="rule" d="M{x:.1f} {y}v4"/>'
-            f'<text class="muted" x="{x:.1f}" y="{y + 17}" text-anchor="middle">{t:,}</text>'
-        )
-    parts.append(f'<text class="muted" x="{_LEFT - 8}" y="{y + 17}" text-anchor="end">'
-                 f"{units.time}</text>")  # fmt: skip
-    return "".join(parts)
+        parts.append(f'<path class="rule" d="M{x:.1f} {y}v4"/>')
+        parts.append(_label(x, y + 17, f"{t:,}", "middle"))
+    return "".join([*parts, _label(_LEFT - 8, y + 17, units.time)])
+
+
+def _label(x: float, y: float, text: str, anchor: str = "end") -> str:
+    return f'<text class="muted" x="{x:.5g}" y="{y:.5g}" text-anchor="{anchor}">{text}</text>'
 
 
 def _memory(
     problem: Problem, graph: Graph, evaluation: Evaluation, top: float, scale: float, units: Units
 ) -> list[str]:
-    serial, scaled = serial_1f1b(problem).peak, problem.memory_scale
-    highest = 1.08 * max(evaluation.peak, serial, problem.capacity or 0.0) or 1.0
+    limits = _limits(problem, units)
+    highest = 1.08 * max(evaluation.peak, *(limit for limit, _ in limits)) or 1.0
     bottom = top + _CURVE
 
     def y_of(memory: float) -> float:
         return bottom - memory / highest * _CURVE
 
+    peak = units.of_memory(evaluation.peak)
+    title = f"{_memory_axis(units)} of each device; the highest is {peak}"
     drawn = [
-        f'<text class="muted" x="{_LEFT}" y="{top - 8}">{_memory_axis(units)} of each device; the '
-        f"highest is {units.of_memory(evaluation.peak)}</text>",
+        _label(_LEFT, top - 8, title, "start"),
         f'<path class="rule" d="M{_LEFT} {bottom}H{_LEFT + evaluation.latency * scale:.1f}"/>',
     ]
     step = tick_step(highest, 5)
     for i in range(int(highest / step) + 1):
         y = y_of(i * step)
-        drawn.append(
-            f'<path class="rule" d="M{_LEFT} {y:.1f}h-4"/><text class="muted" x="{_LEFT - 8}" '
-            f'y="{y + 4:.1f}" text-anchor="end">{i * step:,.10g}</text>'
-        )
+        drawn.append(f'<path class="rule" d="M{_LEFT} {y:.1f}h-4"/>')
+        drawn.append(_label(_LEFT - 8, y + 4, f"{i * step:,.10g}"))
+    for curve, is_fullest in _curves(problem, graph, evaluation):
+        (x, y), *rest = ((_LEFT + at * scale, y_of(held)) for at, held in curve)
+        path = f"M{x:.1f} {y:.1f}" + "".join(f"H{x:.1f}V{y:.1f}" for x, y in rest)
+        drawn.append(f'<path class="{"peak" if is_fullest else "curve"}" d="{path}"/>')
+    for i, (limit, name) in enumerate(limits):
+        y = y_of(limit)
+        drawn.append(f'<path class="limit" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>')
+        drawn.append(_label(_WIDTH - _RIGHT - 190 * i, y - 4, name))  # as two may be equal
+    return drawn
+
+
+def _limits(problem: Problem, units: Units) -> list[tuple[float, str]]:
+    """Return the levels of memory that are drawn as lines, with their names."""
+    levels = {"serial 1F1B": serial_1f1b(problem).peak, "capacity": problem.capacity}
+    known = [(level, name) for name, level in levels.items() if level is not None]
+    return [(level, f"{name} {units.of_memory(level)}") for level, name in known]
+
+
+def _curves(
+    problem: Problem, graph: Graph, evaluation: Evaluation
+) -> Iterator[tuple[list[tuple[int, float]], bool]]:
+    """Yield each device's memory over time, and whether its peak is the highest; that one last."""
     fullest = max(range(problem.devices), key=lambda d: evaluation.peaks[d])
     for d in sorted(range(problem.devices), key=lambda d: d == fullest):
-        path: list[str] = []
-        for at, held in memory_curve(graph, evaluation, d):
-            x, y = _LEFT + at * scale, y_of(held / scaled)
-            path.append(f"H{x:.1f}V{y:.1f}" if path else f"M{x:.1f} {y:.1f}")
-        name = "peak" if d == fullest else "curve"
-        drawn.append(f'<path class="{name}" d="{"".join(path)}"/>')
-    lines = [(serial, f"serial 1F1B {units.of_memory(serial)}")]
-    if problem.capacity is not None:
-        lines.append((problem.capacity, f"capacity {units.of_memory(problem.capacity)}"))
-    for i, (memory, name) in enumerate(lines):
-        y = y_of(memory)
-        drawn.append(
-            f'<path class="limit" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>'
-            f'<text class="muted" x="{_WIDTH - _RIGHT - 190 * i}" y="{y - 4:.1f}" '
-            f'text-anchor="end">{name}</text>'  # side by side, as the two may be equal
-        )
-    return drawn
+        curve = memory_curve(graph, evaluation, d)
+        yield [(at, held / problem.memory_scale) for at, held in curve], d == fullest
 
 
 def _memory_axis(units: Units) -> str:
@@ -216,7 +180,7 @@ def _memory_axis(units: Units) -> str:
 
 
 def tick_step(length: float, ticks: int) -> float:
-    """The smallest of 1, 2, 5, times a power of ten, that gives at most ``ticks`` steps."""
+    """Return the smallest of 1, 2, 5, times a power of ten, that gives at most ``ticks`` steps."""
     power = 10.0 ** math.floor(math.log10(length / ticks))
     return next(f * power for f in (1, 2, 5, 10, 20) if length <= f * power * ticks)
 
@@ -224,7 +188,7 @@ def tick_step(length: float, ticks: int) -> float:
 def page_html(
     problem: Problem, evaluation: Evaluation, title: str, units: Units, lines: list[str]
 ) -> str:
-    """A page that needs nothing else: what is known of the schedule, the picture, the bubbles."""
+    """Return a page that needs no other file: a summary, the picture, the bubbles."""
     rows = "".join(
         f"<tr><td>{d}</td><td>{units.of_memory(evaluation.peaks[d])}</td>"
         + "".join(f"<td>{of[cause]:,}</td>" for cause in BUBBLES)
@@ -248,22 +212,14 @@ def page_html(
 
 
 def require_png() -> None:
-    """Say what to install where pictures cannot be written as PNG.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Raise MissingExtraError where matplotlib, which draws PNGs, is not installed."""
     require("matplotlib", "plots", "a picture as PNG")
 
 
 def save_png(
     problem: Problem, evaluation: Evaluation, title: str, units: Units, file: Path
 ) -> None:
-    """Save the picture as a PNG.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Save the picture as a PNG; raises MissingExtraError without matplotlib."""
     require_png()
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
@@ -275,25 +231,19 @@ def save_png(
     spans = defaultdict(list)
     scale = _WIDTH / evaluation.latency
     for bar in bars(problem, graph, evaluation):
-        spans[bar.device, _colour(bar)].append((bar.start, _gapless(bar, scale) / scale))
+        spans[bar.device, _COLOURS[bar.kind]].append((bar.start, bar.gapless(scale) / scale))
     for (device, colour), of in spans.items():
         above.broken_barh(of, (device - 0.42, 0.84), facecolors=colour, snap=False)
-    for colour, name in _LEGEND:
+    for colour, name in zip(_COLOURS, KINDS, strict=True):
         above.broken_barh([], (0, 1), facecolors=colour, label=name)
     above.set(title=title, ylabel="device", ylim=(problem.devices - 0.5, -0.5))
     above.yaxis.set_major_locator(MaxNLocator(20, integer=True))
-    fullest = max(range(problem.devices), key=lambda d: evaluation.peaks[d])
-    scaled = problem.memory_scale
-    for d in range(problem.devices):
-        at, held = zip(*memory_curve(graph, evaluation, d), strict=True)
-        memory = np.array(held) / scaled
-        width, color, order = (1.4, "black", 3) if d == fullest else (0.6, "0.75", 1)
+    for curve, is_fullest in _curves(problem, graph, evaluation):
+        at, memory = zip(*curve, strict=True)
+        width, color, order = (1.4, "black", 3) if is_fullest else (0.6, "0.75", 1)
         below.step(at, memory, where="post", linewidth=width, color=color, zorder=order)
-    limits = [("serial 1F1B", serial_1f1b(problem).peak, _CRITIC[0], "--")]
-    if problem.capacity is not None:
-        limits.append(("capacity", problem.capacity, _ACTOR[0], ":"))
-    for name, limit, color, style in limits:
-        label = f"{name} {units.of_memory(limit)}"
+    styles = ((_COLOURS[2], "--"), (_COLOURS[0], ":"))
+    for (limit, label), (color, style) in zip(_limits(problem, units), styles):  # noqa: B905
         below.axhline(limit, color=color, linestyle=style, label=label, zorder=4)
     below.set(xlabel=units.time, ylabel=_memory_axis(units), xlim=(0, evaluation.latency))
     below.xaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))

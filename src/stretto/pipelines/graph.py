@@ -1,11 +1,9 @@
-"""The problem as arrays; starts and memory of its schedules, and bounds of both.
+"""The problem as arrays; starts and memory of its schedules, and a bound of their latency.
 
 Tasks of one pipeline, stage and kind (forward or backward) are a *queue*: they run in the order of
 their micro-batches, on one device. Task ``i`` of queue ``q`` has the number ``offset[q] + i``. The
 words of all devices stand one after the other in one array of tasks; device ``d`` has the places
 ``word_at[d]`` to ``word_at[d + 1]``.
-
-Letters in shapes: Q queues, D devices, T tasks.
 
 Compiled functions take the fields they need out of the graph first: reading a field of a tuple in a
 loop costs more than the loop.
@@ -15,7 +13,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from itertools import chain, combinations
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -36,84 +34,60 @@ FORWARD, BACKWARD = 0, 1
 
 
 class Graph(NamedTuple):
-    """A problem's queues.
+    """A problem's queues; Q of them, of T tasks, on D devices."""
 
-    Attributes:
-        pipeline: [Q] which pipeline; the actor's come first.
-        stage: [Q] of that pipeline.
-        kind: [Q] FORWARD or BACKWARD.
-        device: [Q] on which it runs.
-        length: [Q] tasks in it: the pipeline's micro-batches.
-        offset: [Q] number of its first task.
-        duration: [Q] ticks of each task.
-        before: [Q] queue whose task of the same micro-batch comes first, or -1.
-        after: [Q] queue whose task of the same micro-batch comes next, or -1.
-        delay: [Q] ticks between the end of that earlier task and this one's start.
-        memory: [Q] whole units that each task takes (forward) or frees (backward; negative).
-        mate: [Q] the other kind of the same pipeline and stage.
-        rival: [Q] the forward queue of the other pipeline on the same device.
-        queues: [Q] queue numbers, device after device; four each.
-        word_at: [D + 1] where a device's word starts.
-        queue_of: [T] of each task.
-    """
-
-    pipeline: Ints
-    stage: Ints
-    kind: Ints
-    device: Ints
-    length: Ints
-    offset: Ints
-    duration: Ints
-    before: Ints
-    after: Ints
-    delay: Ints
-    memory: Ints
-    mate: Ints
-    rival: Ints
-    queues: Ints
-    word_at: Ints
-    queue_of: Ints
+    pipeline: Ints  # [Q]; the actor's come first
+    stage: Ints  # [Q] of that pipeline
+    kind: Ints  # [Q] FORWARD or BACKWARD
+    device: Ints  # [Q]
+    length: Ints  # [Q] tasks in it: the pipeline's micro-batches
+    offset: Ints  # [Q] number of its first task
+    duration: Ints  # [Q] ticks of each task
+    before: Ints  # [Q] queue whose task of the same micro-batch comes first, or -1
+    after: Ints  # [Q] queue whose task of the same micro-batch comes next, or -1
+    delay: Ints  # [Q] ticks between the end of that earlier task and this one's start
+    memory: Ints  # [Q] whole units that a task takes (forward) or frees (backward; negative)
+    mate: Ints  # [Q] the other kind of the same pipeline and stage
+    rival: Ints  # [Q] the forward queue of the other pipeline on the same device
+    queues: Ints  # [4 D] device after device
+    word_at: Ints  # [D + 1] where a device's word starts
+    queue_of: Ints  # [T] of each task
 
 
 def make_graph(problem: Problem) -> Graph:
     """Number the queues: pipeline after pipeline, stage after stage, forward before backward."""
     rows: list[list[int]] = []
     scale, pipeline, offset = problem.memory_scale, 0, 0
-    for direction, side in zip((1, -1), problem.sides, strict=True):
-        m, c = side.micro_batches, side.communication
-        for copy in range(side.pipelines):
-            for s in range(side.stages):
-                q, last = len(rows), s == side.stages - 1
-                device = copy * side.stages + (s if direction == 1 else side.stages - 1 - s)
-                held = round(side.activation[s] * scale)
-                forward = [pipeline, s, FORWARD, device, m, offset, side.forward[s]]
-                forward += [q - 2, q + 1 if last else q + 2, c, held, q + 1]
-                backward = [pipeline, s, BACKWARD, device, m, offset + m, side.backward[s]]
-                backward += [q if last else q + 3, q - 1, 0 if last else c, -held, q]
-                if s == 0:
-                    forward[7] = backward[8] = -1
-                    forward[9] = 0
-                rows += [forward, backward]
-                offset += 2 * m
-            pipeline += 1
+    for is_critic, model in enumerate(problem.models):
+        m, c = model.micro_batches, model.communication
+        for copy, s in product(range(model.pipelines), range(model.stages)):
+            q, last = len(rows), s == model.stages - 1
+            along = model.stages - 1 - s if is_critic else s
+            device, held = copy * model.stages + along, round(model.activation[s] * scale)
+            forward = [pipeline + copy, s, FORWARD, device, m, offset, model.forward[s]]
+            forward += [q - 2, q + 1 if last else q + 2, c, held, q + 1]
+            backward = [pipeline + copy, s, BACKWARD, device, m, offset + m, model.backward[s]]
+            backward += [q if last else q + 3, q - 1, 0 if last else c, -held, q]
+            if s == 0:
+                forward[7] = backward[8] = -1
+                forward[9] = 0
+            rows += [forward, backward]
+            offset += 2 * m
+        pipeline += model.pipelines
     columns = [np.array(column, dtype=np.int64) for column in zip(*rows, strict=True)]
     device_of, length = columns[3], columns[4]
     queues = np.argsort(device_of, kind="stable").astype(np.int64)
     # Four queues a device, the actor's first: forward, backward, and the same of the critic.
     rival = np.empty_like(queues)
     rival[queues] = np.roll(queues.reshape(-1, 4)[:, [0, 0, 2, 2]], 2, axis=1).ravel()
-    tasks = np.bincount(device_of, weights=length, minlength=problem.devices).astype(np.int64)
+    tasks = np.bincount(device_of, weights=length, minlength=problem.devices)
+    word_at = np.concatenate([[0], np.cumsum(tasks)]).astype(np.int64)
     queue_of = np.repeat(np.arange(len(rows), dtype=np.int64), length)
-    fields = [*columns, rival, queues, _starts(tasks), queue_of]
-    return Graph(**dict(zip(Graph._fields, fields, strict=True)))
-
-
-def _starts(sizes: npt.NDArray[np.int64]) -> Ints:
-    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    return Graph._make([*columns, rival, queues, word_at, queue_of])
 
 
 def capacity_units(problem: Problem, capacity: float | None) -> int:
-    """A capacity in the graph's units of memory, rounded down; no limit is a huge number."""
+    """Return a capacity in the graph's units, rounded down; a huge number where it is ``None``."""
     no_limit = int(np.iinfo(np.int64).max // 4)
     if capacity is None:
         return no_limit
@@ -124,15 +98,11 @@ def capacity_units(problem: Problem, capacity: float | None) -> int:
 
 @njit(cache=True, nogil=True)
 def earliest_starts(g: Graph, word: Ints, start: Ints, order: Ints) -> int:
-    """Run every device through its word, each task as early as it can.
+    """Run every device through its word [T], each task as early as it can.
 
-    Args:
-        word: [T] tasks, device after device.
-        start: [T] filled: start of each task, by task number.
-        order: [T] filled: tasks in an order in which each comes after all it waits for.
-
-    Returns:
-        Number of tasks that could run: all, unless devices wait for each other in a circle.
+    It fills in the start of each task [T], by task number, and an order [T] in which each comes
+    after all it waits for. Returns how many tasks could run: all, unless devices wait for each
+    other in a circle.
     """
     word_at, queue_of, offset, device = g.word_at, g.queue_of, g.offset, g.device
     before, after, delay, duration = g.before, g.after, g.delay, g.duration
@@ -150,9 +120,7 @@ def earliest_starts(g: Graph, word: Ints, start: Ints, order: Ints) -> int:
         while at[d] < word_at[d + 1]:
             task = word[at[d]]
             q = queue_of[task]
-            i = task - offset[q]
-            begin = free[d]
-            b = before[q]
+            i, b, begin = task - offset[q], before[q], free[d]
             if b >= 0:
                 if done[b] <= i:
                     break
@@ -175,7 +143,7 @@ def earliest_starts(g: Graph, word: Ints, start: Ints, order: Ints) -> int:
 
 @njit(cache=True, nogil=True)
 def latency_of(g: Graph, word: Ints, start: Ints) -> int:
-    """The end of the last task."""
+    """Return the end of the last task."""
     word_at, queue_of, duration = g.word_at, g.queue_of, g.duration
     latest = 0
     for d in range(word_at.size - 1):
@@ -186,9 +154,8 @@ def latency_of(g: Graph, word: Ints, start: Ints) -> int:
 
 @njit(cache=True, nogil=True)
 def peak_memory(g: Graph, word: Ints, peaks: Ints) -> int:
-    """Fill ``peaks`` [D] with each device's highest memory, and return the highest of all.
-
-    What a device holds depends on the order of its tasks alone, not on when they run.
+    """Fill ``peaks`` [D] with each device's highest memory, which depends on the order of its tasks
+    alone, and return the highest of all.
     """
     word_at, queue_of, memory = g.word_at, g.queue_of, g.memory
     highest = 0
@@ -204,56 +171,34 @@ def peak_memory(g: Graph, word: Ints, peaks: Ints) -> int:
 
 
 def latency_bound(problem: Problem) -> int:
-    """The lower bound of RLHFuse, section 5.2, over all subsets of pipelines of each device.
+    """Return the lower bound of RLHFuse, section 5.2, over all subsets of a device's pipelines.
 
     A device cannot start on a set of pipelines before the first micro-batch of one of them arrives,
     must do all their work one after the other, and after that one of them still has to drain. With
-    all pipelines of the device this is the paper's bound; a subset can give more, as its work
+    both pipelines of the device this is the paper's bound; one alone can give more, as its work
     arrives later or drains longer.
     """
     graph = make_graph(problem)
-    first, rest = heads(graph), tails(graph)
-    highest = 0
-    for d in range(problem.devices):
-        rows = [
-            (first[q], _work(graph, q), rest[int(graph.mate[q])])
-            for q in graph.queues[4 * d : 4 * d + 4].tolist()
-            if graph.kind[q] == FORWARD
-        ]
-        subsets = chain.from_iterable(combinations(rows, n) for n in range(1, len(rows) + 1))
-        for subset in subsets:
-            before, works, after = zip(*subset, strict=True)
-            highest = max(highest, min(before) + sum(works) + min(after))
-    return highest
+    queues = graph.queues.reshape(-1, 4)[:, ::2]  # forwards: the actor's and the critic's [D, 2]
+    before, after = heads(graph)[queues], tails(graph)[graph.mate[queues]]
+    work = (graph.length * (graph.duration + graph.duration[graph.mate]))[queues]
+    alone, together = before + work + after, before.min(1) + work.sum(1) + after.min(1)
+    return int(max(alone.max(), together.max()))
 
 
-def heads(graph: Graph) -> list[int]:
-    """[Q] ticks before a task of a queue can start, with its chain alone on the devices."""
-    ticks = [0] * graph.length.size
+def heads(graph: Graph) -> Ints:
+    """Return the ticks [Q] before a task can start, with its chain alone on the devices."""
+    ticks = np.zeros_like(graph.length)
     for q in np.flatnonzero(graph.before < 0).tolist():
         while (after := int(graph.after[q])) >= 0:
-            ticks[after] = ticks[q] + int(graph.duration[q] + graph.delay[after])
+            ticks[after] = ticks[q] + graph.duration[q] + graph.delay[after]
             q = after
     return ticks
 
 
-def tails(graph: Graph) -> list[int]:
-    """[Q] ticks that must follow the end of a task of a queue, with its chain alone."""
-    ticks = [0] * graph.length.size
-    for q in np.flatnonzero(graph.after < 0).tolist():
-        while (before := int(graph.before[q])) >= 0:
-            ticks[before] = ticks[q] + int(graph.delay[q] + graph.duration[q])
-            q = before
-    return ticks
-
-
-def _work(graph: Graph, q: int) -> int:
-    both = graph.duration[q] + graph.duration[graph.mate[q]]
-    return int(graph.length[q] * both)
-
-
-def memory_floor(problem: Problem) -> float:
-    """A peak that no schedule can beat, whatever its latency: the largest activation."""
-    graph = make_graph(problem)
-    held = graph.memory[graph.kind != BACKWARD]
-    return float(held.max()) / problem.memory_scale
+def tails(graph: Graph) -> Ints:
+    """Return the ticks [Q] that must follow the end of a task, with its chain alone."""
+    ends = heads(graph) + graph.duration
+    chains = np.zeros(graph.pipeline[-1] + 1, np.int64)
+    np.maximum.at(chains, graph.pipeline, ends)
+    return np.asarray(chains[graph.pipeline] - ends)

@@ -14,39 +14,22 @@ UNLIMITED = np.iinfo(np.int64).max // 4
 
 
 class Rules(NamedTuple):
-    """Rules by which a device chooses its next task; the parameters of the decoder.
+    """Rules by which a device chooses its next task; limit and polite are of forward queues.
 
-    Attributes:
-        bias: [Q] added to the keys of a queue's tasks, in ticks.
-        limit: [Q] most micro-batches in flight, read at forward queues; at least 1.
-        polite: [Q] read at forward queues: whether to leave room for the other pipeline's next
-            micro-batch. Those of one model at least must be, or devices can wait for each other.
-        window: [D] ticks that a device may wait for a task of a higher key that is on its way.
+    The queues of one model at least must be polite, or devices can wait for each other.
     """
 
-    bias: Floats
-    limit: Ints
-    polite: Flags
-    window: Floats
-
-
-def plain_rules(g: Graph) -> Rules:
-    """Make rules without bias, limits or waiting, by which both models are polite."""
-    queues = g.length.size
-    return Rules(
-        np.zeros(queues),
-        np.full(queues, UNLIMITED),
-        np.ones(queues, np.bool_),
-        np.zeros(g.word_at.size - 1),
-    )
+    bias: Floats  # [Q] added to the keys of a queue's tasks, in ticks
+    limit: Ints  # [Q] most micro-batches in flight; at least 1
+    polite: Flags  # [Q] whether to leave room for the other pipeline's next micro-batch
+    window: Floats  # [D] ticks that a device may wait for a task of a higher key on its way
 
 
 def urgency(g: Graph) -> Floats:
-    """Least ticks [T] that are left from each task's start, by which tasks are listed.
-
-    The task's own chain to its end, and the later tasks of its queue one after the other.
+    """Return the least ticks [T] that are left from each task's start: its own chain to the end,
+    and the later tasks of its queue one after the other.
     """
-    left = g.duration + np.array(tails(g))
+    left = g.duration + tails(g)
     behind = g.length[g.queue_of] - 1 - (np.arange(g.queue_of.size) - g.offset[g.queue_of])
     work = (g.duration + g.duration[g.mate])[g.queue_of]
     return np.asarray(left[g.queue_of] + behind * work, dtype=np.float64)
@@ -62,15 +45,9 @@ def decode(g: Graph, key: Floats, rules: Rules, capacity: int, word: Ints, start
     go on, until that model is done; and then the other can. Nothing deadlocks under any capacity
     that holds one micro-batch.
 
-    Args:
-        key: [T] of each task.
-        capacity: memory of each device, in the graph's units.
-        word: [T] filled: tasks, device after device.
-        start: [T] filled: start of each task.
-
-    Returns:
-        The latency; or -1 if the two models are polite to each other, the capacity does not hold
-        one micro-batch of both, and so nothing can start.
+    It fills in the tasks [T], device after device, and their starts [T]. Returns the latency; or -1
+    if the two models are polite to each other, the capacity does not hold one micro-batch of both,
+    and so nothing can start.
     """
     length, offset, duration, device = g.length, g.offset, g.duration, g.device
     before, after, delay, memory, queues = g.before, g.after, g.delay, g.memory, g.queues
@@ -92,7 +69,7 @@ def decode(g: Graph, key: Floats, rules: Rules, capacity: int, word: Ints, start
                 when[device[q]] = 0
     latency = 0
     for _ in range(word.size):
-        d = _first(when)
+        d = int(np.argmin(when))
         if when[d] == _NEVER:
             return -1
         q = _highest(queues, offset, key, done, fits, arrival, d, when[d] + window[d])
@@ -119,18 +96,17 @@ def decode(g: Graph, key: Floats, rules: Rules, capacity: int, word: Ints, start
             other = device[a]
             if fits[a]:
                 when[other] = min(when[other], max(arrival[a], free[other]))
-        soonest = _soonest(queues, fits, arrival, d)
-        when[d] = soonest if soonest == _NEVER else max(soonest, end)
+        when[d] = _soonest(queues, fits, arrival, d, end)
     return latency
 
 
 @njit(cache=True, nogil=True)
-def _first(when: Ints) -> int:
-    first = 0
-    for d in range(1, when.size):
-        if when[d] < when[first]:
-            first = d
-    return first
+def _soonest(queues: Ints, fits: Flags, arrival: Ints, d: int, free: np.int64) -> np.int64:
+    soonest = _NEVER
+    for j in range(4 * d, 4 * d + 4):
+        if fits[queues[j]]:
+            soonest = min(soonest, max(arrival[queues[j]], free))
+    return soonest
 
 
 @njit(cache=True, nogil=True)
@@ -153,22 +129,12 @@ def _highest(
 
 
 @njit(cache=True, nogil=True)
-def _soonest(queues: Ints, fits: Flags, arrival: Ints, d: int) -> np.int64:
-    soonest = _NEVER
-    for j in range(4 * d, 4 * d + 4):
-        if fits[queues[j]]:
-            soonest = min(soonest, arrival[queues[j]])
-    return soonest
-
-
-@njit(cache=True, nogil=True)
 def _admit(
     g: Graph, rules: Rules, capacity: int, d: int, held: int, done: Ints, fits: Flags
 ) -> None:
-    """Say of each queue of a device whether its next task may start as far as memory goes."""
-    length, memory, mate, rival, kind, queues = (
-        g.length, g.memory, g.mate, g.rival, g.kind, g.queues,
-    )  # fmt: skip
+    """Tell for each queue of a device whether its next task may start as far as memory goes."""
+    length, memory, mate, rival, kind = g.length, g.memory, g.mate, g.rival, g.kind
+    queues = g.queues
     for j in range(4 * d, 4 * d + 4):
         q = queues[j]
         if kind[q] != FORWARD:
@@ -200,13 +166,6 @@ def _mutate(g: Graph, rules: Rules, spread: float) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _keys(g: Graph, left: Floats, rules: Rules, key: Floats) -> None:
-    for q in range(g.length.size):
-        for task in range(g.offset[q], g.offset[q] + g.length[q]):
-            key[task] = left[task] + rules.bias[q]
-
-
-@njit(cache=True, nogil=True)
 def anneal_rules(
     g: Graph,
     left: Floats,
@@ -220,24 +179,15 @@ def anneal_rules(
     seed: int,
     best_word: Ints,
 ) -> int:
-    """Search for the rules under which the decoder's schedule is short.
+    """Search, from some rules, for those under which the decoder's schedule is short; return its
+    latency.
 
-    Args:
-        left: [T] keys without bias, of :func:`urgency`.
-        rules: to start from; left as the search ends.
-        capacity: memory of each device, in the graph's units.
-        target: latency at which to stop.
-        spread: standard deviation of a change of bias, in ticks.
-        best_word: [T] filled with the shortest schedule.
-
-    Returns:
-        Its latency; or -1 as :func:`decode` does.
+    It stops at a target latency. The spread is the standard deviation of a change of bias, in
+    ticks. ``left`` are the keys without bias; ``best_word`` is filled in.
     """
     np.random.seed(seed)
-    key, word = np.empty(left.size), np.empty(left.size, np.int64)
-    start = np.empty(left.size, np.int64)
-    _keys(g, left, rules, key)
-    latency = decode(g, key, rules, capacity, best_word, start)
+    word, start = np.empty(left.size, np.int64), np.empty(left.size, np.int64)
+    latency = decode(g, left + rules.bias[g.queue_of], rules, capacity, best_word, start)
     best = latency
     falling = math.log(cold / hot) / rounds
     for r in range(rounds):
@@ -245,8 +195,7 @@ def anneal_rules(
             break
         bias, limit, window = rules.bias.copy(), rules.limit.copy(), rules.window.copy()
         _mutate(g, rules, spread)
-        _keys(g, left, rules, key)
-        new = decode(g, key, rules, capacity, word, start)
+        new = decode(g, left + rules.bias[g.queue_of], rules, capacity, word, start)
         if new <= latency - hot * math.exp(falling * r) * math.log(np.random.random()):
             latency = new
             if new < best:

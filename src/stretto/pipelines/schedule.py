@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import numpy as np
 
 from stretto.errors import ConfigError
 from stretto.pipelines.graph import (
-    BACKWARD,
     FORWARD,
     Graph,
     Ints,
@@ -23,19 +23,14 @@ from stretto.pipelines.graph import (
 )
 from stretto.pipelines.problem import Problem
 
-_LETTERS = ("F", "B")
-
 
 @dataclass(frozen=True, slots=True)
 class PipelineSchedule:
-    """One word a device.
+    """One word a device, each a sequence of letters.
 
     A letter is a pipeline and a kind, such as ``0F`` or ``2B``. Pipelines count from 0, the actor's
     first, in the order of their devices. As the micro-batches of a pipeline are all alike, the i-th
     ``0F`` of a word is the forward of micro-batch i.
-
-    Attributes:
-        words: one a device, each a sequence of letters.
     """
 
     words: tuple[tuple[str, ...], ...]
@@ -45,134 +40,39 @@ class PipelineSchedule:
         return {"devices": [" ".join(word) for word in self.words]}
 
     @classmethod
-    def from_json(cls, data: object) -> PipelineSchedule:
-        """Make a schedule from :meth:`to_json`'s plain data; :func:`check` says if it is valid.
-
-        Raises:
-            ConfigError: it has another form.
-        """
-        words = data.get("devices") if isinstance(data, dict) else None
-        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-            raise ConfigError(
-                'a schedule must be a JSON object with "devices", a list of strings such as '
-                '"0F 1F 1B 0B"'
-            )
-        return cls(tuple(tuple(word.split()) for word in words))
-
-    @classmethod
     def of_tasks(cls, graph: Graph, word: Ints) -> PipelineSchedule:
         """Make a schedule from task numbers [T], device after device."""
-        queue = graph.queue_of[word]
-        letters = [
-            f"{p}{_LETTERS[k]}"
-            for p, k in zip(graph.pipeline[queue].tolist(), graph.kind[queue].tolist(), strict=True)
-        ]
-        at = graph.word_at.tolist()
-        return cls(tuple(tuple(letters[a:b]) for a, b in pairwise(at)))
+        letters = [_letter(graph, q) for q in graph.queue_of[word].tolist()]
+        return cls(tuple(tuple(letters[low:high]) for low, high in _spans(graph)))
 
     def tasks(self, problem: Problem) -> Ints:
-        """Task numbers [T], device after device.
-
-        Raises:
-            ConfigError: the words do not have the letters that the problem asks for.
+        """Return task numbers [T], device after device; raises ConfigError if the words do not have
+        the letters that the problem asks for.
         """
         graph = make_graph(problem)
-        if len(self.words) != problem.devices:
+        queues = [
+            {_letter(graph, q): q for q in own} for own in graph.queues.reshape(-1, 4).tolist()
+        ]
+        wanted = [Counter({letter: graph.length[q] for letter, q in own.items()}) for own in queues]
+        if [Counter(word) for word in self.words] != wanted:
             raise ConfigError(
-                f"the schedule has {len(self.words)} devices, the problem {problem.devices}; they "
-                "must be of the same problem"
+                "the schedule's words do not have a letter for each task of the problem; they must "
+                "be of the same problem",
+                "other-problem",
             )
-        return np.concatenate([self._device(graph, d) for d in range(problem.devices)])
-
-    def _device(self, graph: Graph, d: int) -> Ints:
-        queues = {
-            f"{graph.pipeline[q]}{_LETTERS[graph.kind[q]]}": int(q)
-            for q in graph.queues[4 * d : 4 * d + 4]
-        }
-        done = dict.fromkeys(queues, 0)
         tasks = []
-        for letter in self.words[d]:
-            if letter not in queues:
-                raise ConfigError(
-                    f"device {d}: no task '{letter}' there; it runs {', '.join(queues)}"
-                )
-            tasks.append(int(graph.offset[queues[letter]]) + done[letter])
-            done[letter] += 1
-        for letter, q in queues.items():
-            if done[letter] != graph.length[q]:
-                raise ConfigError(
-                    f"device {d}: '{letter}' stands {done[letter]} times; it must once for each of "
-                    f"the {graph.length[q]} micro-batches"
-                )
+        for word, own in zip(self.words, queues, strict=True):
+            numbers = {letter: count(int(graph.offset[q])) for letter, q in own.items()}
+            tasks += [next(numbers[letter]) for letter in word]
         return np.array(tasks, dtype=np.int64)
 
 
-def check(problem: Problem, schedule: PipelineSchedule) -> str:
-    """Say why the schedule cannot run; an empty string if it can.
-
-    Memory is not looked at: compare :class:`Evaluation`'s peak with the capacity.
-    """
-    try:
-        word = schedule.tasks(problem)
-    except ConfigError as error:
-        return str(error)
-    graph = make_graph(problem)
-    return _early_backward(graph, word) or _circle(graph, word)
+def _letter(graph: Graph, q: int) -> str:
+    return f"{graph.pipeline[q]}{'FB'[graph.kind[q]]}"
 
 
-def _early_backward(graph: Graph, word: Ints) -> str:
-    for d, (low, high) in enumerate(_spans(graph)):
-        seen: set[int] = set()
-        for task in word[low:high].tolist():
-            q = int(graph.queue_of[task])
-            i = task - int(graph.offset[q])
-            mate = int(graph.mate[q])
-            if graph.kind[q] == BACKWARD and int(graph.offset[mate]) + i not in seen:
-                return (
-                    f"device {d}: backward of micro-batch {i} of pipeline {graph.pipeline[q]} "
-                    "before its forward"
-                )
-            seen.add(task)
-    return ""
-
-
-def _circle(graph: Graph, word: Ints) -> str:
-    """Name the tasks that wait for each other in a circle, if some do."""
-    size = word.size
-    order = np.full(size, -1, dtype=np.int64)
-    ran = earliest_starts(graph, word, np.zeros(size, np.int64), order)
-    if ran == size:
-        return ""
-    finished = set(order[:ran].tolist())
-    previous: dict[int, int] = {}
-    for low, high in _spans(graph):
-        previous.update((b, a) for a, b in pairwise(word[low:high].tolist()))
-
-    def waits_for(task: int) -> int:
-        q = int(graph.queue_of[task])
-        before = int(graph.before[q])
-        chain = int(graph.offset[before]) + task - int(graph.offset[q]) if before >= 0 else -1
-        return chain if chain >= 0 and chain not in finished else previous[task]
-
-    task = next(t for t in word.tolist() if t not in finished)
-    path: list[int] = []
-    while task not in path:
-        path.append(task)
-        task = waits_for(task)
-    circle = path[path.index(task) :]
-    steps = [_describe(graph, t) for t in [*circle, circle[0]]]
-    return f"devices wait for each other: {' waits for '.join(steps)}"
-
-
-def _describe(graph: Graph, task: int) -> str:
-    q = int(graph.queue_of[task])
-    letter = f"{graph.pipeline[q]}{_LETTERS[graph.kind[q]]}"
-    return f"{letter} of micro-batch {task - int(graph.offset[q])} on device {graph.device[q]}"
-
-
-def _spans(graph: Graph) -> Sequence[tuple[int, int]]:
-    at = graph.word_at.tolist()
-    return list(pairwise(at))
+def _spans(graph: Graph) -> list[tuple[int, int]]:
+    return list(pairwise(graph.word_at.tolist()))
 
 
 BUBBLES = ("warm-up", "dependency", "communication", "memory", "order", "drain")
@@ -185,15 +85,12 @@ class Evaluation:
     Attributes:
         latency: ticks from the start of the first task to the end of the last.
         peaks: highest activation memory of each device.
-        bubbles: idle ticks of each device by cause:
-            ``warm-up``, before its first task;
+        bubbles: idle ticks of each device by cause: ``warm-up``, before its first task;
             ``dependency``, no input is there, and the next task's is not made yet;
-            ``communication``, no input is there, but the next task's is on its way;
-            ``memory``, a forward could run, but would not fit in the capacity;
-            ``order``, something else could run, but the word has it later;
-            ``drain``, after its last task.
-        starts: [T] start of each task, by number.
-        tasks: [T] task numbers, device after device.
+            ``communication``, no input is there, but the next task's is on its way; ``memory``, a
+            forward could run, but would not fit in the capacity; ``order``, another task could run,
+            but the word has it later; ``drain``, after its last task.
+        starts, tasks: [T] start of each task, by number; and numbers, device after device.
     """
 
     latency: int
@@ -215,40 +112,37 @@ class Evaluation:
 
 
 def evaluate(problem: Problem, schedule: PipelineSchedule) -> Evaluation:
-    """Run a schedule on paper.
-
-    Raises:
-        ConfigError: the schedule cannot run; the message says why.
-    """
-    reason = check(problem, schedule)
-    if reason:
-        raise ConfigError(f"the schedule is not valid: {reason}")
-    return evaluate_tasks(problem, make_graph(problem), schedule.tasks(problem))
-
-
-def evaluate_tasks(problem: Problem, graph: Graph, word: Ints) -> Evaluation:
-    """Evaluate a valid word of task numbers [T]."""
+    """Run a schedule on paper; raises ConfigError if devices wait for each other for ever."""
+    graph, word = make_graph(problem), schedule.tasks(problem)
     starts, order = np.empty(word.size, np.int64), np.empty(word.size, np.int64)
-    earliest_starts(graph, word, starts, order)
+    ran = earliest_starts(graph, word, starts, order)
+    if ran < word.size:
+        stuck = [
+            word[low:high][~np.isin(word[low:high], order[:ran])] for low, high in _spans(graph)
+        ]
+        tasks = ", ".join(_described(graph, int(own[0])) for own in stuck if own.size)
+        raise ConfigError(
+            f"the schedule cannot run: devices wait for each other at {tasks}", "deadlock"
+        )
     peaks = np.zeros(problem.devices, np.int64)
     peak_memory(graph, word, peaks)
     latency = int(latency_of(graph, word, starts))
     capacity = capacity_units(problem, problem.capacity)
-    return Evaluation(
-        latency=latency,
-        peaks=tuple(int(p) / problem.memory_scale for p in peaks),
-        bubbles=tuple(
-            _bubbles(graph, word, starts, d, latency, capacity) for d in range(problem.devices)
-        ),
-        starts=starts,
-        tasks=word,
-    )
+    bubbles = (_bubbles(graph, word, starts, d, latency, capacity) for d in range(peaks.size))
+    memory = tuple(int(peak) / problem.memory_scale for peak in peaks)
+    return Evaluation(latency, memory, tuple(bubbles), starts, word)
+
+
+def _described(graph: Graph, task: int) -> str:
+    q = int(graph.queue_of[task])
+    batch = task - int(graph.offset[q])
+    return f"{_letter(graph, q)} of micro-batch {batch} on device {graph.device[q]}"
 
 
 def _bubbles(
     graph: Graph, word: Ints, starts: Ints, d: int, latency: int, capacity: int
 ) -> dict[str, int]:
-    """Idle ticks of one device by cause."""
+    """Return the idle ticks of one device by cause."""
     idle = dict.fromkeys(BUBBLES, 0)
     done = {int(q): 0 for q in graph.queues[4 * d : 4 * d + 4]}
     free = held = 0
@@ -261,10 +155,11 @@ def _bubbles(
             made, _ = _arrival(graph, starts, q, done[q])
             fits, full = _NEVER, _NEVER
             for other, i in done.items():
-                if other != q and held + graph.memory[other] <= capacity:
-                    fits = min(fits, _arrival(graph, starts, other, i)[1])
-                elif other != q:
-                    full = min(full, _arrival(graph, starts, other, i)[1])
+                there = _NEVER if other == q else _arrival(graph, starts, other, i)[1]
+                if held + graph.memory[other] <= capacity:
+                    fits = min(fits, there)
+                else:
+                    full = min(full, there)
             until = begin
             for cause, since in (("order", fits), ("memory", full), ("communication", made)):
                 since = min(max(since, free), until)
@@ -282,7 +177,7 @@ _NEVER = 2**60
 
 
 def _arrival(graph: Graph, starts: Ints, q: int, i: int) -> tuple[int, int]:
-    """Ticks at which the input of task ``i`` of a queue is made, and at which it is there."""
+    """Return the ticks at which the input of a queue's task is made, and at which it is there."""
     if i >= graph.length[q]:
         return _NEVER, _NEVER
     b = int(graph.before[q])
@@ -293,12 +188,7 @@ def _arrival(graph: Graph, starts: Ints, q: int, i: int) -> tuple[int, int]:
 
 
 def memory_curve(graph: Graph, evaluation: Evaluation, d: int) -> list[tuple[int, int]]:
-    """Activation memory of a device over time, in the graph's units.
-
-    Returns:
-        Times and what is held from then on: a forward takes its memory when it starts, a backward
-        frees it when it ends.
-    """
+    """Return times, and the activation memory of a device from then on, in the graph's units."""
     held, curve = 0, [(0, 0)]
     for task in evaluation.tasks[graph.word_at[d] : graph.word_at[d + 1]].tolist():
         q = int(graph.queue_of[task])

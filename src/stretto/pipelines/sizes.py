@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stretto.errors import ConfigError
-from stretto.pipelines.problem import Problem, Side
+from stretto.pipelines.problem import ModelPipelines, Problem
 
-_SIZES = {"7B": (32, 4096), "13B": (40, 5120), "33B": (60, 6656), "65B": (80, 8192)}
+_SIZES = {"7B": "32x4096", "13B": "40x5120", "33B": "60x6656", "65B": "80x8192"}
 _LAYER_PARAMETERS = 12
 """Parameters of a transformer layer, in units of its width squared."""
 _LAYER_ACTIVATION_BYTES = 34
@@ -21,18 +21,15 @@ _MOST = 2**31
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """Units of a problem's numbers.
-
-    Attributes:
-        time: name of a tick, in the plural.
-        memory: unit of memory; empty if it is not known.
+    """Names of a problem's ticks, in the plural, and of its unit of memory; empty if it is not
+    known.
     """
 
     time: str = "ticks"
     memory: str = ""
 
     def of_memory(self, memory: float) -> str:
-        """An amount of memory with its unit."""
+        """Return an amount of memory with its unit."""
         number = f"{memory:,.6g}" if memory < 1e6 else f"{memory:,.0f}"
         return f"{number} {self.memory}".strip()
 
@@ -42,48 +39,27 @@ UNITS = Units("µs", "MiB")
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
-    """Shape of a transformer, as far as its costs depend on it.
-
-    Attributes:
-        layers: number of layers.
-        width: size of the hidden state.
+class Parallel:
+    """A transformer of so many layers and such a width, the stages of its pipelines, and the
+    devices of each stage.
     """
 
     layers: int
     width: int
-
-    @classmethod
-    def parse(cls, text: str) -> ModelShape:
-        """Read a LLaMA size (``13B``), or layers and width (``40x5120``).
-
-        Raises:
-            ConfigError: it is neither.
-        """
-        if text.upper() in _SIZES:
-            return cls(*_SIZES[text.upper()])
-        match = re.fullmatch(r"([1-9]\d{0,6})x([1-9]\d{0,6})", text)
-        if not match:
-            raise ConfigError(
-                f"'{text}' is no model's shape: give layers and width, such as 40x5120, or one of "
-                f"{', '.join(_SIZES)}"
-            )
-        return cls(int(match[1]), int(match[2]))
-
-
-@dataclass(frozen=True, slots=True)
-class Parallel:
-    """Devices of one model: its stages, and the devices of each.
-
-    Attributes:
-        shape: of the model.
-        stages: of a pipeline.
-        tensor_parallel: devices of a stage.
-    """
-
-    shape: ModelShape
     stages: int
     tensor_parallel: int = 1
+
+    @classmethod
+    def of(cls, shape: str, stages: int, tensor_parallel: int = 1) -> Parallel:
+        """Read a LLaMA size (``13B``), or layers and width (``40x5120``); raises ConfigError."""
+        match = re.fullmatch(r"([1-9]\d{0,6})x([1-9]\d{0,6})", _SIZES.get(shape.upper(), shape))
+        if not match:
+            raise ConfigError(
+                f"'{shape}' is no model's shape: give layers and width, such as 40x5120, or one of "
+                f"{', '.join(_SIZES)}",
+                "not-a-shape",
+            )
+        return cls(int(match[1]), int(match[2]), stages, tensor_parallel)
 
 
 def make_problem(
@@ -99,119 +75,95 @@ def make_problem(
 ) -> Problem:
     """Make a problem with latencies in microseconds and memory in MiB, both by formula.
 
-    A forward costs two operations a parameter and token, at ``teraflops`` on each device. Each
-    model has as many pipelines as fill the devices of the least common multiple of both numbers of
-    stages. If one model has a smaller tensor parallelism, its consecutive stages are merged until a
-    stage of both takes the same devices.
-
-    Args:
-        micro_batches: of all pipelines of a model together.
-        teraflops: that a device achieves.
-        backward_ratio: time of a backward to that of a forward.
-        communication_us: microseconds from a stage to the next.
-        capacity_gib: activation memory of each device; ``None`` for as much as it takes.
-
-    Raises:
-        ConfigError: a number is out of range, or does not divide.
+    A forward costs two operations a parameter and token, at ``teraflops`` on each device; a
+    backward takes longer by a ratio. Each model has as many pipelines as fill the devices of the
+    least common multiple of both numbers of stages. If one model has a smaller tensor parallelism,
+    its consecutive stages are merged until a stage of both takes the same devices. Micro-batches,
+    of so many tokens, are those of all pipelines of a model. The capacity is of each device's
+    activations. Raises ConfigError if a number is out of range, or does not divide.
     """
     _require_whole("tokens", tokens, 1, "give those of one micro-batch, such as 2048")
     _require_whole("micro_batches", micro_batches, 1, "give those of all pipelines of a model")
     _require_whole("communication_us", communication_us, 0, "0 is none")
-    _require_positive("teraflops", teraflops, "give what a device achieves, such as 200")
-    _require_positive("backward_ratio", backward_ratio, "2 is usual")
-    group = _merged_to(actor, critic)
-    sides = []
-    merged = [p.stages * p.tensor_parallel // group for p in (actor, critic)]
-    for parallel, stages in zip((actor, critic), merged, strict=True):
-        pipelines = math.lcm(*merged) // stages
+    for name, value, remedy in (
+        ("teraflops", teraflops, "give what a device achieves, such as 200"),
+        ("backward_ratio", backward_ratio, "2 is usual"),
+    ):
+        if not 0 < value < math.inf:
+            rule = "must be more than 0, and finite"
+            raise ConfigError(f"{name} {value!r}: {rule}; {remedy}", "not-positive")
+    devices = _devices_of_a_stage(actor, critic)
+    models = []
+    for parallel in (actor, critic):
+        costs = _costs(parallel, tokens, teraflops, backward_ratio)
+        model = ModelPipelines.of(
+            parallel.stages, 1, micro_batches, communication=communication_us, **costs
+        )
+        models.append(model.merged(devices // parallel.tensor_parallel))
+    stages = math.lcm(*(model.stages for model in models))
+    for i, model in enumerate(models):
+        pipelines = stages // model.stages
         if micro_batches % pipelines:
             raise ConfigError(
                 f"{micro_batches} micro-batches cannot be dealt out to {pipelines} pipelines of "
-                f"{stages} stages: take a multiple of {pipelines}"
+                f"{model.stages} stages: take a multiple of {pipelines}",
+                "micro-batches-not-divisible",
             )
-        sides.append(
-            _side(
-                parallel, pipelines, micro_batches // pipelines, tokens, teraflops,
-                backward_ratio, communication_us,
-            ).merged(group // parallel.tensor_parallel)
-        )  # fmt: skip
-    if capacity_gib is None:
-        return Problem(sides[0], sides[1])
-    least = max(sides[0].activation + sides[1].activation)
-    if capacity_gib * 1024 < least:
+        models[i] = replace(model, pipelines=pipelines, micro_batches=micro_batches // pipelines)
+    least = max(models[0].activation + models[1].activation)
+    if capacity_gib is not None and capacity_gib * 1024 < least:
         raise ConfigError(
             f"capacity {capacity_gib:g} GiB is below the {UNITS.of_memory(least)} that one "
             f"micro-batch takes: give {math.ceil(least / 10.24) / 100:g} GiB or more, or make "
-            "micro-batches smaller"
+            "micro-batches smaller",
+            "capacity-below-micro-batch",
         )
-    return Problem(sides[0], sides[1], capacity_gib * 1024)
+    return Problem(models[0], models[1], None if capacity_gib is None else capacity_gib * 1024)
 
 
-def _merged_to(actor: Parallel, critic: Parallel) -> int:
-    """Devices of a stage, once the stages of the model with fewer of them are merged."""
+def _costs(
+    parallel: Parallel, tokens: int, teraflops: float, backward_ratio: float
+) -> dict[str, list[int]]:
+    """Return latencies and memory of each stage; layers are dealt out as evenly as can be."""
+    stages, width, tp = parallel.stages, parallel.width, parallel.tensor_parallel
+    layers = [parallel.layers // stages + (s < parallel.layers % stages) for s in range(stages)]
+    layer_us = 2 * _LAYER_PARAMETERS * width**2 * tokens / (teraflops * 1e6)
+    if not layer_us * max(1.0, backward_ratio) < _MOST:
+        raise ConfigError(
+            f"a layer would take {layer_us:g} µs with {tokens} tokens at {teraflops:g} teraflops: "
+            "that is too long to be planned for; check both numbers",
+            "layer-too-long",
+        )
+    layer_mib = _LAYER_ACTIVATION_BYTES * tokens * width / 2**20
+    return {
+        "forward": [max(1, round(n * layer_us / tp)) for n in layers],
+        "backward": [max(1, round(n * layer_us * backward_ratio / tp)) for n in layers],
+        "activation": [max(1, math.ceil(n * layer_mib / tp)) for n in layers],
+    }
+
+
+def _devices_of_a_stage(actor: Parallel, critic: Parallel) -> int:
+    """Return the devices of a stage, once those of the model with fewer of them are merged."""
     for name, parallel in (("actor", actor), ("critic", critic)):
-        _require_whole(
-            f"tensor parallelism of the {name}", parallel.tensor_parallel, 1, "1 is none"
-        )
-        if not 1 <= parallel.stages <= parallel.shape.layers:
+        what = f"tensor parallelism of the {name}"
+        _require_whole(what, parallel.tensor_parallel, 1, "1 is none")
+        if not 1 <= parallel.stages <= parallel.layers:
             raise ConfigError(
-                f"{parallel.stages} stages of the {name}, which has {parallel.shape.layers} "
-                f"layers: take 1 to {parallel.shape.layers}"
+                f"{parallel.stages} stages of the {name}, which has {parallel.layers} layers: take "
+                f"1 to {parallel.layers}",
+                "stages-not-layers",
             )
     group = math.lcm(actor.tensor_parallel, critic.tensor_parallel)
     if group != max(actor.tensor_parallel, critic.tensor_parallel):
         raise ConfigError(
             f"tensor parallelism {actor.tensor_parallel} and {critic.tensor_parallel}: one must be "
-            "a multiple of the other, so that stages can be merged"
+            "a multiple of the other, so that stages can be merged",
+            "tensor-parallelism-not-multiple",
         )
-    for parallel in (actor, critic):
-        ratio = group // parallel.tensor_parallel
-        if parallel.stages % ratio:
-            raise ConfigError(
-                f"{parallel.stages} stages with tensor parallelism {parallel.tensor_parallel} "
-                f"cannot be merged to {group}: {ratio} must divide the stages"
-            )
     return group
 
 
 def _require_whole(name: str, value: object, least: int, remedy: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MOST:
-        raise ConfigError(
-            f"{name} {value!r}: must be a whole number from {least} to {_MOST:,}; {remedy}"
-        )
-
-
-def _require_positive(name: str, value: float, remedy: str) -> None:
-    if not 0 < value < math.inf:
-        raise ConfigError(f"{name} {value!r}: must be more than 0, and finite; {remedy}")
-
-
-def _side(
-    parallel: Parallel,
-    pipelines: int,
-    micro_batches: int,
-    tokens: int,
-    teraflops: float,
-    backward_ratio: float,
-    communication_us: int,
-) -> Side:
-    """One model before stages are merged; layers are dealt out as evenly as can be."""
-    shape, stages = parallel.shape, parallel.stages
-    layers = [shape.layers // stages + (s < shape.layers % stages) for s in range(stages)]
-    layer_us = 2 * _LAYER_PARAMETERS * shape.width**2 * tokens / (teraflops * 1e6)
-    if not layer_us * max(1.0, backward_ratio) < _MOST:
-        raise ConfigError(
-            f"a layer would take {layer_us:g} µs with {tokens} tokens at {teraflops:g} teraflops: "
-            "that is too long to be planned for; check both numbers"
-        )
-    layer_mib = _LAYER_ACTIVATION_BYTES * tokens * shape.width / 2**20
-    tp = parallel.tensor_parallel
-    return Side.of(
-        stages,
-        pipelines,
-        micro_batches,
-        forward=[max(1, round(n * layer_us / tp)) for n in layers],
-        backward=[max(1, round(n * layer_us * backward_ratio / tp)) for n in layers],
-        activation=[max(1, math.ceil(n * layer_mib / tp)) for n in layers],
-        communication=communication_us,
-    )
+        rule = f"must be a whole number from {least} to {_MOST:,}"
+        raise ConfigError(f"{name} {value!r}: {rule}; {remedy}", "not-whole")

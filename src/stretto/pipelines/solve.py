@@ -4,55 +4,40 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from typing import Literal
 
 import numpy as np
 
 from stretto.errors import ConfigError
-from stretto.pipelines.problem import Problem, Side
-from stretto.pipelines.schedule import Evaluation, PipelineSchedule, evaluate_tasks
+from stretto.pipelines.problem import ModelPipelines, Problem
+from stretto.pipelines.schedule import Evaluation, PipelineSchedule, evaluate
 from stretto.pipelines.search import (
     Descent,
     Improvement,
-    Record,
+    Incumbent,
+    View,
     list_schedule,
-    make_views,
     squeeze,
 )
 
 SEEDS = 2**31
 """Seeds are below this."""
-Status = Literal["proved optimal", "at the bound", "best found"]
 
 
-def descend(record: Record, seed: int, threads: int) -> None:
-    """Fill a record until nothing can get better or time is over; see :class:`Descent`."""
-    Descent(record, seed, threads, record.deadline).run()
+def descend(best: Incumbent, seed: int, threads: int) -> None:
+    """Better the incumbent until nothing can get better or time is over; see :class:`Descent`."""
+    Descent(best, seed, threads, best.deadline).run()
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """The best schedule of a search.
-
-    Attributes:
-        schedule: the schedule.
-        evaluation: its latency, memory and bubbles.
-        bound: latency below which there is no schedule, in ticks.
-        status: of its latency: ``at the bound``, which proves it the shortest; ``proved optimal``,
-            above the bound of the formula, where the search can prove it; or ``best found``.
-        memory_bound: memory below which there is no schedule of this latency.
-        seconds: duration of the search.
-        trace: its improvements.
-        interrupted: whether the search was ended by an interrupt.
-    """
+    """The best schedule of a search."""
 
     schedule: PipelineSchedule
     evaluation: Evaluation
-    bound: int
-    status: Status
-    memory_bound: float
+    bound: int  # latency below which there is no schedule, in ticks
+    memory_bound: float  # memory below which there is no schedule of this latency
     seconds: float
     trace: tuple[Improvement, ...]
     interrupted: bool = False
@@ -68,6 +53,11 @@ class Solution:
         return self.evaluation.peak
 
     @property
+    def status(self) -> str:
+        """The status of the latency: at the bound, which proves it the shortest, or not."""
+        return "at the bound" if self.makespan <= self.bound else "best found"
+
+    @property
     def memory_proved(self) -> bool:
         """Return whether it is proved that no schedule of this latency needs less memory."""
         return self.memory_bound >= self.peak
@@ -81,64 +71,47 @@ def solve(
     threads: int = 1,
     memory: float = 0.0,
     keep_interrupted: bool = False,
-    search: Callable[[Record, int, int], None] = descend,
+    search: Callable[[Incumbent, int, int], None] = descend,
 ) -> Solution:
     """Look for the shortest schedule, then for one of that latency that needs less memory.
 
+    Every schedule keeps the problem's capacity. Raises ConfigError if a number is out of range.
+
     Args:
-        problem: with its capacity, which every schedule keeps.
         seconds: longest search; it is shorter if latency and memory cannot get any better.
         seed: of the random numbers. The same seed tries the same things in the same order; how far
             it gets depends on the machine.
-        threads: number of threads that search at the same time.
+        threads: that search at the same time.
         memory: a peak that is low enough to stop at, once the latency is at the bound.
-        keep_interrupted: return what has been found when Ctrl-C strikes, instead of raising.
-        search: fills the record until its deadline, given the seed and the threads.
-
-    Raises:
-        ConfigError: a number is out of range.
-        KeyboardInterrupt: it struck, and was not to be kept, or before there was any schedule.
+        keep_interrupted: return the best schedule, if there is one, when Ctrl-C strikes.
+        search: betters the incumbent until its deadline, given the seed and the threads.
     """
     if not seconds > 0:
-        raise ConfigError(f"seconds {seconds:g}: must be more than 0")
+        raise ConfigError(f"seconds {seconds:g}: must be more than 0", "seconds-not-positive")
     if threads < 1:
-        raise ConfigError(f"threads {threads}: must be 1 or more")
+        raise ConfigError(f"threads {threads}: must be 1 or more", "no-threads")
     if not 0 <= seed < SEEDS:
-        raise ConfigError(f"seed {seed}: must be 0 or more, and less than {SEEDS:,}")
+        rule = f"must be 0 or more, and less than {SEEDS:,}"
+        raise ConfigError(f"seed {seed}: {rule}", "seed-out-of-range")
     _compile()
-    record = Record(problem, seconds, memory)
+    best, interrupted = Incumbent(problem, seconds, memory), False
     try:
-        search(record, seed, threads)
+        search(best, seed, threads)
     except KeyboardInterrupt:
-        if not keep_interrupted or not record.word.size:
+        if not keep_interrupted or not best.word.size:
             raise
-        return replace(_solution(record), interrupted=True)
-    return _solution(record)
+        interrupted = True
+    schedule = PipelineSchedule.of_tasks(best.graph, best.word)
+    evaluation, seconds = evaluate(problem, schedule), time.monotonic() - best.begun
+    memory_bound, trace = best.memory_bound / problem.memory_scale, tuple(best.trace)
+    return Solution(schedule, evaluation, best.bound, memory_bound, seconds, trace, interrupted)
 
 
 @cache
 def _compile() -> None:
-    one = Side.of(1, 1, 2, forward=1, backward=1, activation=1.0)
-    record = Record(Problem(one, one), 60.0, 0.0)
+    one = ModelPipelines.of(1, 1, 2, forward=1, backward=1, activation=1.0)
+    best = Incumbent(Problem(one, one), 60.0, 0.0)
     chance = np.random.default_rng(0)
-    view, _ = make_views(record.problem)
-    _, word = list_schedule(view, record.capacity, 0, 2, chance)
-    record.offer(squeeze(view, word, 1, 0, 100, 1.0, 1.0, chance, lambda: False))
-
-
-def _solution(record: Record) -> Solution:
-    problem = record.problem
-    status: Status = "best found"
-    if record.latency == record.formula:
-        status = "at the bound"
-    elif record.latency <= record.bound:
-        status = "proved optimal"
-    return Solution(
-        schedule=PipelineSchedule.of_tasks(record.graph, record.word),
-        evaluation=evaluate_tasks(problem, record.graph, record.word),
-        bound=record.bound,
-        status=status,
-        memory_bound=record.memory_bound / problem.memory_scale,
-        seconds=time.monotonic() - record.begun,
-        trace=tuple(record.trace),
-    )
+    view = View.of(best.problem, backwards=False)
+    _, word = list_schedule(view, best.capacity, 0, 2, chance)
+    best.offer(squeeze(view, word, 1, 0, 100, 1.0, 1.0, chance, lambda: False))

@@ -20,7 +20,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from stretto.algorithms.experience import Part
+from stretto.algorithms.experience import LossInputs
 from stretto.config import AlgorithmConfig, Config, RolloutConfig
 from stretto.errors import ModelError
 from stretto.machine import Machine, usable_cores
@@ -36,9 +36,9 @@ from stretto.planner.layout import Mesh
 from stretto.planner.memory import BUCKET, HALF, activation_bytes, logits_bytes
 from stretto.rollout.base import Engine, EngineSettings
 from stretto.rollout.engine import TorchEngine
+from stretto.training.backprop import LocalBackprop
 from stretto.training.losses import Losses, MicroBatch
-from stretto.training.passes import LocalPasses
-from stretto.training.trained import TrainedModel, WholeModel
+from stretto.training.trained import LearningRate, TrainedModel, WholeModel
 from stretto.types import Prompt, Response, WeightsRef
 from stretto.weights.broadcast import WeightReceiver, WeightSender
 from stretto.weights.transfer import Backend, Meeting, Route, open_store
@@ -280,14 +280,15 @@ def decodes(model: MeasuredModel, sizes: Sizes) -> Iterator[Point]:
 def trainings(model: MeasuredModel, sizes: Sizes) -> Iterator[Point]:
     """Yield forward and backward passes of micro-batches, and then an update of the weights."""
     training, shape = model.config.training, model.shape
-    trained = TrainedModel(model.model, 1e-6, training, updates=10**6, warmup=0)
+    trained = TrainedModel(model.model, LearningRate(1e-6, 10**6), training)
     losses = Losses(AlgorithmConfig(), model.config.rollout.temperature)
-    passes = LocalPasses(model.model, None, losses, training.microbatch_tokens)
+    passes = LocalBackprop(trained, None, losses, training.microbatch_tokens)
     for tokens in sizes.training:
-        batch = _micro_batch(model, _responses(model, tokens, sizes.length))
+        responses = _responses(model, tokens, sizes.length)
+        batch = _micro_batch(model, responses)
         run = partial(passes.run, [batch], 0.0, trains_actor=True)
         seconds = timed(run, model.device, sizes.repeats)
-        rows, length = len(batch.responses), len(batch.responses[0]) + 1
+        rows, length = len(responses), len(responses[0]) + 1
         flops = formulas.training_flops(shape, rows * length, length, 1, checkpointing=False)
         yield Point("training", f"{rows} x {length} tokens", seconds, flops=flops)
     seconds = timed(trained.update, model.device, sizes.repeats)
@@ -331,7 +332,7 @@ def _micro_batch(model: MeasuredModel, responses: Sequence[Response]) -> MicroBa
     """Make a micro-batch as of an update of its own; its old policy is the one under training."""
     mask, rows = _mask(responses), len(responses)
     even = mask / mask.sum()
-    part = Part(
+    inputs = LossInputs(
         mask=mask,
         weights=even,
         means=even,
@@ -340,7 +341,7 @@ def _micro_batch(model: MeasuredModel, responses: Sequence[Response]) -> MicroBa
         old_logprobs=torch.full(mask.shape, -math.log(model.shape.vocabulary)),
         own=torch.ones(rows, dtype=torch.bool),
     )
-    return MicroBatch(responses, part)
+    return MicroBatch.of(responses, inputs)
 
 
 def peaks(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Iterator[Point]:

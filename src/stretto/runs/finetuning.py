@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -27,7 +27,7 @@ from stretto.tasks.conversations import example_of, read_demonstrations
 from stretto.tasks.pairs import PairTokens, read_pairs, tokens_of
 from stretto.tasks.responses import Example, PromptLayout, attempt
 from stretto.training import supervised
-from stretto.training.supervised import BradleyTerry, CrossEntropy, Objective, Preferences
+from stretto.training.supervised import BradleyTerry, CrossEntropy, Preferences
 from stretto.training.trained import end_updates
 from stretto.types import Stats
 
@@ -94,7 +94,7 @@ def sft(config: SftConfig, *, run_dir: RunDirectory, progress: Progress) -> SftR
         loss = objective.measure(loop.held)
         return {"held_out/loss": loss, "held_out/perplexity": math.exp(loss)}
 
-    last = loop.take_updates(model, objective, measure, run_dir)
+    last = loop.take_updates(model, objective.learn, measure, run_dir)
     loss, perplexity = (last.get(f"held_out/{name}") for name in ("loss", "perplexity"))
     if loop.held:
         progress.note(f"held out: {loss:.4f} nats a token, perplexity {perplexity:.3f}")
@@ -126,7 +126,7 @@ def train_reward_model(
         held_out = objective.measure(loop.held)
         return held_out.stats("held_out")
 
-    last = loop.take_updates(model, objective, measure, run_dir)
+    last = loop.take_updates(model, objective.learn, measure, run_dir)
     if held_out:
         progress.note(
             f"held out ({held_out.pairs} pairs): accuracy {held_out.accuracy:.4f}, margin "
@@ -203,7 +203,7 @@ class _SupervisedLoop(Generic[T]):
     def take_updates(
         self,
         model: nn.Module,
-        objective: Objective[T],
+        learn: Callable[[Sequence[T]], Stats],
         measure: Callable[[], Stats],
         run_dir: RunDirectory,
     ) -> Stats:
@@ -239,5 +239,5 @@ class _SupervisedLoop(Generic[T]):
                 lambda: end_updates(model),
                 recorder.note,
             ):
-                supervised.train(model, self.rows, objective, config, after)
+                supervised.train(model, self.rows, learn, config, after)
         return last

@@ -21,7 +21,7 @@ import torch
 from stretto.errors import RankError, TransferError
 from stretto.models.cached import RowCache
 from stretto.types import KVTransfer, Reply, Response
-from stretto.weights.buckets import Plan, plan
+from stretto.weights.buckets import BucketPlan
 from stretto.weights.transfer import Meeting, Route, Transfers
 from stretto.workers.threads import Executor
 
@@ -35,7 +35,7 @@ class KVHandle:
 
     giver: str  # the generator that keeps them
     bundle: int  # number of what travels together, unique with one giver
-    what: Plan  # by which the bundle travels
+    what: BucketPlan  # by which the bundle travels
     version: int  # of the weights under which they were begun
     route: Route | None = None  # the taker's way to the group, once the bundle is under way
 
@@ -66,16 +66,16 @@ class KVStore:
         }
         return [replace(t, cache=tickets.get(t.rollout_id)) for t in transfers]
 
-    def _bundle(self, tensors: dict[str, torch.Tensor]) -> tuple[int, Plan]:
+    def _bundle(self, tensors: dict[str, torch.Tensor]) -> tuple[int, BucketPlan]:
         self._count += 1
         self._kept[self._count] = tensors
-        return self._count, plan(tensors.items(), BUCKET_BYTES)
+        return self._count, BucketPlan.of(tensors.items(), BUCKET_BYTES)
 
     def ship(self, bundle: int, route: Route) -> None:
         tensors = self._kept.pop(bundle, None)
         if tensors is None:
             raise TransferError(f"{self._name} does not keep the bundle {bundle}")
-        self._giving.send(self._own(route), plan(tensors.items(), BUCKET_BYTES), tensors)
+        self._giving.send(self._own(route), BucketPlan.of(tensors.items(), BUCKET_BYTES), tensors)
 
     def fetch(self, transfers: Sequence[KVTransfer]) -> list[KVTransfer]:
         """Put keys and values in the place of tickets; nothing where they do not come."""
@@ -92,12 +92,12 @@ class KVStore:
             found.append(replace(transfer, cache=cache, cached_tokens=kept))
         return found
 
-    def sample(self) -> tuple[int, Plan]:
+    def sample(self) -> tuple[int, BucketPlan]:
         """Keep a bundle of :data:`SAMPLE_BYTES` bytes; return its number and plan."""
         sample = torch.zeros(SAMPLE_BYTES, dtype=torch.uint8, device=self._device)
         return self._bundle({"sample": sample})
 
-    def measure(self, route: Route, what: Plan) -> float:
+    def measure(self, route: Route, what: BucketPlan) -> float:
         start_s = time.perf_counter()
         for _ in self._taking.receive(self._own(route), what, []):
             pass

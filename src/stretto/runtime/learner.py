@@ -119,8 +119,8 @@ class LearnerService(Service):
 
     def kept(self, refs: Sequence[WeightsRef]) -> Reply[list[Mapping[str, torch.Tensor]]]:
         """Return the tensors of versions that are kept, which the first rank gathers."""
-        found = ((ref.model, self._channel.kept(ref)) for ref in refs)
-        return Reply([self._learner.gathered(*tensors) for tensors in found])
+        trained = self._learner.trained
+        return Reply([trained[ref.model].gathered(self._channel.kept(ref)) for ref in refs])
 
     def load(
         self, path: Path, kept: Sequence[tuple[WeightsRef, Mapping[str, torch.Tensor]]]
@@ -129,7 +129,7 @@ class LearnerService(Service):
         self._learner.load_state_dict(self._read(path))
         refs = self.offered()
         for ref, tensors in kept:  # the newest version, too, if weights have changed since
-            self._channel.put(ref, self._learner.divided(ref.model, tensors))
+            self._channel.put(ref, self._learner.trained[ref.model].divided(tensors))
         return Reply(refs)
 
     def offered(self) -> Mapping[str, WeightsRef]:
@@ -144,10 +144,10 @@ class LearnerService(Service):
 
     def end_updates(self) -> bool:
         """Let no update begin any more; return whether the weights are whole. On the side."""
-        return self._learner.end_updates()
+        return self._learner.trained["actor"].end_updates()
 
     def save(self, folder: Path) -> None:
-        self._learner.save(folder, self._prompts.tokenizer)
+        self._learner.trained["actor"].save(folder, self._prompts.tokenizer)
 
     def _about(self, name: str, args: tuple[Any, ...], value: Any) -> Mapping[str, Any]:
         (batch,) = args

@@ -21,7 +21,7 @@ LIMITS = {True: 0.2, False: 1e-3}
 """The largest tolerance, in bfloat16 and in float32; it holds until rounding is measured."""
 
 FLOORS = {True: 1e-2, False: 1e-4}
-"""Amounts added to the tolerance, for models whose rounding grows as they learn; by coarseness."""
+"""Amounts added to the tolerance, as rounding may grow while a model learns; by coarseness."""
 
 OUTLIER = 6.0
 """The distance of a lone outlier that is rounding too, as a multiple of the usual difference."""
@@ -32,25 +32,17 @@ def is_coarse(dtype: torch.dtype) -> bool:
     return dtype.itemsize < 4
 
 
-def difference_rms(metrics: Metrics) -> float | None:
-    """Return the root mean square of the differences that
-    :func:`~stretto.algorithms.policy.disagreement` summed; ``None`` where there are none.
+def differences(metrics: Metrics) -> dict[str, float]:
+    """Return mean (learner less engine) and root mean square of the differences that
+    :func:`~stretto.algorithms.policy.disagreement` summed, if there are any.
     """
     if TOKENS not in metrics.sums:
-        return None
-    return math.sqrt(metrics.sums[SQUARES].item() / metrics.sums[TOKENS].item())
-
-
-def differences(metrics: Metrics) -> dict[str, float]:
-    """Return mean (learner less engine) and root mean square of the differences, if there are any.
-
-    They are those that :func:`~stretto.algorithms.policy.disagreement` summed.
-    """
-    rms = difference_rms(metrics)
-    if rms is None:
         return {}
-    mean = metrics.sums[SUM].item() / metrics.sums[TOKENS].item()
-    return {"sampling/logp_difference_mean": mean, "sampling/logp_difference_rms": rms}
+    total, squares, tokens = (metrics.sums[name].item() for name in (SUM, SQUARES, TOKENS))
+    return {
+        "sampling/logp_difference_mean": total / tokens,
+        "sampling/logp_difference_rms": math.sqrt(squares / tokens),
+    }
 
 
 class Agreement:
@@ -58,12 +50,8 @@ class Agreement:
 
     The first :data:`CALIBRATION_TOKENS` tokens measure the root mean square difference, which is
     rounding. From then on the tolerance is :data:`FACTOR` times that plus a floor. For n tokens it
-    is sqrt(1 + OUTLIER^2 / n) times larger, so that one outlier among few tokens passes.
-
-    State: the sums that were measured.
-
-    Args:
-        given: a tolerance set by hand; 0 measures.
+    is sqrt(1 + OUTLIER^2 / n) times larger, so that one outlier among few tokens passes. A
+    ``given`` tolerance above 0 stands for all that.
     """
 
     def __init__(self, dtype: torch.dtype, given: float) -> None:
@@ -84,19 +72,13 @@ class Agreement:
         return math.sqrt(self._squares / self._tokens) if enough else None
 
     def check(self, metrics: Metrics) -> None:
-        """Look at a mini-batch, before the weights that sampled some of it have moved.
-
-        Args:
-            metrics: with the sums of :func:`~stretto.algorithms.policy.disagreement`; without them
-                there is nothing to look at.
-
-        Raises:
-            LearnerError: the difference is beyond the tolerance.
+        """Look at the sums of a mini-batch, before the weights that sampled some of it have moved;
+        raises LearnerError if the difference is beyond the tolerance.
         """
-        rms = difference_rms(metrics)
-        if rms is None:
+        if TOKENS not in metrics.sums:
             return
         squares, tokens = metrics.sums[SQUARES].item(), metrics.sums[TOKENS].item()
+        rms = math.sqrt(squares / tokens)
         allowed = self._given or self.tolerance * math.sqrt(1 + OUTLIER**2 / tokens)
         if not rms <= allowed:
             start = "" if self._measured is None else f"at the start it was {self._measured:.4g}; "
@@ -105,7 +87,8 @@ class Agreement:
                 f"weights that are trained, their log-probs differ by {rms:.4g} (root mean square "
                 f"of {tokens:.0f} tokens; {start}the tolerance is {allowed:.4g}). If it is "
                 "rounding of a low-precision model, set training.ratio_tolerance, or model.dtype = "
-                "'float32'"
+                "'float32'",
+                "policies-disagree",
             )
         if not self._given and self._measured is None:
             self._squares, self._tokens = self._squares + squares, self._tokens + tokens
@@ -115,5 +98,5 @@ class Agreement:
         return {"squares": self._squares, "tokens": self._tokens}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
+        """Go on from such sums."""
         self._squares, self._tokens = state["squares"], state["tokens"]

@@ -1,12 +1,12 @@
 """A batch as tensors, and as metrics.
 
-Shapes: B responses, T sampled tokens of the longest. Only sampled tokens are kept, left-aligned:
-entry [b, t] is the sampled token t, its log-probability, and the value of the state before it.
+Shapes: B responses, T sampled tokens of the longest; they are left-aligned, and entry [b, t] is of
+the sampled token t: its log-probability, and the value of the state before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
@@ -14,21 +14,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from stretto.algorithms.experience import Scored
 from stretto.types import TrainBatch, short_name
 
 
 def collate(batch: TrainBatch, weights: Mapping[str, float]) -> Scored:
-    """Turn a batch into tensors.
-
-    Args:
-        batch: at least one response.
-        weights: factor of each reward source, by name.
-    """
+    """Turn a batch of at least one response into tensors; ``weights`` are those of rewards."""
 
     def padded(column: npt.NDArray[Any]) -> Tensor:
-        return _pad([torch.from_numpy(row) for row in batch.split_sampled(column)])
+        rows = [torch.from_numpy(row) for row in batch.split_sampled(column)]
+        return pad_sequence(rows, batch_first=True)
 
     reference, values = (batch.per_token.get(kind) for kind in ("logprobs", "values"))
     return Scored(
@@ -42,15 +39,9 @@ def collate(batch: TrainBatch, weights: Mapping[str, float]) -> Scored:
     )
 
 
-def _pad(rows: Sequence[Tensor]) -> Tensor:
-    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
-
-
 def staleness(batch: TrainBatch, version: int) -> dict[str, float]:
-    """Measure how far the policies that sampled a batch are behind the learner's ``version``.
-
-    A rollout's staleness is the version less the oldest one among its tokens; that of an empty
-    response is 0.
+    """Measure how far the policies that sampled a batch are behind the learner's ``version``: of a
+    rollout, the version less the oldest one among its tokens, or 0 for an empty response.
     """
     versions = batch.split_sampled(batch.versions)
     behind = [version - int(v.min(initial=version)) for v in versions]
@@ -63,10 +54,8 @@ def staleness(batch: TrainBatch, version: int) -> dict[str, float]:
 
 
 def describe(batch: TrainBatch) -> dict[str, float]:
-    """Return metrics of a batch that need no model: lengths, endings, and each reward source.
-
-    A source's mean is over the responses that it applies to; a source that applies to none has no
-    figure.
+    """Return metrics of a batch that need no model: lengths, endings, and the mean of each reward
+    source over the responses that it applies to.
     """
     lengths = batch.lengths.tolist()
     stats = {

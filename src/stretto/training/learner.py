@@ -1,34 +1,39 @@
 """The learner: one step on a batch of scored rollouts, with any of the algorithms.
 
-Shapes: B responses, T tokens of a batch; b and T of one micro-batch; N its response tokens,
-flattened.
+Shapes: B responses, T tokens of a batch; b, T of a micro-batch; N its response tokens, flattened.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from stretto.algorithms.experience import Experience, Part
+from stretto.algorithms.experience import Experience
 from stretto.algorithms.kl import AdaptiveKL
 from stretto.algorithms.policy import SQUARES, SUM, TOKENS
-from stretto.algorithms.reductions import Metrics, response_weights, token_weights
+from stretto.algorithms.reductions import Metrics
 from stretto.algorithms.registry import prepare
 from stretto.config import Config
 from stretto.errors import LearnerError, nearest
 from stretto.training.agreement import Agreement, differences, is_coarse
+from stretto.training.backprop import Backprop
 from stretto.training.collate import collate, describe, staleness
 from stretto.training.losses import MicroBatch
-from stretto.training.passes import Passes, Trained
+from stretto.training.trained import Trained
 from stretto.types import FloatArray, Response, TrainBatch, TrainOutput, WeightsRef
 from stretto.weights.channel import SharedChannel
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
+
+
+_LR = {"actor": "lr", "critic": "critic/lr"}
+_NORM = {"actor": "policy/grad_norm", "critic": "critic/grad_norm"}
+"""Names of metrics, by model."""
 
 
 class PolicyLearner:
@@ -37,42 +42,36 @@ class PolicyLearner:
     The old log-probabilities are the engine's own, of the distribution it sampled from. Where a
     step is one update and the settings say so, they are those of the policy under training, as that
     update finds it. Neither costs a forward pass; proximal ones of a step of several updates do.
-    Before the actor moves from the version that was handed over, engine and learner are checked to
+    Before the actor moves from the version that was synced, engine and learner are checked to
     agree, on responses sampled wholly by that version (:class:`Agreement`).
 
-    State: the models, beta, the version, whether the actor has moved since it was published, the
-    count of steps (which orders the mini-batches), and how far rounding sets engine and learner
-    apart.
-
-    Args:
-        critic: the value model, or ``None`` for algorithms without one.
-        reward_weights: factor of each reward source, by name.
-        snapshots: the models, of ``actor`` and ``critic``, whose weights are copied when they are
-            published. Needed for one that is generated or scored with while training goes on.
-        channel: takes those copies to the roles that follow; by default one in this process.
-
-    Raises:
-        LearnerError: ``snapshots`` names another model.
+    Reward weights are by source. Models named in ``snapshots`` are copied when they are published,
+    as is needed where they generate or score while training goes on; the channel, by default one in
+    this process, takes the copies to the roles that follow. Raises LearnerError if there is no such
+    model.
     """
 
     def __init__(
         self,
         actor: Trained,
         critic: Trained | None,
-        passes: Passes,
+        backprop: Backprop,
         config: Config,
         reward_weights: Mapping[str, float],
         *,
         snapshots: Collection[str] = (),
         channel: SharedChannel | None = None,
     ) -> None:
-        self._actor, self._critic, self.passes, self.config = actor, critic, passes, config
-        self._trained = {"actor": actor} | ({"critic": critic} if critic else {})
+        self._actor, self._critic, self.backprop, self.config = actor, critic, backprop, config
+        self.trained: Mapping[str, Trained] = {"actor": actor}
+        if critic:
+            self.trained = {"actor": actor, "critic": critic}
         for name in snapshots:
-            if name not in self._trained:
+            if name not in self.trained:
                 raise LearnerError(
                     f"snapshots are taken of trained models; got '{name}'. "
-                    f"{nearest(name, self._trained)}"
+                    f"{nearest(name, self.trained)}",
+                    "unknown-model",
                 )
         self._snapshots = frozenset(snapshots)
         self.channel = channel or SharedChannel()
@@ -83,41 +82,39 @@ class PolicyLearner:
         self._coarse = is_coarse(actor.dtype)
         self._version, self._steps, self._moved = 0, 0, False
 
-    @property
-    def trained(self) -> Mapping[str, Trained]:
-        """The models under training, by name."""
-        return self._trained
-
     def train(self, batch: TrainBatch) -> TrainOutput:
-        """Take one step.
-
-        Raises:
-            LearnerError: the batch is too small for its mini-batches, its numbers are not finite,
-                or engine and learner disagree about on-policy data.
+        """Take one step. Raises LearnerError if the batch is too small for its mini-batches, its
+        numbers are not finite, or engine and learner disagree about on-policy data.
         """
         t, responses = self.config.training, batch.responses()
-        age, fresh = staleness(batch, self._version), self._fresh(batch)
+        age, versions = staleness(batch, self._version), batch.split_sampled(batch.versions)
+        # Of responses [B], those that the weights of the last sync sampled wholly.
+        fresh = torch.tensor([bool((each == self._version).all()) for each in versions])
         experience = self.experience_of(batch)
-        metrics, norms = Metrics(), dict.fromkeys(self._trained, 0.0)
-        lr = {"lr": self._actor.lr} | ({"critic/lr": self._critic.lr} if self._critic else {})
-        parts = list(self.minibatches(len(batch), experience.units))
-        for units in parts:
+        metrics, norms = Metrics(), dict.fromkeys(self.trained, 0.0)
+        lr = {_LR[name]: model.lr for name, model in self.trained.items()}
+        minibatches = list(self.minibatches(len(batch), experience.units))
+        for units in minibatches:
             metrics += self._train_minibatch(responses, units, experience, fresh, norms)
-        for _ in range(t.updates - len(parts)):
+        for _ in range(t.updates - len(minibatches)):
             self._actor.skip()  # fewer units than mini-batches: the schedule counts those planned
-        of_passes = self.passes.finish()
+        of_passes = self.backprop.finish()
         self._steps += 1
         thawed = self._steps > self.config.critic.freeze_steps
         if thawed and "objective/kl" in experience.stats:
             self._kl.update(experience.stats["objective/kl"], len(batch))
-        names = {"actor": "policy", "critic": "critic"}
+        updates = max(len(minibatches), 1)
+        # Means over mini-batches of means within one; only one has sums of the disagreement.
+        once = (SUM, SQUARES, TOKENS)
+        means = {k: v / updates for k, v in metrics.sums.items() if k not in once}
         stats = {
             **describe(batch),
             **age,
             **experience.stats,
-            **_averages(metrics, len(parts)),
+            **Metrics(means, metrics.minima, metrics.maxima).floats(),
+            **differences(metrics),
             **of_passes,
-            **{f"{names[m]}/grad_norm": norm / max(len(parts), 1) for m, norm in norms.items()},
+            **{_NORM[model]: norm / updates for model, norm in norms.items()},
             **lr,
         }
         return TrainOutput(stats, experience.rewards.numpy())
@@ -125,72 +122,45 @@ class PolicyLearner:
     def publish(self) -> dict[str, WeightsRef]:
         """Publish the next version of ``actor`` and, where there is one, ``critic``.
 
-        The fingerprint is of all parameters of a model, frozen ones too. So under LoRA it proves
-        that the adapters lie on the same weights. Tensors travel for ``snapshots`` alone, and only
-        trained ones; otherwise both sides share the module.
+        Fingerprints are of all parameters, frozen ones too: under LoRA one proves that the adapters
+        lie on the same weights. Tensors travel for ``snapshots`` alone, and only trained ones.
         """
         self._version, self._moved = self._version + 1, False
         return self.offer()
 
     def offer(self) -> dict[str, WeightsRef]:
-        """Offer the weights as they are now, as the version that was published last.
-
-        That is for roles which share no memory with the learner, when a run is resumed.
-        """
-        return {name: self._offer(name, trained) for name, trained in self._trained.items()}
+        """Offer the weights as they are now, as the version that was published last."""
+        refs = {}
+        for name, trained in self.trained.items():
+            # The fingerprint comes last, as it waits for the device: then copies are there too.
+            tensors = trained.snapshot() if name in self._snapshots else None
+            mark = trained.fingerprint()
+            refs[name] = WeightsRef(name, self._version, mark)
+            if tensors is not None:
+                refs[name] = WeightsRef(name, self._version, mark, self.channel.name)
+                self.channel.put(refs[name], tensors)
+        return refs
 
     def logprobs(self, responses: Sequence[Response]) -> FloatArray:
         """Return the actor's log-probs [B, T] of responses of one length T."""
         mask = torch.ones(len(responses), len(responses[0]), dtype=torch.bool)
-        budget = self.config.training.microbatch_tokens
-        temperature = self.config.rollout.temperature
-        found: FloatArray = self._actor.logprobs(responses, mask, temperature, budget).numpy()
-        return found
+        return self._logprobs(responses, mask).numpy()
 
-    def _offer(self, name: str, trained: Trained) -> WeightsRef:
-        # The fingerprint comes last, as it waits for the device: then the copies are there too.
-        tensors = trained.snapshot() if name in self._snapshots else None
-        mark = trained.fingerprint()
-        if tensors is None:
-            return WeightsRef(name, self._version, mark)
-        ref = WeightsRef(name, self._version, mark, self.channel.name)
-        self.channel.put(ref, tensors)
-        return ref
-
-    def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write the actor in Hugging Face format, whole or not at all."""
-        self._actor.save(folder, tokenizer)
+    def _logprobs(self, responses: Sequence[Response], mask: Tensor) -> Tensor:
+        temperature, budget = self.config.rollout.temperature, self.config.training
+        return self._actor.logprobs(responses, mask, temperature, budget.microbatch_tokens)
 
     def weights(self) -> dict[str, dict[str, Tensor]]:
-        """Return copies of the trained weights of all models, by model and name.
-
-        Where ranks hold parts of them, on the first rank; a collective.
+        """Return copies of the trained weights, by model and name; where ranks hold parts of them,
+        on the first rank, and as a collective.
         """
-        return {
-            name: dict(trained.gathered(trained.snapshot()))
-            for name, trained in self._trained.items()
-        }
-
-    def gathered(self, model: str, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the whole of what was published of a model; see :meth:`Trained.gathered`."""
-        return self._trained[model].gathered(tensors)
-
-    def divided(self, model: str, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The inverse of :meth:`gathered`."""
-        return self._trained[model].divided(tensors)
-
-    def fingerprint(self, name: str) -> str:
-        """Return the fingerprint of all parameters of a trained model."""
-        return self._trained[name].fingerprint()
-
-    def end_updates(self) -> bool:
-        """End the actor's updates; return whether its weights are whole. From any thread."""
-        return self._actor.end_updates()
+        trained = self.trained.items()
+        return {name: dict(model.gathered(model.snapshot())) for name, model in trained}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that the class names, with the models' tensors or pieces of them."""
+        """Return the state of models, beta, version and counts, with tensors or pieces of them."""
         return {
-            "models": {name: trained.state_dict() for name, trained in self._trained.items()},
+            "models": {name: trained.state_dict() for name, trained in self.trained.items()},
             "kl": self._kl.state_dict(),
             "version": self._version,
             "steps": self._steps,
@@ -200,7 +170,7 @@ class PolicyLearner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state of the whole learner; see :mod:`stretto.training.shard_files`."""
-        for name, trained in self._trained.items():
+        for name, trained in self.trained.items():
             trained.load_state_dict(state["models"][name])
         self._kl.load_state_dict(state["kl"])
         self._version, self._steps = state["version"], state["steps"]
@@ -208,19 +178,11 @@ class PolicyLearner:
         self._agreement.load_state_dict(state["agreement"])
 
     def experience_of(self, batch: TrainBatch) -> Experience:
-        """Return the inputs of a batch's losses, by the actor and beta as they are now.
-
-        Raises:
-            LearnerError: nothing can be learned from the batch; see
-                :func:`~stretto.algorithms.prepare.prepare`.
-        """
+        """Return the inputs of a batch's losses, by the actor and beta as they are now."""
         c, proximal = self.config, None
         data = collate(batch, self._reward_weights)
         if c.algorithm.old_policy == "proximal" and c.training.updates > 1:
-            budget = c.training.microbatch_tokens
-            proximal = self._actor.logprobs(
-                batch.responses(), data.mask, c.rollout.temperature, budget
-            )
+            proximal = self._logprobs(batch.responses(), data.mask)
         return prepare(data, c.algorithm, c.reward, self._kl.coef, proximal)
 
     def minibatches(
@@ -229,14 +191,14 @@ class PolicyLearner:
         """Yield the units of each mini-batch, shuffled anew for every epoch.
 
         With dropped responses units may not divide evenly: parts then differ by one unit. Where
-        units are fewer than mini-batches, each unit makes one. Without units there is no update; an
-        algorithm of pairs has none if all scores are equal.
+        units are fewer than mini-batches, each unit makes one. Without units there is no update.
         """
         count = self.config.training.minibatches
         if size < count:
             raise LearnerError(
                 f"{size} responses were left of the batch, fewer than training.minibatches = "
-                f"{count}; see why responses were dropped, or lower minibatches"
+                f"{count}; see why responses were dropped, or lower minibatches",
+                "fewer-responses-than-minibatches",
             )
         order = torch.Generator().manual_seed((self.config.seed * 1_000_003 + self._steps) % 2**63)
         for _ in range(self.config.training.epochs if units else 0):
@@ -254,9 +216,9 @@ class PolicyLearner:
     ) -> Metrics:
         if self._moved:
             fresh = torch.zeros_like(fresh)
-        parts = self.microbatches(responses, units, experience, fresh)
+        batches = self.microbatches(responses, units, experience, fresh)
         thawed = self._steps >= self.config.critic.freeze_steps
-        by_model = self.passes.run(parts, self._kl.coef, trains_actor=thawed)
+        by_model = self.backprop.run(batches, self._kl.coef, trains_actor=thawed)
         if self._critic:
             norms["critic"] += self._critic.update()
         if thawed:
@@ -273,47 +235,24 @@ class PolicyLearner:
         fresh: Tensor,
     ) -> list[MicroBatch]:
         """Split a mini-batch as the passes ask, units whole; weights count over all of it.
-
-        Args:
-            fresh: responses [B] that the actor's weights, as they are now, have sampled.
+        ``fresh`` marks responses [B] that the actor's weights, as they are now, have sampled.
         """
-        e, a = experience, self.config.algorithm
         rows = [row for unit in units for row in unit]
         place = {row: i for i, row in enumerate(rows)}
-        mask = e.mask[rows]
-        weights = token_weights(mask, a.averaging, self.config.rollout.max_new_tokens)
-        means, of_responses = token_weights(mask, "token_mean"), response_weights(mask)
-        longest = [max(responses[row].total_tokens for row in unit) * len(unit) for unit in units]
-        parts = []
-        for chosen in self.passes.divide(longest):
+        c = self.config
+        inputs = experience.pick(rows).weighted(c.algorithm.averaging, c.rollout.max_new_tokens)
+        inputs = replace(inputs, fresh=fresh[rows], own=self._own(fresh[rows]))
+        tokens = [max(responses[row].total_tokens for row in unit) * len(unit) for unit in units]
+        batches = []
+        for chosen in self.backprop.divide(tokens):
             rows = [row for i in chosen for row in units[i]]
-            at = [place[row] for row in rows]
-            part = Part(
-                mask=e.mask[rows],
-                weights=weights[at],
-                means=means[at],
-                response_weights=of_responses[at],
-                advantages=e.advantages[rows],
-                old_logprobs=e.old_logprobs[rows],
-                ref_logprobs=None if e.ref_logprobs is None else e.ref_logprobs[rows],
-                behaviour_logprobs=e.behaviour_logprobs[rows],
-                fresh=fresh[rows],
-                own=self._own(fresh[rows]),
-                tensors={name: tensor[rows] for name, tensor in e.tensors.items()},
-            )
-            parts.append(MicroBatch([responses[row] for row in rows], part))
-        return parts
-
-    def _fresh(self, batch: TrainBatch) -> Tensor:
-        """Mark the responses that the weights of the last hand-over sampled wholly: [B] bool."""
-        fresh = [bool((v == self._version).all()) for v in batch.split_sampled(batch.versions)]
-        return torch.tensor(fresh)
+            part = inputs.pick([place[row] for row in rows])
+            batches.append(MicroBatch.of([responses[row] for row in rows], part))
+        return batches
 
     def _own(self, fresh: Tensor) -> Tensor | None:
-        """Mark the rows whose old policy is the actor as it is now; ``None`` for none.
-
-        That costs nothing where a step is one update. Under ``auto``, responses of older weights
-        keep the policy that sampled them.
+        """Mark the rows whose old policy is the actor as it is now; ``None`` for none. Under
+        ``auto``, responses of older weights keep the policy that sampled them.
         """
         old_policy = self.config.algorithm.old_policy
         if self.config.training.updates > 1 or old_policy == "behaviour":
@@ -321,14 +260,3 @@ class PolicyLearner:
         if old_policy == "proximal":
             return torch.ones_like(fresh)
         return fresh if self._coarse else None
-
-
-def _averages(metrics: Metrics, parts: int) -> dict[str, float]:
-    """Return metrics of the whole step.
-
-    Sums are means within a mini-batch, so they are averaged over mini-batches. Those of the
-    disagreement are not: only one mini-batch has them.
-    """
-    once = (SUM, SQUARES, TOKENS)
-    means = {k: v / max(parts, 1) for k, v in metrics.sums.items() if k not in once}
-    return {**Metrics(means, metrics.minima, metrics.maxima).floats(), **differences(metrics)}

@@ -7,9 +7,11 @@ and norms come back, and at the end of a step the new weights do.
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -18,28 +20,33 @@ from torch import Tensor, nn
 from stretto.algorithms.reductions import Metrics
 from stretto.config import Config, PipelineConfig
 from stretto.config.training import token_budget
-from stretto.errors import ConfigError, LearnerError, ModelError
+from stretto.errors import ConfigError, ModelError
 from stretto.models.backend import backend_of
 from stretto.models.forward import by_token_budget
 from stretto.pipelines.baselines import one_f_one_b
 from stretto.pipelines.executor.instructions import Timings, makespan_us, profile
-from stretto.pipelines.executor.stages import Name, Stage, StageLayout, cut, for_sending
-from stretto.pipelines.problem import Problem, Side
+from stretto.pipelines.executor.stages import (
+    NAMES,
+    Name,
+    StageLayout,
+    check_stages,
+    cut,
+    for_sending,
+)
+from stretto.pipelines.problem import ModelPipelines, Problem
 from stretto.pipelines.schedule import PipelineSchedule, evaluate
 from stretto.pipelines.solve import SEEDS, solve
+from stretto.training.backprop import divided
 from stretto.training.losses import Losses, MicroBatch
-from stretto.training.partition import (
-    Names,
-    PaddedBatch,
-    check_stages,
-    divided,
-    on_cpu,
-    stage_state,
-    whole_state,
-)
 from stretto.training.shard_files import in_memory
-from stretto.training.stages import StageTrainer
-from stretto.training.trained import Course, Snapshots, WholeModel, require_finite_norm
+from stretto.training.stages import Names, StageTrainer, stage_state, whole_state
+from stretto.training.trained import (
+    LearningRate,
+    Snapshots,
+    Trained,
+    require_finite_norm,
+    require_trained,
+)
 from stretto.types import Stats
 from stretto.workers.ranks import Ranks
 
@@ -47,61 +54,47 @@ MEASURED_RUN = 2
 """The mini-batch whose latencies are measured; the first is slow for reasons of its own."""
 
 WORDS = {
-    "hold": "the hand-over of stages",
-    "lr": "the hand-over of stages",
+    "hold": "the transfer of stages",
     "run": "the passes of a mini-batch",
     "saved_bytes": "the measuring of memory",
     "update": "an update of the weights",
     "skip": "an update of the weights",
-    "weights": "the hand-over of new weights",
-    "state": "the hand-over of the state",
-    "load": "the hand-over of a saved state",
+    "weights": "the transfer of new weights",
+    "state": "the transfer of the state",
+    "load": "the transfer of a saved state",
 }
 """The work of a :class:`~stretto.training.stages.StageTrainer`'s methods, for messages."""
 
 
-class StagedModel(WholeModel):
-    """A model whose stages are trained by ranks; see :class:`~stretto.training.passes.Trained`.
-
-    State: the stages' trainers' states, put together to that of the whole model's trainer. So a run
-    can be resumed with another number of ranks, or without any.
-
-    Args:
-        name: ``actor`` or ``critic``.
-        names: of the stages' trained parameters, by rank.
+class StagedModel(Trained):
+    """A model whose stages, with these names of trained parameters, are trained by ranks. Its state
+    is that of a whole model's trainer: a run can be resumed with any number of ranks, or none.
     """
 
-    def __init__(self, name: Name, model: nn.Module, ranks: Ranks, names: Sequence[Names]) -> None:
+    def __init__(
+        self, name: Name, model: nn.Module, ranks: Ranks, names: Sequence[Names], lr: float
+    ) -> None:
         super().__init__(model)
         self._name, self._ranks, self._names = name, ranks, names
         self._weights = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._snapshots = Snapshots(self._weights)
-        self._lr = float(ranks.call("lr", name)[0])
-        self._behind = False
+        self._lr, self._behind = lr, False
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next update."""
         return self._lr
 
     def update(self) -> float:
-        """Take an optimizer step on the ranks; the whole model follows with :meth:`fetch`.
-
-        Raises:
-            LearnerError: the norm is not finite; the weights are left as they were.
-            RankError: a rank failed.
-        """
+        """Take an optimizer step on the ranks; the whole model follows with :meth:`fetch`."""
         norm, self._lr = self._ranks.call("update", self._name)[0]
         self._behind = True
         require_finite_norm(norm)
         return float(norm)
 
     def skip(self) -> None:
-        """Let an update go by without a gradient: the learning rate moves on, nothing else does."""
         self._lr = float(self._ranks.call("skip", self._name)[0])
 
     def snapshot(self) -> Mapping[str, Tensor]:
-        """Copies of the trained weights; see :meth:`~stretto.training.trained.Snapshots.take`."""
         return self._snapshots.take()
 
     @torch.no_grad()
@@ -117,13 +110,11 @@ class StagedModel(WholeModel):
         self._behind = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the whole model's trainer, with its tensors."""
         return whole_state(self._of_stages("state"), [*self._weights])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`; tensors may be in files, too."""
-        order, state = [*self._weights], in_memory(state)
-        parts = ((self._name, on_cpu(stage_state(state, order, names))) for names in self._names)
+        order = [*self._weights]
+        parts = ((self._name, in_memory(stage_state(state, order, n))) for n in self._names)
         self._lr = float(self._ranks.call_each("load", parts)[0])
         self._behind = True
         self.fetch()
@@ -133,161 +124,96 @@ class StagedModel(WholeModel):
         return [(n, s) for n, s in zip(self._names, said, strict=True) if s is not None]
 
 
-class PipelinedPasses:
-    """Passes of both models at once, by a schedule; see :class:`~stretto.training.passes.Passes`.
+class PipelinedBackprop:
+    """Passes of both models at once, by a schedule.
 
     Latencies are measured in the second mini-batch, and schedules made anew for them. Where a
-    mini-batch has fewer responses than there are pipelines, the others get blank micro-batches.
-
-    Args:
-        budget: tokens of a micro-batch, where the settings do not say how many there are.
+    mini-batch has fewer responses than there are pipelines, the others get blank micro-batches. The
+    budget is of tokens, where the settings do not say how many micro-batches there are.
     """
 
     def __init__(
         self,
         ranks: Ranks,
-        models: Sequence[StagedModel],
+        models: Mapping[Name, StagedModel],
         planner: Planner,
         layout: StageLayout,
         config: PipelineConfig,
         budget: int,
     ) -> None:
-        self._ranks, self._models, self._planner = ranks, models, planner
-        self._layout, self._config, self._budget = layout, config, budget
+        self.ranks, self.models = ranks, models
+        self._planner, self._layout, self._config = planner, layout, config
+        self._budget = budget
         self._runs = 0
-        self._ran: list[_Ran] = []
+        # Of each mini-batch: from first to last task, of a rank's work on average, and predicted.
+        self._seconds: list[tuple[float, float, float]] = []
 
     def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
-        """Divide so that pipelines get equally many micro-batches, of like sizes.
-
-        With too few units for each pipeline to get one, each unit is a micro-batch.
-        """
         wanted = self._config.micro_batches or len(by_token_budget(tokens, self._budget))
         return divided(tokens, wanted, self._config.multiple)
 
     def run(
-        self, parts: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool
+        self, batches: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool
     ) -> Mapping[str, Metrics]:
-        """Run the passes on the ranks; see :class:`~stretto.training.passes.Passes`.
-
-        Raises:
-            RankError: a rank failed.
-        """
-        batches = [PaddedBatch.of(part) for part in parts]
-        missing = -len(parts) % self._config.multiple
-        batches += [PaddedBatch.blank(parts[0].part)] * missing
+        missing = -len(batches) % self._config.multiple
+        batches = [*batches, *[MicroBatch.blank(batches[0])] * missing]
         plan = self._planner.plan(len(batches))
-        said: list[tuple[Timings, Mapping[Name, Metrics]]] = self._ranks.call(
+        said: list[tuple[Timings, Mapping[Name, Metrics]]] = self.ranks.call(
             "run", plan.schedule, plan.problem, batches, kl_coef, trains_actor
         )
         timings = [times for times, _ in said]
+        busy_s = fmean(sum(t.end) - sum(t.start) for t in timings)
         self._runs += 1
-        self._ran.append(_Ran.of(timings, plan.predicted_us))
+        self._seconds.append((makespan_us(timings) / 1e6, busy_s, plan.predicted_us / 1e6))
         if self._runs >= MEASURED_RUN and not (missing or self._planner.measured):
-            kept = self._ranks.call("saved_bytes", batches[0])
+            kept = self.ranks.call("saved_bytes", batches[0])
             self._planner.measure(profile(self._layout, timings, kept))
         names: Sequence[Name] = ("critic", "actor") if trains_actor else ("critic",)
         return {name: sum((metrics[name] for _, metrics in said), Metrics()) for name in names}
 
     def finish(self) -> Stats:
-        """Fetch the new weights into the whole models, and sum up the step's passes.
-
-        Returns:
-            ``pipeline/step_s`` (seconds of all passes of the step, from the first task of each
-            mini-batch to its last), ``pipeline/bubble_fraction`` (share of the ranks' time in which
-            they waited), and, once latencies are measured, ``pipeline/predicted_s`` (what the
-            schedules were to take).
+        """Fetch the new weights into the whole models; return ``pipeline/step_s`` (seconds from the
+        first task of each mini-batch to its last), ``pipeline/bubble_fraction`` (share of the
+        ranks' time in which they waited) and, once latencies are measured,
+        ``pipeline/predicted_s``.
         """
-        for model in self._models:
+        for model in self.models.values():
             model.fetch()
-        ran, self._ran = self._ran, []
-        if not ran:
+        seconds, self._seconds = self._seconds, []
+        if not seconds:
             return {}
-        step_s = sum(r.makespan_s for r in ran)
-        stats = {
-            "pipeline/step_s": step_s,
-            "pipeline/bubble_fraction": 1 - sum(r.busy_s for r in ran) / step_s,
-        }
-        predicted_s = [r.predicted_s for r in ran if r.predicted_s is not None]
-        if len(predicted_s) == len(ran):
-            stats["pipeline/predicted_s"] = sum(predicted_s)
-        return stats
-
-
-@dataclass(frozen=True, slots=True)
-class _Ran:
-    """Times of a mini-batch's passes.
-
-    Attributes:
-        makespan_s: seconds from the first task to the last.
-        busy_s: seconds that a rank worked, on average.
-        predicted_s: seconds that they were to take; ``None`` before latencies are measured.
-    """
-
-    makespan_s: float
-    busy_s: float
-    predicted_s: float | None
-
-    @classmethod
-    def of(cls, timings: Sequence[Timings], predicted_us: int | None) -> _Ran:
-        busy_s = sum(e - s for t in timings for s, e in zip(t.start, t.end, strict=True))
-        return cls(
-            makespan_us(timings) / 1e6,
-            busy_s / len(timings),
-            None if predicted_us is None else predicted_us / 1e6,
-        )
-
-
-@dataclass(frozen=True)
-class Pipelines:
-    """The parts of a run that trains through pipelines.
-
-    Attributes:
-        ranks: the processes.
-        actor, critic: the models, as the learner updates them.
-        passes: what the learner has make its passes.
-    """
-
-    ranks: Ranks
-    actor: StagedModel
-    critic: StagedModel
-    passes: PipelinedPasses
+        step_s, busy_s, predicted_s = map(sum, zip(*seconds, strict=True))
+        stats = {"pipeline/step_s": step_s, "pipeline/bubble_fraction": 1 - busy_s / step_s}
+        return stats if math.isnan(predicted_s) else {**stats, "pipeline/predicted_s": predicted_s}
 
 
 def start(
     actor: nn.Module,
     critic: nn.Module,
     config: Config,
-    courses: Mapping[Name, Course],
+    rates: Mapping[Name, LearningRate],
     threads: int,
-) -> Pipelines:
+) -> PipelinedBackprop:
     """Cut the models, start the ranks, and give each its stages.
 
-    Args:
-        actor, critic: whole; they stay in this process, and follow what the ranks learn.
-        config: of the run, with ``pipeline.ranks`` above 0.
-        courses: learning rates, by model.
-        threads: CPU threads of training, over all ranks.
-
-    Raises:
-        ConfigError: there are fewer GPUs than ranks.
-        LearnerError: a model has nothing to train.
-        ModelError: a model cannot be cut into so many stages, or not be sent to other processes.
-        RankError: a rank could not start.
+    The models stay in this process, too, and follow what the ranks learn. Threads are of training,
+    over all ranks. Raises ConfigError if there are fewer GPUs than ranks, LearnerError if a model
+    has nothing to train, ModelError if one cannot be cut into so many stages or be sent.
     """
     p, t = config.pipeline, config.training
     models: dict[Name, nn.Module] = {"actor": actor, "critic": critic}
     device = next(actor.parameters()).device
     _check_devices(device, p.ranks)
     for name, model in models.items():
-        _check_model(name, model)
+        require_trained(f"the {name}", model)
+        _check_importable(name, model)
         check_stages(p, name, model)
     layout = layout_of(p)
     losses = Losses(config.algorithm, config.rollout.temperature)
     ranks = Ranks(
         p.ranks,
         StageTrainer,
-        (layout, losses, t, courses, device),
+        (layout, losses, t, rates, device),
         backend=backend_of(device).collectives,
         threads=max(threads // p.ranks, 1),
         words=WORDS,
@@ -298,21 +224,23 @@ def start(
             for name, model in models.items()
         }
         pairs = zip(stages["actor"], stages["critic"], strict=True)
-        ranks.call_each("hold", ((for_sending(a), for_sending(c)) for a, c in pairs))
-        staged = {
-            name: StagedModel(name, model, ranks, [_trained_names(s) for s in stages[name]])
-            for name, model in models.items()
+        lr = ranks.call_each("hold", ((for_sending(a), for_sending(c)) for a, c in pairs))[0]
+        names = {
+            name: [{n: s.names[n] for n, p in s.named_parameters() if p.requires_grad} for s in of]
+            for name, of in stages.items()
         }
+        staged = {n: StagedModel(n, models[n], ranks, names[n], lr[n]) for n in NAMES}
         parameters = {name: sum(w.numel() for w in m.parameters()) for name, m in models.items()}
         planner = Planner(p, parameters, config.seed)
         budget = token_budget(t.microbatch_tokens, device)
-        passes = PipelinedPasses(ranks, [*staged.values()], planner, layout, p, budget)
         if config.observe.checkpoints:
             ranks.remedy = "resume from the last checkpoint, if one was written (--resume)"
-        return Pipelines(ranks, staged["actor"], staged["critic"], passes)
+        return PipelinedBackprop(ranks, staged, planner, layout, p, budget)
     except pickle.PicklingError as error:
         ranks.close()
-        raise ModelError(f"the models cannot be sent to the ranks: {error}. {_SENDABLE}") from error
+        raise ModelError(
+            f"the models cannot be sent to the ranks: {error}. {_SENDABLE}", "unpicklable-model"
+        ) from error
     except BaseException:
         ranks.close()
         raise
@@ -320,16 +248,8 @@ def start(
 
 def layout_of(config: PipelineConfig) -> StageLayout:
     """Return the layout of the stages over pipelines."""
-    return StageLayout(
-        actor_stages=config.stages("actor"),
-        actor_pipelines=config.pipelines("actor"),
-        critic_stages=config.stages("critic"),
-        critic_pipelines=config.pipelines("critic"),
-    )
-
-
-def _trained_names(stage: Stage) -> Names:
-    return {own: stage.names[own] for own, p in stage.named_parameters() if p.requires_grad}
+    actor, critic = ((config.stages(name), config.pipelines(name)) for name in NAMES)
+    return StageLayout(*actor, *critic)
 
 
 _SENDABLE = (
@@ -338,19 +258,14 @@ _SENDABLE = (
 )
 
 
-def _check_model(name: Name, model: nn.Module) -> None:
-    """Check that a model has weights to train and can be sent to other processes."""
-    if not any(p.requires_grad for p in model.parameters()):
-        raise LearnerError(
-            f"the {name} has nothing to train: all its weights are frozen. Leave some unfrozen "
-            "(requires_grad)"
-        )
+def _check_importable(name: Name, model: nn.Module) -> None:
     for path, module in model.named_modules():
         own = type(module)
         if own.__module__ == "__main__":
             raise ModelError(
                 f"'{path}' of the {name} is of the class '{own.__qualname__}', which is defined in "
-                f"the script that runs; the ranks cannot import it. {_SENDABLE}"
+                f"the script that runs; the ranks cannot import it. {_SENDABLE}",
+                "class-in-script",
             )
 
 
@@ -359,7 +274,8 @@ def _check_devices(device: torch.device, ranks: int) -> None:
     if most is not None and most < ranks:
         raise ConfigError(
             f"pipeline.ranks = {ranks} needs as many GPUs, and there are {most}; lower it, or set "
-            "model.device = 'cpu'"
+            "model.device = 'cpu'",
+            "too-few-gpus",
         )
 
 
@@ -369,78 +285,57 @@ GUESSED_TICKS = 1000
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
-    """The plan by which a mini-batch runs.
-
-    Attributes:
-        problem: that the schedule was made for.
-        schedule: it.
-        predicted_us: microseconds that it takes by the measured latencies; ``None`` before there
-            are any.
-    """
+    """A schedule for a mini-batch, and the problem that it was made for."""
 
     problem: Problem
     schedule: PipelineSchedule
-    predicted_us: int | None
+    predicted_us: float  # that it takes by the measured latencies; NaN before there are any
 
 
 class Planner:
     """Schedules, one for each number of micro-batches, made when it first comes.
 
-    Before latencies are measured all stages of a model count alike, in proportion to its
-    parameters, and a backward as two forwards.
-
-    Args:
-        parameters: of each model.
+    Before latencies are measured all stages of a model count alike, in proportion to the number of
+    its parameters, and a backward as two forwards.
     """
 
     def __init__(self, config: PipelineConfig, parameters: Mapping[Name, int], seed: int) -> None:
-        self._config, self._seed = config, seed % SEEDS
+        self._config, self._seed, self.measured = config, seed % SEEDS, False
         self._plans: dict[int, PipelinePlan] = {}
-        self._measured = False
-        largest = max(parameters[m] / config.stages(m) for m in ("actor", "critic"))
-        self._problem = Problem(
-            self._guess("actor", parameters["actor"] / largest),
-            self._guess("critic", parameters["critic"] / largest),
-        )
+        each = {model: parameters[model] / config.stages(model) for model in NAMES}
+        actor, critic = (self._guess(model, each[model] / max(each.values())) for model in NAMES)
+        self._problem = Problem(actor, critic)
 
-    @property
-    def measured(self) -> bool:
-        """Return whether :meth:`measure` has been called."""
-        return self._measured
-
-    def measure(self, problem: Problem) -> None:
-        """Plan by these latencies, in microseconds, from now on."""
-        self._problem, self._measured = problem, True
-        self._plans.clear()
-
-    def plan(self, micro_batches: int) -> PipelinePlan:
-        """Plan so many micro-batches of each model, over all its pipelines."""
-        if micro_batches not in self._plans:
-            self._plans[micro_batches] = self._make(micro_batches)
-        return self._plans[micro_batches]
-
-    def _make(self, micro_batches: int) -> PipelinePlan:
-        actor, critic = (
-            replace(side, micro_batches=micro_batches // side.pipelines)
-            for side in self._problem.sides
-        )
-        problem = Problem(actor, critic)
-        if self._config.schedule == "serial":
-            schedule = one_f_one_b(problem)
-        else:
-            schedule = solve(problem, seconds=self._config.seconds, seed=self._seed).schedule
-        latency = evaluate(problem, schedule).latency
-        return PipelinePlan(problem, schedule, latency if self._measured else None)
-
-    def _guess(self, model: Name, parameters: float) -> Side:
-        """Guess a model's side of the problem; ``parameters`` relative to the larger stages'."""
-        stages = self._config.stages(model)
-        forward = max(round(GUESSED_TICKS * parameters / stages), 1)
-        return Side.of(
-            stages,
+    def _guess(self, model: Name, size: float) -> ModelPipelines:
+        """Guess latencies of a model's stages from their size, relative to the larger stages'."""
+        forward = max(round(GUESSED_TICKS * size), 1)
+        return ModelPipelines.of(
+            self._config.stages(model),
             self._config.pipelines(model),
             1,
             forward=forward,
             backward=2 * forward,
             activation=forward,
         )
+
+    def measure(self, problem: Problem) -> None:
+        """Plan by these latencies, in microseconds, from now on."""
+        self._problem, self.measured = problem, True
+        self._plans.clear()
+
+    def plan(self, micro_batches: int) -> PipelinePlan:
+        """Plan so many micro-batches of each model, over all its pipelines."""
+        if micro_batches in self._plans:
+            return self._plans[micro_batches]
+        actor, critic = (
+            replace(model, micro_batches=micro_batches // model.pipelines)
+            for model in self._problem.models
+        )
+        problem = Problem(actor, critic)
+        if self._config.schedule == "serial":
+            schedule = one_f_one_b(problem)
+        else:
+            schedule = solve(problem, seconds=self._config.seconds, seed=self._seed).schedule
+        latency = evaluate(problem, schedule).latency if self.measured else math.nan
+        self._plans[micro_batches] = PipelinePlan(problem, schedule, latency)
+        return self._plans[micro_batches]

@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stretto import files
-from stretto.errors import StateError
+from stretto.errors import StateError, first_line
 from stretto.models.shards import Bounds, TensorShard, full_bounds, overlap, shape, within
 
 STEP = "step"
@@ -49,12 +49,7 @@ def file_name(rank: int = 0, ranks: int = 1) -> str:
 
 
 def packed(state: Mapping[str, Any], rank: int = 0, ranks: int = 1) -> dict[str, Any]:
-    """Return what :func:`write` takes; its tensors share memory with the state's.
-
-    Args:
-        state: of a :class:`~stretto.training.learner.PolicyLearner`, with tensors or pieces.
-        rank, ranks: who writes.
-    """
+    """Return a learner's state as :func:`write` takes it; tensors share memory with the state's."""
     pieces: dict[str, TensorShard] = {}
     models = {}
     for model, own in state["models"].items():
@@ -62,7 +57,9 @@ def packed(state: Mapping[str, Any], rank: int = 0, ranks: int = 1) -> dict[str,
         tensors = {f"{model}/{_MASTERS}/{name}": own["masters"][name] for name in names}
         for key in _MOMENTS:
             tensors |= {f"{model}/{key}/{names[i]}": held[key] for i, held in moments.items()}
-        pieces |= {name: _piece(value) for name, value in tensors.items()}
+        for name, t in tensors.items():
+            whole = isinstance(t, Tensor)
+            pieces[name] = TensorShard(t, tuple(t.shape), full_bounds(t.shape)) if whole else t
         models[model] = {
             "names": names,
             "steps": {names[i]: float(held[STEP]) for i, held in moments.items()},
@@ -80,11 +77,7 @@ def packed(state: Mapping[str, Any], rank: int = 0, ranks: int = 1) -> dict[str,
 
 
 def write(file: Path, state: Mapping[str, Any]) -> None:
-    """Write what :func:`packed` returned, and bring it to the disk.
-
-    Raises:
-        OSError: the system refuses.
-    """
+    """Write what :func:`packed` returned, and bring it to the disk; raises OSError."""
     tensors = {name: t.detach().cpu().contiguous() for name, t in state["tensors"].items()}
     try:
         save_file(tensors, file, {_ABOUT: state["about"]})
@@ -96,27 +89,14 @@ def write(file: Path, state: Mapping[str, Any]) -> None:
     files.sync(file)  # only this machine can, where the folder is another's
 
 
-def _piece(value: Tensor | TensorShard) -> TensorShard:
-    if isinstance(value, TensorShard):
-        return value
-    return TensorShard(value, tuple(value.shape), full_bounds(value.shape))
-
-
 # -- reading -------------------------------------------------------------------------------------
 
 
 class Stored:
-    """A tensor in files, each of which may have a part of it.
+    """A tensor in files, each of which may have a part of it; ``held`` elements in all."""
 
-    Args:
-        whole: its shape.
-
-    Attributes:
-        held: elements that the files have.
-    """
-
-    def __init__(self, name: str, whole: tuple[int, ...]) -> None:
-        self.shape, self.held = whole, 0
+    def __init__(self, name: str, shape: tuple[int, ...]) -> None:
+        self.shape, self.held = shape, 0
         self._name, self._parts = name, list[tuple[Any, Bounds]]()
 
     def add(self, file: Any, box: Bounds) -> None:
@@ -138,7 +118,9 @@ class Stored:
 
 
 def in_memory(state: Any) -> Any:
-    """Return a state with whole tensors in place of those that are in files."""
+    """Return a state with all tensors on the CPU, read from files where they are there."""
+    if isinstance(state, Tensor):
+        return state.cpu()
     if isinstance(state, Stored):
         return state.read()
     if isinstance(state, Mapping):
@@ -149,12 +131,8 @@ def in_memory(state: Any) -> Any:
 def read(path: Path) -> dict[str, Any]:
     """Return the state of a learner, whose tensors are :class:`Stored`.
 
-    Args:
-        path: a folder as above; or a file of tensors and plain data with all of the state, which
-            earlier versions wrote.
-
-    Raises:
-        StateError: a file is damaged, or not there.
+    The path is of a folder as above; or of a file of tensors and plain data with all of the state,
+    which earlier versions wrote. Raises StateError if a file is damaged, or not there.
     """
     if not path.is_dir():
         return _read_whole(path)
@@ -167,12 +145,14 @@ def read(path: Path) -> dict[str, Any]:
         states[about["rank"]], ranks = about["state"], about["ranks"]
     for rank in range(ranks):
         if rank not in states:
-            raise StateError(f"'{path / file_name(rank, ranks)}' is missing; {_REMEDY}")
+            missing = path / file_name(rank, ranks)
+            raise StateError(f"'{missing}' is missing; {_REMEDY}", "missing-file")
     for name, found in tensors.items():
         if found.held != math.prod(found.shape):
             raise StateError(
                 f"the files in '{path}' have {found.held} elements of '{name}', which is "
-                f"{found.shape}; {_REMEDY}"
+                f"{found.shape}; {_REMEDY}",
+                "missing-pieces",
             )
     state = states[0]
     models = {model: _unpacked(model, own, tensors) for model, own in state["models"].items()}
@@ -187,11 +167,11 @@ def _opened(file: Path) -> tuple[Any, Any]:
         stored: Any = safe_open(file, "pt")
         return stored, json.loads((stored.metadata() or {})[_ABOUT])
     except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise StateError(f"'{file}' is damaged: {error!r}; {_REMEDY}") from error
+        raise StateError(f"'{file}' is damaged: {error!r}; {_REMEDY}", "damaged-file") from error
 
 
 def _unpacked(model: str, about: Mapping[str, Any], tensors: Mapping[str, Stored]) -> Any:
-    """Return a model's part of the state, as :func:`packed` had it."""
+    """Return a model's part of the state, as :func:`packed` got it."""
     names, steps = about["names"], about["steps"]
     moments = {
         i: {STEP: torch.tensor(steps[n])} | {k: tensors[f"{model}/{k}/{n}"] for k in _MOMENTS}
@@ -209,9 +189,9 @@ def _read_whole(file: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu")
     except (UnpicklingError, OSError) as error:
-        reason = str(error).split("\n")[0]
         raise StateError(
             f"'{file}' cannot be read, or holds other things than tensors and plain data: "
-            f"{reason}; {_REMEDY}"
+            f"{first_line(error)}; {_REMEDY}",
+            "damaged-file",
         ) from error
     return state

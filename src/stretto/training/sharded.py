@@ -17,6 +17,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -28,29 +29,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from stretto.algorithms.experience import LossTerm
 from stretto.algorithms.reductions import Metrics
 from stretto.config import OptimizerConfig
 from stretto.config.training import token_budget
-from stretto.models.forward import (
-    backbone,
-    by_token_budget,
-    output_head,
-    response_hidden,
-    response_tokens,
-    unwrapped,
-)
+from stretto.models.forward import backbone, by_token_budget, output_head, unwrapped
 from stretto.models.load import save_model
-from stretto.models.logits import OutputHead, token_logprobs
+from stretto.models.logits import OutputHead
 from stretto.models.mapped import final, final_dtype
 from stretto.models.shards import FullParameter, ShardLayout, TensorShard, index, shape
 from stretto.models.tensor_parallel import Slices, cut_linears, full_parameters, plan_cuts
 from stretto.models.weights import fingerprint_of_parts
+from stretto.training.backprop import LocalBackprop, divided
 from stretto.training.losses import Losses, MicroBatch
-from stretto.training.partition import divided
-from stretto.training.passes import LocalPasses
-from stretto.training.shard_files import STEP, Stored
-from stretto.training.trained import TrainedModel
+from stretto.training.shard_files import Stored
+from stretto.training.trained import LearningRate, TrainedModel
 from stretto.types import Response, Stats
 
 if TYPE_CHECKING:
@@ -62,7 +54,7 @@ _NO_WEIGHT = torch.empty(0, 0)
 
 
 class _Root(nn.Module):
-    """What FSDP takes for the model: anything may be computed within its forward pass."""
+    """A module that FSDP takes for the model: anything may be computed in its forward pass."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -72,44 +64,38 @@ class _Root(nn.Module):
         return compute()
 
 
-class Sharded:
-    """A model cut into shards, in place. Anything may be computed with its whole slices.
+class ShardedModel(TrainedModel):
+    """A model that is cut into shards in place, and AdamW on those of this rank.
 
-    Its layers are gathered one by one as they are needed, what stands around them (embeddings,
-    output layer) for the whole pass. Parameters of another type than the model's stay whole on
-    every rank of a slice.
+    The model comes whole to every rank, in evaluation mode. Its layers are gathered one by one as
+    they are needed, what stands around them (embeddings, output layer) for the whole pass.
+    Parameters of another type than the model's stay whole on every rank of a slice. No rank has
+    more of the weights than its own part and about one layer of its slice, if they are left in
+    files (:mod:`stretto.models.mapped`). One that ``lends`` publishes the shards themselves, as
+    their readers are done before they change; else copies.
 
-    No rank has more of the weights than its own part and about one layer of its slice, if they are
-    left in files (:mod:`stretto.models.mapped`): layer after layer is cut and shared out.
-
-    Args:
-        model: whole on every rank, in evaluation mode, and the same.
-        lends: whether what is published are the shards themselves, as who reads them has done so
-            before they change; else copies.
-
-    Attributes:
-        model: whose parameters are shards now.
-        grid: the ranks.
-        dtype: that passes compute in: the model's own.
-        template: the output layer of a language model, without its weights.
-        parameters: the shards, by name.
-        wholes: the same, as they were.
-        partial: names of those whose gradients are sums over slices.
-
-    Raises:
-        ModelError: the model cannot be cut into that many slices.
+    Its state is that of a whole model, with this rank's pieces of the tensors. It goes on from that
+    of any number of ranks. Raises ModelError if the model cannot be cut into that many slices.
     """
 
-    def __init__(self, model: nn.Module, grid: Grid, *, lends: bool = False) -> None:
-        self.model, self.grid, self._lends, self._root = model, grid, lends, _Root(model)
-        self.dtype = final_dtype(next(model.parameters()))
-        language = unwrapped(model).get_output_embeddings() is not None
-        self.template = OutputHead(_NO_WEIGHT)
-        if language:
-            self.template = replace(output_head(model), weight=_NO_WEIGHT, bias=None)
+    def __init__(
+        self,
+        model: nn.Module,
+        grid: Grid,
+        rate: LearningRate,
+        config: OptimizerConfig,
+        *,
+        lends: bool = False,
+    ) -> None:
+        self.grid, self._lends, self._root = grid, lends, _Root(model)
+        self._dtype = final_dtype(next(model.parameters()))
+        self._template = OutputHead(_NO_WEIGHT)  # a language model's output layer, without weights
+        if unwrapped(model).get_output_embeddings() is not None:
+            self._template = replace(output_head(model), weight=_NO_WEIGHT, bias=None)
         self._empty = _without_weights(model)
         cuts = plan_cuts(model, grid.layout.tp)
-        self.wholes, self.partial = full_parameters(model, cuts.dims), cuts.partial
+        self.wholes = full_parameters(model, cuts.dims)
+        self._partial = cuts.partial  # names of weights whose gradients are sums over slices
         names = {id(module): f"{name}." for name, module in model.named_modules()}
         for module in (*_layers(model), self._root):
             if grid.slices:
@@ -122,107 +108,187 @@ class Sharded:
         # While a pass is under way, the model has whole slices in their places.
         self.parameters = dict(model.named_parameters())
         self._own = grid.layout.own(self.wholes, grid.rank)
+        super().__init__(model, rate, config)
+        self._gate.agree = self._all_agree
 
     def _share_out(self, module: nn.Module) -> None:
-        """Keep this rank's rows of a module's parameters, but for those of modules before it."""
+        """Keep this rank's rows of a module's parameters, without those of modules before it."""
         before = {id(p) for p in module.parameters() if isinstance(p, DTensor)}
         # Such as adapters, which compute in float32 beside a model that does not.
         weights = [p for p in module.parameters() if id(p) not in before]
-        others = {p for p in weights if final_dtype(p) != self.dtype}
+        others = {p for p in weights if final_dtype(p) != self._dtype}
         for parameter in others:  # which FSDP leaves where they are
             parameter.data = final(parameter).to(self.grid.mesh.device_type)
-        wide = torch.promote_types(self.dtype, torch.float32)
-        narrow = self.dtype if self.dtype != wide else None
+        wide = torch.promote_types(self._dtype, torch.float32)
+        narrow = self._dtype if self._dtype != wide else None
         policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=wide)
         fully_shard(module, mesh=self.grid.mesh, mp_policy=policy, ignored_params=others)
 
         def converted(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, DTensor) or id(tensor) in before:
                 return tensor
-            shard = tensor.to(self.dtype)  # rounds what the files have in float32
+            shard = tensor.to(self._dtype)  # rounds what the files have in float32
             return shard.to(wide) if tensor.requires_grad else shard
 
         module._apply(converted)  # as module.to() does, tensor by tensor
 
-    def __call__(self, compute: Callable[[], T]) -> T:
-        """Compute with the whole weights; gradients of tensors, alone or in tuples, reach shards.
+    def _make_master(self, weight: nn.Parameter) -> nn.Parameter:
+        if isinstance(weight, DTensor):
+            return nn.Parameter(weight.to_local())  # shares memory
+        return super()._make_master(weight)
 
-        A collective.
-        """
-        result: T = self._root(compute)
+    def _to_copy_back(self) -> list[tuple[Tensor, Tensor]]:
+        return [pair for pair in super()._to_copy_back() if not isinstance(pair[0], DTensor)]
+
+    # -- passes ----------------------------------------------------------------------------------
+
+    def compute(self, work: Callable[[], T]) -> T:
+        result: T = self._root(work)
         if not torch.is_grad_enabled():  # else this is done after the backward pass
             cast(FSDPModule, self._root).reshard()
         return result
 
     @property
     def head(self) -> OutputHead:
-        """The output layer; whole within a forward pass alone."""
         linear = unwrapped(self.model).get_output_embeddings()
-        return replace(self.template, weight=linear.weight, bias=getattr(linear, "bias", None))
+        return replace(self._template, weight=linear.weight, bias=getattr(linear, "bias", None))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @torch.no_grad()
+    def logprobs(
+        self, responses: Sequence[Response], mask: Tensor, temperature: float, budget: int = 0
+    ) -> Tensor:
+        tokens = [r.total_tokens for r in responses]
+        wanted = len(by_token_budget(tokens, token_budget(budget, self.device)))
+        groups = divided(tokens, wanted, self.grid.layout.fsdp)
+        logprobs = torch.zeros(mask.shape)
+        for rows in self.grid.share(groups):
+            read = [responses[row] for row in rows or groups[0]]  # another's, where there is none
+            flat = self.compute(partial(self._token_logprobs, read, temperature)).float().cpu()
+            if rows:
+                here = mask[rows]
+                logprobs[rows] = torch.zeros(here.shape).masked_scatter(here, flat)
+        logprobs = logprobs.to(self.device)
+        dist.all_reduce(logprobs, group=self.grid.rows)  # of zeros, but for one
+        return logprobs.cpu()
+
+    # -- updates ---------------------------------------------------------------------------------
+
+    def update(self, norm: float | None = None) -> float:
+        for weight, master in zip(self._weights, self._masters, strict=True):
+            if isinstance(weight, DTensor):
+                master.grad = None if weight.grad is None else _local(weight.grad)
+        self._add_up_others()
+        return super().update(self._norm())
+
+    def _norm(self) -> float:
+        """Return the norm of the gradients of all ranks, each counted once. A collective."""
+        # Of what all ranks of a slice have [0] or share out [1]; of what is whole [0] or cut [1].
+        squares = torch.zeros(2, 2, dtype=torch.float64, device=self.device)
+        for name, weight, master in zip(self._names, self._weights, self._masters, strict=True):
+            if master.grad is not None:
+                cut = self.wholes[name].dim is not None
+                squares[int(isinstance(weight, DTensor)), int(cut)] += (
+                    master.grad.double().square().sum()
+                )
+        dist.all_reduce(squares[1], group=self.grid.rows)
+        of_slices = squares[:, 1].sum()
+        if self.grid.slices:
+            self.grid.slices.sum_(of_slices)
+        return math.sqrt((squares[:, 0].sum() + of_slices).item())
+
+    def _add_up_others(self) -> None:
+        """Add up gradients of parameters that are whole on ranks which see only some inputs. On
+        some ranks no pass may have reached one of them, such as the adapter of an expert.
+        """
+        for name, master in zip(self._names, self._masters, strict=True):
+            if self.grid.slices and name in self._partial and master.grad is not None:
+                self.grid.slices.sum_(master.grad)
+        pairs = zip(self._weights, self._masters, strict=True)
+        others = [master for weight, master in pairs if not isinstance(weight, DTensor)]
+        if not others:
+            return
+        reached = torch.tensor([m.grad is not None for m in others], device=self.device).float()
+        dist.all_reduce(reached, op=dist.ReduceOp.MAX, group=self.grid.rows)
+        for master, somewhere in zip(others, reached.tolist(), strict=True):
+            if somewhere:
+                if master.grad is None:
+                    master.grad = torch.zeros_like(master)
+                dist.all_reduce(master.grad, group=self.grid.rows)
+
+    def _all_agree(self, is_open: bool) -> bool:
+        closed = torch.tensor(float(not is_open), device=self.device)
+        dist.all_reduce(closed)
+        return closed.item() == 0
+
+    # -- weights and state -----------------------------------------------------------------------
 
     def shard(self, name: str) -> Tensor:
         """Return what this rank holds of a parameter; it shares memory."""
         return _local(self.parameters[name].detach())
 
-    def own(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return this rank's parts of parameters by name, in the model's types unless lent.
+    def fingerprint(self) -> str:
+        shards = {name: self.shard(name) for name in self.wholes}
+        return fingerprint_of_parts(self.wholes, shards, self._own, self.grid.sum_)
 
-        Without those that a rank before it holds too: all ranks' together are the whole.
+    @torch.no_grad()
+    def snapshot(self) -> Mapping[str, Tensor]:
+        """Return this rank's parts of the trained weights, in the model's types unless lent;
+        without those that a rank before it holds too: all ranks' together are the whole.
         """
-        own = (name for name in names if name in self._own)
+        own = (name for name in self._names if name in self._own)
         if self._lends:
             return {name: self.shard(name) for name in own}
         return {n: self.shard(n).to(self.wholes[n].dtype, copy=True) for n in own}
 
-    def fingerprint(self) -> str:
-        """Return a short hash of all parameters, as of the whole model. A collective."""
-        shards = {name: self.shard(name) for name in self.wholes}
-        return fingerprint_of_parts(self.wholes, shards, self._own, self.grid.sum_)
+    def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        nothing = torch.empty(0)
+        return self._gathered(self._names, lambda name: tensors.get(name, nothing))
 
-    def parts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return this rank's parts of whole tensors, as :meth:`own` does of its parameters."""
-        return {n: t[index(self._own[n])].clone() for n, t in tensors.items() if n in self._own}
-
-    def piece(self, name: str, tensor: Tensor) -> TensorShard:
-        """Return what is to be written of this rank's part of a tensor like a parameter."""
-        whole = self.wholes[name].shape
-        if name in self._own:
-            return TensorShard(tensor, whole, self._own[name])
-        return TensorShard(tensor.new_empty(0), whole, ((0, 0),) * len(whole))
-
-    def gathered(
-        self, names: Iterable[str], part: Callable[[str], Tensor] | None = None
-    ) -> dict[str, Tensor]:
-        """Return whole tensors on the first rank's CPU, in the model's types, by name.
-
-        A collective, beside whatever else the ranks do.
-
-        Args:
-            part: returns this rank's part of what is like one; by default its shard.
-        """
-        found, part = {}, part or self.shard
+    def _gathered(self, names: Iterable[str], part: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """Return whole tensors on the first rank's CPU, in the model's types, by name."""
+        found = {}
         for name in names:
             whole = self.wholes[name]
-            tensor = self.grid.on_first(whole, part(name).to(whole.dtype))
-            if tensor is not None:
-                found[name] = tensor
-        return found
+            found[name] = self.grid.on_first(whole, part(name).to(whole.dtype))
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def divided(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {n: t[index(self._own[n])].clone() for n, t in tensors.items() if n in self._own}
+
+    def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        model = self.whole()
+        if model is not None:
+            save_model(model, tokenizer, folder)
 
     def whole(self) -> nn.Module | None:
         """Return a copy of the model with whole weights, on the CPU; ``None`` on all ranks but one.
-
         A collective, beside whatever else the ranks do, while no update is under way.
         """
         model = copy.deepcopy(self._empty) if dist.get_rank() == 0 else None
         empty = dict(model.named_parameters()) if model else {}
         found: dict[int, nn.Parameter] = {}
-        for name, weight in self.gathered(self.parameters).items():
+        for name, weight in self._gathered(self.parameters, self.shard).items():
             found[id(empty[name])] = nn.Parameter(weight, empty[name].requires_grad)
         for module in model.modules() if model else ():
             for name, own in module._parameters.items():
                 if own is not None:
                     module._parameters[name] = found[id(own)]
         return model
+
+    def _for_files(self, name: str, tensor: Tensor) -> TensorShard:
+        whole = self.wholes[name].shape
+        if name in self._own:
+            return TensorShard(tensor, whole, self._own[name])
+        return TensorShard(tensor.new_empty(0), whole, ((0, 0),) * len(whole))
+
+    def _from_files(self, name: str, value: Tensor | Stored) -> Tensor:
+        box = self.grid.layout.bounds(self.wholes[name], self.grid.rank)
+        part = value.read(box) if isinstance(value, Stored) else value[index(box)].clone()
+        return part.to(self.device)
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
@@ -238,168 +304,6 @@ def _without_weights(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, cast(dict[int, Any], empty))
 
 
-class ShardedModel(TrainedModel):
-    """A model in shards, and AdamW on those of this rank; see :class:`TrainedModel`.
-
-    State: as that of a whole model, with this rank's pieces of its tensors. It takes up that of any
-    number of ranks.
-
-    Args:
-        sharded: the model.
-        lr, config, updates, warmup: as of :class:`TrainedModel`.
-    """
-
-    def __init__(
-        self, sharded: Sharded, lr: float, config: OptimizerConfig, *, updates: int, warmup: int
-    ) -> None:
-        self._sharded = sharded
-        super().__init__(sharded.model, lr, config, updates=updates, warmup=warmup)
-        self._gate.agree = self._all_agree
-
-    def _make_master(self, weight: nn.Parameter) -> nn.Parameter:
-        if isinstance(weight, DTensor):
-            return nn.Parameter(weight.to_local())  # shares memory
-        return super()._make_master(weight)
-
-    def _to_copy_back(self) -> list[tuple[Tensor, Tensor]]:
-        return [pair for pair in super()._to_copy_back() if not isinstance(pair[0], DTensor)]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type that the model computes in."""
-        return self._sharded.dtype
-
-    @torch.no_grad()
-    def logprobs(
-        self, responses: Sequence[Response], mask: Tensor, temperature: float, budget: int = 0
-    ) -> Tensor:
-        """Log-probs [B, T], each rank reading its share; see :meth:`WholeModel.logprobs`."""
-        tokens = [r.total_tokens for r in responses]
-        wanted = len(by_token_budget(tokens, token_budget(budget, self.device)))
-        grid = self._sharded.grid
-        groups = divided(tokens, wanted, grid.layout.fsdp)
-        logprobs = torch.zeros(mask.shape)
-        for rows in grid.share(groups):
-            part = [responses[row] for row in rows or groups[0]]  # another's, where there is none
-
-            def compute(part: Sequence[Response] = part) -> Tensor:
-                hidden = response_hidden(self.model, part)
-                targets = response_tokens(part, hidden.device)
-                return token_logprobs(self._sharded.head, hidden, targets, temperature)[0]
-
-            flat = self._sharded(compute).float().cpu()
-            if rows:
-                here = mask[rows]
-                logprobs[rows] = torch.zeros(here.shape).masked_scatter(here, flat)
-        logprobs = logprobs.to(self.device)
-        dist.all_reduce(logprobs, group=grid.rows)  # of zeros, but for one
-        return logprobs.cpu()
-
-    def update(self, norm: float | None = None) -> float:
-        """Take an optimizer step on the gradients collected since the last; return their norm."""
-        for weight, master in zip(self._weights, self._masters, strict=True):
-            if isinstance(weight, DTensor):
-                master.grad = None if weight.grad is None else _local(weight.grad)
-        self._add_up_others()
-        return super().update(self._norm())
-
-    def _norm(self) -> float:
-        """Return the norm of the gradients of all ranks, each counted once. A collective."""
-        grid, dims = self._sharded.grid, self._sharded.wholes
-        # Of what all ranks of a slice have [0] or share out [1]; of what is whole [0] or cut [1].
-        squares = torch.zeros(2, 2, dtype=torch.float64, device=self.device)
-        for name, weight, master in zip(self._names, self._weights, self._masters, strict=True):
-            if master.grad is not None:
-                kind = int(isinstance(weight, DTensor)), int(dims[name].dim is not None)
-                squares[kind] += master.grad.double().square().sum()
-        dist.all_reduce(squares[1], group=grid.rows)
-        of_slices = squares[:, 1].sum()
-        if grid.slices:
-            grid.slices.sum_(of_slices)
-        return math.sqrt((squares[:, 0].sum() + of_slices).item())
-
-    def _add_up_others(self) -> None:
-        """Add up gradients of parameters that are whole on ranks which see only some inputs.
-
-        On some ranks no pass may have reached one of them, such as the adapter of an expert.
-        """
-        grid, partial = self._sharded.grid, self._sharded.partial
-        for name, master in zip(self._names, self._masters, strict=True):
-            if grid.slices and name in partial and master.grad is not None:
-                grid.slices.sum_(master.grad)
-        pairs = zip(self._weights, self._masters, strict=True)
-        others = [master for weight, master in pairs if not isinstance(weight, DTensor)]
-        if not others:
-            return
-        reached = torch.tensor([m.grad is not None for m in others], device=self.device).float()
-        dist.all_reduce(reached, op=dist.ReduceOp.MAX, group=grid.rows)
-        for master, somewhere in zip(others, reached.tolist(), strict=True):
-            if somewhere:
-                if master.grad is None:
-                    master.grad = torch.zeros_like(master)
-                dist.all_reduce(master.grad, group=grid.rows)
-
-    def _all_agree(self, is_open: bool) -> bool:
-        closed = torch.tensor(float(not is_open), device=self.device)
-        dist.all_reduce(closed)
-        return closed.item() == 0
-
-    def fingerprint(self) -> str:
-        """A short hash of all parameters, frozen ones too. A collective."""
-        return self._sharded.fingerprint()
-
-    @torch.no_grad()
-    def snapshot(self) -> Mapping[str, Tensor]:
-        """This rank's parts of the trained weights; see :meth:`Sharded.own`."""
-        return self._sharded.own(self._names)
-
-    def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the whole of what all ranks' parts make, on the first rank. A collective."""
-        nothing = torch.empty(0)
-        return self._sharded.gathered(self._names, lambda name: tensors.get(name, nothing))
-
-    def divided(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return this rank's parts of whole tensors, as :meth:`snapshot` does."""
-        return self._sharded.parts(tensors)
-
-    def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write model and tokenizer in Hugging Face format, whole or not at all.
-
-        A collective, beside whatever else the ranks do; see :meth:`Sharded.whole`.
-        """
-        model = self._sharded.whole()
-        if model is not None:
-            save_model(model, tokenizer, folder)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return masters, AdamW's moments and the schedule's position; tensors as pieces."""
-        own = super().state_dict()
-        return self._with(own, lambda i, t: self._sharded.piece(self._names[i], t))
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up the state of a whole model: tensors, or what files have."""
-        super().load_state_dict(self._with(state, self._cut))
-
-    def _with(self, state: dict[str, Any], change: Callable[[int, Any], Any]) -> dict[str, Any]:
-        """Return a state with other tensors like weights; each is changed with its number."""
-        moments = {
-            number: {k: v if k == STEP else change(number, v) for k, v in held.items()}
-            for number, held in state["optimizer"]["state"].items()
-        }
-        masters = {n: change(i, state["masters"][n]) for i, n in enumerate(self._names)}
-        return {
-            "masters": masters,
-            "optimizer": {**state["optimizer"], "state": moments},
-            "schedule": state["schedule"],
-        }
-
-    def _cut(self, number: int, value: Tensor | Stored) -> Tensor:
-        grid = self._sharded.grid
-        box = grid.layout.bounds(self._sharded.wholes[self._names[number]], grid.rank)
-        part = value.read(box) if isinstance(value, Stored) else value[index(box)].clone()
-        return part.to(self.device)
-
-
 def _local(tensor: Any) -> Tensor:
     return cast(Tensor, tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
@@ -407,12 +311,9 @@ def _local(tensor: Any) -> Tensor:
 class Grid:
     """All ranks of the default group, as fsdp x tp: those that hold one slice stand tp apart.
 
-    Attributes:
-        rank: of this process.
-        row: number among the ranks of its slice, which share rows and passes.
-        mesh: of these ranks.
-        rows: the group of these ranks.
-        slices: those that have a slice each; ``None`` where nothing is cut.
+    ``row`` is this rank's number among those of its slice, which are ``rows`` and share passes; as
+    FSDP takes them, ``mesh``. ``slices`` are those with a slice each; ``None`` where nothing is
+    cut.
     """
 
     def __init__(self, device: str, layout: ShardLayout) -> None:
@@ -425,9 +326,8 @@ class Grid:
         self._beside = dist.new_group(backend="gloo")
 
     def on_first(self, whole: FullParameter, part: Tensor) -> Tensor | None:
-        """Return on the first rank's CPU the whole of a tensor; ``None`` on the others.
-
-        A collective, beside whatever else the ranks do.
+        """Return the whole of a tensor on the first rank's CPU; ``None`` on the others. A
+        collective, beside whatever else the ranks do.
         """
         here = part.detach().cpu()
         if self.rank:
@@ -464,60 +364,40 @@ class Grid:
         return tensor
 
 
-class ShardedPasses(LocalPasses):
-    """Passes of which every rank makes its share; see :class:`~stretto.training.passes.Passes`.
-    actor, critic: the models; ``None`` for algorithms without a critic.
-    """
+class ShardedBackprop(LocalBackprop):
+    """Passes of which every rank makes its share."""
 
     def __init__(
-        self, actor: Sharded, critic: Sharded | None, losses: Losses, microbatch_tokens: int
+        self,
+        actor: ShardedModel,
+        critic: ShardedModel | None,
+        losses: Losses,
+        microbatch_tokens: int,
     ) -> None:
-        model = critic.model if critic else None
-        super().__init__(actor.model, model, losses, microbatch_tokens, actor.template)
+        super().__init__(actor, critic, losses, microbatch_tokens)
         self._grid = actor.grid
-        self._sharded = {s.model: s for s in (actor, critic) if s is not None}
         self._ran: list[list[int]] = []  # tokens of each rank, by mini-batch
 
     def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
-        """Divide into equally many micro-batches for each rank, of like sizes."""
         return divided(tokens, len(by_token_budget(tokens, self._budget)), self._grid.layout.fsdp)
 
     def run(
-        self, parts: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool
+        self, batches: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool
     ) -> Mapping[str, Metrics]:
-        """Make this rank's passes, and add up all ranks' metrics; see :class:`Passes`."""
-        self._ran.append(
-            [
-                sum(max(r.total_tokens for r in p.responses) * len(p.responses) for p in share)
-                for share in self._grid.shares(parts)
-            ]
-        )
-        own = [part or MicroBatch.blank(parts[0].part) for part in self._grid.share(parts)]
+        tokens = [len(batch.tokens) * (batch.tokens.shape[1] + 1) for batch in batches]
+        self._ran.append([sum(share) for share in self._grid.shares(tokens)])
+        own = [batch or MicroBatch.blank(batches[0]) for batch in self._grid.share(batches)]
         by_model = super().run(own, kl_coef, trains_actor=trains_actor)
         said: list[Any] = [None] * self._grid.layout.fsdp
-        # Of another rank's GPU nothing can be added here.
+        # Tensors on another rank's GPU cannot be added here.
         own_metrics = {name: m.on_cpu() for name, m in by_model.items()}
         dist.all_gather_object(said, own_metrics, group=self._grid.rows)
         return {name: sum((metrics[name] for metrics in said), Metrics()) for name in by_model}
 
     def finish(self) -> Stats:
-        """Return how even the step's passes were.
-
-        Returns:
-            ``passes/balance``: tokens (padding counted) of an average rank, as a share of those of
-            the rank that has the most: 1 where no rank waits for another.
+        """Return ``passes/balance``: tokens (padding counted) of an average rank, as a share of
+        those of the rank that has the most; 1 where no rank waits for another.
         """
         ran, self._ran = self._ran, []
         most = sum(max(tokens) for tokens in ran)
         return {"passes/balance": sum(map(fmean, ran)) / most} if most else {}
-
-    def _term(self, model: nn.Module, compute: Callable[[], LossTerm]) -> LossTerm:
-        def both() -> tuple[Tensor, LossTerm]:
-            term = compute()
-            return term.loss, term  # FSDP looks for losses in tuples, and not in other objects
-
-        return self._sharded[model](both)[1]
-
-    @property
-    def _output(self) -> OutputHead:
-        return self._sharded[self._actor].head

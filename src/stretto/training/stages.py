@@ -1,40 +1,33 @@
-"""The part of a rank in training: it holds a stage of each model, its masters and its AdamW."""
+"""A rank's part in training through pipelines: a stage of each model, its masters and AdamW."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stretto.algorithms.experience import LossTerm
 from stretto.algorithms.reductions import Metrics
 from stretto.config import OptimizerConfig
 from stretto.models.backend import backend_of
-from stretto.models.forward import states_at
-from stretto.pipelines.executor.executor import PipelineExecutor, TaskWork
+from stretto.pipelines.executor.executor import PipelineExecutor, TaskWork, saved_bytes
 from stretto.pipelines.executor.instructions import Timings
 from stretto.pipelines.executor.stages import Name, Stage, StageLayout
 from stretto.pipelines.problem import Problem
 from stretto.pipelines.schedule import PipelineSchedule
-from stretto.training.losses import Losses
-from stretto.training.partition import PaddedBatch, on_cpu
-from stretto.training.trained import Course, TrainedModel
+from stretto.training.losses import Losses, MicroBatch
+from stretto.training.shard_files import in_memory
+from stretto.training.trained import LearningRate, TrainedModel
+
+Names = Mapping[str, str]
+"""A stage's names of trained parameters, in its order, to those in the whole model."""
 
 
 class StageTrainer:
-    """A rank's part of the training of both models; made in the rank's process.
-
-    State: that of the trainers of its two stages.
-
-    Args:
-        rank: which of the process group.
-        layout: where each stage is.
-        losses: of the run, for last stages.
-        courses: learning rates, by model.
-        device: that the whole models are on; each rank has one of its kind.
+    """A rank's part of the training of both models, on a device of the kind that the whole models
+    are on; made in the rank's process.
     """
 
     def __init__(
@@ -43,52 +36,49 @@ class StageTrainer:
         layout: StageLayout,
         losses: Losses,
         optimizer: OptimizerConfig,
-        courses: Mapping[Name, Course],
+        rates: Mapping[Name, LearningRate],
         device: torch.device,
     ) -> None:
         self._rank, self._layout, self._losses = rank, layout, losses
-        self._optimizer, self._courses = optimizer, courses
+        self._optimizer, self._rates = optimizer, rates
         self._device = backend_of(device).rank_device(rank)
-        self._stages: dict[Name, Stage] = {}
-        self._trained: dict[Name, TrainedModel] = {}
 
-    def hold(self, actor: Stage, critic: Stage) -> None:
-        """Take the stages to train."""
+    def hold(self, actor: Stage, critic: Stage) -> Mapping[Name, float]:
+        """Take the stages to train; return the learning rates of the first updates."""
         stages: dict[Name, Stage] = {"actor": actor, "critic": critic}
-        for name, stage in stages.items():
-            course = self._courses[name]
-            self._stages[name] = stage.to(self._device)
-            self._trained[name] = TrainedModel(
-                self._stages[name],
-                course.lr,
-                self._optimizer,
-                updates=course.updates,
-                warmup=course.warmup,
-                may_be_frozen=True,  # in this part
-            )
+        self._stages = {name: stage.to(self._device) for name, stage in stages.items()}
+        self._trained = {
+            # A model that is frozen in part may have nothing to train here.
+            name: TrainedModel(stage, self._rates[name], self._optimizer, may_be_frozen=True)
+            for name, stage in self._stages.items()
+        }
         self._executor = PipelineExecutor(actor, critic, self._layout, self._device)
+        return {name: trained.lr for name, trained in self._trained.items()}
 
     def run(
         self,
         schedule: PipelineSchedule,
         problem: Problem,
-        batches: Sequence[PaddedBatch],
+        batches: Sequence[MicroBatch],
         kl_coef: float,
         trains_actor: bool,
     ) -> tuple[Timings, Mapping[Name, Metrics]]:
         """Make the passes of a mini-batch; gradients add up in the stages.
 
         An actor that is not to be trained has its passes too, and its gradients are discarded:
-        fused schedules are of both models, and steps of a frozen actor are few.
-
-        Returns:
-            When this rank did what, and metrics of the micro-batches whose last stage it holds.
+        fused schedules are of both models, and steps of a frozen actor are few. Returns the tasks'
+        times, and metrics of the micro-batches whose last stage this rank holds.
         """
         by_model: dict[Name, Metrics] = {"actor": Metrics(), "critic": Metrics()}
 
-        def work(name: Name, batch: PaddedBatch) -> TaskWork:
+        def work(name: Name, batch: MicroBatch) -> TaskWork:
             def loss(hidden: Tensor) -> Tensor:
-                term = self._loss(name, batch, hidden, kl_coef)
+                stage, here = self._stages[name], batch.to(self._device)
+                states = here.states(hidden)
+                if name == "critic":
+                    term = self._losses.of_critic(stage, states, here)
+                else:
+                    term = self._losses.of_actor(stage.head, states, here, kl_coef)
                 by_model[name] += term.metrics
                 return term.loss
 
@@ -97,37 +87,24 @@ class StageTrainer:
         with self._trained["actor"].training(), self._trained["critic"].training():
             timings = self._executor.run(
                 schedule,
+                problem,
                 [work("actor", batch) for batch in batches],
                 [work("critic", batch) for batch in batches],
-                problem,
             )
         if not trains_actor:
             self._trained["actor"].discard()
-        return timings, {
-            name: Metrics(on_cpu(t.sums), on_cpu(t.minima), on_cpu(t.maxima))
-            for name, t in by_model.items()
-        }
+        return timings, {name: metrics.on_cpu() for name, metrics in by_model.items()}
 
-    def _loss(self, name: Name, batch: PaddedBatch, hidden: Tensor, kl_coef: float) -> LossTerm:
-        stage, part = self._stages[name], batch.part.to(self._device)
-        chosen = states_at(hidden, batch.places)
-        if name == "critic":
-            return self._losses.of_critic(stage, chosen, part)
-        targets = batch.targets.to(self._device)
-        return self._losses.of_actor(stage.head, chosen, targets, part, kl_coef)
-
-    def saved_bytes(self, batch: PaddedBatch) -> tuple[int, int]:
+    def saved_bytes(self, batch: MicroBatch) -> tuple[int, int]:
         """Return the bytes that the actor's and the critic's stages keep until a backward pass."""
-        work = TaskWork(batch.tokens.to(self._device), Tensor.sum)
+        tokens = batch.tokens.to(self._device)
         with self._trained["actor"].training(), self._trained["critic"].training():
-            kept = [self._executor.saved_bytes(name, work) for name in self._stages]
-        return kept[0], kept[1]
+            actor, critic = (saved_bytes(stage, tokens) for stage in self._stages.values())
+        return actor, critic
 
     def update(self, name: Name) -> tuple[float, float]:
-        """Take an optimizer step of a model, unless the norm of its gradients is not finite.
-
-        Returns:
-            That norm, over all stages, and the learning rate of the next update.
+        """Take an optimizer step of a model, unless the norm of its gradients, over all stages, is
+        not finite; return that norm and the learning rate of the next update.
         """
         trained, names = self._trained[name], self._stages[name].names
         gradients = {names[own]: grad for own, grad in trained.gradients().items()}
@@ -142,20 +119,16 @@ class StageTrainer:
         self._trained[name].skip()
         return self._trained[name].lr
 
-    def lr(self, name: Name) -> float:
-        """The learning rate of a model's next update."""
-        return self._trained[name].lr
-
     def weights(self, name: Name) -> Mapping[str, Tensor] | None:
-        """The stage's trained weights by its own names."""
+        """Return the stage's trained weights by its own names; of first pipelines alone."""
         return self._of_first_pipeline(name, TrainedModel.snapshot)
 
     def state(self, name: Name) -> Mapping[str, Any] | None:
-        """The state of a stage's trainer."""
+        """Return the state of a stage's trainer; of first pipelines alone."""
         return self._of_first_pipeline(name, TrainedModel.state_dict)
 
     def load(self, name: Name, state: dict[str, Any]) -> float:
-        """Take a state of :meth:`state`; return the learning rate of the next update."""
+        """Go on from such a state; return the learning rate of the next update."""
         self._trained[name].load_state_dict(state)
         return self._trained[name].lr
 
@@ -163,4 +136,45 @@ class StageTrainer:
         self, name: Name, get: Callable[[TrainedModel], Mapping[str, Any]]
     ) -> Mapping[str, Any] | None:
         pipeline, _ = self._layout.place(name, self._rank)
-        return on_cpu(get(self._trained[name])) if pipeline == 0 else None
+        return in_memory(get(self._trained[name])) if pipeline == 0 else None
+
+
+def whole_state(
+    states: Iterable[tuple[Names, Mapping[str, Any]]], order: Sequence[str]
+) -> dict[str, Any]:
+    """Put the states of the stages' trainers together to that of the whole model's trainer, which
+    lists the parameters in this order.
+    """
+    masters: dict[str, Tensor] = {}
+    moments: dict[str, Any] = {}
+    last: Mapping[str, Any] = {}
+    for names, last in states:
+        masters |= {name: last["masters"][own] for own, name in names.items()}
+        whole = [*names.values()]
+        moments |= {whole[i]: held for i, held in last["optimizer"]["state"].items()}
+    return _state(last, {name: masters[name] for name in order}, order, moments)
+
+
+def stage_state(state: Mapping[str, Any], order: Sequence[str], names: Names) -> dict[str, Any]:
+    """Take a stage's state out of that of the whole model's trainer; see :func:`whole_state`."""
+    masters = {own: state["masters"][name] for own, name in names.items()}
+    moments = {order[i]: held for i, held in state["optimizer"]["state"].items()}
+    return _state(state, masters, [*names.values()], moments)
+
+
+def _state(
+    like: Mapping[str, Any],
+    masters: Mapping[str, Tensor],
+    order: Sequence[str],
+    moments: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the state of a trainer of parameters in this order; moments are by their names."""
+    (group,) = like["optimizer"]["param_groups"]
+    return {
+        "masters": masters,
+        "optimizer": {
+            "state": {i: moments[name] for i, name in enumerate(order) if name in moments},
+            "param_groups": [{**group, "params": list(range(len(order)))}],
+        },
+        "schedule": like["schedule"],
+    }

@@ -8,9 +8,11 @@ Shapes: b rows or pairs of a pass, L padded tokens, N learned tokens of all of t
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol, TypeVar, cast
+from itertools import compress
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -21,68 +23,39 @@ from stretto import signals
 from stretto.config import RewardModelConfig, SftConfig, SupervisedConfig
 from stretto.config.training import token_budget
 from stretto.errors import ModelError, TaskError
-from stretto.models.forward import (
-    backbone,
-    by_token_budget,
-    last_hidden,
-    output_head,
-    pad_right,
-    predicting,
-    states_at,
-    text_config,
-    unwrapped,
-)
+from stretto.models import forward
 from stretto.models.heads import apply_scalar_head
 from stretto.models.logits import token_logprobs
 from stretto.tasks.pairs import PairTokens
 from stretto.tasks.responses import Example
-from stretto.training.trained import TrainedModel
+from stretto.training.trained import LearningRate, TrainedModel
 from stretto.types import Stats
 
 T = TypeVar("T")
-T_contra = TypeVar("T_contra", contravariant=True)
-
-After = Callable[[int, Stats], None]
-"""Called after each update with its number, from 1, and its metrics."""
 
 
 # -- the loop ------------------------------------------------------------------------------------
 
 
-class Objective(Protocol[T_contra]):
-    """A loss that is a mean over a batch, however the batch is split into passes."""
-
-    def learn(self, batch: Sequence[T_contra]) -> Stats:
-        """Add the gradient of the batch's loss to the model's; return metrics."""
-        ...
-
-
 def train(
     model: nn.Module,
     rows: Sequence[T],
-    objective: Objective[T],
+    learn: Callable[[Sequence[T]], Stats],
     config: SupervisedConfig,
-    after: After,
+    after: Callable[[int, Stats], None],
 ) -> None:
-    """Train a model in place, with an update for each batch.
+    """Train a model in place, with an update for each batch of at least one row.
 
-    Args:
-        model: ``objective`` is a loss of it; with adapters where only those are to be trained.
-        rows: at least one.
-        after: called after each update, with the objective's metrics, the gradient norm and the
-            learning rate. What it raises ends the training after a whole update.
-
-    Raises:
-        LearnerError: a gradient is not finite.
+    ``learn`` adds the gradient of a batch's loss to the model's, and returns metrics. ``after`` is
+    called after each update with its number, from 1, these metrics, the gradient norm and the
+    learning rate; what it raises ends the training.
     """
     t = config.training
-    trained = TrainedModel(
-        model, t.lr, t, updates=updates(config, len(rows)), warmup=t.warmup_steps
-    )
+    trained = TrainedModel(model, LearningRate(t.lr, updates(config, len(rows)), t.warmup_steps), t)
     try:
         for step, batch in enumerate(batches(rows, config), start=1):
             with trained.training():
-                metrics = objective.learn(batch)
+                metrics = learn(batch)
             lr = trained.lr
             with signals.held():  # the weights of half an update would be worth nothing
                 norm = trained.update()
@@ -97,12 +70,10 @@ def updates(config: SupervisedConfig, rows: int) -> int:
 
 
 def batches(rows: Sequence[T], config: SupervisedConfig) -> Iterator[list[T]]:
-    """Yield the batches of a run.
-
-    An epoch is all rows in a seeded order of its own; its last batch may be smaller.
+    """Yield the batches of a run: epochs of all rows in seeded orders; the last of one may be
+    smaller.
     """
-    left = updates(config, len(rows))
-    epoch = 0
+    left, epoch = updates(config, len(rows)), 0
     while left:
         order = np.random.default_rng([config.seed % 2**64, epoch]).permutation(len(rows))
         epoch += 1
@@ -114,24 +85,15 @@ def batches(rows: Sequence[T], config: SupervisedConfig) -> Iterator[list[T]]:
 def hold_out(
     rows: Sequence[T], key: Callable[[T], Hashable], share: float, seed: int
 ) -> tuple[list[T], list[T]]:
-    """Split rows into those to train on and those to measure on.
+    """Split rows into those to train on and those to measure on, each in their order.
 
-    Rows with one key (a prompt) go to one side, so that what is measured on has not been seen.
-
-    Args:
-        rows: at least one.
-        share: of the rows to hold out, rounded up; at least so many are.
-        seed: of the choice, which does not depend on the order of training.
-
-    Returns:
-        Rows to train on and rows held out, each in their order.
-
-    Raises:
-        TaskError: nothing is left to train on.
+    Rows with one key (a prompt) go to one side, so that what is measured on has not been seen. At
+    least this share of the rows is held out; the seed does not change the order of training. Raises
+    TaskError if nothing is left to train on.
     """
-    groups: dict[Hashable, list[int]] = {}
+    groups = defaultdict[Hashable, list[int]](list)
     for index, row in enumerate(rows):
-        groups.setdefault(key(row), []).append(index)
+        groups[key(row)].append(index)
     members = list(groups.values())
     wanted, held = share * len(rows), set[int]()
     for at in np.random.default_rng([seed % 2**64, 2**32]).permutation(len(members)):
@@ -141,12 +103,11 @@ def hold_out(
     if len(held) == len(rows):
         raise TaskError(
             f"data.held_out = {share} of {len(rows)} rows with {len(members)} different prompts "
-            "leaves nothing to train on; lower it (0 holds none out), or give more rows"
+            "leaves nothing to train on; lower it (0 holds none out), or give more rows",
+            "nothing-to-train-on",
         )
-    return (
-        [row for i, row in enumerate(rows) if i not in held],
-        [row for i, row in enumerate(rows) if i in held],
-    )
+    kept = [row for i, row in enumerate(rows) if i not in held]
+    return kept, [row for i, row in enumerate(rows) if i in held]
 
 
 # -- fine-tuning ---------------------------------------------------------------------------------
@@ -158,18 +119,13 @@ PackedRow = Sequence[Example]
 class CrossEntropy:
     """Mean negative log-likelihood of the learned tokens of a causal language model.
 
-    Every token counts the same, whichever example, pass or row it is in.
-
-    Args:
-        row_tokens: pack examples into rows of at most so many tokens; 0 gives each its own row.
-
-    Raises:
-        ModelError: packed sequences see one another in this model, or its logits are not a plain
-            head's.
+    Every token counts the same, whichever example, pass or row it is in. Examples are packed into
+    rows of at most ``row_tokens``; 0 gives each its own row. Raises ModelError if packed sequences
+    see one another in this model, or its logits are not a plain head's.
     """
 
     def __init__(self, model: nn.Module, token_budget: int, *, row_tokens: int = 0) -> None:
-        self._model, self._head = model, output_head(model)
+        self._model, self._head = model, forward.output_head(model)
         self._budget, self._row_tokens = token_budget, row_tokens
         if row_tokens:
             _check_packing(model)
@@ -196,34 +152,23 @@ class CrossEntropy:
 
     @torch.no_grad()
     def measure(self, examples: Sequence[Example]) -> float:
-        """The loss of all examples together, in nats a learned token."""
+        """Return the loss of all examples together, in nats a learned token."""
         total = sum(-self._logprobs(rows).double().sum().item() for rows in self._passes(examples))
         return total / sum(sum(e.trained) for e in examples)
 
     def _passes(self, examples: Sequence[Example]) -> list[list[PackedRow]]:
         rows = pack(examples, self._row_tokens) if self._row_tokens else [[e] for e in examples]
         lengths = [sum(map(_inputs, row)) for row in rows]
-        return [[rows[i] for i in part] for part in by_token_budget(lengths, self._budget)]
+        return [[rows[i] for i in part] for part in forward.by_token_budget(lengths, self._budget)]
 
     def _logprobs(self, rows: Sequence[PackedRow]) -> Tensor:
-        """Log-probabilities [N] of the learned tokens."""
+        """Return log-probabilities [N] of the learned tokens."""
         hidden = row_hidden(self._model, rows)
-        places = []
-        for row in rows:
-            before, own = 0, list[int]()
-            for example in row:
-                own += predicting(example.trained, before)
-                before += _inputs(example)
-            places.append(own)
-        targets = [
-            token
-            for row in rows
-            for e in row
-            for token, learned in zip(e.tokens, e.trained, strict=True)
-            if learned
-        ]
+        # An example's first token is never learned, its last one never read.
+        places = [forward.predicting([f for e in row for f in e.trained[1:]], 1) for row in rows]
+        targets = [t for row in rows for e in row for t in compress(e.tokens, e.trained)]
         tokens = torch.tensor(targets, device=hidden.device)
-        return token_logprobs(self._head, states_at(hidden, places), tokens)[0]
+        return token_logprobs(self._head, forward.states_at(hidden, places), tokens)[0]
 
 
 def _inputs(example: Example) -> int:
@@ -235,10 +180,8 @@ def _budget(model: nn.Module, config: SupervisedConfig) -> int:
 
 
 def pack(examples: Sequence[Example], row_tokens: int) -> list[list[Example]]:
-    """Pack examples into as few rows as first-fit decreasing finds (Johnson 1973), longest first.
-
-    Args:
-        row_tokens: that a row holds at most; a longer example has a row of its own.
+    """Pack examples into as few rows as first-fit decreasing finds (Johnson 1973), longest first;
+    one of more than ``row_tokens`` has a row of its own.
     """
     rows: list[list[Example]] = []
     room: list[int] = []
@@ -255,32 +198,27 @@ def pack(examples: Sequence[Example], row_tokens: int) -> list[list[Example]]:
 
 
 def row_hidden(model: nn.Module, rows: Sequence[PackedRow]) -> Tensor:
-    """Hidden states [b, L, H] of rows in which no example sees another; its last token is not read.
+    """Return hidden states [b, L, H] of rows in which no example sees another, nor its last token.
 
     Positions start anew with each example, by which transformers' attention, of every kind, knows
     the examples of a row from one another.
     """
     device = next(model.parameters()).device
-    ids = pad_right([[t for e in row for t in e.tokens[:-1]] for row in rows], device)
+    ids = forward.pad_right([[t for e in row for t in e.tokens[:-1]] for row in rows], device)
     places = {}
     if any(len(row) > 1 for row in rows):
         starts = [[p for e in row for p in range(_inputs(e))] for row in rows]
-        places = {"position_ids": pad_right(starts, device)}
-    hidden: Tensor = backbone(model)(input_ids=ids, use_cache=False, **places).last_hidden_state
-    return hidden
+        places = {"position_ids": forward.pad_right(starts, device)}
+    decoder = forward.backbone(model)
+    return cast(Tensor, decoder(input_ids=ids, use_cache=False, **places).last_hidden_state)
 
 
 @torch.no_grad()
 def _check_packing(model: nn.Module) -> None:
-    """Refuse a model in which the second example of a row has other states than alone.
-
-    In bfloat16 the states differ by rounding, which is large for arbitrary tokens. So the
-    difference is compared with that of an example that does see the first one.
-
-    Raises:
-        ModelError: the states differ by more than rounding.
+    """Refuse a model in which the second example of a row has other states than alone, by more than
+    rounding: the difference is compared with that of an example that does see the first one.
     """
-    config = text_config(model)
+    config = forward.text_config(model)
     first, second = (
         Example(tuple((start + 97 * i) % config.vocab_size for i in range(9)), (False,) * 9)
         for start in (config.vocab_size // 7, config.vocab_size // 3)
@@ -292,9 +230,11 @@ def _check_packing(model: nn.Module) -> None:
     seeing = row_hidden(model, [[joined]])[0, -length:].float()
     off = ((packed - alone).norm() / (seeing - alone).norm()).item()
     if not off <= max(1e-3, 64 * torch.finfo(next(model.parameters()).dtype).eps):
+        name = type(forward.unwrapped(model)).__name__
         raise ModelError(
-            f"packing = true: in {type(unwrapped(model)).__name__} sequences of one row see one "
-            f"another ({off:.0%} as much as within one sequence); set packing = false"
+            f"packing = true: in {name} sequences of one row see one another ({off:.0%} as much as "
+            "within one sequence); set packing = false",
+            "packing-leaks",
         )
 
 
@@ -303,21 +243,12 @@ def _check_packing(model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Preferences:
-    """Metrics of a reward model on pairs.
+    """Metrics of a reward model on pairs."""
 
-    Attributes:
-        loss: mean -log sigmoid(r_chosen - r_rejected), in nats a pair.
-        accuracy: share of the pairs whose chosen response has the higher reward; a tie counts half.
-        margin: mean r_chosen - r_rejected.
-        reward_mean: mean reward of all responses, chosen and rejected.
-        reward_std: standard deviation of the same.
-        pairs: number of pairs.
-    """
-
-    loss: float
-    accuracy: float
-    margin: float
-    reward_mean: float
+    loss: float  # mean -log sigmoid(r_chosen - r_rejected), in nats a pair
+    accuracy: float  # share of pairs whose chosen response has the higher reward; a tie is half
+    margin: float  # mean r_chosen - r_rejected
+    reward_mean: float  # over all responses, as the deviation is
     reward_std: float
     pairs: int
 
@@ -346,12 +277,7 @@ class BradleyTerry:
 
     The second term fixes the constant that the first leaves free, at zero (Eisenstein et al. 2023,
     section 2). Subtracting the mean reward after the training would need a bias in the head, which
-    sequence classifiers of most architectures have not; and there is no other weight that shifts
-    all rewards by the same.
-
-    Args:
-        model: a causal backbone with a scalar head.
-        center_coef: 0 leaves the second term out.
+    sequence classifiers of most architectures have not.
     """
 
     def __init__(self, model: nn.Module, token_budget: int, center_coef: float) -> None:
@@ -382,12 +308,12 @@ class BradleyTerry:
         return Preferences.of(*torch.cat(seen, 1))
 
     def _passes(self, pairs: Sequence[PairTokens]) -> Iterator[list[PairTokens]]:
-        for part in by_token_budget([2 * p.longest for p in pairs], self._budget):
+        for part in forward.by_token_budget([2 * p.longest for p in pairs], self._budget):
             yield [pairs[i] for i in part]
 
     def _rewards(self, pairs: Sequence[PairTokens]) -> tuple[Tensor, Tensor]:
-        """Rewards [b] of the chosen and of the rejected responses, read at the end token."""
+        """Return rewards [b] of the chosen and rejected responses, read at the end token."""
         rows = [[*p.prompt, *p.chosen] for p in pairs]
         rows += [[*p.prompt, *p.rejected] for p in pairs]
-        rewards = apply_scalar_head(self._model, last_hidden(self._model, rows))
+        rewards = apply_scalar_head(self._model, forward.last_hidden(self._model, rows))
         return cast(tuple[Tensor, Tensor], rewards.split(len(pairs)))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,21 +24,18 @@ from stretto.errors import LearnerError
 from stretto.models.forward import microbatches, output_head, response_hidden, response_tokens
 from stretto.models.load import save_model
 from stretto.models.logits import OutputHead, token_logprobs
+from stretto.models.shards import TensorShard
 from stretto.models.weights import fingerprint
-from stretto.training.shard_files import STEP, in_memory
+from stretto.training.shard_files import STEP, Stored
 from stretto.types import Response
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+T = TypeVar("T")
+
 BLOCK = 1 << 20
 """Elements added at a time where types differ: torch converts them in a buffer of its own."""
-
-
-def _add_into(total: Tensor, part: Tensor) -> None:
-    blocks = zip(total.view(-1).split(BLOCK), part.reshape(-1).split(BLOCK), strict=True)
-    for a, b in blocks:
-        a.add_(b)
 
 
 @contextmanager
@@ -46,8 +44,7 @@ def training_mode(model: nn.Module) -> Iterator[None]:
 
     Only the modules that recompute are in training mode. All others stay in evaluation mode, so
     that nothing random (dropout, noise on the inputs of a router, sampled experts) makes the policy
-    that is trained another than the one that sampled. Outside of the ``with`` statement the same
-    module generates, with a cache.
+    that is trained another than the one that sampled.
     """
     recomputing = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     try:
@@ -63,28 +60,31 @@ def training_mode(model: nn.Module) -> Iterator[None]:
 
 
 def require_finite_norm(norm: float) -> None:
-    """Refuse gradients that would spoil the weights.
-
-    Raises:
-        LearnerError: their norm is not finite.
-    """
+    """Refuse gradients that would spoil the weights; raises LearnerError."""
     if not math.isfinite(norm):
         raise LearnerError(
             f"the gradient norm is {norm}; stopping before it reaches the weights. Lower "
-            "training.lr, or look at the rewards and ratios of the last steps"
+            "training.lr, or look at the rewards and ratios of the last steps",
+            "gradient-not-finite",
+        )
+
+
+def require_trained(name: str, model: nn.Module) -> None:
+    """Refuse a model without weights to train; raises LearnerError."""
+    if not any(p.requires_grad for p in model.parameters()):
+        raise LearnerError(
+            f"{name} has nothing to train: all its weights are frozen. Leave some unfrozen "
+            "(requires_grad)",
+            "nothing-to-train",
         )
 
 
 class _Snapshot(dict[str, Tensor]):
-    """Copies of weights by name; a class of its own, as a plain dict takes no weak references."""
+    """Copies of weights by name; a class, as a plain dict takes no weak references."""
 
 
 class Snapshots:
-    """Copies of weights, whose memory is used again.
-
-    Args:
-        weights: by name.
-    """
+    """Copies of weights, whose memory is used again."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self._weights = weights
@@ -92,15 +92,14 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self) -> Mapping[str, Tensor]:
-        """Copies of the weights as they are now, by name.
-
-        The memory of an earlier snapshot is written over once nobody holds its mapping any more,
-        so hold the mapping for as long as its tensors are read.
+        """Return copies of the weights as they are now, by name; good as long as the mapping is
+        held, as the memory is used again afterwards.
         """
-        free = next((s for s in self._taken if s[1]() is None), None)
-        if free:
-            self._taken = [taken for taken in self._taken if taken is not free]
-        tensors = free[0] if free else [torch.empty_like(w) for w in self._weights.values()]
+        free = next((i for i, (_, taken) in enumerate(self._taken) if taken() is None), None)
+        if free is None:
+            tensors = [torch.empty_like(weight) for weight in self._weights.values()]
+        else:
+            tensors, _ = self._taken.pop(free)
         if tensors:
             torch._foreach_copy_(tensors, [*self._weights.values()])
         taken = _Snapshot(zip(self._weights, tensors, strict=True))
@@ -115,9 +114,8 @@ PATIENCE_S = 30.0
 class Gate:
     """The gate that all changes of a model's weights in place go through, until it is closed.
 
-    Attributes:
-        agree: called with whether this gate is open, returns whether a change may begin; for
-            ranks that hold parts of one model, of which all change or none.
+    A change may begin where ``agree`` says so, told whether this gate is open: of ranks that hold
+    parts of one model, all change or none.
     """
 
     def __init__(self) -> None:
@@ -126,16 +124,14 @@ class Gate:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Change the weights in the body of a ``with`` statement.
-
-        An error within it leaves them neither old nor new; the gate remembers that.
-
-        Raises:
-            LearnerError: the gate is closed.
+        """Change the weights in the body of a ``with`` statement; raises LearnerError if the gate
+        is closed. It remembers an error, which leaves them neither old nor new.
         """
         with self._lock:
             if not self.agree(not self._closed):
-                raise LearnerError("the run has ended, and with it all updates; start another")
+                raise LearnerError(
+                    "the run has ended, and with it all updates; start another", "updates-ended"
+                )
             self._broken = True
             yield
             self._broken = False
@@ -152,35 +148,20 @@ class Gate:
 _GATES: weakref.WeakKeyDictionary[nn.Module, Gate] = weakref.WeakKeyDictionary()
 
 
-def new_gate(model: nn.Module) -> Gate:
-    """Make the gate for the trainer that trains the model from now on."""
-    gate = _GATES[model] = Gate()
-    return gate
-
-
 def end_updates(model: nn.Module, patience_s: float = PATIENCE_S) -> bool:
-    """Let no update of a model begin any more, and wait for one under way; from any thread.
-
-    Args:
-        model: that is trained.
-        patience_s: seconds to wait for that update.
-
-    Returns:
-        Whether the weights are whole, and stay as they are.
+    """End a trained model's updates, after one that is under way; from any thread. Return whether
+    the weights are whole, and stay as they are.
     """
     gate = _GATES.get(model)
     return gate is None or gate.close(patience_s)
 
 
 class WholeModel:
-    """A model as the learner uses it, besides training it.
-
-    Args:
-        model: with or without adapters.
-    """
+    """A model as the learner uses it, besides training it."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self._gate = model, new_gate(model)
+        self.model = model
+        self._gate = _GATES[model] = Gate()  # for the trainer that trains it from now on
 
     @property
     def device(self) -> torch.device:
@@ -196,36 +177,37 @@ class WholeModel:
     def logprobs(
         self, responses: Sequence[Response], mask: Tensor, temperature: float, budget: int = 0
     ) -> Tensor:
-        """Log-probs [B, T] of sampled tokens, 0 outside the mask, on the CPU in float32.
-
-        Args:
-            mask: [B, T] bool, true where there is a sampled token.
-            budget: tokens of a forward pass, padding counted; 0 takes what suits the device.
+        """Return log-probs [B, T] of sampled tokens, 0 outside the mask, on the CPU in float32. The
+        budget is of a pass's tokens, padding counted; 0 takes what suits the device.
         """
         logprobs = torch.zeros(mask.shape)
         for rows in microbatches(responses, token_budget(budget, self.device)):
-            part = [responses[row] for row in rows]
-            hidden = response_hidden(self.model, part)
-            targets = response_tokens(part, hidden.device)
-            flat = token_logprobs(self._head, hidden, targets, temperature)[0].float().cpu()
+            flat = self._token_logprobs([responses[row] for row in rows], temperature)
             here = mask[rows]
-            logprobs[rows] = torch.zeros(here.shape).masked_scatter(here, flat)
+            logprobs[rows] = torch.zeros(here.shape).masked_scatter(here, flat.float().cpu())
         return logprobs
 
+    def _token_logprobs(self, responses: Sequence[Response], temperature: float) -> Tensor:
+        """Return log-probs [N] of all sampled tokens, one response after another."""
+        hidden = response_hidden(self.model, responses)
+        targets = response_tokens(responses, hidden.device)
+        return token_logprobs(self.head, hidden, targets, temperature)[0]
+
     @cached_property
-    def _head(self) -> OutputHead:
-        return output_head(self.model)  # which checks it with a small pass
+    def head(self) -> OutputHead:
+        """The output layer, checked with a small pass; of shards, whole within a pass alone."""
+        return output_head(self.model)
 
     def fingerprint(self) -> str:
-        """A short hash of all parameters, frozen ones too."""
+        """Return a short hash of all parameters, frozen ones too."""
         return fingerprint(self.model.named_parameters())
 
     def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return a snapshot, which is whole."""
+        """Return the whole of a snapshot, on the first rank; a collective of all ranks."""
         return tensors
 
     def divided(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return whole tensors, all of which are this process's."""
+        """Return this rank's parts of what :meth:`gathered` has returned."""
         return tensors
 
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -237,81 +219,91 @@ class WholeModel:
         return end_updates(self.model)
 
 
+class Trained(WholeModel, ABC):
+    """A model under training, as the learner sees it, wherever it is."""
+
+    @property
+    @abstractmethod
+    def lr(self) -> float:
+        """The learning rate of the next update."""
+
+    @abstractmethod
+    def update(self) -> float:
+        """Take an optimizer step on the gradients collected since the last; return their norm.
+        Raises LearnerError if that is not finite; the weights are left as they were.
+        """
+
+    @abstractmethod
+    def skip(self) -> None:
+        """Let an update go by without a gradient: the learning rate moves on, nothing else does."""
+
+    @abstractmethod
+    def snapshot(self) -> Mapping[str, Tensor]:
+        """Return copies of the trained weights by name, or of this rank's parts; see
+        :meth:`Snapshots.take`.
+        """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return masters, AdamW's moments and the schedule's position, or this rank's pieces of
+        them. Tensors share memory with what is trained, and stay when that is put elsewhere.
+        """
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from the state of a whole model, whose tensors may be in files."""
+
+
 @dataclass(frozen=True, slots=True)
-class Course:
-    """The learning rate of a model over a run.
+class LearningRate:
+    """The learning rate of a model: its peak, the run's updates, and those over which it rises."""
 
-    Attributes:
-        lr: its peak.
-        updates: over which the schedule runs.
-        warmup: updates over which it rises.
-    """
-
-    lr: float
+    peak: float
     updates: int
-    warmup: int
+    warmup: int = 0
 
 
-class TrainedModel(WholeModel):
+class TrainedModel(Trained):
     """A model, the masters of its weights, and AdamW on the masters.
 
     A weight kept in bfloat16 has a float32 master: gradients of all micro-batches are summed in
     float32, AdamW moves the master, and the rounded result is copied back. Without it an update of
     relative size 1e-3 or less would be rounded away. A float32 weight is its own master.
 
-    State: masters, AdamW's moments, the schedule's position. Derived: the weights in the model.
-
-    Attributes:
-        before_update: called before the tensors that only updates need are used.
-
-    Args:
-        model: its weights say by ``requires_grad`` whether they are trained.
-        updates: over which the learning rate's schedule runs.
-        warmup: updates over which it rises.
-        may_be_frozen: whether there may be nothing to train, as in a stage of a model that is
-            frozen in part: then only the learning rate's schedule moves.
-
-    Raises:
-        LearnerError: there is nothing to train.
+    Weights say by ``requires_grad`` whether they are trained. Raises LearnerError if none are,
+    unless that may be, as in a stage of a model that is frozen in part. ``before_update`` is called
+    before the tensors that only updates need are used.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        lr: float,
+        rate: LearningRate,
         config: OptimizerConfig,
         *,
-        updates: int,
-        warmup: int,
         may_be_frozen: bool = False,
     ) -> None:
         from transformers import get_scheduler
 
         super().__init__(model)
-        self._clip = config.grad_clip
-        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        self._names = [n for n, _ in named]
-        self._weights = [p for _, p in named]
-        if not named and not may_be_frozen:
-            raise LearnerError(
-                f"{type(model).__name__} has nothing to train: all its weights are frozen. Leave "
-                "some unfrozen (requires_grad)"
-            )
+        if not may_be_frozen:
+            require_trained(type(model).__name__, model)
+        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._names, self._weights = list(named), list(named.values())
         self._hooks: list[RemovableHandle] = []
-        self._snapshots = Snapshots(dict(named))
+        self._snapshots = Snapshots(named)
         self._masters = [self._make_master(p) for p in self._weights]
+        self._clip = config.grad_clip or math.inf
         self._optimizer = torch.optim.AdamW(
             [{"params": self._masters}],  # a group, as a list may be empty only there
-            lr=lr,
+            lr=rate.peak,
             betas=config.betas,
             weight_decay=config.weight_decay,
             fused=True,
         )
         kind = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
         self.before_update: Callable[[], None] = lambda: None
-        self._schedule = get_scheduler(
-            kind, self._optimizer, num_warmup_steps=warmup, num_training_steps=updates
-        )
+        self._schedule = get_scheduler(kind, self._optimizer, rate.warmup, rate.updates)
 
     def _make_master(self, weight: nn.Parameter) -> nn.Parameter:
         if weight.dtype in (torch.float32, torch.float64):
@@ -322,7 +314,9 @@ class TrainedModel(WholeModel):
         def collect(weight: Tensor) -> None:
             assert master.grad is not None
             assert weight.grad is not None
-            _add_into(master.grad, weight.grad)
+            totals, parts = master.grad.view(-1), weight.grad.reshape(-1)
+            for total, part in zip(totals.split(BLOCK), parts.split(BLOCK), strict=True):
+                total.add_(part)
             weight.grad = None
 
         self._hooks.append(weight.register_post_accumulate_grad_hook(collect))
@@ -330,17 +324,21 @@ class TrainedModel(WholeModel):
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next update."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     def training(self) -> AbstractContextManager[None]:
         """Prepare for forward and backward passes; see :func:`training_mode`."""
         return training_mode(self.model)
 
-    def gradients(self) -> Mapping[str, Tensor]:
-        """Return the gradients collected since the last update, by the model's parameter names.
+    def compute(self, work: Callable[[], T]) -> T:
+        """Compute with the whole weights, of shards as a collective; gradients of the tensors that
+        are returned, alone or in tuples, reach what is trained.
+        """
+        return work()
 
-        They may be changed in place. A weight that no pass has reached has none.
+    def gradients(self) -> Mapping[str, Tensor]:
+        """Return the gradients collected since the last update, by name, to be changed in place;
+        those that a pass has reached.
         """
         pairs = zip(self._names, self._masters, strict=True)
         return {name: master.grad for name, master in pairs if master.grad is not None}
@@ -350,50 +348,36 @@ class TrainedModel(WholeModel):
         self._optimizer.zero_grad(set_to_none=False)
 
     def update(self, norm: float | None = None) -> float:
-        """Take an optimizer step on the gradients collected since the last; return their norm.
-
-        Args:
-            norm: of the gradients of all stages, where the model is one stage of several.
-
-        Raises:
-            LearnerError: the norm is not finite; the weights are left as they were.
-        """
+        """Take an optimizer step; the norm is given where this model is a part of several."""
         self.before_update()
         if norm is None:
-            norm = float(nn.utils.clip_grad_norm_(self._masters, self._clip or math.inf))
+            norm = float(nn.utils.clip_grad_norm_(self._masters, self._clip))
         else:
             total = torch.tensor(norm, device=self.device)
-            nn.utils.clip_grads_with_norm_(self._masters, self._clip or math.inf, total)
+            nn.utils.clip_grads_with_norm_(self._masters, self._clip, total)
         require_finite_norm(norm)
         with self._gate.passing():
             self._optimizer.step()
             self._copy_back()
         self._schedule.step()
-        self._optimizer.zero_grad(set_to_none=False)
+        self.discard()
         return norm
 
     def of_updates(self) -> list[Tensor]:
-        """Return the tensors that only updates and states need: moments, and masters of copies.
-
-        Gradients are not among them: passes add to these.
+        """Return the tensors that only updates and states need: moments, and masters of copies, but
+        not gradients, to which passes add.
         """
-        moments = [
-            value
-            for master in self._masters
-            for key, value in self._optimizer.state.get(master, {}).items()
-            if isinstance(value, Tensor) and key != STEP
-        ]
+        states = (self._optimizer.state.get(master, {}) for master in self._masters)
+        moments = [value for state in states for key, value in state.items() if key != STEP]
         return [*(master for _, master in self._to_copy_back()), *moments]
 
     def skip(self) -> None:
-        """Let an update go by without a gradient: the learning rate moves on, nothing else does."""
         with warnings.catch_warnings():
             # torch warns of a schedule that moves before the first update; here none was due.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler")
             self._schedule.step()
 
     def snapshot(self) -> Mapping[str, Tensor]:
-        """Copies of the trained weights as they are now; see :meth:`Snapshots.take`."""
         return self._snapshots.take()
 
     def close(self) -> None:
@@ -413,28 +397,34 @@ class TrainedModel(WholeModel):
         return [(w, m) for w, m in pairs if w is not m]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return masters, AdamW's moments and the schedule's position.
-
-        Tensors share memory with what is trained, and stay when that is put elsewhere.
-        """
-        masters = (m.detach() for m in self._masters)
-        optimizer = self._optimizer.state_dict()
-        moments = {
-            number: {k: v.detach() if isinstance(v, Tensor) else v for k, v in held.items()}
-            for number, held in optimizer["state"].items()
-        }
+        named = zip(self._names, self._masters, strict=True)
         return {
-            "masters": dict(zip(self._names, masters, strict=True)),
-            "optimizer": {**optimizer, "state": moments},
+            "masters": {name: self._for_files(name, m.detach()) for name, m in named},
+            "optimizer": self._with_moments(self._optimizer.state_dict(), self._for_files),
             "schedule": self._schedule.state_dict(),
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`; tensors may be in files, too."""
-        state = in_memory(state)
         for name, master in zip(self._names, self._masters, strict=True):
-            master.copy_(state["masters"][name])
-        self._optimizer.load_state_dict(state["optimizer"])
+            master.copy_(self._from_files(name, state["masters"][name]))
+        optimizer = self._with_moments(state["optimizer"], self._from_files)
+        self._optimizer.load_state_dict(optimizer)
         self._schedule.load_state_dict(state["schedule"])
         self._copy_back()
+
+    def _with_moments(
+        self, optimizer: Mapping[str, Any], change: Callable[[str, Any], Any]
+    ) -> dict[str, Any]:
+        """Return AdamW's state with the moments, tensors like the parameter of a name, changed."""
+        moments = {
+            number: {k: v if k == STEP else change(self._names[number], v) for k, v in own.items()}
+            for number, own in optimizer["state"].items()
+        }
+        return {**optimizer, "state": moments}
+
+    def _for_files(self, name: str, tensor: Tensor) -> Tensor | TensorShard:
+        return tensor.detach()
+
+    def _from_files(self, name: str, value: Tensor | Stored) -> Tensor:
+        return value.read() if isinstance(value, Stored) else value

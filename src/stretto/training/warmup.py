@@ -18,7 +18,7 @@ from stretto.models.devices import Backend
 from stretto.models.forward import output_head, response_hidden, response_tokens
 from stretto.models.logits import token_logprobs
 from stretto.saying import Advance, unseen
-from stretto.training.trained import TrainedModel
+from stretto.training.trained import LearningRate, TrainedModel
 from stretto.types import Response
 
 BATCH = 32
@@ -36,17 +36,13 @@ def warm_up(
 ) -> float:
     """Make one pass of cross-entropy over the examples' response tokens, :data:`BATCH` at a time.
 
-    Args:
-        model: a causal language model; trained in place.
-        examples: their responses are the references, the end-of-sequence token included.
-        advance: told how many more examples are done.
-
-    Returns:
-        The loss of the last batch, in nats a token.
+    The model is trained in place. Responses are the references, the end-of-sequence token included.
+    ``advance`` is told how many more examples are done. Returns the loss of the last batch, in nats
+    a token.
     """
     batches = [examples[i : i + BATCH] for i in range(0, len(examples), BATCH)]
     training = optimizer.model_copy(update={"lr_schedule": "cosine"})
-    trained = TrainedModel(model, lr, training, updates=len(batches), warmup=0)
+    trained = TrainedModel(model, LearningRate(lr, len(batches)), training)
     head = output_head(model)
     loss = torch.zeros(())
     for batch in batches:
@@ -62,35 +58,18 @@ def warm_up(
 
 
 def keep(model: nn.Module, loss: float, key: str, file: Path) -> None:
-    """Write what a warm-up has made of a model.
-
-    The file holds the weights, the loss, and the state of torch's random numbers, so that a run
-    goes on from there bit for bit as it would have.
-
-    Args:
-        loss: that :func:`warm_up` returned.
-        key: tells this warm-up from others.
-
-    Raises:
-        StorageError: it cannot be written.
+    """Write a model after its warm-up, the loss, and the state of torch's random numbers, so that a
+    run goes on from there bit for bit as it would have. The key tells this warm-up from others.
     """
     tensors = {f"{_WEIGHT}{name}": p.detach() for name, p in model.named_parameters()}
-    random = {
-        f"{_RANDOM}{device}": state for device, state in _backend(model).random_states().items()
-    }
-    files.write_whole(file, save({**tensors, **random}, {"key": key, "loss": repr(loss)}))
+    tensors |= {f"{_RANDOM}{name}": s for name, s in _backend(model).random_states().items()}
+    files.write_whole(file, save(tensors, {"key": key, "loss": repr(loss)}))
 
 
 @torch.no_grad()
 def take(model: nn.Module, key: str, file: Path) -> float:
-    """Make of a model what a warm-up made of it; the inverse of :func:`keep`.
-
-    Returns:
-        The loss.
-
-    Raises:
-        ConfigError: the file holds another warm-up.
-        StateError: it is damaged.
+    """Put what :func:`keep` wrote into a model; return the loss. Raises ConfigError if the file
+    holds another warm-up, StateError if it is damaged.
     """
     try:
         with safe_open(file, "pt") as kept:
@@ -98,7 +77,8 @@ def take(model: nn.Module, key: str, file: Path) -> float:
             if about.get("key") != key:
                 raise ConfigError(
                     f"'{file}' holds the warm-up of another model, of other examples or of other "
-                    "settings; remove it, or name another file"
+                    "settings; remove it, or name another file",
+                    "other-warmup",
                 )
             for name, parameter in model.named_parameters():
                 parameter.copy_(kept.get_tensor(f"{_WEIGHT}{name}"))
@@ -107,7 +87,7 @@ def take(model: nn.Module, key: str, file: Path) -> float:
             _backend(model).set_random_states(states)
             return float(about["loss"])
     except (SafetensorError, OSError) as error:
-        raise StateError(f"'{file}' is damaged: {error}; remove it") from error
+        raise StateError(f"'{file}' is damaged: {error}; remove it", "damaged-file") from error
 
 
 def _backend(model: nn.Module) -> Backend:

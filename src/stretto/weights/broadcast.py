@@ -11,18 +11,14 @@ from torch import Tensor
 from stretto.errors import EngineError
 from stretto.models.shards import Bounds, TensorPart, full_bounds, overlap, within
 from stretto.types import WeightsRef
-from stretto.weights.buckets import combined, plan, plan_of_boxes
+from stretto.weights.buckets import BucketPlan, combined
 from stretto.weights.channel import SharedChannel
 from stretto.weights.transfer import Route, Transfers
 
 
 class WeightSender(SharedChannel):
-    """The learner's end: a channel whose tensors are sent when the driver says so.
-
-    Args:
-        device: that the tensors are on.
-        bucket_bytes: that travel at a time.
-        keep: versions of each model that stay, for followers that are behind or new.
+    """The learner's end: a channel whose tensors are sent when the driver says so. It keeps some
+    versions of each model, for followers that are behind or new.
     """
 
     name = "broadcast"
@@ -37,37 +33,25 @@ class WeightSender(SharedChannel):
         versions = self._offered[ref.model]
         self._keep(ref.model, {v: versions[v] for v in sorted(versions)[-self._count :]})
 
-    def get(self, ref: WeightsRef) -> Mapping[str, Tensor]:
-        """Return the tensors of a ticket."""
-        return self.kept(ref)
-
     def plan(self, ref: WeightsRef) -> tuple[str, int]:
         """Return the mark of the plan by which a ticket's tensors travel, and its bytes."""
-        found = plan(self.kept(ref).items(), self._bucket_bytes)
+        found = BucketPlan.of(self.kept(ref).items(), self._bucket_bytes)
         return found.mark, found.size
 
     def send(self, ref: WeightsRef, route: Route) -> str:
         """Send a ticket's tensors; return the mark of what was sent, empty for nothing."""
         tensors = self.kept(ref)
-        what = plan(tensors.items(), self._bucket_bytes)
-        return self._transfers.send(route, what, tensors) if what.buckets else ""
+        plan = BucketPlan.of(tensors.items(), self._bucket_bytes)
+        return self._transfers.send(route, plan, tensors) if plan.buckets else ""
 
 
 class WeightReceiver:
     """A follower's end: a channel whose tensors arrive while they are read.
 
-    Each rank of the learner sends its own parts; the follower takes what it holds of them.
-
-    Args:
-        tensors: the parameters that travel, by name, as they are held here; only their shapes and
-            types are looked at.
-        device: that they are on.
-        bucket_bytes: that travel at a time.
-        sources: the parts that each rank of the learner sends; without any, one sends all.
-        own: the parts that are held here; what is not named is held whole.
-
-    Attributes:
-        mark: of what was received last.
+    The tensors are the parameters that travel, as they are held here; only their shapes and types
+    are looked at. Each of the ``sources`` is a rank of the learner with the parts that it sends;
+    without any, one sends all. ``own`` are the parts held here, of parameters that are not held
+    whole. ``mark`` is of what was received last.
     """
 
     name = "broadcast"
@@ -84,27 +68,24 @@ class WeightReceiver:
         self._sources = sources or [self._own]
         self._own |= own or {}
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-        self._plans = [plan_of_boxes(source, dtypes, bucket_bytes) for source in self._sources]
+        self._plans = [
+            BucketPlan.of_boxes(source, dtypes, bucket_bytes) for source in self._sources
+        ]
         self._transfers = Transfers(device)
         self._expected: tuple[WeightsRef, Sequence[Route]] | None = None
         self.mark = ""
 
     def expect(self, ref: WeightsRef, marks: Sequence[str], routes: Sequence[Route]) -> None:
-        """Prepare to receive a ticket's tensors.
-
-        Args:
-            marks: of the plan by which each rank of the learner sends.
-            routes: this side's way to each.
-
-        Raises:
-            EngineError: they travel by other plans than this side has.
+        """Prepare to receive a ticket's tensors from each rank of the learner, by plans with these
+        marks; raises EngineError if this side has others.
         """
-        own = [what.mark for what in self._plans]
+        own = [plan.mark for plan in self._plans]
         if list(marks) != own:
             raise EngineError(
                 f"version {ref.version} of the {ref.model} travels by the plan {' '.join(marks)}, "
-                f"and who is to load it has {' '.join(own)}: both sides must hold the same model, "
-                "with the same adapters and types"
+                f"and the receiver has {' '.join(own)}: both sides must hold the same model, "
+                "with the same adapters and types",
+                "other-plan",
             )
         self._expected = ref, routes
 
@@ -112,20 +93,21 @@ class WeightReceiver:
         """Return parts of the expected ticket's tensors, which arrive as they are read."""
         if self._expected is None or self._expected[0] != ref:
             raise EngineError(
-                f"version {ref.version} of the {ref.model} was not announced to who is to load it"
+                f"version {ref.version} of the {ref.model} was not announced to the receiver",
+                "version-not-announced",
             )
         (_, routes), self._expected = self._expected, None
         return Arriving(self._own, lambda: self._receive(routes))
 
     def _receive(self, routes: Sequence[Route]) -> Iterator[tuple[str, TensorPart]]:
         marks: list[str] = []
-        for source, what, route in zip(self._sources, self._plans, routes, strict=True):
+        for source, plan, route in zip(self._sources, self._plans, routes, strict=True):
             sums: list[int] = []
-            for name, tensor in self._transfers.receive(route, what, sums) if what.buckets else ():
+            for name, tensor in self._transfers.receive(route, plan, sums) if plan.buckets else ():
                 sent, own = source[name], self._own[name]
                 if common := overlap(sent, own):
                     yield name, TensorPart(tensor[within(common, sent)], within(common, own))
-            marks.append(combined(sums) if what.buckets else "")
+            marks.append(combined(sums) if plan.buckets else "")
         self.mark = " ".join(marks)
 
     def abort(self) -> None:

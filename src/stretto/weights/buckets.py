@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,14 +19,8 @@ _BLOCK = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
-    """The place of a tensor in a bucket.
-
-    Attributes:
-        name: of the parameter.
-        shape, dtype: of the tensor.
-        start, end: bytes in the bucket.
-    """
+class PackedTensor:
+    """The place of a tensor in a bucket, from one byte to another."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,80 +33,68 @@ class Slice:
         return flat[self.start : self.end].view(self.dtype).view(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Tensors that travel together.
+Bucket = tuple[PackedTensor, ...]
+"""The tensors that travel together."""
 
-    Attributes:
-        slices: their places, in order.
-        size: bytes of the bucket, a multiple of :data:`ALIGNMENT`.
-    """
 
-    slices: tuple[Slice, ...]
-    size: int
+def size_of(bucket: Bucket) -> int:
+    """Return a bucket's bytes, a multiple of :data:`ALIGNMENT`."""
+    return -(-bucket[-1].end // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BucketPlan:
     """All buckets of a model, in the order in which they travel."""
 
     buckets: tuple[Bucket, ...]
 
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> BucketPlan:
+        """Put tensors, of which only shapes and types are looked at, into buckets of at most so
+        many bytes, in their order. No tensor is cut: a larger one has its own bucket.
+        """
+        buckets: list[Bucket] = []
+        for name, tensor in tensors:
+            start = size_of(buckets[-1]) if buckets else 0
+            if not buckets or start + tensor.nbytes > bucket_bytes:
+                buckets.append(())
+                start = 0
+            end = start + tensor.nbytes
+            buckets[-1] += (PackedTensor(name, tuple(tensor.shape), tensor.dtype, start, end),)
+        return cls(tuple(buckets))
+
+    @classmethod
+    def of_boxes(
+        cls, boxes: Mapping[str, Bounds], dtypes: Mapping[str, torch.dtype], bucket_bytes: int
+    ) -> BucketPlan:
+        """Put parts of tensors into buckets."""
+        tensors = (
+            (name, torch.empty(shape(box), dtype=dtypes[name], device="meta"))
+            for name, box in boxes.items()
+        )
+        return cls.of(tensors, bucket_bytes)
+
     @property
     def size(self) -> int:
         """Bytes that travel."""
-        return sum(bucket.size for bucket in self.buckets)
+        return sum(map(size_of, self.buckets))
 
     @property
     def largest(self) -> int:
         """Bytes of the largest bucket, which each of two buffers must hold."""
-        return max((bucket.size for bucket in self.buckets), default=0)
+        return max(map(size_of, self.buckets), default=0)
 
     @property
     def mark(self) -> str:
         """A short hash of all names, shapes, types and places: equal plans have equal ones."""
-        text = repr([(s, b.size) for b in self.buckets for s in b.slices])
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def plan(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Plan:
-    """Cut tensors into buckets, in their order. No tensor is cut: a larger one has its own bucket.
-
-    Args:
-        tensors: by name; only shapes and types are looked at.
-        bucket_bytes: size of a bucket, at most, but for such tensors.
-    """
-    buckets: list[Bucket] = []
-    slices: list[Slice] = []
-    end = 0
-    for name, tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if slices and end + size > bucket_bytes:
-            buckets.append(Bucket(tuple(slices), end))
-            slices, end = [], 0
-        slices.append(Slice(name, tuple(tensor.shape), tensor.dtype, end, end + size))
-        end += math.ceil(size / ALIGNMENT) * ALIGNMENT
-    if slices:
-        buckets.append(Bucket(tuple(slices), end))
-    return Plan(tuple(buckets))
-
-
-def plan_of_boxes(
-    boxes: Mapping[str, Bounds], dtypes: Mapping[str, torch.dtype], bucket_bytes: int
-) -> Plan:
-    """Cut parts of tensors into buckets; see :func:`plan`."""
-    tensors = (
-        (name, torch.empty(shape(box), dtype=dtypes[name], device="meta"))
-        for name, box in boxes.items()
-    )
-    return plan(tensors, bucket_bytes)
+        return _short_hash(self.buckets)
 
 
 @torch.no_grad()
 def pack(bucket: Bucket, tensors: Mapping[str, Tensor], flat: Tensor) -> None:
     """Copy a bucket's tensors to their places in ``flat`` [bytes]; gaps become zero."""
     end = 0
-    for place in bucket.slices:
+    for place in bucket:
         flat[end : place.start].zero_()
         place.of(flat).copy_(tensors[place.name])
         end = place.end
@@ -121,7 +102,7 @@ def pack(bucket: Bucket, tensors: Mapping[str, Tensor], flat: Tensor) -> None:
 
 
 def checksum(flat: Tensor) -> int:
-    """A number that tells the bytes [a multiple of 8] from almost all others, at memory's speed."""
+    """Return a number that tells bytes [n] from almost all others, at memory's speed."""
     words = flat.view(torch.int64)
     whole = len(words) // _BLOCK * _BLOCK
     sums = torch.cat([words[:whole].view(-1, _BLOCK).sum(1), words[whole:].sum().view(1)])
@@ -130,5 +111,9 @@ def checksum(flat: Tensor) -> int:
 
 
 def combined(checksums: Sequence[int]) -> str:
-    """One short mark of all buckets' checksums, in order."""
-    return hashlib.sha256(repr(list(checksums)).encode()).hexdigest()[:16]
+    """Return one short mark of all buckets' checksums, in order."""
+    return _short_hash(list(checksums))
+
+
+def _short_hash(data: object) -> str:
+    return hashlib.sha256(repr(data).encode()).hexdigest()[:16]

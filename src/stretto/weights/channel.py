@@ -12,35 +12,28 @@ from stretto.types import WeightsRef
 
 
 class WeightChannel(Protocol):
-    """A follower's end of the channel by which the learner's tensors come.
-
-    Attributes:
-        name: of the channel, as tickets have it.
-    """
+    """A follower's end of the channel, of a name that tickets have, by which tensors come."""
 
     name: str
 
     def get(self, ref: WeightsRef) -> Mapping[str, Any]:
-        """Return a ticket's tensors, or parts (:class:`~stretto.models.shards.TensorPart`).
-
-        Raises:
-            EngineError: they are not here.
+        """Return the tensors of a ticket, or a :class:`~stretto.models.shards.TensorPart` of each;
+        raises EngineError if they are not here.
         """
         ...
 
 
 def fetched(channel: WeightChannel | None, ref: WeightsRef) -> Mapping[str, Any]:
-    """Return the tensors of a ticket; none where its two sides share memory.
-
-    Raises:
-        EngineError: they are in a channel that the receiver is not connected to.
+    """Return the tensors of a ticket; none where its two sides share memory. Raises EngineError if
+    they are in a channel that the receiver is not connected to.
     """
     if not ref.channel:
         return {}
     if channel is None or channel.name != ref.channel:
         raise EngineError(
             f"version {ref.version} of the {ref.model} is in the channel '{ref.channel}', to which "
-            "who is to load it has no access"
+            "the receiver has no access",
+            "other-channel",
         )
     return channel.get(ref)
 
@@ -54,11 +47,7 @@ class SharedChannel:
         self._offered: dict[str, dict[int, Mapping[str, Tensor]]] = {}
 
     def put(self, ref: WeightsRef, tensors: Mapping[str, Tensor]) -> None:
-        """Keep the tensors of a ticket for their followers; they do not change afterwards.
-
-        Args:
-            tensors: by parameter name; only what is trained.
-        """
+        """Keep the trained tensors of a ticket for their followers; they do not change any more."""
         self._keep(ref.model, {**self._offered.get(ref.model, {}), ref.version: tensors})
 
     def get(self, ref: WeightsRef) -> Mapping[str, Tensor]:
@@ -68,16 +57,13 @@ class SharedChannel:
         return tensors
 
     def kept(self, ref: WeightsRef) -> Mapping[str, Tensor]:
-        """Return the tensors of a ticket, and forget none.
-
-        Raises:
-            EngineError: they are not here.
-        """
+        """Return the tensors of a ticket, and forget none; raises EngineError without them."""
         versions = self._offered.get(ref.model, {})
         if ref.version not in versions:
             raise EngineError(
                 f"version {ref.version} of the {ref.model} is not in the channel '{self.name}', "
-                f"which holds {sorted(versions) or 'none'}"
+                f"which holds {sorted(versions) or 'none'}",
+                "version-not-kept",
             )
         return versions[ref.version]
 

@@ -2,7 +2,7 @@
 
 A transfer has a process group of its own, which is none of the default groups: its members are one
 rank of the learner (rank 0) and one of each follower. All control comes before: each side has said
-that it holds the same plan. So nothing in here waits for anybody outside the group, and every wait
+that it holds the same plan. So nothing in here waits for anything outside the group, and every wait
 has a deadline.
 """
 
@@ -21,23 +21,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.errors import TransferError, first_line
-from stretto.weights.buckets import Plan, checksum, combined, pack
+from stretto.weights.buckets import BucketPlan, checksum, combined, pack, size_of
 
 Backend = Literal["gloo", "nccl"]
 
 CONNECTS = 5
-"""How often gloo tries to connect to who does not answer, each time up to its timeout."""
+"""How often gloo tries to connect to a peer that does not answer, each time up to its timeout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The place where groups meet, and how they work.
-
-    Attributes:
-        host, port: of the store.
-        backend: of the groups.
-        timeout_s: of a transfer.
-    """
+    """The store where groups meet, their backend, and the timeout of a transfer."""
 
     host: str
     port: int
@@ -51,13 +45,10 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The way to a transfer's group.
+    """The way to a transfer's group, of a rank and a size; the sender is rank 0.
 
-    Attributes:
-        meeting: where its members meet.
-        channel: what the group is for, such as the weights of one model.
-        epoch: number of the channel's group; another one for every group that ever was.
-        rank, size: of this member, and of the group; the sender is rank 0.
+    The channel is the purpose of the group, such as the weights of one model, the epoch the number
+    of the channel's group, another one for every group that ever was.
     """
 
     meeting: Meeting
@@ -68,7 +59,7 @@ class Route:
 
     @property
     def prefix(self) -> str:
-        """What the group's keys in the store begin with."""
+        """The beginning of the group's keys in the store."""
         return f"{self.channel}/{self.epoch}"
 
 
@@ -77,9 +68,6 @@ class Transfers:
 
     Groups take longer to make than small models take to travel. Transfers of different channels
     may be under way at the same time, on different threads.
-
-    Args:
-        device: that the tensors are on.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -87,19 +75,17 @@ class Transfers:
         self._groups: dict[str, tuple[int, Any]] = {}  # epoch and group, by channel
         self._buffers: dict[str, list[Tensor]] = {}
 
-    def send(self, route: Route, what: Plan, tensors: Mapping[str, Tensor]) -> str:
-        """Send tensors by their plan; return the mark of what was sent.
-
-        Raises:
-            TransferError: they have not been taken in time.
+    def send(self, route: Route, plan: BucketPlan, tensors: Mapping[str, Tensor]) -> str:
+        """Send tensors by their plan; return the mark of what was sent. Raises TransferError if
+        they have not been taken in time.
         """
         until_s = time.monotonic() + route.meeting.timeout_s
         sums, works = [], [None, None]
         with self._broken_off(route):
-            group, buffers = self._joined(route, until_s), self._two_buffers(route, what)
-            for i, bucket in enumerate(what.buckets):
+            group, buffers = self._joined(route, until_s), self._two_buffers(route, plan)
+            for i, bucket in enumerate(plan.buckets):
                 _wait(works[i % 2], until_s)
-                flat = buffers[i % 2][: bucket.size]
+                flat = buffers[i % 2][: size_of(bucket)]
                 pack(bucket, tensors, flat)
                 sums.append(checksum(flat))
                 works[i % 2] = group.broadcast([flat], _from_first(until_s))
@@ -107,33 +93,29 @@ class Transfers:
                 _wait(work, until_s)
         return combined(sums)
 
-    def receive(self, route: Route, what: Plan, sums: list[int]) -> Iterator[tuple[str, Tensor]]:
-        """Receive tensors by their plan; each is good until the next is asked for.
-
-        Args:
-            sums: gets the checksum of each bucket.
-
-        Raises:
-            TransferError: they have not come in time.
+    def receive(
+        self, route: Route, plan: BucketPlan, sums: list[int]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Receive tensors by their plan; each is good until the next is asked for. ``sums`` gets
+        the checksum of each bucket. Raises TransferError if they have not come in time.
         """
         until_s = time.monotonic() + route.meeting.timeout_s
         with self._broken_off(route):
-            group, buffers = self._joined(route, until_s), self._two_buffers(route, what)
+            group, buffers = self._joined(route, until_s), self._two_buffers(route, plan)
 
             def posted(i: int) -> Any:
-                if i == len(what.buckets):
+                if i == len(plan.buckets):
                     return None
-                return group.broadcast(
-                    [buffers[i % 2][: what.buckets[i].size]], _from_first(until_s)
-                )
+                flat = buffers[i % 2][: size_of(plan.buckets[i])]
+                return group.broadcast([flat], _from_first(until_s))
 
             coming = posted(0)
-            for i, bucket in enumerate(what.buckets):
+            for i, bucket in enumerate(plan.buckets):
                 _wait(coming, until_s)
                 coming = posted(i + 1)  # into the other buffer, which has been read
-                flat = buffers[i % 2][: bucket.size]
+                flat = buffers[i % 2][: size_of(bucket)]
                 sums.append(checksum(flat))
-                for place in bucket.slices:
+                for place in bucket:
                     yield place.name, place.of(flat)
 
     def abort(self) -> None:
@@ -156,7 +138,8 @@ class Transfers:
             self._leave(route.channel)
             raise TransferError(
                 f"the transfer '{route.prefix}', which may take {route.meeting.timeout_s:g} s, was "
-                f"broken off: {first_line(error)}"
+                f"broken off: {first_line(error)}",
+                "transfer-broken-off",
             ) from error
         except BaseException:
             self._leave(route.channel)
@@ -164,30 +147,23 @@ class Transfers:
 
     def _joined(self, route: Route, until_s: float) -> Any:
         """Return the route's group; the channel's last one, if it is that."""
-        epoch, group = self._groups.get(route.channel, (None, None))
-        if epoch != route.epoch:
+        if self._groups.get(route.channel, (None, None))[0] != route.epoch:
             self._leave(route.channel)
-            group = _join(route, self._device, until_s)
-            self._groups[route.channel] = route.epoch, group
-        return group
+            self._groups[route.channel] = route.epoch, _join(route, self._device, until_s)
+        return self._groups[route.channel][1]
 
-    def _two_buffers(self, route: Route, what: Plan) -> list[Tensor]:
+    def _two_buffers(self, route: Route, plan: BucketPlan) -> list[Tensor]:
         device = self._device if route.meeting.backend == "nccl" else torch.device("cpu")
-        buffers = self._buffers.get(route.channel)
-        if not buffers or len(buffers[0]) < what.largest:
-            buffers = [
-                torch.empty(what.largest, dtype=torch.uint8, device=device) for _ in range(2)
-            ]
+        buffers = self._buffers.get(route.channel, [torch.empty(0)])
+        if len(buffers[0]) < plan.largest:
+            size = plan.largest
+            buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
             self._buffers[route.channel] = buffers
         return buffers
 
 
 def open_store(host: str) -> tuple[Any, int]:
-    """Open a store on which groups meet; return it with its port. It ends with this process.
-
-    Args:
-        host: the address on which it listens.
-    """
+    """Open a store on which groups meet; return it with its port. It ends with this process."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     store = dist.TCPStore(  # type: ignore[attr-defined]  # torch lists it nowhere
@@ -203,7 +179,7 @@ def _join(route: Route, device: torch.device, until_s: float) -> Any:
         place.host, place.port, is_master=False, wait_for_workers=False, timeout=_left(until_s)
     )
     own = dist.PrefixStore(route.prefix, store)  # type: ignore[attr-defined]
-    # Who comes late is waited for here, and not by gloo: see CONNECTS.
+    # Late members are waited for here, and not by gloo: see CONNECTS.
     own.set(f"here/{route.rank}", "")
     own.wait([f"here/{rank}" for rank in range(route.size)], _left(until_s))
     group: Any

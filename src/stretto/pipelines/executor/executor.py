@@ -1,9 +1,8 @@
 """One rank's part in a fused pipeline: its tasks in their order, tensors to and from other ranks.
 
-It uses point-to-point transfers of ``torch.distributed`` and autograd directly. The stages of
-``torch.distributed.pipelining`` settle on one static shape for all micro-batches, and here each has
-its own. The schedules of that library order the stages of one model, and here tasks of two are
-woven into each other: only its private parts, which change between versions, could be of use.
+It uses point-to-point transfers of ``torch.distributed`` and autograd directly: the stages of
+``torch.distributed.pipelining`` settle on one static shape for all micro-batches, and its schedules
+order the stages of one model.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import chain, product
+from itertools import chain, pairwise
 
 import torch
 import torch.distributed as dist
@@ -35,12 +34,8 @@ from stretto.pipelines.schedule import PipelineSchedule
 
 @dataclass(frozen=True, slots=True)
 class TaskWork:
-    """One micro-batch of one model.
-
-    Attributes:
-        tokens: ids [b, L], padded on the right. Every stage reads the shape, the first the values.
-        loss: from the last hidden states [b, L, H] to a scalar; called on the last stage's rank
-            only, once, during the micro-batch's forward.
+    """One micro-batch of one model: token ids [b, L], padded on the right, and the loss of its last
+    hidden states [b, L, H]; every stage reads the shape of the ids, the last calls the loss once.
     """
 
     tokens: Tensor
@@ -48,14 +43,8 @@ class TaskWork:
 
 
 class PipelineExecutor:
-    """One rank of an initialised process group; made on all ranks at once.
-
-    Args:
-        actor: its stage on this rank, on ``device``.
-        layout: which stages these are.
-
-    Raises:
-        ConfigError: the layout does not cover the ranks, or has other stages here.
+    """One rank of an initialised process group, with its stages; made on all ranks at once. Raises
+    ConfigError if the layout does not cover the ranks, or has other stages here.
     """
 
     def __init__(
@@ -66,7 +55,8 @@ class PipelineExecutor:
         if layout.ranks != dist.get_world_size():
             raise ConfigError(
                 f"the layout is of {layout.ranks} ranks, but {dist.get_world_size()} run; start as "
-                "many as it has"
+                "many as it has",
+                "other-ranks",
             )
         for name, stage in self._stages.items():
             _, index = layout.place(name, self._rank)
@@ -74,32 +64,27 @@ class PipelineExecutor:
             if (stage.index, stage.stages) != (index, stages):
                 raise ConfigError(
                     f"rank {self._rank} runs stage {index} of {stages} of the {name}, but got "
-                    f"stage {stage.index} of {stage.stages}; cut the model as the layout says"
+                    f"stage {stage.index} of {stage.stages}; cut the model as the layout says",
+                    "other-stage",
                 )
-        self._groups, self._outbox = Groups(layout, self._rank), Outbox()
+        self._same, self._ends = _groups(layout, self._rank)
+        self._outbox = Outbox()
         connect(layout, self._rank, device)
 
     def run(
         self,
         schedule: PipelineSchedule,
+        problem: Problem,
         actor: Sequence[TaskWork],
         critic: Sequence[TaskWork],
-        problem: Problem | None = None,
     ) -> Timings:
-        """All micro-batches of all pipelines; gradients add up in the parameters' ``.grad``.
+        """Run all micro-batches of all pipelines; gradients add up in the parameters' ``.grad``.
 
-        Args:
-            actor: pipeline p takes the p-th consecutive part; the same shapes on all ranks.
-            problem: what the schedule was made for: its latencies say in which order tensors are
-                made. Without it a backward counts as two forwards.
-
-        Raises:
-            ConfigError: the micro-batches do not divide evenly among the pipelines, or the problem
-                or the schedule is not of as many.
+        The schedule was made for the problem, whose latencies say in which order tensors are made.
+        Pipeline p takes the p-th consecutive part of a model's works, of the same shapes on all
+        ranks.
         """
-        counts = len(actor), len(critic)
-        problem = problem or self._layout.problem(*counts)
-        self._layout.require(problem, *counts)
+        self._layout.require(problem, len(actor), len(critic))
         program = instructions(problem, schedule)[self._rank]
         passes = self._pass("actor", actor), self._pass("critic", critic)
         word, result = [], None
@@ -120,18 +105,21 @@ class PipelineExecutor:
         return watch.timings(word)
 
     def reduce(self, name: Name, gradients: Mapping[str, Tensor]) -> None:
-        """Sum in place over the model's pipelines, and a tied weight's over its two stages.
-
-        Args:
-            gradients: of this rank's stage, by names in the whole model. Ranks with the same stage
-                give the same names.
+        """Sum gradients, by names in the whole model, in place over the model's pipelines, and a
+        tied weight's over its two stages, too.
         """
-        self._groups.reduce(name, gradients, self._stages[name].tied)
+        under_way, tied = [], self._stages[name].tied
+        for groups, of_tied in ((self._same, False), (self._ends, True)):
+            for key in sorted(gradients):
+                if (key in tied) == of_tied and name in groups:
+                    work = dist.all_reduce(gradients[key], group=groups[name], async_op=True)
+                    under_way.append(_posted(work))
+        for work in under_way:
+            work.wait()
 
     def norm(self, name: Name, gradients: Mapping[str, Tensor]) -> float:
-        """Euclidean norm of the whole model's reduced gradients, each parameter counted once.
-
-        The same number, to the bit, on all ranks.
+        """Return the norm of the whole model's reduced gradients, each parameter counted once; the
+        same number, to the bit, on all ranks.
         """
         pipeline, _ = self._layout.place(name, self._rank)
         stage = self._stages[name]
@@ -142,13 +130,6 @@ class PipelineExecutor:
         dist.all_reduce(square)
         return math.sqrt(square.item())
 
-    def saved_bytes(self, name: Name, work: TaskWork) -> int:
-        """Bytes that this rank's stage keeps of a micro-batch from its forward to its backward.
-
-        Bytes that the loss keeps on the last stage are not counted.
-        """
-        return saved_bytes(self._stages[name], work.tokens)
-
     def _pass(self, name: Name, works: Sequence[TaskWork]) -> _Pass:
         pipeline, _ = self._layout.place(name, self._rank)
         each = len(works) // self._layout.of(name)[1]
@@ -158,18 +139,13 @@ class PipelineExecutor:
 
 @dataclass(slots=True)
 class _Pass:
-    """A model's stage on this rank, and what it keeps of the micro-batches under way.
-
-    Attributes:
-        arriving: inputs asked for, by task.
-        inputs: of micro-batches between forward and backward; their gradients end there.
-        roots: where backward passes start: the loss, or the place of the output in the graph,
-            which does not keep the output itself.
-    """
+    """A model's stage on this rank, and the tensors of the micro-batches under way."""
 
     stage: Stage
     works: Sequence[TaskWork]
     device: torch.device
+    # Inputs asked for, by task; and by micro-batch, from its forward to its backward: the input,
+    # where gradients end, and where they start: the loss, or the output's place in the graph.
     arriving: dict[PipelineTask, tuple[Tensor, dist.Work]] = field(default_factory=dict)
     inputs: dict[int, Tensor] = field(default_factory=dict)
     roots: dict[int, Tensor | GradientEdge | None] = field(default_factory=dict)
@@ -177,12 +153,10 @@ class _Pass:
     def ask(self, task: PipelineTask, peer: int) -> None:
         shape = (*self.works[task.micro_batch].tokens.shape, self.stage.hidden_size)
         buffer = torch.empty(shape, dtype=self.stage.dtype, device=self.device)
-        work = dist.irecv(buffer, peer)
-        assert work is not None
-        self.arriving[task] = buffer, work
+        self.arriving[task] = buffer, _posted(dist.irecv(buffer, peer))
 
     def run(self, task: PipelineTask, watch: Stopwatch) -> Tensor | None:
-        """Run a task as soon as its input is there; what the next stage on its way needs."""
+        """Run a task as soon as its input is there; return the input of the next stage."""
         watch.mark()
         given = None
         if task in self.arriving:
@@ -195,7 +169,6 @@ class _Pass:
         return result
 
     def _forward(self, i: int, given: Tensor | None) -> Tensor | None:
-        """Hidden states for the next stage; ``None`` on the last."""
         work = self.works[i]
         x = work.tokens if given is None else given.requires_grad_()
         y: Tensor = self.stage(x)
@@ -218,18 +191,16 @@ class _Pass:
 class Stopwatch:
     """A recorder of this rank's moments; made on all ranks at once, which is their common start.
 
-    Ranks share the machine's clock. On a GPU the moments are those of its stream, so that nothing
-    has to wait for them.
+    Ranks share the machine's clock. On a GPU the moments are those of its stream.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         latest = torch.tensor(time.monotonic(), dtype=torch.float64, device=device)
         dist.all_reduce(latest, dist.ReduceOp.MAX)
-        self._zero = latest.item()
+        self._zero, self._begin_s = latest.item(), 0.0
         self._moments: list[float] = []
         self._events: list[torch.cuda.Event] = []
-        self._begin_s = 0.0
         if self._cuda:
             torch.cuda.synchronize(device)
             self.mark()
@@ -247,19 +218,16 @@ class Stopwatch:
     def timings(self, word: Sequence[PipelineTask]) -> Timings:
         """Make the timings from three marks a task: free for it, input there, done."""
         if self._cuda:
-            begin = self._events[0]
-            self._events[-1].synchronize()
-            self._moments = [
-                self._begin_s + begin.elapsed_time(event) / 1000 for event in self._events[1:]
-            ]
+            begin, *others = self._events
+            others[-1].synchronize()
+            self._moments = [self._begin_s + begin.elapsed_time(event) / 1000 for event in others]
         asked, start, end = (tuple(self._moments[k::3]) for k in range(3))
         return Timings(tuple(word), asked, start, end)
 
 
 class Outbox:
-    """Sends under way; a tensor is kept until it has left, and no longer.
-
-    gloo tells that a send is done only to those who wait for it, so a thread does.
+    """Sends under way; a tensor is kept until it has left, and no longer. A thread waits for
+    gloo's, which tells only then that a send is done.
     """
 
     def __init__(self) -> None:
@@ -270,8 +238,7 @@ class Outbox:
     def send(self, tensor: Tensor, peer: int) -> None:
         """Begin to send; the tensor must not be changed any more."""
         tensor = tensor.contiguous()
-        work = dist.isend(tensor, peer)
-        assert work is not None
+        work = _posted(dist.isend(tensor, peer))
         if self._waits:
             self._waited.append(self._waits.submit(_wait, work, tensor))
         else:
@@ -291,6 +258,11 @@ def _wait(work: dist.Work, tensor: Tensor) -> None:
     work.wait()
 
 
+def _posted(work: dist.Work | None) -> dist.Work:
+    assert work is not None  # as this rank is in the group
+    return work
+
+
 def connect(layout: StageLayout, rank: int, device: torch.device) -> None:
     """Have the two ranks of each pair that will exchange tensors meet once; on all ranks at once.
 
@@ -298,69 +270,45 @@ def connect(layout: StageLayout, rank: int, device: torch.device) -> None:
     so in one order of the pairs; in the middle of a run, where a rank asks for a tensor long before
     it is made, they could wait for each other in a circle.
     """
-    pairs = set()
-    for name in NAMES:
-        stages, pipelines = layout.of(name)
-        for p, s in product(range(pipelines), range(stages - 1)):
-            pairs.add(tuple(sorted(layout.rank(name, p, each) for each in (s, s + 1))))
-    for low, high in sorted(pairs):
+    for low, high in pairwise(range(layout.ranks)):
+        if all(layout.place(name, low)[0] != layout.place(name, high)[0] for name in NAMES):
+            continue  # they hold stages of different pipelines alone
         if rank == low:
             dist.send(torch.zeros(1, device=device), high)
         elif rank == high:
             dist.recv(torch.zeros(1, device=device), low)
 
 
-class Groups:
-    """Process groups in which a model's gradients are summed; made on all ranks at once.
+_Groups = dict[Name, dist.ProcessGroup]
 
-    Ranks with one stage of a model sum its gradients over the pipelines. Those with the first and
-    the last stage sum a tied weight's over both, in one go.
+
+def _groups(layout: StageLayout, rank: int) -> tuple[_Groups, _Groups]:
+    """Make the groups in which gradients are summed, on all ranks at once: those of the ranks with
+    one stage of a model, and those of the ranks with its first and last, for a tied weight.
     """
-
-    def __init__(self, layout: StageLayout, rank: int) -> None:
-        self._same: dict[Name, dist.ProcessGroup] = {}
-        self._ends: dict[Name, dist.ProcessGroup] = {}
-        for name in NAMES:
-            stages, pipelines = layout.of(name)
-            for stage in range(stages):
-                _join(
-                    self._same, name, [layout.rank(name, p, stage) for p in range(pipelines)], rank
-                )
-            ends = [layout.rank(name, p, s) for p in range(pipelines) for s in {0, stages - 1}]
-            _join(self._ends, name, sorted(ends), rank)
-
-    def reduce(self, name: Name, gradients: Mapping[str, Tensor], tied: frozenset[str]) -> None:
-        """Sum in place; see :meth:`PipelineExecutor.reduce`."""
-        under_way = []
-        for groups, of_tied in ((self._same, False), (self._ends, True)):
-            for key in sorted(gradients):
-                if (key in tied) == of_tied and name in groups:
-                    under_way.append(
-                        dist.all_reduce(gradients[key], group=groups[name], async_op=True)
-                    )
-        for work in under_way:
-            assert work is not None
-            work.wait()
+    same, ends = _Groups(), _Groups()
+    for name in NAMES:
+        stages, pipelines = layout.of(name)
+        for stage in range(stages):
+            _join(same, name, [layout.rank(name, p, stage) for p in range(pipelines)], rank)
+        tied = [layout.rank(name, p, s) for p in range(pipelines) for s in {0, stages - 1}]
+        _join(ends, name, sorted(tied), rank)
+    return same, ends
 
 
-def _join(groups: dict[Name, dist.ProcessGroup], name: Name, ranks: list[int], rank: int) -> None:
-    if len(ranks) < 2:
-        return
-    group = dist.new_group(ranks)
-    if rank in ranks:
-        groups[name] = group
+def _join(groups: _Groups, name: Name, ranks: list[int], rank: int) -> None:
+    if len(ranks) > 1:
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            groups[name] = group
 
 
 def saved_bytes(stage: Stage, tokens: Tensor) -> int:
-    """Bytes that autograd saves in a forward pass, in the mode that the stage is in.
+    """Return the bytes that autograd saves in a stage's forward pass of token ids [b, L].
 
-    A checkpointed layer saves its input alone.
-
-    Memory that several tensors share counts once, parameters and buffers not at all.
-
-    Args:
-        stage: runs once; no gradient is made.
-        tokens: ids [b, L]; stages after the first get noise of the same shape.
+    It runs once, in the mode that it is in: a checkpointed layer saves its input alone. Stages
+    after the first get noise of the same shape. Memory that several tensors share counts once,
+    parameters and buffers not at all.
     """
     weight = next(stage.parameters())
     x = tokens

@@ -4,8 +4,8 @@ Transfers cannot deadlock, however slow ranks and links are, and even if a send 
 receiver has asked for it:
 
 - All transfers are in one order: by the time at which their tensor is made when the schedule runs
-  on paper. Every rank starts its own in that order, so the two of a pair start theirs alike. That
-  is what NCCL asks for, where the transfers of a pair go through one stream.
+  on paper. Every rank starts its own in that order, so the two of a pair start theirs alike, as
+  NCCL demands, where the transfers of a pair go through one stream.
 - A rank asks for a tensor before the first of its own tasks that ends later than the tensor is
   made, and waits for it only when a task needs it. On paper that is no later than it is sent, so
   tensors travel while both ranks compute.
@@ -20,12 +20,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from statistics import median
 from typing import Literal
 
 from stretto.pipelines.executor.stages import Name, StageLayout
 from stretto.pipelines.graph import FORWARD, Graph, make_graph
-from stretto.pipelines.problem import Problem, Side
+from stretto.pipelines.problem import ModelPipelines, Problem
 from stretto.pipelines.schedule import PipelineSchedule, evaluate
 
 _US = 1e6
@@ -34,12 +35,8 @@ Kind = Literal["F", "B"]
 
 @dataclass(frozen=True, slots=True)
 class PipelineTask:
-    """Forward or backward of a micro-batch on this rank's stage of a pipeline.
-
-    Attributes:
-        kind: forward or backward.
-        pipeline: as the schedule counts them: the actor's first.
-        micro_batch: its number in the pipeline.
+    """Forward or backward of a micro-batch on this rank's stage of a pipeline; these count from 0,
+    the actor's first, micro-batches within their pipeline.
     """
 
     kind: Kind
@@ -72,12 +69,8 @@ def instructions(
 ) -> tuple[tuple[Instruction, ...], ...]:
     """List the instructions of each rank, in order; rank r is device r.
 
-    Args:
-        problem: its latencies give the order in which tensors are made. The instructions are
-            right for any latencies, and fastest for true ones.
-
-    Raises:
-        ConfigError: the schedule cannot run.
+    They are right for any latencies, and fastest where the problem's are true. Raises ConfigError
+    if the schedule cannot run.
     """
     done = evaluate(problem, schedule)
     graph = make_graph(problem)
@@ -85,14 +78,10 @@ def instructions(
     # (end of the task that makes the tensor, its number): no two are alike, and a task comes after
     # all that it depends on, as each takes a tick or more.
     key = list(zip(ends.tolist(), range(ends.size), strict=True))
-    words = [
-        done.tasks[low:high].tolist()
-        for low, high in zip(graph.word_at[:-1], graph.word_at[1:], strict=True)
-    ]
+    words = [done.tasks[low:high].tolist() for low, high in pairwise(graph.word_at)]
     incoming: list[list[tuple[tuple[int, int], Receive]]] = [[] for _ in words]
     for task in range(ends.size):
-        sent = _sent(graph, task)
-        if sent:
+        if sent := _sent(graph, task):
             peer = int(graph.device[graph.queue_of[task]])
             incoming[sent.peer].append((key[task], Receive(sent.task, peer)))
     programs = []
@@ -102,9 +91,8 @@ def instructions(
         for task in word:
             while receives and receives[-1][0] < key[task]:
                 program.append(receives.pop()[1])
-            program.append(_task(graph, task))
             sent = _sent(graph, task)
-            program += [sent] if sent else []
+            program += [_task(graph, task), *([sent] if sent else [])]
         programs.append(tuple(program))
     return tuple(programs)
 
@@ -126,13 +114,8 @@ def _sent(graph: Graph, task: int) -> Send | None:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Times of a rank's tasks, in seconds from a start that all ranks share.
-
-    Attributes:
-        word: its tasks in order.
-        asked: when the rank was free for each task, and began to wait for its input.
-        start: when its input was there.
-        end: when it was done.
+    """Times of a rank's tasks, in seconds from a start that all ranks share: when it began to wait
+    for the input of each, when that was there, and when the task was done.
     """
 
     word: tuple[PipelineTask, ...]
@@ -142,37 +125,29 @@ class Timings:
 
 
 def profile(
-    layout: StageLayout,
-    timings: Sequence[Timings],
-    saved_bytes: Sequence[tuple[int, int]] | None = None,
+    layout: StageLayout, timings: Sequence[Timings], saved_bytes: Sequence[tuple[int, int]]
 ) -> Problem:
-    """The problem in microseconds and bytes, as measured.
+    """Return the problem in microseconds and bytes, as measured in one run of all ranks.
 
     The latency of a stage's forwards is their median over micro-batches and pipelines, and so is
     that of its backwards. Communication is the median over those transfers that the receiver was
-    already waiting for when their tensor was made; of others it cannot be seen how long they took.
-
-    Args:
-        timings: of all ranks, of one run; the first run of a process is no good measure.
-        saved_bytes: of each rank, what a micro-batch of the actor and one of the critic keeps
-            (:meth:`~stretto.pipelines.executor.executor.PipelineExecutor.saved_bytes`); without it,
-            1 each.
+    already waiting for when their tensor was made; how long others took cannot be seen. Each rank's
+    saved bytes are those of a micro-batch of the actor, and of one of the critic.
     """
-    saved = saved_bytes or [(1, 1)] * layout.ranks
+    actor, critic = zip(*saved_bytes, strict=True)
     return Problem(
-        _side(layout, "actor", timings, [actor for actor, _ in saved]),
-        _side(layout, "critic", timings, [critic for _, critic in saved]),
+        _measured(layout, "actor", timings, actor), _measured(layout, "critic", timings, critic)
     )
 
 
 def makespan_us(timings: Sequence[Timings]) -> int:
-    """Microseconds from the start of the first task to the end of the last, over all ranks."""
+    """Return microseconds from the start of the first task to the end of the last, of all ranks."""
     return round(_US * (max(t.end[-1] for t in timings) - min(t.start[0] for t in timings)))
 
 
-def _side(
+def _measured(
     layout: StageLayout, name: Name, timings: Sequence[Timings], saved: Sequence[int]
-) -> Side:
+) -> ModelPipelines:
     stages, pipelines = layout.of(name)
     first = 0 if name == "actor" else layout.actor_pipelines
     own = range(first, first + pipelines)
@@ -184,23 +159,20 @@ def _side(
             if task.pipeline in own:
                 seconds[task.kind, stage].append(end - start)
                 ends[task, stage] = end
-    travels = []
+    travels, kept = [], defaultdict[int, list[int]](list)
     for rank, of in enumerate(timings):
         _, stage = layout.place(name, rank)
+        kept[stage].append(saved[rank])
         for task, asked, start in zip(of.word, of.asked, of.start, strict=True):
             made = ends.get((task, stage - 1 if task.kind == "F" else stage + 1))
             if task.pipeline in own and made is not None and asked < made:
                 travels.append(start - made)
-    places = [layout.place(name, rank)[1] for rank in range(layout.ranks)]
-    return Side.of(
+    return ModelPipelines.of(
         stages,
         pipelines,
         len(ends) // (2 * stages * pipelines),
         forward=[max(1, round(_US * median(seconds["F", s]))) for s in range(stages)],
         backward=[max(1, round(_US * median(seconds["B", s]))) for s in range(stages)],
-        activation=[
-            float(max(saved[r] for r, place in enumerate(places) if place == s))
-            for s in range(stages)
-        ],
+        activation=[float(max(kept[s])) for s in range(stages)],
         communication=max(0, round(_US * median(travels))) if travels else 0,
     )

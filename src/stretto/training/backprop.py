@@ -1,0 +1,142 @@
+"""Forward and backward passes of a mini-batch, behind one small interface.
+
+The learner divides a mini-batch as its :class:`Backprop` asks, has it leave gradients in the
+models, and updates the models, whether passes are made in this process or by ranks that hold shards
+(:mod:`stretto.training.sharded`) or stages of the models (:mod:`stretto.training.pipelined`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor
+
+from stretto.algorithms.experience import LossTerm
+from stretto.algorithms.reductions import Metrics
+from stretto.config.training import token_budget
+from stretto.models.forward import backbone, by_token_budget
+from stretto.training.losses import Losses, MicroBatch
+from stretto.training.trained import TrainedModel
+from stretto.types import Stats
+
+
+class Backprop(Protocol):
+    """The maker of gradients."""
+
+    def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
+        """Divide a mini-batch into micro-batches: indices into ``tokens``, each once. These are of
+        each unit, padding within it counted.
+        """
+        ...
+
+    def run(
+        self, batches: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool
+    ) -> Mapping[str, Metrics]:
+        """Leave the gradients of the losses, summed over micro-batches, in the models; the actor
+        gets some only where it is to be trained. Return metrics by the name of the model.
+        """
+        ...
+
+    def finish(self) -> Stats:
+        """Bring new weights into the whole models, after a step's last update; return metrics."""
+        ...
+
+
+class LocalBackprop:
+    """Passes in this process, a micro-batch after the other, critic before actor."""
+
+    def __init__(
+        self,
+        actor: TrainedModel,
+        critic: TrainedModel | None,
+        losses: Losses,
+        microbatch_tokens: int,
+    ) -> None:
+        self._actor, self._critic, self._losses = actor, critic, losses
+        _ = actor.head  # which is checked here, and not in the first step
+        self._budget = token_budget(microbatch_tokens, actor.device)
+
+    def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
+        return by_token_budget(tokens, self._budget)
+
+    def run(
+        self, batches: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool
+    ) -> Mapping[str, Metrics]:
+        batches = [batch.to(self._actor.device) for batch in batches]
+        by_model = {}
+        if self._critic is not None:
+            loss = partial(self._losses.of_critic, self._critic.model)
+            by_model["critic"] = _passes(self._critic, batches, loss)
+        if trains_actor:
+
+            def of_actor(states: Tensor, batch: MicroBatch) -> LossTerm:
+                return self._losses.of_actor(self._actor.head, states, batch, kl_coef)
+
+            by_model["actor"] = _passes(self._actor, batches, of_actor)
+        return by_model
+
+    def finish(self) -> Stats:
+        return {}  # the models are the ones that were updated
+
+
+def _passes(
+    trained: TrainedModel,
+    batches: Sequence[MicroBatch],
+    loss: Callable[[Tensor, MicroBatch], LossTerm],
+) -> Metrics:
+    def forward(batch: MicroBatch) -> tuple[Tensor, LossTerm]:
+        out = backbone(trained.model)(input_ids=batch.tokens, use_cache=False)
+        term = loss(batch.states(out.last_hidden_state), batch)
+        return term.loss, term  # FSDP looks for losses in tuples, and not in other objects
+
+    metrics = Metrics()
+    with trained.training():
+        for batch in batches:
+            _, term = trained.compute(partial(forward, batch))
+            term.loss.backward()
+            metrics += term.metrics
+    return metrics
+
+
+def divided(tokens: Sequence[int], wanted: int, hands: int) -> list[Sequence[int]]:
+    """Divide sequences of so many tokens into as many micro-batches for each hand, of like sizes.
+
+    With too few sequences for each to get one, each sequence is a micro-batch. Returns indices into
+    ``tokens``: the micro-batches of the first hand, then of the second, ...
+    """
+    if len(tokens) < hands:
+        return [[i] for i in range(len(tokens))]
+    count = min(-(-wanted // hands), len(tokens) // hands) * hands
+    # Hands take consecutive parts of the list: the long ones are dealt out.
+    return deal(into_micro_batches(tokens, count), hands)
+
+
+def into_micro_batches(tokens: Sequence[int], count: int) -> list[list[int]]:
+    """Divide sequences of so many tokens into ``count`` micro-batches, the largest as small as can
+    be. Neighbours in length go together. Returns indices into ``tokens``, longest sequences first.
+    """
+    budgets = range(1, max(tokens) * len(tokens) + 1)
+    least = bisect_left(budgets[:-1], -count, key=lambda b: -len(by_token_budget(tokens, b)))
+    groups = by_token_budget(tokens, budgets[least])
+    while len(groups) < count:  # where sequences of one length take a step of several groups
+        largest = max(
+            (i for i, group in enumerate(groups) if len(group) > 1),
+            key=lambda i: tokens[groups[i][0]] * len(groups[i]),
+        )
+        group = groups[largest]
+        groups[largest : largest + 1] = [group[: len(group) // 2], group[len(group) // 2 :]]
+    return groups
+
+
+def deal(groups: Sequence[Sequence[int]], hands: int) -> list[Sequence[int]]:
+    """Share micro-batches out to as many hands, the longest first, to and fro; return those of the
+    first hand, then those of the second, ...
+    """
+    dealt: list[list[Sequence[int]]] = [[] for _ in range(hands)]
+    for i, group in enumerate(groups):
+        turn, at = divmod(i, hands)
+        dealt[hands - 1 - at if turn % 2 else at].append(group)
+    return [group for hand in dealt for group in hand]
