@@ -1,7 +1,6 @@
 """The commands, as a user types them; what computes is replaced by fakes."""
 
 import dataclasses
-import importlib
 import json
 import re
 import subprocess
@@ -74,9 +73,8 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runtime:
     monkeypatch.setattr(runs, "train", fake.train)
     for checked in ("api.execution.check_run", "api.execution.check_supervised"):
         monkeypatch.setattr(f"stretto.{checked}", lambda *_, **__: None)
-    for command in ("eval", "generate", "label"):
-        importlib.import_module(f"stretto.cli.{command}")
-        monkeypatch.setattr(f"stretto.cli.{command}.check_measured", lambda *_, **__: None)
+    for checked in ("cli.eval.check_measured", "api.models.check_measured"):
+        monkeypatch.setattr(f"stretto.{checked}", lambda *_, **__: None)
     monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     return fake

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -26,6 +25,7 @@ from transformers import (
 from transformers.trainer_utils import SchedulerType
 
 import stretto
+from run_helpers import lines
 from stretto import PPOConfig, PPOTrainer
 from stretto.assembly.models import made_ready
 from stretto.config import Config, recipes
@@ -42,6 +42,7 @@ from stretto.machine import usable_cores
 from stretto.trl import arguments
 from stretto.trl.config import FOR_SCRIPTS
 from stretto.trl.prompts import TokenTask
+from stretto.trl.trainer import missing_eos
 
 WORDS = ("cat", "dog", "horse", "cow", "sheep", "pig", "hen", "duck", "goose", "lamb")
 STEPS, BATCH, TOKENS = 12, 16, 6
@@ -121,8 +122,11 @@ def weights(model: Any) -> dict[str, torch.Tensor]:
 
 
 def scores(run: Path) -> list[float]:
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["objective/scores"] for line in lines]
+    return [step["objective/scores"] for step in lines(run / "metrics.jsonl")]
+
+
+def notes(args: PPOConfig) -> list[str]:
+    return arguments.notes(args, arguments.sizes(args, len(WORDS)))
 
 
 def our_settings(folders: Mapping[str, Path], out: Path) -> Config:
@@ -202,8 +206,7 @@ def test_a_schedule_overlaps_the_same_script(folders: dict[str, Path], tmp_path:
     trainer.train()
     assert trainer.run_dir is not None
     assert recipes.load(trainer.run_dir.path).schedule.preset == "oppo"
-    lines = (trainer.run_dir.path / "metrics.jsonl").read_text().splitlines()
-    assert all(json.loads(line)["schedule/overcommit"] > 0 for line in lines)
+    assert all(step["schedule/overcommit"] > 0 for step in trainer.run_dir.read_metrics())
 
 
 def test_the_same_script_trains_in_processes_of_its_own(
@@ -233,18 +236,22 @@ def test_without_a_stop_token_responses_are_as_long_as_they_may_be(
     assert trainer.run_dir is not None
     lengths = [record.tokens for record in trainer.run_dir.read_rollouts()]
     assert lengths == [TOKENS] * BATCH
-    judge = trainer._given().functions["missing_eos"]
-    end = trainer.processing_class.eos_token_id
-    assert judge(completion_ids=[[1, end, 2], [1, 2, 3]]) == [0.0, -1.5]
+    assert missing_eos(9, 1.5)(completion_ids=[[1, 9, 2], [1, 2, 3]]) == [0.0, -1.5]
+    for sample in lines(trainer.run_dir.samples_file):
+        assert sample["scores"]["missing_eos"] in (0.0, -1.5)
 
 
 def test_a_stop_token_of_the_scripts_own_ends_responses(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    settings = {"stop_token": None, "stop_token_id": 101, "missing_eos_penalty": None}
-    trainer = make_trainer(folders, tmp_path, settings)
-    assert trainer._end_tokens() == {101}
+    settings = {"stop_token": None, "stop_token_id": ord("e"), "missing_eos_penalty": None}
+    longer = {"response_length": 64, "total_episodes": BATCH}
+    trainer = make_trainer(folders, tmp_path, {**settings, **longer})
     assert trainer.config.reward.missing_eos == "off"
+    trainer.train()
+    assert trainer.run_dir is not None
+    assert any(record.finish == "stop" for record in trainer.run_dir.read_rollouts())
+    assert all("e" not in s["response"][:-1] for s in lines(trainer.run_dir.samples_file))
 
 
 ARGUMENTS: list[tuple[dict[str, Any], str, Any]] = [
@@ -406,7 +413,7 @@ def test_derived_sizes_are_written_where_scripts_read_them(
     assert (a.batch_size, a.local_batch_size, a.mini_batch_size) == (16, 16, 8)
     assert (a.local_mini_batch_size, a.micro_batch_size, a.world_size) == (8, 4, 1)
     assert (a.num_total_batches, a.total_episodes) == (STEPS, STEPS * BATCH)
-    first, *rest = trainer._notes()
+    first, *rest = notes(a)
     assert first == (
         "batch 16 = per_device_train_batch_size x gradient_accumulation_steps = 4 x 4, 2 "
         "mini-batches of 8 (TRL until 0.16 made the batch num_mini_batches times as large; "
@@ -421,12 +428,12 @@ def test_derived_sizes_are_written_where_scripts_read_them(
 def test_what_has_no_effect_is_said(folders: dict[str, Path], tmp_path: Path) -> None:
     settings = {"eval_strategy": "steps", "eval_steps": 10, "dataloader_num_workers": 4}
     trainer = make_trainer(folders, tmp_path, settings)
-    assert [line.partition(" (")[0] for line in trainer._notes()[1:]] == [
+    assert [line.partition(" (")[0] for line in notes(trainer.args)[1:]] == [
         "without effect: eval_steps, eval_strategy",
         "without effect: dataloader_num_workers",
     ]
     alone = make_trainer(folders, tmp_path, {"vllm_importance_sampling_cap": 2.0})
-    assert alone._notes()[1:] == [
+    assert notes(alone.args)[1:] == [
         "without effect: vllm_importance_sampling_cap (use_vllm is False)"
     ]
 

@@ -15,12 +15,16 @@ from stretto.config import Config, RewardModelConfig, SftConfig, SupervisedConfi
 from stretto.config.training import token_budget
 from stretto.errors import OutOfMemoryError, StateError, first_line, is_out_of_memory
 from stretto.machine import Machine, usable_gpus
+from stretto.models.info import measure, model_info
 from stretto.observe import Progress, RunDirectory, make_progress
+from stretto.observe.progress import headline
 from stretto.planner import fitting
-from stretto.saying import CHECKING, LOADING
+from stretto.saying import CHECKING, LOADING, format_count
 from stretto.signals import ending_in_order
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from stretto.assembly.models import Overrides
     from stretto.runs import RewardModelResult, SftResult, TrainResult
     from stretto.tasks import Task
@@ -36,49 +40,47 @@ class Begun(Generic[R]):
     """A run that has its folder, and has not been executed.
 
     Attributes:
-        config: its settings.
-        run_dir: its folder.
-        resuming: whether it goes on from the newest checkpoint in it.
-        task: that its settings name, where it was opened to be checked.
+        resuming: whether it goes on from the newest checkpoint in its folder.
+        overrides: objects in place of names in the settings.
+        task: the one that the settings name, where it was opened to be checked.
     """
 
     config: R
     run_dir: RunDirectory
     resuming: bool = False
+    overrides: Overrides | None = None
     task: Task | None = None
 
 
 def begin(
-    config: R, name: str = "run", *, resume: str | Path = "", given: Overrides | None = None
+    config: R, name: str = "run", *, resume: str | Path = "", overrides: Overrides | None = None
 ) -> Begun[R]:
     """Begin a run: look for what would fail, and make its folder, or open that of the run which it
     goes on with.
 
+    Raises a StrettoError as :mod:`stretto.checks` does, and where the folder cannot be made or
+    written to, or ``resume`` is no run's folder or has settings that may not be changed.
+
     Args:
         name: what a new folder in ``config.out`` is called by; a number is added.
         resume: the folder of the run to go on with; empty for a new one.
-        given: what the caller brings instead of names.
-
-    Raises:
-        StrettoError: what :mod:`stretto.checks` finds.
-        ConfigError: a new folder cannot be made; or ``resume`` is no run's folder, or a setting
-            beyond :data:`~stretto.api.RESUMABLE` is changed.
-        StorageError: the folder cannot be written to.
+        overrides: objects in place of names in the settings.
     """
     if not resume:
-        task = _checked(config, given, Path(config.out), resuming=False)
-        return Begun(config, RunDirectory.create(config.out, name, config), task=task)
+        task = _checked(config, overrides, Path(config.out), resuming=False)
+        run_dir = RunDirectory.create(config.out, name, config)
+        return Begun(config, run_dir, overrides=overrides, task=task)
     assert isinstance(config, Config), "runs of supervised training keep no checkpoints"
     run_dir = RunDirectory.open(resume)
     check_resumable(recipes.load(run_dir.config_file), config)
-    ended = given is None and run_dir.ended(config.steps) is not None
-    task = None if ended else _checked(config, given, run_dir.path, resuming=True)
-    return Begun(config, run_dir, resuming=True, task=task)
+    ended = overrides is None and run_dir.ended(config.steps) is not None
+    task = None if ended else _checked(config, overrides, run_dir.path, resuming=True)
+    return Begun(config, run_dir, True, overrides, task)
 
 
 def _checked(
     config: Config | SftConfig | RewardModelConfig,
-    given: Overrides | None,
+    overrides: Overrides | None,
     folder: Path,
     *,
     resuming: bool,
@@ -87,114 +89,115 @@ def _checked(
     task = None
     with make_progress(config.observe.progress).working(CHECKING):
         if isinstance(config, Config):
-            task = check_run(config, **_brought(given))
+            task = check_run(config, overrides)
         else:
             check_supervised(config)
-        if given is None or given.actor is None:
+        if overrides is None or overrides.actor is None:
             disk.check(config, folder, resuming=resuming)
     return task
 
 
-def _brought(given: Overrides | None) -> dict[str, Any]:
-    """Return what of a run the settings do not name, for its check."""
-    if given is None:
-        return {}
-    return {
-        "models": given.actor is None,
-        "tokenizer": given.tokenizer is None,
-        "task": given.task,
-        "brought": {*given.functions, *given.reward_models},
-    }
-
-
 @overload
-def execute(
-    run: Begun[Config], *, given: Overrides | None = None, progress: Progress | None = None
-) -> TrainResult: ...
-
-
+def execute(run: Begun[Config], *, progress: Progress | None = None) -> TrainResult: ...
 @overload
 def execute(run: Begun[SftConfig], *, progress: Progress | None = None) -> SftResult: ...
-
-
 @overload
 def execute(
     run: Begun[RewardModelConfig], *, progress: Progress | None = None
 ) -> RewardModelResult: ...
-
-
-def execute(
-    run: Begun[Any], *, given: Overrides | None = None, progress: Progress | None = None
-) -> Any:
+def execute(run: Begun[Any], *, progress: Progress | None = None) -> Any:
     """Execute a run that was begun: display, training, and where the results are.
 
-    One that is resumed and has ended already is not: what came of it is returned at once.
+    A new folder is removed again if the run ends before its first step. The settings of a run that
+    is resumed are written into its folder; one that has ended already is not executed, and its
+    result is returned at once.
+
+    Raises a StrettoError where a setting, a model, a dataset, a reward function, the numbers or the
+    disk are at fault, or another process is at work in the folder; KeyboardInterrupt for Ctrl-C, or
+    as :class:`stretto.signals.Terminated` for SIGTERM or SIGHUP.
 
     Args:
-        run: its folder is removed again if it is new and ends before its first step. The settings
-            of one that is resumed are written into its folder.
-        given: what the caller brings instead of names.
         progress: a display; without one what ``observe.progress`` says.
-
-    Raises:
-        StrettoError: a setting, a model, a dataset, a reward function, the numbers or the disk are
-            at fault; or another process is at work in the folder.
-        KeyboardInterrupt: Ctrl-C, or as :class:`stretto.signals.Terminated` SIGTERM or SIGHUP.
     """
     config, run_dir = run.config, run.run_dir
     display = progress or make_progress(config.observe.progress)
-    if run.resuming and given is None and (ended := run_dir.ended(config.steps)) is not None:
+    ended = run_dir.ended(config.steps) if run.resuming and run.overrides is None else None
+    if ended is not None:
         display.note(
             f"the run in {run_dir.path} has ended: all of its {ended.steps} steps are taken, and "
             f"the trained model is in {ended.model}. More steps go on from there (--steps)"
         )
         return ended
-
-    def work() -> Any:
-        if run.resuming:
-            run_dir.save_config(config)
-        with display.working(LOADING):
-            from stretto import runs
-            from stretto.api.opening import opening
-            from stretto.assembly.models import NO_OVERRIDES
-
-            # A model that the caller brings has a type of its own.
-            actor = given.actor if given else None
-            final, decided = (config, []) if actor is not None else _settled(config, run_dir)
-            if isinstance(final, Config) and actor is None:
-                decided += _checked_devices(final, given)
-            run_dir.save_machine(Machine.here())
-            text = opening(final, run_dir, actor, resuming=run.resuming)
-        display.start(text)
-        for line in decided:
-            display.note(line)
-        if isinstance(final, Config):
-            brought = replace(given or NO_OVERRIDES, opened=run.task)
-            return runs.train(
-                final, run_dir=run_dir, resume=run.resuming, progress=display, overrides=brought
-            )
-        supervised = runs.sft if isinstance(final, SftConfig) else runs.train_reward_model
-        return supervised(final, run_dir=run_dir, progress=display)
-
     with _memory_explained(config):
-        return _to_the_end(work, run_dir, display, keep=run.resuming)
+        return _to_the_end(lambda: _train(run, display), run_dir, display, keep=run.resuming)
 
 
-def _checked_devices(config: Config, given: Overrides | None) -> list[str]:
-    """Refuse what does not fit; return remarks. Models that the caller brings are not looked at."""
-    brought = given and (given.critic or given.reference or given.reward_models)
-    if brought and config.runtime != "inline":
-        return []
-    return fitting.check_devices(config)
+def _train(run: Begun[Any], display: Progress) -> Any:
+    config, run_dir, overrides = run.config, run.run_dir, run.overrides
+    if run.resuming:
+        run_dir.save_config(config)
+    lines: list[str] = []
+    with display.working(LOADING):
+        from stretto import runs
+        from stretto.assembly.models import NO_OVERRIDES
+
+        actor = overrides.actor if overrides else None
+        if actor is None:  # else the model has a type of its own
+            config = settled(config, lines.append)
+            if lines:
+                run_dir.save_config(config)
+            if isinstance(config, Config):
+                lines += _check_devices(config, overrides)
+        run_dir.save_machine(Machine.here())
+        text = _opening(config, run_dir, actor, resuming=run.resuming)
+    display.start(text)
+    for line in lines:
+        display.note(line)
+    if isinstance(config, Config):
+        overrides = replace(overrides or NO_OVERRIDES, opened=run.task)
+        return runs.train(
+            config, run_dir=run_dir, resume=run.resuming, progress=display, overrides=overrides
+        )
+    supervised = runs.sft if isinstance(config, SftConfig) else runs.train_reward_model
+    return supervised(config, run_dir=run_dir, progress=display)
+
+
+def _check_devices(config: Config, overrides: Overrides | None) -> list[str]:
+    """Refuse what does not fit; return remarks. Models that are objects are not looked at."""
+    objects = overrides and (overrides.critic or overrides.reference or overrides.reward_models)
+    return [] if objects and config.runtime != "inline" else fitting.check_devices(config)
+
+
+def _opening(
+    config: Config | SupervisedConfig,
+    run_dir: RunDirectory,
+    actor: nn.Module | None,
+    *,
+    resuming: bool,
+) -> str:
+    """Say in three lines what will run, on what, and where its results go."""
+    from stretto.models.backend import pick_device
+
+    where = f"{'goes on' if resuming else 'results'} in {run_dir.path}"
+    if actor is None:
+        size = ""
+        if model_info(config.model.name) is not None:
+            parameters, adapters = measure(config.model)
+            size = f"{format_count(parameters)} parameters"
+            if adapters is not None:
+                size += f", of which adapters train {format_count(adapters)}"
+        dtype, device = str(config.model.dtype), pick_device(config.model.device).type
+        where = "; ".join(filter(None, (where, disk.said(config, run_dir.path))))
+    else:
+        weight = next(actor.parameters())
+        size = f"{format_count(sum(p.numel() for p in actor.parameters()))} parameters"
+        dtype, device = str(weight.dtype).removeprefix("torch."), weight.device.type
+    return headline(config, ", ".join(filter(None, (size, f"{dtype} on {device}"))), where)
 
 
 @contextmanager
 def _memory_explained(config: Config | SupervisedConfig) -> Iterator[None]:
-    """Say what a run can do about it where its memory is used up.
-
-    Raises:
-        OutOfMemoryError: in place of what torch or Python raised.
-    """
+    """Raise OutOfMemoryError, with what a run can do about it, in place of torch's or Python's."""
     try:
         yield
     except Exception as error:
@@ -203,7 +206,7 @@ def _memory_explained(config: Config | SupervisedConfig) -> Iterator[None]:
             raise
         what = f" ({first_line(short)})" if str(short) else ""
         raise OutOfMemoryError(
-            f"out of memory{what}. Less is taken with {_remedies(config)}"
+            f"out of memory{what}. Less is taken with {_remedies(config)}", "out-of-memory"
         ) from error
 
 
@@ -225,19 +228,11 @@ def _remedies(config: Config | SupervisedConfig) -> str:
     return f"{', '.join([*found, 'or'])} a smaller model"
 
 
-def _settled(config: R, run_dir: RunDirectory) -> tuple[R, list[str]]:
-    lines: list[str] = []
-    final = settled(config, lines.append)
-    if lines:
-        run_dir.save_config(final)
-    return final, lines
-
-
 def _to_the_end(
     work: Callable[[], T], run_dir: RunDirectory, display: Progress, keep: bool = False
 ) -> T:
-    """Do a run's work while nobody else writes into its folder, and say what there is of it, also
-    where it is stopped.
+    """Do a run's work while no other process writes into its folder, and say where its results are,
+    also where it is stopped.
     """
     with ending_in_order(), ExitStack() as stack:
         stack.enter_context(run_dir.locked(display.note))
@@ -254,7 +249,7 @@ def _to_the_end(
 
 
 def _leave(run_dir: RunDirectory, display: Progress, keep: bool) -> None:
-    """Say what there is of a run that was stopped; one that never took a step leaves nothing.
+    """Name the folder of a run that was stopped; remove it if the run never took a step.
 
     What fails on the way, as on a terminal that is gone, must not hide what stopped the run.
     """

@@ -82,11 +82,8 @@ class Job:
 
 
 def config_of_job(config: Config, job: Job, out: str) -> Config:
-    """The settings of one run. It writes no checkpoints beyond those that a recipe counts in steps.
-
-    Raises:
-        ConfigError: the variant's settings and the others contradict each other.
-    """
+    """Return the settings of one run. It writes no checkpoints but those that a recipe counts in
+    steps."""
     data = config.model_dump()
     data |= {"seed": job.seed, "out": out, "schedule": schedule_of(config.schedule, job.variant)}
     data["observe"] |= {"progress": "plain", "checkpoint_minutes": 0.0}
@@ -96,7 +93,7 @@ def config_of_job(config: Config, job: Job, out: str) -> Config:
 def schedule_of(
     schedule: ScheduleConfig, variant: str, variants: Mapping[str, Mapping[str, object]] = VARIANTS
 ) -> dict[str, Any]:
-    """The settings of a schedule with the variant's preset and knobs."""
+    """Return the settings of a schedule with the variant's preset and knobs."""
     defaults = ScheduleConfig().model_dump()
     knobs = {name: defaults[name] for name in REPLACED}
     return {**schedule.model_dump(), **knobs, **variants[variant]}
@@ -110,17 +107,12 @@ def outcome_of(job: Job, folder: Path) -> Outcome:
 def report(
     runs: str | Path | Sequence[str | Path], out: str | Path = "report.html", *, step: int = 0
 ) -> Path:
-    """One page of runs, to be opened in a browser; what ``stretto report`` writes.
-
-    Runs that can be told apart on it are also predicted from their own records.
+    """Write a page of runs, to be opened in a browser, and return its file; what ``stretto report``
+    does. Runs that can be told apart on it are also predicted from their own records.
 
     Args:
         runs: folders of runs; the first is what the others are compared with.
-        out: file for the page.
         step: whose timeline is shown; without it, one from the middle.
-
-    Returns:
-        the page's file.
     """
     from stretto.api.predicted import predicted
 
@@ -140,18 +132,15 @@ def compare(
     target: float | None = None,
     **changes: Any,
 ) -> Comparison:
-    """The same training under several schedules, one run after the other in this process; what
-    ``stretto compare`` does in processes of their own.
+    """Run the same training under several schedules, one run after the other in this process; what
+    ``stretto compare`` does in processes of their own. The result has a ``table()`` for people and
+    ``data()`` for programs.
 
     Args:
-        settings: as in :func:`train`.
+        settings, changes: as in :func:`train`.
         variants: presets of the schedule, or settings of the schedule by a name for them.
         seeds: each variant runs with each.
         target: reward to be reached; without it, most of the way that the first variant goes.
-        changes: as in :func:`train`.
-
-    Returns:
-        its ``table()`` is for people, its ``data()`` for programs.
     """
     from stretto.assembly.models import Overrides
 
@@ -167,29 +156,19 @@ def compare(
     Path(base.out).mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="warmup-", dir=base.out) as warm:
         for job, config in runs.items():
-            run = begin(config, f"{job.variant}-seed{job.seed}")
-            execute(run, given=Overrides(warmup=Path(warm, f"seed{job.seed}.safetensors")))
+            overrides = Overrides(warmup=Path(warm, f"seed{job.seed}.safetensors"))
+            run = begin(config, f"{job.variant}-seed{job.seed}", overrides=overrides)
+            execute(run)
             outcomes.append(outcome_of(job, run.run_dir.path))
     return Comparison(outcomes, target)
 
 
 def simulate(cluster: Cluster, *, seed: int = 0) -> SimResult:
-    """A schedule on a described cluster, in virtual time; what ``stretto compare --sim`` runs.
-
-    Args:
-        cluster: see :class:`stretto.runtime.sim.cluster.Cluster`.
-    """
+    """Run a schedule on a cluster in virtual time; what ``stretto compare --sim`` does."""
     from stretto.planner.formulas import priced
     from stretto.runtime.sim.simulate import simulate as run
 
     return run(priced(cluster), seed=seed)
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Message about a run that failed."""
-
-    text: str
 
 
 class Trainings:
@@ -198,7 +177,6 @@ class Trainings:
     Those with one seed have a folder in ``folder``, and share a warm-up.
 
     Args:
-        config: the settings that all runs share.
         jobs: all of them, in the order in which they will be run.
 
     Attributes:
@@ -210,14 +188,11 @@ class Trainings:
         self._config, self._folder = config, folder
         self._last = {job.seed: job for job in jobs}
 
-    def run(self, job: Job, advance: Advance = unseen) -> Outcome | Failure:
-        """Train to the end.
+    def run(self, job: Job, advance: Advance = unseen) -> Outcome | str:
+        """Train to the end; return a message where the run failed.
 
-        What the run prints goes into a log beside its folder, as one that fails early leaves no
-        folder.
-
-        Raises:
-            KeyboardInterrupt: of this process; the run has been ended in order, or killed.
+        What it prints goes into a log beside its folder, as one that fails early leaves no folder.
+        A KeyboardInterrupt of this process ends the run in order, or kills it.
         """
         out = self._folder / f"seed{job.seed}"
         out.mkdir(exist_ok=True)
@@ -246,15 +221,14 @@ class Trainings:
         if status:
             with log.open(encoding="utf-8", errors="replace") as lines:
                 end = "".join(f"    {line}" for line in deque(lines, _LAST_LINES))
-            return Failure(f"exit status {status}; the end of {log}:\n{end.rstrip()}")
+            return f"exit status {status}; the end of {log}:\n{end.rstrip()}"
         (self.folders[job],) = out.glob(f"{folders}/")
         return outcome_of(job, self.folders[job])
 
 
 def run_command(command: Sequence[str], log: Path) -> int:
     """Run to the end, and return the exit status; Ctrl-C and what stands for it stop the command
-    and are passed on. It ends with this process too, however that ends.
-    """
+    and are passed on. It ends with this process too, however that ends."""
     ours, theirs = os.pipe()  # nothing is said there: it closes when this process ends
     with os.fdopen(ours, "rb") as read, os.fdopen(theirs, "wb"), log.open("wb") as stream:
         # In a process group of its own: the terminal would send Ctrl-C to both, and the second

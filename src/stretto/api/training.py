@@ -46,6 +46,11 @@ def train(
 ) -> TrainResult:
     """Train a model with reinforcement learning; what ``stretto train`` does.
 
+    Whatever ends the run after its first step: what was learned is saved, and in the model. Raises
+    a StrettoError where a setting, a model, a dataset, a reward function, the numbers or the disk
+    are at fault; KeyboardInterrupt for Ctrl-C, or as :class:`stretto.signals.Terminated` for
+    SIGTERM or SIGHUP.
+
     Args:
         settings: a :class:`~stretto.config.Config`, a recipe's name, a ``.toml`` file or a run's
             folder.
@@ -58,50 +63,39 @@ def train(
             instead.
         model: the policy as an object, which is trained in place and needs its ``tokenizer``, or a
             model's name. A mapping changes the section instead.
-        tokenizer: of ``model``.
         progress: a display; without one what ``observe.progress`` says.
         changes: of settings: a section as a mapping (``rollout={"batch": 64}``), or one setting
             behind its section's name (``rollout__batch=64``).
-
-    Returns:
-        the number of steps, the last one's metrics, and the folder of the trained model, which is
-        in the run's folder.
-
-    Raises:
-        StrettoError: a setting, a model, a dataset, a reward function, the numbers or the disk are
-            at fault.
-        KeyboardInterrupt: Ctrl-C, or as :class:`stretto.signals.Terminated` SIGTERM or SIGHUP.
-
-    Whatever ends the run after its first step: what was learned is saved, and in the model.
     """
     config = config_of(settings)
     rows = None if dataset is None or isinstance(dataset, str | Path) else list(dataset)
-    given, meant = _brought(reward, task, model, tokenizer)
+    overrides, implied = _overrides(reward, task, model, tokenizer)
     prompts: dict[str, Any] = {}
     if dataset is not None:
         prompts = of_dataset(config.task, str(dataset) if rows is None else DATASET)
-    elif given.task is not None:
+    elif overrides.task is not None:
         prompts = of_dataset(config.task, type(task).__name__)
-    config = changed(config, prompts, meant, changes)
-    if given.task is not None and "task" in config.reward.sources:
+    config = changed(config, prompts, implied, changes)
+    if overrides.task is not None and "task" in config.reward.sources:
         raise ConfigError(
             "a task that is brought as an object does not score by itself; give what scores as "
-            "reward=, a function of the completions and of the row's columns"
+            "reward=, a function of the completions and of the row's columns",
+            "task-without-reward",
         )
     if not config.task.name:
-        raise ConfigError("task.name is empty: give rows or a file as dataset=")
+        raise ConfigError("task.name is empty: give rows or a file as dataset=", "task-unnamed")
     name = recipes.name_of(settings) if not isinstance(settings, Config) else "run"
     if rows is None:
-        return execute(begin(config, name, given=given), given=given, progress=progress)
+        return execute(begin(config, name, overrides=overrides), progress=progress)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / DATASET
         _write(rows, file)
-        run = begin(_named_rows(config, file), name, given=given)
+        run = begin(_named_rows(config, file), name, overrides=overrides)
         kept = run.run_dir.path.absolute() / DATASET
         shutil.copyfile(file, kept)
     run = replace(run, config=_named_rows(config, kept))
     run.run_dir.save_config(run.config)
-    return execute(run, given=given, progress=progress)
+    return execute(run, progress=progress)
 
 
 def _named_rows(config: Config, file: Path) -> Config:
@@ -111,15 +105,13 @@ def _named_rows(config: Config, file: Path) -> Config:
 def resume(run: str | Path, *, progress: Progress | None = None, **changes: Any) -> TrainResult:
     """Go on with a run from its newest checkpoint; what ``stretto train --resume`` does.
 
+    Raises ConfigError where it is no run's folder or another setting is changed, StateError where
+    it holds no checkpoint that is whole, StorageError where another process is at work in it.
+
     Args:
         run: its folder. A run that was given objects cannot be resumed by its folder alone.
         progress: as in :func:`train`.
         changes: of the settings that :data:`RESUMABLE` names.
-
-    Raises:
-        ConfigError: it is no run's folder, or another setting is changed.
-        StateError: it holds no checkpoint that is whole.
-        StorageError: another process is at work in it, or it cannot be written to.
     """
     before = recipes.load(RunDirectory.open(run).config_file)
     return execute(begin(changed(before, changes), resume=run), progress=progress)
@@ -132,11 +124,7 @@ def sft(
 
     Args:
         settings: its settings, a recipe's name, a ``.toml`` file or a run's folder.
-        progress: as in :func:`train`.
-        changes: as in :func:`train`.
-
-    Raises:
-        StrettoError: a setting, the model, the data or the numbers are at fault.
+        progress, changes: as in :func:`train`.
     """
     return execute(_begun(settings, SftConfig, "sft", changes), progress=progress)
 
@@ -148,11 +136,7 @@ def train_reward_model(
 
     Args:
         settings: its settings, a recipe's name, a ``.toml`` file or a run's folder.
-        progress: as in :func:`train`.
-        changes: as in :func:`train`.
-
-    Raises:
-        StrettoError: a setting, the model, the data or the numbers are at fault.
+        progress, changes: as in :func:`train`.
     """
     return execute(_begun(settings, RewardModelConfig, "reward", changes), progress=progress)
 
@@ -166,50 +150,50 @@ def _begun(
     return begin(changed(settings, changes), name)
 
 
-def _brought(
+def _overrides(
     reward: Any, task: Any, model: Any, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[Overrides, dict[str, Any]]:
-    """Objects, and what settings say of them; mappings are settings as they are."""
+    """Return the objects among the arguments, and changes of settings for names and mappings."""
     from stretto.assembly.models import Overrides
 
-    given = Overrides(tokenizer=tokenizer)
-    meant: dict[str, Any] = {}
-    for name, part in (("reward", reward), ("task", task), ("model", model)):
-        if isinstance(part, Mapping):
-            meant[name] = part
-    if reward is not None and "reward" not in meant:
-        functions, sources = _rewards(reward)
-        given = replace(given, functions=functions)
-        meant |= {"reward__sources": sources, "reward__weights": ()}
-    if task is not None and "task" not in meant:
-        given = replace(given, task=task)
+    arguments = {"reward": reward, "task": task, "model": model}
+    changes: dict[str, Any] = {
+        n: part for n, part in arguments.items() if isinstance(part, Mapping)
+    }
+    objects: dict[str, Any] = {"tokenizer": tokenizer}
+    if reward is not None and "reward" not in changes:
+        objects["functions"], sources = _rewards(reward)
+        changes |= {"reward__sources": sources, "reward__weights": ()}
+    if task is not None and "task" not in changes:
+        objects["task"] = task
     if isinstance(model, str | Path):
-        meant["model__name"] = str(model)
-    elif model is not None and "model" not in meant:
+        changes["model__name"] = str(model)
+    elif model is not None and "model" not in changes:
         if tokenizer is None:
             raise ConfigError(
-                "model is an object, whose tokenizer nothing names: give tokenizer= too"
+                "model is an object, whose tokenizer nothing names: give tokenizer= too",
+                "tokenizer-of-object",
             )
-        given = replace(given, actor=model)
-        meant["model__name"] = str(getattr(model, "name_or_path", "") or type(model).__name__)
-    return given, meant
+        objects["actor"] = model
+        changes["model__name"] = str(getattr(model, "name_or_path", "") or type(model).__name__)
+    return Overrides(**objects), changes
 
 
 def _rewards(
-    given: Function | str | Sequence[Function | str],
+    reward: Function | str | Sequence[Function | str],
 ) -> tuple[dict[str, Function], tuple[str, ...]]:
-    """Functions by name, and the names of all sources."""
-    parts = [given] if isinstance(given, str) or callable(given) else list(given)
-    functions: dict[str, Function] = {}
-    sources = []
+    """Return functions by name, and the names of all sources."""
+    parts = [reward] if isinstance(reward, str) or callable(reward) else list(reward)
+    functions, sources = dict[str, Function](), list[str]()
     for part in parts:
         if not isinstance(part, str) and not callable(part):
-            raise ConfigError(
-                f"reward takes functions, and sources such as 'task' and 'model:NAME'; got {part!r}"
-            )
+            wanted = "reward takes functions, and sources such as 'task' and 'model:NAME'"
+            raise ConfigError(f"{wanted}; got {part!r}", "reward-not-callable")
         name = part if isinstance(part, str) else getattr(part, "__name__", type(part).__name__)
         if name in sources:
-            raise ConfigError(f"two rewards are called '{name}'; give one of them another name")
+            raise ConfigError(
+                f"two rewards are called '{name}'; give one of them another name", "rewards-alike"
+            )
         sources.append(name)
         if not isinstance(part, str):
             functions[name] = part
@@ -217,11 +201,7 @@ def _rewards(
 
 
 def _write(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Write rows to a file: the run's reward functions read them there, and so does a resumed run.
-
-    Raises:
-        TaskError: a row is no plain data.
-    """
+    """Write rows to a file, which the run's reward functions and a resumed run read."""
     lines = []
     for number, row in enumerate(rows):
         try:
@@ -229,6 +209,7 @@ def _write(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
         except (TypeError, ValueError) as error:
             raise TaskError(
                 f"dataset: row {number} must be a mapping of plain data (text, numbers, lists and "
-                f"mappings of them); {error}"
+                f"mappings of them); {error}",
+                "row-not-plain",
             ) from error
     file.write_text("".join(lines), encoding="utf-8")

@@ -49,9 +49,6 @@ def check(config: Config | SupervisedConfig, folder: Path, *, resuming: bool = F
     Args:
         folder: of the run, or that its folder will be in.
         resuming: whether the run has a checkpoint already, so that it can do without another.
-
-    Raises:
-        StorageError: they do not.
     """
     written = Written.by(config)
     if written is None:
@@ -66,7 +63,8 @@ def check(config: Config | SupervisedConfig, folder: Path, *, resuming: bool = F
         raise StorageError(
             f"'{folder}' is on a disk with {format_size(free)} free, and the run needs "
             f"{format_size(needed)} there: {format_size(written.model)} for its model{also}. "
-            f"{remedy}"
+            f"{remedy}",
+            "disk-too-small",
         )
 
 
@@ -79,14 +77,12 @@ def said(config: Config | SupervisedConfig, folder: Path) -> str:
     written = Written.by(config)
     if written is None or not written.checkpoint:
         return ""
-    size = written.checkpoint
-    free = files.free(folder)
+    size, free = written.checkpoint, files.free(folder)
     beside = int((free + files.size_of(folder / CHECKPOINTS)) / size - 1 - files.SPARE)
     if beside >= KEPT:
-        return f"checkpoints: {format_size(size)} each, at most {KEPT} kept"
-    if beside == 1:
-        return f"checkpoints: {format_size(size)} each, 1 kept, as {format_size(free)} are free"
-    return (
-        f"checkpoints: {format_size(size)} each, and only the first is written, as "
-        f"{format_size(free)} are free: make room"
-    )
+        kept = f"at most {KEPT} kept"
+    elif beside == 1:
+        kept = f"1 kept, as {format_size(free)} are free"
+    else:
+        kept = f"and only the first is written, as {format_size(free)} are free: make room"
+    return f"checkpoints: {format_size(size)} each, {kept}"

@@ -15,28 +15,19 @@ PATIENCE_S = 4.0
 
 
 def check_model(name: str) -> None:
-    """Refuse a model that is not on this machine, where the hub does not answer.
-
-    Raises:
-        ModelError: so it is.
-    """
+    """Refuse a model that is not on this machine, where the hub does not answer."""
     if reason := unreachable():
         raise ModelError(
             f"the model '{name}' is not on this machine, and the hub cannot be asked for it: "
             f"{reason}. Check the name and the network (a gated model needs HF_TOKEN), or download "
-            "it elsewhere and give the folder with --model.name"
+            "it elsewhere and give the folder with --model.name",
+            "hub-unreachable",
         )
 
 
 def check_dataset(name: str, *, ask: bool = True) -> None:
-    """Refuse a dataset of the hub that is not on this machine, where the hub does not answer.
-
-    Args:
-        ask: whether to look if the hub answers.
-
-    Raises:
-        MissingExtraError: the library that reads the hub is not installed.
-        TaskError: the hub does not answer.
+    """Refuse a dataset of the hub that is not on this machine, where the hub's library is missing
+    or, unless ``ask`` is false, the hub does not answer.
     """
     require("datasets", "hub", f"'{name}', a dataset of the hub,")
     owner_and_name = name.partition(":")[0]
@@ -44,7 +35,8 @@ def check_dataset(name: str, *, ask: bool = True) -> None:
         raise TaskError(
             f"the dataset '{name}' is not on this machine, and the hub cannot be asked for it: "
             f"{reason}. Give a local file (.jsonl, .json or .parquet), or download it where there "
-            "is a network"
+            "is a network",
+            "hub-unreachable",
         )
 
 

@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stretto import files, tasks
 from stretto.checks import functions, hub
@@ -29,43 +30,37 @@ from stretto.tasks.conversations import read_demonstrations
 from stretto.tasks.files import is_local
 from stretto.tasks.pairs import read_pairs
 
+if TYPE_CHECKING:
+    from stretto.assembly.models import Overrides
+
 
 def check_run(
-    config: Config,
-    *,
-    models: bool = True,
-    tokenizer: bool = True,
-    task: Task | None = None,
-    brought: Collection[str] = (),
-    ask_hub: bool = True,
+    config: Config, overrides: Overrides | None = None, *, ask_hub: bool = True
 ) -> Task | None:
     """Refuse a run of reinforcement learning that is known to fail.
 
+    Returns the task, opened; ``None`` where its rows must be fetched. Raises a StrettoError where a
+    setting, a library, a device, a model, the data, a reward function or the memory is at fault.
+
     Args:
-        models: whether its models are those that the settings name.
-        task: the task, where the caller brings it.
-        brought: reward sources that the caller brings as objects.
+        overrides: objects in place of names in the settings.
         ask_hub: whether to look if the hub answers, for what must be fetched from it.
-
-    Returns:
-        The task, opened; ``None`` where its rows must be fetched.
-
-    Raises:
-        StrettoError: a setting, a library, a device, a model, the data, a reward function or the
-            memory is at fault.
     """
     check_libraries(config)
     check_device(config.model)
     _check_cluster(config)
-    task = task or check_task(config.task, config.seed, ask_hub=ask_hub)
-    sources = [s for s in config.reward.parsed if s.name not in brought]
+    opened = overrides.task if overrides else None
+    task = opened or check_task(config.task, config.seed, ask_hub=ask_hub)
+    objects = {*overrides.functions, *overrides.reward_models} if overrides else set[str]()
+    sources = [s for s in config.reward.parsed if s.name not in objects]
     if task and any(isinstance(source, TaskSource) for source in sources):
         task.require_verifier()
     if task and config.warmup_examples:
         task.require_answers(f"warmup_examples = {config.warmup_examples}")
     _check_sources(sources, config.model, task, ask_hub=ask_hub)
-    if models:
+    if overrides is None or overrides.actor is None:
         name, critic = config.model.name, config.critic.model
+        tokenizer = overrides is None or overrides.tokenizer is None
         info = check_model(name, config.model, tokenizer=tokenizer, ask_hub=ask_hub)
         _check_actor(config, info)
         if critic and config.algorithm.definition.critic:
@@ -96,9 +91,8 @@ def check_measured(
     """Refuse a measurement of a model that is known to fail; see :func:`check_run`.
 
     Args:
-        config: of the task and of the computation.
-        model: that is measured.
-        sources: reward sources that judge it.
+        config: settings of the task and of the computation.
+        sources: reward sources that judge the model.
         sft: another model that reads its answers; empty for none.
     """
     check_device(config.model)
@@ -109,11 +103,7 @@ def check_measured(
 
 
 def check_libraries(config: Config) -> None:
-    """Refuse settings that need a library which is not installed, or a port that is taken.
-
-    Raises:
-        MissingExtraError, StorageError: see above.
-    """
+    """Refuse settings that need a library which is not installed, or a port that is taken."""
     check_observation(config.observe)
     if config.runtime == "ray":
         require("ray", "ray", "runtime = 'ray'")
@@ -125,11 +115,7 @@ def check_libraries(config: Config) -> None:
 
 
 def check_observation(observe: ObserveConfig) -> None:
-    """Refuse trackers that are not installed, and a port that is taken.
-
-    Raises:
-        MissingExtraError, StorageError: see above.
-    """
+    """Refuse trackers that are not installed, and a port that is taken."""
     for tracker in observe.trackers:
         require(tracker, tracker, f"observe.trackers = '{tracker}'")
     if port := observe.prometheus_port:
@@ -143,29 +129,22 @@ def check_observation(observe: ObserveConfig) -> None:
 
 
 def check_device(model: ModelConfig) -> None:
-    """Refuse CUDA where there is none.
-
-    Raises:
-        ConfigError: it is asked for.
-    """
+    """Refuse CUDA where there is none."""
     if model.device == "cuda" and not usable_gpus():
         raise ConfigError(
             "model.device = 'cuda' needs a CUDA device, and torch would see none. "
-            "Use --model.device auto or cpu, or install a torch build for your GPU"
+            "Use --model.device auto or cpu, or install a torch build for your GPU",
+            "no-cuda",
         )
 
 
 def check_task(task: TaskConfig, seed: int, *, ask_hub: bool = True) -> Task | None:
-    """Refuse a task whose data cannot be read; ``None`` for data that would have to be fetched.
-
-    Raises:
-        ConfigError: it is yet to be named.
-        TaskError, MissingExtraError: it cannot.
-    """
+    """Open a task, refusing one whose data cannot be read; ``None`` where it must be fetched."""
     if not task.name:
         raise ConfigError(
             "task.name is empty: give a file or a hub dataset with --task.name NAME, and its "
-            "column of prompts with --task.prompt-column"
+            "column of prompts with --task.prompt-column",
+            "task-unnamed",
         )
     if task.held_out_rows and is_local(task.held_out_rows) and not task.is_procedural:
         held_out = Path(task.held_out_rows).expanduser()
@@ -206,9 +185,6 @@ def check_model(
     Args:
         config: says whether code that a model brings may run.
         ask_hub: see :func:`check_run`.
-
-    Raises:
-        ModelError: see above.
     """
     if is_known(name) and not cached(name):
         _check_cache(name)

@@ -48,8 +48,8 @@ def command(
         dry_run: Resolve names, print derived sizes and the memory plans, and load nothing.
     """
     if resume:
-        others = (recipe, algorithm, reference_column, seed, dry_run, pairs != 600, samples != 200)
-        if any(o not in ("", None, False) for o in others) or out != "runs":
+        own = (recipe, algorithm, pairs, samples, reference_column, seed, out, dry_run)
+        if own != ("", "", 600, 200, "", None, "runs", False):
             raise ConfigError(
                 f"--resume {resume} goes on as it was begun, with the settings in that folder; "
                 "leave out the recipe and all other options"
@@ -73,14 +73,8 @@ def command(
         return 0
     folder = new_folder(out, f"{Path(recipe).name}-align")
     try:
-        return _show(
-            align(
-                stages,
-                folder=folder,
-                pairs=pairs,
-                samples=samples,
-                reference_column=reference_column,
-            )
+        result = align(
+            stages, folder=folder, pairs=pairs, samples=samples, reference_column=reference_column
         )
     except BaseException:
         if any(folder.iterdir()):
@@ -88,58 +82,40 @@ def command(
         else:  # nothing was begun
             folder.rmdir()
         raise
+    return _show(result)
 
 
 def _show(result: Aligned) -> int:
-    print(table(result))
-    print(f"all stages are in {result.folder}")
-    return 0
-
-
-def table(result: Aligned) -> str:
-    """Write the results as a table in Markdown."""
-    rows = [("after SFT", result.before), ("after RL", result.after)]
-    pairs, learned = result.pairs, result.reward
-    lines = [
-        f"reward model: {_held_out(result)}, learned from {pairs.kept} pairs (left out: "
-        f"{pairs.ties} ties, {pairs.unended} without an end, {pairs.empty} empty)",
-        f"missing_eos_penalty of the last stage: {result.penalty:.2f} (the reward model's mean "
-        f"{learned.reward_mean:.2f}, standard deviation {learned.reward_std:.2f})",
-        "",
-        "| | win-rate | gold score | reward model's score | KL, nats a response | perplexity "
-        "| tokens | ended |",
-        "|---|---|---|---|---|---|---|---|",
-        *(_row(name, outcome) for name, outcome in rows),
-    ]
+    pairs, learned, measured = result.pairs, result.reward, result.after.measured
+    held = learned.held_out
     win = _win(result.after)
-    lines += [
-        "",
-        f"Win-rate and gold score by {win.by}, on {result.after.measured.samples} prompts, against "
-        f"reference responses (gold score {win.reference_score:.2f}). KL to the SFT model, and its "
-        f"perplexity on the responses. Overlap: {result.after.measured.seen}.",
-    ]
-    return "\n".join(lines)
-
-
-def _held_out(result: Aligned) -> str:
-    held = result.reward.held_out
-    return "nothing held out" if held is None else f"held-out accuracy {held.accuracy:.3f}"
+    print(
+        f"reward model: "
+        f"{f'held-out accuracy {held.accuracy:.3f}' if held else 'nothing held out'}, learned from "
+        f"{pairs.kept} pairs (left out: {pairs.ties} ties, {pairs.unended} without an end, "
+        f"{pairs.empty} empty)\n"
+        f"missing_eos_penalty of the last stage: {result.penalty:.2f} (the reward model's mean "
+        f"{learned.reward_mean:.2f}, standard deviation {learned.reward_std:.2f})\n\n"
+        "| | win-rate | gold score | reward model's score | KL, nats a response | perplexity "
+        "| tokens | ended |\n"
+        "|---|---|---|---|---|---|---|---|\n"
+        f"{_row('after SFT', result.before)}\n{_row('after RL', result.after)}\n\n"
+        f"Win-rate and gold score by {win.by}, on {measured.samples} prompts, against reference "
+        f"responses (gold score {win.reference_score:.2f}). KL to the SFT model, and its "
+        f"perplexity on the responses. Overlap: {measured.seen}.\n"
+        f"all stages are in {result.folder}"
+    )
+    return 0
 
 
 def _row(name: str, outcome: PolicyOutcome) -> str:
     win, m = _win(outcome), outcome.measured
     assert m.kl
-    cells = (
-        name,
-        f"{win.rate:.3f} ± {win.standard_error:.3f}",
-        f"{win.score:.2f}",
-        f"{outcome.proxy:.2f}",
-        f"{m.kl.kl:.2f}",
-        f"{m.kl.perplexity:.2f}",
-        f"{m.mean_tokens:.1f}",
-        f"{m.ended:.2f}",
+    return (
+        f"| {name} | {win.rate:.3f} ± {win.standard_error:.3f} | {win.score:.2f} "
+        f"| {outcome.proxy:.2f} | {m.kl.kl:.2f} | {m.kl.perplexity:.2f} | {m.mean_tokens:.1f} "
+        f"| {m.ended:.2f} |"
     )
-    return f"| {' | '.join(cells)} |"
 
 
 def _win(outcome: PolicyOutcome) -> WinRate:

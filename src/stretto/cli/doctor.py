@@ -7,10 +7,9 @@ import os
 import platform
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from packaging.requirements import Requirement
 
@@ -24,7 +23,6 @@ from stretto.saying import working
 DEFAULT_MODEL = "smollm2-135m"
 _LOW_MEMORY_BYTES = 8 * 10**9
 _LOW_DISK_BYTES = 5 * 10**9
-_IMPORTED = ("torch", "transformers", "peft")
 _EXTRAS = {
     "hub": "datasets of the hub",
     "parquet": "parquet files",
@@ -40,10 +38,10 @@ _EXTRAS = {
     "plots": "pictures of them as PNG",
 }
 """What each extra is for."""
+_MARKS = {"ok": "  ok  ", "note": " note ", "broken": "BROKEN"}
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """One line of the report.
 
     Attributes:
@@ -61,18 +59,17 @@ def command() -> int:
 
     Exit status 1 when something required is broken.
     """
-    marks = {"ok": "  ok  ", "note": " note ", "broken": "BROKEN"}
     broken = 0
     with working(on_stderr, "looking at this machine"):
-        for finding in examine():
-            broken += finding.state == "broken"
-            print(f"[{marks[finding.state]}] {finding.topic:<13} {finding.text}", flush=True)
+        for state, topic, text in examine():
+            broken += state == "broken"
+            print(f"[{_MARKS[state]}] {topic:<13} {text}", flush=True)
     print(f"{broken} broken; nothing can be trained before that is repaired" if broken else "ready")
     return 1 if broken else 0
 
 
 def examine() -> Iterator[Finding]:
-    """Everything worth knowing, in the order to read it."""
+    """Yield everything worth knowing, in the order to read it."""
     yield from _machine()
     packages = list(_packages())
     yield from packages
@@ -80,7 +77,8 @@ def examine() -> Iterator[Finding]:
         yield from _accelerator()
         yield from _models()
     yield from _extras()
-    yield from _cluster()
+    if is_installed("ray"):
+        yield _cluster()
 
 
 def _machine() -> Iterator[Finding]:
@@ -103,7 +101,7 @@ def _packages() -> Iterator[Finding]:
     """Check that each requirement is installed, in a version that fits, and can be imported."""
     for requirement in requirements():
         yield _package(requirement, "broken")
-    for name in _IMPORTED:
+    for name in ("torch", "transformers", "peft"):
         try:
             importlib.import_module(name)
         except Exception as error:
@@ -162,10 +160,11 @@ def _models() -> Iterator[Finding]:
     if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
         yield Finding("note", "hub", "HF_HUB_OFFLINE is set: only hub models on disk can be used")
     for topic, folder in (("disk (cache)", existing), ("disk (runs)", Path.cwd())):
-        free = shutil.disk_usage(folder).free
-        state: Literal["ok", "note"] = "ok" if free >= _LOW_DISK_BYTES else "note"
-        hint = "" if state == "ok" else "; little for models and checkpoints"
-        yield Finding(state, topic, f"{free / 1e9:.1f} GB free{hint}")
+        text = f"{(free := shutil.disk_usage(folder).free) / 1e9:.1f} GB free"
+        if free >= _LOW_DISK_BYTES:
+            yield Finding("ok", topic, text)
+        else:
+            yield Finding("note", topic, f"{text}; little for models and checkpoints")
 
 
 def _extras() -> Iterator[Finding]:
@@ -174,26 +173,20 @@ def _extras() -> Iterator[Finding]:
             continue  # its build for CPUs is a package of another name
         for requirement in requirements(extra):
             found = _package(requirement, "note")
-            if found.state == "ok":
-                yield found
-            else:
+            if found.state != "ok":
                 what, _, how = found.text.partition(";")
-                yield Finding("note", extra, f"{what}: {use} would not work;{how}")
+                found = Finding("note", extra, f"{what}: {use} would not work;{how}")
+            yield found
 
 
-def _cluster() -> Iterator[Finding]:
-    """Look for a cluster, where Ray is installed."""
+def _cluster() -> Finding:
     from stretto.workers import ray_cluster
 
-    if not is_installed("ray"):
-        return
-    found = ray_cluster.find()
-    if found:
+    if found := ray_cluster.find():
         has = f"nodes: {found.nodes}, CPUs: {found.cpus:g}, GPUs: {found.gpus:g}"
-        yield Finding("ok", "ray cluster", f"{found.address}; {has}")
-    elif address := os.environ.get("RAY_ADDRESS"):
+        return Finding("ok", "ray cluster", f"{found.address}; {has}")
+    if address := os.environ.get("RAY_ADDRESS"):
         text = f"none answers at {address} (RAY_ADDRESS); start it, or unset the variable"
-        yield Finding("note", "ray cluster", text)
     else:
         text = "none runs here, nor is RAY_ADDRESS set; 'ray start --head' would start one"
-        yield Finding("note", "ray cluster", text)
+    return Finding("note", "ray cluster", text)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from stretto.api.settings import trained_with
+from stretto.api.settings import model_of, trained_with
 from stretto.checks import check_measured
-from stretto.cli.settings import RECIPE_HELP, leading_recipe, parse_with_config
-from stretto.config import Config, recipes
+from stretto.cli.settings import RECIPE_HELP, parse_with_recipe
+from stretto.config import Config
 from stretto.errors import ConfigError, require
 from stretto.models.resolve import trained_model
 from stretto.observe.progress import on_stderr
@@ -22,19 +22,11 @@ from stretto.observe.report import evaluations
 from stretto.saying import CHECKING, LOADING, working
 
 if TYPE_CHECKING:
-    from stretto.evaluation import EvalResult, Measured
+    from stretto.evaluation import EvalResult, LlmJudge, Measured
 
 SETTINGS = (
-    "seed",
-    "threads",
-    "task",
-    "model.dtype",
-    "model.device",
-    "model.trust_remote_code",
-    "rollout.batch",
-    "rollout.max_new_tokens",
-    "rollout.stop",
-    "rollout.slots",
+    *("seed", "threads", "task", "model.dtype", "model.device", "model.trust_remote_code"),
+    *("rollout.batch", "rollout.max_new_tokens", "rollout.stop", "rollout.slots"),
     "rollout.prefill_tokens",
 )
 """Settings that an evaluation depends on, besides the model."""
@@ -45,24 +37,19 @@ SAMPLES = 200
 SAMPLED = ("win_rate_by", "sft", "judge")
 """Options that ask for measures of sampled responses."""
 
-_DESCRIPTION = (
-    "Measure a model. Without further options: pass@1, the share of greedy answers that the task's "
-    "own verifier gives full credit, and the mean score, partial credit included. --win-rate-by, "
-    "--sft and --judge sample one response to each prompt instead and measure those; --lm-eval "
-    "runs benchmarks. Asked are the prompts that task.held_out keeps from training, or the rows of "
-    "a file (--task.name) or a split (--task.split); what of them training asks too is said. The "
-    "figures of a "
-    "run's trained model are also added to evaluations.jsonl in its folder, where 'stretto report' "
-    "finds them. Options come after the recipe."
-)
-
 MEASURES = ("pass@1", "mean_score", "win_rate", "kl", "judge", "benchmarks")
 """Figures that say what was measured."""
 
 
 @dataclass
 class Options:
-    """The command's own options.
+    """Measure a model. Without further options: pass@1, the share of greedy answers that the task's
+    own verifier gives full credit, and the mean score, partial credit included. --win-rate-by,
+    --sft and --judge sample one response to each prompt instead and measure those; --lm-eval runs
+    benchmarks. Asked are the prompts that task.held_out keeps from training, or the rows of a file
+    (--task.name) or a split (--task.split); what of them training asks too is said. The figures of
+    a run's trained model are also added to evaluations.jsonl in its folder, where 'stretto report'
+    finds them. Options come after the recipe.
 
     Attributes:
         model: What to measure: a known name, a local folder, a hub name, or a run's folder.
@@ -106,24 +93,26 @@ class Options:
     lm_eval: Annotated[str, tyro.conf.arg(metavar="NAMES")] = ""
     lm_eval_limit: int = 0
 
+    @property
+    def sampled(self) -> bool:
+        """Whether measures of sampled responses are asked for."""
+        return any(getattr(self, name) for name in SAMPLED)
+
 
 def run(arguments: Sequence[str]) -> int:
     """Evaluate, print the figures, and write them where asked."""
-    recipe = leading_recipe(arguments)
-    # Without a recipe the parser answers: with the help, or by what it misses.
-    start = recipes.load(recipe or "arithmetic")
-    config, own = parse_with_config("eval", _DESCRIPTION, arguments, start, Options, SETTINGS)
+    config, own = parse_with_recipe("eval", arguments, Options, SETTINGS)
     _check(own)
-    sampled, benchmarks = any(getattr(own, name) for name in SAMPLED), _names(own.lm_eval)
+    benchmarks = [name.strip() for name in own.lm_eval.split(",") if name.strip()]
     if own.temperature is not None:
         rollout = config.rollout.model_copy(update={"temperature": own.temperature})
         config = config.model_copy(update={"rollout": rollout})
-    model, folder = _model(own.model, own.recipe, config.model.name)
-    trained = trained_with(own.model, own.recipe, config)
-    by = [own.win_rate_by] if own.win_rate_by else []
-    rows = sampled or not benchmarks
+    name = model_of(own.model, own.recipe, config)
+    model, trained = trained_model(name), trained_with(own.model, own.recipe, config)
+    by_row = own.sampled or not benchmarks
+    sources = [own.win_rate_by] if own.win_rate_by else []
     with working(on_stderr, CHECKING):
-        check_measured(config, model, rows=rows, sources=by, sft=own.sft)
+        check_measured(config, model, rows=by_row, sources=sources, sft=own.sft)
     if benchmarks:
         require("lm_eval", "lm-eval", "--lm-eval")
     if own.judge:
@@ -131,66 +120,92 @@ def run(arguments: Sequence[str]) -> int:
 
     print(f"model        {model}")
     figures: dict[str, Any] = {}
-    if sampled:
-        figures |= _sampled(config, own, model, trained)
-    elif not benchmarks:
-        figures |= _pass_at_1(config, own, model, trained)
+    if by_row:
+        figures |= _by_row(config, own, model, trained)
     if benchmarks:
         figures["benchmarks"] = _benchmarks(config, own, model, benchmarks)
-    what = [name for name in MEASURES if name in figures]
     settings = config.model_dump()
-    if folder:
+    if model != name:  # a run's trained one
+        what = [measure for measure in MEASURES if measure in figures]
         record = {"model": model, "what": what, "figures": figures, "settings": settings}
-        if evaluations.append(folder, record):
-            print(f"dropped a last line that was never finished, of {folder / evaluations.FILE}")
+        if evaluations.append(Path(name), record):
+            file = Path(name) / evaluations.FILE
+            print(f"dropped a last line that was never finished, of {file}")
     if own.out:
         _write(Path(own.out), {"model": model, **figures, "settings": settings})
     return 0
 
 
-def _pass_at_1(config: Config, own: Options, model: str, trained: Config) -> dict[str, Any]:
+def _by_row(config: Config, own: Options, model: str, trained: Config) -> dict[str, Any]:
+    """Measure answers to a task's rows, print what was found, and return the figures."""
     with working(on_stderr, LOADING):
         from stretto import evaluation
 
-    result = evaluation.evaluate(
-        config, model=model, samples=own.samples or SAMPLES, trained=trained
-    )
-    _print_rows(config, result)
-    _print("pass@1", f"{result.pass_at_1:.4f} ± {result.pass_at_1_standard_error:.4f}")
-    _print("mean score", f"{result.mean_score:.4f} ± {result.mean_score_standard_error:.4f}")
-    _print_lengths(result.mean_tokens, result.ended)
-    figures = {name.replace("pass_at_1", "pass@1"): v for name, v in asdict(result).items()}
-    del figures["seen"]  # the overlap in words
-    return figures
+    samples = own.samples or SAMPLES
+    result: EvalResult | Measured
+    if own.sampled:
+        result = measured = evaluation.measure(
+            config,
+            policy=model,
+            samples=samples,
+            by=own.win_rate_by,
+            sft=own.sft,
+            judge=_judge(own) if own.judge else None,
+            reference_column=own.reference_column,
+            trained=trained,
+        )
+        lines = _measured(measured)
+    else:
+        result = found = evaluation.evaluate(config, model=model, samples=samples, trained=trained)
+        lines = {
+            "pass@1": f"{found.pass_at_1:.4f} ± {found.pass_at_1_standard_error:.4f}",
+            "mean score": f"{found.mean_score:.4f} ± {found.mean_score_standard_error:.4f}",
+        }
+    rows = {
+        "task": config.task.kind,
+        "rows": result.rows,
+        "samples": f"{result.samples}, of {result.distinct} different prompts",
+        "overlap": result.seen,
+    }
+    if result.skipped:
+        rows["left out"] = f"{result.skipped} rows with longer prompts than task.max_prompt_tokens"
+    lengths = {"mean tokens": f"{result.mean_tokens:.1f}", "ended": f"{result.ended:.4f}"}
+    for name, value in {**rows, **lines, **lengths}.items():
+        print(f"{name:<12} {value}")
+    words = ("seen", "win_rates")  # the overlap, and what win_rate has already
+    return {
+        name.replace("pass_at_1", "pass@1"): value
+        for name, value in asdict(result).items()
+        if name not in words and (value is not None or not own.sampled)
+    }
 
 
-def _sampled(config: Config, own: Options, model: str, trained: Config) -> dict[str, Any]:
-    with working(on_stderr, LOADING):
-        from stretto import evaluation
+def _judge(own: Options) -> LlmJudge:
+    from stretto.evaluation import LlmJudge
 
-    judge = None
-    if own.judge:
-        limits = {"concurrency": own.judge_concurrency, "timeout_s": own.judge_timeout}
-        given: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
-        judge = evaluation.LlmJudge(own.judge, own.judge_url, **given)
-    measured = evaluation.measure(
-        config,
-        policy=model,
-        samples=own.samples or SAMPLES,
-        by=own.win_rate_by,
-        sft=own.sft,
-        judge=judge,
-        reference_column=own.reference_column,
-        trained=trained,
-    )
-    _print_rows(config, measured)
-    _print("temperature", f"{measured.temperature:g}")
-    _print_measured(measured)
-    _print_lengths(measured.mean_tokens, measured.ended)
-    figures = {name: value for name, value in asdict(measured).items() if value is not None}
-    del figures["win_rates"]  # of one source, which is there already
-    del figures["seen"]  # the overlap in words
-    return figures
+    limits = {"concurrency": own.judge_concurrency, "timeout_s": own.judge_timeout}
+    given: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
+    return LlmJudge(own.judge, own.judge_url, **given)
+
+
+def _measured(measured: Measured) -> dict[str, str]:
+    lines = {"temperature": f"{measured.temperature:g}"}
+    if (win := measured.win_rate) is not None:
+        counts = f"{win.wins} won, {win.ties} tied, {win.losses} lost"
+        lines["win-rate"] = f"{win.rate:.4f} ± {win.standard_error:.4f} by {win.by} ({counts})"
+        lines["reward"] = f"{win.score:.4f}, of the references {win.reference_score:.4f}"
+    if (kl := measured.kl) is not None:
+        lines["KL"] = f"{kl.kl:.4f} ± {kl.standard_error:.4f} nats a response, to {kl.sft}"
+        lines["perplexity"] = f"{kl.perplexity:.4f} of {kl.sft} on the samples"
+    if (judged := measured.judge) is not None:
+        counts = f"{judged.wins} won, {judged.ties} tied, {judged.losses} lost"
+        rate = f"{judged.rate:.4f} ± {judged.standard_error:.4f}"
+        lines["LLM judge"] = f"{rate} by {judged.judge} ({counts})"
+        lines["consistent"] = f"{judged.consistent:.4f} of the pairs, with the sides swapped"
+        if judged.unparsable:
+            pairs = f"{judged.left_out} pairs left out"
+            lines["unparsable"] = f"{judged.unparsable} answers of the judge; {pairs}"
+    return lines
 
 
 def _benchmarks(
@@ -202,87 +217,39 @@ def _benchmarks(
     figures = evaluation.benchmark(config, model=model, tasks=names, limit=own.lm_eval_limit)
     for f in figures:
         error = "" if f.standard_error is None else f" ± {f.standard_error:.4f}"
-        _print(f.task, f"{f.value:.4f}{error}  {f.metric}, {f.fewshot}-shot")
+        print(f"{f.task:<12} {f.value:.4f}{error}  {f.metric}, {f.fewshot}-shot")
     return [asdict(f) for f in figures]
 
 
-def _print_rows(config: Config, of: EvalResult | Measured) -> None:
-    _print("task", config.task.kind)
-    _print("rows", of.rows)
-    _print("samples", f"{of.samples}, of {of.distinct} different prompts")
-    _print("overlap", of.seen)
-    if of.skipped:
-        _print("left out", f"{of.skipped} rows with longer prompts than task.max_prompt_tokens")
-
-
-def _print_measured(measured: Measured) -> None:
-    if (win := measured.win_rate) is not None:
-        counts = f"{win.wins} won, {win.ties} tied, {win.losses} lost"
-        _print("win-rate", f"{win.rate:.4f} ± {win.standard_error:.4f} by {win.by} ({counts})")
-        _print("reward", f"{win.score:.4f}, of the references {win.reference_score:.4f}")
-    if (kl := measured.kl) is not None:
-        _print("KL", f"{kl.kl:.4f} ± {kl.standard_error:.4f} nats a response, to {kl.sft}")
-        _print("perplexity", f"{kl.perplexity:.4f} of {kl.sft} on the samples")
-    if (judged := measured.judge) is not None:
-        counts = f"{judged.wins} won, {judged.ties} tied, {judged.losses} lost"
-        rate = f"{judged.rate:.4f} ± {judged.standard_error:.4f}"
-        _print("LLM judge", f"{rate} by {judged.judge} ({counts})")
-        _print("consistent", f"{judged.consistent:.4f} of the pairs, with the sides swapped")
-        if judged.unparsable:
-            pairs = f"{judged.left_out} pairs left out"
-            _print("unparsable", f"{judged.unparsable} answers of the judge; {pairs}")
-
-
-def _print_lengths(mean_tokens: float, ended: float) -> None:
-    _print("mean tokens", f"{mean_tokens:.1f}")
-    _print("ended", f"{ended:.4f}")
-
-
-def _print(name: str, value: str) -> None:
-    print(f"{name:<12} {value}", flush=True)
-
-
 def _check(own: Options) -> None:
-    """Refuse numbers out of range, and options without the one that they belong to.
-
-    Raises:
-        ConfigError: there are such.
-    """
+    """Refuse numbers out of range, and options without the one that they belong to."""
     for name, least in (("samples", 1), ("lm_eval_limit", 0)):
         value = getattr(own, name)
         if value is not None and value < least:
-            option = name.replace("_", "-")
-            raise ConfigError(f"--{option} {value}: must be {least} or more")
+            raise ConfigError(f"{_option(name)} {value}: must be {least} or more", "option-range")
     if own.temperature is not None and not 0 <= own.temperature < math.inf:
-        raise ConfigError(f"--temperature {own.temperature}: must be 0 or more")
-    sampled, defaults = any(getattr(own, name) for name in SAMPLED), Options()
-    if own.samples is not None and own.lm_eval and not sampled:
+        raise ConfigError(f"--temperature {own.temperature}: must be 0 or more", "option-range")
+    if own.samples is not None and own.lm_eval and not own.sampled:
         raise ConfigError(
             "--samples has no effect on benchmarks, which have rows of their own; --lm-eval-limit "
             "says how many of them to take"
         )
-    for name, used, by in (
-        ("temperature", sampled, SAMPLED),
-        ("reference_column", own.win_rate_by or own.judge, ("win_rate_by", "judge")),
-        ("judge_url", own.judge, ("judge",)),
-        ("judge_concurrency", own.judge, ("judge",)),
-        ("judge_timeout", own.judge, ("judge",)),
-        ("lm_eval_limit", own.lm_eval, ("lm_eval",)),
+    judge = ("judge",)
+    for name, by in (
+        ("temperature", SAMPLED),
+        ("reference_column", ("win_rate_by", "judge")),
+        *((name, judge) for name in ("judge_url", "judge_concurrency", "judge_timeout")),
+        ("lm_eval_limit", ("lm_eval",)),
     ):
-        if getattr(own, name) != getattr(defaults, name) and not used:
-            options = " or ".join("--" + option.replace("_", "-") for option in by)
-            raise ConfigError(f"--{name.replace('_', '-')} has no effect without {options}")
+        if getattr(own, name) != getattr(Options, name) and not any(
+            getattr(own, option) for option in by
+        ):
+            options = " or ".join(map(_option, by))
+            raise ConfigError(f"{_option(name)} has no effect without {options}")
 
 
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _model(asked: str, recipe: str, otherwise: str) -> tuple[str, Path | None]:
-    is_run = recipe not in recipes.names() and Path(recipe).is_dir()
-    name = asked or (recipe if is_run else otherwise)
-    model = trained_model(name)
-    return model, Path(name) if model != name else None
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _write(file: Path, record: dict[str, Any]) -> None:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterable, Iterator
 from typing import Annotated, Literal
 
 import tyro
-from pydantic import ValidationError
 
-from stretto.checks import check_measured
-from stretto.config import Config, ModelConfig, RolloutConfig
+from stretto.api.models import answers
+from stretto.config import ModelConfig
 from stretto.errors import ConfigError
-from stretto.observe.progress import on_stderr
-from stretto.saying import CHECKING, LOADING, working
-
-_MOST_AT_ONCE = 32
 
 
 def command(
@@ -44,50 +39,27 @@ def command(
         dtype: Type to compute in. auto: bfloat16 where the hardware is faster in it, else float32.
         device: Device to compute on. auto: cuda when there is one.
     """
-    asked = list(prompts) or _lines()
+    asked = list(prompts)
+    if not asked and not sys.stdin.isatty():
+        asked = [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not asked:
         raise ConfigError("there is no prompt; give one, or lines on standard input")
     options = {
-        "batch": min(len(asked), _MOST_AT_ONCE),
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
         "stop": stop,
     }
-    try:
-        rollout = RolloutConfig.model_validate(options)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        if first["type"] == "value_error":
-            raise ConfigError(str(first["ctx"]["error"])) from error
-        name = "--" + str(first["loc"][0]).replace("_", "-")
-        rule = first["msg"].replace("Input should be", "must be")
-        raise ConfigError(f"{name} {first['input']!r}: {rule}") from error
-
     config = ModelConfig(name=model, dtype=dtype, device=device)
-    with working(on_stderr, CHECKING):
-        check_measured(Config.model_construct(model=config), model, rows=False)
-    with working(on_stderr, LOADING):
-        from stretto.evaluation.answers import generate
-
-    answers = generate(config, asked, rollout, seed=seed, chat=chat)
-    for index, text in _in_order(answers):
-        print(text if len(asked) == 1 else f"[{index + 1}] {text}", flush=True)
-
-
-def _lines() -> list[str]:
-    if sys.stdin.isatty():
-        raise ConfigError("there is no prompt; give one, or lines on standard input")
-    return [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    try:
+        for index, text in enumerate(answers(config, asked, options, seed=seed, chat=chat)):
+            print(text if len(asked) == 1 else f"[{index + 1}] {text}", flush=True)
+    except ConfigError as error:
+        if (message := str(error)).startswith("options: "):
+            message = re.sub(r"(\w+) = (\S+): ", _as_option, message.removeprefix("options: "))
+        raise ConfigError(message, error.code) from error
 
 
-def _in_order(answers: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
-    """Answers by the order of their prompts; one that came early waits for those before it."""
-    waiting: dict[int, str] = {}
-    turn = 0
-    for index, text in answers:
-        waiting[index] = text
-        while turn in waiting:
-            yield turn, waiting.pop(turn)
-            turn += 1
+def _as_option(match: re.Match[str]) -> str:
+    return f"--{match[1].replace('_', '-')} {match[2]}: "

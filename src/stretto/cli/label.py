@@ -14,12 +14,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from stretto.checks import check_measured
-from stretto.cli.settings import leading_recipe, parse_with_config
+from stretto.api import label_responses
+from stretto.cli.settings import (
+    leading_recipe,
+    parse_with_config,
+    parse_with_recipe,
+    value_of,
+)
 from stretto.config import RewardModelConfig, recipes
 from stretto.errors import ConfigError
 from stretto.observe.progress import on_stderr
-from stretto.saying import CHECKING, LOADING, working
+from stretto.saying import LOADING, working
 
 if TYPE_CHECKING:
     from stretto.evaluation import LabelResult
@@ -30,49 +35,27 @@ _MODEL = ("threads", "model.dtype", "model.device", "model.trust_remote_code")
 
 FILE_SETTINGS = (
     *_MODEL,
-    "data.split",
-    "data.size",
-    "data.on_error",
-    "data.chat",
-    "data.system",
-    "data.prompt_column",
-    "data.chosen_column",
-    "data.rejected_column",
+    *("data.split", "data.size", "data.on_error", "data.chat", "data.system"),
+    *("data.prompt_column", "data.chosen_column", "data.rejected_column"),
 )
 """Settings that the labels of a file depend on, besides the source."""
 
 RECIPE_SETTINGS = (
     *_MODEL,
-    "seed",
-    "task",
-    "reward.timeout_s",
-    "rollout.batch",
-    "rollout.max_new_tokens",
-    "rollout.temperature",
-    "rollout.stop",
-    "rollout.slots",
-    "rollout.prefill_tokens",
+    *("seed", "task", "reward.timeout_s", "rollout.batch", "rollout.max_new_tokens"),
+    *("rollout.temperature", "rollout.stop", "rollout.slots", "rollout.prefill_tokens"),
 )
 """Settings that sampled and labelled responses depend on, besides policy and source."""
 
-_DESCRIPTION = (
-    "Label preferences with a gold reward. 'stretto label FILE --by SOURCE --out FILE' reads pairs "
-    "(chosen, rejected) or prompts with several 'responses', and writes pairs whose sides stand as "
-    "the source scores them; ties are left out. 'stretto label RECIPE --responses-from MODEL --by "
-    "SOURCE --out FILE' samples the responses first, to the recipe's prompts, and takes those that "
-    "ended before the token limit; its options: "
-    "'stretto label RECIPE --responses-from MODEL --help'. Options come after the file or recipe."
-)
-
-_WHAT = (
-    "A .jsonl, .json or .parquet file with pairs, or a hub dataset; with --responses-from, a "
-    "recipe, a .toml file, or a run's folder."
-)
-
 
 @dataclass
-class _Options:
-    """Options of both forms.
+class Options:
+    """Label preferences with a gold reward. 'stretto label FILE --by SOURCE --out FILE' reads pairs
+    (chosen, rejected) or prompts with several 'responses', and writes pairs whose sides stand as
+    the source scores them; ties are left out. 'stretto label RECIPE --responses-from MODEL --by
+    SOURCE --out FILE' samples the responses first, to the recipe's prompts, and takes those that
+    ended before the token limit; its options: 'stretto label RECIPE --responses-from MODEL --help'.
+    Options come after the file or recipe.
 
     Attributes:
         by: The gold reward: 'model:NAME' (a reward model or the run of one), 'file.py:function',
@@ -81,97 +64,47 @@ class _Options:
     """
 
     what: Annotated[
-        tyro.conf.Positional[str], tyro.conf.arg(help=_WHAT, metavar="FILE_OR_RECIPE")
+        tyro.conf.Positional[str],
+        tyro.conf.arg(
+            help="A .jsonl, .json or .parquet file with pairs, or a hub dataset; with "
+            "--responses-from, a recipe, a .toml file, or a run's folder.",
+            metavar="FILE_OR_RECIPE",
+        ),
     ] = tyro.MISSING
     by: Annotated[str, tyro.conf.arg(metavar="SOURCE")] = ""
     out: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
 
 
 @dataclass
-class _FileOptions(_Options):
+class _FileOptions(Options):
+    __doc__ = Options.__doc__
+
     timeout: float = 30.0
     """Seconds that a function may take for 32 responses."""
 
 
 @dataclass
-class _RecipeOptions(_Options):
-    """Options of the form that samples responses.
+class _RecipeOptions(Options):
+    __doc__ = Options.__doc__
 
-    Attributes:
-        responses_from: Model that answers the recipe's prompts: a known name, a local folder, a
-            hub name, or a run's folder.
-        samples: Responses to each prompt; the best and the worst of those that ended make a pair.
-        prompts: Prompts to answer, at most.
-    """
-
-    responses_from: Annotated[str, tyro.conf.arg(metavar="MODEL")] = ""
+    responses_from: Annotated[
+        str,
+        tyro.conf.arg(
+            help="Model that answers the recipe's prompts: a known name, a local folder, a hub "
+            "name, or a run's folder.",
+            metavar="MODEL",
+        ),
+    ] = ""
     samples: int = 2
+    """Responses to each prompt; the best and the worst of those that ended make a pair."""
     prompts: int = 1000
+    """Prompts to answer, at most."""
 
 
 def run(arguments: Sequence[str]) -> int:
     """Label, and say what became of the rows."""
-    if any(a == RESPONSES_FROM or a.startswith(f"{RESPONSES_FROM}=") for a in arguments):
-        result = _label_responses(arguments)
-    else:
-        result = _label_file(arguments)
-    _report(result)
-    return 0
-
-
-def _label_file(arguments: Sequence[str]) -> LabelResult:
-    name = leading_recipe(arguments)
-    start = RewardModelConfig.model_validate({"data": {"name": name}})
-    config, own = parse_with_config(
-        "label", _DESCRIPTION, arguments, start, _FileOptions, FILE_SETTINGS
-    )
-    _check(own)
-    if name in recipes.names():
-        raise ConfigError(
-            f"'{name}' is a recipe, whose prompts are yet to be answered: say by which model with "
-            f"{RESPONSES_FROM} MODEL, or give a file of pairs"
-        )
-    if not own.timeout > 0:
-        raise ConfigError(f"--timeout {own.timeout}: must be above 0")
-
-    with working(on_stderr, LOADING):
-        from stretto import evaluation
-
-    return evaluation.label_pairs(config, by=own.by, out=Path(own.out), timeout_s=own.timeout)
-
-
-def _label_responses(arguments: Sequence[str]) -> LabelResult:
-    recipe = leading_recipe(arguments)
-    start = recipes.load(recipe or "arithmetic")
-    config, own = parse_with_config(
-        "label", _DESCRIPTION, arguments, start, _RecipeOptions, RECIPE_SETTINGS
-    )
-    _check(own)
-    if own.prompts < 1:
-        raise ConfigError(f"--prompts {own.prompts}: must be 1 or more")
-    with working(on_stderr, CHECKING):
-        check_measured(config, own.responses_from, sources=[own.by])
-
-    with working(on_stderr, LOADING):
-        from stretto import evaluation
-
-    return evaluation.label_responses(
-        config,
-        policy=own.responses_from,
-        by=own.by,
-        out=Path(own.out),
-        prompts=own.prompts,
-        per_prompt=own.samples,
-    )
-
-
-def _check(own: _Options) -> None:
-    for name, example in (("by", "model:NAME"), ("out", "pairs.jsonl")):
-        if not getattr(own, name):
-            raise ConfigError(f"--{name} is missing; give it, such as --{name} {example}")
-
-
-def _report(result: LabelResult) -> None:
+    sampled = value_of(RESPONSES_FROM, arguments) is not None
+    result = _label_responses(arguments) if sampled else _label_file(arguments)
     print(f"source       {result.by}")
     print(f"read         {result.read}")
     print(f"ties         {result.ties} left out")
@@ -184,3 +117,43 @@ def _report(result: LabelResult) -> None:
         print(f"flipped      {result.flipped} of {result.kept} ({1 - result.agreement:.4f})")
         print(f"agreement    {result.agreement:.4f}")
     print(f"wrote        {result.out}")
+    return 0
+
+
+def _label_file(arguments: Sequence[str]) -> LabelResult:
+    name = leading_recipe(arguments)
+    start = RewardModelConfig.model_validate({"data": {"name": name}})
+    config, own = parse_with_config("label", arguments, start, _FileOptions, FILE_SETTINGS)
+    _check(own)
+    if name in recipes.names():
+        raise ConfigError(
+            f"'{name}' is a recipe, whose prompts are yet to be answered: say by which model with "
+            f"{RESPONSES_FROM} MODEL, or give a file of pairs"
+        )
+    if not own.timeout > 0:
+        raise ConfigError(f"--timeout {own.timeout}: must be above 0")
+    with working(on_stderr, LOADING):
+        from stretto.evaluation import label_pairs
+
+    return label_pairs(config, by=own.by, out=Path(own.out), timeout_s=own.timeout)
+
+
+def _label_responses(arguments: Sequence[str]) -> LabelResult:
+    config, own = parse_with_recipe("label", arguments, _RecipeOptions, RECIPE_SETTINGS)
+    _check(own)
+    if own.prompts < 1:
+        raise ConfigError(f"--prompts {own.prompts}: must be 1 or more")
+    return label_responses(
+        config,
+        model=own.responses_from,
+        by=own.by,
+        out=own.out,
+        prompts=own.prompts,
+        per_prompt=own.samples,
+    )
+
+
+def _check(own: Options) -> None:
+    for name, example in (("by", "model:NAME"), ("out", "pairs.jsonl")):
+        if not getattr(own, name):
+            raise ConfigError(f"--{name} is missing; give it, such as --{name} {example}")

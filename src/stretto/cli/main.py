@@ -36,6 +36,9 @@ COMMANDS = {
     "tour": "show PPO and what it costs in four parts that run, in about a minute",
 }
 
+MODULES = {"sft": "train", "reward": "train", "recipes": "train"}
+"""Modules of the commands that share one, with functions named after the commands."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (``sys.argv`` by default) and return the exit status."""
@@ -75,12 +78,14 @@ def _dispatch(arguments: list[str]) -> int:
     if name not in COMMANDS:
         print(f"stretto: unknown command '{name}'. {nearest(name, COMMANDS)}", file=sys.stderr)
         return 2
-    module = importlib.import_module(f"stretto.cli.{name}")
-    if hasattr(module, "run"):  # it offers the settings of a run
-        return int(module.run(rest))
+    module = importlib.import_module(f"stretto.cli.{MODULES.get(name, name)}")
+    run = getattr(module, f"run_{name}", getattr(module, "run", None))
+    if run:  # it offers the settings of a run
+        return int(run(rest))
     import tyro
 
-    return tyro.cli(module.command, prog=f"stretto {name}", args=rest) or 0
+    command = getattr(module, f"command_{name}", None) or module.command
+    return tyro.cli(command, prog=f"stretto {name}", args=rest) or 0
 
 
 def _usage() -> str:

@@ -27,11 +27,6 @@ if TYPE_CHECKING:
 MINUTES = (0.75, 8.0)
 """Minutes that a search may take, on up to 64 GPUs and on more."""
 
-_DESCRIPTION = (
-    "Search for the layout of a run's roles on GPUs, and for the schedule, that train on most "
-    "responses a second; no GPU is needed. Each plan is run in virtual time. Settings come from "
-    "the recipe and from options, which come after it: stretto plan my.toml --gpus 16 --gpu h100"
-)
 _SHARING = {
     "all": "all roles on all GPUs",
     "none": "learner, generators and scorers apart",
@@ -42,7 +37,10 @@ _SHARING = {
 
 @dataclass
 class Options:
-    """The command's own options."""
+    """Search for the layout of a run's roles on GPUs, and for the schedule, that train on most
+    responses a second; no GPU is needed. Each plan is run in virtual time. Settings come from the
+    recipe and from options, which come after it: stretto plan my.toml --gpus 16 --gpu h100
+    """
 
     recipe: Recipe = tyro.MISSING
     gpus: int = 0
@@ -86,7 +84,7 @@ def run(arguments: Sequence[str]) -> int:
     recipe = leading_recipe(arguments)
     # Without a recipe the parser answers: with the help, or by what it misses.
     start = recipes.load(recipe or "arithmetic")
-    config, given = parse_with_config("plan", _DESCRIPTION, arguments, start, Options, _offered())
+    config, given = parse_with_config("plan", arguments, start, Options, _offered())
     own = vars(given)
     if own["calibrate"]:
         return _calibrate(config, own["calibrate"], arguments)

@@ -1,20 +1,30 @@
-"""``stretto train``: one run, from a recipe to a run directory."""
+"""``stretto train``, ``sft`` and ``reward``: one run, from a recipe to a run directory; and
+``recipes``, which lists what they take by name.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import tyro
 
 from stretto.api import RESUMABLE, begin, check_resumable, execute
-from stretto.cli import dry_run
-from stretto.cli.settings import RECIPE_HELP, DryRun, leading_recipe, parse_with_config
-from stretto.config import Config, recipes
+from stretto.cli.dry_run import describe_run, describe_supervised
+from stretto.cli.settings import (
+    RECIPE_HELP,
+    DryRun,
+    leading_recipe,
+    parse_with_config,
+    value_of,
+)
+from stretto.config import Config, RewardModelConfig, SftConfig, recipes
 from stretto.errors import ConfigError
 from stretto.observe import RunDirectory
+
+C = TypeVar("C", SftConfig, RewardModelConfig)
 
 DEFAULT_RECIPE = "arithmetic"
 
@@ -25,15 +35,11 @@ COMMON = (
 )
 """Settings that ``--help`` documents: those that most users set."""
 
-_DESCRIPTION = (
-    "Train a model. The settings come from the recipe (defaults below are the recipe's) and from "
-    "options, which come after it: stretto train tiny --steps 10 --training.lr 1e-5"
-)
-
 
 @dataclass
-class Options:
-    """The command's own options.
+class TrainOptions:
+    """Train a model. The settings come from the recipe (defaults below are the recipe's) and from
+    options, which come after it: stretto train tiny --steps 10 --training.lr 1e-5
 
     Attributes:
         overrides: A .toml file whose settings take the place of the recipe's, such as one
@@ -59,48 +65,100 @@ class Options:
     warmup_file: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Train, and say where the results are."""
-    config, recipe, own = parse(arguments)
+@dataclass
+class SftOptions:
+    """Fine-tune a language model on demonstrations: rows with conversations (messages), or with a
+    prompt and its completion. Only what the assistant says is learned, the end of its turn
+    included. For example: stretto sft --data.name chats.jsonl --model.name smollm2-135m
+    """
+
+    recipe: Annotated[
+        tyro.conf.Positional[str],
+        tyro.conf.arg(help=f"{RECIPE_HELP} Without one: defaults.", metavar="RECIPE"),
+    ] = ""
+    dry_run: DryRun = False
+
+
+@dataclass
+class RewardOptions(SftOptions):
+    """Train a reward model on pairs of responses of which one was preferred (chosen, rejected),
+    with a prompt of their own or the beginning that both share. What is saved is a
+    sequence-classification checkpoint, for reward.sources as model:FOLDER. 'stretto reward label'
+    judges pairs instead.
+    """
+
+
+def run_train(arguments: Sequence[str]) -> int:
+    """Train with reinforcement learning, and say where the results are."""
+    config, own = parse(arguments)
     if own.dry_run:
-        print(dry_run.describe_run(config))
+        print(describe_run(config))
         return 0
-    given = None
+    overrides = None
     if own.warmup_file:  # the import takes long: before there is a folder
         from stretto.assembly.models import Overrides
 
-        given = Overrides(warmup=Path(own.warmup_file))
-    execute(begin(config, recipes.name_of(recipe), resume=own.resume), given=given)
+        overrides = Overrides(warmup=Path(own.warmup_file))
+    name = recipes.name_of(own.recipe or DEFAULT_RECIPE)
+    execute(begin(config, name, resume=own.resume, overrides=overrides))
     return 0
 
 
-def parse(arguments: Sequence[str]) -> tuple[Config, str, Options]:
-    """The settings, the recipe's name, and the options of the command itself.
-
-    Raises:
-        ConfigError: an unknown recipe, invalid settings, or a resumed run changed beyond
-            :data:`~stretto.api.RESUMABLE`.
-    """
-    given, resumed = leading_recipe(arguments), _value_of("--resume", arguments)
-    if given and resumed:
+def parse(arguments: Sequence[str]) -> tuple[Config, TrainOptions]:
+    """Return the settings, and the options of the command itself."""
+    recipe, resumed = leading_recipe(arguments), value_of("--resume", arguments)
+    if recipe and resumed:
         raise ConfigError(
-            f"--resume takes the settings of the run it resumes; leave out the recipe '{given}'"
+            f"--resume takes the settings of the run it resumes; leave out the recipe '{recipe}'"
         )
-    recipe = given or DEFAULT_RECIPE
-    start = recipes.load(RunDirectory.open(resumed).config_file if resumed else recipe)
-    config, own = parse_with_config("train", _DESCRIPTION, arguments, start, Options, common=COMMON)
-    if own.resume != resumed:
+    source = RunDirectory.open(resumed).config_file if resumed else recipe or DEFAULT_RECIPE
+    start = recipes.load(source)
+    config, own = parse_with_config("train", arguments, start, TrainOptions, common=COMMON)
+    if own.resume != (resumed or ""):
         raise ConfigError("--resume was given twice; name one run directory")
     if resumed:
         check_resumable(start, config)
-    return config, recipe, own
+    return config, own
 
 
-def _value_of(option: str, arguments: Sequence[str]) -> str:
-    """Find an option's value before parsing, as all defaults depend on it; empty without one."""
-    for index, argument in enumerate(arguments):
-        if argument == option and index + 1 < len(arguments):
-            return arguments[index + 1]
-        if argument.startswith(f"{option}="):
-            return argument.partition("=")[2]
-    return ""
+def run_sft(arguments: Sequence[str]) -> int:
+    """Fine-tune a language model, and say where the results are."""
+    return _supervised("sft", arguments, SftConfig, SftOptions)
+
+
+def run_reward(arguments: Sequence[str]) -> int:
+    """Train a reward model, and say where the results are; or label pairs."""
+    if arguments and arguments[0] == "label":
+        from stretto.cli import label
+
+        return label.run(arguments[1:])
+    return _supervised("reward", arguments, RewardModelConfig, RewardOptions)
+
+
+def _supervised(
+    command: str, arguments: Sequence[str], kind: type[C], options: type[SftOptions]
+) -> int:
+    recipe = leading_recipe(arguments)
+    start = recipes.load(recipe, kind) if recipe else kind()
+    config, own = parse_with_config(command, arguments, start, options)
+    if not config.data.name:
+        raise ConfigError(
+            "data.name is empty: name a file or a hub dataset to train on with --data.name PATH"
+        )
+    if own.dry_run:
+        print(describe_supervised(config))
+    else:
+        execute(begin(config, recipes.name_of(recipe) if recipe else command))
+    return 0
+
+
+def command_recipes() -> None:
+    """List the recipes that commands take by name; 'stretto eval' takes those of 'train'."""
+    rows = [
+        (folder or "train", name, recipes.describe(name, kind))
+        for kind, folder in recipes.FOLDERS.items()
+        for name in recipes.names(kind)
+    ]
+    width = max(len(name) for _, name, _ in rows)
+    for command, name, description in rows:
+        print(f"{command:<6}  {name:<{width}}  {description}")

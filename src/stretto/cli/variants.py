@@ -8,12 +8,15 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from stretto.api.runs import ONE_ENGINE, OVERCOMMIT_RULES, VARIANTS, Failure, Job
+import tyro
+
+from stretto.api.runs import ONE_ENGINE, OVERCOMMIT_RULES, VARIANTS, Job
 from stretto.errors import ConfigError, nearest
 from stretto.observe import make_progress
 from stretto.observe.compare import Comparison, Outcome
+from stretto.observe.run_directory import claim
 from stretto.saying import Advance
 
 T = TypeVar("T", str, int)
@@ -30,17 +33,13 @@ TARGET_HELP = (
     "Reward to be reached, after smoothing over 10 steps; without it, 95 % of the way from sync's "
     "first to its last."
 )
+Names = Annotated[str, tyro.conf.arg(help=VARIANTS_HELP, metavar="NAME,...")]
+Target = Annotated[float | None, tyro.conf.arg(help=TARGET_HELP, metavar="REWARD")]
 
 
 @dataclass(slots=True)
 class Collected:
-    """Outcomes of the runs.
-
-    Attributes:
-        outcomes: of the runs that took all their steps.
-        failed: the runs that did not.
-        interrupted: whether the user stopped before the last run.
-    """
+    """Outcomes of the runs that took all their steps, and the jobs of those that did not."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     failed: list[Job] = field(default_factory=list)
@@ -48,19 +47,13 @@ class Collected:
 
 
 def plan(variants: str, seeds: str) -> list[Job]:
-    """The runs, in their order.
-
-    Args:
-        variants: names, separated by commas.
-        seeds: numbers, separated by commas.
-
-    Raises:
-        ConfigError: an unknown variant, a seed that is no number, or one of them twice.
-    """
+    """Return the runs in their order, of variants' names and seeds with commas between."""
     names = _once((word.strip() for word in variants.split(",")), "--variants")
     for name in names:
         if name not in VARIANTS:
-            raise ConfigError(f"--variants: there is no '{name}'. {nearest(name, VARIANTS)}")
+            raise ConfigError(
+                f"--variants: there is no '{name}'. {nearest(name, VARIANTS)}", "unknown-variant"
+            )
     numbers = _once((_whole(word.strip()) for word in seeds.split(",")), "--seeds")
     return [Job(name, number) for number in numbers for name in names]
 
@@ -69,28 +62,29 @@ def _whole(word: str) -> int:
     try:
         return int(word)
     except ValueError as error:
-        raise ConfigError(f"--seeds: '{word}' is no whole number; write 0,1,2") from error
+        message = f"--seeds: '{word}' is no whole number; write 0,1,2"
+        raise ConfigError(message, "seed-not-whole") from error
 
 
 def _once(given: Iterable[T], option: str) -> list[T]:
     values = list(given)
     for value in values:
         if values.count(value) > 1:
-            raise ConfigError(f"{option} names '{value}' twice; name each once")
+            raise ConfigError(f"{option} names '{value}' twice; name each once", "named-twice")
     return values
 
 
 def collect(
     jobs: Sequence[Job],
-    execute: Callable[[Job, Advance], Outcome | Failure],
+    execute: Callable[[Job, Advance], Outcome | str],
     steps: int,
     *,
     simulated: bool = False,
 ) -> Collected:
-    """Do the runs one after the other; failed ones are left out, Ctrl-C ends with what there is.
+    """Do the runs one after the other, up to the last one or to Ctrl-C.
 
     Args:
-        execute: does one, and tells of its steps.
+        execute: does a run and tells of its steps; returns a message about one that failed.
         steps: of each.
         simulated: whether their seconds are of virtual time.
     """
@@ -105,8 +99,8 @@ def collect(
             display.note(f"{name}: interrupted")
             collected.interrupted = True
             break
-        if isinstance(outcome, Failure):
-            display.note(f"{name}: failed, {outcome.text}")
+        if isinstance(outcome, str):
+            display.note(f"{name}: failed, {outcome}")
             collected.failed.append(job)
             continue
         collected.outcomes.append(outcome)
@@ -118,24 +112,15 @@ def collect(
 
 
 def new_folder(out: str, name: str) -> Path:
-    """Make ``<out>/<name>-<NNN>`` with the first number that is free.
-
-    Raises:
-        ConfigError: it cannot be made.
-    """
-    number = 0
-    while True:
-        number += 1
-        path = Path(out) / f"{name}-{number:03d}"
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise ConfigError(
-                f"cannot make a folder in '{out}': {error}; choose another with --out"
-            ) from error
-        return path
+    """Make ``<out>/<name>-<NNN>`` with the number after the highest there is."""
+    root = Path(out)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        return claim(root, name)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make a folder in '{out}': {error}; choose another with --out"
+        ) from error
 
 
 def publish(
@@ -156,24 +141,20 @@ def publish(
         notes.append(f"Failed and left out: {', '.join(missing)}.")
     if collected.interrupted:
         notes.append("Interrupted: what had not finished is left out.")
-    text = "\n".join(
-        [comparison.table(), "", *(f"- {note}" for note in notes), f"- Ran on: {where}."]
-    )
+    notes.append(f"Ran on: {where}.")
+    text = "\n".join([comparison.table(), "", *(f"- {note}" for note in notes)])
     print(f"\n{text}\n")
     command = shlex.join(["stretto", "compare", *arguments])
-    markdown = f"# {folder.name}\n\n```\n{command}\n```\n\n{text}\n"
-    (folder / "compare.md").write_text(markdown, encoding="utf-8")
     data = {"command": command, "ran_on": where, "failed": missing, **comparison.data()}
+    page = f"# {folder.name}\n\n```\n{command}\n```\n\n{text}\n"
+    (folder / "compare.md").write_text(page, encoding="utf-8")
     (folder / "compare.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     print(f"wrote {folder / 'compare.md'} and {folder / 'compare.json'}")
 
 
 def exit_status(collected: Collected) -> int:
-    """1 when a run failed.
-
-    Raises:
-        KeyboardInterrupt: the user stopped the comparison; passed on now that all is written.
-    """
+    """Return 1 where a run failed; raise KeyboardInterrupt where the user stopped the comparison,
+    now that all is written."""
     if collected.interrupted:
         raise KeyboardInterrupt
     return 1 if collected.failed else 0

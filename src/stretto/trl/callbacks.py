@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from stretto.errors import StrettoError
 from stretto.observe import Progress, Sample
-from stretto.saying import Advance
 
 if TYPE_CHECKING:
     from stretto.trl.config import PPOConfig
@@ -39,6 +37,7 @@ class CallbackProgress:
 
         self._display, self._args, self._callbacks = display, args, callbacks
         self._episodes, self._objects = episodes, objects
+        self.note, self.working, self.close = display.note, display.working, display.close
         self.state, self._control = TrainerState(), TrainerControl()
         self.state.max_steps = steps
 
@@ -50,11 +49,7 @@ class CallbackProgress:
     def step(
         self, step: int, total: int, stats: Mapping[str, float], samples: Sequence[Sample]
     ) -> None:
-        """Show a step, and tell the callbacks.
-
-        Raises:
-            StopTrainingError: one of them wants no more.
-        """
+        """Show a step and tell the callbacks; raise StopTrainingError if one wants no more."""
         self._display.step(step, total, stats, samples)
         self.state.global_step = step
         logs = {**stats, "episode": step * self._episodes}
@@ -63,18 +58,6 @@ class CallbackProgress:
         self._call("on_step_end")
         if self._control.should_training_stop:
             raise StopTrainingError(f"a callback ended training after step {step}")
-
-    def note(self, text: str) -> None:
-        """Show a message."""
-        self._display.note(text)
-
-    def working(self, what: str, total: int = 0) -> AbstractContextManager[Advance]:
-        """Show work."""
-        return self._display.working(what, total)
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-        self._display.close()
 
     def end(self) -> None:
         """Tell the callbacks that training has ended."""

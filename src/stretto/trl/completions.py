@@ -17,32 +17,27 @@ from stretto.trl.arguments import REWARD_MODEL
 from stretto.trl.prompts import TokenTask
 
 
-def complete(config: Config, given: Overrides, task: TokenTask, most: int) -> list[dict[str, Any]]:
-    """Greedy answers to the first prompts, scored.
+def complete(
+    config: Config, overrides: Overrides, task: TokenTask, most: int
+) -> list[dict[str, Any]]:
+    """Return greedy answers to the first ``most`` prompts, scored.
 
     Stretto's own engine answers, over the policy where it is: others would have to start first.
-
-    Args:
-        given: holds the policy, its tokenizer and the reward model.
-        most: prompts answered, at most.
     """
-    assert given.actor is not None
-    assert given.tokenizer is not None
-    tokenizer = given.tokenizer
+    tokenizer, policy, device = overrides.tokenizer, overrides.actor, config.model.device
+    assert policy is not None
+    assert tokenizer is not None
     own = {"temperature": 0.0, "engine": "torch", "engine_args": {}}
-    greedy = config.rollout.model_copy(update=own)
-    config = config.model_copy(update={"rollout": greedy})
-    actor = made_ready(given.actor, config.model.device)
-    model, _ = given.reward_models[REWARD_MODEL]
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update=own)})
+    actor = made_ready(policy, device)
+    reward_model = made_ready(overrides.reward_models[REWARD_MODEL][0], device)
     budget = token_budget(config.training.microbatch_tokens, next(actor.parameters()).device)
-    scorer = RewardModelScorer(
-        REWARD_MODEL, made_ready(model, config.model.device), tokenizer, tokenizer, budget
-    )
+    scorer = RewardModelScorer(REWARD_MODEL, reward_model, tokenizer, tokenizer, budget)
     rollouts = [
         Rollout(i, render(task.row(i), config.task, tokenizer, i), i)
         for i in range(min(most, len(task)))
     ]
-    engine = make_engine(config, actor, tokenizer, config.rollout.batch, given.end_tokens)
+    engine = make_engine(config, actor, tokenizer, config.rollout.batch, overrides.end_tokens)
     list(completed(engine, rollouts))
     scorer.admit([r.response() for r in rollouts])
     scores = scorer.finish([r.id for r in rollouts])

@@ -13,37 +13,27 @@ from typing import Annotated, Any, Literal, Self
 from stretto.errors import ConfigError, nearest
 
 
-@dataclass(frozen=True, slots=True)
-class Sets:
-    """An argument is the value of settings."""
-
-    settings: tuple[str, ...]
+class Sets(str):
+    """Names of the settings whose value an argument is."""
 
 
-@dataclass(frozen=True, slots=True)
-class Remark:
-    """An argument has nothing to act on here; a line says why, where it is set."""
-
-    why: str
+class Remark(str):
+    """Reason why an argument has nothing to act on here; a line says it where it is set."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """An argument is refused where it is set, with the reason and the remedy."""
-
-    why: str
+class Refusal(str):
+    """Reason why an argument is refused where it is set, with the remedy."""
 
 
 FOR_SCRIPTS = "looked at by the script alone, as with TRL's trainer"
-
 _ONE_PROCESS = Remark("training runs in one process")
 _NO_EVALUATION = Remark("no evaluation runs within training, as none did in TRL's PPO trainer")
 _ONE_BY_ONE = Remark("rows are read one at a time, and nothing is padded to be generated from")
 _EVERY_STEP = Remark("every step is recorded in metrics.jsonl and shown")
 _NO_UPLOAD = Remark("nothing is uploaded")
 _WHOLE_CHECKPOINTS = Remark(
-    "the newest checkpoint is kept, with all that a run needs to go on, and weights "
-    "are always safetensors"
+    "the newest checkpoint is kept, with all that a run needs to go on, and weights are always "
+    "safetensors"
 )
 _SPEED_ALONE = Remark(
     "it would change the speed or the memory alone, and the engine and the learner "
@@ -74,16 +64,13 @@ class PPOConfig:
         runtime: where: ``"inline"``, on threads of this process; ``"local"``, in processes of this
             machine; ``"ray"``, in processes of a Ray cluster. Classes of the models must then be
             importable from a module.
-
-    Raises:
-        ConfigError: an argument has an unknown name.
     """
 
     # The run
     output_dir: str = "trainer_output"
     exp_name: str = "ppo"
     run_name: str | None = None
-    seed: Annotated[int, Sets(("seed",))] = 42
+    seed: Annotated[int, Sets("seed")] = 42
     schedule: _Json = None
     runtime: str = "inline"
 
@@ -93,9 +80,9 @@ class PPOConfig:
     max_steps: int = -1
     per_device_train_batch_size: int = 8
     gradient_accumulation_steps: int = 1
-    num_mini_batches: Annotated[int, Sets(("training.minibatches",))] = 1
-    num_ppo_epochs: Annotated[int, Sets(("training.epochs",))] = 4
-    local_rollout_forward_batch_size: Annotated[int, Sets(("rollout.slots",))] = 64
+    num_mini_batches: Annotated[int, Sets("training.minibatches")] = 1
+    num_ppo_epochs: Annotated[int, Sets("training.epochs")] = 4
+    local_rollout_forward_batch_size: Annotated[int, Sets("rollout.slots")] = 64
 
     # Derived from those; the trainer writes them
     world_size: int | None = None
@@ -107,10 +94,10 @@ class PPOConfig:
     mini_batch_size: int | None = None
 
     # Responses and what they are worth
-    response_length: Annotated[int, Sets(("rollout.max_new_tokens",))] = 53
+    response_length: Annotated[int, Sets("rollout.max_new_tokens")] = 53
     stop_token: Literal["eos"] | None = None
     stop_token_id: int | None = None
-    temperature: Annotated[float, Sets(("rollout.temperature",))] = 0.7
+    temperature: Annotated[float, Sets("rollout.temperature")] = 0.7
     missing_eos_penalty: float | None = None
 
     # Generation by vLLM, as TRL's other online trainers have it
@@ -136,17 +123,17 @@ class PPOConfig:
     vllm_group_port: Annotated[int, _OWN_SERVER] = 51216
 
     # The loss
-    whiten_rewards: Annotated[bool, Sets(("algorithm.whiten_rewards",))] = False
-    kl_coef: Annotated[float, Sets(("algorithm.kl_coef",))] = 0.05
-    kl_estimator: Annotated[Literal["k1", "k2", "k3"], Sets(("algorithm.kl_estimator",))] = "k1"
-    cliprange: Annotated[float, Sets(("algorithm.clip",))] = 0.2
-    cliprange_value: Annotated[float, Sets(("algorithm.value_clip",))] = 0.2
+    whiten_rewards: Annotated[bool, Sets("algorithm.whiten_rewards")] = False
+    kl_coef: Annotated[float, Sets("algorithm.kl_coef")] = 0.05
+    kl_estimator: Annotated[Literal["k1", "k2", "k3"], Sets("algorithm.kl_estimator")] = "k1"
+    cliprange: Annotated[float, Sets("algorithm.clip")] = 0.2
+    cliprange_value: Annotated[float, Sets("algorithm.value_clip")] = 0.2
     vf_coef: float = 0.1
-    gamma: Annotated[float, Sets(("algorithm.gamma",))] = 1.0
-    lam: Annotated[float, Sets(("algorithm.lam",))] = 0.95
+    gamma: Annotated[float, Sets("algorithm.gamma")] = 1.0
+    lam: Annotated[float, Sets("algorithm.lam")] = 0.95
 
     # The optimizer
-    learning_rate: Annotated[float, Sets(("training.lr", "training.critic_lr"))] = 3e-6
+    learning_rate: Annotated[float, Sets("training.lr training.critic_lr")] = 3e-6
     lr_scheduler_type: str = "linear"
     lr_scheduler_kwargs: Annotated[
         _Json,
@@ -154,7 +141,7 @@ class PPOConfig:
     ] = None
     warmup_steps: float = 0
     warmup_ratio: float = 0.0
-    weight_decay: Annotated[float, Sets(("training.weight_decay",))] = 0.0
+    weight_decay: Annotated[float, Sets("training.weight_decay")] = 0.0
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: Annotated[float, Refusal("AdamW's epsilon is 1e-8 here; leave it out")] = 1e-8

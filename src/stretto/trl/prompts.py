@@ -28,9 +28,6 @@ class TokenTask(Task):
 
     Attributes:
         longest: tokens of the longest prompt.
-
-    Raises:
-        TaskError: there are no rows, a row has no such column, no tokens or unknown ones.
     """
 
     def __init__(

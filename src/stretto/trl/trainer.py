@@ -12,7 +12,7 @@ from stretto.config import Config, recipes
 from stretto.config.sections import MISSING_EOS
 from stretto.errors import ConfigError, StateError
 from stretto.observe import RunDirectory, make_progress
-from stretto.trl import adapters, arguments, checks
+from stretto.trl import arguments, objects
 from stretto.trl.arguments import REWARD_MODEL
 from stretto.trl.callbacks import CallbackProgress, StopTrainingError
 from stretto.trl.config import PPOConfig
@@ -51,10 +51,8 @@ class PPOTrainer:
         config: the run's settings.
         run_dir: the run's folder; ``None`` before :meth:`train`.
 
-    Raises:
-        ConfigError: an argument is refused, or arguments do not fit together.
-        ModelError: a model has no scalar head, or does not know the tokenizer's tokens.
-        TaskError: the dataset has no tokenised prompts.
+    Raises a StrettoError where an argument is refused or arguments do not fit together, a model has
+    no scalar head or lacks the tokenizer's tokens, or the dataset has no tokenised prompts.
     """
 
     def __init__(
@@ -73,7 +71,7 @@ class PPOTrainer:
         peft_config: Any = None,
         **old_names: Any,
     ) -> None:
-        given = checks.by_present_names(
+        given = objects.by_present_names(
             {
                 "args": args,
                 "processing_class": processing_class,
@@ -84,23 +82,17 @@ class PPOTrainer:
             },
             old_names,
         )
-        self.args: PPOConfig = checks.arguments_of(given["args"])
+        self.args: PPOConfig = given["args"]
         arguments.check(self.args)
-        checks.refuse_objects(data_collator, optimizers)
+        objects.refuse(data_collator, optimizers)
         self.processing_class: PreTrainedTokenizerBase = given["processing_class"]
-        self.model = self.policy_model = adapters.without_own(given["model"], peft_config)
-        self.ref_model, self.value_model = given["ref_model"], value_model
-        self.reward_model = given["reward_model"]
-        self.callbacks = list(callbacks or ())
-        vocabulary = checks.check_models(
-            {
-                "model": self.policy_model,
-                "ref_model": self.ref_model,
-                "reward_model": self.reward_model,
-                "value_model": value_model,
-            },
-            self.processing_class,
-        )
+        policy = given["model"]
+        if peft_config is not None and hasattr(policy, "merge_and_unload"):
+            policy = policy.merge_and_unload()
+        self.model = self.policy_model = policy
+        self.ref_model, self.reward_model = given["ref_model"], given["reward_model"]
+        self.value_model, self.callbacks = value_model, list(callbacks or ())
+        vocabulary = objects.check_models(self._models(), self.processing_class)
 
         def tokenised(rows: Any, name: str) -> TokenTask:
             return TokenTask(rows, self.processing_class, name, vocabulary)
@@ -114,31 +106,36 @@ class PPOTrainer:
 
     def train(self, resume_from_checkpoint: str | None = None) -> TrainResult | None:
         """Train; returns the number of steps, the last one's figures and the model's folder, and
-        ``None`` where a callback ended it.
+        ``None`` where a callback ended it. After Ctrl-C, what was learned is in the models, and
+        saved.
 
         Args:
             resume_from_checkpoint: the folder of a run of the same script, which goes on from its
                 newest checkpoint.
-
-        Raises:
-            StrettoError: the numbers, or what is written to disk, are at fault.
-            KeyboardInterrupt: Ctrl-C; what was learned is in the models, and saved.
         """
         if self.run_dir is not None:
             raise StateError(
                 "this trainer has trained already, and its models are no longer those that it "
-                "started from; make a new PPOTrainer to train on"
+                "started from; make a new PPOTrainer to train on",
+                "trained-already",
             )
         name = Path(self.args.run_name or self.args.exp_name).name
         resumed = resume_from_checkpoint or self.args.resume_from_checkpoint
-        given = self._given()
-        run = api.begin(self.config, name, resume=resumed or "", given=given)
+        run = api.begin(self.config, name, resume=resumed or "", overrides=self._overrides())
         self.run_dir = run.run_dir
-        display = self._display()
-        for line in self._notes():
+        display = CallbackProgress(
+            make_progress(self.config.observe.progress),
+            self.args,
+            self.callbacks,
+            self._sizes.steps,
+            self._sizes.batch,
+            model=self.policy_model,
+            processing_class=self.processing_class,
+        )
+        for line in arguments.notes(self.args, self._sizes):
             display.note(line)
         try:
-            result = api.execute(run, given=given, progress=display)
+            result = api.execute(run, progress=display)
         except StopTrainingError:
             result = None
         display.end()
@@ -147,11 +144,11 @@ class PPOTrainer:
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Save policy and tokenizer in Hugging Face format, adapters merged.
 
+        Raises StorageError where the folder cannot be written to; nothing of the model is in it
+        then.
+
         Args:
             output_dir: the folder; without it ``args.output_dir``. What else is in it stays.
-
-        Raises:
-            StorageError: it cannot be written to; nothing of the model is in it then.
         """
         from stretto.models.load import save_model
 
@@ -163,41 +160,41 @@ class PPOTrainer:
                 save_model(self.policy_model, self.processing_class, scratch)
 
     def generate_completions(self, sampling: bool = False) -> list[dict[str, Any]]:
-        """Greedy answers to the prompts of ``eval_dataset``, scored by the reward model.
-
-        The first five are shown.
+        """Return greedy answers to the prompts of ``eval_dataset``, scored by the reward model: a
+        row for each, with ``query``, ``model response`` and ``score``, as TRL called them. The
+        first five are shown.
 
         Args:
             sampling: answer one batch of ``args.per_device_eval_batch_size`` only.
-
-        Returns:
-            a row for each prompt: ``query``, ``model response`` and ``score``, as TRL called them.
-
-        Raises:
-            ConfigError: there is no ``eval_dataset``.
         """
         from stretto.trl.completions import complete, show
 
         if self._eval_task is None:
             raise ConfigError(
                 "generate_completions answers the prompts of eval_dataset, and there is none; give "
-                "one to PPOTrainer"
+                "one to PPOTrainer",
+                "no-eval-dataset",
             )
         most = self.args.per_device_eval_batch_size if sampling else len(self._eval_task)
-        rows = complete(self.config, self._given(), self._eval_task, most)
+        rows = complete(self.config, self._overrides(), self._eval_task, most)
         show(rows[:5])
         return rows
 
     def push_to_hub(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse to upload.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raise ConfigError, as nothing is uploaded."""
         raise ConfigError(
             "nothing is uploaded from here: save with trainer.save_model(folder), then "
-            "'hf upload NAME folder', or model.push_to_hub(NAME) of transformers"
+            "'hf upload NAME folder', or model.push_to_hub(NAME) of transformers",
+            "no-upload",
         )
+
+    def _models(self) -> dict[str, Any]:
+        return {
+            "model": self.policy_model,
+            "ref_model": self.ref_model,
+            "reward_model": self.reward_model,
+            "value_model": self.value_model,
+        }
 
     def _settings(self, peft_config: Any) -> Config:
         policy = self.policy_model
@@ -206,80 +203,52 @@ class PPOTrainer:
         )
         data["model"]["name"] = str(getattr(policy, "name_or_path", "") or type(policy).__name__)
         if peft_config is not None:
-            data["model"] |= adapters.settings(peft_config, policy)
+            data["model"] |= objects.lora_settings(peft_config, policy)
         return recipes.build(data, "PPOConfig")
 
     def _dtype(self) -> Literal["float32", "bfloat16"]:
-        """The type that the policy computes in; with ``bf16`` all models are brought to that."""
+        """Return the type that the policy computes in; ``bf16`` brings all models to that one."""
         import torch
 
         from stretto.models.weights import require_trainable
 
+        models = {name: model for name, model in self._models().items() if model is not None}
         if self.args.bf16:
-            for model in (self.policy_model, self.ref_model, self.reward_model, self.value_model):
-                if model is not None:
-                    model.to(torch.bfloat16)
-        for name, model in (("model", self.policy_model), ("value_model", self.value_model)):
-            if model is not None:
-                require_trainable(model, name)
+            for model in models.values():
+                model.to(torch.bfloat16)
+        for name in ("model", "value_model"):
+            if name in models:
+                require_trainable(models[name], name)
         dtype = next(self.policy_model.parameters()).dtype
         return "bfloat16" if dtype is torch.bfloat16 else "float32"
 
-    def _given(self) -> Overrides:
+    def _overrides(self) -> Overrides:
         from stretto.assembly.models import Overrides
 
+        end: Any = self.processing_class.eos_token_id
+        stop = self.args.stop_token_id
+        if stop is None and self.args.stop_token:
+            stop = int(end)
+        judge = missing_eos(end, self.args.missing_eos_penalty or 0.0)
         return Overrides(
             actor=self.policy_model,
             tokenizer=self.processing_class,
             reference=self.ref_model,
             critic=self.value_model,
             task=self._task,
-            functions={MISSING_EOS: self._missing_eos()},
+            functions={MISSING_EOS: judge},
             reward_models={REWARD_MODEL: (self.reward_model, self.processing_class)},
-            end_tokens=self._end_tokens(),
+            end_tokens=frozenset(() if stop is None else (stop,)),
         )
 
-    def _end_tokens(self) -> frozenset[int]:
-        if self.args.stop_token_id is not None:
-            return frozenset({self.args.stop_token_id})
-        end: Any = self.processing_class.eos_token_id
-        return frozenset({int(end)} if self.args.stop_token else ())
 
-    def _missing_eos(self) -> Callable[..., list[float]]:
-        """Make TRL's penalty for responses without the end token anywhere in them.
+def missing_eos(end: int | None, penalty: float) -> Callable[..., list[float]]:
+    """Make TRL's penalty for responses without the end token anywhere in them.
 
-        The rule for missing ends does not fit: without a stop token no response ends.
-        """
-        end, penalty = self.processing_class.eos_token_id, self.args.missing_eos_penalty or 0.0
+    The settings' rule for missing ends does not fit: without a stop token no response ends.
+    """
 
-        def missing_eos(completion_ids: list[list[int]]) -> list[float]:
-            return [0.0 if end in tokens else -penalty for tokens in completion_ids]
+    def judge(completion_ids: list[list[int]]) -> list[float]:
+        return [0.0 if end in tokens else -penalty for tokens in completion_ids]
 
-        return missing_eos
-
-    def _display(self) -> CallbackProgress:
-        return CallbackProgress(
-            make_progress(self.config.observe.progress),
-            self.args,
-            self.callbacks,
-            self._sizes.steps,
-            self._sizes.batch,
-            model=self.policy_model,
-            processing_class=self.processing_class,
-        )
-
-    def _notes(self) -> list[str]:
-        """Notes on the derived sizes, and on arguments without effect."""
-        a, run = self.args, self._sizes
-        factors = f"{a.per_device_train_batch_size} x {a.gradient_accumulation_steps}"
-        split = ""
-        if a.num_mini_batches > 1:
-            split = (
-                f", {a.num_mini_batches} mini-batches of {run.minibatch} (TRL until 0.16 made the "
-                "batch num_mini_batches times as large; batch_size asks for that)"
-            )
-        return [
-            f"batch {run.batch} = per_device_train_batch_size x gradient_accumulation_steps = "
-            f"{factors}{split}; {run.episodes} episodes: {run.steps} steps",
-            *arguments.remarks(a),
-        ]
+    return judge

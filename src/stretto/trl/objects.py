@@ -1,0 +1,172 @@
+"""Objects that ``PPOTrainer`` is given: their names, models that work together, and adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from stretto.errors import ConfigError, ModelError, nearest
+from stretto.trl.config import PPOConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_NAMES = (
+    *("args", "processing_class", "model", "ref_model", "reward_model", "train_dataset"),
+    *("value_model", "data_collator", "eval_dataset", "optimizers", "callbacks", "peft_config"),
+)
+_OLD_NAMES = {
+    "config": "args",
+    "policy": "model",
+    "ref_policy": "ref_model",
+    "tokenizer": "processing_class",
+}
+"""Names of arguments in TRL 0.12 and before, with their present names."""
+
+_LORA_TAKEN = ("r", "lora_alpha", "target_modules")
+_LORA_FREE = (
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "peft_type"),
+    *("peft_version", "revision", "runtime_config", "task_type"),
+)
+"""Arguments of a LoraConfig that change nothing here: there is no dropout, as in TRL's trainer."""
+
+
+def by_present_names(given: Mapping[str, Any], old_names: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments by the names that they have now, those needed by every run among them;
+    ``args`` is a PPOConfig.
+    """
+    named = dict(given)
+    for old, value in old_names.items():
+        if old not in _OLD_NAMES:
+            raise ConfigError(
+                f"PPOTrainer has no argument '{old}'. {nearest(old, _NAMES)}", "unknown-argument"
+            )
+        if named[_OLD_NAMES[old]] is not None:
+            raise ConfigError(
+                f"'{old}' is the old name of '{_OLD_NAMES[old]}'; give one of the two",
+                "argument-twice",
+            )
+        named[_OLD_NAMES[old]] = value
+    for name, value in named.items():
+        if value is None and name != "ref_model":
+            raise ConfigError(f"PPOTrainer needs {name}; give it", "argument-missing")
+    args = named["args"]
+    if not isinstance(args, PPOConfig):
+        raise ConfigError(
+            f"args must be a PPOConfig of stretto; got a {type(args).__module__}."
+            f"{type(args).__qualname__}. Import both: from stretto import PPOConfig, PPOTrainer",
+            "args-not-ppo-config",
+        )
+    return named
+
+
+def refuse(collator: Any, optimizers: tuple[Any, Any]) -> None:
+    """Refuse a collator that does more than pad, and optimizers."""
+    if collator is not None and type(collator).__name__ != "DataCollatorWithPadding":
+        raise ConfigError(
+            f"data_collator = {type(collator).__name__}: prompts are read one at a time and never "
+            "padded; leave it out, and do what it does to a row by dataset.map",
+            "argument-refused",
+        )
+    if any(part is not None for part in optimizers or ()):
+        raise ConfigError(
+            "optimizers: policy and critic each have an AdamW of their own on float32 masters; "
+            "leave it out, and set learning_rate, lr_scheduler_type, warmup_steps, weight_decay, "
+            "adam_beta1 and adam_beta2 in PPOConfig",
+            "argument-refused",
+        )
+
+
+def check_models(models: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> int:
+    """Refuse models that cannot work together: that share weights, lack a scalar head or tokens of
+    the tokenizer. Returns the number of token ids that all know.
+    """
+    from stretto.models.heads import scalar_head
+
+    there = {name: model for name, model in models.items() if model is not None}
+    owners: dict[int, str] = {}
+    for name, model in there.items():
+        for parameter in model.parameters():
+            other = owners.setdefault(id(parameter), name)
+            if other != name:
+                raise ConfigError(
+                    f"{name} and {other} share weights, and each is trained or kept for itself; "
+                    "load one model for each (ref_model=None makes the copy by itself)",
+                    "models-share-weights",
+                )
+    for name in ("reward_model", "value_model"):
+        if name in there:
+            labels = getattr(there[name].config, "num_labels", 1)
+            if labels != 1:
+                raise ModelError(
+                    f"{name} must give one score (num_labels = 1); it has num_labels = {labels}. "
+                    "Load it with AutoModelForSequenceClassification.from_pretrained(NAME, "
+                    "num_labels=1)",
+                    "head-not-scalar",
+                )
+            try:
+                scalar_head(there[name])
+            except ModelError as error:
+                raise ModelError(f"{name}: {error}", "head-not-scalar") from error
+    pad = tokenizer.pad_token_id
+    needed = 1 + max(i for i in tokenizer.get_vocab().values() if i != pad)
+    rows = {name: model.get_input_embeddings().weight.shape[0] for name, model in there.items()}
+    for name, count in rows.items():
+        if count < needed:
+            raise ModelError(
+                f"{name} knows {count} token ids, and processing_class has {needed}: another "
+                "tokenizer than the model's? All models must read the same tokens",
+                "model-lacks-tokens",
+            )
+    return int(min(rows.values()))
+
+
+def lora_settings(peft_config: Any, policy: Any) -> dict[str, Any]:
+    """Return the settings of the section ``model`` that ask for the adapters of a LoraConfig.
+
+    Args:
+        policy: the model that gets them.
+    """
+    from peft import LoraConfig
+
+    if type(peft_config) is not LoraConfig:
+        raise ConfigError(
+            f"peft_config = {type(peft_config).__name__}: the adapters here are LoRA's; give a "
+            "LoraConfig",
+            "peft-not-lora",
+        )
+    plain = LoraConfig()
+    for field in fields(peft_config):
+        value, default = getattr(peft_config, field.name), getattr(plain, field.name)
+        if field.name not in (*_LORA_TAKEN, *_LORA_FREE) and value != default:
+            raise ConfigError(
+                f"peft_config: {field.name} = {value!r} is not supported; LoRA here has r, "
+                "lora_alpha and target_modules. Leave it out",
+                "lora-argument-refused",
+            )
+    return {
+        "lora_rank": peft_config.r,
+        "lora_alpha": float(peft_config.lora_alpha),
+        "lora_targets": _targets(peft_config.target_modules, policy),
+    }
+
+
+def _targets(given: Any, policy: Any) -> tuple[str, ...]:
+    if given is None:
+        from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as BY_TYPE
+
+        kind = policy.config.model_type
+        if kind not in BY_TYPE:
+            raise ConfigError(
+                f"peft_config: peft has no target_modules of its own for '{kind}'; name them, or "
+                "set target_modules='all-linear'"
+            )
+        given = BY_TYPE[kind]
+    if isinstance(given, str) and given != "all-linear":
+        raise ConfigError(
+            f"peft_config: target_modules = '{given}' is a pattern; give a list of names, or "
+            "'all-linear'",
+            "lora-targets-pattern",
+        )
+    return (given,) if isinstance(given, str) else tuple(sorted(given))
