@@ -6,14 +6,14 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
 from stretto.config import PRESETS
 from stretto.config.sections import MISSING_EOS
 from stretto.errors import ConfigError, is_installed, nearest
-from stretto.trl.config import OWN_ADAMW, PPOConfig, Refusal, Remark, Sets
+from stretto.trl.config import OWN_ADAMW, REFUSALS, REMARKS, SETS, PPOConfig
 
 REWARD_MODEL = "model:reward_model"
 """Name of the reward model among the reward sources."""
@@ -32,17 +32,7 @@ _SCHEDULES = {name: name for name in ("linear", "cosine", "constant")} | {
     "constant_with_warmup": "constant"
 }
 
-_DEFAULTS = {f.name: f.default for f in fields(PPOConfig) if f.default is not MISSING}
-
-TABLE: dict[str, Any] = {
-    name: hint.__metadata__[0]
-    for name, hint in get_type_hints(PPOConfig, include_extras=True).items()
-    if hasattr(hint, "__metadata__")
-}
-"""What becomes of an argument, where :class:`PPOConfig` says it."""
-
-REMARKS = {name: entry for name, entry in TABLE.items() if isinstance(entry, Remark)}
-REFUSALS = {name: entry for name, entry in TABLE.items() if isinstance(entry, Refusal)}
+_DEFAULTS = {f.name: f.default for f in fields(PPOConfig)}
 
 _COUNTS = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches"),
@@ -186,7 +176,7 @@ def notes(args: PPOConfig, run: BatchSizes) -> list[str]:
         f"batch {run.batch} = per_device_train_batch_size x gradient_accumulation_steps = "
         f"{factors}{split}; {run.episodes} episodes: {run.steps} steps"
     )
-    reasons: dict[str, str] = {**REMARKS}
+    reasons = dict(REMARKS)
     if not args.use_vllm:
         vllm = (name for name in _DEFAULTS if name.startswith("vllm_"))
         reasons |= dict.fromkeys(vllm, "use_vllm is False")
@@ -229,6 +219,8 @@ def settings(
         "rollout.batch": run.batch,
         "algorithm.name": "ppo",
         "algorithm.kl_in": "reward",
+        "training.lr": args.learning_rate,
+        "training.critic_lr": args.learning_rate,
         "training.lr_schedule": _one_of(args, "lr_scheduler_type", _SCHEDULES),
         "training.warmup_steps": _warmup(args, run.steps),
         "training.betas": (args.adam_beta1, args.adam_beta2),
@@ -242,9 +234,7 @@ def settings(
         "observe.checkpoint_every": _checkpoint_every(args, run, rows),
         **_vllm(args),
     }
-    for name, entry in TABLE.items():
-        if isinstance(entry, Sets):
-            found |= dict.fromkeys(entry.split(), getattr(args, name))
+    found |= {setting: getattr(args, name) for name, setting in SETS.items()}
     nested: dict[str, Any] = {}
     for name, value in found.items():
         section, dot, key = name.partition(".")
