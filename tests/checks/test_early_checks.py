@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stretto.checks import check_run, functions, hub
+from stretto.checks import check_run, functions
+from stretto.checks import run as hub
 from stretto.config import Config, changes, recipes
 from stretto.config.sections import reward_source
 from stretto.errors import ConfigError, TaskError

@@ -111,9 +111,8 @@ def understood(settings: Mapping[str, Any]) -> Config:
     """What arguments come to, on 10 prompts of up to 9 tokens."""
     args = PPOConfig(**{**BASE, **settings})
     arguments.check(args)
-    run = arguments.sizes(args, len(WORDS))
-    data = arguments.settings(args, run, len(WORDS), 9, "float32")
-    arguments.write_sizes(args, run)
+    arguments.derive_sizes(args, len(WORDS))
+    data = arguments.settings(args, len(WORDS), 9, "float32")
     return recipes.build(data, "test")
 
 
@@ -123,10 +122,6 @@ def weights(model: Any) -> dict[str, torch.Tensor]:
 
 def scores(run: Path) -> list[float]:
     return [step["objective/scores"] for step in lines(run / "metrics.jsonl")]
-
-
-def notes(args: PPOConfig) -> list[str]:
-    return arguments.notes(args, arguments.sizes(args, len(WORDS)))
 
 
 def our_settings(folders: Mapping[str, Path], out: Path) -> Config:
@@ -415,7 +410,7 @@ def test_derived_sizes_are_written_where_scripts_read_them(
     assert (a.batch_size, a.local_batch_size, a.mini_batch_size) == (16, 16, 8)
     assert (a.local_mini_batch_size, a.micro_batch_size, a.world_size) == (8, 4, 1)
     assert (a.num_total_batches, a.total_episodes) == (STEPS, STEPS * BATCH)
-    first, *rest = notes(a)
+    first, *rest = arguments.notes(a)
     assert first == (
         "batch 16 = per_device_train_batch_size x gradient_accumulation_steps = 4 x 4, 2 "
         "mini-batches of 8 (TRL until 0.16 made the batch num_mini_batches times as large; "
@@ -430,12 +425,12 @@ def test_derived_sizes_are_written_where_scripts_read_them(
 def test_what_has_no_effect_is_said(folders: dict[str, Path], tmp_path: Path) -> None:
     settings = {"eval_strategy": "steps", "eval_steps": 10, "dataloader_num_workers": 4}
     trainer = make_trainer(folders, tmp_path, settings)
-    assert [line.partition(" (")[0] for line in notes(trainer.args)[1:]] == [
+    assert [line.partition(" (")[0] for line in arguments.notes(trainer.args)[1:]] == [
         "without effect: eval_steps, eval_strategy",
         "without effect: dataloader_num_workers",
     ]
     alone = make_trainer(folders, tmp_path, {"vllm_importance_sampling_cap": 2.0})
-    assert notes(alone.args)[1:] == [
+    assert arguments.notes(alone.args)[1:] == [
         "without effect: vllm_importance_sampling_cap (use_vllm is False)"
     ]
 

@@ -5,6 +5,6 @@ looked at in a second. What needs a model or a tokenizer is checked once these a
 (``assembly/checks.py``).
 """
 
-from stretto.checks.run import check_measured, check_model, check_run, check_supervised
+from stretto.checks.run import check_measured, check_run, check_supervised
 
-__all__ = ["check_measured", "check_model", "check_run", "check_supervised"]
+__all__ = ["check_measured", "check_run", "check_supervised"]

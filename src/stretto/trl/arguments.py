@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from enum import Enum
 from typing import Any, Literal
 
@@ -63,23 +63,6 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 """Values that an argument may have, and what a refusal of others says."""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchSizes:
-    """The sizes of a run, as TRL's trainer derived them from its arguments.
-
-    Attributes:
-        batch: responses a step.
-        minibatch: responses an optimizer update.
-        steps: batches in all.
-        episodes: responses in all that were asked for; the last batch may go beyond.
-    """
-
-    batch: int
-    minibatch: int
-    steps: int
-    episodes: int
-
-
 def check(args: PPOConfig) -> None:
     """Refuse what cannot be done here, whatever the models and the data are: with the reason, and
     what to do instead.
@@ -101,8 +84,8 @@ def check(args: PPOConfig) -> None:
     _require_one(not both, args, "stop_token", "stop_token_id", "what ends a response")
 
 
-def sizes(args: PPOConfig, rows: int) -> BatchSizes:
-    """Return the sizes of a run on ``rows`` prompts.
+def derive_sizes(args: PPOConfig, rows: int) -> None:
+    """Write the sizes of a run on ``rows`` prompts into the arguments, where scripts read them.
 
     As of TRL 0.17 a batch is ``per_device_train_batch_size * gradient_accumulation_steps``, and
     ``num_mini_batches`` splits it. Before, it was ``num_mini_batches`` times as large, which
@@ -137,20 +120,14 @@ def sizes(args: PPOConfig, rows: int) -> BatchSizes:
             f"{episodes} responses are asked for in all; raise total_episodes or num_train_epochs",
             "no-episodes",
         )
-    return BatchSizes(batch, batch // args.num_mini_batches, math.ceil(episodes / batch), episodes)
-
-
-def write_sizes(args: PPOConfig, run: BatchSizes) -> None:
-    """Write the derived sizes into the arguments, where scripts read them."""
+    minibatch = batch // args.num_mini_batches
     derived = {
         "world_size": 1,
-        "num_total_batches": run.steps,
+        "num_total_batches": math.ceil(episodes / batch),  # the last may go beyond the episodes
         "micro_batch_size": args.per_device_train_batch_size,
-        "local_batch_size": run.batch,
-        "batch_size": run.batch,
-        "local_mini_batch_size": run.minibatch,
-        "mini_batch_size": run.minibatch,
-        "total_episodes": run.episodes,
+        **dict.fromkeys(("local_batch_size", "batch_size"), batch),
+        **dict.fromkeys(("local_mini_batch_size", "mini_batch_size"), minibatch),
+        "total_episodes": episodes,
     }
     for name, value in derived.items():
         if getattr(args, name) not in (None, value):
@@ -159,22 +136,21 @@ def write_sizes(args: PPOConfig, run: BatchSizes) -> None:
                 f"{value}; leave it out",
                 "argument-derived",
             )
-    for name, value in derived.items():
-        setattr(args, name, value)
+    vars(args).update(derived)
 
 
-def notes(args: PPOConfig, run: BatchSizes) -> list[str]:
+def notes(args: PPOConfig) -> list[str]:
     """Return notes on the derived sizes, and on arguments that are set and have no effect here."""
     factors = f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps}"
     split = ""
     if args.num_mini_batches > 1:
         split = (
-            f", {args.num_mini_batches} mini-batches of {run.minibatch} (TRL until 0.16 made the "
-            "batch num_mini_batches times as large; batch_size asks for that)"
+            f", {args.num_mini_batches} mini-batches of {args.mini_batch_size} (TRL until 0.16 "
+            "made the batch num_mini_batches times as large; batch_size asks for that)"
         )
     sizes = (
-        f"batch {run.batch} = per_device_train_batch_size x gradient_accumulation_steps = "
-        f"{factors}{split}; {run.episodes} episodes: {run.steps} steps"
+        f"batch {args.batch_size} = per_device_train_batch_size x gradient_accumulation_steps = "
+        f"{factors}{split}; {args.total_episodes} episodes: {args.num_total_batches} steps"
     )
     reasons = dict(REMARKS)
     if not args.use_vllm:
@@ -189,19 +165,21 @@ def notes(args: PPOConfig, run: BatchSizes) -> list[str]:
 
 
 def settings(
-    args: PPOConfig, run: BatchSizes, rows: int, longest: int, dtype: Literal["float32", "bfloat16"]
+    args: PPOConfig, rows: int, longest: int, dtype: Literal["float32", "bfloat16"]
 ) -> dict[str, Any]:
     """Return the settings of a run, as a recipe has them, but for the models' names.
 
     Args:
-        longest: tokens of the longest prompt.
-        dtype: that the policy computes in.
+        args: with the derived sizes.
+        rows: prompts; the longest has ``longest`` tokens.
+        dtype: type that the policy computes in.
     """
+    batch, steps = args.batch_size or 0, args.num_total_batches or 0
     stops = bool(args.stop_token) or args.stop_token_id is not None
     penalty = args.missing_eos_penalty
     own_penalty = penalty is not None and not stops
     found: dict[str, Any] = {
-        "steps": run.steps,
+        "steps": steps,
         "out": str(args.output_dir),
         # vLLM needs a process of its own.
         "runtime": "local" if args.use_vllm and args.runtime == "inline" else args.runtime,
@@ -216,13 +194,13 @@ def settings(
         "reward.sources": (REWARD_MODEL, MISSING_EOS) if own_penalty else (REWARD_MODEL,),
         "reward.missing_eos": "subtract" if stops and penalty is not None else "off",
         "reward.missing_eos_penalty": penalty or 0.0,
-        "rollout.batch": run.batch,
+        "rollout.batch": batch,
         "algorithm.name": "ppo",
         "algorithm.kl_in": "reward",
         "training.lr": args.learning_rate,
         "training.critic_lr": args.learning_rate,
         "training.lr_schedule": _one_of(args, "lr_scheduler_type", _SCHEDULES),
-        "training.warmup_steps": _warmup(args, run.steps),
+        "training.warmup_steps": _warmup(args, steps),
         "training.betas": (args.adam_beta1, args.adam_beta2),
         "training.grad_clip": args.max_grad_norm or 0.0,
         "training.microbatch_tokens": args.per_device_train_batch_size
@@ -231,7 +209,7 @@ def settings(
         "observe.trackers": _trackers(args),
         "observe.samples": 4 if args.num_sample_generations else 0,
         "observe.checkpoint_minutes": 0.0,  # save_strategy says when
-        "observe.checkpoint_every": _checkpoint_every(args, run, rows),
+        "observe.checkpoint_every": _checkpoint_every(args, steps, math.ceil(rows / batch)),
         **_vllm(args),
     }
     found |= {setting: getattr(args, name) for name, setting in SETS.items()}
@@ -288,22 +266,18 @@ def _schedule(args: PPOConfig) -> dict[str, Any]:
 
 
 def _warmup(args: PPOConfig, steps: int) -> int:
-    """Return steps; a number below 1 is a share of all, as in transformers 5's ``warmup_steps``."""
     both = args.warmup_steps and args.warmup_ratio
     _require_one(not both, args, "warmup_steps", "warmup_ratio", "how long the warm-up is")
     return _count(args.warmup_steps or args.warmup_ratio, steps)
 
 
-def _checkpoint_every(args: PPOConfig, run: BatchSizes, rows: int) -> int:
-    periods = {
-        "no": 0,
-        "steps": _count(args.save_steps, run.steps),
-        "epoch": math.ceil(rows / run.batch),
-    }
+def _checkpoint_every(args: PPOConfig, steps: int, epoch: int) -> int:
+    periods = {"no": 0, "steps": _count(args.save_steps, steps), "epoch": epoch}
     return int(_one_of(args, "save_strategy", periods))
 
 
 def _count(value: float, total: int) -> int:
+    """Return a number; below 1 it is a share of all, as transformers 5 reads such arguments."""
     return math.ceil(value * total) if 0 < value < 1 else int(value)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import TrainerControl, TrainerState
 
 from stretto.errors import StrettoError
 from stretto.observe import Progress, Sample
-
-if TYPE_CHECKING:
-    from stretto.trl.config import PPOConfig
+from stretto.trl.config import PPOConfig
 
 
 class StopTrainingError(StrettoError):
@@ -33,8 +33,6 @@ class CallbackProgress:
         episodes: int,
         **objects: Any,
     ) -> None:
-        from transformers import TrainerControl, TrainerState
-
         self._display, self._args, self._callbacks = display, args, callbacks
         self._episodes, self._objects = episodes, objects
         self.note, self.working, self.close = display.note, display.working, display.close

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from peft import LoraConfig
+from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as BY_TYPE
+from transformers import PreTrainedTokenizerBase
 
 from stretto.errors import ConfigError, ModelError, nearest
+from stretto.models.heads import scalar_head
 from stretto.trl.config import PPOConfig
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _NAMES = (
     *("args", "processing_class", "model", "ref_model", "reward_model", "train_dataset"),
@@ -82,8 +84,6 @@ def check_models(models: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) 
     """Refuse models that cannot work together: that share weights, lack a scalar head or tokens of
     the tokenizer. Returns the number of token ids that all know.
     """
-    from stretto.models.heads import scalar_head
-
     there = {name: model for name, model in models.items() if model is not None}
     owners: dict[int, str] = {}
     for name, model in there.items():
@@ -128,8 +128,6 @@ def lora_settings(peft_config: Any, policy: Any) -> dict[str, Any]:
     Args:
         policy: the model that gets them.
     """
-    from peft import LoraConfig
-
     if type(peft_config) is not LoraConfig:
         raise ConfigError(
             f"peft_config = {type(peft_config).__name__}: the adapters here are LoRA's; give a "
@@ -154,8 +152,6 @@ def lora_settings(peft_config: Any, policy: Any) -> dict[str, Any]:
 
 def _targets(given: Any, policy: Any) -> tuple[str, ...]:
     if given is None:
-        from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as BY_TYPE
-
         kind = policy.config.model_type
         if kind not in BY_TYPE:
             raise ConfigError(

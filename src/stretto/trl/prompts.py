@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from stretto.errors import TaskError
 from stretto.tasks import Task, TaskRow
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 COLUMN, MASK = "input_ids", "attention_mask"
 

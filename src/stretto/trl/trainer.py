@@ -5,25 +5,35 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from stretto import api, files
+from stretto.assembly.engines import make_engine
+from stretto.assembly.models import Overrides, made_ready
 from stretto.config import Config, recipes
 from stretto.config.sections import MISSING_EOS
+from stretto.config.training import token_budget
 from stretto.errors import ConfigError, StateError
+from stretto.evaluation.answers import completed
+from stretto.models.load import save_model
+from stretto.models.weights import require_trainable
 from stretto.observe import RunDirectory, make_progress
+from stretto.runs import TrainResult
+from stretto.schedules.rollout import Rollout
+from stretto.scoring.models import RewardModelScorer
+from stretto.tasks.prompts import render
 from stretto.trl import arguments, objects
 from stretto.trl.arguments import REWARD_MODEL
 from stretto.trl.callbacks import CallbackProgress, StopTrainingError
 from stretto.trl.config import PPOConfig
 from stretto.trl.prompts import TokenTask
-
-if TYPE_CHECKING:
-    from torch import nn
-    from transformers import PreTrainedTokenizerBase
-
-    from stretto.assembly.models import Overrides
-    from stretto.runs import TrainResult
 
 
 class PPOTrainer:
@@ -99,9 +109,8 @@ class PPOTrainer:
 
         self._task = tokenised(given["train_dataset"], "train_dataset")
         self._eval_task = None if eval_dataset is None else tokenised(eval_dataset, "eval_dataset")
-        self._sizes = arguments.sizes(self.args, len(self._task))
+        arguments.derive_sizes(self.args, len(self._task))
         self.config = self._settings(peft_config)
-        arguments.write_sizes(self.args, self._sizes)
         self.run_dir: RunDirectory | None = None
 
     def train(self, resume_from_checkpoint: str | None = None) -> TrainResult | None:
@@ -127,12 +136,12 @@ class PPOTrainer:
             make_progress(self.config.observe.progress),
             self.args,
             self.callbacks,
-            self._sizes.steps,
-            self._sizes.batch,
+            self.config.steps,
+            self.config.rollout.batch,
             model=self.policy_model,
             processing_class=self.processing_class,
         )
-        for line in arguments.notes(self.args, self._sizes):
+        for line in arguments.notes(self.args):
             display.note(line)
         try:
             result = api.execute(run, progress=display)
@@ -150,8 +159,6 @@ class PPOTrainer:
         Args:
             output_dir: the folder; without it ``args.output_dir``. What else is in it stays.
         """
-        from stretto.models.load import save_model
-
         folder = Path(output_dir or self.args.output_dir)
         with files.explained(folder), files.added_to(folder) as scratch:
             if self.run_dir is not None and self.run_dir.model.is_dir():
@@ -167,8 +174,6 @@ class PPOTrainer:
         Args:
             sampling: answer one batch of ``args.per_device_eval_batch_size`` only.
         """
-        from stretto.trl.completions import complete, show
-
         if self._eval_task is None:
             raise ConfigError(
                 "generate_completions answers the prompts of eval_dataset, and there is none; give "
@@ -176,9 +181,42 @@ class PPOTrainer:
                 "no-eval-dataset",
             )
         most = self.args.per_device_eval_batch_size if sampling else len(self._eval_task)
-        rows = complete(self.config, self._overrides(), self._eval_task, most)
-        show(rows[:5])
+        rows = self._complete(self._eval_task, most)
+        table = Table(*rows[0], show_lines=True)
+        for row in rows[:5]:
+            table.add_row(*(Text(str(value)) for value in row.values()))
+        Console().print(table)
         return rows
+
+    def _complete(self, task: TokenTask, most: int) -> list[dict[str, Any]]:
+        """Answer the first ``most`` prompts with Stretto's own engine, over the policy where it is:
+        others would have to start first.
+        """
+        tokenizer, device = self.processing_class, self.config.model.device
+        own = {"temperature": 0.0, "engine": "torch", "engine_args": {}}
+        rollout = self.config.rollout.model_copy(update=own)
+        config = self.config.model_copy(update={"rollout": rollout})
+        actor = made_ready(self.policy_model, device)
+        reward_model = made_ready(self.reward_model, device)
+        budget = token_budget(config.training.microbatch_tokens, next(actor.parameters()).device)
+        scorer = RewardModelScorer(REWARD_MODEL, reward_model, tokenizer, tokenizer, budget)
+        rollouts = [
+            Rollout(i, render(task.row(i), config.task, tokenizer, i), i)
+            for i in range(min(most, len(task)))
+        ]
+        ends = self._overrides().end_tokens
+        engine = make_engine(config, actor, tokenizer, rollout.batch, ends)
+        list(completed(engine, rollouts))
+        scorer.admit([r.response() for r in rollouts])
+        scores = scorer.finish([r.id for r in rollouts])
+        return [
+            {
+                "query": r.prompt.text,
+                "model response": str(tokenizer.decode(r.tokens)),
+                "score": score.scalar,
+            }
+            for r, score in zip(rollouts, scores, strict=True)
+        ]
 
     def push_to_hub(self, *_: Any, **__: Any) -> NoReturn:
         """Raise ConfigError, as nothing is uploaded."""
@@ -198,9 +236,8 @@ class PPOTrainer:
 
     def _settings(self, peft_config: Any) -> Config:
         policy = self.policy_model
-        data = arguments.settings(
-            self.args, self._sizes, len(self._task), self._task.longest, self._dtype()
-        )
+        task, dtype = self._task, self._dtype()
+        data = arguments.settings(self.args, len(task), task.longest, dtype)
         data["model"]["name"] = str(getattr(policy, "name_or_path", "") or type(policy).__name__)
         if peft_config is not None:
             data["model"] |= objects.lora_settings(peft_config, policy)
@@ -208,10 +245,6 @@ class PPOTrainer:
 
     def _dtype(self) -> Literal["float32", "bfloat16"]:
         """Return the type that the policy computes in; ``bf16`` brings all models to that one."""
-        import torch
-
-        from stretto.models.weights import require_trainable
-
         models = {name: model for name, model in self._models().items() if model is not None}
         if self.args.bf16:
             for model in models.values():
@@ -223,8 +256,6 @@ class PPOTrainer:
         return "bfloat16" if dtype is torch.bfloat16 else "float32"
 
     def _overrides(self) -> Overrides:
-        from stretto.assembly.models import Overrides
-
         end: Any = self.processing_class.eos_token_id
         stop = self.args.stop_token_id
         if stop is None and self.args.stop_token:
