@@ -9,8 +9,8 @@ import tyro
 
 from stretto.api.alignment import Aligned, PolicyOutcome, align, resume_alignment
 from stretto.api.stages import check_settings, replaced, stages_of
+from stretto.cli.compare import new_folder
 from stretto.cli.dry_run import describe_run, describe_supervised
-from stretto.cli.variants import new_folder
 from stretto.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -6,25 +6,52 @@ turn within a seed, so that whatever drifts on the machine hits all of them alik
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from stretto.api.runs import REPLACED, Trainings, config_of_job, report
+from stretto.api.runs import (
+    ONE_ENGINE,
+    OVERCOMMIT_RULES,
+    REPLACED,
+    VARIANTS,
+    Job,
+    Trainings,
+    config_of_job,
+    report,
+)
 from stretto.api.settings import settled
 from stretto.checks import check_run
-from stretto.cli import compare_sim
-from stretto.cli import variants as common
 from stretto.cli.settings import Recipe, leading_recipe, parse_with_recipe, value_of
 from stretto.config import recipes
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, nearest
 from stretto.machine import Machine
+from stretto.observe import make_progress
+from stretto.observe.compare import Comparison, Outcome
 from stretto.observe.lock import locked
 from stretto.observe.progress import on_stderr
 from stretto.observe.report import MAX_RUNS
-from stretto.saying import CHECKING, LOADING, working
+from stretto.observe.run_directory import claim
+from stretto.saying import CHECKING, LOADING, Advance, working
+
+DEFAULT_VARIANTS = ",".join(ONE_ENGINE)
+DEFAULT_SEEDS = "0,1,2"
+
+VARIANTS_HELP = (
+    "Schedules to compare, separated by commas; known: "
+    f"{', '.join(name for name in VARIANTS if name not in OVERCOMMIT_RULES)}, and oppo with other "
+    f"rules for over-commitment: {', '.join(OVERCOMMIT_RULES)}."
+)
+TARGET_HELP = (
+    "Reward to be reached, after smoothing over 10 steps; without it, 95 % of the way from sync's "
+    "first to its last."
+)
 
 
 @dataclass
@@ -37,15 +64,19 @@ class Options:
     """
 
     recipe: Recipe = tyro.MISSING
-    variants: common.Names = common.DEFAULT_VARIANTS
-    seeds: Annotated[str, tyro.conf.arg(metavar="INT,...")] = common.DEFAULT_SEEDS
+    variants: Annotated[str, tyro.conf.arg(help=VARIANTS_HELP, metavar="NAME,...")] = (
+        DEFAULT_VARIANTS
+    )
+    seeds: Annotated[str, tyro.conf.arg(metavar="INT,...")] = DEFAULT_SEEDS
     """Seeds, separated by commas."""
-    target: common.Target = None
+    target: Annotated[float | None, tyro.conf.arg(help=TARGET_HELP, metavar="REWARD")] = None
 
 
 def run(arguments: Sequence[str]) -> int:
     """Compare, print the table and write it; status 1 when a run failed."""
     if value_of("--sim", arguments) is not None:
+        from stretto.cli import compare_sim
+
         if recipe := leading_recipe(arguments):
             raise ConfigError(
                 f"--sim describes what is compared, and so does the recipe '{recipe}'; leave one "
@@ -57,20 +88,136 @@ def run(arguments: Sequence[str]) -> int:
     config, own = parse_with_recipe("compare", arguments, Options, offered)
     with working(on_stderr, CHECKING):
         check_run(config)
-    jobs = common.plan(own.variants, own.seeds)
+    jobs = plan(own.variants, own.seeds)
     for job in jobs:  # what is wrong with any of them is said before the first one starts
         config_of_job(config, job, "")
 
     with working(on_stderr, LOADING):
         config = settled(config, print)  # once, as runs that decide for themselves may differ
-    folder = common.new_folder(config.out, f"{recipes.name_of(own.recipe)}-compare")
+    folder = new_folder(config.out, f"{recipes.name_of(own.recipe)}-compare")
     print(f"{len(jobs)} runs of {config.steps} steps, in {folder}", flush=True)
     with locked(folder, print):
         trainings = Trainings(config, jobs, folder)
-        collected = common.collect(jobs, trainings.run, config.steps)
-        common.publish(collected, own.target, folder, arguments, str(Machine.here()))
+        collected = collect(jobs, trainings.run, config.steps)
+        publish(collected, own.target, folder, arguments, str(Machine.here()))
         first = [path for job, path in trainings.folders.items() if job.seed == jobs[0].seed]
         if shown := first[:MAX_RUNS]:
             page = report(shown, folder / "report.html")
             print(f"wrote {page}: the runs of seed {jobs[0].seed} ({len(shown)} of them)")
-        return common.exit_status(collected)
+        return exit_status(collected)
+
+
+def plan(variants: str, seeds: str) -> list[Job]:
+    """Return the runs in their order, of variants' names and seeds with commas between."""
+    names, numbers = ([word.strip() for word in text.split(",")] for text in (variants, seeds))
+    for name in names:
+        if name not in VARIANTS:
+            raise ConfigError(
+                f"--variants: there is no '{name}'. {nearest(name, VARIANTS)}", "unknown-variant"
+            )
+    for number in numbers:
+        if not number.lstrip("+-").isdecimal():
+            raise ConfigError(
+                f"--seeds: '{number}' is no whole number; write 0,1,2", "seed-not-whole"
+            )
+    whole = [int(number) for number in numbers]
+    for option, values in (("--variants", names), ("--seeds", whole)):
+        for value in values:
+            if values.count(value) > 1:
+                raise ConfigError(f"{option} names '{value}' twice; name each once", "named-twice")
+    return [Job(name, number) for number in whole for name in names]
+
+
+@dataclass(slots=True)
+class Collected:
+    """Outcomes of the runs that took all their steps, and the jobs of those that did not."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    failed: list[Job] = field(default_factory=list)
+    interrupted: bool = False
+
+
+def collect(
+    jobs: Sequence[Job],
+    execute: Callable[[Job, Advance], Outcome | str],
+    steps: int,
+    *,
+    simulated: bool = False,
+) -> Collected:
+    """Do the runs one after the other, up to the last one or to Ctrl-C.
+
+    Args:
+        execute: does a run and tells of its steps; returns a message about one that failed.
+        steps: of each.
+        simulated: whether their seconds are of virtual time.
+    """
+    collected, display = Collected(), make_progress("auto")
+    for number, job in enumerate(jobs, 1):
+        name = f"[{number}/{len(jobs)}] {job.variant}, seed {job.seed}"
+        since_s = time.monotonic()
+        try:
+            with display.working(f"{name}, steps", steps) as advance:
+                outcome = execute(job, advance)
+        except KeyboardInterrupt:
+            display.note(f"{name}: interrupted")
+            collected.interrupted = True
+            break
+        if isinstance(outcome, str):
+            display.note(f"{name}: failed, {outcome}")
+            collected.failed.append(job)
+            continue
+        collected.outcomes.append(outcome)
+        took = f"{len(outcome.times_s)} steps in {outcome.times_s[-1]:.1f} s"
+        if simulated:
+            took += f" of simulated time ({time.monotonic() - since_s:.1f} s here)"
+        display.note(f"{name}: {took}")
+    return collected
+
+
+def new_folder(out: str, name: str) -> Path:
+    """Make ``<out>/<name>-<NNN>`` with the number after the highest there is."""
+    root = Path(out)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        return claim(root, name)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make a folder in '{out}': {error}; choose another with --out"
+        ) from error
+
+
+def publish(
+    collected: Collected,
+    target: float | None,
+    folder: Path,
+    arguments: Sequence[str],
+    where: str,
+) -> None:
+    """Print the table, and write it with all that belongs to it."""
+    if not collected.outcomes:
+        print("no run has finished, so there is nothing to compare")
+        return
+    comparison = Comparison(collected.outcomes, target)
+    missing = [f"{job.variant} with seed {job.seed}" for job in collected.failed]
+    notes = comparison.notes()
+    if missing:
+        notes.append(f"Failed and left out: {', '.join(missing)}.")
+    if collected.interrupted:
+        notes.append("Interrupted: what had not finished is left out.")
+    notes.append(f"Ran on: {where}.")
+    text = "\n".join([comparison.table(), "", *(f"- {note}" for note in notes)])
+    print(f"\n{text}\n")
+    command = shlex.join(["stretto", "compare", *arguments])
+    data = {"command": command, "ran_on": where, "failed": missing, **comparison.data()}
+    page = f"# {folder.name}\n\n```\n{command}\n```\n\n{text}\n"
+    (folder / "compare.md").write_text(page, encoding="utf-8")
+    (folder / "compare.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    print(f"wrote {folder / 'compare.md'} and {folder / 'compare.json'}")
+
+
+def exit_status(collected: Collected) -> int:
+    """Return 1 where a run failed; raise KeyboardInterrupt where the user stopped the comparison,
+    now that all is written."""
+    if collected.interrupted:
+        raise KeyboardInterrupt
+    return 1 if collected.failed else 0

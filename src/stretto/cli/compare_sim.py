@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from stretto.api import simulated
-from stretto.cli.variants import (
+from stretto.cli.compare import (
     DEFAULT_SEEDS,
     DEFAULT_VARIANTS,
     TARGET_HELP,

@@ -68,51 +68,54 @@ def parse_with_config(
         common: settings that ``--help`` documents, where not all; ``--help-all`` and ``--help
             SECTION`` document the others.
     """
-    own_names = [field.name for field in dataclasses.fields(options)]
-    kind, data = type(config), config.model_dump()
+    own_names, kind = [field.name for field in dataclasses.fields(options)], type(config)
     every = set(recipes.setting_names(kind)).difference(IN_FILES_ALONE)
     offered = {name for name in every if not only or _within(name, only)}
     shown, more = _asked_for_help(arguments, offered, common)
     if shown is not None:
         arguments, offered = ["--help"], shown
     named = _named(arguments, offered, own_names, kind)
-    # Both without a prefix of their own: --steps, not --settings.steps.
-    flat = tyro.conf.arg(name="")
-    parts = {"own": options, "settings": _mirror(kind, offered, data)}
-    both = dataclasses.make_dataclass(
-        "Options",
-        [
-            (name, Annotated[part, flat], dataclasses.field(default_factory=part))
-            for name, part in parts.items()
-        ],
-    )
-    described, _, _ = (options.__doc__ or "").partition("Attributes:")
-    try:
-        parsed: Any = tyro.cli(
-            both,
-            prog=f"stretto {command}",
-            description=" ".join(described.split()),
-            args=list(arguments),
-        )
-    except SystemExit:
-        if more:
-            print(more)
-        raise
-    given = {key: attrgetter(key)(parsed.settings) for key in named}
-    for key, value in given.items():
-        if isinstance(attrgetter(key)(config), dict):
-            given[key] = _table(value, key)
+    parsed = _parse(command, arguments, options, _mirror(kind, offered, config.model_dump()), more)
+    given = {name: attrgetter(name)(parsed.settings) for name in named}
+    for name, value in given.items():
+        if isinstance(attrgetter(name)(config), dict):
+            given[name] = _table(value, name)
     file = getattr(parsed.own, "overrides", "")
     result = changed(
         config,
         changes.read(file) if file else {},
-        {key.replace(".", "__"): value for key, value in given.items()},
+        {name.replace(".", "__"): value for name, value in given.items()},
         where=f"'{file}' and the command line" if file else "command line",
     )
     recipe = getattr(parsed.own, own_names[0])
     if recipe not in ("", leading_recipe(arguments)):  # those had been read with other defaults
         raise ConfigError(f"the recipe comes before the options: write '{recipe}' first")
     return result, parsed.own
+
+
+def _parse(
+    command: str, arguments: Sequence[str], options: type[Any], settings: type[Any], more: str
+) -> Any:
+    """Let tyro parse two dataclasses, neither with a prefix of its own: --steps, not
+    --settings.steps. Print ``more`` after the help.
+    """
+    described, _, _ = (options.__doc__ or "").partition("Attributes:")
+    both = dataclasses.make_dataclass(
+        "Options",
+        [
+            (name, Annotated[part, tyro.conf.arg(name="")], dataclasses.field(default_factory=part))
+            for name, part in (("own", options), ("settings", settings))
+        ],
+    )
+    description = " ".join(described.split())
+    try:
+        return tyro.cli(
+            both, prog=f"stretto {command}", description=description, args=list(arguments)
+        )
+    except SystemExit:
+        if more:
+            print(more)
+        raise
 
 
 def parse_with_recipe(
