@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 import stretto
-from stretto.api.alignment import penalty
-from stretto.api.stages import Stages, check_opens, replaced, stages_of
+from stretto.api.alignment import Stages, check_opens, penalty, replaced, stages_of
 from stretto.cli.main import main
 from stretto.config import RewardConfig, RewardModelConfig, SftConfig, recipes
 from stretto.errors import ConfigError, RewardError, StateError, StrettoError, TaskError

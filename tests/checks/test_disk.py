@@ -11,7 +11,7 @@ import pytest
 
 from stretto.api.execution import begin
 from stretto.checks import disk
-from stretto.checks.disk import Written
+from stretto.checks.disk import written
 from stretto.cli.main import main
 from stretto.config import Config, SftConfig, changes, recipes
 from stretto.errors import StorageError
@@ -44,14 +44,13 @@ def test_what_a_run_writes_follows_from_its_settings(
     settings: dict[str, Any], checkpoint: int, model: int
 ) -> None:
     """In bytes a parameter of the actor."""
-    written = Written(checkpoint * PARAMETERS, model * PARAMETERS)
-    assert Written.by(tiny(**settings)) == written
+    assert written(tiny(**settings)) == (checkpoint * PARAMETERS, model * PARAMETERS)
 
 
 def test_supervised_training_writes_a_model_and_others_are_not_counted() -> None:
     sft = SftConfig.model_validate({"model": {"name": "tiny", "device": "cpu"}})
-    assert Written.by(sft) == Written(0, 4 * PARAMETERS)
-    assert Written.by(tiny(model={"name": "owner/not-fetched"})) is None
+    assert written(sft) == (0, 4 * PARAMETERS)
+    assert written(tiny(model={"name": "owner/not-fetched"})) is None
 
 
 def test_a_run_that_fits_is_not_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, overload
 
 from stretto.api.settings import R, check_resumable, settled
 from stretto.checks import check_run, check_supervised, disk
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from stretto.assembly.models import Overrides
     from stretto.runs import RewardModelResult, SftResult, TrainResult
     from stretto.tasks import Task
-
-T = TypeVar("T")
 
 _FEW_TOKENS, _FEW_SLOTS = 256, 4
 """Tokens of a pass and rollouts in slots below which less is not worth proposing."""
@@ -66,35 +64,23 @@ def begin(
         resume: the folder of the run to go on with; empty for a new one.
         overrides: objects in place of names in the settings.
     """
-    if not resume:
-        task = _checked(config, overrides, Path(config.out), resuming=False)
-        run_dir = RunDirectory.create(config.out, name, config)
-        return Begun(config, run_dir, overrides=overrides, task=task)
-    assert isinstance(config, Config), "runs of supervised training keep no checkpoints"
-    run_dir = RunDirectory.open(resume)
-    check_resumable(recipes.load(run_dir.config_file), config)
-    ended = overrides is None and run_dir.ended(config.steps) is not None
-    task = None if ended else _checked(config, overrides, run_dir.path, resuming=True)
-    return Begun(config, run_dir, True, overrides, task)
-
-
-def _checked(
-    config: Config | SftConfig | RewardModelConfig,
-    overrides: Overrides | None,
-    folder: Path,
-    *,
-    resuming: bool,
-) -> Task | None:
-    """Look for what would fail; return the task, where it was opened for that."""
+    run_dir, folder = None, Path(config.out)
+    if resume:
+        assert isinstance(config, Config), "runs of supervised training keep no checkpoints"
+        run_dir = RunDirectory.open(resume)
+        folder = run_dir.path
+        check_resumable(recipes.load(run_dir.config_file), config)
     task = None
-    with make_progress(config.observe.progress).working(CHECKING):
-        if isinstance(config, Config):
-            task = check_run(config, overrides)
-        else:
-            check_supervised(config)
-        if overrides is None or overrides.actor is None:
-            disk.check(config, folder, resuming=resuming)
-    return task
+    if not (run_dir and overrides is None and run_dir.ended(config.steps)):
+        with make_progress(config.observe.progress).working(CHECKING):
+            if isinstance(config, Config):
+                task = check_run(config, overrides)
+            else:
+                check_supervised(config)
+            if overrides is None or overrides.actor is None:
+                disk.check(config, folder, resuming=bool(resume))
+    run_dir = run_dir or RunDirectory.create(config.out, name, config)
+    return Begun(config, run_dir, bool(resume), overrides, task)
 
 
 @overload
@@ -128,8 +114,18 @@ def execute(run: Begun[Any], *, progress: Progress | None = None) -> Any:
             f"the trained model is in {ended.model}. More steps go on from there (--steps)"
         )
         return ended
-    with _memory_explained(config):
-        return _to_the_end(lambda: _train(run, display), run_dir, display, keep=run.resuming)
+    with _memory_explained(config), ending_in_order(), ExitStack() as stack:
+        stack.enter_context(run_dir.locked(display.note))
+        try:
+            with stack:  # a folder that is removed is let go of first
+                result = _train(run, display)
+        except BaseException:
+            _leave(run_dir, display, keep=run.resuming)
+            raise
+        display.close()
+        records = "metrics, samples" if run_dir.samples_file.exists() else "metrics"
+        display.note(f"done; {records} and the trained model are in {run_dir.path}")
+        return result
 
 
 def _train(run: Begun[Any], display: Progress) -> Any:
@@ -228,27 +224,7 @@ def _remedies(config: Config | SupervisedConfig) -> str:
     return f"{', '.join([*found, 'or'])} a smaller model"
 
 
-def _to_the_end(
-    work: Callable[[], T], run_dir: RunDirectory, display: Progress, keep: bool = False
-) -> T:
-    """Do a run's work while no other process writes into its folder, and say where its results are,
-    also where it is stopped.
-    """
-    with ending_in_order(), ExitStack() as stack:
-        stack.enter_context(run_dir.locked(display.note))
-        try:
-            with stack:  # a folder that is removed is let go of first
-                result = work()
-        except BaseException:
-            _leave(run_dir, display, keep)
-            raise
-        display.close()
-        records = "metrics, samples" if run_dir.samples_file.exists() else "metrics"
-        display.note(f"done; {records} and the trained model are in {run_dir.path}")
-        return result
-
-
-def _leave(run_dir: RunDirectory, display: Progress, keep: bool) -> None:
+def _leave(run_dir: RunDirectory, display: Progress, *, keep: bool) -> None:
     """Name the folder of a run that was stopped; remove it if the run never took a step.
 
     What fails on the way, as on a terminal that is gone, must not hide what stopped the run.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from stretto import files
 from stretto.config import Config, SupervisedConfig
@@ -13,34 +13,32 @@ from stretto.planner.fitting import TRAINED_ROLES, plan_for, plan_for_one, width
 from stretto.saying import format_size
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(NamedTuple):
     """What a run writes at most, in bytes.
 
     Attributes:
         checkpoint: float32 masters and both moments of Adam of all that is trained, and where
             generation lags behind, the weights that it works with. 0 without checkpoints.
-        model: the trained model, and what the warm-up keeps.
+        model: the trained model, and the outcome of the warm-up.
     """
 
     checkpoint: int
     model: int
 
-    @classmethod
-    def by(cls, config: Config | SupervisedConfig) -> Written | None:
-        """Return what a run writes; ``None`` where its models are not here to be counted."""
-        try:
-            if not isinstance(config, Config):
-                return cls(0, width(config.model) * plan_for_one(config.model).parameters)
-            plan = plan_for(config)
-        except ModelError:
-            return None
-        weights, checkpoint = width(config.model) * plan.parameters, 0
-        if config.observe.checkpoints:
-            trained = sum(role.role in TRAINED_ROLES for role in plan.mixed.roles)
-            lags = config.schedule.knobs.lag > 0
-            checkpoint = 12 * plan.trained * trained + (weights if lags else 0)
-        return cls(checkpoint, weights * (2 if config.warmup_examples else 1))
+
+def written(config: Config | SupervisedConfig) -> Written | None:
+    """Return what a run writes; ``None`` where its models are not here to be counted."""
+    try:
+        if not isinstance(config, Config):
+            return Written(0, width(config.model) * plan_for_one(config.model).parameters)
+        plan = plan_for(config)
+    except ModelError:
+        return None
+    weights, checkpoint = width(config.model) * plan.parameters, 0
+    if config.observe.checkpoints:
+        trained = sum(role.role in TRAINED_ROLES for role in plan.mixed.roles)
+        checkpoint = 12 * plan.trained * trained + (weights if config.schedule.knobs.lag else 0)
+    return Written(checkpoint, weights * (2 if config.warmup_examples else 1))
 
 
 def check(config: Config | SupervisedConfig, folder: Path, *, resuming: bool = False) -> None:
@@ -50,11 +48,11 @@ def check(config: Config | SupervisedConfig, folder: Path, *, resuming: bool = F
         folder: of the run, or that its folder will be in.
         resuming: whether the run has a checkpoint already, so that it can do without another.
     """
-    written = Written.by(config)
-    if written is None:
+    sizes = written(config)
+    if sizes is None:
         return
-    checkpoint, free = 0 if resuming else written.checkpoint, files.free(folder)
-    needed = round(max(checkpoint + written.model, (1 + files.SPARE) * checkpoint))
+    checkpoint, free = 0 if resuming else sizes.checkpoint, files.free(folder)
+    needed = round(max(checkpoint + sizes.model, (1 + files.SPARE) * checkpoint))
     if needed > free:
         also, remedy = "", "Make room, or choose another disk with --out"
         if checkpoint:
@@ -62,22 +60,20 @@ def check(config: Config | SupervisedConfig, folder: Path, *, resuming: bool = F
             remedy = f"{remedy}, or leave checkpoints out with --observe.checkpoint-minutes 0"
         raise StorageError(
             f"'{folder}' is on a disk with {format_size(free)} free, and the run needs "
-            f"{format_size(needed)} there: {format_size(written.model)} for its model{also}. "
+            f"{format_size(needed)} there: {format_size(sizes.model)} for its model{also}. "
             f"{remedy}",
             "disk-too-small",
         )
 
 
 def said(config: Config | SupervisedConfig, folder: Path) -> str:
-    """Say what a run's checkpoints take, and how many the disk has room for; empty without any.
-
-    Args:
-        folder: of the run, or that its folder will be in.
+    """Say what checkpoints take in a run's folder, and for how many the disk has room; empty
+    without any.
     """
-    written = Written.by(config)
-    if written is None or not written.checkpoint:
+    sizes = written(config)
+    if sizes is None or not sizes.checkpoint:
         return ""
-    size, free = written.checkpoint, files.free(folder)
+    size, free = sizes.checkpoint, files.free(folder)
     beside = int((free + files.size_of(folder / CHECKPOINTS)) / size - 1 - files.SPARE)
     if beside >= KEPT:
         kept = f"at most {KEPT} kept"

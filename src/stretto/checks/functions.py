@@ -40,13 +40,10 @@ def check(source: RewardSource, columns: Collection[str] | None) -> None:
         raise ConfigError(message, "reward-file-unreadable") from error
     _check_imports(tree, file)
     defined = dict(_defined(tree))
-    if name not in defined:
-        dynamic = {"*", "__getattr__"} & defined.keys() or "globals(" in text
-        if not dynamic:
-            found = [n for n, node in defined.items() if isinstance(node, _FUNCTIONS)]
-            raise not_defined(str(file), name, found)
-        return
-    function = defined[name]
+    function = defined.get(name)
+    if function is None and not ({"*", "__getattr__"} & defined.keys() or "globals(" in text):
+        found = [n for n, node in defined.items() if isinstance(node, _FUNCTIONS)]
+        raise not_defined(str(file), name, found)
     if isinstance(function, _FUNCTIONS) and not function.decorator_list:
         convention = convention_of(_signature(function), str(file), name)
         if columns is not None:
@@ -63,13 +60,12 @@ def _check_imports(tree: ast.Module, file: Path) -> None:
             names = [node.module]
         for name in {name.partition(".")[0] for name in names}:
             beside = file.parent / name
-            if beside.is_dir() or beside.with_suffix(".py").is_file() or _is_there(name):
-                continue
-            raise ConfigError(
-                f"reward.sources: '{file}' imports '{name}', which is not installed "
-                f"({file.name}, line {node.lineno}); install it, or put it beside the file",
-                "reward-import-missing",
-            )
+            if not (beside.is_dir() or beside.with_suffix(".py").is_file() or _is_there(name)):
+                raise ConfigError(
+                    f"reward.sources: '{file}' imports '{name}', which is not installed "
+                    f"({file.name}, line {node.lineno}); install it, or put it beside the file",
+                    "reward-import-missing",
+                )
 
 
 def _is_there(module: str) -> bool:

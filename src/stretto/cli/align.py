@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
-from stretto.api.alignment import Aligned, PolicyOutcome, align, resume_alignment
-from stretto.api.stages import check_settings, replaced, stages_of
+from stretto.api.alignment import (
+    Aligned,
+    PolicyOutcome,
+    align,
+    check_settings,
+    replaced,
+    resume_alignment,
+    stages_of,
+)
 from stretto.cli.compare import new_folder
 from stretto.cli.dry_run import describe_run, describe_supervised
 from stretto.errors import ConfigError
-
-if TYPE_CHECKING:
-    from stretto.evaluation import WinRate
 
 
 def command(
@@ -87,13 +91,12 @@ def command(
 
 def _show(result: Aligned) -> int:
     pairs, learned, measured = result.pairs, result.reward, result.after.measured
-    held = learned.held_out
-    win = _win(result.after)
+    held, win = learned.held_out, measured.win_rate
+    assert win
+    accuracy = f"held-out accuracy {held.accuracy:.3f}" if held else "nothing held out"
     print(
-        f"reward model: "
-        f"{f'held-out accuracy {held.accuracy:.3f}' if held else 'nothing held out'}, learned from "
-        f"{pairs.kept} pairs (left out: {pairs.ties} ties, {pairs.unended} without an end, "
-        f"{pairs.empty} empty)\n"
+        f"reward model: {accuracy}, learned from {pairs.kept} pairs (left out: {pairs.ties} ties, "
+        f"{pairs.unended} without an end, {pairs.empty} empty)\n"
         f"missing_eos_penalty of the last stage: {result.penalty:.2f} (the reward model's mean "
         f"{learned.reward_mean:.2f}, standard deviation {learned.reward_std:.2f})\n\n"
         "| | win-rate | gold score | reward model's score | KL, nats a response | perplexity "
@@ -109,15 +112,11 @@ def _show(result: Aligned) -> int:
 
 
 def _row(name: str, outcome: PolicyOutcome) -> str:
-    win, m = _win(outcome), outcome.measured
+    m = outcome.measured
     assert m.kl
+    assert m.win_rate
     return (
-        f"| {name} | {win.rate:.3f} ± {win.standard_error:.3f} | {win.score:.2f} "
-        f"| {outcome.proxy:.2f} | {m.kl.kl:.2f} | {m.kl.perplexity:.2f} | {m.mean_tokens:.1f} "
-        f"| {m.ended:.2f} |"
+        f"| {name} | {m.win_rate.rate:.3f} ± {m.win_rate.standard_error:.3f} "
+        f"| {m.win_rate.score:.2f} | {outcome.proxy:.2f} | {m.kl.kl:.2f} | {m.kl.perplexity:.2f} "
+        f"| {m.mean_tokens:.1f} | {m.ended:.2f} |"
     )
-
-
-def _win(outcome: PolicyOutcome) -> WinRate:
-    assert outcome.measured.win_rate
-    return outcome.measured.win_rate

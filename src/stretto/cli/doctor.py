@@ -42,11 +42,9 @@ _MARKS = {"ok": "  ok  ", "note": " note ", "broken": "BROKEN"}
 
 
 class Finding(NamedTuple):
-    """One line of the report.
+    """One line of the report; all but 'ok' say what follows and what to do.
 
-    Attributes:
-        state: 'ok'; 'note' limits what can be done; 'broken' and nothing can be trained.
-        text: what was found, and for the last two what follows from it and what to do.
+    A 'note' limits what can be done; what is 'broken' leaves nothing that can be trained.
     """
 
     state: Literal["ok", "note", "broken"]
@@ -70,18 +68,6 @@ def command() -> int:
 
 def examine() -> Iterator[Finding]:
     """Yield everything worth knowing, in the order to read it."""
-    yield from _machine()
-    packages = list(_packages())
-    yield from packages
-    if all(finding.state != "broken" for finding in packages):
-        yield from _accelerator()
-        yield from _models()
-    yield from _extras()
-    if is_installed("ray"):
-        yield _cluster()
-
-
-def _machine() -> Iterator[Finding]:
     import psutil
 
     python = platform.python_version()
@@ -95,6 +81,14 @@ def _machine() -> Iterator[Finding]:
         yield Finding("note", "memory", text)
     else:
         yield Finding("ok", "memory", text)
+    packages = list(_packages())
+    yield from packages
+    if all(finding.state != "broken" for finding in packages):
+        yield from _accelerator()
+        yield from _models()
+    yield from _extras()
+    if is_installed("ray"):
+        yield _cluster()
 
 
 def _packages() -> Iterator[Finding]:
@@ -147,11 +141,11 @@ def _models() -> Iterator[Finding]:
 
     cache = resolve.cache_dir()
     existing = files.existing(cache)
-    if not os.access(existing, os.W_OK):
+    if os.access(existing, os.W_OK):
+        yield Finding("ok", "cache", str(cache))
+    else:
         text = f"{cache} cannot be written to, so no model can be fetched; check its permissions"
         yield Finding("note", "cache", text)
-    else:
-        yield Finding("ok", "cache", str(cache))
     if resolve.cached(DEFAULT_MODEL):
         yield Finding("ok", "model", f"{DEFAULT_MODEL} is cached")
     else:

@@ -1,8 +1,7 @@
 """``stretto label``: preferences as a gold reward has them, of old pairs or of new responses.
 
-One command with two forms, told apart by ``--responses-from``: what is written is the same, and so
-is what it is for. Each form offers the settings that it looks at: a file's are those of ``stretto
-reward``, which will read what is written; a recipe's are those of ``stretto train``.
+The two forms, told apart by ``--responses-from``, write the same. Each offers the settings that it
+looks at: of ``stretto reward``, which reads what is written, or of a recipe of ``stretto train``.
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ def _label_file(arguments: Sequence[str]) -> LabelResult:
     name = leading_recipe(arguments)
     start = RewardModelConfig.model_validate({"data": {"name": name}})
     config, own = parse_with_config("label", arguments, start, _FileOptions, FILE_SETTINGS)
-    _check(own)
+    _require_by_and_out(own)
     if name in recipes.names():
         raise ConfigError(
             f"'{name}' is a recipe, whose prompts are yet to be answered: say by which model with "
@@ -140,7 +139,7 @@ def _label_file(arguments: Sequence[str]) -> LabelResult:
 
 def _label_responses(arguments: Sequence[str]) -> LabelResult:
     config, own = parse_with_recipe("label", arguments, _RecipeOptions, RECIPE_SETTINGS)
-    _check(own)
+    _require_by_and_out(own)
     if own.prompts < 1:
         raise ConfigError(f"--prompts {own.prompts}: must be 1 or more")
     return label_responses(
@@ -153,7 +152,7 @@ def _label_responses(arguments: Sequence[str]) -> LabelResult:
     )
 
 
-def _check(own: Options) -> None:
+def _require_by_and_out(own: Options) -> None:
     for name, example in (("by", "model:NAME"), ("out", "pairs.jsonl")):
         if not getattr(own, name):
             raise ConfigError(f"--{name} is missing; give it, such as --{name} {example}")

@@ -68,13 +68,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(_usage())
+    name, *rest = arguments or ["--help"]
+    if name in ("-h", "--help"):
+        commands = "\n".join(f"  {name:<10} {line}" for name, line in COMMANDS.items())
+        print(
+            "usage: stretto COMMAND [OPTIONS]\n\n"
+            "Reinforcement learning from feedback on language models.\n\n"
+            f"commands:\n{commands}\n\n"
+            "'stretto COMMAND --help' documents every option. Start with: stretto train"
+        )
         return 0 if arguments else 2
-    if arguments[0] == "--version":
+    if name == "--version":
         print(__version__)
         return 0
-    name, *rest = arguments
     if name not in COMMANDS:
         print(f"stretto: unknown command '{name}'. {nearest(name, COMMANDS)}", file=sys.stderr)
         return 2
@@ -86,13 +92,3 @@ def _dispatch(arguments: list[str]) -> int:
 
     command = getattr(module, f"command_{name}", None) or module.command
     return tyro.cli(command, prog=f"stretto {name}", args=rest) or 0
-
-
-def _usage() -> str:
-    commands = "\n".join(f"  {name:<10} {line}" for name, line in COMMANDS.items())
-    return (
-        "usage: stretto COMMAND [OPTIONS]\n\n"
-        "Reinforcement learning from feedback on language models.\n\n"
-        f"commands:\n{commands}\n\n"
-        "'stretto COMMAND --help' documents every option. Start with: stretto train"
-    )

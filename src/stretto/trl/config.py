@@ -154,50 +154,36 @@ SETS = {
 }
 """Arguments that are the value of a setting."""
 
-_ONE_DEVICE = (
-    "training runs on one device here; leave it out, and where memory is short use peft_config, "
-    "gradient_checkpointing and a small per_device_train_batch_size"
-)
 OWN_ADAMW = "the learner has its own AdamW on float32 masters; leave it out"
-_OWN_SERVER = "vLLM is started with the run, in a process of its own; leave it out"
-_RENAMED = "say gradient_checkpointing instead"
-REFUSALS = {
-    "accelerator_config": "accelerate is not used here; leave it out",
-    "activation_checkpointing": _RENAMED,
-    "activation_checkpointing_kwargs": _RENAMED,
-    "adafactor": OWN_ADAMW,
-    "adam_epsilon": "AdamW's epsilon is 1e-8 here; leave it out",
-    "auto_find_batch_size": "batch sizes are what the settings say; lower "
-    "per_device_train_batch_size, which bounds memory and does not change the result",
-    "deepspeed": _ONE_DEVICE,
-    "fp16": "float16 is not computed with here; use bf16=True, or leave both out",
-    "fsdp": _ONE_DEVICE,
-    "fsdp_config": _ONE_DEVICE,
-    "label_smoothing_factor": "PPO's losses have no labels to smooth; leave it out",
-    "load_best_model_at_end": "no evaluation says which model is best; leave it out",
-    "lr_scheduler_kwargs": "the learning-rate schedules here take no further arguments; leave it "
-    "out",
-    "model_adapter_name": "there is one adapter; leave it out",
-    "neftune_noise_alpha": "noise in the embeddings would make the policy that is trained another "
-    "than the one that sampled; leave it out",
-    "optim_args": OWN_ADAMW,
-    "optim_target_modules": OWN_ADAMW,
-    "parallelism_config": _ONE_DEVICE,
-    "push_to_hub": "nothing is uploaded from here; leave it out, and afterwards upload the folder "
-    "of trainer.save_model with 'hf upload'",
-    "ref_adapter_name": "with adapters the reference is the policy without them; to measure the KL "
-    "to another model give it as ref_model",
-    "use_mps_device": "models run on CPU or CUDA here; leave it out",
-    "vllm_group_port": _OWN_SERVER,
-    "vllm_server_base_url": _OWN_SERVER,
-    "vllm_server_host": _OWN_SERVER,
-    "vllm_server_port": _OWN_SERVER,
-    "vllm_server_timeout": _OWN_SERVER,
-    "vllm_structured_outputs_regex": "log-probabilities would be of another distribution than the "
-    "learner's; leave it out",
+_REFUSED = {
+    "accelerate is not used here; leave it out": "accelerator_config",
+    "AdamW's epsilon is 1e-8 here; leave it out": "adam_epsilon",
+    "batch sizes are what the settings say; lower per_device_train_batch_size, which bounds memory "
+    "and does not change the result": "auto_find_batch_size",
+    "float16 is not computed with here; use bf16=True, or leave both out": "fp16",
+    "log-probabilities would be of another distribution than the learner's; leave it "
+    "out": "vllm_structured_outputs_regex",
+    "models run on CPU or CUDA here; leave it out": "use_mps_device",
+    "no evaluation says which model is best; leave it out": "load_best_model_at_end",
+    "noise in the embeddings would make the policy that is trained another than the one that "
+    "sampled; leave it out": "neftune_noise_alpha",
+    "nothing is uploaded from here; leave it out, and afterwards upload the folder of "
+    "trainer.save_model with 'hf upload'": "push_to_hub",
+    OWN_ADAMW: "adafactor optim_args optim_target_modules",
+    "PPO's losses have no labels to smooth; leave it out": "label_smoothing_factor",
+    "say gradient_checkpointing instead": "activation_checkpointing "
+    "activation_checkpointing_kwargs",
+    "the learning-rate schedules here take no further arguments; leave it "
+    "out": "lr_scheduler_kwargs",
+    "there is one adapter; leave it out": "model_adapter_name",
+    "training runs on one device here; leave it out, and where memory is short use peft_config, "
+    "gradient_checkpointing and a small per_device_train_batch_size": "deepspeed fsdp fsdp_config "
+    "parallelism_config",
+    "vLLM is started with the run, in a process of its own; leave it out": "vllm_group_port "
+    "vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout",
+    "with adapters the reference is the policy without them; to measure the KL to another model "
+    "give it as ref_model": "ref_adapter_name",
 }
-"""Arguments that are refused where they are set, with the reason and the remedy."""
-
 _IDLE = {
     "training runs in one process": "average_tokens_across_devices ddp_backend "
     "ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph "
@@ -208,8 +194,8 @@ _IDLE = {
     "eval_steps eval_strategy eval_use_gather_object fp16_full_eval greater_is_better "
     "include_for_metrics label_names metric_for_best_model per_device_eval_batch_size "
     "prediction_loss_only",
-    "rows are read one at a time, and nothing is padded to be generated from": ""
-    "dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context "
+    "rows are read one at a time, and nothing is padded to be generated "
+    "from": "dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context "
     "dataloader_num_workers dataloader_persistent_workers dataloader_pin_memory "
     "dataloader_prefetch_factor group_by_length length_column_name remove_unused_columns "
     "train_sampling_strategy",
@@ -218,8 +204,8 @@ _IDLE = {
     "logging_steps logging_strategy skip_memory_metrics",
     "nothing is uploaded": "hub_always_push hub_model_id hub_private_repo hub_revision "
     "hub_strategy hub_token project trackio_bucket_id trackio_space_id trackio_static_space_id",
-    "each run has a folder of its own in output_dir, so that none is written over": ""
-    "overwrite_output_dir",
+    "each run has a folder of its own in output_dir, so that none is written "
+    "over": "overwrite_output_dir",
     "the newest checkpoint is kept, with all that a run needs to go on, and weights are always "
     "safetensors": "enable_jit_checkpoint ignore_data_skip restore_callback_states_from_checkpoint "
     "save_only_model save_safetensors save_total_limit",
@@ -230,6 +216,7 @@ _IDLE = {
     "the seed alone decides what is drawn": "full_determinism",
     "the longest prompt and response_length are what vLLM needs": "vllm_max_model_length",
 }
+
 HEEDED = (
     *("run_name", "seed", "num_train_epochs", "max_steps", "per_device_train_batch_size"),
     *("gradient_accumulation_steps", "lr_scheduler_type", "warmup_steps", "weight_decay"),
@@ -240,8 +227,18 @@ HEEDED = (
 """Arguments of transformers that are looked at here, or by the script itself."""
 
 _NAMES = {f.name for f in fields(PPOConfig)}
-_REASONS = {name: why for why, names in _IDLE.items() for name in names.split()}
-_OTHERS = _NAMES - {*PPOConfig.__annotations__, *HEEDED, *REFUSALS, *_REASONS}
-REMARKS = {name: why for name, why in _REASONS.items() if name in _NAMES}
-REMARKS |= dict.fromkeys(sorted(_OTHERS), "it is not known here")
+
+
+def _by_name(table: dict[str, str]) -> dict[str, str]:
+    found = {name: why for why, names in table.items() for name in names.split()}
+    return {name: why for name, why in found.items() if name in _NAMES}
+
+
+REFUSALS = _by_name(_REFUSED)
+"""Arguments that are refused where they are set, with the reason and the remedy."""
+
+REMARKS = _by_name(_IDLE)
 """Arguments that have nothing to act on here, with the reason; a line says it where one is set."""
+
+_OTHERS = _NAMES - {*PPOConfig.__annotations__, *HEEDED, *REFUSALS, *REMARKS}
+REMARKS |= dict.fromkeys(sorted(_OTHERS), "it is not known here")
