@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stretto.api.execution import begin
+from stretto.api.training import begin
 from stretto.checks import disk
 from stretto.checks.disk import written
 from stretto.cli.main import main

@@ -71,9 +71,9 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runtime:
     monkeypatch.setattr(evaluation, "evaluate", fake.evaluate)
     monkeypatch.setattr(answers, "generate", fake.generate)
     monkeypatch.setattr(runs, "train", fake.train)
-    for checked in ("api.execution.check_run", "api.execution.check_supervised"):
+    for checked in ("api.training.check_run", "api.training.check_supervised"):
         monkeypatch.setattr(f"stretto.{checked}", lambda *_, **__: None)
-    for checked in ("cli.eval.check_measured", "api.models.check_measured"):
+    for checked in ("cli.models.check_measured", "api.models.check_measured"):
         monkeypatch.setattr(f"stretto.{checked}", lambda *_, **__: None)
     monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)

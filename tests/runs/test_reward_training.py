@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from helpers import critic_of, llama, told
 from rounding import GRADIENT_TERMS, rounding
-from stretto.cli import label
+from stretto.cli import models
 from stretto.cli.main import main
 from stretto.config import PairsConfig, RewardModelConfig, TaskConfig, recipes
 from stretto.errors import ModelError, TaskError
@@ -508,7 +508,7 @@ def test_the_command_line(
     assert recipes.load("runs/reward-001", RewardModelConfig).steps == 1
     assert main(["reward", *common, "--data.on-error", "drop", "--dry-run"]) == 0
     assert "pairs, at most" in capsys.readouterr().out
-    monkeypatch.setattr(label, "run", lambda arguments: 70 + len(arguments))
+    monkeypatch.setattr(models, "run_label", lambda arguments: 70 + len(arguments))
     assert main(["reward", "label", "x"]) == 71
 
 

@@ -41,7 +41,7 @@ from stretto.errors import (
 from stretto.machine import usable_cores
 from stretto.trl import arguments
 from stretto.trl.config import HEEDED, REFUSALS, REMARKS
-from stretto.trl.prompts import TokenTask
+from stretto.trl.objects import TokenTask
 from stretto.trl.trainer import missing_eos
 
 WORDS = ("cat", "dog", "horse", "cow", "sheep", "pig", "hen", "duck", "goose", "lamb")

@@ -9,11 +9,10 @@ Nothing heavy is imported before a function is called.
 """
 
 from stretto.api.alignment import align, resume_alignment
-from stretto.api.execution import Begun, begin, execute
 from stretto.api.models import benchmark, evaluate, generate, label, label_responses, measure
 from stretto.api.runs import compare, report, simulate
 from stretto.api.settings import RESUMABLE, changed, check_resumable, load_recipe
-from stretto.api.training import resume, sft, train, train_reward_model
+from stretto.api.training import Begun, begin, execute, resume, sft, train, train_reward_model
 
 __all__ = [
     "RESUMABLE",

@@ -15,8 +15,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from stretto import signals
-from stretto.api.execution import begin, execute
 from stretto.api.settings import Settings, changed, config_of
+from stretto.api.training import begin, execute
 from stretto.config import KNOBS, PRESETS, Config, PresetName, ScheduleConfig, recipes
 from stretto.observe import records
 from stretto.observe.compare import Comparison, Outcome

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,21 +111,18 @@ def run(arguments: Sequence[str]) -> int:
 def plan(variants: str, seeds: str) -> list[Job]:
     """Return the runs in their order, of variants' names and seeds with commas between."""
     names, numbers = ([word.strip() for word in text.split(",")] for text in (variants, seeds))
-    for name in names:
-        if name not in VARIANTS:
-            raise ConfigError(
-                f"--variants: there is no '{name}'. {nearest(name, VARIANTS)}", "unknown-variant"
-            )
+    for name in set(names).difference(VARIANTS):
+        message = f"--variants: there is no '{name}'. {nearest(name, VARIANTS)}"
+        raise ConfigError(message, "unknown-variant")
     for number in numbers:
-        if not number.lstrip("+-").isdecimal():
-            raise ConfigError(
-                f"--seeds: '{number}' is no whole number; write 0,1,2", "seed-not-whole"
-            )
+        if not number.removeprefix("-").isdecimal():
+            message = f"--seeds: '{number}' is no whole number; write 0,1,2"
+            raise ConfigError(message, "seed-not-whole")
     whole = [int(number) for number in numbers]
-    for option, values in (("--variants", names), ("--seeds", whole)):
-        for value in values:
-            if values.count(value) > 1:
-                raise ConfigError(f"{option} names '{value}' twice; name each once", "named-twice")
+    for option, values in (("--variants", names), ("--seeds", map(str, whole))):
+        (value, times), *_ = Counter(values).most_common(1)
+        if times > 1:
+            raise ConfigError(f"{option} names '{value}' twice; name each once", "named-twice")
     return [Job(name, number) for number in whole for name in names]
 
 

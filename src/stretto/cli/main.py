@@ -36,7 +36,10 @@ COMMANDS = {
     "tour": "show PPO and what it costs in four parts that run, in about a minute",
 }
 
-MODULES = {"sft": "train", "reward": "train", "recipes": "train"}
+MODULES = {
+    **dict.fromkeys(("sft", "reward", "recipes"), "train"),
+    **dict.fromkeys(("generate", "eval", "label"), "models"),
+}
 """Modules of the commands that share one, with functions named after the commands."""
 
 

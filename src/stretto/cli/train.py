@@ -129,9 +129,9 @@ def run_sft(arguments: Sequence[str]) -> int:
 def run_reward(arguments: Sequence[str]) -> int:
     """Train a reward model, and say where the results are; or label pairs."""
     if arguments and arguments[0] == "label":
-        from stretto.cli import label
+        from stretto.cli import models
 
-        return label.run(arguments[1:])
+        return models.run_label(arguments[1:])
     return _supervised("reward", arguments, RewardModelConfig, RewardOptions)
 
 

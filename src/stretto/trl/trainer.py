@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TrainerControl, TrainerState
 
 from stretto import api, files
 from stretto.assembly.engines import make_engine
@@ -20,20 +20,19 @@ from stretto.assembly.models import Overrides, made_ready
 from stretto.config import Config, recipes
 from stretto.config.sections import MISSING_EOS
 from stretto.config.training import token_budget
-from stretto.errors import ConfigError, StateError
+from stretto.errors import ConfigError, StateError, StrettoError
 from stretto.evaluation.answers import completed
 from stretto.models.load import save_model
 from stretto.models.weights import require_trainable
-from stretto.observe import RunDirectory, make_progress
+from stretto.observe import Progress, RunDirectory, Sample, make_progress
 from stretto.runs import TrainResult
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import RewardModelScorer
 from stretto.tasks.prompts import render
 from stretto.trl import arguments, objects
 from stretto.trl.arguments import REWARD_MODEL
-from stretto.trl.callbacks import CallbackProgress, StopTrainingError
 from stretto.trl.config import PPOConfig
-from stretto.trl.prompts import TokenTask
+from stretto.trl.objects import TokenTask
 
 
 class PPOTrainer:
@@ -283,3 +282,60 @@ def missing_eos(end: int | None, penalty: float) -> Callable[..., list[float]]:
         return [0.0 if end in tokens else -penalty for tokens in completion_ids]
 
     return judge
+
+
+class StopTrainingError(StrettoError):
+    """Error that ends training, as a callback has asked for it."""
+
+
+class CallbackProgress:
+    """A display that also tells callbacks: of the beginning, of each step with its figures, and of
+    the end. A callback that sets ``control.should_training_stop`` ends the run after the step.
+
+    Args:
+        objects: what callbacks get besides, by the names that transformers gives them.
+    """
+
+    def __init__(
+        self,
+        display: Progress,
+        args: PPOConfig,
+        callbacks: Sequence[Any],
+        steps: int,
+        episodes: int,
+        **objects: Any,
+    ) -> None:
+        self._display, self._args, self._callbacks = display, args, callbacks
+        self._episodes, self._objects = episodes, objects
+        self.note, self.working, self.close = display.note, display.working, display.close
+        self.state, self._control = TrainerState(), TrainerControl()
+        self.state.max_steps = steps
+
+    def start(self, headline: str) -> None:
+        """Show what will run."""
+        self._display.start(headline)
+        self._call("on_train_begin")
+
+    def step(
+        self, step: int, total: int, stats: Mapping[str, float], samples: Sequence[Sample]
+    ) -> None:
+        """Show a step and tell the callbacks; raise StopTrainingError if one wants no more."""
+        self._display.step(step, total, stats, samples)
+        self.state.global_step = step
+        logs = {**stats, "episode": step * self._episodes}
+        self.state.log_history.append({**logs, "step": step})
+        self._call("on_log", logs=logs)
+        self._call("on_step_end")
+        if self._control.should_training_stop:
+            raise StopTrainingError(f"a callback ended training after step {step}")
+
+    def end(self) -> None:
+        """Tell the callbacks that training has ended."""
+        self._call("on_train_end")
+
+    def _call(self, event: str, **more: Any) -> None:
+        for callback in self._callbacks:
+            answer = getattr(callback, event)(
+                self._args, self.state, self._control, **self._objects, **more
+            )
+            self._control = answer or self._control
