@@ -22,6 +22,7 @@ from stretto.api.settings import changed, settled
 from stretto.config import (
     Config,
     ModelConfig,
+    PairsConfig,
     RewardConfig,
     RewardModelConfig,
     SftConfig,
@@ -45,14 +46,8 @@ T = TypeVar("T")
 RESULTS = "align.json"
 """File in the folder of all stages: the arguments, and the result of each stage that has ended."""
 
-PAIRS = {
-    "split": "train",
-    "size": 0,
-    "prompt_column": "prompt",
-    "chosen_column": "chosen",
-    "rejected_column": "rejected",
-}
-"""Settings with which the labelled pairs are read."""
+_OF_PAIRS = {"split", "size", "prompt_column", "chosen_column", "rejected_column"}
+"""Settings that have their defaults where the labelled pairs are read."""
 
 
 class Stages(NamedTuple):
@@ -141,9 +136,6 @@ class Aligned:
 
     Attributes:
         folder: folder with those of the stages.
-        sft: result of fine-tuning.
-        pairs: counts of the labelled pairs.
-        reward: result of the reward model's training.
         penalty: ``reward.missing_eos_penalty`` of the last stage, on the reward model's scale.
         policy: folder of the aligned model.
         before: the fine-tuned model on held-out prompts.
@@ -252,12 +244,7 @@ class _Results:
 
     def __init__(self, folder: Path, data: dict[str, Any]) -> None:
         self.folder, self._data = folder, data
-
-    @property
-    def asked(self) -> Mapping[str, Any]:
-        """The arguments of :func:`align` that are no settings."""
-        asked: Mapping[str, Any] = self._data["asked"]
-        return asked
+        self.asked: Mapping[str, Any] = data["asked"]
 
     def once(self, name: str, kind: type[T], work: Callable[[], T]) -> T:
         """Return the result of ``work``, which runs only if none is recorded yet."""
@@ -303,7 +290,7 @@ def _run(stages: Stages, results: _Results) -> Aligned:
 
     pairs = results.once("pairs", LabelResult, label)
     shared = {"out": str(folder), "model__name": start}
-    data = {**PAIRS, "name": results.kept(pairs.out)}
+    data = PairsConfig(name=results.kept(pairs.out)).model_dump(include={"name", *_OF_PAIRS})
     reward = changed(stages.reward, shared, {"data": data})
     learned = results.once("reward", RewardModelResult, lambda: training.train_reward_model(reward))
     proxy = f"model:{results.kept(learned.model)}"

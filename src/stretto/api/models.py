@@ -197,9 +197,8 @@ def generate(
             "tokenizer-of-object",
         )
     if isinstance(prompts, str) or not prompts:
-        raise ConfigError(
-            f"prompts must be a list with at least one text; got {prompts!r}", "prompts-not-list"
-        )
+        message = f"prompts must be a list with at least one text; got {prompts!r}"
+        raise ConfigError(message, "prompts-not-list")
     overrides = None
     if not isinstance(model, str | Path):
         from stretto.assembly.models import Overrides
@@ -226,10 +225,7 @@ def answers(
     overrides: Overrides | None = None,
 ) -> Iterator[str]:
     """Yield answers in the order of their prompts, each as soon as it and those before have ended.
-
-    Args:
-        options: settings of the section ``rollout``.
-        overrides: model and tokenizer, where they are objects.
+    The options are settings of the section ``rollout``.
     """
     rollout = recipes.build({"batch": min(len(prompts), 32), **options}, "options", RolloutConfig)
     if overrides is None:

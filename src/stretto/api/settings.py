@@ -29,23 +29,15 @@ RESUMABLE = (
 
 
 def load_recipe(name: str | Path, **changes: Any) -> Config:
-    """Return a recipe's settings, changed.
-
-    Raises ConfigError for an unknown recipe or setting, and for a value out of range.
-
-    Args:
-        name: of a packaged recipe, a ``.toml`` file or a run's folder.
-        changes: as in :func:`train`.
+    """Return the settings of a packaged recipe, a ``.toml`` file or a run's folder, changed as in
+    :func:`train`. Raises ConfigError for an unknown recipe or setting, and a value out of range.
     """
     return changed(recipes.load(name), changes)
 
 
 def changed(config: S, *changes: Mapping[str, Any], where: str = "settings") -> S:
     """Return settings with some of them changed, as :mod:`stretto.api` says, the later ones last;
-    see :func:`stretto.config.changes.changed` for what goes with them.
-
-    Args:
-        where: the changes come from, for messages.
+    see :func:`stretto.config.changes.changed` for what goes with them, and for ``where``.
     """
     nested: dict[str, Any] = {}
     for key, value in (item for some in changes for item in some.items()):
@@ -82,11 +74,8 @@ def config_of(settings: Settings) -> Config:
 
 
 def settled(config: R, say: Callable[[str], object]) -> R:
-    """Return a run's settings with the type decided that ``model.dtype = "auto"`` takes here. Kept
-    with the run, it is the same when the run is resumed or repeated.
-
-    Args:
-        say: shows a line about the decision and its reason.
+    """Return a run's settings with the type that ``model.dtype = "auto"`` takes here, and say why.
+    Kept with the run, it is the same when the run is resumed or repeated.
     """
     if config.model.dtype != "auto":
         return config

@@ -65,7 +65,6 @@ class Begun(Generic[R]):
 
     Attributes:
         resuming: whether it goes on from the newest checkpoint in its folder.
-        overrides: objects in place of names in the settings.
         task: the one that the settings name, where it was opened to be checked.
     """
 
@@ -79,15 +78,11 @@ class Begun(Generic[R]):
 def begin(
     config: R, name: str = "run", *, resume: str | Path = "", overrides: Overrides | None = None
 ) -> Begun[R]:
-    """Begin a run: look for what would fail, and make its folder, or open that of the run which it
-    goes on with.
-
-    Raises a StrettoError as :mod:`stretto.checks` does, and where the folder cannot be made or
-    written to, or ``resume`` is no run's folder or has settings that may not be changed.
+    """Look for what would fail (:mod:`stretto.checks`), and make the folder of a run, or open the
+    folder ``resume`` of the run that it goes on with.
 
     Args:
         name: what a new folder in ``config.out`` is called by; a number is added.
-        resume: the folder of the run to go on with; empty for a new one.
         overrides: objects in place of names in the settings.
     """
     run_dir, folder = None, Path(config.out)
@@ -118,18 +113,12 @@ def execute(
     run: Begun[RewardModelConfig], *, progress: Progress | None = None
 ) -> RewardModelResult: ...
 def execute(run: Begun[Any], *, progress: Progress | None = None) -> Any:
-    """Execute a run that was begun: display, training, and where the results are.
+    """Execute a run that was begun: display, training, and where the results are; see
+    :func:`train` for what it raises.
 
     A new folder is removed again if the run ends before its first step. The settings of a run that
     is resumed are written into its folder; one that has ended already is not executed, and its
     result is returned at once.
-
-    Raises a StrettoError where a setting, a model, a dataset, a reward function, the numbers or the
-    disk are at fault, or another process is at work in the folder; KeyboardInterrupt for Ctrl-C, or
-    as :class:`stretto.signals.Terminated` for SIGTERM or SIGHUP.
-
-    Args:
-        progress: a display; without one what ``observe.progress`` says.
     """
     config, run_dir = run.config, run.run_dir
     display = progress or make_progress(config.observe.progress)
@@ -168,8 +157,10 @@ def _train(run: Begun[Any], display: Progress) -> Any:
             config = settled(config, lines.append)
             if lines:
                 run_dir.save_config(config)
-            if isinstance(config, Config):
-                lines += _check_devices(config, overrides)
+            o = overrides  # models among them are not looked at
+            objects = o and (o.critic or o.reference or o.reward_models)
+            if isinstance(config, Config) and (config.runtime == "inline" or not objects):
+                lines += fitting.check_devices(config)
         run_dir.save_machine(Machine.here())
         text = _opening(config, run_dir, actor, resuming=run.resuming)
     display.start(text)
@@ -182,12 +173,6 @@ def _train(run: Begun[Any], display: Progress) -> Any:
         )
     supervised = runs.sft if isinstance(config, SftConfig) else runs.train_reward_model
     return supervised(config, run_dir=run_dir, progress=display)
-
-
-def _check_devices(config: Config, overrides: Overrides | None) -> list[str]:
-    """Refuse what does not fit; return remarks. Models that are objects are not looked at."""
-    objects = overrides and (overrides.critic or overrides.reference or overrides.reward_models)
-    return [] if objects and config.runtime != "inline" else fitting.check_devices(config)
 
 
 def _opening(
@@ -279,8 +264,8 @@ def train(
 
     Whatever ends the run after its first step: what was learned is saved, and in the model. Raises
     a StrettoError where a setting, a model, a dataset, a reward function, the numbers or the disk
-    are at fault; KeyboardInterrupt for Ctrl-C, or as :class:`stretto.signals.Terminated` for
-    SIGTERM or SIGHUP.
+    are at fault, or another process is at work in the folder; KeyboardInterrupt for Ctrl-C, or as
+    :class:`stretto.signals.Terminated` for SIGTERM or SIGHUP.
 
     Args:
         settings: a :class:`~stretto.config.Config`, a recipe's name, a ``.toml`` file or a run's
@@ -401,10 +386,8 @@ def _overrides(
         changes["model__name"] = str(model)
     elif model is not None and "model" not in changes:
         if tokenizer is None:
-            raise ConfigError(
-                "model is an object, whose tokenizer nothing names: give tokenizer= too",
-                "tokenizer-of-object",
-            )
+            message = "model is an object, whose tokenizer nothing names: give tokenizer= too"
+            raise ConfigError(message, "tokenizer-of-object")
         objects["actor"] = model
         changes["model__name"] = str(getattr(model, "name_or_path", "") or type(model).__name__)
     return Overrides(**objects), changes

@@ -111,9 +111,10 @@ def run(arguments: Sequence[str]) -> int:
 def plan(variants: str, seeds: str) -> list[Job]:
     """Return the runs in their order, of variants' names and seeds with commas between."""
     names, numbers = ([word.strip() for word in text.split(",")] for text in (variants, seeds))
-    for name in set(names).difference(VARIANTS):
-        message = f"--variants: there is no '{name}'. {nearest(name, VARIANTS)}"
-        raise ConfigError(message, "unknown-variant")
+    for name in names:
+        if name not in VARIANTS:
+            message = f"--variants: there is no '{name}'. {nearest(name, VARIANTS)}"
+            raise ConfigError(message, "unknown-variant")
     for number in numbers:
         if not number.removeprefix("-").isdecimal():
             message = f"--seeds: '{number}' is no whole number; write 0,1,2"

@@ -87,8 +87,6 @@ def examine() -> Iterator[Finding]:
         yield from _accelerator()
         yield from _models()
     yield from _extras()
-    if is_installed("ray"):
-        yield _cluster()
 
 
 def _packages() -> Iterator[Finding]:
@@ -171,16 +169,16 @@ def _extras() -> Iterator[Finding]:
                 what, _, how = found.text.partition(";")
                 found = Finding("note", extra, f"{what}: {use} would not work;{how}")
             yield found
-
-
-def _cluster() -> Finding:
+    if not is_installed("ray"):
+        return
     from stretto.workers import ray_cluster
 
-    if found := ray_cluster.find():
-        has = f"nodes: {found.nodes}, CPUs: {found.cpus:g}, GPUs: {found.gpus:g}"
-        return Finding("ok", "ray cluster", f"{found.address}; {has}")
-    if address := os.environ.get("RAY_ADDRESS"):
+    if cluster := ray_cluster.find():
+        has = f"nodes: {cluster.nodes}, CPUs: {cluster.cpus:g}, GPUs: {cluster.gpus:g}"
+        yield Finding("ok", "ray cluster", f"{cluster.address}; {has}")
+    elif address := os.environ.get("RAY_ADDRESS"):
         text = f"none answers at {address} (RAY_ADDRESS); start it, or unset the variable"
+        yield Finding("note", "ray cluster", text)
     else:
         text = "none runs here, nor is RAY_ADDRESS set; 'ray start --head' would start one"
-    return Finding("note", "ray cluster", text)
+        yield Finding("note", "ray cluster", text)

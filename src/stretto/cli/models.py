@@ -433,9 +433,7 @@ def command_generate(
             print(text if len(asked) == 1 else f"[{index + 1}] {text}", flush=True)
     except ConfigError as error:
         if (message := str(error)).startswith("options: "):
-            message = re.sub(r"(\w+) = (\S+): ", _as_option, message.removeprefix("options: "))
+            parts = re.split(r"(\w+) = (?=\S+: )", message.removeprefix("options: "))
+            parts[1::2] = [f"{_option(name)} " for name in parts[1::2]]
+            message = "".join(parts)
         raise ConfigError(message, error.code) from error
-
-
-def _as_option(match: re.Match[str]) -> str:
-    return f"--{match[1].replace('_', '-')} {match[2]}: "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -179,13 +179,13 @@ class TokenTask(Task):
 
     Args:
         rows: a ``datasets.Dataset``, or any sequence of mappings; read again whenever it is asked.
-        tokenizer: that made the tokens.
-        name: of the dataset, for messages.
         vocabulary: token ids that the models know are below this.
 
     Attributes:
         longest: tokens of the longest prompt.
     """
+
+    has_verifier = False
 
     def __init__(
         self, rows: Any, tokenizer: PreTrainedTokenizerBase, name: str, vocabulary: int
@@ -222,11 +222,6 @@ class TokenTask(Task):
         tokens = self._tokens(index)
         return TaskRow(prompt=str(self._tokenizer.decode(list(tokens))), tokens=tokens, index=index)
 
-    @property
-    def has_verifier(self) -> bool:
-        """Return false: there is no verifier."""
-        return False
-
     def verify(self, index: int, response: str) -> float:
         """Raise TaskError, as there is no verifier."""
         self.require_verifier()
@@ -245,15 +240,12 @@ class TokenTask(Task):
         if MASK in row:
             tokens = [t for t, seen in zip(tokens, row[MASK], strict=True) if seen]
         else:
-            tokens = _without_ends(tokens, self._tokenizer.pad_token_id)
+            pad = self._tokenizer.pad_token_id
+            kept = [i for i, token in enumerate(tokens) if token != pad]
+            tokens = tokens[kept[0] : kept[-1] + 1] if kept else []
         if not tokens:
             raise TaskError(
                 f"{self._name}, row {index} has no tokens in '{COLUMN}'; drop the row, or see why "
                 "its prompt is empty"
             )
         return tuple(tokens)
-
-
-def _without_ends(tokens: Sequence[int], pad: Any) -> list[int]:
-    kept = [i for i, token in enumerate(tokens) if token != pad]
-    return list(tokens[kept[0] : kept[-1] + 1]) if kept else []

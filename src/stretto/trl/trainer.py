@@ -21,12 +21,11 @@ from stretto.config import Config, recipes
 from stretto.config.sections import MISSING_EOS
 from stretto.config.training import token_budget
 from stretto.errors import ConfigError, StateError, StrettoError
-from stretto.evaluation.answers import completed
+from stretto.evaluation.answers import answer, score_all
 from stretto.models.load import save_model
 from stretto.models.weights import require_trainable
 from stretto.observe import Progress, RunDirectory, Sample, make_progress
 from stretto.runs import TrainResult
-from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import RewardModelScorer
 from stretto.tasks.prompts import render
 from stretto.trl import arguments, objects
@@ -109,7 +108,12 @@ class PPOTrainer:
         self._task = tokenised(given["train_dataset"], "train_dataset")
         self._eval_task = None if eval_dataset is None else tokenised(eval_dataset, "eval_dataset")
         arguments.derive_sizes(self.args, len(self._task))
-        self.config = self._settings(peft_config)
+        task, dtype = self._task, self._dtype()
+        data = arguments.settings(self.args, len(task), task.longest, dtype)
+        data["model"]["name"] = str(getattr(policy, "name_or_path", "") or type(policy).__name__)
+        if peft_config is not None:
+            data["model"] |= objects.lora_settings(peft_config, policy)
+        self.config: Config = recipes.build(data, "PPOConfig")
         self.run_dir: RunDirectory | None = None
 
     def train(self, resume_from_checkpoint: str | None = None) -> TrainResult | None:
@@ -199,22 +203,19 @@ class PPOTrainer:
         reward_model = made_ready(self.reward_model, device)
         budget = token_budget(config.training.microbatch_tokens, next(actor.parameters()).device)
         scorer = RewardModelScorer(REWARD_MODEL, reward_model, tokenizer, tokenizer, budget)
-        rollouts = [
-            Rollout(i, render(task.row(i), config.task, tokenizer, i), i)
-            for i in range(min(most, len(task)))
-        ]
+        rows = range(min(most, len(task)))
+        prompts = [render(task.row(i), config.task, tokenizer, i) for i in rows]
         ends = self._overrides().end_tokens
         engine = make_engine(config, actor, tokenizer, rollout.batch, ends)
-        list(completed(engine, rollouts))
-        scorer.admit([r.response() for r in rollouts])
-        scores = scorer.finish([r.id for r in rollouts])
+        answers = answer(engine, prompts).rollouts
+        scores = score_all(scorer, answers, rollout.batch)
         return [
             {
                 "query": r.prompt.text,
                 "model response": str(tokenizer.decode(r.tokens)),
-                "score": score.scalar,
+                "score": score,
             }
-            for r, score in zip(rollouts, scores, strict=True)
+            for r, score in zip(answers, scores, strict=True)
         ]
 
     def push_to_hub(self, *_: Any, **__: Any) -> NoReturn:
@@ -232,15 +233,6 @@ class PPOTrainer:
             "reward_model": self.reward_model,
             "value_model": self.value_model,
         }
-
-    def _settings(self, peft_config: Any) -> Config:
-        policy = self.policy_model
-        task, dtype = self._task, self._dtype()
-        data = arguments.settings(self.args, len(task), task.longest, dtype)
-        data["model"]["name"] = str(getattr(policy, "name_or_path", "") or type(policy).__name__)
-        if peft_config is not None:
-            data["model"] |= objects.lora_settings(peft_config, policy)
-        return recipes.build(data, "PPOConfig")
 
     def _dtype(self) -> Literal["float32", "bfloat16"]:
         """Return the type that the policy computes in; ``bf16`` brings all models to that one."""
