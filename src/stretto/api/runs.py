@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from stretto import signals
 from stretto.api.settings import Settings, changed, config_of
 from stretto.api.training import begin, execute
-from stretto.config import KNOBS, PRESETS, Config, PresetName, ScheduleConfig, recipes
+from stretto.config import KNOBS, PRESETS, Config, ScheduleConfig, recipes
 from stretto.observe import records
 from stretto.observe.compare import Comparison, Outcome
 from stretto.observe.report import MAX_RUNS, html_page, load
@@ -41,17 +41,18 @@ LOOK_S = 0.5
 _LAST_LINES = 12
 
 
-def _variants(names: Iterable[PresetName]) -> dict[str, dict[str, object]]:
-    """Presets, each after what is left of it without one of its parts."""
+def _variants(*, several_engines: bool) -> dict[str, dict[str, object]]:
+    """Return presets, each after what is left of it without one of its parts."""
     found: dict[str, dict[str, object]] = {}
-    for name in names:
-        for part, knob in PRESETS[name].parts.items():
-            found[f"{name}-no-{part}"] = {"preset": name, knob: KNOBS[knob].off[0]}
-        found[name] = {"preset": name}
+    for name, preset in PRESETS.items():
+        if preset.several_engines == several_engines:
+            for part, knob in preset.parts.items():
+                found[f"{name}-no-{part}"] = {"preset": name, knob: KNOBS[knob].off[0]}
+            found[name] = {"preset": name}
     return found
 
 
-ONE_ENGINE = _variants(name for name in PRESETS if not PRESETS[name].several_engines)
+ONE_ENGINE = _variants(several_engines=False)
 """The variants that need no more than one engine."""
 
 OVERCOMMIT_RULES: dict[str, dict[str, object]] = {
@@ -63,9 +64,7 @@ OVERCOMMIT_RULES: dict[str, dict[str, object]] = {
 """Other rules for the delta of 'oppo', which by default follows 'equation4'."""
 
 VARIANTS: Mapping[str, Mapping[str, object]] = (
-    ONE_ENGINE
-    | _variants(name for name in PRESETS if PRESETS[name].several_engines)
-    | OVERCOMMIT_RULES
+    ONE_ENGINE | _variants(several_engines=True) | OVERCOMMIT_RULES
 )
 """Names for settings of the schedule."""
 
@@ -172,12 +171,9 @@ def simulate(cluster: Cluster, *, seed: int = 0) -> SimResult:
 
 
 class Trainings:
-    """The runs of a comparison, each a ``stretto train`` in a process of its own.
+    """The runs of a comparison in their order, each a ``stretto train`` in a process of its own.
 
     Those with one seed have a folder in ``folder``, and share a warm-up.
-
-    Args:
-        jobs: all of them, in the order in which they will be run.
 
     Attributes:
         folders: of the runs that took all their steps.

@@ -42,11 +42,8 @@ def written(config: Config | SupervisedConfig) -> Written | None:
 
 
 def check(config: Config | SupervisedConfig, folder: Path, *, resuming: bool = False) -> None:
-    """Refuse a run whose checkpoint and model do not fit on the disk.
-
-    Args:
-        folder: of the run, or that its folder will be in.
-        resuming: whether the run has a checkpoint already, so that it can do without another.
+    """Refuse a run whose checkpoint and model do not fit on the disk of its folder, or of the one
+    that its folder will be in. A run that is resumed can do without another checkpoint.
     """
     sizes = written(config)
     if sizes is None:

@@ -93,12 +93,8 @@ def check_supervised(config: SftConfig | RewardModelConfig, *, ask_hub: bool = T
 def check_measured(
     config: Config, model: str, *, rows: bool = True, sources: Collection[str] = (), sft: str = ""
 ) -> None:
-    """Refuse a measurement of a model that is known to fail; see :func:`check_run`.
-
-    Args:
-        config: settings of the task and of the computation.
-        sources: reward sources that judge the model.
-        sft: another model that reads its answers; empty for none.
+    """Refuse a measurement of a model by reward sources and an SFT model that is known to fail; see
+    :func:`check_run`.
     """
     _check_device(config.model)
     for name in filter(None, (model, sft)):

@@ -46,9 +46,6 @@ SAMPLES = 200
 SAMPLED = ("win_rate_by", "sft", "judge")
 """Options that ask for measures of sampled responses."""
 
-MEASURES = ("pass@1", "mean_score", "win_rate", "kl", "judge", "benchmarks")
-"""Figures that say what was measured."""
-
 
 @dataclass
 class EvalOptions:
@@ -143,7 +140,8 @@ def run_eval(arguments: Sequence[str]) -> int:
         figures["benchmarks"] = [asdict(f) for f in found]
     settings = config.model_dump()
     if model != name:  # a run's trained one
-        what = [measure for measure in MEASURES if measure in figures]
+        measures = ("pass@1", "mean_score", "win_rate", "kl", "judge", "benchmarks")
+        what = [name for name in measures if name in figures]
         record = {"model": model, "what": what, "figures": figures, "settings": settings}
         if evaluations.append(Path(name), record):
             file = Path(name) / evaluations.FILE
@@ -259,8 +257,6 @@ def _write(file: Path, record: dict[str, Any]) -> None:
         raise ConfigError(f"cannot write '{file}': {error}; choose another with --out") from error
 
 
-RESPONSES_FROM = "--responses-from"
-
 _MODEL = ("threads", "model.dtype", "model.device", "model.trust_remote_code")
 
 FILE_SETTINGS = (
@@ -333,7 +329,7 @@ class _RecipeOptions(LabelOptions):
 
 def run_label(arguments: Sequence[str]) -> int:
     """Label, and say what became of the rows."""
-    sampled = value_of(RESPONSES_FROM, arguments) is not None
+    sampled = value_of("--responses-from", arguments) is not None
     result = _label_responses(arguments) if sampled else _label_file(arguments)
     print(f"source       {result.by}")
     print(f"read         {result.read}")
@@ -358,7 +354,7 @@ def _label_file(arguments: Sequence[str]) -> LabelResult:
     if name in recipes.names():
         raise ConfigError(
             f"'{name}' is a recipe, whose prompts are yet to be answered: say by which model with "
-            f"{RESPONSES_FROM} MODEL, or give a file of pairs"
+            "--responses-from MODEL, or give a file of pairs"
         )
     if not own.timeout > 0:
         raise ConfigError(f"--timeout {own.timeout}: must be above 0")

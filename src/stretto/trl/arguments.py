@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from enum import Enum
 from typing import Any, Literal
@@ -25,42 +25,44 @@ CORRECTIONS = {
 }
 """Values of ``vllm_importance_sampling_mode``: the kind and the level of importance weights."""
 
-_MODES = ("colocate", "server")
-_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_hf")
-_TRACKERS = ("tensorboard", "wandb")
 _SCHEDULES = {name: name for name in ("linear", "cosine", "constant")} | {
     "constant_with_warmup": "constant"
 }
+_TRACKERS = ("tensorboard", "wandb")
 
-_DEFAULTS = {f.name: f.default for f in fields(PPOConfig)}
+CHOICES: dict[str, Collection[str | None]] = {
+    "kl_estimator": ("k1", "k3"),
+    "lr_scheduler_type": _SCHEDULES,
+    "save_strategy": ("no", "steps", "epoch"),
+    "stop_token": ("eos", None),
+    "vllm_importance_sampling_mode": CORRECTIONS,
+    "vllm_mode": ("colocate", "server"),
+}
+"""Values that an argument may have."""
 
 _COUNTS = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches"),
     *("response_length", "num_ppo_epochs", "local_rollout_forward_batch_size"),
     "vllm_tensor_parallel_size",
 )
+_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_hf")
 RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "optim": (lambda value: value in _OPTIMIZERS, OWN_ADAMW),
-    "kl_estimator": (lambda value: value in ("k1", "k3"), "must be 'k1' or 'k3'"),
-    "vf_coef": (lambda value: value > 0, "must be above 0: the value model has to be trained"),
     "cliprange_value": (lambda value: value > 0, "must be above 0"),
-    "stop_token": (lambda value: value in (None, "eos"), "must be 'eos' or None"),
-    "missing_eos_penalty": (
-        lambda value: value is None or value > 0,
-        "is taken off the score and must be above 0, or None",
-    ),
     "gradient_checkpointing_kwargs": (
         lambda value: value in (None, {"use_reentrant": False}),
         "recomputation is not re-entrant here; leave it out",
     ),
-    "vllm_mode": (lambda value: value in _MODES, f"must be one of {', '.join(_MODES)}"),
-    "vllm_importance_sampling_mode": (
-        lambda value: value in CORRECTIONS,
-        f"must be one of {', '.join(CORRECTIONS)}",
+    "missing_eos_penalty": (
+        lambda value: value is None or value > 0,
+        "is taken off the score and must be above 0, or None",
     ),
+    "optim": (lambda value: value in _OPTIMIZERS, OWN_ADAMW),
+    "vf_coef": (lambda value: value > 0, "must be above 0: the value model has to be trained"),
     **dict.fromkeys(_COUNTS, (lambda value: value >= 1, "must be 1 or more")),
 }
-"""Values that an argument may have, and what a refusal of others says."""
+"""What else an argument must fulfil, and what a refusal of other values says."""
+
+_DEFAULTS = {f.name: f.default for f in fields(PPOConfig)}
 
 
 def check(args: PPOConfig) -> None:
@@ -76,6 +78,9 @@ def check(args: PPOConfig) -> None:
             "start the script with 'python', not with torchrun or 'accelerate launch'",
             "several-processes",
         )
+    for name, choices in CHOICES.items():
+        rule = f"must be one of {', '.join(map(repr, choices))}"
+        _require(_plain(getattr(args, name)) in choices, args, name, rule)
     for name, (holds, rule) in RULES.items():
         _require(holds(getattr(args, name)), args, name, rule)
     order = f"the order of the prompts follows seed = {args.seed}; leave data_seed out"
@@ -175,6 +180,8 @@ def settings(
         dtype: type that the policy computes in.
     """
     batch, steps = args.batch_size or 0, args.num_total_batches or 0
+    epoch = math.ceil(rows / batch)
+    checkpoints = {"no": 0, "steps": _count(args.save_steps, steps), "epoch": epoch}
     stops = bool(args.stop_token) or args.stop_token_id is not None
     penalty = args.missing_eos_penalty
     own_penalty = penalty is not None and not stops
@@ -199,7 +206,7 @@ def settings(
         "algorithm.kl_in": "reward",
         "training.lr": args.learning_rate,
         "training.critic_lr": args.learning_rate,
-        "training.lr_schedule": _one_of(args, "lr_scheduler_type", _SCHEDULES),
+        "training.lr_schedule": _SCHEDULES[_plain(args.lr_scheduler_type)],
         "training.warmup_steps": _warmup(args, steps),
         "training.betas": (args.adam_beta1, args.adam_beta2),
         "training.grad_clip": args.max_grad_norm or 0.0,
@@ -209,7 +216,7 @@ def settings(
         "observe.trackers": _trackers(args),
         "observe.samples": 4 if args.num_sample_generations else 0,
         "observe.checkpoint_minutes": 0.0,  # save_strategy says when
-        "observe.checkpoint_every": _checkpoint_every(args, steps, math.ceil(rows / batch)),
+        "observe.checkpoint_every": checkpoints[_plain(args.save_strategy)],
         **_vllm(args),
     }
     found |= {setting: getattr(args, name) for name, setting in SETS.items()}
@@ -271,11 +278,6 @@ def _warmup(args: PPOConfig, steps: int) -> int:
     return _count(args.warmup_steps or args.warmup_ratio, steps)
 
 
-def _checkpoint_every(args: PPOConfig, steps: int, epoch: int) -> int:
-    periods = {"no": 0, "steps": _count(args.save_steps, steps), "epoch": epoch}
-    return int(_one_of(args, "save_strategy", periods))
-
-
 def _count(value: float, total: int) -> int:
     """Return a number; below 1 it is a share of all, as transformers 5 reads such arguments."""
     return math.ceil(value * total) if 0 < value < 1 else int(value)
@@ -295,12 +297,6 @@ def _trackers(args: PPOConfig) -> tuple[str, ...]:
                 "unknown-tracker",
             )
     return tuple(names)
-
-
-def _one_of(args: PPOConfig, name: str, known: Mapping[str, Any]) -> Any:
-    value = _plain(getattr(args, name))
-    _require(value in known, args, name, f"must be one of {', '.join(map(repr, known))}")
-    return known[value]
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,7 @@ of the others stands in :mod:`stretto.trl.arguments`.
 
 from __future__ import annotations
 
+import fnmatch
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self
 
@@ -180,39 +181,28 @@ _REFUSED = {
     "gradient_checkpointing and a small per_device_train_batch_size": "deepspeed fsdp fsdp_config "
     "parallelism_config",
     "vLLM is started with the run, in a process of its own; leave it out": "vllm_group_port "
-    "vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout",
+    "vllm_server_*",
     "with adapters the reference is the policy without them; to measure the KL to another model "
     "give it as ref_model": "ref_adapter_name",
 }
 _IDLE = {
-    "training runs in one process": "average_tokens_across_devices ddp_backend "
-    "ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph "
-    "ddp_timeout ds3_gather_for_generation local_rank log_level_replica log_on_each_node "
-    "save_on_each_node",
+    "training runs in one process": "average_tokens_across_devices ddp_* ds3_gather_for_generation "
+    "local_rank log_level_replica log_on_each_node save_on_each_node",
     "no evaluation runs within training, as none did in TRL's PPO trainer": "batch_eval_metrics "
-    "bf16_full_eval eval_accumulation_steps eval_delay eval_do_concat_batches eval_on_start "
-    "eval_steps eval_strategy eval_use_gather_object fp16_full_eval greater_is_better "
-    "include_for_metrics label_names metric_for_best_model per_device_eval_batch_size "
-    "prediction_loss_only",
-    "rows are read one at a time, and nothing is padded to be generated "
-    "from": "dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context "
-    "dataloader_num_workers dataloader_persistent_workers dataloader_pin_memory "
-    "dataloader_prefetch_factor group_by_length length_column_name remove_unused_columns "
-    "train_sampling_strategy",
+    "bf16_full_eval eval_* fp16_full_eval greater_is_better include_for_metrics label_names "
+    "metric_for_best_model per_device_eval_batch_size prediction_loss_only",
+    "rows are read one at a time, and nothing is padded to be generated from": "dataloader_* "
+    "group_by_length length_column_name remove_unused_columns train_sampling_strategy",
     "every step is recorded in metrics.jsonl and shown": "debug include_num_input_tokens_seen "
-    "include_tokens_per_second log_level logging_dir logging_first_step logging_nan_inf_filter "
-    "logging_steps logging_strategy skip_memory_metrics",
-    "nothing is uploaded": "hub_always_push hub_model_id hub_private_repo hub_revision "
-    "hub_strategy hub_token project trackio_bucket_id trackio_space_id trackio_static_space_id",
+    "include_tokens_per_second log_level logging_* skip_memory_metrics",
+    "nothing is uploaded": "hub_* project trackio_*",
     "each run has a folder of its own in output_dir, so that none is written "
     "over": "overwrite_output_dir",
     "the newest checkpoint is kept, with all that a run needs to go on, and weights are always "
     "safetensors": "enable_jit_checkpoint ignore_data_skip restore_callback_states_from_checkpoint "
     "save_only_model save_safetensors save_total_limit",
     "it would change the speed or the memory alone, and the engine and the learner here have their "
-    "own ways": "activation_offloading liger_kernel_config tf32 torch_compile "
-    "torch_compile_backend torch_compile_mode torch_empty_cache_steps torchdynamo use_cache "
-    "use_liger_kernel",
+    "own ways": "activation_offloading liger_kernel_config tf32 torch* use_cache use_liger_kernel",
     "the seed alone decides what is drawn": "full_determinism",
     "the longest prompt and response_length are what vLLM needs": "vllm_max_model_length",
 }
@@ -226,12 +216,16 @@ HEEDED = (
 )
 """Arguments of transformers that are looked at here, or by the script itself."""
 
-_NAMES = {f.name for f in fields(PPOConfig)}
+_NAMES = sorted(f.name for f in fields(PPOConfig))
 
 
 def _by_name(table: dict[str, str]) -> dict[str, str]:
-    found = {name: why for why, names in table.items() for name in names.split()}
-    return {name: why for name, why in found.items() if name in _NAMES}
+    return {
+        name: why
+        for why, patterns in table.items()
+        for pattern in patterns.split()
+        for name in fnmatch.filter(_NAMES, pattern)
+    }
 
 
 REFUSALS = _by_name(_REFUSED)
@@ -240,5 +234,5 @@ REFUSALS = _by_name(_REFUSED)
 REMARKS = _by_name(_IDLE)
 """Arguments that have nothing to act on here, with the reason; a line says it where one is set."""
 
-_OTHERS = _NAMES - {*PPOConfig.__annotations__, *HEEDED, *REFUSALS, *REMARKS}
-REMARKS |= dict.fromkeys(sorted(_OTHERS), "it is not known here")
+_KNOWN = {*PPOConfig.__annotations__, *HEEDED, *REFUSALS, *REMARKS}
+REMARKS |= {name: "it is not known here" for name in _NAMES if name not in _KNOWN}

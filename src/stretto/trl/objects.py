@@ -87,9 +87,8 @@ def check_models(models: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) 
     """Refuse models that cannot work together: that share weights, lack a scalar head or tokens of
     the tokenizer. Returns the number of token ids that all know.
     """
-    there = {name: model for name, model in models.items() if model is not None}
     owners: dict[int, str] = {}
-    for name, model in there.items():
+    for name, model in models.items():
         for parameter in model.parameters():
             other = owners.setdefault(id(parameter), name)
             if other != name:
@@ -99,8 +98,8 @@ def check_models(models: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) 
                     "models-share-weights",
                 )
     for name in ("reward_model", "value_model"):
-        if name in there:
-            labels = getattr(there[name].config, "num_labels", 1)
+        if name in models:
+            labels = getattr(models[name].config, "num_labels", 1)
             if labels != 1:
                 raise ModelError(
                     f"{name} must give one score (num_labels = 1); it has num_labels = {labels}. "
@@ -109,12 +108,12 @@ def check_models(models: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) 
                     "head-not-scalar",
                 )
             try:
-                scalar_head(there[name])
+                scalar_head(models[name])
             except ModelError as error:
                 raise ModelError(f"{name}: {error}", "head-not-scalar") from error
     pad = tokenizer.pad_token_id
     needed = 1 + max(i for i in tokenizer.get_vocab().values() if i != pad)
-    rows = {name: model.get_input_embeddings().weight.shape[0] for name, model in there.items()}
+    rows = {name: model.get_input_embeddings().weight.shape[0] for name, model in models.items()}
     for name, count in rows.items():
         if count < needed:
             raise ModelError(

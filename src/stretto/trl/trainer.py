@@ -100,7 +100,14 @@ class PPOTrainer:
         self.model = self.policy_model = policy
         self.ref_model, self.reward_model = given["ref_model"], given["reward_model"]
         self.value_model, self.callbacks = value_model, list(callbacks or ())
-        vocabulary = objects.check_models(self._models(), self.processing_class)
+        models = {
+            "model": policy,
+            "ref_model": self.ref_model,
+            "reward_model": self.reward_model,
+            "value_model": value_model,
+        }
+        models = {name: model for name, model in models.items() if model is not None}
+        vocabulary = objects.check_models(models, self.processing_class)
 
         def tokenised(rows: Any, name: str) -> TokenTask:
             return TokenTask(rows, self.processing_class, name, vocabulary)
@@ -108,7 +115,7 @@ class PPOTrainer:
         self._task = tokenised(given["train_dataset"], "train_dataset")
         self._eval_task = None if eval_dataset is None else tokenised(eval_dataset, "eval_dataset")
         arguments.derive_sizes(self.args, len(self._task))
-        task, dtype = self._task, self._dtype()
+        task, dtype = self._task, _dtype(models, bf16=self.args.bf16)
         data = arguments.settings(self.args, len(task), task.longest, dtype)
         data["model"]["name"] = str(getattr(policy, "name_or_path", "") or type(policy).__name__)
         if peft_config is not None:
@@ -226,26 +233,6 @@ class PPOTrainer:
             "no-upload",
         )
 
-    def _models(self) -> dict[str, Any]:
-        return {
-            "model": self.policy_model,
-            "ref_model": self.ref_model,
-            "reward_model": self.reward_model,
-            "value_model": self.value_model,
-        }
-
-    def _dtype(self) -> Literal["float32", "bfloat16"]:
-        """Return the type that the policy computes in; ``bf16`` brings all models to that one."""
-        models = {name: model for name, model in self._models().items() if model is not None}
-        if self.args.bf16:
-            for model in models.values():
-                model.to(torch.bfloat16)
-        for name in ("model", "value_model"):
-            if name in models:
-                require_trainable(models[name], name)
-        dtype = next(self.policy_model.parameters()).dtype
-        return "bfloat16" if dtype is torch.bfloat16 else "float32"
-
     def _overrides(self) -> Overrides:
         end: Any = self.processing_class.eos_token_id
         stop = self.args.stop_token_id
@@ -262,6 +249,18 @@ class PPOTrainer:
             reward_models={REWARD_MODEL: (self.reward_model, self.processing_class)},
             end_tokens=frozenset(() if stop is None else (stop,)),
         )
+
+
+def _dtype(models: Mapping[str, Any], *, bf16: bool) -> Literal["float32", "bfloat16"]:
+    """Return the type that the policy computes in; ``bf16`` brings all models to bfloat16."""
+    if bf16:
+        for model in models.values():
+            model.to(torch.bfloat16)
+    for name in ("model", "value_model"):
+        if name in models:
+            require_trainable(models[name], name)
+    dtype = next(models["model"].parameters()).dtype
+    return "bfloat16" if dtype is torch.bfloat16 else "float32"
 
 
 def missing_eos(end: int | None, penalty: float) -> Callable[..., list[float]]:
