@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -51,13 +52,8 @@ _OF_PAIRS = {"split", "size", "prompt_column", "chosen_column", "rejected_column
 
 
 class Stages(NamedTuple):
-    """The settings of all stages.
-
-    Attributes:
-        sft: of the first stage, whose model the other two start from.
-        reward: of the reward model, which learns from pairs that the gold reward labels.
-        train: of the last stage; its ``reward.sources`` is the gold reward, whose place the learned
-            reward model takes.
+    """The settings of all stages. The model of the first is where the other two start from, and the
+    ``reward.sources`` of the last is the gold reward, whose place the learned reward model takes.
     """
 
     sft: SftConfig
@@ -279,20 +275,16 @@ def _run(stages: Stages, results: _Results) -> Aligned:
         on_stderr(line)
     folder, asked, gold = results.folder, results.asked, stages.gold
     sft = changed(stages.sft, {"out": str(folder)})
-    tuned = results.once("sft", SftResult, lambda: training.sft(sft))
+    tuned = results.once("sft", SftResult, partial(training.sft, sft))
     start = results.kept(tuned.model)
-
-    def label() -> LabelResult:
-        file = folder / "pairs.jsonl"
-        return label_responses(
-            stages.train, policy=start, by=gold, out=file, prompts=asked["pairs"]
-        )
-
-    pairs = results.once("pairs", LabelResult, label)
+    file, prompts = folder / "pairs.jsonl", asked["pairs"]
+    label = partial(label_responses, policy=start, by=gold, out=file, prompts=prompts)
+    pairs = results.once("pairs", LabelResult, partial(label, stages.train))
     shared = {"out": str(folder), "model__name": start}
     data = PairsConfig(name=results.kept(pairs.out)).model_dump(include={"name", *_OF_PAIRS})
     reward = changed(stages.reward, shared, {"data": data})
-    learned = results.once("reward", RewardModelResult, lambda: training.train_reward_model(reward))
+    learn = partial(training.train_reward_model, reward)
+    learned = results.once("reward", RewardModelResult, learn)
     proxy = f"model:{results.kept(learned.model)}"
     least = penalty(learned, stages.train.reward)
     on_stderr(f"reward.missing_eos_penalty = {least:.4f}, on the learned reward model's scale")
@@ -306,18 +298,11 @@ def _run(stages: Stages, results: _Results) -> Aligned:
 
     policy = results.once("train", TrainResult, reinforce).model
 
-    def outcome(name: str, model: str) -> PolicyOutcome:
-        def look() -> Measured:
-            return measure(
-                stages.train,
-                policy=model,
-                samples=asked["samples"],
-                by=(gold, proxy),
-                sft=start,
-                reference_column=asked["reference_column"],
-            )
+    samples, column = asked["samples"], asked["reference_column"]
+    look = partial(measure, samples=samples, by=(gold, proxy), sft=start, reference_column=column)
 
-        measured = results.once(name, Measured, look)
+    def outcome(name: str, model: str) -> PolicyOutcome:
+        measured = results.once(name, Measured, partial(look, stages.train, policy=model))
         return PolicyOutcome(measured, measured.win_rates[1].score)
 
     trained = results.kept(policy)
@@ -338,14 +323,11 @@ def check_settings(stages: Stages, pairs: int, samples: int) -> None:
             "Set task.held_out to another file, or to another split of the same hub dataset",
             "stages-share-prompts",
         )
-    for setting, name in (
-        ("data.name of sft", stages.sft.data.name),
-        ("task.name of train", task.name),
-    ):
+    names = {"data.name of sft": stages.sft.data.name, "task.name of train": task.name}
+    for setting, name in names.items():
         if not name:
-            raise ConfigError(
-                f"{setting}.toml is empty; name a file or a dataset", "stage-without-data"
-            )
+            message = f"{setting}.toml is empty; name a file or a dataset"
+            raise ConfigError(message, "stage-without-data")
 
 
 def replaced(stages: Stages) -> list[str]:
