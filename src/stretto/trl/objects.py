@@ -192,14 +192,14 @@ class TokenTask(Task):
         if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
             raise TaskError(
                 f"{name} must have a length and rows by number; got {type(rows).__name__}. Give a "
-                "datasets.Dataset (one split of a DatasetDict), or a list of rows"
+                "datasets.Dataset (one split of a DatasetDict), or a list of rows",
+                "dataset-not-sequence",
             )
         if isinstance(rows, Mapping):
-            raise TaskError(
-                f"{name} is several datasets ({', '.join(map(str, rows))}); give one of them"
-            )
+            names = ", ".join(map(str, rows))
+            raise TaskError(f"{name} is several datasets ({names}); give one", "several-datasets")
         if not len(rows):
-            raise TaskError(f"{name} holds no rows; it needs at least one")
+            raise TaskError(f"{name} holds no rows; it needs at least one", "no-rows")
         self._rows, self._tokenizer, self._name = rows, tokenizer, name
         self.longest = 0
         for index in range(len(rows)):
@@ -208,7 +208,8 @@ class TokenTask(Task):
                 raise TaskError(
                     f"{name}, row {index}: a token id is {max(tokens)}, and the models know ids "
                     f"below {vocabulary}; tokenise the prompts with the processing_class that "
-                    "belongs to the models"
+                    "belongs to the models",
+                    "token-out-of-range",
                 )
             self.longest = max(self.longest, len(tokens))
 
@@ -233,7 +234,8 @@ class TokenTask(Task):
             raise TaskError(
                 f"{self._name}, row {index} has no column '{COLUMN}' ({columns[:200]}). Tokenise "
                 "the prompts first, as for TRL: dataset.map(lambda row: "
-                "{'input_ids': tokenizer(row['prompt'])['input_ids']})"
+                "{'input_ids': tokenizer(row['prompt'])['input_ids']})",
+                "missing-column",
             )
         tokens = [int(token) for token in row[COLUMN]]
         if MASK in row:
@@ -245,6 +247,7 @@ class TokenTask(Task):
         if not tokens:
             raise TaskError(
                 f"{self._name}, row {index} has no tokens in '{COLUMN}'; drop the row, or see why "
-                "its prompt is empty"
+                "its prompt is empty",
+                "no-tokens",
             )
         return tuple(tokens)
