@@ -132,6 +132,9 @@ class Aligned:
 
     Attributes:
         folder: folder with those of the stages.
+        sft: result of fine-tuning.
+        pairs: counts of the labelled pairs.
+        reward: result of the reward model's training.
         penalty: ``reward.missing_eos_penalty`` of the last stage, on the reward model's scale.
         policy: folder of the aligned model.
         before: the fine-tuned model on held-out prompts.

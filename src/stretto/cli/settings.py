@@ -75,6 +75,8 @@ def parse_with_config(
     if shown is not None:
         arguments, offered = ["--help"], shown
     named = _named(arguments, offered, own_names, kind)
+    if not {"-h", "--help"} & {*arguments}:  # without help, few options are parsed in less time
+        offered = named
     parsed = _parse(command, arguments, options, _mirror(kind, offered, config.model_dump()), more)
     given = {name: attrgetter(name)(parsed.settings) for name in named}
     for name, value in given.items():
