@@ -456,7 +456,7 @@ def test_a_missing_end_costs_on_the_learned_scale(rule: Any, expected: float) ->
 def test_the_seeds_of_recipes_stay_unless_one_is_given(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from stretto.cli import align as command
+    from stretto.cli import train as command
 
     seen: list[Stages] = []
 

@@ -72,11 +72,6 @@ class Stages(NamedTuple):
             )
         return sources[0]
 
-    def write(self, folder: Path) -> None:
-        """Write the settings into a folder, for :func:`stages_of` to read."""
-        for name, settings in self._asdict().items():
-            write_whole(folder / f"{name}.toml", recipes.dump(settings).encode())
-
 
 def stages_of(
     settings: Stages | str | Path,
@@ -195,7 +190,8 @@ def align(
     with explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with ending_in_order(), locked(folder, print):
-        stages.write(folder)
+        for name, stage in stages._asdict().items():
+            write_whole(folder / f"{name}.toml", recipes.dump(stage).encode())
         results = _Results(folder, {"asked": asked})
         results.save()
         return _run(stages, results)

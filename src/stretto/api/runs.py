@@ -29,16 +29,11 @@ if TYPE_CHECKING:
     from stretto.runtime.sim.cluster import Cluster
     from stretto.runtime.sim.simulate import SimResult
 
-STOP_S = 30.0
-"""Seconds that an interrupted run gets to end in order and save its model."""
+STOP_S, LOOK_S = 30.0, 0.5
+"""Seconds that an interrupted run gets to save its model, and between looks how far a run is."""
 
 WARMUP = "warmup.safetensors"
 """File with the result of a seed's warm-up, kept while runs with that seed are to come."""
-
-LOOK_S = 0.5
-"""Seconds between two looks how far a run is."""
-
-_LAST_LINES = 12
 
 
 def _variants(*, several_engines: bool) -> dict[str, dict[str, object]]:
@@ -216,7 +211,7 @@ class Trainings:
             (out / WARMUP).unlink(missing_ok=True)
         if status:
             with log.open(encoding="utf-8", errors="replace") as lines:
-                end = "".join(f"    {line}" for line in deque(lines, _LAST_LINES))
+                end = "".join(f"    {line}" for line in deque(lines, 12))
             return f"exit status {status}; the end of {log}:\n{end.rstrip()}"
         (self.folders[job],) = out.glob(f"{folders}/")
         return outcome_of(job, self.folders[job])

@@ -351,8 +351,7 @@ def train_reward_model(
     """Train a reward model on pairs of a better and a worse response; what ``stretto reward`` does.
 
     Args:
-        settings: its settings, a recipe's name, a ``.toml`` file or a run's folder.
-        progress, changes: as in :func:`train`.
+        settings, progress, changes: as in :func:`sft`.
     """
     return execute(_begun(settings, RewardModelConfig, "reward", changes), progress=progress)
 

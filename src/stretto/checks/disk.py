@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 from stretto import files
 from stretto.config import Config, SupervisedConfig
@@ -13,24 +12,17 @@ from stretto.planner.fitting import TRAINED_ROLES, plan_for, plan_for_one, width
 from stretto.saying import format_size
 
 
-class Written(NamedTuple):
-    """What a run writes at most, in bytes.
+def written(config: Config | SupervisedConfig) -> tuple[int, int] | None:
+    """Return the bytes of a checkpoint and of the model, or ``None`` if the run's models are not
+    here to be counted.
 
-    Attributes:
-        checkpoint: float32 masters and both moments of Adam of all that is trained, and where
-            generation lags behind, the weights that it works with. 0 without checkpoints.
-        model: the trained model, and the outcome of the warm-up.
+    A checkpoint, 0 where none is written, has float32 masters and both moments of Adam of all that
+    is trained, and where generation lags behind, the weights that it works with. The warm-up's
+    outcome counts with the model.
     """
-
-    checkpoint: int
-    model: int
-
-
-def written(config: Config | SupervisedConfig) -> Written | None:
-    """Return what a run writes; ``None`` where its models are not here to be counted."""
     try:
         if not isinstance(config, Config):
-            return Written(0, width(config.model) * plan_for_one(config.model).parameters)
+            return 0, width(config.model) * plan_for_one(config.model).parameters
         plan = plan_for(config)
     except ModelError:
         return None
@@ -38,7 +30,7 @@ def written(config: Config | SupervisedConfig) -> Written | None:
     if config.observe.checkpoints:
         trained = sum(role.role in TRAINED_ROLES for role in plan.mixed.roles)
         checkpoint = 12 * plan.trained * trained + (weights if config.schedule.knobs.lag else 0)
-    return Written(checkpoint, weights * (2 if config.warmup_examples else 1))
+    return checkpoint, weights * (2 if config.warmup_examples else 1)
 
 
 def check(config: Config | SupervisedConfig, folder: Path, *, resuming: bool = False) -> None:
@@ -48,8 +40,9 @@ def check(config: Config | SupervisedConfig, folder: Path, *, resuming: bool = F
     sizes = written(config)
     if sizes is None:
         return
-    checkpoint, free = 0 if resuming else sizes.checkpoint, files.free(folder)
-    needed = round(max(checkpoint + sizes.model, (1 + files.SPARE) * checkpoint))
+    (checkpoint, model), free = sizes, files.free(folder)
+    checkpoint = 0 if resuming else checkpoint
+    needed = round(max(checkpoint + model, (1 + files.SPARE) * checkpoint))
     if needed > free:
         also, remedy = "", "Make room, or choose another disk with --out"
         if checkpoint:
@@ -57,7 +50,7 @@ def check(config: Config | SupervisedConfig, folder: Path, *, resuming: bool = F
             remedy = f"{remedy}, or leave checkpoints out with --observe.checkpoint-minutes 0"
         raise StorageError(
             f"'{folder}' is on a disk with {format_size(free)} free, and the run needs "
-            f"{format_size(needed)} there: {format_size(sizes.model)} for its model{also}. "
+            f"{format_size(needed)} there: {format_size(model)} for its model{also}. "
             f"{remedy}",
             "disk-too-small",
         )
@@ -68,9 +61,9 @@ def said(config: Config | SupervisedConfig, folder: Path) -> str:
     without any.
     """
     sizes = written(config)
-    if sizes is None or not sizes.checkpoint:
+    if sizes is None or not sizes[0]:
         return ""
-    size, free = sizes.checkpoint, files.free(folder)
+    size, free = sizes[0], files.free(folder)
     beside = int((free + files.size_of(folder / CHECKPOINTS)) / size - 1 - files.SPARE)
     if beside >= KEPT:
         kept = f"at most {KEPT} kept"

@@ -53,7 +53,15 @@ def check_run(
     """
     _check_libraries(config)
     _check_device(config.model)
-    _check_cluster(config)
+    gpus = usable_gpus()
+    if config.runtime == "local":
+        from stretto.runtime.placement import places
+
+        places(config, config.threads or usable_cores(), gpus)
+    if config.runtime == "ray" and config.cluster.address:
+        from stretto.workers.ray_cluster import require_answer
+
+        require_answer(config.cluster.address)
     opened = overrides.task if overrides else None
     task = opened or _check_task(config.task, config.seed, ask_hub=ask_hub)
     objects = {*overrides.functions, *overrides.reward_models} if overrides else ()
@@ -239,19 +247,6 @@ def _check_actor(config: Config, info: ModelInfo | None) -> None:
                 f"{config.pipeline.describe_stages(name)}: '{info.name}' has {info.layers} layers, "
                 f"too few for {stages} stages; use at most {info.layers}"
             )
-
-
-def _check_cluster(config: Config) -> None:
-    """Refuse devices that are not there, and a Ray cluster at which nothing answers."""
-    gpus = usable_gpus()
-    if config.runtime == "local":
-        from stretto.runtime.placement import places
-
-        places(config, config.threads or usable_cores(), gpus)
-    if config.runtime == "ray" and config.cluster.address:
-        from stretto.workers.ray_cluster import require_answer
-
-        require_answer(config.cluster.address)
 
 
 def check_dataset(name: str, *, ask: bool = True) -> None:

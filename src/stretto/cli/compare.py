@@ -1,7 +1,8 @@
-"""``stretto compare``: the same training under several schedules, side by side.
+"""``stretto compare``: the same training under several schedules, side by side; ``report``: runs as
+a page to explore, or a step of theirs as a picture.
 
-Each run is a ``stretto train`` in a process of its own. Runs go seed by seed, with the variants in
-turn within a seed, so that whatever drifts on the machine hits all of them alike.
+Each run of a comparison is a ``stretto train`` in a process of its own. Runs go seed by seed, with
+the variants in turn within a seed, so that whatever drifts on the machine hits all of them alike.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Annotated
 
 import tyro
 
+from stretto.api.predicted import predicted
 from stretto.api.runs import (
     ONE_ENGINE,
     OVERCOMMIT_RULES,
@@ -34,10 +36,10 @@ from stretto.config import recipes
 from stretto.errors import ConfigError, nearest
 from stretto.machine import Machine
 from stretto.observe import make_progress
+from stretto.observe import report as reports
 from stretto.observe.compare import Comparison, Outcome
 from stretto.observe.lock import locked
 from stretto.observe.progress import on_stderr
-from stretto.observe.report import MAX_RUNS
 from stretto.observe.run_directory import claim
 from stretto.saying import CHECKING, LOADING, Advance, working
 
@@ -73,7 +75,7 @@ class Options:
     target: Annotated[float | None, tyro.conf.arg(help=TARGET_HELP, metavar="REWARD")] = None
 
 
-def run(arguments: Sequence[str]) -> int:
+def run_compare(arguments: Sequence[str]) -> int:
     """Compare, print the table and write it; status 1 when a run failed."""
     if value_of("--sim", arguments) is not None:
         from stretto.cli import compare_sim
@@ -102,7 +104,7 @@ def run(arguments: Sequence[str]) -> int:
         collected = collect(jobs, trainings.run, config.steps)
         publish(collected, own.target, folder, arguments, str(Machine.here()))
         first = [path for job, path in trainings.folders.items() if job.seed == jobs[0].seed]
-        if shown := first[:MAX_RUNS]:
+        if shown := first[: reports.MAX_RUNS]:
             page = report(shown, folder / "report.html")
             print(f"wrote {page}: the runs of seed {jobs[0].seed} ({len(shown)} of them)")
         return exit_status(collected)
@@ -220,3 +222,48 @@ def exit_status(collected: Collected) -> int:
     if collected.interrupted:
         raise KeyboardInterrupt
     return 1 if collected.failed else 0
+
+
+def command_report(
+    runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN...")],
+    /,
+    out: str = "",
+    step: int = 0,
+    timeline: str = "",
+) -> None:
+    """Make one HTML page of one run or several: timelines, rewards, utilisation, lengths, settings;
+    win-rate against KL, and what became of rewards with the off-policyness N. Of up to six runs the
+    page, and a table here, also show each phase of a step as measured and as the simulator predicts
+    it from the run's own records.
+
+    The page holds all it needs and opens without a network. Runs that are still going can be
+    reported too.
+
+    Args:
+        runs: Run directories; the first is what the others are compared with.
+        out: File for the page. Without it: report.html, unless --timeline asks for a picture alone.
+        step: Step whose timeline is shown; without it, one from the middle.
+        timeline: File for an SVG picture of the step, the runs one below the other over the same
+            time axis.
+    """
+    if step < 0:
+        raise ConfigError(f"--step {step}: steps count from 1")
+    with working(on_stderr, "reading the runs"):
+        loaded = reports.load(runs)
+    if out or not timeline:
+        with working(on_stderr, "predicting the runs from their own records"):
+            found = predicted(runs) if len(runs) <= reports.MAX_RUNS else []
+        data = [each.data() for each in found]
+        _write(out or "report.html", reports.html_page(loaded, step or None, data))
+        for run, each in zip(loaded, found, strict=False):
+            print(each.text(run.name))
+    if timeline:
+        _write(timeline, reports.timeline_svg(loaded, step or None))
+
+
+def _write(name: str, text: str) -> None:
+    try:
+        Path(name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write '{name}': {error}; choose another file") from error
+    print(f"wrote {Path(name)}")

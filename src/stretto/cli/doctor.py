@@ -52,6 +52,10 @@ class Finding(NamedTuple):
     text: str
 
 
+def _found(good: bool, topic: str, text: str, note: str) -> Finding:
+    return Finding("ok", topic, text) if good else Finding("note", topic, note)
+
+
 def command() -> int:
     """Say what this machine has, what is installed, and what would not work and why.
 
@@ -76,11 +80,8 @@ def examine() -> Iterator[Finding]:
     yield Finding("ok", "cores", f"{usable_cores()} usable, {physical} physical")
     memory = psutil.virtual_memory()
     text = f"{memory.available / 1e9:.1f} GB free of {memory.total / 1e9:.1f} GB"
-    if memory.available < _LOW_MEMORY_BYTES:
-        text += f"; PPO on {DEFAULT_MODEL} wants 8 GB: close other programs, or train 'tiny'"
-        yield Finding("note", "memory", text)
-    else:
-        yield Finding("ok", "memory", text)
+    more = f"; PPO on {DEFAULT_MODEL} wants 8 GB: close other programs, or train 'tiny'"
+    yield _found(memory.available >= _LOW_MEMORY_BYTES, "memory", text, text + more)
     packages = list(_packages())
     yield from packages
     if all(finding.state != "broken" for finding in packages):
@@ -139,24 +140,18 @@ def _models() -> Iterator[Finding]:
 
     cache = resolve.cache_dir()
     existing = files.existing(cache)
-    if os.access(existing, os.W_OK):
-        yield Finding("ok", "cache", str(cache))
-    else:
-        text = f"{cache} cannot be written to, so no model can be fetched; check its permissions"
-        yield Finding("note", "cache", text)
-    if resolve.cached(DEFAULT_MODEL):
-        yield Finding("ok", "model", f"{DEFAULT_MODEL} is cached")
-    else:
-        text = f"{DEFAULT_MODEL} is not cached; the first use downloads it, and fails offline"
-        yield Finding("note", "model", text)
+    text = f"{cache} cannot be written to, so no model can be fetched; check its permissions"
+    yield _found(os.access(existing, os.W_OK), "cache", str(cache), text)
+    text = f"{DEFAULT_MODEL} is not cached; the first use downloads it, and fails offline"
+    is_cached = resolve.cached(DEFAULT_MODEL) is not None
+    yield _found(is_cached, "model", f"{DEFAULT_MODEL} is cached", text)
     if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
         yield Finding("note", "hub", "HF_HUB_OFFLINE is set: only hub models on disk can be used")
     for topic, folder in (("disk (cache)", existing), ("disk (runs)", Path.cwd())):
-        text = f"{(free := shutil.disk_usage(folder).free) / 1e9:.1f} GB free"
-        if free >= _LOW_DISK_BYTES:
-            yield Finding("ok", topic, text)
-        else:
-            yield Finding("note", topic, f"{text}; little for models and checkpoints")
+        free = shutil.disk_usage(folder).free
+        text = f"{free / 1e9:.1f} GB free"
+        more = "; little for models and checkpoints"
+        yield _found(free >= _LOW_DISK_BYTES, topic, text, text + more)
 
 
 def _extras() -> Iterator[Finding]:

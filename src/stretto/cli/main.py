@@ -37,8 +37,9 @@ COMMANDS = {
 }
 
 MODULES = {
-    **dict.fromkeys(("sft", "reward", "recipes"), "train"),
+    **dict.fromkeys(("sft", "reward", "align", "recipes"), "train"),
     **dict.fromkeys(("generate", "eval", "label"), "models"),
+    "report": "compare",
 }
 """Modules of the commands that share one, with functions named after the commands."""
 
@@ -88,10 +89,10 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"stretto: unknown command '{name}'. {nearest(name, COMMANDS)}", file=sys.stderr)
         return 2
     module = importlib.import_module(f"stretto.cli.{MODULES.get(name, name)}")
-    run = getattr(module, f"run_{name}", getattr(module, "run", None))
-    if run:  # it offers the settings of a run
-        return int(run(rest))
+    known = (f"run_{name}", f"command_{name}", "run", "command")
+    command = next(filter(None, (getattr(module, function, None) for function in known)))
+    if command.__name__.startswith("run"):  # it offers the settings of a run
+        return int(command(rest))
     import tyro
 
-    command = getattr(module, f"command_{name}", None) or module.command
     return tyro.cli(command, prog=f"stretto {name}", args=rest) or 0

@@ -232,19 +232,16 @@ def _mirror(
             if typing.get_origin(kind) is dict:
                 # Any key can be given, also one that the recipe's table has not.
                 kind, text = tuple[str, ...], f"{text} As key=value; replaces the recipe's."
-                value = tuple(map(_pair, value.items()))
+                words = (tomli_w.dumps({key: each}).strip() for key, each in value.items())
+                value = tuple(word.replace(" = ", "=", 1) for word in words)
             fields.append((name, Annotated[kind, tyro.conf.arg(help=text)], value))
     made = dataclasses.make_dataclass(section.__name__, fields)
     made.__doc__ = section.__doc__
     return made
 
 
-def _pair(item: tuple[str, Any]) -> str:
-    return tomli_w.dumps(dict([item])).strip().replace(" = ", "=", 1)
-
-
 def _table(pairs: Sequence[str], key: str) -> dict[str, Any]:
-    """Read words that :func:`_pair` writes; what is no TOML value is text."""
+    """Read words of the form key=value; what is no TOML value is text."""
     table: dict[str, Any] = {}
     for pair in pairs:
         name, sign, text = pair.partition("=")

@@ -141,7 +141,8 @@ def derive_sizes(args: PPOConfig, rows: int) -> None:
                 f"{value}; leave it out",
                 "argument-derived",
             )
-    vars(args).update(derived)
+    for name, value in derived.items():
+        setattr(args, name, value)
 
 
 def notes(args: PPOConfig) -> list[str]:

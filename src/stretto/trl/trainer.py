@@ -40,6 +40,9 @@ class PPOTrainer:
     The arguments are TRL's, in its order. Models are trained in place. Every run has a folder of
     its own in ``args.output_dir``, with its settings, figures, samples and the trained model.
 
+    Raises a StrettoError where an argument is refused or arguments do not fit together, a model has
+    no scalar head or lacks the tokenizer's tokens, or the dataset has no tokenised prompts.
+
     Args:
         processing_class: the tokenizer that all models share.
         ref_model: what the KL is measured to; ``None``: the policy as it starts.
@@ -49,18 +52,14 @@ class PPOTrainer:
         data_collator: one that only pads, or ``None``; nothing is padded here.
         eval_dataset: prompts for :meth:`generate_completions`.
         optimizers: not taken; see :class:`PPOConfig`.
-        callbacks: objects of transformers' ``TrainerCallback``; told of the beginning, of each
-            step and its figures, and of the end.
+        callbacks: ``TrainerCallback`` objects of transformers; told of the beginning, of each step
+            and its figures, and of the end.
         peft_config: a ``LoraConfig``; policy and critic then get adapters, which are merged into
             them when training ends. Adapters that the policy has before are merged first.
 
     Attributes:
-        model, policy_model: the policy.
         config: the run's settings.
         run_dir: the run's folder; ``None`` before :meth:`train`.
-
-    Raises a StrettoError where an argument is refused or arguments do not fit together, a model has
-    no scalar head or lacks the tokenizer's tokens, or the dataset has no tokenised prompts.
     """
 
     def __init__(
@@ -142,15 +141,7 @@ class PPOTrainer:
         resumed = resume_from_checkpoint or self.args.resume_from_checkpoint
         run = api.begin(self.config, name, resume=resumed or "", overrides=self._overrides())
         self.run_dir = run.run_dir
-        display = CallbackProgress(
-            make_progress(self.config.observe.progress),
-            self.args,
-            self.callbacks,
-            self.config.steps,
-            self.config.rollout.batch,
-            model=self.policy_model,
-            processing_class=self.processing_class,
-        )
+        display = CallbackProgress(make_progress(self.config.observe.progress), self)
         for line in arguments.notes(self.args):
             display.note(line)
         try:
@@ -280,27 +271,15 @@ class StopTrainingError(StrettoError):
 
 
 class CallbackProgress:
-    """A display that also tells callbacks: of the beginning, of each step with its figures, and of
-    the end. A callback that sets ``control.should_training_stop`` ends the run after the step.
-
-    Args:
-        objects: what callbacks get besides, by the names that transformers gives them.
+    """A display that also tells a trainer's callbacks of the beginning, of each step, and of the
+    end. A callback that sets ``control.should_training_stop`` ends the run after the step.
     """
 
-    def __init__(
-        self,
-        display: Progress,
-        args: PPOConfig,
-        callbacks: Sequence[Any],
-        steps: int,
-        episodes: int,
-        **objects: Any,
-    ) -> None:
-        self._display, self._args, self._callbacks = display, args, callbacks
-        self._episodes, self._objects = episodes, objects
+    def __init__(self, display: Progress, trainer: PPOTrainer) -> None:
+        self._display, self._trainer = display, trainer
         self.note, self.working, self.close = display.note, display.working, display.close
         self.state, self._control = TrainerState(), TrainerControl()
-        self.state.max_steps = steps
+        self.state.max_steps = trainer.config.steps
 
     def start(self, headline: str) -> None:
         """Show what will run."""
@@ -313,7 +292,7 @@ class CallbackProgress:
         """Show a step and tell the callbacks; raise StopTrainingError if one wants no more."""
         self._display.step(step, total, stats, samples)
         self.state.global_step = step
-        logs = {**stats, "episode": step * self._episodes}
+        logs = {**stats, "episode": step * self._trainer.config.rollout.batch}
         self.state.log_history.append({**logs, "step": step})
         self._call("on_log", logs=logs)
         self._call("on_step_end")
@@ -325,8 +304,8 @@ class CallbackProgress:
         self._call("on_train_end")
 
     def _call(self, event: str, **more: Any) -> None:
-        for callback in self._callbacks:
-            answer = getattr(callback, event)(
-                self._args, self.state, self._control, **self._objects, **more
-            )
+        t = self._trainer
+        more |= {"model": t.policy_model, "processing_class": t.processing_class}
+        for callback in t.callbacks:
+            answer = getattr(callback, event)(t.args, self.state, self._control, **more)
             self._control = answer or self._control
