@@ -3,9 +3,8 @@
 Settings are a :class:`~stretto.config.Config`, a recipe's name, a ``.toml`` file or a run's folder.
 Single settings are changed by keyword: a whole section as a mapping (``rollout={"batch": 64}``), or
 one setting behind its section's name (``rollout__batch=64``). What a command takes by name can also
-be brought as an object: a model, a list of rows, a reward function.
-
-Nothing heavy is imported before a function is called.
+be brought as an object: a model, a list of rows, a reward function. Nothing heavy is imported
+before a function is called.
 """
 
 from stretto.api.alignment import align, resume_alignment

@@ -20,15 +20,7 @@ from pydantic import TypeAdapter
 
 from stretto.api import training
 from stretto.api.settings import changed, settled
-from stretto.config import (
-    Config,
-    ModelConfig,
-    PairsConfig,
-    RewardConfig,
-    RewardModelConfig,
-    SftConfig,
-    recipes,
-)
+from stretto.config import Config, PairsConfig, RewardConfig, RewardModelConfig, SftConfig, recipes
 from stretto.errors import ConfigError, StateError, TaskError
 from stretto.files import explained, write_whole
 from stretto.observe.lock import locked
@@ -90,8 +82,8 @@ def stages_of(
 
 
 def _read(name: str | Path) -> Stages:
-    of_train, of_sft = set(recipes.names()), set(recipes.names(SftConfig))
-    complete = sorted(of_train & of_sft & set(recipes.names(RewardModelConfig)))
+    known = [set(recipes.names(kind)) for kind in (SftConfig, RewardModelConfig, Config)]
+    complete = sorted(set.intersection(*known))
     parts: list[str | Path] = [name] * 3
     if str(name) not in complete:
         files = [f"{stage}.toml" for stage in Stages._fields]
@@ -345,9 +337,8 @@ def replaced(stages: Stages) -> list[str]:
 
 
 def check_opens(stages: Stages, reference_column: str = "") -> None:
-    """Check what the later stages read, and that all stages read prompts alike.
-
-    Rows, reference responses (see :func:`stretto.measure`) and the gold reward are opened.
+    """Check what the later stages read, and that all stages read prompts alike. Rows, reference
+    responses (see :func:`stretto.measure`) and the gold reward are opened.
     """
     from stretto import tasks
     from stretto.evaluation.answers import of_model
@@ -356,18 +347,19 @@ def check_opens(stages: Stages, reference_column: str = "") -> None:
     from stretto.models.load import load_tokenizer
     from stretto.models.resolve import resolve
 
-    def tokenizer_of(model: ModelConfig) -> PreTrainedTokenizerBase:
+    def tokenizer_of(stage: SftConfig | RewardModelConfig | Config) -> PreTrainedTokenizerBase:
+        model = stage.model
         return load_tokenizer(resolve(model.name, on_stderr), model.trust_remote_code, on_stderr)
 
     start = stages.sft.model.name
-    tokenizer = tokenizer_of(stages.sft.model)
-    for model in (stages.reward.model, stages.train.model):
-        if model.name != start:
+    tokenizer = tokenizer_of(stages.sft)
+    for stage in (stages.reward, stages.train):
+        if (name := stage.model.name) != start:
             # One vocabulary holds the other, as tokens may be added (such as for padding).
-            ours, theirs = tokenizer.get_vocab().items(), tokenizer_of(model).get_vocab().items()
+            ours, theirs = tokenizer.get_vocab().items(), tokenizer_of(stage).get_vocab().items()
             if not (ours <= theirs or theirs <= ours):
                 raise ConfigError(
-                    f"all stages start from one model, '{start}' of sft.toml, and '{model.name}' "
+                    f"all stages start from one model, '{start}' of sft.toml, and '{name}' "
                     "has another tokenizer: it was meant for another model. Name the same one in "
                     "all three",
                     "stages-differ-in-tokenizer",

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from stretto.api.settings import Settings, changed, config_of, model_of, of_dataset, trained_with
+from stretto.api.settings import Settings, changed, config_of, model_of, of_rows, trained_with
 from stretto.checks import check_measured
 from stretto.config import Config, ModelConfig, RewardModelConfig, RolloutConfig, recipes
 from stretto.errors import ConfigError, require
@@ -123,8 +123,7 @@ def label_responses(
 
     Args:
         settings, model, dataset, changes: as in :func:`evaluate`.
-        by: 'task', 'file.py:name' or 'model:NAME'; a run's folder too.
-        out: file for the pairs, JSON Lines.
+        by, out: as in :func:`label`; ``by`` may be 'task' too.
         prompts: the first ones that training would draw, at most so many.
         per_prompt: responses to each; the best and the worst make a pair.
     """
@@ -179,9 +178,7 @@ def generate(
 
     Args:
         model: a known name, a folder in Hugging Face format, a hub name, or a run's folder; or a
-            model as an object, which is put into evaluation mode.
-        prompts: what to answer; at least one.
-        tokenizer: of a model that is an object.
+            model as an object, which is put into evaluation mode and needs its ``tokenizer``.
         temperature: softmax temperature; 0 is greedy.
         top_k, top_p: sample among the likeliest tokens only; 0 and 1 are off.
         stop: strings that end an answer, besides the end-of-sequence token.
@@ -253,7 +250,7 @@ def _measured(
 ) -> tuple[Config, str]:
     """Return the settings and the model of a measurement, which has been checked."""
     config = config_of(settings)
-    rows = {} if dataset is None else of_dataset(config.task, str(dataset))
+    rows = {} if dataset is None else of_rows(config.task, str(dataset))
     config = changed(config, rows, changes)
     chosen = model_of(model, settings, config)
     with working(on_stderr, CHECKING):

@@ -76,8 +76,7 @@ class Job:
 
 
 def config_of_job(config: Config, job: Job, out: str) -> Config:
-    """Return the settings of one run. It writes no checkpoints but those that a recipe counts in
-    steps."""
+    """Return the settings of one run, whose checkpoints are those that a recipe counts in steps."""
     data = config.model_dump()
     data |= {"seed": job.seed, "out": out, "schedule": schedule_of(config.schedule, job.variant)}
     data["observe"] |= {"progress": "plain", "checkpoint_minutes": 0.0}
@@ -102,11 +101,8 @@ def report(
     runs: str | Path | Sequence[str | Path], out: str | Path = "report.html", *, step: int = 0
 ) -> Path:
     """Write a page of runs, to be opened in a browser, and return its file; what ``stretto report``
-    does. Runs that can be told apart on it are also predicted from their own records.
-
-    Args:
-        runs: folders of runs; the first is what the others are compared with.
-        step: whose timeline is shown; without it, one from the middle.
+    does. Runs that can be told apart on it are also predicted from their own records. The first is
+    what the others are compared with; without a ``step``, the timeline is of one from the middle.
     """
     from stretto.api.predicted import predicted
 

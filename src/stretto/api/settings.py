@@ -43,9 +43,7 @@ def changed(config: S, *changes: Mapping[str, Any], where: str = "settings") -> 
 
 
 def check_resumable(before: Config, after: Config) -> None:
-    """Refuse changes that would make a resumed run another one: of settings beyond
-    :data:`RESUMABLE`, and of the steps that a learning-rate schedule depends on.
-    """
+    """Refuse changes that would make a resumed run another one."""
     for key in recipes.setting_names():
         old, new = attrgetter(key)(before), attrgetter(key)(after)
         if old != new and not {key, key.partition(".")[0]} & {*RESUMABLE}:
@@ -83,7 +81,7 @@ def settled(config: R, say: Callable[[str], object]) -> R:
     return config.model_copy(update={"model": model})
 
 
-def of_dataset(task: TaskConfig, name: str) -> dict[str, Any]:
+def of_rows(task: TaskConfig, name: str) -> dict[str, Any]:
     """Return changes of a task's settings for rows that come from elsewhere."""
     kind = "dataset" if task.is_procedural else task.kind
     return {"task": {"name": name, "kind": kind}}

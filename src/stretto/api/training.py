@@ -11,15 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, overload
 
-from stretto.api.settings import (
-    R,
-    Settings,
-    changed,
-    check_resumable,
-    config_of,
-    of_dataset,
-    settled,
-)
+from stretto.api.settings import R, Settings, changed, check_resumable, config_of, of_rows, settled
 from stretto.checks import check_run, check_supervised, disk
 from stretto.config import Config, RewardModelConfig, SftConfig, SupervisedConfig, recipes
 from stretto.config.training import token_budget
@@ -50,7 +42,6 @@ if TYPE_CHECKING:
 C = TypeVar("C", SftConfig, RewardModelConfig)
 
 Function: TypeAlias = Callable[..., Any]
-Rows: TypeAlias = Iterable[Mapping[str, Any]]
 
 DATASET = "dataset.jsonl"
 """File in which a run keeps the rows that it was given."""
@@ -78,12 +69,8 @@ class Begun(Generic[R]):
 def begin(
     config: R, name: str = "run", *, resume: str | Path = "", overrides: Overrides | None = None
 ) -> Begun[R]:
-    """Look for what would fail (:mod:`stretto.checks`), and make the folder of a run, or open the
-    folder ``resume`` of the run that it goes on with.
-
-    Args:
-        name: what a new folder in ``config.out`` is called by; a number is added.
-        overrides: objects in place of names in the settings.
+    """Look for what would fail (:mod:`stretto.checks`), and make the folder of a run (``name`` and
+    a number in ``config.out``), or open the folder ``resume`` of the run that it goes on with.
     """
     run_dir, folder = None, Path(config.out)
     if resume:
@@ -253,7 +240,7 @@ def train(
     settings: Settings = "arithmetic",
     *,
     reward: Function | str | Sequence[Function | str] | Mapping[str, Any] | None = None,
-    dataset: Rows | str | Path | None = None,
+    dataset: Iterable[Mapping[str, Any]] | str | Path | None = None,
     task: Task | Mapping[str, Any] | None = None,
     model: nn.Module | str | Path | Mapping[str, Any] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -288,9 +275,9 @@ def train(
     overrides, implied = _overrides(reward, task, model, tokenizer)
     prompts: dict[str, Any] = {}
     if dataset is not None:
-        prompts = of_dataset(config.task, str(dataset) if rows is None else DATASET)
+        prompts = of_rows(config.task, str(dataset) if rows is None else DATASET)
     elif overrides.task is not None:
-        prompts = of_dataset(config.task, type(task).__name__)
+        prompts = of_rows(config.task, type(task).__name__)
     config = changed(config, prompts, implied, changes)
     if overrides.task is not None and "task" in config.reward.sources:
         raise ConfigError(
@@ -326,8 +313,7 @@ def resume(run: str | Path, *, progress: Progress | None = None, **changes: Any)
 
     Args:
         run: its folder. A run that was given objects cannot be resumed by its folder alone.
-        progress: as in :func:`train`.
-        changes: of the settings that :data:`RESUMABLE` names.
+        progress, changes: as in :func:`train`; of the settings, those in :data:`RESUMABLE`.
     """
     before = recipes.load(RunDirectory.open(run).config_file)
     return execute(begin(changed(before, changes), resume=run), progress=progress)

@@ -57,9 +57,7 @@ def check(config: Config | SupervisedConfig, folder: Path, *, resuming: bool = F
 
 
 def said(config: Config | SupervisedConfig, folder: Path) -> str:
-    """Say what checkpoints take in a run's folder, and for how many the disk has room; empty
-    without any.
-    """
+    """Say what checkpoints take in a run's folder, and for how many the disk has room."""
     sizes = written(config)
     if sizes is None or not sizes[0]:
         return ""

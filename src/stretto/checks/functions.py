@@ -18,13 +18,11 @@ _BRANCHES = (ast.If, ast.Try, ast.With, ast.For, ast.While)
 
 
 def check(source: RewardSource, columns: Collection[str] | None) -> None:
-    """Refuse a reward function that cannot be found, imported or called.
+    """Refuse a reward function that cannot be found, imported, or called with the columns of the
+    dataset, if these are known already.
 
     What cannot be told without running the file, such as the parameters of a name that is imported,
     is left to the process that runs it.
-
-    Args:
-        columns: of the dataset; ``None`` where they are not known yet.
     """
     place = locate(source)
     file, name = Path(place["file"]), place["function"]

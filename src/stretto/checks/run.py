@@ -12,15 +12,8 @@ from urllib.parse import urlsplit
 
 from stretto import files, tasks
 from stretto.checks import functions
-from stretto.config import (
-    Config,
-    ModelConfig,
-    ObserveConfig,
-    RewardModelConfig,
-    SftConfig,
-    TaskConfig,
-)
-from stretto.config.sections import ModelSource, RewardSource, TaskSource, reward_source
+from stretto.config import Config, ModelConfig, ObserveConfig, RewardModelConfig, SftConfig
+from stretto.config.sections import ModelSource, RewardSource, TaskConfig, TaskSource, reward_source
 from stretto.errors import ConfigError, ModelError, TaskError, require
 from stretto.machine import usable_cores, usable_gpus
 from stretto.models.info import TOKENIZERS, ModelInfo, model_info, undivided
@@ -45,11 +38,8 @@ def check_run(
     """Refuse a run of reinforcement learning that is known to fail.
 
     Returns the task, opened; ``None`` where its rows must be fetched. Raises a StrettoError where a
-    setting, a library, a device, a model, the data, a reward function or the memory is at fault.
-
-    Args:
-        overrides: objects in place of names in the settings.
-        ask_hub: whether to look if the hub answers, for what must be fetched from it.
+    setting, a library, a device, a model, the data, a reward function or the memory is at fault, or
+    where the hub, if it is to be asked, does not answer for what must be fetched from it.
     """
     _check_libraries(config)
     _check_device(config.model)

@@ -145,11 +145,10 @@ def collect(
     *,
     simulated: bool = False,
 ) -> Collected:
-    """Do the runs one after the other, up to the last one or to Ctrl-C.
+    """Do the runs of so many steps one after the other, up to the last one or to Ctrl-C.
 
     Args:
         execute: does a run and tells of its steps; returns a message about one that failed.
-        steps: of each.
         simulated: whether their seconds are of virtual time.
     """
     collected, display = Collected(), make_progress("auto")
@@ -217,8 +216,7 @@ def publish(
 
 
 def exit_status(collected: Collected) -> int:
-    """Return 1 where a run failed; raise KeyboardInterrupt where the user stopped the comparison,
-    now that all is written."""
+    """Return 1 if a run failed; raise KeyboardInterrupt if the user stopped the comparison."""
     if collected.interrupted:
         raise KeyboardInterrupt
     return 1 if collected.failed else 0

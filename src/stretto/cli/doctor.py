@@ -42,10 +42,7 @@ _MARKS = {"ok": "  ok  ", "note": " note ", "broken": "BROKEN"}
 
 
 class Finding(NamedTuple):
-    """One line of the report; all but 'ok' say what follows and what to do.
-
-    A 'note' limits what can be done; what is 'broken' leaves nothing that can be trained.
-    """
+    """One line of the report: a 'note' limits what can be done, 'broken' leaves nothing."""
 
     state: Literal["ok", "note", "broken"]
     topic: str

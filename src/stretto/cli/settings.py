@@ -149,15 +149,13 @@ def _asked_for_help(
     arguments: Sequence[str], offered: set[str], common: Sequence[str]
 ) -> tuple[set[str] | None, str]:
     """Return the settings that help is asked for, if it is, and a line about the others."""
-    if not common:
-        return None, ""
-    if "--help-all" in arguments:
+    asked = [i for i, argument in enumerate(arguments) if argument in ("-h", "--help")]
+    if common and "--help-all" in arguments:
         return offered, ""
-    at = next((i for i, argument in enumerate(arguments) if argument in ("-h", "--help")), None)
-    if at is None:
+    if not (common and asked):
         return None, ""
     sections = list(dict.fromkeys(n.partition(".")[0] for n in sorted(offered) if "." in n))
-    for section in arguments[at + 1 :]:
+    for section in arguments[asked[0] + 1 :]:
         if section not in sections:
             raise ConfigError(
                 f"--help {section}: there is no such section. {nearest(section, sections)}"

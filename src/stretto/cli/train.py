@@ -15,13 +15,7 @@ from stretto.api import RESUMABLE, align, begin, check_resumable, execute, resum
 from stretto.api.alignment import Aligned, PolicyOutcome, check_settings, replaced, stages_of
 from stretto.cli.compare import new_folder
 from stretto.cli.dry_run import describe_run, describe_supervised
-from stretto.cli.settings import (
-    RECIPE_HELP,
-    DryRun,
-    leading_recipe,
-    parse_with_config,
-    value_of,
-)
+from stretto.cli.settings import RECIPE_HELP, DryRun, leading_recipe, parse_with_config, value_of
 from stretto.config import Config, RewardModelConfig, SftConfig, recipes
 from stretto.errors import ConfigError
 from stretto.observe import RunDirectory

@@ -66,9 +66,7 @@ _DEFAULTS = {f.name: f.default for f in fields(PPOConfig)}
 
 
 def check(args: PPOConfig) -> None:
-    """Refuse what cannot be done here, whatever the models and the data are: with the reason, and
-    what to do instead.
-    """
+    """Refuse what cannot be done here, whatever the models and the data are."""
     for name, why in REFUSALS.items():
         _require(not _is_set(args, name), args, name, why, "argument-refused")
     processes = int(os.environ.get("WORLD_SIZE", "1"))
@@ -173,12 +171,8 @@ def notes(args: PPOConfig) -> list[str]:
 def settings(
     args: PPOConfig, rows: int, longest: int, dtype: Literal["float32", "bfloat16"]
 ) -> dict[str, Any]:
-    """Return the settings of a run, as a recipe has them, but for the models' names.
-
-    Args:
-        args: with the derived sizes.
-        rows: prompts; the longest has ``longest`` tokens.
-        dtype: type that the policy computes in.
+    """Return the settings of a run, as a recipe has them, but for the models' names. The sizes have
+    been derived, and the longest of ``rows`` prompts has ``longest`` tokens.
     """
     batch, steps = args.batch_size or 0, args.num_total_batches or 0
     epoch = math.ceil(rows / batch)
@@ -280,7 +274,7 @@ def _warmup(args: PPOConfig, steps: int) -> int:
 
 
 def _count(value: float, total: int) -> int:
-    """Return a number; below 1 it is a share of all, as transformers 5 reads such arguments."""
+    """Return a count; below 1 it is a share of all, as in transformers 5."""
     return math.ceil(value * total) if 0 < value < 1 else int(value)
 
 

@@ -125,11 +125,7 @@ def check_models(models: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) 
 
 
 def lora_settings(peft_config: Any, policy: Any) -> dict[str, Any]:
-    """Return the settings of the section ``model`` that ask for the adapters of a LoraConfig.
-
-    Args:
-        policy: the model that gets them.
-    """
+    """Return the settings of the section ``model`` that ask for a policy's adapters."""
     if type(peft_config) is not LoraConfig:
         raise ConfigError(
             f"peft_config = {type(peft_config).__name__}: the adapters here are LoRA's; give a "

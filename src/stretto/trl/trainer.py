@@ -123,13 +123,9 @@ class PPOTrainer:
         self.run_dir: RunDirectory | None = None
 
     def train(self, resume_from_checkpoint: str | None = None) -> TrainResult | None:
-        """Train; returns the number of steps, the last one's figures and the model's folder, and
-        ``None`` where a callback ended it. After Ctrl-C, what was learned is in the models, and
-        saved.
-
-        Args:
-            resume_from_checkpoint: the folder of a run of the same script, which goes on from its
-                newest checkpoint.
+        """Train, or go on with the run of the same script in a folder, from its newest checkpoint.
+        Return the number of steps, the last one's figures and the model's folder, and ``None``
+        where a callback ended it. After Ctrl-C, what was learned is in the models, and saved.
         """
         if self.run_dir is not None:
             raise StateError(
@@ -152,13 +148,9 @@ class PPOTrainer:
         return result
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Save policy and tokenizer in Hugging Face format, adapters merged.
-
-        Raises StorageError where the folder cannot be written to; nothing of the model is in it
-        then.
-
-        Args:
-            output_dir: the folder; without it ``args.output_dir``. What else is in it stays.
+        """Save policy and tokenizer in Hugging Face format, adapters merged, into a folder (without
+        one ``args.output_dir``), whose other files stay. Raises StorageError where it cannot be
+        written to; nothing of the model is in it then.
         """
         folder = Path(output_dir or self.args.output_dir)
         with files.explained(folder), files.added_to(folder) as scratch:
