@@ -159,9 +159,9 @@ def _measure(config: Config, own: EvalOptions, model: str) -> EvalResult | Measu
         return evaluation.evaluate(config, model=model, samples=samples, trained=trained)
     judge = None
     if own.judge:
-        limits = {"concurrency": own.judge_concurrency, "timeout_s": own.judge_timeout}
-        given: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
-        judge = evaluation.LlmJudge(own.judge, own.judge_url, **given)
+        asked = {"concurrency": own.judge_concurrency, "timeout_s": own.judge_timeout}
+        limits: dict[str, Any] = {name: limit for name, limit in asked.items() if limit is not None}
+        judge = evaluation.LlmJudge(own.judge, own.judge_url, **limits)
     return evaluation.measure(
         config,
         policy=model,

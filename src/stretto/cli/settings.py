@@ -78,15 +78,15 @@ def parse_with_config(
     if not {"-h", "--help"} & {*arguments}:  # without help, few options are parsed in less time
         offered = named
     parsed = _parse(command, arguments, options, _mirror(kind, offered, config.model_dump()), more)
-    given = {name: attrgetter(name)(parsed.settings) for name in named}
-    for name, value in given.items():
+    values = {name: attrgetter(name)(parsed.settings) for name in named}
+    for name, value in values.items():
         if isinstance(attrgetter(name)(config), dict):
-            given[name] = _table(value, name)
+            values[name] = _table(value, name)
     file = getattr(parsed.own, "overrides", "")
     result = changed(
         config,
         changes.read(file) if file else {},
-        {name.replace(".", "__"): value for name, value in given.items()},
+        {name.replace(".", "__"): value for name, value in values.items()},
         where=f"'{file}' and the command line" if file else "command line",
     )
     recipe = getattr(parsed.own, own_names[0])

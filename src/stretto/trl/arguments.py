@@ -119,10 +119,8 @@ def derive_sizes(args: PPOConfig, rows: int) -> None:
     elif episodes is None:
         episodes = int(args.num_train_epochs * rows)
     if episodes < 1:
-        raise ConfigError(
-            f"{episodes} responses are asked for in all; raise total_episodes or num_train_epochs",
-            "no-episodes",
-        )
+        remedy = "raise total_episodes or num_train_epochs"
+        raise ConfigError(f"{episodes} responses are asked for in all; {remedy}", "no-episodes")
     minibatch = batch // args.num_mini_batches
     derived = {
         "world_size": 1,
@@ -251,20 +249,19 @@ def _vllm(args: PPOConfig) -> dict[str, Any]:
 
 
 def _schedule(args: PPOConfig) -> dict[str, Any]:
-    given = _plain(args.schedule)
-    if isinstance(given, str) and given.lstrip().startswith("{"):
+    schedule = _plain(args.schedule)
+    if isinstance(schedule, str) and schedule.lstrip().startswith("{"):
         try:
-            given = json.loads(given)
+            schedule = json.loads(schedule)
         except json.JSONDecodeError as error:
-            message = f"schedule = {given!r} is not valid JSON: {error}"
+            message = f"schedule = {schedule!r} is not valid JSON: {error}"
             raise ConfigError(message, "schedule-not-json") from error
-    if given is None or isinstance(given, Mapping):
-        return dict(given or {})
-    if given not in PRESETS:
-        raise ConfigError(
-            f"schedule = {given!r} is no preset. {nearest(str(given), PRESETS)}", "unknown-preset"
-        )
-    return {"preset": given}
+    if schedule is None or isinstance(schedule, Mapping):
+        return dict(schedule or {})
+    if schedule not in PRESETS:
+        message = f"schedule = {schedule!r} is no preset. {nearest(str(schedule), PRESETS)}"
+        raise ConfigError(message, "unknown-preset")
+    return {"preset": schedule}
 
 
 def _warmup(args: PPOConfig, steps: int) -> int:
@@ -279,8 +276,8 @@ def _count(value: float, total: int) -> int:
 
 
 def _trackers(args: PPOConfig) -> tuple[str, ...]:
-    given = args.report_to
-    names = [given] if isinstance(given, str) else list(given or ())
+    trackers = args.report_to
+    names = [trackers] if isinstance(trackers, str) else list(trackers or ())
     if names == ["all"]:
         return tuple(name for name in _TRACKERS if is_installed(name))
     names = [name for name in names if name != "none"]

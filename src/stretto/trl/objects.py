@@ -37,11 +37,11 @@ _LORA_FREE = (
 """Arguments of a LoraConfig that change nothing here: there is no dropout, as in TRL's trainer."""
 
 
-def by_present_names(given: Mapping[str, Any], old_names: Mapping[str, Any]) -> dict[str, Any]:
+def by_present_names(arguments: Mapping[str, Any], old_names: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments by the names that they have now, those needed by every run among them;
     ``args`` is a PPOConfig.
     """
-    named = dict(given)
+    named = dict(arguments)
     for old, value in old_names.items():
         if old not in _OLD_NAMES:
             raise ConfigError(
@@ -148,22 +148,22 @@ def lora_settings(peft_config: Any, policy: Any) -> dict[str, Any]:
     }
 
 
-def _targets(given: Any, policy: Any) -> tuple[str, ...]:
-    if given is None:
+def _targets(targets: Any, policy: Any) -> tuple[str, ...]:
+    if targets is None:
         kind = policy.config.model_type
         if kind not in BY_TYPE:
             raise ConfigError(
                 f"peft_config: peft has no target_modules of its own for '{kind}'; name them, or "
                 "set target_modules='all-linear'"
             )
-        given = BY_TYPE[kind]
-    if isinstance(given, str) and given != "all-linear":
+        targets = BY_TYPE[kind]
+    if isinstance(targets, str) and targets != "all-linear":
         raise ConfigError(
-            f"peft_config: target_modules = '{given}' is a pattern; give a list of names, or "
+            f"peft_config: target_modules = '{targets}' is a pattern; give a list of names, or "
             "'all-linear'",
             "lora-targets-pattern",
         )
-    return (given,) if isinstance(given, str) else tuple(sorted(given))
+    return (targets,) if isinstance(targets, str) else tuple(sorted(targets))
 
 
 class TokenTask(Task):

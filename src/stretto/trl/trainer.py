@@ -78,7 +78,7 @@ class PPOTrainer:
         peft_config: Any = None,
         **old_names: Any,
     ) -> None:
-        given = objects.by_present_names(
+        named = objects.by_present_names(
             {
                 "args": args,
                 "processing_class": processing_class,
@@ -89,15 +89,15 @@ class PPOTrainer:
             },
             old_names,
         )
-        self.args: PPOConfig = given["args"]
+        self.args: PPOConfig = named["args"]
         arguments.check(self.args)
         objects.refuse(data_collator, optimizers)
-        self.processing_class: PreTrainedTokenizerBase = given["processing_class"]
-        policy = given["model"]
+        self.processing_class: PreTrainedTokenizerBase = named["processing_class"]
+        policy = named["model"]
         if peft_config is not None and hasattr(policy, "merge_and_unload"):
             policy = policy.merge_and_unload()
         self.model = self.policy_model = policy
-        self.ref_model, self.reward_model = given["ref_model"], given["reward_model"]
+        self.ref_model, self.reward_model = named["ref_model"], named["reward_model"]
         self.value_model, self.callbacks = value_model, list(callbacks or ())
         models = {
             "model": policy,
@@ -111,7 +111,7 @@ class PPOTrainer:
         def tokenised(rows: Any, name: str) -> TokenTask:
             return TokenTask(rows, self.processing_class, name, vocabulary)
 
-        self._task = tokenised(given["train_dataset"], "train_dataset")
+        self._task = tokenised(named["train_dataset"], "train_dataset")
         self._eval_task = None if eval_dataset is None else tokenised(eval_dataset, "eval_dataset")
         arguments.derive_sizes(self.args, len(self._task))
         task, dtype = self._task, _dtype(models, bf16=self.args.bf16)
