@@ -255,8 +255,7 @@ def train(
     :class:`stretto.signals.Terminated` for SIGTERM or SIGHUP.
 
     Args:
-        settings: a :class:`~stretto.config.Config`, a recipe's name, a ``.toml`` file or a run's
-            folder.
+        settings: a ``Config``, a recipe's name, a ``.toml`` file or a run's folder.
         reward: a function with TRL's, OpenRLHF's or verl's parameters, which is called in this
             process; a source as ``reward.sources`` takes it; or several of both, which are summed.
             They take the place of the settings' sources. A mapping changes the section instead.
@@ -267,17 +266,15 @@ def train(
         model: the policy as an object, which is trained in place and needs its ``tokenizer``, or a
             model's name. A mapping changes the section instead.
         progress: a display; without one what ``observe.progress`` says.
-        changes: of settings: a section as a mapping (``rollout={"batch": 64}``), or one setting
-            behind its section's name (``rollout__batch=64``).
+        changes: of settings, as :mod:`stretto.api` says.
     """
     config = config_of(settings)
     rows = None if dataset is None or isinstance(dataset, str | Path) else list(dataset)
     overrides, implied = _overrides(reward, task, model, tokenizer)
-    prompts: dict[str, Any] = {}
+    named = None if overrides.task is None else type(task).__name__
     if dataset is not None:
-        prompts = of_rows(config.task, str(dataset) if rows is None else DATASET)
-    elif overrides.task is not None:
-        prompts = of_rows(config.task, type(task).__name__)
+        named = str(dataset) if rows is None else DATASET
+    prompts = {} if named is None else of_rows(config.task, named)
     config = changed(config, prompts, implied, changes)
     if overrides.task is not None and "task" in config.reward.sources:
         raise ConfigError(

@@ -180,12 +180,7 @@ def command_align(
     """
     if resume:
         own = (recipe, algorithm, pairs, samples, reference_column, seed, out, dry_run)
-        if own != ("", "", 600, 200, "", None, "runs", False):
-            raise ConfigError(
-                f"--resume {resume} goes on as it was begun, with the settings in that folder; "
-                "leave out the recipe and all other options"
-            )
-        return _show(resume_alignment(resume))
+        return _resume(resume, *own)
     if not recipe:
         raise ConfigError(
             "name the recipe of all three stages ('stretto align posts'), a folder with their "
@@ -196,8 +191,7 @@ def command_align(
     stages = stages_of(recipe, sft=seeded, reward=seeded, train=seeded | chosen)
     check_settings(stages, pairs, samples)
     if dry_run:
-        print("\n".join(replaced(stages)))
-        print(describe_supervised(stages.sft))
+        print("\n".join([*replaced(stages), describe_supervised(stages.sft)]))
         labelled = stages.reward.data.model_copy(update={"name": ""})
         print(describe_supervised(stages.reward.model_copy(update={"data": labelled})))
         print(describe_run(stages.train))
@@ -214,6 +208,15 @@ def command_align(
             folder.rmdir()
         raise
     return _show(result)
+
+
+def _resume(folder: str, *others: object) -> int:
+    if others != ("", "", 600, 200, "", None, "runs", False):
+        raise ConfigError(
+            f"--resume {folder} goes on as it was begun, with the settings in that folder; leave "
+            "out the recipe and all other options"
+        )
+    return _show(resume_alignment(folder))
 
 
 def _show(result: Aligned) -> int:
