@@ -37,7 +37,7 @@ from stretto.errors import ConfigError, nearest
 from stretto.machine import Machine
 from stretto.observe import make_progress
 from stretto.observe import report as reports
-from stretto.observe.compare import Comparison, Outcome
+from stretto.observe.compare import Comparison, VariantResult
 from stretto.observe.lock import locked
 from stretto.observe.progress import on_stderr
 from stretto.observe.run_directory import claim
@@ -133,14 +133,14 @@ def plan(variants: str, seeds: str) -> list[Job]:
 class Collected:
     """Outcomes of the runs that took all their steps, and the jobs of those that did not."""
 
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[VariantResult] = field(default_factory=list)
     failed: list[Job] = field(default_factory=list)
     interrupted: bool = False
 
 
 def collect(
     jobs: Sequence[Job],
-    execute: Callable[[Job, Advance], Outcome | str],
+    execute: Callable[[Job, Advance], VariantResult | str],
     steps: int,
     *,
     simulated: bool = False,

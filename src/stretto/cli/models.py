@@ -26,8 +26,8 @@ from stretto.cli.settings import (
 from stretto.config import Config, ModelConfig, RewardModelConfig, recipes
 from stretto.errors import ConfigError, require
 from stretto.models.resolve import trained_model
+from stretto.observe import RunDirectory
 from stretto.observe.progress import on_stderr
-from stretto.observe.report import evaluations
 from stretto.saying import CHECKING, LOADING, working
 
 if TYPE_CHECKING:
@@ -143,9 +143,9 @@ def run_eval(arguments: Sequence[str]) -> int:
         measures = ("pass@1", "mean_score", "win_rate", "kl", "judge", "benchmarks")
         what = [name for name in measures if name in figures]
         record = {"model": model, "what": what, "figures": figures, "settings": settings}
-        if evaluations.append(Path(name), record):
-            file = Path(name) / evaluations.FILE
-            print(f"dropped a last line that was never finished, of {file}")
+        run = RunDirectory(Path(name))
+        if run.append_evaluation(record):
+            print(f"dropped a last line that was never finished, of {run.evaluations_file}")
     if own.out:
         _write(Path(own.out), {"model": model, **figures, "settings": settings})
     return 0

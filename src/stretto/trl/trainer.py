@@ -262,14 +262,15 @@ class StopTrainingError(StrettoError):
     """Error that ends training, as a callback has asked for it."""
 
 
-class CallbackProgress:
+class CallbackProgress(Progress):
     """A display that also tells a trainer's callbacks of the beginning, of each step, and of the
     end. A callback that sets ``control.should_training_stop`` ends the run after the step.
     """
 
     def __init__(self, display: Progress, trainer: PPOTrainer) -> None:
         self._display, self._trainer = display, trainer
-        self.note, self.working, self.close = display.note, display.working, display.close
+        for name in ("note", "working", "close"):  # as the display does them
+            setattr(self, name, getattr(display, name))
         self.state, self._control = TrainerState(), TrainerControl()
         self.state.max_steps = trainer.config.steps
 
