@@ -8,62 +8,21 @@ Importing this package loads nothing heavy; nor do ``stretto.config`` and
 is read when torch is imported: import ``stretto`` before ``torch``.
 """
 
+# ruff: noqa: F403, F405
+
 import importlib
 from typing import TYPE_CHECKING, Any
 
 from stretto.models.backend import sleep_when_waiting
 
 if TYPE_CHECKING:
-    from stretto.api import (
-        align,
-        benchmark,
-        compare,
-        evaluate,
-        generate,
-        label,
-        label_responses,
-        load_recipe,
-        measure,
-        report,
-        resume,
-        resume_alignment,
-        sft,
-        simulate,
-        train,
-        train_reward_model,
-    )
+    from stretto.api import *
     from stretto.config import Config, RewardModelConfig, SftConfig
     from stretto.trl import PPOConfig, PPOTrainer
 
 __version__ = "0.1.0"
 
 sleep_when_waiting()
-
-_EXPORTS = {
-    "stretto.api": (
-        "align",
-        "benchmark",
-        "compare",
-        "evaluate",
-        "generate",
-        "label",
-        "label_responses",
-        "load_recipe",
-        "measure",
-        "report",
-        "resume",
-        "resume_alignment",
-        "sft",
-        "simulate",
-        "train",
-        "train_reward_model",
-    ),
-    "stretto.config": ("Config", "RewardModelConfig", "SftConfig"),
-    "stretto.trl": ("PPOConfig", "PPOTrainer"),
-}
-"""What can be imported from here, by the module that has it; loaded when it is first asked for."""
-
-_HOMES = {name: module for module, names in _EXPORTS.items() for name in names}
 
 __all__ = [
     "Config",
@@ -92,9 +51,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    """Load what can be imported from here when it is first asked for."""
+    if name not in __all__:
         raise AttributeError(f"module 'stretto' has no attribute '{name}'")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    module = "trl" if name.startswith("PPO") else "config" if name.endswith("Config") else "api"
+    return getattr(importlib.import_module(f"stretto.{module}"), name)
 
 
 def __dir__() -> list[str]:

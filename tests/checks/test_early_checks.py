@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from stretto.checks import check_run, functions, hub
+from raising import raises
+from stretto.checks import check_run, functions
+from stretto.checks import run as hub
 from stretto.config import Config, changes, recipes
 from stretto.config.sections import reward_source
 from stretto.errors import ConfigError, TaskError
@@ -29,62 +31,62 @@ def test_what_is_checked_is_opened_once(tmp_path: Path) -> None:
     assert [row.reference for row in map(task.row, range(len(task)))] == ["b"] * 3
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "message"),
-    [
-        ("def f(completions): ...\n", "f", ""),
-        ("async def f(completions, **columns): ...\n", "f", ""),
-        ("def f(prompts, completions, answer): ...\n", "f", ""),
-        ("def f(completions, answer=None, solution=None): ...\n", "f", ""),
-        ("def f(completions, *, solution): ...\n", "f", "no columns of the dataset: solution"),
-        ("def f(data_source, solution_str, ground_truth): ...\n", "f", "dataset: data_source"),
-        ("def f(queries, prompts, labels): ...\n", "f", "no columns of the dataset: label"),
-        ("def f(completions, /): ...\n", "f", "signature that is not known"),
-        # What only running the file can tell is left to its process
-        ("from functools import partial\nf = partial(print)\n", "f", ""),
-        ("from json import dumps as f\n", "f", ""),
-        ("from json import *\n", "f", ""),
-        ("globals()['f'] = print\n", "f", ""),
-        ("def wrapped(g): ...\n@wrapped\ndef f(x): ...\n", "f", ""),
-        ("class f:\n    def __call__(self, completions): ...\n", "f", ""),
-        ("if True:\n    def f(completions): ...\n", "f", ""),
-        ("try:\n    import nosuch\nexcept ImportError:\n    def f(x, y): ...\n", "f", "not known"),
-        (
-            "def g():\n    import nosuch\n    def f(): ...\n",
-            "f",
-            "has no function 'f'",
-        ),
-        ("import beside\ndef f(completions): ...\n", "f", ""),
-        (
-            "import nosuch.inner\ndef f(completions): ...\n",
-            "f",
-            "imports 'nosuch', which is",
-        ),
-    ],
-)
-def test_reward_functions_are_read_without_running_them(
-    tmp_path: Path, text: str, name: str, message: str
-) -> None:
-    file = tmp_path / "rewards.py"
-    file.write_text(f"{text}raise SystemExit('it ran')\n")
+WHOLE = [
+    "def f(completions): ...",
+    "async def f(completions, **columns): ...",
+    "def f(prompts, completions, answer): ...",
+    "def f(completions, answer=None, solution=None): ...",
+    # What only running the file can tell is left to its process.
+    "from functools import partial\nf = partial(print)",
+    "from json import dumps as f",
+    "from json import *",
+    "globals()['f'] = print",
+    "def wrapped(g): ...\n@wrapped\ndef f(x): ...",
+    "class f:\n    def __call__(self, completions): ...",
+    "if True:\n    def f(completions): ...",
+    "import beside\ndef f(completions): ...",
+]
+WRONG: list[tuple[str, str | None, str]] = [
+    ("def f(completions, *, solution): ...", None, "dataset: solution"),
+    ("def f(data_source, solution_str, ground_truth): ...", None, "dataset: data_source"),
+    ("def f(queries, prompts, labels): ...", None, "dataset: label"),
+    ("def f(completions, /): ...", None, "signature"),
+    ("try:\n    import nosuch\nexcept ImportError:\n    def f(x, y): ...", None, "signature"),
+    ("def g():\n    import nosuch\n    def f(): ...", None, "'f'"),
+    ("import nosuch.inner\ndef f(completions): ...", "reward-import-missing", "'nosuch'"),
+    ("def f(completions)", "reward-file-syntax", "line 1"),
+]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
     (tmp_path / "beside.py").write_text("")
-    if not message:
-        functions.check(reward_source(f"{file}:{name}"), ["prompt", "answer"])
-        return
-    with pytest.raises(ConfigError) as caught:
-        functions.check(reward_source(f"{file}:{name}"), ["prompt", "answer"])
-    assert message in str(caught.value)
+    return tmp_path / "rewards.py"
+
+
+@pytest.mark.parametrize("text", WHOLE)
+def test_reward_functions_are_read_without_running_them(file: Path, text: str) -> None:
+    file.write_text(f"{text}\nraise SystemExit('it ran')\n")
+    functions.check(reward_source(f"{file}:f"), ["prompt", "answer"])
+
+
+@pytest.mark.parametrize(("text", "code", "fact"), WRONG)
+def test_wrong_reward_functions_are_refused_without_running_them(
+    file: Path, text: str, code: str | None, fact: str
+) -> None:
+    file.write_text(f"{text}\nraise SystemExit('it ran')\n")
+    with raises(ConfigError, code, fact):
+        functions.check(reward_source(f"{file}:f"), ["prompt", "answer"])
 
 
 def test_a_run_that_fits_is_not_refused_and_one_that_does_not_says_what_takes_less() -> None:
     config = tiny()
     needed = plan_for(config).mixed.total()
     require(config, needed, "here")
-    with pytest.raises(ConfigError) as caught:
-        require(config, needed - 1, "here")
     # Actor and critic 16 bytes a parameter, the reference 4; without a critic, and with adapters.
-    for said in ("'tiny' takes 4.147 MB", "actor 1.843 MB", "and here has 4.147 MB free", "rloo"):
-        assert said in str(caught.value)
+    facts = ("'tiny' takes 4.147 MB", "actor 1.843 MB", "here has 4.147 MB free", "rloo")
+    with raises(ConfigError, None, *facts):
+        require(config, needed - 1, "here")
     rloo = tiny(algorithm={"name": "rloo"}, rollout={"samples_per_prompt": 2})
     assert "rloo" not in str(refusal(rloo))
     assert "lora" not in str(refusal(tiny(model={"lora_rank": 2})))
@@ -107,7 +109,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert "127.0.0.1" in hub.unreachable()
-    with pytest.raises(TaskError, match="'owner/rows:default' is not on this machine"):
+    with raises(TaskError, "hub-unreachable", "'owner/rows:default'"):
         hub.check_dataset("owner/rows:default")
     monkeypatch.setattr(constants, "is_offline_mode", lambda: True)
     assert hub.unreachable() == "HF_HUB_OFFLINE is set"

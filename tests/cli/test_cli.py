@@ -1,7 +1,6 @@
 """The commands, as a user types them; what computes is replaced by fakes."""
 
 import dataclasses
-import importlib
 import json
 import re
 import subprocess
@@ -72,11 +71,10 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runtime:
     monkeypatch.setattr(evaluation, "evaluate", fake.evaluate)
     monkeypatch.setattr(answers, "generate", fake.generate)
     monkeypatch.setattr(runs, "train", fake.train)
-    for checked in ("api.execution.check_run", "api.execution.check_supervised"):
+    for checked in ("api.training.check_run", "api.training.check_supervised"):
         monkeypatch.setattr(f"stretto.{checked}", lambda *_, **__: None)
-    for command in ("eval", "generate", "label"):
-        importlib.import_module(f"stretto.cli.{command}")
-        monkeypatch.setattr(f"stretto.cli.{command}.check_measured", lambda *_, **__: None)
+    for checked in ("cli.models.check_measured", "api.models.check_measured"):
+        monkeypatch.setattr(f"stretto.{checked}", lambda *_, **__: None)
     monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     return fake
@@ -103,18 +101,21 @@ def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -
     assert "Did you mean 'train'?" in capsys.readouterr().err
 
 
+LIGHT = """
+import sys
+from stretto.cli.main import main
+
+for words in ("--help", "train tiny --help", "tour --help", "recipes", "memory 7B"):
+    try:
+        main(words.split())
+    except SystemExit as end:
+        assert not end.code
+    assert not {"torch", "transformers", "accelerate"} & set(sys.modules), words
+"""
+
+
 def test_help_starts_fast_without_torch_or_transformers() -> None:
-    light = (["train", "tiny", "--help"], ["tour", "--help"], ["recipes"], ["memory", "7B"])
-    for command in (["--help"], *light):
-        done = subprocess.run(
-            [sys.executable, "-X", "importtime", "-m", "stretto", *command],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-        assert "stretto.cli.main" in imported
-        assert not imported & {"torch", "transformers", "accelerate"}
+    subprocess.run([sys.executable, "-c", LIGHT], stdout=subprocess.DEVNULL, check=True)
 
 
 def test_train_help_documents_every_setting_with_the_recipes_default(
@@ -189,28 +190,28 @@ def test_the_default_recipe_is_arithmetic(runtime: Runtime) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "fact"),
     [
-        (["tinny"], "no recipe 'tinny'. Did you mean 'tiny'?"),
-        (["tiny", "--training.lr", "-1"], "training.lr = -1.0: must be greater than 0"),
-        (["tiny", "--rollout.top-k", "5"], "truncated sampling is refused in training"),
+        (["tinny"], "'tiny'"),
+        (["tiny", "--training.lr", "-1"], "training.lr = -1.0"),
+        (["tiny", "--rollout.top-k", "5"], "top_k"),
         (["tiny", "--rollout.bach", "5"], "--rollout.batch"),
         (["tiny", "--algorithm.kl-estimator", "k9"], "'k1', 'k2', 'k3'"),
         (["tiny", "--steps", "many"], "many"),
-        (["tiny", "--task.settings", "min_terms"], "form key=value; got 'min_terms'"),
-        (["--steps", "3", "tiny"], "the recipe comes before the options: write 'tiny' first"),
-        (["--resume", "absent"], "'absent' is not a run directory"),
+        (["tiny", "--task.settings", "min_terms"], "key=value; got 'min_terms'"),
+        (["--steps", "3", "tiny"], "write 'tiny' first"),
+        (["--resume", "absent"], "'absent'"),
         (["tiny", "--resume", "x"], "leave out the recipe 'tiny'"),
-        (["tiny", "--model.name", "smollm"], "Did you mean 'smollm2-135m'?"),
+        (["tiny", "--model.name", "smollm"], "'smollm2-135m'"),
     ],
 )
 def test_what_cannot_be_done_is_said_with_status_2(
-    runtime: Runtime, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    runtime: Runtime, arguments: list[str], fact: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("train", *arguments) == 2
     captured = capsys.readouterr()
     shown = " ".join((captured.err + captured.out).replace("│", " ").split())
-    assert message in shown
+    assert fact in shown
     assert "Traceback" not in shown
     assert "pydantic" not in shown
     assert not runtime.calls
@@ -222,7 +223,7 @@ def test_a_schedule_keeps_its_steps_on_resume(
     assert run("train", "tiny", "--training.lr-schedule", "linear") == 0
     assert run("train", "--resume", "runs/tiny-001", "--observe.samples", "1") == 0
     assert run("train", "--resume", "runs/tiny-001", "--steps", "999") == 2
-    assert "linear learning-rate schedule depends on" in capsys.readouterr().err
+    assert "steps = 999" in capsys.readouterr().err
 
 
 def test_errors_and_interrupts_of_a_run(
@@ -259,7 +260,9 @@ def test_resume_takes_the_runs_settings(
     assert len(list(Path("runs").iterdir())) == 1
 
     assert run("train", "--resume", str(earlier.path), "--training.lr", "1") == 2
-    assert "training.lr = 1.0: the run to resume has 3e-06" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "training.lr = 1.0" in error
+    assert "3e-06" in error
     assert recipes.load(earlier.path).training.lr == 3e-6
 
 
@@ -281,7 +284,7 @@ def test_a_file_of_settings_takes_the_place_of_the_recipes(
     assert (config.runtime, config.cluster.restarts, config.steps) == ("inline", 5, 6)
     file.write_text("[rollout]\nengines = 3\n")
     assert run("train", "--resume", str(earlier), "--overrides", str(file)) == 2
-    assert "rollout.engines = 3: the run to resume has 2" in capsys.readouterr().err
+    assert "rollout.engines = 3" in capsys.readouterr().err
 
 
 def test_settings_of_a_file_and_the_command_line_are_checked_together(
@@ -296,14 +299,16 @@ def test_settings_of_a_file_and_the_command_line_are_checked_together(
     assert run(*given) == 2
     error = capsys.readouterr().err
     assert f"'{file}' and the command line: rollout.batch" in error
-    for text, message in (
-        ("[rollout]\nengines = 0\n", "rollout.engines = 0: must be greater than 0"),
-        ("[rollout]\nbatsch = 2\n", "unknown setting 'rollout.batsch'"),
-        ("rollout = 3\n", "rollout = 3: "),
+    for text, fact in (
+        ("[rollout]\nengines = 0\n", "rollout.engines = 0"),
+        ("[rollout]\nbatsch = 2\n", "'rollout.batsch'"),
+        ("rollout = 3\n", "rollout = 3"),
     ):
         file.write_text(text)
         assert run(*given, "--rollout.batch", "20") == 2
-        assert f"'{file}' and the command line: {message}" in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert f"'{file}' and the command line: " in error
+        assert fact in error
 
 
 def test_eval_prints_and_writes_the_figures(

@@ -68,7 +68,7 @@ def test_other_rows_drop_what_belonged_to_the_former_ones(change: Change) -> Non
 def test_the_command_line_comes_after_the_file(tmp_path: Path) -> None:
     file = tmp_path / "changes.toml"
     file.write_text('steps = 7\n[rollout]\nengine = "vllm"\nbatch = 8\n')
-    config, _, _ = parse(["tiny", "--overrides", str(file), "--runtime", "local", "--steps", "3"])
+    config, _ = parse(["tiny", "--overrides", str(file), "--runtime", "local", "--steps", "3"])
     assert (config.steps, config.rollout.batch, config.runtime) == (3, 8, "local")
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import pytest
 
-from stretto.cli.variants import DEFAULT_VARIANTS, VARIANTS
+from stretto.cli.compare import DEFAULT_VARIANTS, VARIANTS
 from stretto.config import KNOBS, PRESETS, Config, Knobs, PresetName, ScheduleConfig
 from stretto.observe.progress import headline
 

@@ -23,8 +23,8 @@ from run_helpers import ended_rollout
 from stretto import signals
 from stretto.api import runs
 from stretto.api.runs import VARIANTS, Job, config_of_job
+from stretto.cli.compare import DEFAULT_VARIANTS, plan
 from stretto.cli.main import main
-from stretto.cli.variants import DEFAULT_VARIANTS, plan
 from stretto.config import PRESETS, Config, Knobs, recipes
 from stretto.errors import ConfigError
 from stretto.observe import RunDirectory, Span, Window, report

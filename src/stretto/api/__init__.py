@@ -3,17 +3,15 @@
 Settings are a :class:`~stretto.config.Config`, a recipe's name, a ``.toml`` file or a run's folder.
 Single settings are changed by keyword: a whole section as a mapping (``rollout={"batch": 64}``), or
 one setting behind its section's name (``rollout__batch=64``). What a command takes by name can also
-be brought as an object: a model, a list of rows, a reward function.
-
-Nothing heavy is imported before a function is called.
+be brought as an object: a model, a list of rows, a reward function. Nothing heavy is imported
+before a function is called.
 """
 
 from stretto.api.alignment import align, resume_alignment
-from stretto.api.execution import Begun, begin, execute
 from stretto.api.models import benchmark, evaluate, generate, label, label_responses, measure
 from stretto.api.runs import compare, report, simulate
 from stretto.api.settings import RESUMABLE, changed, check_resumable, load_recipe
-from stretto.api.training import resume, sft, train, train_reward_model
+from stretto.api.training import Begun, begin, execute, resume, sft, train, train_reward_model
 
 __all__ = [
     "RESUMABLE",

@@ -10,38 +10,94 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter
 
 from stretto.api import training
 from stretto.api.settings import changed, settled
-from stretto.api.stages import NOTHING, Stages, check_opens, check_settings, replaced, stages_of
-from stretto.config import Config, RewardConfig
-from stretto.errors import ConfigError, StateError
+from stretto.config import Config, PairsConfig, RewardConfig, RewardModelConfig, SftConfig, recipes
+from stretto.errors import ConfigError, StateError, TaskError
 from stretto.files import explained, write_whole
 from stretto.observe.lock import locked
+from stretto.observe.progress import on_stderr
 from stretto.signals import ending_in_order
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from stretto.evaluation import LabelResult, Measured
     from stretto.runs import RewardModelResult, SftResult, TrainResult
+    from stretto.tasks import TaskRow
 
 T = TypeVar("T")
 
-RECORD = "align.json"
+RESULTS = "align.json"
 """File in the folder of all stages: the arguments, and the result of each stage that has ended."""
 
-PAIRS = {
-    "split": "train",
-    "size": 0,
-    "prompt_column": "prompt",
-    "chosen_column": "chosen",
-    "rejected_column": "rejected",
-}
-"""Settings with which the labelled pairs are read."""
+_OF_PAIRS = {"split", "size", "prompt_column", "chosen_column", "rejected_column"}
+"""Settings that have their defaults where the labelled pairs are read."""
+
+
+class Stages(NamedTuple):
+    """The settings of all stages. The model of the first is where the other two start from, and the
+    ``reward.sources`` of the last is the gold reward, whose place the learned reward model takes.
+    """
+
+    sft: SftConfig
+    reward: RewardModelConfig
+    train: Config
+
+    @property
+    def gold(self) -> str:
+        """The gold reward; raises ConfigError unless there is exactly one."""
+        sources = self.train.reward.sources
+        if len(sources) != 1:
+            raise ConfigError(
+                "the gold reward is the one source in reward.sources of the last stage; got "
+                f"{sources}",
+                "gold-not-one",
+            )
+        return sources[0]
+
+
+def stages_of(
+    settings: Stages | str | Path,
+    *,
+    sft: Mapping[str, Any] | None = None,
+    reward: Mapping[str, Any] | None = None,
+    train: Mapping[str, Any] | None = None,
+) -> Stages:
+    """Return the settings of all stages, changed; see :func:`~stretto.api.alignment.align`."""
+    found = settings if isinstance(settings, Stages) else _read(settings)
+    return Stages(
+        changed(found.sft, sft or {}),
+        changed(found.reward, reward or {}),
+        changed(found.train, train or {}),
+    )
+
+
+def _read(name: str | Path) -> Stages:
+    known = [set(recipes.names(kind)) for kind in (SftConfig, RewardModelConfig, Config)]
+    complete = sorted(set.intersection(*known))
+    parts: list[str | Path] = [name] * 3
+    if str(name) not in complete:
+        files = [f"{stage}.toml" for stage in Stages._fields]
+        parts = [Path(name) / file for file in files]
+        if not Path(name).is_dir():
+            raise ConfigError(
+                f"'{name}' has no recipe for each of the three stages, as {', '.join(complete)} "
+                f"has. Or give a folder with {', '.join(files)}",
+                "no-recipe-of-stages",
+            )
+    sft, reward, train = parts
+    return Stages(
+        recipes.load(sft, SftConfig), recipes.load(reward, RewardModelConfig), recipes.load(train)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +118,10 @@ class Aligned:
     """Results of all stages.
 
     Attributes:
-        folder: that the stages have their folders in.
-        sft: what fine-tuning left.
+        folder: folder with those of the stages.
+        sft: result of fine-tuning.
         pairs: counts of the labelled pairs.
-        reward: the learned reward model.
+        reward: result of the reward model's training.
         penalty: ``reward.missing_eos_penalty`` of the last stage, on the reward model's scale.
         policy: folder of the aligned model.
         before: the fine-tuned model on held-out prompts.
@@ -89,9 +145,9 @@ def align(
     pairs: int = 600,
     samples: int = 200,
     reference_column: str = "",
-    sft: Mapping[str, Any] = NOTHING,
-    reward: Mapping[str, Any] = NOTHING,
-    train: Mapping[str, Any] = NOTHING,
+    sft: Mapping[str, Any] | None = None,
+    reward: Mapping[str, Any] | None = None,
+    train: Mapping[str, Any] | None = None,
 ) -> Aligned:
     """Run all stages, each in a run directory of its own inside ``folder``; what ``stretto align``
     does. What the last stage needs is looked at before the first one starts.
@@ -99,24 +155,19 @@ def align(
     Args:
         settings: the packaged recipes of one name (``"posts"``), a folder with ``sft.toml``,
             ``reward.toml`` and ``train.toml``, or the settings themselves.
-        folder: is made if it is not there; the settings are written into it.
+        folder: made if it is not there; the settings are written into it.
         pairs: prompts that the fine-tuned model answers twice, for the gold reward to choose.
         samples: held-out prompts to evaluate on, at most.
         reference_column: with the responses to win against; empty takes the task's own answers.
         sft, reward, train: changes of the settings of each stage; as in :func:`train`.
-
-    Raises:
-        StrettoError: a setting, a model, the data, a judge, the numbers or the disk are at fault;
-            or another process is at work in the folder.
     """
-    from stretto.observe.progress import on_stderr
-
     stages = stages_of(settings, sft=sft, reward=reward, train=train)
     folder = Path(folder)
-    if (folder / RECORD).exists():
+    if (folder / RESULTS).exists():
         raise ConfigError(
             f"'{folder}' holds stages of an earlier alignment; go on with it by --resume {folder} "
-            "(resume_alignment in Python), or choose another folder"
+            "(resume_alignment in Python), or choose another folder",
+            "alignment-begun",
         )
     check_settings(stages, pairs, samples)
     check_opens(stages, reference_column)
@@ -131,8 +182,11 @@ def align(
     with explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with ending_in_order(), locked(folder, print):
-        stages.write(folder)
-        return _Alignment(stages, _Record.begin(folder, asked)).run()
+        for name, stage in stages._asdict().items():
+            write_whole(folder / f"{name}.toml", recipes.dump(stage).encode())
+        results = _Results(folder, {"asked": asked})
+        results.save()
+        return _run(stages, results)
 
 
 def resume_alignment(folder: str | Path) -> Aligned:
@@ -140,34 +194,31 @@ def resume_alignment(folder: str | Path) -> Aligned:
 
     Stages that ended are not run again. One that was stopped begins anew, but for reinforcement
     learning that has written a checkpoint (``observe.checkpoint_minutes``), which goes on from the
-    last one.
-
-    Raises:
-        ConfigError: it is no such folder.
-        StateError: what a stage left is not there any more.
-        StorageError: another process is at work in it, or it cannot be written to.
+    last one. Raises StateError where the results of a stage have gone.
     """
     folder = Path(folder)
-    if not (folder / RECORD).is_file():
+    file = folder / RESULTS
+    if not file.is_file():
         raise ConfigError(
-            f"'{folder}' has no {RECORD}, so no alignment was begun in it; give the folder that "
-            "'stretto align' made"
+            f"'{folder}' has no {RESULTS}, so no alignment was begun in it; give the folder that "
+            "'stretto align' made",
+            "no-alignment",
         )
     with ending_in_order(), locked(folder, print):
-        return _Alignment(stages_of(folder), _Record.open(folder)).run()
+        stages = stages_of(folder)
+        try:
+            results = _Results(folder, dict(json.loads(file.read_text(encoding="utf-8"))))
+        except ValueError as error:
+            raise StateError(f"'{file}' is damaged: {error}; start anew") from error
+        return _run(stages, results)
 
 
 def penalty(learned: RewardModelResult, rule: RewardConfig) -> float:
-    """``reward.missing_eos_penalty`` on the scale of a learned reward model.
+    """Return ``reward.missing_eos_penalty`` on the scale of a learned reward model.
 
-    The settings' own is on the gold reward's scale, which a Bradley-Terry model does not keep.
-
-    Args:
-        learned: whose rewards have a mean and a standard deviation, measured in its training.
-
-    Returns:
-        for 'replace' the mean less two standard deviations: a response without an end is worth as
-        little as the worst ones that do end. For 'subtract' the two standard deviations.
+    The settings' own is on the gold reward's scale, which a Bradley-Terry model does not keep. For
+    'replace' it is the mean reward in training less two standard deviations: a response without an
+    end is worth as little as the worst ones that do end. For 'subtract' it is the two deviations.
     """
     if rule.missing_eos == "off":
         return rule.missing_eos_penalty
@@ -175,31 +226,12 @@ def penalty(learned: RewardModelResult, rule: RewardConfig) -> float:
     return spread if rule.missing_eos == "subtract" else learned.reward_mean - spread
 
 
-class _Record:
+class _Results:
     """Arguments, and results of the stages that have ended; written to disk after each stage."""
 
     def __init__(self, folder: Path, data: dict[str, Any]) -> None:
         self.folder, self._data = folder, data
-
-    @classmethod
-    def begin(cls, folder: Path, asked: Mapping[str, Any]) -> _Record:
-        record = cls(folder, {"asked": dict(asked)})
-        record._save()
-        return record
-
-    @classmethod
-    def open(cls, folder: Path) -> _Record:
-        file = folder / RECORD
-        try:
-            return cls(folder, dict(json.loads(file.read_text(encoding="utf-8"))))
-        except ValueError as error:
-            raise StateError(f"'{file}' is damaged: {error}; start anew") from error
-
-    @property
-    def asked(self) -> Mapping[str, Any]:
-        """The arguments of :func:`align` that are no settings."""
-        asked: Mapping[str, Any] = self._data["asked"]
-        return asked
+        self.asked: Mapping[str, Any] = data["asked"]
 
     def once(self, name: str, kind: type[T], work: Callable[[], T]) -> T:
         """Return the result of ``work``, which runs only if none is recorded yet."""
@@ -208,100 +240,168 @@ class _Record:
             return adapter.validate_python(self._data[name])
         result = work()
         self._data[name] = adapter.dump_python(result, mode="json")
-        self._save()
+        self.save()
         return result
 
-    def _save(self) -> None:
-        write_whole(self.folder / RECORD, (json.dumps(self._data, indent=2) + "\n").encode())
+    def save(self) -> None:
+        write_whole(self.folder / RESULTS, (json.dumps(self._data, indent=2) + "\n").encode())
 
-
-class _Alignment:
-    """The stages, one after another."""
-
-    def __init__(self, stages: Stages, record: _Record) -> None:
-        self._stages, self._record, self._folder = stages, record, record.folder
-        self._out = {"out": str(record.folder)}
-
-    def run(self) -> Aligned:
-        """Do what is not done yet."""
-        from stretto.evaluation import LabelResult
-        from stretto.observe.progress import on_stderr
-        from stretto.runs import RewardModelResult, SftResult, TrainResult
-
-        for line in replaced(self._stages):
-            on_stderr(line)
-        once = self._record.once
-        tuned = once("sft", SftResult, self._tune)
-        start = self._there(tuned.model)
-        labelled = once("pairs", LabelResult, lambda: self._label(start))
-        pairs = self._there(labelled.out)
-        learned = once("reward", RewardModelResult, lambda: self._learn_reward(start, pairs))
-        proxy = f"model:{self._there(learned.model)}"
-        least = penalty(learned, self._stages.train.reward)
-        on_stderr(f"reward.missing_eos_penalty = {least:.4f}, on the learned reward model's scale")
-        result = once("train", TrainResult, lambda: self._reinforce(start, proxy, least))
-        policy = self._there(result.model)
-        before, after = (
-            self._outcome(name, model, proxy, start)
-            for name, model in (("before", start), ("after", policy))
-        )
-        return Aligned(self._folder, tuned, labelled, learned, least, result.model, before, after)
-
-    def _tune(self) -> SftResult:
-        return training.sft(changed(self._stages.sft, self._out))
-
-    def _label(self, start: str) -> LabelResult:
-        from stretto.evaluation import label_responses
-
-        return label_responses(
-            self._stages.train,
-            policy=start,
-            by=self._stages.gold,
-            out=self._folder / "pairs.jsonl",
-            prompts=self._record.asked["pairs"],
-        )
-
-    def _learn_reward(self, start: str, pairs: str) -> RewardModelResult:
-        data = {**PAIRS, "name": pairs}
-        changes = {**self._out, "model__name": start, "data": data}
-        return training.train_reward_model(changed(self._stages.reward, changes))
-
-    def _reinforce(self, start: str, proxy: str, least: float) -> TrainResult:
-        begun = self._folder.glob(f"run-*/checkpoints/step-{'[0-9]' * 6}")
-        if runs := [checkpoint.parents[1] for checkpoint in begun]:
-            return training.resume(max(runs))
-        reward = {"sources": (proxy,), "weights": (), "missing_eos_penalty": least}
-        changes = {**self._out, "model__name": start, "reward": reward}
-        return training.train(changed(self._stages.train, changes))
-
-    def _outcome(self, name: str, policy: str, proxy: str, start: str) -> PolicyOutcome:
-        from stretto.evaluation import Measured, measure
-
-        config: Config = self._stages.train
-        asked = self._record.asked
-        measured = self._record.once(
-            name,
-            Measured,
-            lambda: measure(
-                config,
-                policy=policy,
-                samples=asked["samples"],
-                by=(self._stages.gold, proxy),
-                sft=start,
-                reference_column=asked["reference_column"],
-            ),
-        )
-        return PolicyOutcome(measured, measured.win_rates[1].score)
-
-    def _there(self, path: Path) -> str:
-        """Return the path of what a stage left.
-
-        Raises:
-            StateError: it is not there any more.
-        """
+    def kept(self, path: Path) -> str:
+        """Return the path of a stage's results, if they are still there."""
         if not path.exists():
             raise StateError(
-                f"'{self._folder / RECORD}' names '{path}' (looked for from {Path.cwd()}), which "
-                "is not there; go on from the folder that it was begun in, or start anew"
+                f"'{self.folder / RESULTS}' names '{path}' (looked for from {Path.cwd()}), which "
+                "is not there; go on from the folder that it was begun in, or start anew",
+                "stage-results-gone",
             )
         return str(path)
+
+
+def _run(stages: Stages, results: _Results) -> Aligned:
+    """Do what is not done yet of the stages, one after another."""
+    from stretto.evaluation import LabelResult, Measured, label_responses, measure
+    from stretto.runs import RewardModelResult, SftResult, TrainResult
+
+    for line in replaced(stages):
+        on_stderr(line)
+    folder, asked, gold = results.folder, results.asked, stages.gold
+    sft = changed(stages.sft, {"out": str(folder)})
+    tuned = results.once("sft", SftResult, partial(training.sft, sft))
+    start = results.kept(tuned.model)
+    file, prompts = folder / "pairs.jsonl", asked["pairs"]
+    label = partial(label_responses, policy=start, by=gold, out=file, prompts=prompts)
+    pairs = results.once("pairs", LabelResult, partial(label, stages.train))
+    shared = {"out": str(folder), "model__name": start}
+    data = PairsConfig(name=results.kept(pairs.out)).model_dump(include={"name", *_OF_PAIRS})
+    reward = changed(stages.reward, shared, {"data": data})
+    learn = partial(training.train_reward_model, reward)
+    learned = results.once("reward", RewardModelResult, learn)
+    proxy = f"model:{results.kept(learned.model)}"
+    least = penalty(learned, stages.train.reward)
+    on_stderr(f"reward.missing_eos_penalty = {least:.4f}, on the learned reward model's scale")
+
+    def reinforce() -> TrainResult:
+        begun = folder.glob(f"run-*/checkpoints/step-{'[0-9]' * 6}")
+        if runs := [checkpoint.parents[1] for checkpoint in begun]:
+            return training.resume(max(runs))
+        changes = {"sources": (proxy,), "weights": (), "missing_eos_penalty": least}
+        return training.train(changed(stages.train, shared, {"reward": changes}))
+
+    policy = results.once("train", TrainResult, reinforce).model
+
+    samples, column = asked["samples"], asked["reference_column"]
+    look = partial(measure, samples=samples, by=(gold, proxy), sft=start, reference_column=column)
+
+    def outcome(name: str, model: str) -> PolicyOutcome:
+        measured = results.once(name, Measured, partial(look, stages.train, policy=model))
+        return PolicyOutcome(measured, measured.win_rates[1].score)
+
+    trained = results.kept(policy)
+    before, after = outcome("before", start), outcome("after", trained)
+    return Aligned(folder, tuned, pairs, learned, least, policy, before, after)
+
+
+def check_settings(stages: Stages, pairs: int, samples: int) -> None:
+    """Check the settings as far as possible without reading any files."""
+    for option, value, least in (("pairs", pairs, 2), ("samples", samples, 1)):
+        if value < least:
+            raise ConfigError(f"{option} = {value}: must be {least} or more", "too-few")
+    task, _ = stages.train.task, stages.gold
+    if not task.is_procedural and task.held_out_rows in ("", task.name, task.split):
+        raise ConfigError(
+            f"task.held_out = {task.held_out!r} of the last stage: what came of it is measured on "
+            "prompts that no stage trained on, and a share is left out by the last stage alone. "
+            "Set task.held_out to another file, or to another split of the same hub dataset",
+            "stages-share-prompts",
+        )
+    names = {"data.name of sft": stages.sft.data.name, "task.name of train": task.name}
+    for setting, name in names.items():
+        if not name:
+            message = f"{setting}.toml is empty; name a file or a dataset"
+            raise ConfigError(message, "stage-without-data")
+
+
+def replaced(stages: Stages) -> list[str]:
+    """Return lines that say which settings are replaced by results of earlier stages."""
+    start = stages.sft.model.name
+    others = {stages.reward.model.name, stages.train.model.name} - {start}
+    lines = [f"what '{start}' becomes in the first stage is the model of the others too"]
+    if others:
+        lines[0] += f", in place of {', '.join(sorted(others))}"
+    if stages.reward.data.name:
+        lines.append(
+            f"the reward model learns from pairs that {stages.gold} labels, in place of "
+            f"{stages.reward.data.name}"
+        )
+    return lines
+
+
+def check_opens(stages: Stages, reference_column: str = "") -> None:
+    """Check what the later stages read, and that all stages read prompts alike. Rows, reference
+    responses (see :func:`stretto.measure`) and the gold reward are opened.
+    """
+    from stretto import tasks
+    from stretto.evaluation.answers import of_model
+    from stretto.evaluation.gold import open_gold, reference_text
+    from stretto.evaluation.rows import measured_on
+    from stretto.models.load import load_tokenizer
+    from stretto.models.resolve import resolve
+
+    def tokenizer_of(stage: SftConfig | RewardModelConfig | Config) -> PreTrainedTokenizerBase:
+        model = stage.model
+        return load_tokenizer(resolve(model.name, on_stderr), model.trust_remote_code, on_stderr)
+
+    start = stages.sft.model.name
+    tokenizer = tokenizer_of(stages.sft)
+    for stage in (stages.reward, stages.train):
+        if (name := stage.model.name) != start:
+            # One vocabulary holds the other, as tokens may be added (such as for padding).
+            ours, theirs = tokenizer.get_vocab().items(), tokenizer_of(stage).get_vocab().items()
+            if not (ours <= theirs or theirs <= ours):
+                raise ConfigError(
+                    f"all stages start from one model, '{start}' of sft.toml, and '{name}' "
+                    "has another tokenizer: it was meant for another model. Name the same one in "
+                    "all three",
+                    "stages-differ-in-tokenizer",
+                )
+    config = of_model(stages.train, start)
+    measured = measured_on(config)
+    task = tasks.load(config.task, config.seed)
+    questions = tasks.load(measured.task, measured.seed)
+    first = questions.row(0).data
+    reference_text(questions, {**first, tasks.INDEX_KEY: 0}, reference_column)
+    _check_layouts(stages, task.row(0), tokenizer)
+    columns = task.row(0).data.keys() & first.keys()
+    with ExitStack() as stack:
+        open_gold(stages.gold, measured, columns, tokenizer, stack)
+
+
+def _check_layouts(stages: Stages, row: TaskRow, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that the first stage and the reward model read a prompt as the policy will."""
+    from stretto.tasks.prompts import render
+    from stretto.tasks.responses import PromptLayout
+
+    task, ends = stages.train.task, frozenset({tokenizer.eos_token_id})
+    prompt = render(row, task, tokenizer)
+    labelled = prompt.messages or prompt.text
+    own = labelled[1:] if task.system and prompt.messages else labelled
+    for stage, data, text in (
+        ("sft", stages.sft.data, own),
+        ("reward", stages.reward.data, labelled),
+    ):
+        ours = f"task.chat = '{task.chat}', task.system = '{task.system}'"
+        theirs = f"data.chat = '{data.chat}', data.system = '{data.system}' of {stage}.toml"
+        try:
+            found = PromptLayout(tokenizer, ends, data).prompt(text)
+        except TaskError as error:
+            raise ConfigError(
+                f"{theirs} does not fit {ours} of train.toml, whose prompts that stage reads: "
+                f"{error}",
+                "stages-differ-in-prompts",
+            ) from error
+        if found.tokens != prompt.tokens:
+            raise ConfigError(
+                f"all stages read a prompt alike. With {theirs} it is {found.text[-200:]!r}, with "
+                f"{ours} of train.toml {prompt.text[-200:]!r}. Set chat and system alike",
+                "stages-differ-in-prompts",
+            )

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from stretto.api.settings import Settings, changed, model_of, named, trained_with
-from stretto.checks import check_measured, check_model
-from stretto.config import ModelConfig, RewardModelConfig, RolloutConfig, recipes
+from stretto.api.settings import Settings, changed, config_of, model_of, of_rows, trained_with
+from stretto.checks import check_measured
+from stretto.config import Config, ModelConfig, RewardModelConfig, RolloutConfig, recipes
 from stretto.errors import ConfigError, require
+from stretto.observe.progress import on_stderr
+from stretto.saying import CHECKING, LOADING, working
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedTokenizerBase
 
+    from stretto.assembly.models import Overrides
     from stretto.evaluation import Benchmark, EvalResult, LabelResult, LlmJudge, Measured
 
 
@@ -26,8 +30,9 @@ def evaluate(
     dataset: str | Path | None = None,
     **changes: Any,
 ) -> EvalResult:
-    """Greedy answers of a model to a task's prompts, judged by the task's verifier: pass@1 and the
-    mean score. What ``stretto eval`` does without further options; :func:`measure` has the others.
+    """Return pass@1 and the mean score of a model's greedy answers to a task's prompts, judged by
+    the task's verifier. What ``stretto eval`` does without further options; :func:`measure` has the
+    others.
 
     Args:
         settings: as in :func:`train`; they name the task.
@@ -37,17 +42,11 @@ def evaluate(
         dataset: a file or a hub dataset in place of the settings' one.
         changes: as in :func:`train`.
     """
-    config = named(settings, dataset, changes)
-    chosen = model_of(model, settings, config)
-    check_measured(config, chosen)
+    config, chosen = _measured(settings, model, dataset, changes)
+    trained = trained_with(model, settings, config)
     from stretto import evaluation
 
-    return evaluation.evaluate(
-        config,
-        model=chosen,
-        samples=samples,
-        trained=trained_with(model, settings, config),
-    )
+    return evaluation.evaluate(config, model=chosen, samples=samples, trained=trained)
 
 
 def measure(
@@ -62,8 +61,8 @@ def measure(
     dataset: str | Path | None = None,
     **changes: Any,
 ) -> Measured:
-    """Sampled responses of a model to a task's prompts, measured; what ``stretto eval`` does with
-    the options of the same names.
+    """Measure a model's sampled responses to a task's prompts; what ``stretto eval`` does with the
+    options of the same names.
 
     Args:
         settings, model, samples, dataset, changes: as in :func:`evaluate`.
@@ -73,10 +72,9 @@ def measure(
         judge: an LLM judge for a win-rate.
         reference_column: with the responses to win against; empty takes the task's own answers.
     """
-    config = named(settings, dataset, changes)
-    chosen = model_of(model, settings, config)
     sources = [win_rate_by] if isinstance(win_rate_by, str) else win_rate_by
-    check_measured(config, chosen, sources=[s for s in sources if s], sft=str(sft))
+    asked = {"sources": [s for s in sources if s], "sft": str(sft)}
+    config, chosen = _measured(settings, model, dataset, changes, **asked)
     from stretto import evaluation
 
     return evaluation.measure(
@@ -94,7 +92,7 @@ def measure(
 def label(
     data: str | Path | RewardModelConfig, *, by: str, out: str | Path, **changes: Any
 ) -> LabelResult:
-    """A preference file labelled anew by a gold reward; what ``stretto label FILE`` does.
+    """Label a preference file anew by a gold reward; what ``stretto label FILE`` does.
 
     Args:
         data: the file, or settings whose ``data`` names it.
@@ -120,28 +118,20 @@ def label_responses(
     dataset: str | Path | None = None,
     **changes: Any,
 ) -> LabelResult:
-    """A model's responses to a task's prompts, labelled by a gold reward; what ``stretto label
-    RECIPE --responses-from MODEL`` does.
+    """Label a model's responses to a task's prompts by a gold reward; what ``stretto label RECIPE
+    --responses-from MODEL`` does.
 
     Args:
         settings, model, dataset, changes: as in :func:`evaluate`.
-        by: 'task', 'file.py:name' or 'model:NAME'; a run's folder too.
-        out: file for the pairs, JSON Lines.
+        by, out: as in :func:`label`; ``by`` may be 'task' too.
         prompts: the first ones that training would draw, at most so many.
         per_prompt: responses to each; the best and the worst make a pair.
     """
-    config = named(settings, dataset, changes)
-    chosen = model_of(model, settings, config)
-    check_measured(config, chosen, sources=[by])
+    config, chosen = _measured(settings, model, dataset, changes, sources=[by])
     from stretto import evaluation
 
     return evaluation.label_responses(
-        config,
-        policy=chosen,
-        by=by,
-        out=Path(out),
-        prompts=prompts,
-        per_prompt=per_prompt,
+        config, policy=chosen, by=by, out=Path(out), prompts=prompts, per_prompt=per_prompt
     )
 
 
@@ -153,21 +143,16 @@ def benchmark(
     limit: int = 0,
     **changes: Any,
 ) -> list[Benchmark]:
-    """Benchmarks of lm-evaluation-harness; what ``stretto eval --lm-eval`` does.
+    """Run benchmarks of lm-evaluation-harness; what ``stretto eval --lm-eval`` does.
 
     Args:
         settings, model, changes: as in :func:`evaluate`; of the settings, those of the model and
             ``rollout.batch`` are looked at.
         tasks: names that the harness knows, or .yaml files that define one.
         limit: examples of each benchmark, at most; 0 takes all.
-
-    Raises:
-        MissingExtraError: lm-evaluation-harness is not installed.
     """
-    config = named(settings, None, changes)
-    chosen = model_of(model, settings, config)
     require("lm_eval", "lm-eval", "stretto.benchmark")
-    check_measured(config, chosen, rows=False)
+    config, chosen = _measured(settings, model, None, changes, rows=False)
     from stretto import evaluation
 
     return evaluation.benchmark(config, model=chosen, tasks=tasks, limit=limit)
@@ -187,54 +172,89 @@ def generate(
     chat: Literal["auto", "on", "off"] = "auto",
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
 ) -> list[str]:
-    """A model's answers to prompts, in their order; what ``stretto generate`` does.
+    """Return a model's answers to prompts, in their order; what ``stretto generate`` does.
+
+    Raises ConfigError for an option out of range, ModelError where there is no such model.
 
     Args:
         model: a known name, a folder in Hugging Face format, a hub name, or a run's folder; or a
-            model as an object, which is put into evaluation mode.
-        prompts: what to answer; at least one.
-        tokenizer: of a model that is an object.
+            model as an object, which is put into evaluation mode and needs its ``tokenizer``.
         temperature: softmax temperature; 0 is greedy.
         top_k, top_p: sample among the likeliest tokens only; 0 and 1 are off.
         stop: strings that end an answer, besides the end-of-sequence token.
         chat: apply the tokenizer's chat template; auto: where it has one.
         dtype: type to compute in, of a model by name; auto: bfloat16 where the hardware is faster
             in it, else float32.
-
-    Raises:
-        ConfigError: there is no prompt, an option is out of range, or an object has no tokenizer.
-        ModelError: there is no such model.
     """
     by_name = isinstance(model, str | Path)
     if by_name == (tokenizer is not None):
         raise ConfigError(
             "a model by name brings its tokenizer, and one that is an object needs it: give "
-            "tokenizer= with objects alone"
+            "tokenizer= with objects alone",
+            "tokenizer-of-object",
         )
     if isinstance(prompts, str) or not prompts:
-        raise ConfigError(f"prompts must be a list with at least one text; got {prompts!r}")
-    options = recipes.build(
-        {
-            "batch": min(len(prompts), 32),
-            "max_new_tokens": max_new_tokens,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "stop": tuple(stop),
-        },
-        "options",
-        RolloutConfig,
-    )
-    config = ModelConfig(name=str(model) if by_name else type(model).__name__, dtype=dtype)
-    if by_name:
-        check_model(str(model), config)
-    from stretto.assembly.models import NO_OVERRIDES, Overrides
-    from stretto.evaluation.answers import generate as answers_of
+        message = f"prompts must be a list with at least one text; got {prompts!r}"
+        raise ConfigError(message, "prompts-not-list")
+    overrides = None
+    if not isinstance(model, str | Path):
+        from stretto.assembly.models import Overrides
 
-    given = (
-        NO_OVERRIDES
-        if isinstance(model, str | Path)
-        else Overrides(actor=model, tokenizer=tokenizer)
-    )
-    answers = answers_of(config, prompts, options, seed=seed, chat=chat, given=given)
-    return [text for _, text in sorted(answers)]
+        overrides = Overrides(actor=model, tokenizer=tokenizer)
+    config = ModelConfig(name=str(model) if by_name else type(model).__name__, dtype=dtype)
+    options = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "stop": tuple(stop),
+    }
+    return list(answers(config, prompts, options, seed=seed, chat=chat, overrides=overrides))
+
+
+def answers(
+    config: ModelConfig,
+    prompts: Sequence[str],
+    options: Mapping[str, Any],
+    *,
+    seed: int,
+    chat: Literal["auto", "on", "off"],
+    overrides: Overrides | None = None,
+) -> Iterator[str]:
+    """Yield answers in the order of their prompts, each as soon as it and those before have ended.
+    The options are settings of the section ``rollout``.
+    """
+    rollout = recipes.build({"batch": min(len(prompts), 32), **options}, "options", RolloutConfig)
+    if overrides is None:
+        with working(on_stderr, CHECKING):
+            check_measured(Config.model_construct(model=config), config.name, rows=False)
+    with working(on_stderr, LOADING):
+        from stretto.assembly.models import NO_OVERRIDES
+        from stretto.evaluation.answers import generate
+
+    waiting = dict[int, str]()
+    turn, given = 0, overrides or NO_OVERRIDES
+    for index, text in generate(config, prompts, rollout, seed=seed, chat=chat, given=given):
+        waiting[index] = text
+        while turn in waiting:
+            yield waiting.pop(turn)
+            turn += 1
+
+
+def _measured(
+    settings: Settings,
+    model: str | Path,
+    dataset: str | Path | None,
+    changes: dict[str, Any],
+    **asked: Any,
+) -> tuple[Config, str]:
+    """Return the settings and the model of a measurement, which has been checked."""
+    config = config_of(settings)
+    rows = {} if dataset is None else of_rows(config.task, str(dataset))
+    config = changed(config, rows, changes)
+    chosen = model_of(model, settings, config)
+    with working(on_stderr, CHECKING):
+        check_measured(config, chosen, **asked)
+    with working(on_stderr, LOADING):
+        importlib.import_module("stretto.evaluation")
+    return config, chosen

@@ -15,9 +15,9 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from stretto import signals
-from stretto.api.execution import begin, execute
 from stretto.api.settings import Settings, changed, config_of
-from stretto.config import KNOBS, PRESETS, Config, PresetName, ScheduleConfig, recipes
+from stretto.api.training import begin, execute
+from stretto.config import KNOBS, PRESETS, Config, ScheduleConfig, recipes
 from stretto.observe import records
 from stretto.observe.compare import Comparison, VariantResult
 from stretto.observe.display import repeated
@@ -29,29 +29,25 @@ if TYPE_CHECKING:
     from stretto.runtime.sim.cluster import Cluster
     from stretto.runtime.sim.simulate import SimResult
 
-STOP_S = 30.0
-"""Seconds that an interrupted run gets to end in order and save its model."""
+STOP_S, LOOK_S = 30.0, 0.5
+"""Seconds that an interrupted run gets to save its model, and between looks how far a run is."""
 
 WARMUP = "warmup.safetensors"
 """File with the result of a seed's warm-up, kept while runs with that seed are to come."""
 
-LOOK_S = 0.5
-"""Seconds between two looks how far a run is."""
 
-_LAST_LINES = 12
-
-
-def _variants(names: Iterable[PresetName]) -> dict[str, dict[str, object]]:
-    """Presets, each after what is left of it without one of its parts."""
+def _variants(*, several_engines: bool) -> dict[str, dict[str, object]]:
+    """Return presets, each after what is left of it without one of its parts."""
     found: dict[str, dict[str, object]] = {}
-    for name in names:
-        for part, knob in PRESETS[name].parts.items():
-            found[f"{name}-no-{part}"] = {"preset": name, knob: KNOBS[knob].off[0]}
-        found[name] = {"preset": name}
+    for name, preset in PRESETS.items():
+        if preset.several_engines == several_engines:
+            for part, knob in preset.parts.items():
+                found[f"{name}-no-{part}"] = {"preset": name, knob: KNOBS[knob].off[0]}
+            found[name] = {"preset": name}
     return found
 
 
-ONE_ENGINE = _variants(name for name in PRESETS if not PRESETS[name].several_engines)
+ONE_ENGINE = _variants(several_engines=False)
 """The variants that need no more than one engine."""
 
 OVERCOMMIT_RULES: dict[str, dict[str, object]] = {
@@ -63,9 +59,7 @@ OVERCOMMIT_RULES: dict[str, dict[str, object]] = {
 """Other rules for the delta of 'oppo', which by default follows 'equation4'."""
 
 VARIANTS: Mapping[str, Mapping[str, object]] = (
-    ONE_ENGINE
-    | _variants(name for name in PRESETS if PRESETS[name].several_engines)
-    | OVERCOMMIT_RULES
+    ONE_ENGINE | _variants(several_engines=True) | OVERCOMMIT_RULES
 )
 """Names for settings of the schedule."""
 
@@ -82,11 +76,7 @@ class Job:
 
 
 def config_of_job(config: Config, job: Job, out: str) -> Config:
-    """The settings of one run. It writes no checkpoints beyond those that a recipe counts in steps.
-
-    Raises:
-        ConfigError: the variant's settings and the others contradict each other.
-    """
+    """Return the settings of one run, whose checkpoints are those that a recipe counts in steps."""
     data = config.model_dump()
     data |= {"seed": job.seed, "out": out, "schedule": schedule_of(config.schedule, job.variant)}
     data["observe"] |= {"progress": "plain", "checkpoint_minutes": 0.0}
@@ -96,7 +86,7 @@ def config_of_job(config: Config, job: Job, out: str) -> Config:
 def schedule_of(
     schedule: ScheduleConfig, variant: str, variants: Mapping[str, Mapping[str, object]] = VARIANTS
 ) -> dict[str, Any]:
-    """The settings of a schedule with the variant's preset and knobs."""
+    """Return the settings of a schedule with the variant's preset and knobs."""
     defaults = ScheduleConfig().model_dump()
     knobs = {name: defaults[name] for name in REPLACED}
     return {**schedule.model_dump(), **knobs, **variants[variant]}
@@ -110,17 +100,9 @@ def outcome_of(job: Job, folder: Path) -> VariantResult:
 def report(
     runs: str | Path | Sequence[str | Path], out: str | Path = "report.html", *, step: int = 0
 ) -> Path:
-    """One page of runs, to be opened in a browser; what ``stretto report`` writes.
-
-    Runs that can be told apart on it are also predicted from their own records.
-
-    Args:
-        runs: folders of runs; the first is what the others are compared with.
-        out: file for the page.
-        step: whose timeline is shown; without it, one from the middle.
-
-    Returns:
-        the page's file.
+    """Write a page of runs, to be opened in a browser, and return its file; what ``stretto report``
+    does. Runs that can be told apart on it are also predicted from their own records. The first is
+    what the others are compared with; without a ``step``, the timeline is of one from the middle.
     """
     from stretto.planner.replay import predicted
 
@@ -140,18 +122,15 @@ def compare(
     target: float | None = None,
     **changes: Any,
 ) -> Comparison:
-    """The same training under several schedules, one run after the other in this process; what
-    ``stretto compare`` does in processes of their own.
+    """Run the same training under several schedules, one run after the other in this process; what
+    ``stretto compare`` does in processes of their own. The result has a ``table()`` for people and
+    ``data()`` for programs.
 
     Args:
-        settings: as in :func:`train`.
+        settings, changes: as in :func:`train`.
         variants: presets of the schedule, or settings of the schedule by a name for them.
         seeds: each variant runs with each.
         target: reward to be reached; without it, most of the way that the first variant goes.
-        changes: as in :func:`train`.
-
-    Returns:
-        its ``table()`` is for people, its ``data()`` for programs.
     """
     from stretto.assembly.models import Overrides
 
@@ -167,39 +146,25 @@ def compare(
     Path(base.out).mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="warmup-", dir=base.out) as warm:
         for job, config in runs.items():
-            run = begin(config, f"{job.variant}-seed{job.seed}")
-            execute(run, given=Overrides(warmup=Path(warm, f"seed{job.seed}.safetensors")))
+            overrides = Overrides(warmup=Path(warm, f"seed{job.seed}.safetensors"))
+            run = begin(config, f"{job.variant}-seed{job.seed}", overrides=overrides)
+            execute(run)
             outcomes.append(outcome_of(job, run.run_dir.path))
     return Comparison(outcomes, target)
 
 
 def simulate(cluster: Cluster, *, seed: int = 0) -> SimResult:
-    """A schedule on a described cluster, in virtual time; what ``stretto compare --sim`` runs.
-
-    Args:
-        cluster: see :class:`stretto.runtime.sim.cluster.Cluster`.
-    """
+    """Run a schedule on a cluster in virtual time; what ``stretto compare --sim`` does."""
     from stretto.planner.formulas import priced
     from stretto.runtime.sim.simulate import simulate as run
 
     return run(priced(cluster), seed=seed)
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Message about a run that failed."""
-
-    text: str
-
-
 class Trainings:
-    """The runs of a comparison, each a ``stretto train`` in a process of its own.
+    """The runs of a comparison in their order, each a ``stretto train`` in a process of its own.
 
     Those with one seed have a folder in ``folder``, and share a warm-up.
-
-    Args:
-        config: the settings that all runs share.
-        jobs: all of them, in the order in which they will be run.
 
     Attributes:
         folders: of the runs that took all their steps.
@@ -210,14 +175,11 @@ class Trainings:
         self._config, self._folder = config, folder
         self._last = {job.seed: job for job in jobs}
 
-    def run(self, job: Job, advance: Advance = unseen) -> VariantResult | Failure:
-        """Train to the end.
+    def run(self, job: Job, advance: Advance = unseen) -> VariantResult | str:
+        """Train to the end; return a message where the run failed.
 
-        What the run prints goes into a log beside its folder, as one that fails early leaves no
-        folder.
-
-        Raises:
-            KeyboardInterrupt: of this process; the run has been ended in order, or killed.
+        What it prints goes into a log beside its folder, as one that fails early leaves no folder.
+        A KeyboardInterrupt of this process ends the run in order, or kills it.
         """
         out = self._folder / f"seed{job.seed}"
         out.mkdir(exist_ok=True)
@@ -245,16 +207,15 @@ class Trainings:
             (out / WARMUP).unlink(missing_ok=True)
         if status:
             with log.open(encoding="utf-8", errors="replace") as lines:
-                end = "".join(f"    {line}" for line in deque(lines, _LAST_LINES))
-            return Failure(f"exit status {status}; the end of {log}:\n{end.rstrip()}")
+                end = "".join(f"    {line}" for line in deque(lines, 12))
+            return f"exit status {status}; the end of {log}:\n{end.rstrip()}"
         (self.folders[job],) = out.glob(f"{folders}/")
         return outcome_of(job, self.folders[job])
 
 
 def run_command(command: Sequence[str], log: Path) -> int:
     """Run to the end, and return the exit status; Ctrl-C and what stands for it stop the command
-    and are passed on. It ends with this process too, however that ends.
-    """
+    and are passed on. It ends with this process too, however that ends."""
     ours, theirs = os.pipe()  # nothing is said there: it closes when this process ends
     with os.fdopen(ours, "rb") as read, os.fdopen(theirs, "wb"), log.open("wb") as stream:
         # In a process group of its own: the terminal would send Ctrl-C to both, and the second

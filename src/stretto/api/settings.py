@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -16,89 +17,58 @@ R = TypeVar("R", Config, SftConfig, RewardModelConfig)
 Settings: TypeAlias = Config | str | Path
 
 RESUMABLE = (
-    "steps",
-    "threads",
-    "runtime",
-    "cluster",
-    "observe",
-    "pipeline",
+    *("steps", "threads", "runtime", "cluster", "observe", "pipeline"),
     "training.ratio_tolerance",
 )
 """Settings and sections that a resumed run may change; any other would make it a different run."""
 
 
 def load_recipe(name: str | Path, **changes: Any) -> Config:
-    """A recipe's settings, changed.
-
-    Args:
-        name: of a packaged recipe, a ``.toml`` file or a run's folder.
-        changes: as in :func:`train`.
-
-    Raises:
-        ConfigError: no such recipe, an unknown setting, or a value out of range.
+    """Return the settings of a packaged recipe, a ``.toml`` file or a run's folder, changed as in
+    :func:`train`. Raises ConfigError for an unknown recipe or setting, and a value out of range.
     """
     return changed(recipes.load(name), changes)
 
 
-def changed(config: S, *changes: Mapping[str, Any]) -> S:
-    """Settings with some of them changed, as :mod:`stretto.api` says, the later ones last; see
-    :func:`stretto.config.changes.changed` for what goes with them.
-
-    Raises:
-        ConfigError: an unknown setting, or a value out of range.
+def changed(config: S, *changes: Mapping[str, Any], where: str = "settings") -> S:
+    """Return settings with some of them changed, as :mod:`stretto.api` says, the later ones last;
+    see :func:`stretto.config.changes.changed` for what goes with them, and for ``where``.
     """
     nested: dict[str, Any] = {}
     for key, value in (item for some in changes for item in some.items()):
         for part in reversed(key.split("__")):
             value = {part: value}
         nested = merge.merged(nested, value, type(config))
-    return merge.changed(config, nested, "settings")
+    return merge.changed(config, nested, where)
 
 
 def check_resumable(before: Config, after: Config) -> None:
-    """Refuse changes that would make a resumed run another one.
-
-    Raises:
-        ConfigError: a setting beyond :data:`RESUMABLE` is changed, or the number of steps that a
-            learning-rate schedule depends on.
-    """
-    old, new = before.model_dump(), after.model_dump()
+    """Refuse changes that would make a resumed run another one."""
     for key in recipes.setting_names():
-        may_change = key in RESUMABLE or key.partition(".")[0] in RESUMABLE
-        if not may_change and _get(old, key) != _get(new, key):
+        old, new = attrgetter(key)(before), attrgetter(key)(after)
+        if old != new and not {key, key.partition(".")[0]} & {*RESUMABLE}:
             raise ConfigError(
-                f"{key} = {_get(new, key)!r}: the run to resume has {_get(old, key)!r}, and only "
-                f"{', '.join(RESUMABLE)} may change. Start a new run for other settings"
+                f"{key} = {new!r}: the run to resume has {old!r}, and only "
+                f"{', '.join(RESUMABLE)} may change. Start a new run for other settings",
+                "resumed-differs",
             )
     schedule = after.training.lr_schedule
     if schedule != "constant" and before.steps != after.steps:
         raise ConfigError(
             f"steps = {after.steps}: the run to resume has {before.steps}, which its "
-            f"{schedule} learning-rate schedule depends on. Keep it, or start a new run"
+            f"{schedule} learning-rate schedule depends on. Keep it, or start a new run",
+            "resumed-schedule-differs",
         )
 
 
-def _get(data: dict[str, Any], key: str) -> Any:
-    value: Any = data
-    for part in key.split("."):
-        value = value[part]
-    return value
-
-
 def config_of(settings: Settings) -> Config:
-    """Settings as an object."""
+    """Return settings as an object."""
     return settings if isinstance(settings, Config) else recipes.load(settings)
 
 
 def settled(config: R, say: Callable[[str], object]) -> R:
-    """Settings of a run with what depends on the machine decided: the type that ``model.dtype =
-    "auto"`` takes. Kept with the run, it is the same when the run is resumed or repeated.
-
-    Args:
-        say: told in a line what was decided, and why.
-
-    Raises:
-        ConfigError: CUDA is asked for and missing.
+    """Return a run's settings with the type that ``model.dtype = "auto"`` takes here, and say why.
+    Kept with the run, it is the same when the run is resumed or repeated.
     """
     if config.model.dtype != "auto":
         return config
@@ -111,22 +81,15 @@ def settled(config: R, say: Callable[[str], object]) -> R:
     return config.model_copy(update={"model": model})
 
 
-def of_dataset(task: TaskConfig, name: str) -> dict[str, Any]:
-    """Changes of a task's settings, for rows that come from elsewhere."""
+def of_rows(task: TaskConfig, name: str) -> dict[str, Any]:
+    """Return changes of a task's settings for rows that come from elsewhere."""
     kind = "dataset" if task.is_procedural else task.kind
     return {"task": {"name": name, "kind": kind}}
 
 
-def named(settings: Settings, dataset: str | Path | None, changes: Mapping[str, Any]) -> Config:
-    """Settings with a dataset by name in place of their own, and changed."""
-    config = config_of(settings)
-    rows = {} if dataset is None else of_dataset(config.task, str(dataset))
-    return changed(config, rows, changes)
-
-
 def model_of(model: str | Path, settings: Settings, config: Config) -> str:
-    """The model that is meant: ``model``, or else the trained one of the run that ``settings`` is,
-    or else the settings' own. A run's folder stands for its trained model.
+    """Return ``model``, or else the run that ``settings`` is, whose folder stands for its trained
+    model, or else the settings' own model.
     """
     if model:
         return str(model)
@@ -136,13 +99,10 @@ def model_of(model: str | Path, settings: Settings, config: Config) -> str:
 
 
 def trained_with(model: str | Path, settings: Settings, config: Config) -> Config:
-    """Settings that a measured model was trained with, or is to be.
+    """Return the settings that a measured model was trained with, or is to be.
 
-    For the model of a run these are the run's. For others they are the settings that it is measured
+    For the model of a run these are the run's. For others they are ``config``, which it is measured
     with, but for rows named in place of the settings' own: these are only measured on.
-
-    Args:
-        model: as given, or empty.
     """
     folder = Path(model or settings if isinstance(settings, str | Path) else model).expanduser()
     if (folder / "config.toml").is_file():

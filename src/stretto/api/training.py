@@ -1,20 +1,35 @@
-"""Training runs from Python."""
+"""Runs from Python: how they begin and are executed, for commands too, and training by keyword."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, overload
 
-from stretto.api.execution import Begun, begin, execute
-from stretto.api.settings import Settings, changed, config_of, of_dataset
-from stretto.config import Config, RewardModelConfig, SftConfig, recipes
-from stretto.errors import ConfigError, TaskError
-from stretto.observe import Progress, RunDirectory
+from stretto.api.settings import R, Settings, changed, check_resumable, config_of, of_rows, settled
+from stretto.checks import check_run, check_supervised, disk
+from stretto.config import Config, RewardModelConfig, SftConfig, SupervisedConfig, recipes
+from stretto.config.training import token_budget
+from stretto.errors import (
+    ConfigError,
+    OutOfMemoryError,
+    StateError,
+    TaskError,
+    first_line,
+    is_out_of_memory,
+)
+from stretto.machine import Machine, usable_gpus
+from stretto.models.info import measure, model_info
+from stretto.observe import Progress, RunDirectory, make_progress
+from stretto.observe.progress import headline
+from stretto.planner import fitting
+from stretto.saying import CHECKING, LOADING, format_count
+from stretto.signals import ending_in_order
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,17 +42,205 @@ if TYPE_CHECKING:
 C = TypeVar("C", SftConfig, RewardModelConfig)
 
 Function: TypeAlias = Callable[..., Any]
-Rows: TypeAlias = Iterable[Mapping[str, Any]]
 
 DATASET = "dataset.jsonl"
 """File in which a run keeps the rows that it was given."""
+
+_FEW_TOKENS, _FEW_SLOTS = 256, 4
+"""Tokens of a pass and rollouts in slots below which less is not worth proposing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun(Generic[R]):
+    """A run that has its folder, and has not been executed.
+
+    Attributes:
+        resuming: whether it goes on from the newest checkpoint in its folder.
+        task: the one that the settings name, where it was opened to be checked.
+    """
+
+    config: R
+    run_dir: RunDirectory
+    resuming: bool = False
+    overrides: Overrides | None = None
+    task: Task | None = None
+
+
+def begin(
+    config: R, name: str = "run", *, resume: str | Path = "", overrides: Overrides | None = None
+) -> Begun[R]:
+    """Look for what would fail (:mod:`stretto.checks`), and make the folder of a run (``name`` and
+    a number in ``config.out``), or open the folder ``resume`` of the run that it goes on with.
+    """
+    run_dir, folder = None, Path(config.out)
+    if resume:
+        assert isinstance(config, Config), "runs of supervised training keep no checkpoints"
+        run_dir = RunDirectory.open(resume)
+        folder = run_dir.path
+        check_resumable(recipes.load(run_dir.config_file), config)
+    task = None
+    if not (run_dir and overrides is None and run_dir.ended(config.steps)):
+        with make_progress(config.observe.progress).working(CHECKING):
+            if isinstance(config, Config):
+                task = check_run(config, overrides)
+            else:
+                check_supervised(config)
+            if overrides is None or overrides.actor is None:
+                disk.check(config, folder, resuming=bool(resume))
+    run_dir = run_dir or RunDirectory.create(config.out, name, config)
+    return Begun(config, run_dir, bool(resume), overrides, task)
+
+
+@overload
+def execute(run: Begun[Config], *, progress: Progress | None = None) -> TrainResult: ...
+@overload
+def execute(run: Begun[SftConfig], *, progress: Progress | None = None) -> SftResult: ...
+@overload
+def execute(
+    run: Begun[RewardModelConfig], *, progress: Progress | None = None
+) -> RewardModelResult: ...
+def execute(run: Begun[Any], *, progress: Progress | None = None) -> Any:
+    """Execute a run that was begun: display, training, and where the results are; see
+    :func:`train` for what it raises.
+
+    A new folder is removed again if the run ends before its first step. The settings of a run that
+    is resumed are written into its folder; one that has ended already is not executed, and its
+    result is returned at once.
+    """
+    config, run_dir = run.config, run.run_dir
+    display = progress or make_progress(config.observe.progress)
+    ended = run_dir.ended(config.steps) if run.resuming and run.overrides is None else None
+    if ended is not None:
+        display.note(
+            f"the run in {run_dir.path} has ended: all of its {ended.steps} steps are taken, and "
+            f"the trained model is in {ended.model}. More steps go on from there (--steps)"
+        )
+        return ended
+    with _memory_explained(config), ending_in_order(), ExitStack() as stack:
+        stack.enter_context(run_dir.locked(display.note))
+        try:
+            with stack:  # a folder that is removed is let go of first
+                result = _train(run, display)
+        except BaseException:
+            _leave(run_dir, display, keep=run.resuming)
+            raise
+        display.close()
+        records = "metrics, samples" if run_dir.samples_file.exists() else "metrics"
+        display.note(f"done; {records} and the trained model are in {run_dir.path}")
+        return result
+
+
+def _train(run: Begun[Any], display: Progress) -> Any:
+    config, run_dir, overrides = run.config, run.run_dir, run.overrides
+    if run.resuming:
+        run_dir.save_config(config)
+    lines: list[str] = []
+    with display.working(LOADING):
+        from stretto import runs
+        from stretto.assembly.models import NO_OVERRIDES
+
+        actor = overrides.actor if overrides else None
+        if actor is None:  # else the model has a type of its own
+            config = settled(config, lines.append)
+            if lines:
+                run_dir.save_config(config)
+            o = overrides  # models among them are not looked at
+            objects = o and (o.critic or o.reference or o.reward_models)
+            if isinstance(config, Config) and (config.runtime == "inline" or not objects):
+                lines += fitting.check_devices(config)
+        run_dir.save_machine(Machine.here())
+        text = _opening(config, run_dir, actor, resuming=run.resuming)
+    display.start(text)
+    for line in lines:
+        display.note(line)
+    if isinstance(config, Config):
+        overrides = replace(overrides or NO_OVERRIDES, opened=run.task)
+        return runs.train(
+            config, run_dir=run_dir, resume=run.resuming, progress=display, overrides=overrides
+        )
+    supervised = runs.sft if isinstance(config, SftConfig) else runs.train_reward_model
+    return supervised(config, run_dir=run_dir, progress=display)
+
+
+def _opening(
+    config: Config | SupervisedConfig,
+    run_dir: RunDirectory,
+    actor: nn.Module | None,
+    *,
+    resuming: bool,
+) -> str:
+    """Say in three lines what will run, on what, and where its results go."""
+    from stretto.models.backend import pick_device
+
+    where = f"{'goes on' if resuming else 'results'} in {run_dir.path}"
+    if actor is None:
+        size = ""
+        if model_info(config.model.name) is not None:
+            parameters, adapters = measure(config.model)
+            size = f"{format_count(parameters)} parameters"
+            if adapters is not None:
+                size += f", of which adapters train {format_count(adapters)}"
+        dtype, device = str(config.model.dtype), pick_device(config.model.device).type
+        where = "; ".join(filter(None, (where, disk.said(config, run_dir.path))))
+    else:
+        weight = next(actor.parameters())
+        size = f"{format_count(sum(p.numel() for p in actor.parameters()))} parameters"
+        dtype, device = str(weight.dtype).removeprefix("torch."), weight.device.type
+    return headline(config, ", ".join(filter(None, (size, f"{dtype} on {device}"))), where)
+
+
+@contextmanager
+def _memory_explained(config: Config | SupervisedConfig) -> Iterator[None]:
+    """Raise OutOfMemoryError, with what a run can do about it, in place of torch's or Python's."""
+    try:
+        yield
+    except Exception as error:
+        short = next((e for e in (error, error.__cause__) if e and is_out_of_memory(e)), None)
+        if short is None:
+            raise
+        what = f" ({first_line(short)})" if str(short) else ""
+        raise OutOfMemoryError(
+            f"out of memory{what}. Less is taken with {_remedies(config)}", "out-of-memory"
+        ) from error
+
+
+def _remedies(config: Config | SupervisedConfig) -> str:
+    """Return options that take less memory, of those that the settings have not taken yet."""
+    model, found = config.model, list[str]()
+    on_gpu = model.device != "cpu" and usable_gpus()
+    tokens = token_budget(config.training.microbatch_tokens, "cuda" if on_gpu else "cpu")
+    if tokens > _FEW_TOKENS:
+        found.append(f"--training.microbatch-tokens {max(tokens // 4, _FEW_TOKENS)}")
+    if not model.gradient_checkpointing:
+        found.append("--model.gradient-checkpointing")
+    if not model.lora_rank:
+        found.append("--model.lora-rank 16")
+    if isinstance(config, Config):
+        slots = config.rollout.slots or config.rollout.batch
+        if slots > _FEW_SLOTS:
+            found.append(f"--rollout.slots {max(slots // 4, _FEW_SLOTS)}")
+    return f"{', '.join([*found, 'or'])} a smaller model"
+
+
+def _leave(run_dir: RunDirectory, display: Progress, *, keep: bool) -> None:
+    """Name the folder of a run that was stopped; remove it if the run never took a step.
+
+    What fails on the way, as on a terminal that is gone, must not hide what stopped the run.
+    """
+    with suppress(OSError, ValueError, StateError):
+        display.close()
+    with suppress(OSError, ValueError, StateError):
+        if any(record["step"] for record in run_dir.read_metrics()):
+            display.note(f"stopped; what was done so far is in {run_dir.path}")
+        elif not keep:
+            shutil.rmtree(run_dir.path)
 
 
 def train(
     settings: Settings = "arithmetic",
     *,
     reward: Function | str | Sequence[Function | str] | Mapping[str, Any] | None = None,
-    dataset: Rows | str | Path | None = None,
+    dataset: Iterable[Mapping[str, Any]] | str | Path | None = None,
     task: Task | Mapping[str, Any] | None = None,
     model: nn.Module | str | Path | Mapping[str, Any] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -46,9 +249,13 @@ def train(
 ) -> TrainResult:
     """Train a model with reinforcement learning; what ``stretto train`` does.
 
+    Whatever ends the run after its first step: what was learned is saved, and in the model. Raises
+    a StrettoError where a setting, a model, a dataset, a reward function, the numbers or the disk
+    are at fault, or another process is at work in the folder; KeyboardInterrupt for Ctrl-C, or as
+    :class:`stretto.signals.Terminated` for SIGTERM or SIGHUP.
+
     Args:
-        settings: a :class:`~stretto.config.Config`, a recipe's name, a ``.toml`` file or a run's
-            folder.
+        settings: a ``Config``, a recipe's name, a ``.toml`` file or a run's folder.
         reward: a function with TRL's, OpenRLHF's or verl's parameters, which is called in this
             process; a source as ``reward.sources`` takes it; or several of both, which are summed.
             They take the place of the settings' sources. A mapping changes the section instead.
@@ -58,50 +265,37 @@ def train(
             instead.
         model: the policy as an object, which is trained in place and needs its ``tokenizer``, or a
             model's name. A mapping changes the section instead.
-        tokenizer: of ``model``.
         progress: a display; without one what ``observe.progress`` says.
-        changes: of settings: a section as a mapping (``rollout={"batch": 64}``), or one setting
-            behind its section's name (``rollout__batch=64``).
-
-    Returns:
-        the number of steps, the last one's metrics, and the folder of the trained model, which is
-        in the run's folder.
-
-    Raises:
-        StrettoError: a setting, a model, a dataset, a reward function, the numbers or the disk are
-            at fault.
-        KeyboardInterrupt: Ctrl-C, or as :class:`stretto.signals.Terminated` SIGTERM or SIGHUP.
-
-    Whatever ends the run after its first step: what was learned is saved, and in the model.
+        changes: of settings, as :mod:`stretto.api` says.
     """
     config = config_of(settings)
     rows = None if dataset is None or isinstance(dataset, str | Path) else list(dataset)
-    given, meant = _brought(reward, task, model, tokenizer)
-    prompts: dict[str, Any] = {}
+    overrides, implied = _overrides(reward, task, model, tokenizer)
+    named = None if overrides.task is None else type(task).__name__
     if dataset is not None:
-        prompts = of_dataset(config.task, str(dataset) if rows is None else DATASET)
-    elif given.task is not None:
-        prompts = of_dataset(config.task, type(task).__name__)
-    config = changed(config, prompts, meant, changes)
-    if given.task is not None and "task" in config.reward.sources:
+        named = str(dataset) if rows is None else DATASET
+    prompts = {} if named is None else of_rows(config.task, named)
+    config = changed(config, prompts, implied, changes)
+    if overrides.task is not None and "task" in config.reward.sources:
         raise ConfigError(
             "a task that is brought as an object does not score by itself; give what scores as "
-            "reward=, a function of the completions and of the row's columns"
+            "reward=, a function of the completions and of the row's columns",
+            "task-without-reward",
         )
     if not config.task.name:
-        raise ConfigError("task.name is empty: give rows or a file as dataset=")
+        raise ConfigError("task.name is empty: give rows or a file as dataset=", "task-unnamed")
     name = recipes.name_of(settings) if not isinstance(settings, Config) else "run"
     if rows is None:
-        return execute(begin(config, name, given=given), given=given, progress=progress)
+        return execute(begin(config, name, overrides=overrides), progress=progress)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / DATASET
         _write(rows, file)
-        run = begin(_named_rows(config, file), name, given=given)
+        run = begin(_named_rows(config, file), name, overrides=overrides)
         kept = run.run_dir.path.absolute() / DATASET
         shutil.copyfile(file, kept)
     run = replace(run, config=_named_rows(config, kept))
     run.run_dir.save_config(run.config)
-    return execute(run, given=given, progress=progress)
+    return execute(run, progress=progress)
 
 
 def _named_rows(config: Config, file: Path) -> Config:
@@ -111,15 +305,12 @@ def _named_rows(config: Config, file: Path) -> Config:
 def resume(run: str | Path, *, progress: Progress | None = None, **changes: Any) -> TrainResult:
     """Go on with a run from its newest checkpoint; what ``stretto train --resume`` does.
 
+    Raises ConfigError where it is no run's folder or another setting is changed, StateError where
+    it holds no checkpoint that is whole, StorageError where another process is at work in it.
+
     Args:
         run: its folder. A run that was given objects cannot be resumed by its folder alone.
-        progress: as in :func:`train`.
-        changes: of the settings that :data:`RESUMABLE` names.
-
-    Raises:
-        ConfigError: it is no run's folder, or another setting is changed.
-        StateError: it holds no checkpoint that is whole.
-        StorageError: another process is at work in it, or it cannot be written to.
+        progress, changes: as in :func:`train`; of the settings, those in :data:`RESUMABLE`.
     """
     before = recipes.load(RunDirectory.open(run).config_file)
     return execute(begin(changed(before, changes), resume=run), progress=progress)
@@ -132,11 +323,7 @@ def sft(
 
     Args:
         settings: its settings, a recipe's name, a ``.toml`` file or a run's folder.
-        progress: as in :func:`train`.
-        changes: as in :func:`train`.
-
-    Raises:
-        StrettoError: a setting, the model, the data or the numbers are at fault.
+        progress, changes: as in :func:`train`.
     """
     return execute(_begun(settings, SftConfig, "sft", changes), progress=progress)
 
@@ -147,12 +334,7 @@ def train_reward_model(
     """Train a reward model on pairs of a better and a worse response; what ``stretto reward`` does.
 
     Args:
-        settings: its settings, a recipe's name, a ``.toml`` file or a run's folder.
-        progress: as in :func:`train`.
-        changes: as in :func:`train`.
-
-    Raises:
-        StrettoError: a setting, the model, the data or the numbers are at fault.
+        settings, progress, changes: as in :func:`sft`.
     """
     return execute(_begun(settings, RewardModelConfig, "reward", changes), progress=progress)
 
@@ -166,50 +348,48 @@ def _begun(
     return begin(changed(settings, changes), name)
 
 
-def _brought(
+def _overrides(
     reward: Any, task: Any, model: Any, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[Overrides, dict[str, Any]]:
-    """Objects, and what settings say of them; mappings are settings as they are."""
+    """Return the objects among the arguments, and changes of settings for names and mappings."""
     from stretto.assembly.models import Overrides
 
-    given = Overrides(tokenizer=tokenizer)
-    meant: dict[str, Any] = {}
-    for name, part in (("reward", reward), ("task", task), ("model", model)):
-        if isinstance(part, Mapping):
-            meant[name] = part
-    if reward is not None and "reward" not in meant:
-        functions, sources = _rewards(reward)
-        given = replace(given, functions=functions)
-        meant |= {"reward__sources": sources, "reward__weights": ()}
-    if task is not None and "task" not in meant:
-        given = replace(given, task=task)
+    arguments = {"reward": reward, "task": task, "model": model}
+    changes: dict[str, Any] = {
+        n: part for n, part in arguments.items() if isinstance(part, Mapping)
+    }
+    objects: dict[str, Any] = {"tokenizer": tokenizer}
+    if reward is not None and "reward" not in changes:
+        objects["functions"], sources = _rewards(reward)
+        changes |= {"reward__sources": sources, "reward__weights": ()}
+    if task is not None and "task" not in changes:
+        objects["task"] = task
     if isinstance(model, str | Path):
-        meant["model__name"] = str(model)
-    elif model is not None and "model" not in meant:
+        changes["model__name"] = str(model)
+    elif model is not None and "model" not in changes:
         if tokenizer is None:
-            raise ConfigError(
-                "model is an object, whose tokenizer nothing names: give tokenizer= too"
-            )
-        given = replace(given, actor=model)
-        meant["model__name"] = str(getattr(model, "name_or_path", "") or type(model).__name__)
-    return given, meant
+            message = "model is an object, whose tokenizer nothing names: give tokenizer= too"
+            raise ConfigError(message, "tokenizer-of-object")
+        objects["actor"] = model
+        changes["model__name"] = str(getattr(model, "name_or_path", "") or type(model).__name__)
+    return Overrides(**objects), changes
 
 
 def _rewards(
-    given: Function | str | Sequence[Function | str],
+    reward: Function | str | Sequence[Function | str],
 ) -> tuple[dict[str, Function], tuple[str, ...]]:
-    """Functions by name, and the names of all sources."""
-    parts = [given] if isinstance(given, str) or callable(given) else list(given)
-    functions: dict[str, Function] = {}
-    sources = []
+    """Return functions by name, and the names of all sources."""
+    parts = [reward] if isinstance(reward, str) or callable(reward) else list(reward)
+    functions, sources = dict[str, Function](), list[str]()
     for part in parts:
         if not isinstance(part, str) and not callable(part):
-            raise ConfigError(
-                f"reward takes functions, and sources such as 'task' and 'model:NAME'; got {part!r}"
-            )
+            wanted = "reward takes functions, and sources such as 'task' and 'model:NAME'"
+            raise ConfigError(f"{wanted}; got {part!r}", "reward-not-callable")
         name = part if isinstance(part, str) else getattr(part, "__name__", type(part).__name__)
         if name in sources:
-            raise ConfigError(f"two rewards are called '{name}'; give one of them another name")
+            raise ConfigError(
+                f"two rewards are called '{name}'; give one of them another name", "rewards-alike"
+            )
         sources.append(name)
         if not isinstance(part, str):
             functions[name] = part
@@ -217,11 +397,7 @@ def _rewards(
 
 
 def _write(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Write rows to a file: the run's reward functions read them there, and so does a resumed run.
-
-    Raises:
-        TaskError: a row is no plain data.
-    """
+    """Write rows to a file, which the run's reward functions and a resumed run read."""
     lines = []
     for number, row in enumerate(rows):
         try:
@@ -229,6 +405,7 @@ def _write(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
         except (TypeError, ValueError) as error:
             raise TaskError(
                 f"dataset: row {number} must be a mapping of plain data (text, numbers, lists and "
-                f"mappings of them); {error}"
+                f"mappings of them); {error}",
+                "row-not-plain",
             ) from error
     file.write_text("".join(lines), encoding="utf-8")

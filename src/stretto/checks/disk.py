@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from stretto import files
@@ -13,51 +12,37 @@ from stretto.planner.fitting import TRAINED_ROLES, plan_for, width
 from stretto.saying import format_size
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """What a run writes at most, in bytes.
+def written(config: Config | SupervisedConfig) -> tuple[int, int] | None:
+    """Return the bytes of a checkpoint and of the model, or ``None`` if the run's models are not
+    here to be counted.
 
-    Attributes:
-        checkpoint: float32 masters and both moments of Adam of all that is trained, and where
-            generation lags behind, the weights that it works with. 0 without checkpoints.
-        model: the trained model, and what the warm-up keeps.
+    A checkpoint, 0 where none is written, has float32 masters and both moments of Adam of all that
+    is trained, and where generation lags behind, the weights that it works with. The warm-up's
+    outcome counts with the model.
     """
-
-    checkpoint: int
-    model: int
-
-    @classmethod
-    def by(cls, config: Config | SupervisedConfig) -> Written | None:
-        """Return what a run writes; ``None`` where its models are not here to be counted."""
-        try:
-            plan = plan_for(config)
-        except ModelError:
-            return None
-        weights, checkpoint = width(config.model) * plan.parameters, 0
-        if not isinstance(config, Config):
-            return cls(0, weights)
-        if config.observe.checkpoints:
-            trained = sum(role in TRAINED_ROLES for role in plan.mixed)
-            lags = config.schedule.knobs.lag > 0
-            checkpoint = 12 * plan.trained * trained + (weights if lags else 0)
-        return cls(checkpoint, weights * (2 if config.warmup_examples else 1))
+    try:
+        plan = plan_for(config)
+    except ModelError:
+        return None
+    weights, checkpoint = width(config.model) * plan.parameters, 0
+    if not isinstance(config, Config):
+        return 0, weights
+    if config.observe.checkpoints:
+        trained = sum(role in TRAINED_ROLES for role in plan.mixed)
+        checkpoint = 12 * plan.trained * trained + (weights if config.schedule.knobs.lag else 0)
+    return checkpoint, weights * (2 if config.warmup_examples else 1)
 
 
 def check(config: Config | SupervisedConfig, folder: Path, *, resuming: bool = False) -> None:
-    """Refuse a run whose checkpoint and model do not fit on the disk.
-
-    Args:
-        folder: of the run, or that its folder will be in.
-        resuming: whether the run has a checkpoint already, so that it can do without another.
-
-    Raises:
-        StorageError: they do not.
+    """Refuse a run whose checkpoint and model do not fit on the disk of its folder, or of the one
+    that its folder will be in. A run that is resumed can do without another checkpoint.
     """
-    written = Written.by(config)
-    if written is None:
+    sizes = written(config)
+    if sizes is None:
         return
-    checkpoint, free = 0 if resuming else written.checkpoint, files.free(folder)
-    needed = round(max(checkpoint + written.model, (1 + files.SPARE) * checkpoint))
+    (checkpoint, model), free = sizes, files.free(folder)
+    checkpoint = 0 if resuming else checkpoint
+    needed = round(max(checkpoint + model, (1 + files.SPARE) * checkpoint))
     if needed > free:
         also, remedy = "", "Make room, or choose another disk with --out"
         if checkpoint:
@@ -65,28 +50,23 @@ def check(config: Config | SupervisedConfig, folder: Path, *, resuming: bool = F
             remedy = f"{remedy}, or leave checkpoints out with --observe.checkpoint-minutes 0"
         raise StorageError(
             f"'{folder}' is on a disk with {format_size(free)} free, and the run needs "
-            f"{format_size(needed)} there: {format_size(written.model)} for its model{also}. "
-            f"{remedy}"
+            f"{format_size(needed)} there: {format_size(model)} for its model{also}. "
+            f"{remedy}",
+            "disk-too-small",
         )
 
 
 def said(config: Config | SupervisedConfig, folder: Path) -> str:
-    """Say what a run's checkpoints take, and how many the disk has room for; empty without any.
-
-    Args:
-        folder: of the run, or that its folder will be in.
-    """
-    written = Written.by(config)
-    if written is None or not written.checkpoint:
+    """Say what checkpoints take in a run's folder, and for how many the disk has room."""
+    sizes = written(config)
+    if sizes is None or not sizes[0]:
         return ""
-    size = written.checkpoint
-    free = files.free(folder)
+    size, free = sizes[0], files.free(folder)
     beside = int((free + files.size_of(folder / CHECKPOINTS)) / size - 1 - files.SPARE)
     if beside >= KEPT:
-        return f"checkpoints: {format_size(size)} each, at most {KEPT} kept"
-    if beside == 1:
-        return f"checkpoints: {format_size(size)} each, 1 kept, as {format_size(free)} are free"
-    return (
-        f"checkpoints: {format_size(size)} each, and only the first is written, as "
-        f"{format_size(free)} are free: make room"
-    )
+        kept = f"at most {KEPT} kept"
+    elif beside == 1:
+        kept = f"1 kept, as {format_size(free)} are free"
+    else:
+        kept = f"and only the first is written, as {format_size(free)} are free: make room"
+    return f"checkpoints: {format_size(size)} each, {kept}"

@@ -18,16 +18,11 @@ _BRANCHES = (ast.If, ast.Try, ast.With, ast.For, ast.While)
 
 
 def check(source: RewardSource, columns: Collection[str] | None) -> None:
-    """Refuse a reward function that cannot be found, imported or called.
+    """Refuse a reward function that cannot be found, imported, or called with the columns of the
+    dataset, if these are known already.
 
     What cannot be told without running the file, such as the parameters of a name that is imported,
     is left to the process that runs it.
-
-    Args:
-        columns: of the dataset; ``None`` where they are not known yet.
-
-    Raises:
-        ConfigError: see above.
     """
     place = locate(source)
     file, name = Path(place["file"]), place["function"]
@@ -36,25 +31,21 @@ def check(source: RewardSource, columns: Collection[str] | None) -> None:
         tree = ast.parse(text, file.name)
     except SyntaxError as error:
         line = f"line {error.lineno}: {(error.text or '').strip()}"
-        raise ConfigError(f"reward.sources: '{file}' is no Python: {error.msg}, {line}") from error
+        message = f"reward.sources: '{file}' is no Python: {error.msg}, {line}"
+        raise ConfigError(message, "reward-file-syntax") from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"reward.sources: '{file}' cannot be read: {error}") from error
+        message = f"reward.sources: '{file}' cannot be read: {error}"
+        raise ConfigError(message, "reward-file-unreadable") from error
     _check_imports(tree, file)
     defined = dict(_defined(tree))
-    if name not in defined:
-        dynamic = "*" in defined or "__getattr__" in defined or "globals(" in text
-        if not dynamic:
-            raise not_defined(str(file), name, [n for n in defined if _is_function(defined[n])])
-        return
-    function = defined[name]
+    function = defined.get(name)
+    if function is None and not ({"*", "__getattr__"} & defined.keys() or "globals(" in text):
+        found = [n for n, node in defined.items() if isinstance(node, _FUNCTIONS)]
+        raise not_defined(str(file), name, found)
     if isinstance(function, _FUNCTIONS) and not function.decorator_list:
         convention = convention_of(_signature(function), str(file), name)
         if columns is not None:
             require_columns(source.name, convention.required, columns)
-
-
-def _is_function(node: ast.stmt) -> bool:
-    return isinstance(node, _FUNCTIONS)
 
 
 def _check_imports(tree: ast.Module, file: Path) -> None:
@@ -67,12 +58,12 @@ def _check_imports(tree: ast.Module, file: Path) -> None:
             names = [node.module]
         for name in {name.partition(".")[0] for name in names}:
             beside = file.parent / name
-            if beside.is_dir() or beside.with_suffix(".py").is_file() or _is_there(name):
-                continue
-            raise ConfigError(
-                f"reward.sources: '{file}' imports '{name}', which is not installed "
-                f"({file.name}, line {node.lineno}); install it, or put it beside the file"
-            )
+            if not (beside.is_dir() or beside.with_suffix(".py").is_file() or _is_there(name)):
+                raise ConfigError(
+                    f"reward.sources: '{file}' imports '{name}', which is not installed "
+                    f"({file.name}, line {node.lineno}); install it, or put it beside the file",
+                    "reward-import-missing",
+                )
 
 
 def _is_there(module: str) -> bool:

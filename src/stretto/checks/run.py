@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from stretto import files, tasks
-from stretto.checks import functions, hub
-from stretto.config import (
-    Config,
-    ModelConfig,
-    ObserveConfig,
-    RewardModelConfig,
-    SftConfig,
-    TaskConfig,
-)
-from stretto.config.sections import ModelSource, RewardSource, TaskSource, reward_source
+from stretto.checks import functions
+from stretto.config import Config, ModelConfig, ObserveConfig, RewardModelConfig, SftConfig
+from stretto.config.sections import ModelSource, RewardSource, TaskConfig, TaskSource, reward_source
 from stretto.errors import ConfigError, ModelError, TaskError, require
 from stretto.machine import usable_cores, usable_gpus
 from stretto.models.info import TOKENIZERS, ModelInfo, model_info
@@ -30,47 +26,49 @@ from stretto.tasks.conversations import read_demonstrations
 from stretto.tasks.files import is_local
 from stretto.tasks.pairs import read_pairs
 
+if TYPE_CHECKING:
+    from stretto.assembly.models import Overrides
+
+PATIENCE_S = 4.0
+"""Seconds in which the hub must answer; its library would try again for half a minute."""
+
 
 def check_run(
-    config: Config,
-    *,
-    models: bool = True,
-    tokenizer: bool = True,
-    task: Task | None = None,
-    brought: Collection[str] = (),
-    ask_hub: bool = True,
+    config: Config, overrides: Overrides | None = None, *, ask_hub: bool = True
 ) -> Task | None:
     """Refuse a run of reinforcement learning that is known to fail.
 
-    Args:
-        models: whether its models are those that the settings name.
-        task: the task, where the caller brings it.
-        brought: reward sources that the caller brings as objects.
-        ask_hub: whether to look if the hub answers, for what must be fetched from it.
-
-    Returns:
-        The task, opened; ``None`` where its rows must be fetched.
-
-    Raises:
-        StrettoError: a setting, a library, a device, a model, the data, a reward function or the
-            memory is at fault.
+    Returns the task, opened; ``None`` where its rows must be fetched. Raises a StrettoError where a
+    setting, a library, a device, a model, the data, a reward function or the memory is at fault, or
+    where the hub, if it is to be asked, does not answer for what must be fetched from it.
     """
-    check_libraries(config)
-    check_device(config.model)
-    _check_cluster(config)
-    task = task or check_task(config.task, config.seed, ask_hub=ask_hub)
-    sources = [s for s in config.reward.parsed if s.name not in brought]
+    _check_libraries(config)
+    _check_device(config.model)
+    gpus = usable_gpus()
+    if config.runtime == "local":
+        from stretto.runtime.placement import places
+
+        places(config, config.threads or usable_cores(), gpus)
+    if config.runtime == "ray" and config.cluster.address:
+        from stretto.workers.ray_cluster import require_answer
+
+        require_answer(config.cluster.address)
+    opened = overrides.task if overrides else None
+    task = opened or _check_task(config.task, config.seed, ask_hub=ask_hub)
+    objects = {*overrides.functions, *overrides.reward_models} if overrides else ()
+    sources = [s for s in config.reward.parsed if s.name not in objects]
     if task and any(isinstance(source, TaskSource) for source in sources):
         task.require_verifier()
     if task and config.warmup_examples:
         task.require_answers(f"warmup_examples = {config.warmup_examples}")
     _check_sources(sources, config.model, task, ask_hub=ask_hub)
-    if models:
+    if overrides is None or overrides.actor is None:
         name, critic = config.model.name, config.critic.model
-        info = check_model(name, config.model, tokenizer=tokenizer, ask_hub=ask_hub)
+        tokenizer = overrides is None or overrides.tokenizer is None
+        info = _check_model(name, config.model, tokenizer=tokenizer, ask_hub=ask_hub)
         _check_actor(config, info)
         if critic and config.algorithm.definition.critic:
-            check_model(critic, config.model, ask_hub=ask_hub)
+            _check_model(critic, config.model, ask_hub=ask_hub)
         if ask_hub:
             fitting.check_here(config)
     return task
@@ -78,8 +76,8 @@ def check_run(
 
 def check_supervised(config: SftConfig | RewardModelConfig, *, ask_hub: bool = True) -> None:
     """Refuse a run of supervised training that is known to fail; see :func:`check_run`."""
-    check_observation(config.observe)
-    check_device(config.model)
+    _check_observation(config.observe)
+    _check_device(config.model)
     name = config.data.name
     if name and is_local(name):  # without a name, an alignment labels the pairs by then
         if isinstance(config, SftConfig):
@@ -87,35 +85,25 @@ def check_supervised(config: SftConfig | RewardModelConfig, *, ask_hub: bool = T
         else:
             read_pairs(config.data)
     elif name:
-        hub.check_dataset(name, ask=ask_hub)
-    check_model(config.model.name, config.model, ask_hub=ask_hub)
+        check_dataset(name, ask=ask_hub)
+    _check_model(config.model.name, config.model, ask_hub=ask_hub)
 
 
 def check_measured(
     config: Config, model: str, *, rows: bool = True, sources: Collection[str] = (), sft: str = ""
 ) -> None:
-    """Refuse a measurement of a model that is known to fail; see :func:`check_run`.
-
-    Args:
-        config: of the task and of the computation.
-        model: that is measured.
-        sources: reward sources that judge it.
-        sft: another model that reads its answers; empty for none.
+    """Refuse a measurement of a model by reward sources and an SFT model that is known to fail; see
+    :func:`check_run`.
     """
-    check_device(config.model)
+    _check_device(config.model)
     for name in filter(None, (model, sft)):
-        check_model(name, config.model)
-    task = check_task(config.task, config.seed) if rows else None
+        _check_model(name, config.model)
+    task = _check_task(config.task, config.seed) if rows else None
     _check_sources([*map(reward_source, sources)], config.model, task, tokenizer=False)
 
 
-def check_libraries(config: Config) -> None:
-    """Refuse settings that need a library which is not installed, or a port that is taken.
-
-    Raises:
-        MissingExtraError, StorageError: see above.
-    """
-    check_observation(config.observe)
+def _check_libraries(config: Config) -> None:
+    _check_observation(config.observe)
     if config.runtime == "ray":
         require("ray", "ray", "runtime = 'ray'")
     elsewhere = any(process.python for process in config.cluster.processes)
@@ -125,12 +113,8 @@ def check_libraries(config: Config) -> None:
         require("numba", "pipelines", f"pipeline.ranks = {ranks}")
 
 
-def check_observation(observe: ObserveConfig) -> None:
-    """Refuse trackers that are not installed, and a port that is taken.
-
-    Raises:
-        MissingExtraError, StorageError: see above.
-    """
+def _check_observation(observe: ObserveConfig) -> None:
+    """Refuse trackers that are not installed, and a port that is taken."""
     for tracker in observe.trackers:
         require(tracker, tracker, f"observe.trackers = '{tracker}'")
     if port := observe.prometheus_port:
@@ -143,30 +127,22 @@ def check_observation(observe: ObserveConfig) -> None:
                 raise port_taken(port, error) from error
 
 
-def check_device(model: ModelConfig) -> None:
-    """Refuse CUDA where there is none.
-
-    Raises:
-        ConfigError: it is asked for.
-    """
+def _check_device(model: ModelConfig) -> None:
     if model.device == "cuda" and not usable_gpus():
         raise ConfigError(
             "model.device = 'cuda' needs a CUDA device, and torch would see none. "
-            "Use --model.device auto or cpu, or install a torch build for your GPU"
+            "Use --model.device auto or cpu, or install a torch build for your GPU",
+            "no-cuda",
         )
 
 
-def check_task(task: TaskConfig, seed: int, *, ask_hub: bool = True) -> Task | None:
-    """Refuse a task whose data cannot be read; ``None`` for data that would have to be fetched.
-
-    Raises:
-        ConfigError: it is yet to be named.
-        TaskError, MissingExtraError: it cannot.
-    """
+def _check_task(task: TaskConfig, seed: int, *, ask_hub: bool = True) -> Task | None:
+    """Open a task; ``None`` where its data must be fetched."""
     if not task.name:
         raise ConfigError(
             "task.name is empty: give a file or a hub dataset with --task.name NAME, and its "
-            "column of prompts with --task.prompt-column"
+            "column of prompts with --task.prompt-column",
+            "task-unnamed",
         )
     if task.held_out_rows and is_local(task.held_out_rows) and not task.is_procedural:
         held_out = Path(task.held_out_rows).expanduser()
@@ -177,46 +153,44 @@ def check_task(task: TaskConfig, seed: int, *, ask_hub: bool = True) -> Task | N
     if task.kind == "reasoning-gym":
         require("reasoning_gym", "tasks", "task.kind = 'reasoning-gym'")
     elif not task.is_procedural and not is_local(task.name):
-        hub.check_dataset(task.name, ask=ask_hub)
+        check_dataset(task.name, ask=ask_hub)
         return None
     return tasks.load(task, seed)
 
 
 def _check_sources(
-    sources: Collection[RewardSource],
-    model: ModelConfig,
-    task: Task | None,
-    *,
-    tokenizer: bool = True,
-    ask_hub: bool = True,
+    sources: Collection[RewardSource], model: ModelConfig, task: Task | None, **how: bool
 ) -> None:
     """Refuse reward models and functions that are not there, or ask for columns that are not."""
     columns = task.row(0).data.keys() if task else None
     for source in sources:
         if isinstance(source, ModelSource):
-            check_model(source.model, model, tokenizer=tokenizer, ask_hub=ask_hub)
+            _check_model(source.model, model, **how)
         elif not isinstance(source, TaskSource):
             functions.check(source, columns)
 
 
-def check_model(
+def _check_model(
     name: str, config: ModelConfig, *, tokenizer: bool = True, ask_hub: bool = True
 ) -> ModelInfo | None:
-    """Refuse a model that is not there or lacks a file; ``None`` for one that must be fetched.
-
-    Args:
-        config: says whether code that a model brings may run.
-        ask_hub: see :func:`check_run`.
-
-    Raises:
-        ModelError: see above.
-    """
+    """Refuse a model that is not there or lacks a file; ``None`` for one that must be fetched."""
     if is_known(name) and not cached(name):
-        _check_cache(name)
+        folder = cache_dir()
+        existing = files.existing(folder)
+        if not os.access(existing, os.W_OK | os.X_OK) or not existing.is_dir():
+            raise ModelError(
+                f"cannot make the model '{name}' in {folder}: '{existing}' is no folder that can "
+                "be written to; STRETTO_CACHE in the environment chooses another"
+            )
     info = model_info(name)
     if info is None:
-        if ask_hub and not is_known(name):
-            hub.check_model(name)
+        if ask_hub and not is_known(name) and (reason := unreachable()):
+            raise ModelError(
+                f"the model '{name}' is not on this machine, and the hub cannot be asked for it: "
+                f"{reason}. Check the name and the network (a gated model needs HF_TOKEN), or "
+                "download it elsewhere and give the folder with --model.name",
+                "hub-unreachable",
+            )
         return None
     if info.folder is None:
         return info
@@ -244,16 +218,6 @@ def check_model(
     return info
 
 
-def _check_cache(name: str) -> None:
-    folder = cache_dir()
-    existing = files.existing(folder)
-    if not os.access(existing, os.W_OK | os.X_OK) or not existing.is_dir():
-        raise ModelError(
-            f"cannot make the model '{name}' in {folder}: '{existing}' is no folder that can be "
-            "written to; STRETTO_CACHE in the environment chooses another"
-        )
-
-
 def _check_actor(config: Config, info: ModelInfo | None) -> None:
     if info is None:
         return
@@ -276,14 +240,46 @@ def _check_actor(config: Config, info: ModelInfo | None) -> None:
             )
 
 
-def _check_cluster(config: Config) -> None:
-    """Refuse devices that are not there, and a Ray cluster at which nobody answers."""
-    gpus = usable_gpus()
-    if config.runtime == "local":
-        from stretto.runtime.placement import places
+def check_dataset(name: str, *, ask: bool = True) -> None:
+    """Refuse a dataset of the hub where its library is missing; or, unless ``ask`` is false, where
+    the dataset is not on this machine and the hub does not answer.
+    """
+    from huggingface_hub import constants
 
-        places(config, config.threads or usable_cores(), gpus)
-    if config.runtime == "ray" and config.cluster.address:
-        from stretto.workers.ray_cluster import require_answer
+    require("datasets", "hub", f"'{name}', a dataset of the hub,")
+    stem = name.partition(":")[0]
+    made = Path(os.environ.get("HF_DATASETS_CACHE", Path(constants.HF_HOME) / "datasets"))
+    fetched = Path(constants.HF_HUB_CACHE) / f"datasets--{stem.replace('/', '--')}"
+    here = (made / stem.replace("/", "___").lower()).is_dir() or fetched.is_dir()
+    if ask and not here and (reason := unreachable()):
+        raise TaskError(
+            f"the dataset '{name}' is not on this machine, and the hub cannot be asked for it: "
+            f"{reason}. Give a local file (.jsonl, .json or .parquet), or download it where there "
+            "is a network",
+            "hub-unreachable",
+        )
 
-        require_answer(config.cluster.address)
+
+def unreachable() -> str:
+    """Return why the hub cannot be asked; empty where it answers."""
+    from huggingface_hub import constants
+
+    if constants.is_offline_mode():
+        return "HF_HUB_OFFLINE is set"
+    proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
+    url = urlsplit(proxy or constants.ENDPOINT)
+    host, port = url.hostname or "", url.port or (80 if url.scheme == "http" else 443)
+    said = [f"{host} does not answer within {PATIENCE_S:g} s"]
+
+    def knock() -> None:
+        try:
+            socket.create_connection((host, port), timeout=PATIENCE_S).close()
+            said[0] = ""
+        except OSError as error:
+            said[0] = f"{host}: {error.strerror or error}"
+
+    # Looking a name up has no time limit of its own.
+    thread = threading.Thread(target=knock, daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    return said[0]

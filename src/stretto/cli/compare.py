@@ -1,56 +1,70 @@
-"""``stretto compare``: the same training under several schedules, side by side.
+"""``stretto compare``: the same training under several schedules, side by side; ``report``: runs as
+a page to explore, or a step of theirs as a picture.
 
-Each run is a ``stretto train`` in a process of its own. Runs go seed by seed, with the variants in
-turn within a seed, so that whatever drifts on the machine hits all of them alike.
+Each run of a comparison is a ``stretto train`` in a process of its own. Runs go seed by seed, with
+the variants in turn within a seed, so that whatever drifts on the machine hits all of them alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+import shlex
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from stretto.api.runs import REPLACED, Job, Trainings, config_of_job, report
+from stretto.api.runs import (
+    ONE_ENGINE,
+    OVERCOMMIT_RULES,
+    REPLACED,
+    VARIANTS,
+    Job,
+    Trainings,
+    config_of_job,
+    report,
+)
 from stretto.api.settings import settled
 from stretto.checks import check_run
-from stretto.cli import compare_sim
-from stretto.cli.settings import Recipe, leading_recipe, parse_with_config
-from stretto.cli.variants import (
-    DEFAULT_SEEDS,
-    DEFAULT_VARIANTS,
-    TARGET_HELP,
-    VARIANTS_HELP,
-    collect,
-    exit_status,
-    new_folder,
-    plan,
-    publish,
-)
-from stretto.config import Config, recipes
-from stretto.errors import ConfigError
+from stretto.cli.settings import Recipe, leading_recipe, parse_with_recipe, value_of
+from stretto.config import recipes
+from stretto.errors import ConfigError, nearest
 from stretto.machine import Machine
+from stretto.observe import make_progress
+from stretto.observe import report as reports
+from stretto.observe.compare import Comparison, VariantResult
 from stretto.observe.lock import locked
 from stretto.observe.progress import on_stderr
-from stretto.observe.report import MAX_RUNS
-from stretto.saying import CHECKING, LOADING, working
+from stretto.observe.run_directory import claim
+from stretto.planner.replay import predicted
+from stretto.saying import CHECKING, LOADING, Advance, working
 
-_SIM = "--sim"
+DEFAULT_VARIANTS = ",".join(ONE_ENGINE)
+DEFAULT_SEEDS = "0,1,2"
 
-_DESCRIPTION = (
-    "Train with several schedules, on the same recipe, seeds and data order, and compare them in "
-    "one table. Settings come from the recipe and from options, which come after it, and hold for "
-    "all runs; a variant replaces the recipe's schedule.preset and its four knobs. The runs, with "
-    "their trained models, and the table go into a new folder in --out. With --sim and no recipe: "
-    "the same in virtual time ('stretto compare --sim CLUSTER.toml --help')."
+VARIANTS_HELP = (
+    "Schedules to compare, separated by commas; known: "
+    f"{', '.join(name for name in VARIANTS if name not in OVERCOMMIT_RULES)}, and oppo with other "
+    f"rules for over-commitment: {', '.join(OVERCOMMIT_RULES)}."
+)
+TARGET_HELP = (
+    "Reward to be reached, after smoothing over 10 steps; without it, 95 % of the way from sync's "
+    "first to its last."
 )
 
 
 @dataclass
 class Options:
-    """The command's own options."""
+    """Train with several schedules, on the same recipe, seeds and data order, and compare them in
+    one table. Settings come from the recipe and from options, which come after it, and hold for all
+    runs; a variant replaces the recipe's schedule.preset and its four knobs. The runs, with their
+    trained models, and the table go into a new folder in --out. With --sim and no recipe: the same
+    in virtual time ('stretto compare --sim CLUSTER.toml --help').
+    """
 
     recipe: Recipe = tyro.MISSING
     variants: Annotated[str, tyro.conf.arg(help=VARIANTS_HELP, metavar="NAME,...")] = (
@@ -61,23 +75,20 @@ class Options:
     target: Annotated[float | None, tyro.conf.arg(help=TARGET_HELP, metavar="REWARD")] = None
 
 
-def run(arguments: Sequence[str]) -> int:
+def run_compare(arguments: Sequence[str]) -> int:
     """Compare, print the table and write it; status 1 when a run failed."""
-    if any(argument == _SIM or argument.startswith(f"{_SIM}=") for argument in arguments):
+    if value_of("--sim", arguments) is not None:
+        from stretto.cli import compare_sim
+
         if recipe := leading_recipe(arguments):
             raise ConfigError(
-                f"{_SIM} describes what is compared, and so does the recipe '{recipe}'; leave one "
+                f"--sim describes what is compared, and so does the recipe '{recipe}'; leave one "
                 "of them out"
             )
         return compare_sim.run(arguments)
-    return _trained(arguments)
-
-
-def _trained(arguments: Sequence[str]) -> int:
-    recipe = leading_recipe(arguments)
-    # Without a recipe the parser answers: with the help, or by what it misses.
-    start = recipes.load(recipe or "arithmetic")
-    config, own = parse_with_config("compare", _DESCRIPTION, arguments, start, Options, _offered())
+    kept = {"seed", "observe.progress", *(f"schedule.{knob}" for knob in REPLACED)}
+    offered = [name for name in recipes.setting_names() if name not in kept]
+    config, own = parse_with_recipe("compare", arguments, Options, offered)
     with working(on_stderr, CHECKING):
         check_run(config)
     jobs = plan(own.variants, own.seeds)
@@ -86,29 +97,171 @@ def _trained(arguments: Sequence[str]) -> int:
 
     with working(on_stderr, LOADING):
         config = settled(config, print)  # once, as runs that decide for themselves may differ
-    folder = new_folder(config.out, f"{recipes.name_of(recipe)}-compare")
+    folder = new_folder(config.out, f"{recipes.name_of(own.recipe)}-compare")
     print(f"{len(jobs)} runs of {config.steps} steps, in {folder}", flush=True)
     with locked(folder, print):
-        return _run_all(jobs, config, folder, arguments, own.target)
+        trainings = Trainings(config, jobs, folder)
+        collected = collect(jobs, trainings.run, config.steps)
+        publish(collected, own.target, folder, arguments, str(Machine.here()))
+        first = [path for job, path in trainings.folders.items() if job.seed == jobs[0].seed]
+        if shown := first[: reports.MAX_RUNS]:
+            page = report(shown, folder / "report.html")
+            print(f"wrote {page}: the runs of seed {jobs[0].seed} ({len(shown)} of them)")
+        return exit_status(collected)
 
 
-def _run_all(
+def plan(variants: str, seeds: str) -> list[Job]:
+    """Return the runs in their order, of variants' names and seeds with commas between."""
+    names, numbers = ([word.strip() for word in text.split(",")] for text in (variants, seeds))
+    for name in names:
+        if name not in VARIANTS:
+            message = f"--variants: there is no '{name}'. {nearest(name, VARIANTS)}"
+            raise ConfigError(message, "unknown-variant")
+    for number in numbers:
+        if not number.removeprefix("-").isdecimal():
+            message = f"--seeds: '{number}' is no whole number; write 0,1,2"
+            raise ConfigError(message, "seed-not-whole")
+    whole = [int(number) for number in numbers]
+    for option, values in (("--variants", names), ("--seeds", map(str, whole))):
+        (value, times), *_ = Counter(values).most_common(1)
+        if times > 1:
+            raise ConfigError(f"{option} names '{value}' twice; name each once", "named-twice")
+    return [Job(name, number) for number in whole for name in names]
+
+
+@dataclass(slots=True)
+class Collected:
+    """Outcomes of the runs that took all their steps, and the jobs of those that did not."""
+
+    outcomes: list[VariantResult] = field(default_factory=list)
+    failed: list[Job] = field(default_factory=list)
+    interrupted: bool = False
+
+
+def collect(
     jobs: Sequence[Job],
-    config: Config,
+    execute: Callable[[Job, Advance], VariantResult | str],
+    steps: int,
+    *,
+    simulated: bool = False,
+) -> Collected:
+    """Do the runs of so many steps one after the other, up to the last one or to Ctrl-C.
+
+    Args:
+        execute: does a run and tells of its steps; returns a message about one that failed.
+        simulated: whether their seconds are of virtual time.
+    """
+    collected, display = Collected(), make_progress("auto")
+    for number, job in enumerate(jobs, 1):
+        name = f"[{number}/{len(jobs)}] {job.variant}, seed {job.seed}"
+        since_s = time.monotonic()
+        try:
+            with display.working(f"{name}, steps", steps) as advance:
+                outcome = execute(job, advance)
+        except KeyboardInterrupt:
+            display.note(f"{name}: interrupted")
+            collected.interrupted = True
+            break
+        if isinstance(outcome, str):
+            display.note(f"{name}: failed, {outcome}")
+            collected.failed.append(job)
+            continue
+        collected.outcomes.append(outcome)
+        took = f"{len(outcome.times_s)} steps in {outcome.times_s[-1]:.1f} s"
+        if simulated:
+            took += f" of simulated time ({time.monotonic() - since_s:.1f} s here)"
+        display.note(f"{name}: {took}")
+    return collected
+
+
+def new_folder(out: str, name: str) -> Path:
+    """Make ``<out>/<name>-<NNN>`` with the number after the highest there is."""
+    root = Path(out)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        return claim(root, name)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make a folder in '{out}': {error}; choose another with --out"
+        ) from error
+
+
+def publish(
+    collected: Collected,
+    target: float | None,
     folder: Path,
     arguments: Sequence[str],
-    target: float | None,
-) -> int:
-    trainings = Trainings(config, jobs, folder)
-    collected = collect(jobs, trainings.run, config.steps)
-    publish(collected, target, folder, arguments, str(Machine.here()))
-    first = [path for job, path in trainings.folders.items() if job.seed == jobs[0].seed][:MAX_RUNS]
-    if first:
-        page = report(first, folder / "report.html")
-        print(f"wrote {page}: the runs of seed {jobs[0].seed} ({len(first)} of them)")
-    return exit_status(collected)
+    where: str,
+) -> None:
+    """Print the table, and write it with all that belongs to it."""
+    if not collected.outcomes:
+        print("no run has finished, so there is nothing to compare")
+        return
+    comparison = Comparison(collected.outcomes, target)
+    missing = [f"{job.variant} with seed {job.seed}" for job in collected.failed]
+    notes = comparison.notes()
+    if missing:
+        notes.append(f"Failed and left out: {', '.join(missing)}.")
+    if collected.interrupted:
+        notes.append("Interrupted: what had not finished is left out.")
+    notes.append(f"Ran on: {where}.")
+    text = "\n".join([comparison.table(), "", *(f"- {note}" for note in notes)])
+    print(f"\n{text}\n")
+    command = shlex.join(["stretto", "compare", *arguments])
+    data = {"command": command, "ran_on": where, "failed": missing, **comparison.data()}
+    page = f"# {folder.name}\n\n```\n{command}\n```\n\n{text}\n"
+    (folder / "compare.md").write_text(page, encoding="utf-8")
+    (folder / "compare.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    print(f"wrote {folder / 'compare.md'} and {folder / 'compare.json'}")
 
 
-def _offered() -> list[str]:
-    own = {"seed", "observe.progress", *(f"schedule.{knob}" for knob in REPLACED)}
-    return [name for name in recipes.setting_names() if name not in own]
+def exit_status(collected: Collected) -> int:
+    """Return 1 if a run failed; raise KeyboardInterrupt if the user stopped the comparison."""
+    if collected.interrupted:
+        raise KeyboardInterrupt
+    return 1 if collected.failed else 0
+
+
+def command_report(
+    runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN...")],
+    /,
+    out: str = "",
+    step: int = 0,
+    timeline: str = "",
+) -> None:
+    """Make one HTML page of one run or several: timelines, rewards, utilisation, lengths, settings;
+    win-rate against KL, and what became of rewards with the off-policyness N. Of up to six runs the
+    page, and a table here, also show each phase of a step as measured and as the simulator predicts
+    it from the run's own records.
+
+    The page holds all it needs and opens without a network. Runs that are still going can be
+    reported too.
+
+    Args:
+        runs: Run directories; the first is what the others are compared with.
+        out: File for the page. Without it: report.html, unless --timeline asks for a picture alone.
+        step: Step whose timeline is shown; without it, one from the middle.
+        timeline: File for an SVG picture of the step, the runs one below the other over the same
+            time axis.
+    """
+    if step < 0:
+        raise ConfigError(f"--step {step}: steps count from 1")
+    with working(on_stderr, "reading the runs"):
+        loaded = reports.load(runs)
+    if out or not timeline:
+        with working(on_stderr, "predicting the runs from their own records"):
+            found = predicted(runs) if len(runs) <= reports.MAX_RUNS else []
+        data = [each.data() for each in found]
+        _write(out or "report.html", reports.html_page(loaded, step or None, data))
+        for run, each in zip(loaded, found, strict=False):
+            print(each.text(run.name))
+    if timeline:
+        _write(timeline, reports.timeline_svg(loaded, step or None))
+
+
+def _write(name: str, text: str) -> None:
+    try:
+        Path(name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write '{name}': {error}; choose another file") from error
+    print(f"wrote {Path(name)}")

@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from stretto.api import simulated
-from stretto.cli import variants as comparison
+from stretto.cli import compare as comparison
 from stretto.config import recipes
 from stretto.errors import ConfigError
 

@@ -7,10 +7,9 @@ import os
 import platform
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from packaging.requirements import Requirement
 
@@ -24,7 +23,6 @@ from stretto.saying import working
 DEFAULT_MODEL = "smollm2-135m"
 _LOW_MEMORY_BYTES = 8 * 10**9
 _LOW_DISK_BYTES = 5 * 10**9
-_IMPORTED = ("torch", "transformers", "peft")
 _EXTRAS = {
     "hub": "datasets of the hub",
     "parquet": "parquet files",
@@ -40,20 +38,19 @@ _EXTRAS = {
     "plots": "pictures of them as PNG",
 }
 """What each extra is for."""
+_MARKS = {"ok": "  ok  ", "note": " note ", "broken": "BROKEN"}
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the report.
-
-    Attributes:
-        state: 'ok'; 'note' limits what can be done; 'broken' and nothing can be trained.
-        text: what was found, and for the last two what follows from it and what to do.
-    """
+class Finding(NamedTuple):
+    """One line of the report: a 'note' limits what can be done, 'broken' leaves nothing."""
 
     state: Literal["ok", "note", "broken"]
     topic: str
     text: str
+
+
+def _found(good: bool, topic: str, text: str, note: str) -> Finding:
+    return Finding("ok", topic, text) if good else Finding("note", topic, note)
 
 
 def command() -> int:
@@ -61,29 +58,17 @@ def command() -> int:
 
     Exit status 1 when something required is broken.
     """
-    marks = {"ok": "  ok  ", "note": " note ", "broken": "BROKEN"}
     broken = 0
     with working(on_stderr, "looking at this machine"):
-        for finding in examine():
-            broken += finding.state == "broken"
-            print(f"[{marks[finding.state]}] {finding.topic:<13} {finding.text}", flush=True)
+        for state, topic, text in examine():
+            broken += state == "broken"
+            print(f"[{_MARKS[state]}] {topic:<13} {text}", flush=True)
     print(f"{broken} broken; nothing can be trained before that is repaired" if broken else "ready")
     return 1 if broken else 0
 
 
 def examine() -> Iterator[Finding]:
-    """Everything worth knowing, in the order to read it."""
-    yield from _machine()
-    packages = list(_packages())
-    yield from packages
-    if all(finding.state != "broken" for finding in packages):
-        yield from _accelerator()
-        yield from _models()
-    yield from _extras()
-    yield from _cluster()
-
-
-def _machine() -> Iterator[Finding]:
+    """Yield everything worth knowing, in the order to read it."""
     import psutil
 
     python = platform.python_version()
@@ -92,18 +77,21 @@ def _machine() -> Iterator[Finding]:
     yield Finding("ok", "cores", f"{usable_cores()} usable, {physical} physical")
     memory = psutil.virtual_memory()
     text = f"{memory.available / 1e9:.1f} GB free of {memory.total / 1e9:.1f} GB"
-    if memory.available < _LOW_MEMORY_BYTES:
-        text += f"; PPO on {DEFAULT_MODEL} wants 8 GB: close other programs, or train 'tiny'"
-        yield Finding("note", "memory", text)
-    else:
-        yield Finding("ok", "memory", text)
+    more = f"; PPO on {DEFAULT_MODEL} wants 8 GB: close other programs, or train 'tiny'"
+    yield _found(memory.available >= _LOW_MEMORY_BYTES, "memory", text, text + more)
+    packages = list(_packages())
+    yield from packages
+    if all(finding.state != "broken" for finding in packages):
+        yield from _accelerator()
+        yield from _models()
+    yield from _extras()
 
 
 def _packages() -> Iterator[Finding]:
     """Check that each requirement is installed, in a version that fits, and can be imported."""
     for requirement in requirements():
         yield _package(requirement, "broken")
-    for name in _IMPORTED:
+    for name in ("torch", "transformers", "peft"):
         try:
             importlib.import_module(name)
         except Exception as error:
@@ -149,23 +137,18 @@ def _models() -> Iterator[Finding]:
 
     cache = resolve.cache_dir()
     existing = files.existing(cache)
-    if not os.access(existing, os.W_OK):
-        text = f"{cache} cannot be written to, so no model can be fetched; check its permissions"
-        yield Finding("note", "cache", text)
-    else:
-        yield Finding("ok", "cache", str(cache))
-    if resolve.cached(DEFAULT_MODEL):
-        yield Finding("ok", "model", f"{DEFAULT_MODEL} is cached")
-    else:
-        text = f"{DEFAULT_MODEL} is not cached; the first use downloads it, and fails offline"
-        yield Finding("note", "model", text)
+    text = f"{cache} cannot be written to, so no model can be fetched; check its permissions"
+    yield _found(os.access(existing, os.W_OK), "cache", str(cache), text)
+    text = f"{DEFAULT_MODEL} is not cached; the first use downloads it, and fails offline"
+    is_cached = resolve.cached(DEFAULT_MODEL) is not None
+    yield _found(is_cached, "model", f"{DEFAULT_MODEL} is cached", text)
     if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
         yield Finding("note", "hub", "HF_HUB_OFFLINE is set: only hub models on disk can be used")
     for topic, folder in (("disk (cache)", existing), ("disk (runs)", Path.cwd())):
         free = shutil.disk_usage(folder).free
-        state: Literal["ok", "note"] = "ok" if free >= _LOW_DISK_BYTES else "note"
-        hint = "" if state == "ok" else "; little for models and checkpoints"
-        yield Finding(state, topic, f"{free / 1e9:.1f} GB free{hint}")
+        text = f"{free / 1e9:.1f} GB free"
+        more = "; little for models and checkpoints"
+        yield _found(free >= _LOW_DISK_BYTES, topic, text, text + more)
 
 
 def _extras() -> Iterator[Finding]:
@@ -174,23 +157,17 @@ def _extras() -> Iterator[Finding]:
             continue  # its build for CPUs is a package of another name
         for requirement in requirements(extra):
             found = _package(requirement, "note")
-            if found.state == "ok":
-                yield found
-            else:
+            if found.state != "ok":
                 what, _, how = found.text.partition(";")
-                yield Finding("note", extra, f"{what}: {use} would not work;{how}")
-
-
-def _cluster() -> Iterator[Finding]:
-    """Look for a cluster, where Ray is installed."""
-    from stretto.workers import ray_cluster
-
+                found = Finding("note", extra, f"{what}: {use} would not work;{how}")
+            yield found
     if not is_installed("ray"):
         return
-    found = ray_cluster.find()
-    if found:
-        has = f"nodes: {found.nodes}, CPUs: {found.cpus:g}, GPUs: {found.gpus:g}"
-        yield Finding("ok", "ray cluster", f"{found.address}; {has}")
+    from stretto.workers import ray_cluster
+
+    if cluster := ray_cluster.find():
+        has = f"nodes: {cluster.nodes}, CPUs: {cluster.cpus:g}, GPUs: {cluster.gpus:g}"
+        yield Finding("ok", "ray cluster", f"{cluster.address}; {has}")
     elif address := os.environ.get("RAY_ADDRESS"):
         text = f"none answers at {address} (RAY_ADDRESS); start it, or unset the variable"
         yield Finding("note", "ray cluster", text)

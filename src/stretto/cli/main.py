@@ -36,6 +36,13 @@ COMMANDS = {
     "tour": "show PPO and what it costs in four parts that run, in about a minute",
 }
 
+MODULES = {
+    **dict.fromkeys(("sft", "reward", "align", "recipes"), "train"),
+    **dict.fromkeys(("generate", "eval", "label"), "models"),
+    "report": "compare",
+}
+"""Modules of the commands that share one, with functions named after the commands."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (``sys.argv`` by default) and return the exit status."""
@@ -65,29 +72,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(_usage())
+    name, *rest = arguments or ["--help"]
+    if name in ("-h", "--help"):
+        commands = "\n".join(f"  {name:<10} {line}" for name, line in COMMANDS.items())
+        print(
+            "usage: stretto COMMAND [OPTIONS]\n\n"
+            "Reinforcement learning from feedback on language models.\n\n"
+            f"commands:\n{commands}\n\n"
+            "'stretto COMMAND --help' documents every option. Start with: stretto train"
+        )
         return 0 if arguments else 2
-    if arguments[0] == "--version":
+    if name == "--version":
         print(__version__)
         return 0
-    name, *rest = arguments
     if name not in COMMANDS:
         print(f"stretto: unknown command '{name}'. {nearest(name, COMMANDS)}", file=sys.stderr)
         return 2
-    module = importlib.import_module(f"stretto.cli.{name}")
-    if hasattr(module, "run"):  # it offers the settings of a run
-        return int(module.run(rest))
+    module = importlib.import_module(f"stretto.cli.{MODULES.get(name, name)}")
+    known = (f"run_{name}", f"command_{name}", "run", "command")
+    command = next(filter(None, (getattr(module, function, None) for function in known)))
+    if command.__name__.startswith("run"):  # it offers the settings of a run
+        return int(command(rest))
     import tyro
 
-    return tyro.cli(module.command, prog=f"stretto {name}", args=rest) or 0
-
-
-def _usage() -> str:
-    commands = "\n".join(f"  {name:<10} {line}" for name, line in COMMANDS.items())
-    return (
-        "usage: stretto COMMAND [OPTIONS]\n\n"
-        "Reinforcement learning from feedback on language models.\n\n"
-        f"commands:\n{commands}\n\n"
-        "'stretto COMMAND --help' documents every option. Start with: stretto train"
-    )
+    return tyro.cli(command, prog=f"stretto {name}", args=rest) or 0

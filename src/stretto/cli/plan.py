@@ -24,11 +24,6 @@ if TYPE_CHECKING:
     from stretto.planner.candidates import Candidate
     from stretto.planner.search import PlanResult
 
-_DESCRIPTION = (
-    "Search for the layout of a run's roles on GPUs, and for the schedule, that train on most "
-    "responses a second; no GPU is needed. Each plan is run in virtual time. Settings come from "
-    "the recipe and from options, which come after it: stretto plan my.toml --gpus 16 --gpu h100"
-)
 _SHARING = {
     "all": "all roles on all GPUs",
     "none": "learner, generators and scorers apart",
@@ -39,7 +34,10 @@ _SHARING = {
 
 @dataclass
 class Options(PlanOptions):
-    """The command's own options."""
+    """Search for the layout of a run's roles on GPUs, and for the schedule, that train on most
+    responses a second; no GPU is needed. Each plan is run in virtual time. Settings come from the
+    recipe and from options, which come after it: stretto plan my.toml --gpus 16 --gpu h100
+    """
 
     recipe: Recipe = tyro.MISSING
     calibrate: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
@@ -53,7 +51,7 @@ def run(arguments: Sequence[str]) -> int:
     recipe = leading_recipe(arguments)
     # Without a recipe the parser answers: with the help, or by what it misses.
     start = recipes.load(recipe or "arithmetic")
-    config, own = parse_with_config("plan", _DESCRIPTION, arguments, start, Options, _offered())
+    config, own = parse_with_config("plan", arguments, start, Options, _offered())
     if own.calibrate:
         return _calibrate(config, own.calibrate, arguments)
     if own.write:

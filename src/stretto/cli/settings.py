@@ -13,13 +13,15 @@ import tomllib
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
+from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tomli_w
 import tyro
 from pydantic import BaseModel
 
-from stretto.config import Section, changes, recipes
+from stretto.api.settings import changed
+from stretto.config import Config, Section, changes, recipes
 from stretto.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -45,7 +47,6 @@ DryRun = Annotated[
 
 def parse_with_config(
     command: str,
-    description: str,
     arguments: Sequence[str],
     config: S,
     options: type[Own],
@@ -54,75 +55,107 @@ def parse_with_config(
 ) -> tuple[S, Own]:
     """Parse options that change settings, and the command's own.
 
-    Args:
-        command: its name, for usage and messages.
-        config: where settings take their defaults from; the result is of its class.
-        options: a dataclass of the command's own options, the recipe (or what stands in its place)
-            first. Where ``overrides`` is among them, it names a file with changes, which come
-            before those of the command line.
-        only: dotted settings or sections to offer; empty offers all.
-        common: those that ``--help`` documents, where there are more; ``--help-all`` and ``--help
-            SECTION`` document the others.
+    Raises ConfigError for an unknown option, a recipe behind options, and settings that are not
+    valid; SystemExit where help was asked for (0) or the command line does not parse (2).
 
-    Raises:
-        ConfigError: an unknown option, the recipe stands after options, or the resulting settings
-            are not valid.
-        SystemExit: help was asked for (0), or the command line does not parse (2).
+    Args:
+        command: name, for usage and messages.
+        config: settings of the recipe, which the result takes its class and its defaults from.
+        options: dataclass of the command's own options, whose docstring describes the command. The
+            recipe (or what stands in its place) is the first of them. ``overrides``, if there,
+            names a file with changes, which come before those of the command line.
+        only: dotted settings or sections to offer; empty offers all.
+        common: settings that ``--help`` documents, where not all; ``--help-all`` and ``--help
+            SECTION`` document the others.
     """
-    own_names = [field.name for field in dataclasses.fields(options)]
-    kind, data = type(config), config.model_dump()
+    own_names, kind = [field.name for field in dataclasses.fields(options)], type(config)
     every = set(recipes.setting_names(kind)).difference(IN_FILES_ALONE)
     offered = {name for name in every if not only or _within(name, only)}
     shown, more = _asked_for_help(arguments, offered, common)
     if shown is not None:
         arguments, offered = ["--help"], shown
     named = _named(arguments, offered, own_names, kind)
-    settings = _mirror(kind, offered, "")
-    # Both without a prefix of their own: --steps, not --settings.steps.
-    flat = tyro.conf.arg(name="")
-    both = dataclasses.make_dataclass(
-        "Options", [("own", Annotated[options, flat]), ("settings", Annotated[settings, flat])]
+    if not {"-h", "--help"} & {*arguments}:  # without help, few options are parsed in less time
+        offered = named
+    parsed = _parse(command, arguments, options, _mirror(kind, offered, config.model_dump()), more)
+    values = {name: attrgetter(name)(parsed.settings) for name in named}
+    for name, value in values.items():
+        if isinstance(attrgetter(name)(config), dict):
+            values[name] = _table(value, name)
+    file = getattr(parsed.own, "overrides", "")
+    result = changed(
+        config,
+        changes.read(file) if file else {},
+        {name.replace(".", "__"): value for name, value in values.items()},
+        where=f"'{file}' and the command line" if file else "command line",
     )
+    recipe = getattr(parsed.own, own_names[0])
+    if recipe not in ("", leading_recipe(arguments)):  # those had been read with other defaults
+        raise ConfigError(f"the recipe comes before the options: write '{recipe}' first")
+    return result, parsed.own
+
+
+def _parse(
+    command: str, arguments: Sequence[str], options: type[Any], settings: type[Any], more: str
+) -> Any:
+    """Let tyro parse two dataclasses, neither with a prefix of its own: --steps, not
+    --settings.steps. Print ``more`` after the help.
+    """
+    described, _, _ = (options.__doc__ or "").partition("Attributes:")
+    both = dataclasses.make_dataclass(
+        "Options",
+        [
+            (name, Annotated[part, tyro.conf.arg(name="")], dataclasses.field(default_factory=part))
+            for name, part in (("own", options), ("settings", settings))
+        ],
+    )
+    description = " ".join(described.split())
     try:
-        parsed: Any = tyro.cli(
-            both,
-            prog=f"stretto {command}",
-            description=description,
-            args=list(arguments),
-            default=both(options(), _fill(settings, data)),
+        return tyro.cli(
+            both, prog=f"stretto {command}", description=description, args=list(arguments)
         )
     except SystemExit:
         if more:
             print(more)
         raise
-    given, where = _given(parsed.settings, data, named), "command line"
-    if file := getattr(parsed.own, "overrides", ""):
-        given = changes.merged(changes.read(file), given, kind)
-        where = f"'{file}' and the command line"
-    recipe = getattr(parsed.own, own_names[0])
-    changed = changes.changed(config, given, where)
-    if recipe not in ("", leading_recipe(arguments)):  # those had been read with other defaults
-        raise ConfigError(f"the recipe comes before the options: write '{recipe}' first")
-    return changed, parsed.own
+
+
+def parse_with_recipe(
+    command: str, arguments: Sequence[str], options: type[Own], only: Sequence[str]
+) -> tuple[Config, Own]:
+    """Parse options that change the settings of the recipe that the command line begins with.
+
+    Without a recipe the parser answers: with the help, or by what it misses.
+    """
+    recipe = leading_recipe(arguments) or "arithmetic"
+    return parse_with_config(command, arguments, recipes.load(recipe), options, only)
+
+
+def leading_recipe(arguments: Sequence[str]) -> str:
+    """Return the recipe, which comes before the options as their defaults depend on it, or ''."""
+    return arguments[0] if arguments and not arguments[0].startswith("-") else ""
+
+
+def value_of(option: str, arguments: Sequence[str]) -> str | None:
+    """Return an option's value before parsing, where the other options depend on it."""
+    for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
+        name, sign, value = argument.partition("=")
+        if name == option:
+            return value if sign else following
+    return None
 
 
 def _asked_for_help(
     arguments: Sequence[str], offered: set[str], common: Sequence[str]
 ) -> tuple[set[str] | None, str]:
-    """Return the settings that help is asked for, if it is, and a line about the others.
-
-    Raises:
-        ConfigError: there is no such section.
-    """
-    if not common:
-        return None, ""
-    if "--help-all" in arguments:
+    """Return the settings that help is asked for, if it is, and a line about the others."""
+    asked = [i for i, argument in enumerate(arguments) if argument in ("-h", "--help")]
+    if common and "--help-all" in arguments:
         return offered, ""
-    at = next((i for i, argument in enumerate(arguments) if argument in ("-h", "--help")), None)
-    if at is None:
+    if not (common and asked):
         return None, ""
     sections = list(dict.fromkeys(n.partition(".")[0] for n in sorted(offered) if "." in n))
-    for section in arguments[at + 1 :]:
+    for section in arguments[asked[0] + 1 :]:
         if section not in sections:
             raise ConfigError(
                 f"--help {section}: there is no such section. {nearest(section, sections)}"
@@ -145,11 +178,7 @@ def _named(
     options: Collection[str],
     kind: type[Section],
 ) -> set[str]:
-    """Return the settings that the command line names, in either of tyro's spellings.
-
-    Raises:
-        ConfigError: an option is neither a setting nor the command's own.
-    """
+    """Return the settings that the command line names, in either of tyro's spellings."""
     found, options_begin = set[str](), False
     for argument in arguments:
         if not argument.startswith("--"):
@@ -185,65 +214,32 @@ def _unknown(shown: str, name: str, options: Collection[str], kind: type[Section
     return f"unknown option '{shown}'. {as_options} ('--help' lists them)"
 
 
-def leading_recipe(arguments: Sequence[str]) -> str:
-    """The recipe, which comes before all options as their defaults depend on it; '' without one."""
-    return arguments[0] if arguments and not arguments[0].startswith("-") else ""
-
-
-def _mirror(section: type[BaseModel], offered: Collection[str], prefix: str) -> type[Any]:
-    """A dataclass with those fields of ``section`` that are offered."""
-    fields: list[tuple[str, Any]] = []
+def _mirror(
+    section: type[BaseModel], offered: Collection[str], values: Mapping[str, Any], prefix: str = ""
+) -> type[Any]:
+    """Make a dataclass of those fields of a section that are offered, with values as defaults."""
+    fields: list[tuple[str, Any, Any]] = []
     for name, info in section.model_fields.items():
-        kind, key = info.annotation, prefix + name
+        kind, value, key = info.annotation, values[name], prefix + name
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            inner = _mirror(kind, offered, f"{key}.")
+            inner = _mirror(kind, offered, value, f"{key}.")
             if dataclasses.fields(inner):
-                fields.append((name, inner))
+                fields.append((name, inner, dataclasses.field(default_factory=inner)))
         elif key in offered:
             text = info.description
             if typing.get_origin(kind) is dict:
                 # Any key can be given, also one that the recipe's table has not.
                 kind, text = tuple[str, ...], f"{text} As key=value; replaces the recipe's."
-            fields.append((name, Annotated[kind, tyro.conf.arg(help=text)]))
+                words = (tomli_w.dumps({key: each}).strip() for key, each in value.items())
+                value = tuple(word.replace(" = ", "=", 1) for word in words)
+            fields.append((name, Annotated[kind, tyro.conf.arg(help=text)], value))
     made = dataclasses.make_dataclass(section.__name__, fields)
     made.__doc__ = section.__doc__
     return made
 
 
-def _fill(mirror: type[Any], values: Mapping[str, Any]) -> Any:
-    """An instance of the mirror with ``values``, which may hold more than it has fields for."""
-    arguments: dict[str, Any] = {}
-    for field in dataclasses.fields(mirror):
-        value = values[field.name]
-        if isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
-            value = _fill(field.type, value)
-        arguments[field.name] = _pairs(value) if isinstance(value, dict) else value
-    return mirror(**arguments)
-
-
-def _given(
-    parsed: Any, base: Mapping[str, Any], named: Collection[str], prefix: str = ""
-) -> dict[str, Any]:
-    """Return the settings that the command line names, nested, with the values that it gives."""
-    found: dict[str, Any] = {}
-    for field in dataclasses.fields(parsed):
-        value, key = getattr(parsed, field.name), prefix + field.name
-        if dataclasses.is_dataclass(value):
-            if inner := _given(value, base[field.name], named, f"{key}."):
-                found[field.name] = inner
-        elif key in named:
-            found[field.name] = _table(value, key) if isinstance(base[field.name], dict) else value
-    return found
-
-
-def _pairs(table: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(
-        tomli_w.dumps({key: value}).strip().replace(" = ", "=", 1) for key, value in table.items()
-    )
-
-
 def _table(pairs: Sequence[str], key: str) -> dict[str, Any]:
-    """The inverse of :func:`_pairs`; what is no TOML value is text."""
+    """Read words of the form key=value; what is no TOML value is text."""
     table: dict[str, Any] = {}
     for pair in pairs:
         name, sign, text = pair.partition("=")

@@ -63,11 +63,6 @@ def command(
 
 
 def _part(word: str) -> str:
-    """Return the name of a part.
-
-    Raises:
-        ConfigError: there is none of this number or name.
-    """
     numbers = {str(number): name for number, name in enumerate(PARTS, 1)}
     name = numbers.get(word, word)
     if name not in PARTS:

@@ -139,7 +139,7 @@ class RunDirectory:
         root = Path(out)
         try:
             root.mkdir(parents=True, exist_ok=True)
-            path = _claim(root, name)
+            path = claim(root, name)
         except OSError as error:
             text = f"cannot make a run directory in '{root}': {error}; choose another with --out"
             raise ConfigError(text, "cannot-make-folder") from error
@@ -247,7 +247,7 @@ class RunDirectory:
         return torn
 
 
-def _claim(root: Path, name: str) -> Path:
+def claim(root: Path, name: str) -> Path:
     """Make the next free folder; two runs that start at the same time get one each."""
     pattern = re.compile(re.escape(name) + r"-(\d+)")
     while True:

@@ -5,213 +5,181 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
 from enum import Enum
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
 from stretto.config import PRESETS
 from stretto.config.sections import MISSING_EOS
 from stretto.errors import ConfigError, is_installed, nearest
-from stretto.trl import vllm
-from stretto.trl.config import OWN_ADAMW, PPOConfig, Refusal, Remark, Sets
+from stretto.trl.config import OWN_ADAMW, REFUSALS, REMARKS, SETS, PPOConfig
 
 REWARD_MODEL = "model:reward_model"
 """Name of the reward model among the reward sources."""
 
-_SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant"} | {
+CORRECTIONS = {
+    f"{level}_{kind}": (kind, level)
+    for level in ("token", "sequence")
+    for kind in ("truncate", "mask")
+}
+"""Values of ``vllm_importance_sampling_mode``: the kind and the level of importance weights."""
+
+_SCHEDULES = {name: name for name in ("linear", "cosine", "constant")} | {
     "constant_with_warmup": "constant"
 }
-_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_hf")
 _TRACKERS = ("tensorboard", "wandb")
 
-
-_DEFAULTS = {f.name: f.default for f in fields(PPOConfig) if f.default is not MISSING}
-
-TABLE: dict[str, Any] = {
-    name: hint.__metadata__[0]
-    for name, hint in get_type_hints(PPOConfig, include_extras=True).items()
-    if hasattr(hint, "__metadata__")
+CHOICES: dict[str, Collection[str | None]] = {
+    "kl_estimator": ("k1", "k3"),
+    "lr_scheduler_type": _SCHEDULES,
+    "save_strategy": ("no", "steps", "epoch"),
+    "stop_token": ("eos", None),
+    "vllm_importance_sampling_mode": CORRECTIONS,
+    "vllm_mode": ("colocate", "server"),
 }
-"""What becomes of an argument, where :class:`PPOConfig` says it."""
+"""Values that an argument may have."""
 
-REMARKS = {name: entry.why for name, entry in TABLE.items() if isinstance(entry, Remark)}
-REFUSALS = {name: entry.why for name, entry in TABLE.items() if isinstance(entry, Refusal)}
+_COUNTS = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches"),
+    *("response_length", "num_ppo_epochs", "local_rollout_forward_batch_size"),
+    "vllm_tensor_parallel_size",
+)
+_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_hf")
+RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "cliprange_value": (lambda value: value > 0, "must be above 0"),
+    "gradient_checkpointing_kwargs": (
+        lambda value: value in (None, {"use_reentrant": False}),
+        "recomputation is not re-entrant here; leave it out",
+    ),
+    "missing_eos_penalty": (
+        lambda value: value is None or value > 0,
+        "is taken off the score and must be above 0, or None",
+    ),
+    "optim": (lambda value: value in _OPTIMIZERS, OWN_ADAMW),
+    "vf_coef": (lambda value: value > 0, "must be above 0: the value model has to be trained"),
+    **dict.fromkeys(_COUNTS, (lambda value: value >= 1, "must be 1 or more")),
+}
+"""What else an argument must fulfil, and what a refusal of other values says."""
+
+_DEFAULTS = {f.name: f.default for f in fields(PPOConfig)}
 
 
-@dataclass(frozen=True, slots=True)
-class BatchSizes:
-    """The sizes of a run, as TRL's trainer derived them from its arguments.
+def check(args: PPOConfig) -> None:
+    """Refuse what cannot be done here, whatever the models and the data are."""
+    for name, why in REFUSALS.items():
+        _require(not _is_set(args, name), args, name, why, "argument-refused")
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1:
+        raise ConfigError(
+            f"{processes} processes were started (WORLD_SIZE), and training runs in one process: "
+            "start the script with 'python', not with torchrun or 'accelerate launch'",
+            "several-processes",
+        )
+    for name, choices in CHOICES.items():
+        rule = f"must be one of {', '.join(map(repr, choices))}"
+        _require(_plain(getattr(args, name)) in choices, args, name, rule)
+    for name, (holds, rule) in RULES.items():
+        _require(holds(getattr(args, name)), args, name, rule)
+    order = f"the order of the prompts follows seed = {args.seed}; leave data_seed out"
+    _require(args.data_seed in (None, args.seed), args, "data_seed", order)
+    both = args.stop_token and args.stop_token_id is not None
+    _require_one(not both, args, "stop_token", "stop_token_id", "what ends a response")
 
-    Attributes:
-        batch: responses a step.
-        minibatch: responses an optimizer update.
-        steps: batches in all.
-        episodes: responses in all that were asked for; the last batch may go beyond.
-    """
 
-    batch: int
-    minibatch: int
-    steps: int
-    episodes: int
-
-
-def sizes(args: PPOConfig, rows: int) -> BatchSizes:
-    """The sizes of a run on ``rows`` prompts.
+def derive_sizes(args: PPOConfig, rows: int) -> None:
+    """Write the sizes of a run on ``rows`` prompts into the arguments, where scripts read them.
 
     As of TRL 0.17 a batch is ``per_device_train_batch_size * gradient_accumulation_steps``, and
     ``num_mini_batches`` splits it. Before, it was ``num_mini_batches`` times as large, which
     ``batch_size`` can ask for.
-
-    Raises:
-        ConfigError: they do not fit together.
     """
-    for name in (
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "num_mini_batches",
-        "response_length",
-        "num_ppo_epochs",
-        "local_rollout_forward_batch_size",
-    ):
-        _require(getattr(args, name) >= 1, args, name, "must be 1 or more")
     unit = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    batches = {unit, unit * args.num_mini_batches}
+    most = unit * args.num_mini_batches
     batch = args.batch_size or unit
-    if batch not in batches:
+    if batch not in (unit, most):
         raise ConfigError(
             f"batch_size = {batch}: TRL derived it as per_device_train_batch_size * "
-            f"gradient_accumulation_steps = {unit}, until 0.16 times num_mini_batches = "
-            f"{max(batches)}; leave it out, or change those"
+            f"gradient_accumulation_steps = {unit}, until 0.16 times num_mini_batches = {most}; "
+            "leave it out, or change those",
+            "argument-derived",
         )
     if batch % args.num_mini_batches:
         raise ConfigError(
             f"num_mini_batches = {args.num_mini_batches} does not divide the batch of {batch} "
             "responses (per_device_train_batch_size * gradient_accumulation_steps); choose a "
-            "divisor"
+            "divisor",
+            "batch-not-minibatches",
         )
+    episodes = args.total_episodes
     if args.max_steps > 0:
-        if args.total_episodes not in (None, args.max_steps * batch):
-            raise ConfigError(
-                f"max_steps = {args.max_steps} and total_episodes = {args.total_episodes} both say "
-                "how long to train; leave one of them out"
-            )
+        same = episodes in (None, args.max_steps * batch)
+        _require_one(same, args, "max_steps", "total_episodes", "how long to train")
         episodes = args.max_steps * batch
-    elif args.total_episodes is not None:
-        episodes = args.total_episodes
-    else:
+    elif episodes is None:
         episodes = int(args.num_train_epochs * rows)
     if episodes < 1:
-        raise ConfigError(
-            f"{episodes} responses are asked for in all; raise total_episodes or num_train_epochs"
-        )
-    return BatchSizes(batch, batch // args.num_mini_batches, math.ceil(episodes / batch), episodes)
-
-
-def write_sizes(args: PPOConfig, run: BatchSizes) -> None:
-    """Write the derived sizes into the arguments, where scripts read them.
-
-    Raises:
-        ConfigError: one was given another value.
-    """
+        remedy = "raise total_episodes or num_train_epochs"
+        raise ConfigError(f"{episodes} responses are asked for in all; {remedy}", "no-episodes")
+    minibatch = batch // args.num_mini_batches
     derived = {
         "world_size": 1,
-        "num_total_batches": run.steps,
+        "num_total_batches": math.ceil(episodes / batch),  # the last may go beyond the episodes
         "micro_batch_size": args.per_device_train_batch_size,
-        "local_batch_size": run.batch,
-        "batch_size": run.batch,
-        "local_mini_batch_size": run.minibatch,
-        "mini_batch_size": run.minibatch,
-        "total_episodes": run.episodes,
+        **dict.fromkeys(("local_batch_size", "batch_size"), batch),
+        **dict.fromkeys(("local_mini_batch_size", "mini_batch_size"), minibatch),
+        "total_episodes": episodes,
     }
     for name, value in derived.items():
         if getattr(args, name) not in (None, value):
             raise ConfigError(
                 f"{name} = {getattr(args, name)} is derived from other arguments, and comes out as "
-                f"{value}; leave it out"
+                f"{value}; leave it out",
+                "argument-derived",
             )
     for name, value in derived.items():
         setattr(args, name, value)
 
 
-def remarks(args: PPOConfig) -> list[str]:
-    """Remarks on arguments that are set and have no effect here, a line for each reason."""
+def notes(args: PPOConfig) -> list[str]:
+    """Return notes on the derived sizes, and on arguments that are set and have no effect here."""
+    factors = f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps}"
+    split = ""
+    if args.num_mini_batches > 1:
+        split = (
+            f", {args.num_mini_batches} mini-batches of {args.mini_batch_size} (TRL until 0.16 "
+            "made the batch num_mini_batches times as large; batch_size asks for that)"
+        )
+    sizes = (
+        f"batch {args.batch_size} = per_device_train_batch_size x gradient_accumulation_steps = "
+        f"{factors}{split}; {args.total_episodes} episodes: {args.num_total_batches} steps"
+    )
+    reasons = dict(REMARKS)
+    if not args.use_vllm:
+        vllm = (name for name in _DEFAULTS if name.startswith("vllm_"))
+        reasons |= dict.fromkeys(vllm, "use_vllm is False")
     by_reason: dict[str, list[str]] = {}
-    for name, why in REMARKS.items():
+    for name, why in reasons.items():
         if _is_set(args, name):
             by_reason.setdefault(why, []).append(name)
-    if not args.use_vllm:
-        idle = [name for name in _DEFAULTS if name.startswith("vllm_") and _is_set(args, name)]
-        by_reason |= {"use_vllm is False": idle} if idle else {}
-    return [f"without effect: {', '.join(names)} ({why})" for why, names in by_reason.items()]
-
-
-def check(args: PPOConfig) -> None:
-    """Refuse what cannot be done here, whatever the models and the data are.
-
-    Raises:
-        ConfigError: an argument is refused; says why, and what to do instead.
-    """
-    for name, why in REFUSALS.items():
-        if _is_set(args, name):
-            raise ConfigError(f"{name} = {getattr(args, name)!r}: {why}")
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if processes > 1:
-        raise ConfigError(
-            f"{processes} processes were started (WORLD_SIZE), and training runs in one process: "
-            "start the script with 'python', not with torchrun or 'accelerate launch'"
-        )
-    _require(args.optim in _OPTIMIZERS, args, "optim", OWN_ADAMW.why)
-    _require(args.kl_estimator in ("k1", "k3"), args, "kl_estimator", "must be 'k1' or 'k3'")
-    _require(
-        args.vf_coef > 0, args, "vf_coef", "must be above 0: the value model has to be trained"
-    )
-    _require(args.cliprange_value > 0, args, "cliprange_value", "must be above 0")
-    _require(args.stop_token in (None, "eos"), args, "stop_token", "must be 'eos' or None")
-    _require(
-        args.data_seed in (None, args.seed),
-        args,
-        "data_seed",
-        f"the order of the prompts follows seed = {args.seed}; leave data_seed out",
-    )
-    if args.stop_token and args.stop_token_id is not None:
-        raise ConfigError(
-            f"stop_token = '{args.stop_token}' and stop_token_id = {args.stop_token_id} both say "
-            "what ends a response; leave one of them out"
-        )
-    vllm.check(args)
-    penalty = args.missing_eos_penalty
-    _require(
-        penalty is None or penalty > 0,
-        args,
-        "missing_eos_penalty",
-        "is taken off the score and must be above 0, or None",
-    )
-    kwargs = args.gradient_checkpointing_kwargs
-    _require(
-        kwargs in (None, {"use_reentrant": False}),
-        args,
-        "gradient_checkpointing_kwargs",
-        "recomputation is not re-entrant here; leave it out",
-    )
+    idle = [f"without effect: {', '.join(names)} ({why})" for why, names in by_reason.items()]
+    return [sizes, *idle]
 
 
 def settings(
-    args: PPOConfig, run: BatchSizes, rows: int, longest: int, dtype: Literal["float32", "bfloat16"]
+    args: PPOConfig, rows: int, longest: int, dtype: Literal["float32", "bfloat16"]
 ) -> dict[str, Any]:
-    """The settings of a run, as a recipe has them; those of the models' names are left out.
-
-    Args:
-        run: the sizes that follow from them.
-        dtype: that the policy computes in.
-
-    Raises:
-        ConfigError: an argument has a value that nothing here corresponds to.
+    """Return the settings of a run, as a recipe has them, but for the models' names. The sizes have
+    been derived, and the longest of ``rows`` prompts has ``longest`` tokens.
     """
+    batch, steps = args.batch_size or 0, args.num_total_batches or 0
+    epoch = math.ceil(rows / batch)
+    checkpoints = {"no": 0, "steps": _count(args.save_steps, steps), "epoch": epoch}
     stops = bool(args.stop_token) or args.stop_token_id is not None
     penalty = args.missing_eos_penalty
+    own_penalty = penalty is not None and not stops
     found: dict[str, Any] = {
-        "steps": run.steps,
+        "steps": steps,
         "out": str(args.output_dir),
         # vLLM needs a process of its own.
         "runtime": "local" if args.use_vllm and args.runtime == "inline" else args.runtime,
@@ -223,16 +191,16 @@ def settings(
         "task.name": "train_dataset",
         "task.chat": "off",
         "task.max_prompt_tokens": longest,
-        "reward.sources": (REWARD_MODEL,)
-        if stops or penalty is None
-        else (REWARD_MODEL, MISSING_EOS),
+        "reward.sources": (REWARD_MODEL, MISSING_EOS) if own_penalty else (REWARD_MODEL,),
         "reward.missing_eos": "subtract" if stops and penalty is not None else "off",
         "reward.missing_eos_penalty": penalty or 0.0,
-        "rollout.batch": run.batch,
+        "rollout.batch": batch,
         "algorithm.name": "ppo",
         "algorithm.kl_in": "reward",
-        "training.lr_schedule": _one_of(args, "lr_scheduler_type", _SCHEDULES),
-        "training.warmup_steps": _warmup(args, run.steps),
+        "training.lr": args.learning_rate,
+        "training.critic_lr": args.learning_rate,
+        "training.lr_schedule": _SCHEDULES[_plain(args.lr_scheduler_type)],
+        "training.warmup_steps": _warmup(args, steps),
         "training.betas": (args.adam_beta1, args.adam_beta2),
         "training.grad_clip": args.max_grad_norm or 0.0,
         "training.microbatch_tokens": args.per_device_train_batch_size
@@ -241,62 +209,75 @@ def settings(
         "observe.trackers": _trackers(args),
         "observe.samples": 4 if args.num_sample_generations else 0,
         "observe.checkpoint_minutes": 0.0,  # save_strategy says when
-        "observe.checkpoint_every": _checkpoint_every(args, run, rows),
+        "observe.checkpoint_every": checkpoints[_plain(args.save_strategy)],
+        **_vllm(args),
     }
-    for name, entry in TABLE.items():
-        if isinstance(entry, Sets):
-            found |= dict.fromkeys(entry.settings, getattr(args, name))
+    found |= {setting: getattr(args, name) for name, setting in SETS.items()}
     nested: dict[str, Any] = {}
     for name, value in found.items():
         section, dot, key = name.partition(".")
         nested |= {section: nested.get(section, {}) | {key: value} if dot else value}
-    return nested | {
-        name: nested.get(name, {}) | part for name, part in vllm.settings(args).items()
-    }
+    return nested
+
+
+def _vllm(args: PPOConfig) -> dict[str, Any]:
+    """Return the settings of a run that generates with vLLM; none without it.
+
+    vLLM is started with the run, in a process of its own, whatever ``vllm_mode`` says. With
+    ``"colocate"`` it is given the share of the GPU that ``vllm_gpu_memory_utilization`` names.
+    """
+    if not args.use_vllm:
+        return {}
+    options: dict[str, Any] = {"model_impl": args.vllm_model_impl}
+    if args.vllm_enable_sleep_mode:
+        options["enable_sleep_mode"] = True
+    if args.vllm_mode == "colocate":
+        options["gpu_memory_utilization"] = args.vllm_gpu_memory_utilization
+    found: dict[str, Any] = {"rollout.engine": "vllm", "rollout.engine_args": options}
+    if args.vllm_tensor_parallel_size > 1:
+        generator = {"roles": ("generator",), "tp": args.vllm_tensor_parallel_size}
+        found["cluster.processes"] = [generator]
+    if args.vllm_importance_sampling_correction:
+        kind, level = CORRECTIONS[args.vllm_importance_sampling_mode]
+        found |= {
+            "algorithm.old_policy": "proximal",
+            "algorithm.correction": kind,
+            "algorithm.correction_level": level,
+            "algorithm.correction_cap": args.vllm_importance_sampling_cap,
+        }
+    return found
 
 
 def _schedule(args: PPOConfig) -> dict[str, Any]:
-    given = _plain(args.schedule)
-    if isinstance(given, str) and given.lstrip().startswith("{"):
+    schedule = _plain(args.schedule)
+    if isinstance(schedule, str) and schedule.lstrip().startswith("{"):
         try:
-            given = json.loads(given)
+            schedule = json.loads(schedule)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"schedule = {given!r} is not valid JSON: {error}") from error
-    if given is None:
-        return {}
-    if isinstance(given, Mapping):
-        return dict(given)
-    if given not in PRESETS:
-        raise ConfigError(f"schedule = {given!r} is no preset. {nearest(str(given), PRESETS)}")
-    return {"preset": given}
+            message = f"schedule = {schedule!r} is not valid JSON: {error}"
+            raise ConfigError(message, "schedule-not-json") from error
+    if schedule is None or isinstance(schedule, Mapping):
+        return dict(schedule or {})
+    if schedule not in PRESETS:
+        message = f"schedule = {schedule!r} is no preset. {nearest(str(schedule), PRESETS)}"
+        raise ConfigError(message, "unknown-preset")
+    return {"preset": schedule}
 
 
 def _warmup(args: PPOConfig, steps: int) -> int:
-    """Steps; a number below 1 is a share of all, as transformers 5 reads ``warmup_steps``."""
-    if args.warmup_steps and args.warmup_ratio:
-        raise ConfigError(
-            f"warmup_steps = {args.warmup_steps} and warmup_ratio = {args.warmup_ratio} both say "
-            "how long the warm-up is; leave one of them out"
-        )
+    both = args.warmup_steps and args.warmup_ratio
+    _require_one(not both, args, "warmup_steps", "warmup_ratio", "how long the warm-up is")
     return _count(args.warmup_steps or args.warmup_ratio, steps)
 
 
-def _checkpoint_every(args: PPOConfig, run: BatchSizes, rows: int) -> int:
-    periods = {
-        "no": 0,
-        "steps": _count(args.save_steps, run.steps),
-        "epoch": math.ceil(rows / run.batch),
-    }
-    return int(_one_of(args, "save_strategy", periods))
-
-
-def _count(value: float, of: int) -> int:
-    return math.ceil(value * of) if 0 < value < 1 else int(value)
+def _count(value: float, total: int) -> int:
+    """Return a count; below 1 it is a share of all, as in transformers 5."""
+    return math.ceil(value * total) if 0 < value < 1 else int(value)
 
 
 def _trackers(args: PPOConfig) -> tuple[str, ...]:
-    given = args.report_to
-    names = [given] if isinstance(given, str) else list(given or ())
+    trackers = args.report_to
+    names = [trackers] if isinstance(trackers, str) else list(trackers or ())
     if names == ["all"]:
         return tuple(name for name in _TRACKERS if is_installed(name))
     names = [name for name in names if name != "none"]
@@ -304,26 +285,28 @@ def _trackers(args: PPOConfig) -> tuple[str, ...]:
         if name not in _TRACKERS:
             raise ConfigError(
                 f"report_to = '{name}': figures go to tensorboard and wandb, and always to "
-                "metrics.jsonl in the run's folder; choose of those, or 'none'"
+                "metrics.jsonl in the run's folder; choose of those, or 'none'",
+                "unknown-tracker",
             )
     return tuple(names)
-
-
-def _one_of(args: PPOConfig, name: str, known: Mapping[str, Any]) -> Any:
-    value = _plain(getattr(args, name))
-    _require(value in known, args, name, f"must be one of {', '.join(map(repr, known))}")
-    return known[value]
 
 
 def _plain(value: Any) -> Any:
     return value.value if isinstance(value, Enum) else value
 
 
-def _require(holds: bool, args: PPOConfig, name: str, rule: str) -> None:
+def _require(
+    holds: bool, args: PPOConfig, name: str, rule: str, code: str = "argument-value"
+) -> None:
     if not holds:
-        raise ConfigError(f"{name} = {getattr(args, name)!r}: {rule}")
+        raise ConfigError(f"{name} = {getattr(args, name)!r}: {rule}", code)
+
+
+def _require_one(holds: bool, args: PPOConfig, name: str, other: str, what: str) -> None:
+    if not holds:
+        values = f"{name} = {getattr(args, name)!r} and {other} = {getattr(args, other)!r}"
+        raise ConfigError(f"{values} both say {what}; leave one of them out", "arguments-compete")
 
 
 def _is_set(args: PPOConfig, name: str) -> bool:
-    value = getattr(args, name)
-    return value not in (_DEFAULTS[name], None, "", [], {})
+    return getattr(args, name) not in (_DEFAULTS[name], None, "", [], {})

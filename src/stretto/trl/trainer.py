@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import nn
+from transformers import PreTrainedTokenizerBase, TrainerControl, TrainerState
 
 from stretto import api, files
+from stretto.assembly.engines import make_engine
+from stretto.assembly.models import Overrides, made_ready
 from stretto.config import Config, recipes
 from stretto.config.sections import MISSING_EOS
-from stretto.errors import ConfigError, StateError
-from stretto.observe import RunDirectory, make_progress
-from stretto.trl import adapters, arguments, checks
+from stretto.config.training import token_budget
+from stretto.errors import ConfigError, StateError, StrettoError
+from stretto.evaluation.answers import answer, score_all
+from stretto.models.load import save_model
+from stretto.models.weights import require_trainable
+from stretto.observe import Progress, RunDirectory, Sample, make_progress
+from stretto.runs import TrainResult
+from stretto.scoring.models import RewardModelScorer
+from stretto.tasks.prompts import render
+from stretto.trl import arguments, objects
 from stretto.trl.arguments import REWARD_MODEL
-from stretto.trl.callbacks import CallbackProgress, StopTrainingError
 from stretto.trl.config import PPOConfig
-from stretto.trl.prompts import TokenTask
-
-if TYPE_CHECKING:
-    from torch import nn
-    from transformers import PreTrainedTokenizerBase
-
-    from stretto.assembly.models import Overrides
-    from stretto.runs import TrainResult
+from stretto.trl.objects import TokenTask
 
 
 class PPOTrainer:
@@ -31,6 +39,9 @@ class PPOTrainer:
 
     The arguments are TRL's, in its order. Models are trained in place. Every run has a folder of
     its own in ``args.output_dir``, with its settings, figures, samples and the trained model.
+
+    Raises a StrettoError where an argument is refused or arguments do not fit together, a model has
+    no scalar head or lacks the tokenizer's tokens, or the dataset has no tokenised prompts.
 
     Args:
         processing_class: the tokenizer that all models share.
@@ -41,20 +52,14 @@ class PPOTrainer:
         data_collator: one that only pads, or ``None``; nothing is padded here.
         eval_dataset: prompts for :meth:`generate_completions`.
         optimizers: not taken; see :class:`PPOConfig`.
-        callbacks: objects of transformers' ``TrainerCallback``; told of the beginning, of each
-            step and its figures, and of the end.
+        callbacks: ``TrainerCallback`` objects of transformers; told of the beginning, of each step
+            and its figures, and of the end.
         peft_config: a ``LoraConfig``; policy and critic then get adapters, which are merged into
             them when training ends. Adapters that the policy has before are merged first.
 
     Attributes:
-        model, policy_model: the policy.
         config: the run's settings.
         run_dir: the run's folder; ``None`` before :meth:`train`.
-
-    Raises:
-        ConfigError: an argument is refused, or arguments do not fit together.
-        ModelError: a model has no scalar head, or does not know the tokenizer's tokens.
-        TaskError: the dataset has no tokenised prompts.
     """
 
     def __init__(
@@ -73,7 +78,7 @@ class PPOTrainer:
         peft_config: Any = None,
         **old_names: Any,
     ) -> None:
-        given = checks.by_present_names(
+        named = objects.by_present_names(
             {
                 "args": args,
                 "processing_class": processing_class,
@@ -84,77 +89,69 @@ class PPOTrainer:
             },
             old_names,
         )
-        self.args: PPOConfig = checks.arguments_of(given["args"])
+        self.args: PPOConfig = named["args"]
         arguments.check(self.args)
-        checks.refuse_objects(data_collator, optimizers)
-        self.processing_class: PreTrainedTokenizerBase = given["processing_class"]
-        self.model = self.policy_model = adapters.without_own(given["model"], peft_config)
-        self.ref_model, self.value_model = given["ref_model"], value_model
-        self.reward_model = given["reward_model"]
-        self.callbacks = list(callbacks or ())
-        vocabulary = checks.check_models(
-            {
-                "model": self.policy_model,
-                "ref_model": self.ref_model,
-                "reward_model": self.reward_model,
-                "value_model": value_model,
-            },
-            self.processing_class,
-        )
+        objects.refuse(data_collator, optimizers)
+        self.processing_class: PreTrainedTokenizerBase = named["processing_class"]
+        policy = named["model"]
+        if peft_config is not None and hasattr(policy, "merge_and_unload"):
+            policy = policy.merge_and_unload()
+        self.model = self.policy_model = policy
+        self.ref_model, self.reward_model = named["ref_model"], named["reward_model"]
+        self.value_model, self.callbacks = value_model, list(callbacks or ())
+        models = {
+            "model": policy,
+            "ref_model": self.ref_model,
+            "reward_model": self.reward_model,
+            "value_model": value_model,
+        }
+        models = {name: model for name, model in models.items() if model is not None}
+        vocabulary = objects.check_models(models, self.processing_class)
 
         def tokenised(rows: Any, name: str) -> TokenTask:
             return TokenTask(rows, self.processing_class, name, vocabulary)
 
-        self._task = tokenised(given["train_dataset"], "train_dataset")
+        self._task = tokenised(named["train_dataset"], "train_dataset")
         self._eval_task = None if eval_dataset is None else tokenised(eval_dataset, "eval_dataset")
-        self._sizes = arguments.sizes(self.args, len(self._task))
-        self.config = self._settings(peft_config)
-        arguments.write_sizes(self.args, self._sizes)
+        arguments.derive_sizes(self.args, len(self._task))
+        task, dtype = self._task, _dtype(models, bf16=self.args.bf16)
+        data = arguments.settings(self.args, len(task), task.longest, dtype)
+        data["model"]["name"] = str(getattr(policy, "name_or_path", "") or type(policy).__name__)
+        if peft_config is not None:
+            data["model"] |= objects.lora_settings(peft_config, policy)
+        self.config: Config = recipes.build(data, "PPOConfig")
         self.run_dir: RunDirectory | None = None
 
     def train(self, resume_from_checkpoint: str | None = None) -> TrainResult | None:
-        """Train; returns the number of steps, the last one's figures and the model's folder, and
-        ``None`` where a callback ended it.
-
-        Args:
-            resume_from_checkpoint: the folder of a run of the same script, which goes on from its
-                newest checkpoint.
-
-        Raises:
-            StrettoError: the numbers, or what is written to disk, are at fault.
-            KeyboardInterrupt: Ctrl-C; what was learned is in the models, and saved.
+        """Train, or go on with the run of the same script in a folder, from its newest checkpoint.
+        Return the number of steps, the last one's figures and the model's folder, and ``None``
+        where a callback ended it. After Ctrl-C, what was learned is in the models, and saved.
         """
         if self.run_dir is not None:
             raise StateError(
                 "this trainer has trained already, and its models are no longer those that it "
-                "started from; make a new PPOTrainer to train on"
+                "started from; make a new PPOTrainer to train on",
+                "trained-already",
             )
         name = Path(self.args.run_name or self.args.exp_name).name
         resumed = resume_from_checkpoint or self.args.resume_from_checkpoint
-        given = self._given()
-        run = api.begin(self.config, name, resume=resumed or "", given=given)
+        run = api.begin(self.config, name, resume=resumed or "", overrides=self._overrides())
         self.run_dir = run.run_dir
-        display = self._display()
-        for line in self._notes():
+        display = CallbackProgress(make_progress(self.config.observe.progress), self)
+        for line in arguments.notes(self.args):
             display.note(line)
         try:
-            result = api.execute(run, given=given, progress=display)
+            result = api.execute(run, progress=display)
         except StopTrainingError:
             result = None
         display.end()
         return result
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Save policy and tokenizer in Hugging Face format, adapters merged.
-
-        Args:
-            output_dir: the folder; without it ``args.output_dir``. What else is in it stays.
-
-        Raises:
-            StorageError: it cannot be written to; nothing of the model is in it then.
+        """Save policy and tokenizer in Hugging Face format, adapters merged, into a folder (without
+        one ``args.output_dir``), whose other files stay. Raises StorageError where it cannot be
+        written to; nothing of the model is in it then.
         """
-        from stretto.models.load import save_model
-
         folder = Path(output_dir or self.args.output_dir)
         with files.explained(folder), files.added_to(folder) as scratch:
             if self.run_dir is not None and self.run_dir.model.is_dir():
@@ -163,123 +160,145 @@ class PPOTrainer:
                 save_model(self.policy_model, self.processing_class, scratch)
 
     def generate_completions(self, sampling: bool = False) -> list[dict[str, Any]]:
-        """Greedy answers to the prompts of ``eval_dataset``, scored by the reward model.
-
-        The first five are shown.
+        """Return greedy answers to the prompts of ``eval_dataset``, scored by the reward model: a
+        row for each, with ``query``, ``model response`` and ``score``, as TRL called them. The
+        first five are shown.
 
         Args:
             sampling: answer one batch of ``args.per_device_eval_batch_size`` only.
-
-        Returns:
-            a row for each prompt: ``query``, ``model response`` and ``score``, as TRL called them.
-
-        Raises:
-            ConfigError: there is no ``eval_dataset``.
         """
-        from stretto.trl.completions import complete, show
-
         if self._eval_task is None:
             raise ConfigError(
                 "generate_completions answers the prompts of eval_dataset, and there is none; give "
-                "one to PPOTrainer"
+                "one to PPOTrainer",
+                "no-eval-dataset",
             )
         most = self.args.per_device_eval_batch_size if sampling else len(self._eval_task)
-        rows = complete(self.config, self._given(), self._eval_task, most)
-        show(rows[:5])
+        rows = self._complete(self._eval_task, most)
+        table = Table(*rows[0], show_lines=True)
+        for row in rows[:5]:
+            table.add_row(*(Text(str(value)) for value in row.values()))
+        Console().print(table)
         return rows
 
-    def push_to_hub(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse to upload.
-
-        Raises:
-            ConfigError: always.
+    def _complete(self, task: TokenTask, most: int) -> list[dict[str, Any]]:
+        """Answer the first ``most`` prompts with Stretto's own engine, over the policy where it is:
+        others would have to start first.
         """
+        tokenizer, device = self.processing_class, self.config.model.device
+        own = {"temperature": 0.0, "engine": "torch", "engine_args": {}}
+        rollout = self.config.rollout.model_copy(update=own)
+        config = self.config.model_copy(update={"rollout": rollout})
+        actor = made_ready(self.policy_model, device)
+        reward_model = made_ready(self.reward_model, device)
+        budget = token_budget(config.training.microbatch_tokens, next(actor.parameters()).device)
+        scorer = RewardModelScorer(REWARD_MODEL, reward_model, tokenizer, tokenizer, budget)
+        rows = range(min(most, len(task)))
+        prompts = [render(task.row(i), config.task, tokenizer, i) for i in rows]
+        ends = self._overrides().end_tokens
+        engine = make_engine(config, actor, tokenizer, rollout.batch, ends)
+        answers = answer(engine, prompts).rollouts
+        scores = score_all(scorer, answers, rollout.batch)
+        return [
+            {
+                "query": r.prompt.text,
+                "model response": str(tokenizer.decode(r.tokens)),
+                "score": score,
+            }
+            for r, score in zip(answers, scores, strict=True)
+        ]
+
+    def push_to_hub(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise ConfigError, as nothing is uploaded."""
         raise ConfigError(
             "nothing is uploaded from here: save with trainer.save_model(folder), then "
-            "'hf upload NAME folder', or model.push_to_hub(NAME) of transformers"
+            "'hf upload NAME folder', or model.push_to_hub(NAME) of transformers",
+            "no-upload",
         )
 
-    def _settings(self, peft_config: Any) -> Config:
-        policy = self.policy_model
-        data = arguments.settings(
-            self.args, self._sizes, len(self._task), self._task.longest, self._dtype()
-        )
-        data["model"]["name"] = str(getattr(policy, "name_or_path", "") or type(policy).__name__)
-        if peft_config is not None:
-            data["model"] |= adapters.settings(peft_config, policy)
-        return recipes.build(data, "PPOConfig")
-
-    def _dtype(self) -> Literal["float32", "bfloat16"]:
-        """The type that the policy computes in; with ``bf16`` all models are brought to that."""
-        import torch
-
-        from stretto.models.weights import require_trainable
-
-        if self.args.bf16:
-            for model in (self.policy_model, self.ref_model, self.reward_model, self.value_model):
-                if model is not None:
-                    model.to(torch.bfloat16)
-        for name, model in (("model", self.policy_model), ("value_model", self.value_model)):
-            if model is not None:
-                require_trainable(model, name)
-        dtype = next(self.policy_model.parameters()).dtype
-        return "bfloat16" if dtype is torch.bfloat16 else "float32"
-
-    def _given(self) -> Overrides:
-        from stretto.assembly.models import Overrides
-
+    def _overrides(self) -> Overrides:
+        end: Any = self.processing_class.eos_token_id
+        stop = self.args.stop_token_id
+        if stop is None and self.args.stop_token:
+            stop = int(end)
+        judge = missing_eos(end, self.args.missing_eos_penalty or 0.0)
         return Overrides(
             actor=self.policy_model,
             tokenizer=self.processing_class,
             reference=self.ref_model,
             critic=self.value_model,
             task=self._task,
-            functions={MISSING_EOS: self._missing_eos()},
+            functions={MISSING_EOS: judge},
             reward_models={REWARD_MODEL: (self.reward_model, self.processing_class)},
-            end_tokens=self._end_tokens(),
+            end_tokens=frozenset(() if stop is None else (stop,)),
         )
 
-    def _end_tokens(self) -> frozenset[int]:
-        if self.args.stop_token_id is not None:
-            return frozenset({self.args.stop_token_id})
-        end: Any = self.processing_class.eos_token_id
-        return frozenset({int(end)} if self.args.stop_token else ())
 
-    def _missing_eos(self) -> Callable[..., list[float]]:
-        """Make TRL's penalty for responses without the end token anywhere in them.
+def _dtype(models: Mapping[str, Any], *, bf16: bool) -> Literal["float32", "bfloat16"]:
+    """Return the type that the policy computes in; ``bf16`` brings all models to bfloat16."""
+    if bf16:
+        for model in models.values():
+            model.to(torch.bfloat16)
+    for name in ("model", "value_model"):
+        if name in models:
+            require_trainable(models[name], name)
+    dtype = next(models["model"].parameters()).dtype
+    return "bfloat16" if dtype is torch.bfloat16 else "float32"
 
-        The rule for missing ends does not fit: without a stop token no response ends.
-        """
-        end, penalty = self.processing_class.eos_token_id, self.args.missing_eos_penalty or 0.0
 
-        def missing_eos(completion_ids: list[list[int]]) -> list[float]:
-            return [0.0 if end in tokens else -penalty for tokens in completion_ids]
+def missing_eos(end: int | None, penalty: float) -> Callable[..., list[float]]:
+    """Make TRL's penalty for responses without the end token anywhere in them.
 
-        return missing_eos
+    The settings' rule for missing ends does not fit: without a stop token no response ends.
+    """
 
-    def _display(self) -> CallbackProgress:
-        return CallbackProgress(
-            make_progress(self.config.observe.progress),
-            self.args,
-            self.callbacks,
-            self._sizes.steps,
-            self._sizes.batch,
-            model=self.policy_model,
-            processing_class=self.processing_class,
-        )
+    def judge(completion_ids: list[list[int]]) -> list[float]:
+        return [0.0 if end in tokens else -penalty for tokens in completion_ids]
 
-    def _notes(self) -> list[str]:
-        """Notes on the derived sizes, and on arguments without effect."""
-        a, run = self.args, self._sizes
-        factors = f"{a.per_device_train_batch_size} x {a.gradient_accumulation_steps}"
-        split = ""
-        if a.num_mini_batches > 1:
-            split = (
-                f", {a.num_mini_batches} mini-batches of {run.minibatch} (TRL until 0.16 made the "
-                "batch num_mini_batches times as large; batch_size asks for that)"
-            )
-        return [
-            f"batch {run.batch} = per_device_train_batch_size x gradient_accumulation_steps = "
-            f"{factors}{split}; {run.episodes} episodes: {run.steps} steps",
-            *arguments.remarks(a),
-        ]
+    return judge
+
+
+class StopTrainingError(StrettoError):
+    """Error that ends training, as a callback has asked for it."""
+
+
+class CallbackProgress(Progress):
+    """A display that also tells a trainer's callbacks of the beginning, of each step, and of the
+    end. A callback that sets ``control.should_training_stop`` ends the run after the step.
+    """
+
+    def __init__(self, display: Progress, trainer: PPOTrainer) -> None:
+        self._display, self._trainer = display, trainer
+        for name in ("note", "working", "close"):  # as the display does them
+            setattr(self, name, getattr(display, name))
+        self.state, self._control = TrainerState(), TrainerControl()
+        self.state.max_steps = trainer.config.steps
+
+    def start(self, headline: str) -> None:
+        """Show what will run."""
+        self._display.start(headline)
+        self._call("on_train_begin")
+
+    def step(
+        self, step: int, total: int, stats: Mapping[str, float], samples: Sequence[Sample]
+    ) -> None:
+        """Show a step and tell the callbacks; raise StopTrainingError if one wants no more."""
+        self._display.step(step, total, stats, samples)
+        self.state.global_step = step
+        logs = {**stats, "episode": step * self._trainer.config.rollout.batch}
+        self.state.log_history.append({**logs, "step": step})
+        self._call("on_log", logs=logs)
+        self._call("on_step_end")
+        if self._control.should_training_stop:
+            raise StopTrainingError(f"a callback ended training after step {step}")
+
+    def end(self) -> None:
+        """Tell the callbacks that training has ended."""
+        self._call("on_train_end")
+
+    def _call(self, event: str, **more: Any) -> None:
+        t = self._trainer
+        more |= {"model": t.policy_model, "processing_class": t.processing_class}
+        for callback in t.callbacks:
+            answer = getattr(callback, event)(t.args, self.state, self._control, **more)
+            self._control = answer or self._control

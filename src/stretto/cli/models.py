@@ -1,0 +1,435 @@
+"""``stretto eval``, ``label`` and ``generate``: trained models at work."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from stretto.api.models import answers, label_responses
+from stretto.api.settings import model_of, trained_with
+from stretto.checks import check_measured
+from stretto.cli.settings import (
+    RECIPE_HELP,
+    leading_recipe,
+    parse_with_config,
+    parse_with_recipe,
+    value_of,
+)
+from stretto.config import Config, ModelConfig, RewardModelConfig, recipes
+from stretto.errors import ConfigError, require
+from stretto.models.resolve import trained_model
+from stretto.observe import RunDirectory
+from stretto.observe.progress import on_stderr
+from stretto.saying import CHECKING, LOADING, working
+
+if TYPE_CHECKING:
+    from stretto.evaluation import EvalResult, LabelResult, Measured
+
+EVAL_SETTINGS = (
+    *("seed", "threads", "task", "model.dtype", "model.device", "model.trust_remote_code"),
+    *("rollout.batch", "rollout.max_new_tokens", "rollout.stop", "rollout.slots"),
+    "rollout.prefill_tokens",
+)
+"""Settings that an evaluation depends on, besides the model."""
+
+SAMPLES = 200
+"""Rows to answer, where it is not said how many."""
+
+SAMPLED = ("win_rate_by", "sft", "judge")
+"""Options that ask for measures of sampled responses."""
+
+
+@dataclass
+class EvalOptions:
+    """Measure a model. Without further options: pass@1, the share of greedy answers that the task's
+    own verifier gives full credit, and the mean score, partial credit included. --win-rate-by,
+    --sft and --judge sample one response to each prompt instead and measure those; --lm-eval runs
+    benchmarks. Asked are the prompts that task.held_out keeps from training, or the rows of a file
+    (--task.name) or a split (--task.split); what of them training asks too is said. The figures of
+    a run's trained model are also added to evaluations.jsonl in its folder, where 'stretto report'
+    finds them. Options come after the recipe.
+
+    Attributes:
+        model: What to measure: a known name, a local folder, a hub name, or a run's folder.
+            Without it: the run's trained model, or the recipe's model before training.
+        out: Write the figures and settings to this JSON file.
+        temperature: Of sampled responses; without it: the recipe's. pass@1 is greedy.
+        win_rate_by: Win-rate against reference responses by this gold reward: 'model:NAME' (a
+            reward model or the run of one), 'file.py:function', or 'task'.
+        reference_column: Column with the reference responses: text, or a conversation that ends
+            with the assistant's turn. Without it: the task's own answers.
+        sft: KL to this model (what the policy was trained from, or the run of it), and its
+            perplexity on the policy's samples.
+        judge: Win-rate against reference responses by this LLM, which sees each pair in both
+            orders. The key is taken from OPENAI_API_KEY. Needs the extra 'judge'.
+        judge_url: OpenAI-compatible endpoint of the judge, such as http://localhost:8000/v1.
+            Without it: OPENAI_BASE_URL, else OpenAI's.
+        judge_concurrency: Questions to the judge at a time. Without it: 8.
+        judge_timeout: Seconds for one question to the judge, retries included. Without it: 120.
+        lm_eval: Benchmarks of lm-evaluation-harness, with commas between: arc_challenge, arc_easy,
+            hellaswag, truthfulqa_mc2 (0-shot), gsm8k (5-shot), any other that it knows, or a .yaml
+            file that defines one. Needs the extra 'lm-eval'.
+        lm_eval_limit: Examples of each benchmark; 0 takes all.
+    """
+
+    recipe: Annotated[
+        tyro.conf.Positional[str], tyro.conf.arg(help=RECIPE_HELP, metavar="RECIPE_OR_RUN")
+    ] = tyro.MISSING
+    model: Annotated[str, tyro.conf.arg(metavar="MODEL")] = ""
+    samples: Annotated[
+        int | None, tyro.conf.arg(help=f"Rows to answer. Without it: {SAMPLES}.", metavar="INT")
+    ] = None
+    out: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
+    temperature: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
+    win_rate_by: Annotated[str, tyro.conf.arg(metavar="SOURCE")] = ""
+    reference_column: Annotated[str, tyro.conf.arg(metavar="COLUMN")] = ""
+    sft: Annotated[str, tyro.conf.arg(metavar="MODEL")] = ""
+    judge: Annotated[str, tyro.conf.arg(metavar="MODEL")] = ""
+    judge_url: Annotated[str, tyro.conf.arg(metavar="URL")] = ""
+    judge_concurrency: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    judge_timeout: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
+    lm_eval: Annotated[str, tyro.conf.arg(metavar="NAMES")] = ""
+    lm_eval_limit: int = 0
+
+    @property
+    def sampled(self) -> bool:
+        """Whether measures of sampled responses are asked for."""
+        return any(getattr(self, name) for name in SAMPLED)
+
+
+def run_eval(arguments: Sequence[str]) -> int:
+    """Evaluate, print the figures, and write them where asked."""
+    config, own = parse_with_recipe("eval", arguments, EvalOptions, EVAL_SETTINGS)
+    _check_options(own)
+    tasks = [name.strip() for name in own.lm_eval.split(",") if name.strip()]
+    if own.temperature is not None:
+        rollout = config.rollout.model_copy(update={"temperature": own.temperature})
+        config = config.model_copy(update={"rollout": rollout})
+    name = model_of(own.model, own.recipe, config)
+    model, by_row = trained_model(name), own.sampled or not tasks
+    sources = [own.win_rate_by] if own.win_rate_by else []
+    with working(on_stderr, CHECKING):
+        check_measured(config, model, rows=by_row, sources=sources, sft=own.sft)
+    if tasks:
+        require("lm_eval", "lm-eval", "--lm-eval")
+    if own.judge:
+        require("openai", "judge", "an LLM judge")
+
+    print(f"model        {model}")
+    with working(on_stderr, LOADING):
+        from stretto import evaluation
+    figures: dict[str, Any] = {}
+    if by_row:
+        result = _measure(config, own, model)
+        for label, text in _lines(config.task.kind, result):
+            print(f"{label:<12} {text}")
+        figures = _figures(result)
+    if tasks:
+        found = evaluation.benchmark(config, model=model, tasks=tasks, limit=own.lm_eval_limit)
+        for f in found:
+            error = "" if f.standard_error is None else f" ± {f.standard_error:.4f}"
+            print(f"{f.task:<12} {f.value:.4f}{error}  {f.metric}, {f.fewshot}-shot")
+        figures["benchmarks"] = [asdict(f) for f in found]
+    settings = config.model_dump()
+    if model != name:  # a run's trained one
+        measures = ("pass@1", "mean_score", "win_rate", "kl", "judge", "benchmarks")
+        what = [name for name in measures if name in figures]
+        record = {"model": model, "what": what, "figures": figures, "settings": settings}
+        run = RunDirectory(Path(name))
+        if run.append_evaluation(record):
+            print(f"dropped a last line that was never finished, of {run.evaluations_file}")
+    if own.out:
+        _write(Path(own.out), {"model": model, **figures, "settings": settings})
+    return 0
+
+
+def _measure(config: Config, own: EvalOptions, model: str) -> EvalResult | Measured:
+    from stretto import evaluation
+
+    trained, samples = trained_with(own.model, own.recipe, config), own.samples or SAMPLES
+    if not own.sampled:
+        return evaluation.evaluate(config, model=model, samples=samples, trained=trained)
+    judge = None
+    if own.judge:
+        asked = {"concurrency": own.judge_concurrency, "timeout_s": own.judge_timeout}
+        limits: dict[str, Any] = {name: limit for name, limit in asked.items() if limit is not None}
+        judge = evaluation.LlmJudge(own.judge, own.judge_url, **limits)
+    return evaluation.measure(
+        config,
+        policy=model,
+        samples=samples,
+        by=own.win_rate_by,
+        sft=own.sft,
+        judge=judge,
+        reference_column=own.reference_column,
+        trained=trained,
+    )
+
+
+def _lines(task: str, r: EvalResult | Measured) -> Iterator[tuple[str, str]]:
+    from stretto.evaluation import EvalResult
+
+    yield "task", task
+    yield "rows", r.rows
+    yield "samples", f"{r.samples}, of {r.distinct} different prompts"
+    yield "overlap", r.seen
+    if r.skipped:
+        yield "left out", f"{r.skipped} rows with longer prompts than task.max_prompt_tokens"
+    if isinstance(r, EvalResult):
+        yield "pass@1", f"{r.pass_at_1:.4f} ± {r.pass_at_1_standard_error:.4f}"
+        yield "mean score", f"{r.mean_score:.4f} ± {r.mean_score_standard_error:.4f}"
+    else:
+        yield from _sampled_lines(r)
+    yield "mean tokens", f"{r.mean_tokens:.1f}"
+    yield "ended", f"{r.ended:.4f}"
+
+
+def _sampled_lines(r: Measured) -> Iterator[tuple[str, str]]:
+    yield "temperature", f"{r.temperature:g}"
+    if win := r.win_rate:
+        counts = f"{win.wins} won, {win.ties} tied, {win.losses} lost"
+        yield "win-rate", f"{win.rate:.4f} ± {win.standard_error:.4f} by {win.by} ({counts})"
+        yield "reward", f"{win.score:.4f}, of the references {win.reference_score:.4f}"
+    if kl := r.kl:
+        yield "KL", f"{kl.kl:.4f} ± {kl.standard_error:.4f} nats a response, to {kl.sft}"
+        yield "perplexity", f"{kl.perplexity:.4f} of {kl.sft} on the samples"
+    if judged := r.judge:
+        counts = f"{judged.wins} won, {judged.ties} tied, {judged.losses} lost"
+        rate = f"{judged.rate:.4f} ± {judged.standard_error:.4f}"
+        yield "LLM judge", f"{rate} by {judged.judge} ({counts})"
+        yield "consistent", f"{judged.consistent:.4f} of the pairs, with the sides swapped"
+        if judged.unparsable:
+            pairs = f"{judged.left_out} pairs left out"
+            yield "unparsable", f"{judged.unparsable} answers of the judge; {pairs}"
+
+
+def _figures(result: EvalResult | Measured) -> dict[str, Any]:
+    """Return all but the overlap in words, what ``win_rate`` has, and measures not asked for."""
+    data = {k: v for k, v in asdict(result).items() if k not in ("seen", "win_rates")}
+    if "pass_at_1" in data:
+        return {name.replace("pass_at_1", "pass@1"): value for name, value in data.items()}
+    return {name: value for name, value in data.items() if value is not None}
+
+
+def _check_options(own: EvalOptions) -> None:
+    """Refuse numbers out of range, and options without the one that they belong to."""
+    for name, least in (("samples", 1), ("lm_eval_limit", 0)):
+        value = getattr(own, name)
+        if value is not None and value < least:
+            raise ConfigError(f"{_option(name)} {value}: must be {least} or more", "option-range")
+    if own.temperature is not None and not 0 <= own.temperature < math.inf:
+        raise ConfigError(f"--temperature {own.temperature}: must be 0 or more", "option-range")
+    if own.samples is not None and own.lm_eval and not own.sampled:
+        raise ConfigError(
+            "--samples has no effect on benchmarks, which have rows of their own; --lm-eval-limit "
+            "says how many of them to take"
+        )
+    judge = ("judge",)
+    for name, by in (
+        ("temperature", SAMPLED),
+        ("reference_column", ("win_rate_by", "judge")),
+        *((name, judge) for name in ("judge_url", "judge_concurrency", "judge_timeout")),
+        ("lm_eval_limit", ("lm_eval",)),
+    ):
+        if getattr(own, name) != getattr(EvalOptions, name) and not any(
+            getattr(own, option) for option in by
+        ):
+            options = " or ".join(map(_option, by))
+            raise ConfigError(f"{_option(name)} has no effect without {options}")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _write(file: Path, record: dict[str, Any]) -> None:
+    try:
+        file.write_text(json.dumps(record, indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write '{file}': {error}; choose another with --out") from error
+
+
+_MODEL = ("threads", "model.dtype", "model.device", "model.trust_remote_code")
+
+FILE_SETTINGS = (
+    *_MODEL,
+    *("data.split", "data.size", "data.on_error", "data.chat", "data.system"),
+    *("data.prompt_column", "data.chosen_column", "data.rejected_column"),
+)
+"""Settings that the labels of a file depend on, besides the source."""
+
+RECIPE_SETTINGS = (
+    *_MODEL,
+    *("seed", "task", "reward.timeout_s", "rollout.batch", "rollout.max_new_tokens"),
+    *("rollout.temperature", "rollout.stop", "rollout.slots", "rollout.prefill_tokens"),
+)
+"""Settings that sampled and labelled responses depend on, besides policy and source."""
+
+
+@dataclass
+class LabelOptions:
+    """Label preferences with a gold reward. 'stretto label FILE --by SOURCE --out FILE' reads pairs
+    (chosen, rejected) or prompts with several 'responses', and writes pairs whose sides stand as
+    the source scores them; ties are left out. 'stretto label RECIPE --responses-from MODEL --by
+    SOURCE --out FILE' samples the responses first, to the recipe's prompts, and takes those that
+    ended before the token limit; its options: 'stretto label RECIPE --responses-from MODEL --help'.
+    Options come after the file or recipe.
+
+    Attributes:
+        by: The gold reward: 'model:NAME' (a reward model or the run of one), 'file.py:function',
+            or, with --responses-from, 'task'.
+        out: Where the pairs go, as JSON Lines.
+    """
+
+    what: Annotated[
+        tyro.conf.Positional[str],
+        tyro.conf.arg(
+            help="A .jsonl, .json or .parquet file with pairs, or a hub dataset; with "
+            "--responses-from, a recipe, a .toml file, or a run's folder.",
+            metavar="FILE_OR_RECIPE",
+        ),
+    ] = tyro.MISSING
+    by: Annotated[str, tyro.conf.arg(metavar="SOURCE")] = ""
+    out: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
+
+
+@dataclass
+class _FileOptions(LabelOptions):
+    __doc__ = LabelOptions.__doc__
+
+    timeout: float = 30.0
+    """Seconds that a function may take for 32 responses."""
+
+
+@dataclass
+class _RecipeOptions(LabelOptions):
+    __doc__ = LabelOptions.__doc__
+
+    responses_from: Annotated[
+        str,
+        tyro.conf.arg(
+            help="Model that answers the recipe's prompts: a known name, a local folder, a hub "
+            "name, or a run's folder.",
+            metavar="MODEL",
+        ),
+    ] = ""
+    samples: int = 2
+    """Responses to each prompt; the best and the worst of those that ended make a pair."""
+    prompts: int = 1000
+    """Prompts to answer, at most."""
+
+
+def run_label(arguments: Sequence[str]) -> int:
+    """Label, and say what became of the rows."""
+    sampled = value_of("--responses-from", arguments) is not None
+    result = _label_responses(arguments) if sampled else _label_file(arguments)
+    print(f"source       {result.by}")
+    print(f"read         {result.read}")
+    print(f"ties         {result.ties} left out")
+    if result.empty:
+        print(f"empty        {result.empty} left out, as a side has no text")
+    if result.unended:
+        print(f"unended      {result.unended} left out, as fewer than two responses ended")
+    print(f"kept         {result.kept}")
+    if result.flipped is not None and result.agreement is not None:
+        print(f"flipped      {result.flipped} of {result.kept} ({1 - result.agreement:.4f})")
+        print(f"agreement    {result.agreement:.4f}")
+    print(f"wrote        {result.out}")
+    return 0
+
+
+def _label_file(arguments: Sequence[str]) -> LabelResult:
+    name = leading_recipe(arguments)
+    start = RewardModelConfig.model_validate({"data": {"name": name}})
+    config, own = parse_with_config("label", arguments, start, _FileOptions, FILE_SETTINGS)
+    _require_by_and_out(own)
+    if name in recipes.names():
+        raise ConfigError(
+            f"'{name}' is a recipe, whose prompts are yet to be answered: say by which model with "
+            "--responses-from MODEL, or give a file of pairs"
+        )
+    if not own.timeout > 0:
+        raise ConfigError(f"--timeout {own.timeout}: must be above 0")
+    with working(on_stderr, LOADING):
+        from stretto.evaluation import label_pairs
+
+    return label_pairs(config, by=own.by, out=Path(own.out), timeout_s=own.timeout)
+
+
+def _label_responses(arguments: Sequence[str]) -> LabelResult:
+    config, own = parse_with_recipe("label", arguments, _RecipeOptions, RECIPE_SETTINGS)
+    _require_by_and_out(own)
+    if own.prompts < 1:
+        raise ConfigError(f"--prompts {own.prompts}: must be 1 or more")
+    return label_responses(
+        config,
+        model=own.responses_from,
+        by=own.by,
+        out=own.out,
+        prompts=own.prompts,
+        per_prompt=own.samples,
+    )
+
+
+def _require_by_and_out(own: LabelOptions) -> None:
+    for name, example in (("by", "model:NAME"), ("out", "pairs.jsonl")):
+        if not getattr(own, name):
+            raise ConfigError(f"--{name} is missing; give it, such as --{name} {example}")
+
+
+def command_generate(
+    prompts: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="PROMPT")] = (),
+    /,
+    model: str = "smollm2-135m",
+    max_new_tokens: int = 256,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = (),
+    seed: int = 0,
+    chat: Literal["auto", "on", "off"] = "auto",
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+) -> None:
+    """Let a model answer prompts, or the lines of standard input when none is given.
+
+    Args:
+        model: A known name, a local folder in Hugging Face format, a hub name, or a run's folder.
+        temperature: Softmax temperature; 0 is greedy.
+        top_k: Sample among the k likeliest tokens; 0 is off.
+        top_p: Sample among the likeliest tokens that hold this much probability; 1 is off.
+        stop: A string that ends an answer, besides the end-of-sequence token; may be repeated.
+        chat: Apply the tokenizer's chat template. auto: where the tokenizer has one.
+        dtype: Type to compute in. auto: bfloat16 where the hardware is faster in it, else float32.
+        device: Device to compute on. auto: cuda when there is one.
+    """
+    asked = list(prompts)
+    if not asked and not sys.stdin.isatty():
+        asked = [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    if not asked:
+        raise ConfigError("there is no prompt; give one, or lines on standard input")
+    options = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "stop": stop,
+    }
+    config = ModelConfig(name=model, dtype=dtype, device=device)
+    try:
+        for index, text in enumerate(answers(config, asked, options, seed=seed, chat=chat)):
+            print(text if len(asked) == 1 else f"[{index + 1}] {text}", flush=True)
+    except ConfigError as error:
+        if (message := str(error)).startswith("options: "):
+            parts = re.split(r"(\w+) = (?=\S+: )", message.removeprefix("options: "))
+            parts[1::2] = [f"{_option(name)} " for name in parts[1::2]]
+            message = "".join(parts)
+        raise ConfigError(message, error.code) from error
