@@ -21,8 +21,8 @@ from transformers import (
 import stretto
 from helpers import llama
 from scorer_helpers import byte_rollout, reward_model, scores_of, stream
-from stretto.assembly.checks import check_engine
 from stretto.assembly.models import NO_OVERRIDES, Overrides
+from stretto.assembly.roles import check_engine
 from stretto.config import Config, recipes
 from stretto.errors import ConfigError, ModelError, RewardError, TaskError
 from stretto.models.forward import positions

@@ -148,7 +148,7 @@ def test_neither_the_warm_up_nor_a_step_sees_what_is_held_out(
         warmed_up.extend(e.prompt.text for e in examples)
         return 0.0
 
-    monkeypatch.setattr("stretto.assembly.warmup.warm_up", warm_up)
+    monkeypatch.setattr("stretto.assembly.parts.warm_up", warm_up)
     config = recipes.build(
         {
             "steps": 3,

@@ -17,7 +17,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 from helpers import told
-from stretto.assembly.engines import scorer_slots
+from stretto.assembly.roles import scorer_slots
 from stretto.config import Config, ModelConfig, RolloutConfig
 from stretto.errors import EngineError, ModelError, StrettoError
 from stretto.evaluation.answers import completed

@@ -23,7 +23,7 @@ from helpers import told
 from scorer_helpers import byte_tokenizer
 from stretto import tasks
 from stretto.config import TaskConfig
-from stretto.config.sections import NamedSource, TaskSource, reward_source
+from stretto.config.sections import RewardSource, TaskSource, reward_source
 from stretto.errors import ConfigError, LifecycleError, StrettoError, TaskError
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.functions import FunctionScorer
@@ -582,7 +582,7 @@ def test_a_process_that_cannot_start_again_says_so(function: Scorers, tmp_path: 
 
 def local(function: Callable[..., Any], **settings: Any) -> FunctionScorer:
     return FunctionScorer(
-        NamedSource("mine"), TaskConfig(), 0, TOKENIZER, function=function, **settings
+        RewardSource("mine"), TaskConfig(), 0, TOKENIZER, function=function, **settings
     )
 
 

@@ -1,8 +1,8 @@
-"""The parts of a schedule, and the shares of CPU cores, from the knobs of a run."""
+"""The controllers of a schedule, and the shares of CPU cores, as the knobs of a run ask."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from stretto.config import Config, ScheduleConfig
@@ -29,7 +29,6 @@ class Migrating:
     """The facts about engines that a policy of moving stragglers needs.
 
     Attributes:
-        limits: of the engines.
         score_tokens_per_s: tokens that the devices of one free engine score a second; 0 where no
             scorer sits with the engines.
         prompt_tokens: of a typical prompt.
@@ -45,19 +44,17 @@ def migrating_of(
 ) -> Migrating:
     """Return the facts for moving stragglers, from measured rates of an engine.
 
-    Where keys and values do not move, the second rate is ``None``: tokens are prefilled again.
-
+    The second rate is ``None`` where keys and values do not move: tokens are prefilled again.
     Engines are taken to slow down with rows no more than their memory makes them: all that is in
     flight may be gathered on one.
     """
     rows, engines = config.most_in_flight, config.rollout.engines
-    longest = config.task.max_prompt_tokens + config.rollout.max_new_tokens
     return Migrating(
         MigrationLimits(
             engines=engines,
             best_batch=rows,
-            cache_tokens=rows * longest,
-            longest_tokens=longest,
+            cache_tokens=rows * config.longest,
+            longest_tokens=config.longest,
             prefill_tokens_per_s=prefill_tokens_per_s,
             # As fast as prefilling is no reason to move them.
             transfer_tokens_per_s=transfer_tokens_per_s or prefill_tokens_per_s,
@@ -70,30 +67,37 @@ def migrating_of(
 
 def controls_of(config: Config, migrating: Migrating | None, *, restarts: int = 0) -> Controls:
     """Make the settings and controllers of a run; see :func:`controls`."""
-    settings = config.schedule.settings(
-        config.rollout,
+    r = config.rollout
+    settings = Settings(
+        r.batch,
+        r.samples_per_prompt,
+        r.max_new_tokens,
         config.steps,
         drop_failures=config.reward.on_failure == "drop",
         group_at_least=config.algorithm.definition.group,
         reward_weights=config.reward.factors,
         restarts=restarts,
     )
-    return controls(config.schedule, settings, config.rollout.engines, config.seed, migrating)
+    return controls(config.schedule, settings, r.engines, config.seed, migrating)
 
 
 def controls(
-    schedule: ScheduleConfig,
-    settings: Settings,
-    engines: int,
-    seed: int,
-    migrating: Migrating | None,
+    s: ScheduleConfig, settings: Settings, engines: int, seed: int, migrating: Migrating | None
 ) -> Controls:
     """Make the controllers that the knobs ask for.
 
     Args:
+        settings: of the run; those that ``s`` has too are taken from there.
         migrating: needed where stragglers are moved together.
     """
-    s = schedule
+    settings = replace(
+        settings,
+        score_on=s.knobs.score_on,
+        lag=s.knobs.lag,
+        weight_sync_interval=s.weight_sync_interval,
+        max_carries=s.max_carries,
+        deadline_s=s.deadline_s,
+    )
     return Controls(
         settings,
         FixedChunk(s.chunk_tokens)
@@ -130,21 +134,20 @@ def _overcommit(s: ScheduleConfig, sizes: Settings, engines: int, seed: int) -> 
 def _migration(
     s: ScheduleConfig, sizes: Settings, seed: int, on: Migrating
 ) -> MigrationPolicy | None:
-    share, batch = s.knobs.migrate, sizes.batch * s.weight_sync_interval
-    if share == "off":
-        return None
-    if share == "auto":
-        return AutoMigration(
-            on.limits,
-            batch,
-            on.score_tokens_per_s,
-            prompt_tokens=on.prompt_tokens,
-            seed=seed,
-        )
-    return FixedMigration(on.limits, batch, share)
+    batch = sizes.batch * s.weight_sync_interval
+    match s.knobs.migrate:
+        case "off":
+            return None
+        case "auto":
+            tokens = on.prompt_tokens
+            return AutoMigration(
+                on.limits, batch, on.score_tokens_per_s, prompt_tokens=tokens, seed=seed
+            )
+        case share:
+            return FixedMigration(on.limits, batch, share)
 
 
-class Threads(NamedTuple):
+class CoreShares(NamedTuple):
     """CPU threads of each generator, of scoring and of training."""
 
     generating: int
@@ -152,18 +155,18 @@ class Threads(NamedTuple):
     training: int
 
 
-def share_cores(schedule: ScheduleConfig, engines: int, cores: int) -> Threads:
+def share_cores(schedule: ScheduleConfig, engines: int, cores: int) -> CoreShares:
     """Share the cores out, unless the settings do.
 
     Roles that work at the same time get cores of their own, as threads of two roles on one core
     wait for each other.
     """
     if schedule.threads:
-        return Threads(*schedule.threads)
+        return CoreShares(*schedule.threads)
     knobs = schedule.knobs
     training = max(cores // 2, 1) if knobs.trains_beside else cores
     left = cores - training if knobs.trains_beside else cores
     beside = knobs.scores_beside(engines)
     scoring = max(left // 2, 1) if beside else max(left, 1)
     generating = max((left - scoring if beside else left) // engines, 1)
-    return Threads(generating, scoring, training)
+    return CoreShares(generating, scoring, training)

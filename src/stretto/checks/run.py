@@ -62,7 +62,7 @@ def check_run(
     if task and any(isinstance(source, TaskSource) for source in sources):
         task.require_verifier()
     if task and config.warmup_examples:
-        task.require_answers(f"warmup_examples = {config.warmup_examples}")
+        task.own_answer(0, f"warmup_examples = {config.warmup_examples}")
     _check_sources(sources, config.model, task, ask_hub=ask_hub)
     if models:
         name, critic = config.model.name, config.critic.model

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from stretto.checks import check_run, check_supervised, disk
-from stretto.config import Config, ModelConfig, TaskConfig
+from stretto.config import Config, ModelConfig, RewardModelConfig, SftConfig, TaskConfig
 from stretto.config.sections import ModelSource, RewardSource
-from stretto.config.supervised import RewardModelConfig, SftConfig
 from stretto.machine import usable_cores, usable_gpus
 from stretto.tasks.files import is_local
 

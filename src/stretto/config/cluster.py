@@ -8,18 +8,17 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from stretto.config.base import NonNegativeInt, Positive, PositiveInt, Section
+from stretto.config.sections import NonNegativeInt, Positive, PositiveInt, Section
+from stretto.errors import RuleError
 
 LEARNER = "learner"
 """The role that trains."""
+_DEVICE = re.compile(r"|cpu|cuda|cuda:\d+")
 
 
 def generator_names(count: int) -> list[str]:
     """Return the names of so many generators in settings, traces and messages."""
     return [f"generator {i}" for i in range(count)] if count > 1 else ["generator"]
-
-
-_DEVICE = re.compile(r"|cpu|cuda|cuda:\d+")
 
 
 class ProcessConfig(Section):
@@ -48,27 +47,32 @@ class ProcessConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not self.roles:
-            raise ValueError("cluster.processes: a process without roles; name some, or remove it")
+            message = "cluster.processes: a process without roles; name some, or remove it"
+            raise RuleError(message, "process-without-roles")
         if self.fsdp > 1 and LEARNER not in self.roles:
-            raise ValueError(
+            raise RuleError(
                 f"cluster.processes: fsdp = {self.fsdp} is for the learner, and these processes "
-                f"have {', '.join(self.roles)}; set tp instead, which cuts any model"
+                f"have {', '.join(self.roles)}; set tp instead, which cuts any model",
+                "fsdp-without-learner",
             )
         if self.offload and len(self.roles) == 1:
-            raise ValueError(
+            raise RuleError(
                 f"cluster.processes: offload moves roles that take turns, and the {self.roles[0]} "
-                "has these processes for itself; leave it out, or add roles"
+                "has these processes for itself; leave it out, or add roles",
+                "offload-of-one-role",
             )
         if self.python and LEARNER in self.roles:
-            raise ValueError(
+            raise RuleError(
                 f"cluster.processes: python = '{self.python}' is for generators and scorers, and "
                 "these processes have the learner, which writes what this interpreter reads; start "
-                "the run with that interpreter, or leave it out"
+                "the run with that interpreter, or leave it out",
+                "python-of-learner",
             )
         if not _DEVICE.fullmatch(self.device):
-            raise ValueError(
+            raise RuleError(
                 f"cluster.processes: device = '{self.device}' is none that torch knows; name 'cpu', "
-                "or a GPU such as 'cuda:1'"
+                "or a GPU such as 'cuda:1'",
+                "unknown-device",
             )
         return self
 
@@ -89,7 +93,7 @@ class ClusterConfig(Section):
     bucket_mb: PositiveInt = 64
     """MiB of weights that travel at a time; each side of a transfer has two buffers of this size."""
     probe_tolerance: Positive | Literal["auto"] = "auto"
-    """Largest difference (root mean square, in nats) between the log-probs of engine and learner on a fixed probe after each hand-over. auto: 0.001 in float32, 0.2 in bfloat16."""
+    """Largest difference (root mean square, in nats) between the log-probs of engine and learner on a fixed probe after each weight sync. auto: 0.001 in float32, 0.2 in bfloat16."""
     interface: str = ""
     """Network interface on which processes of a cluster talk; empty: the loopback with runtime = 'local', the one that leads to the driver with 'ray'."""
     address: str = ""
@@ -98,7 +102,7 @@ class ClusterConfig(Section):
     """Names of environment variables that are passed on to Ray's processes, besides those of the libraries."""
 
     def process_of(self, role: str) -> ProcessConfig:
-        """Return the settings of a role's process, as they are where none are given."""
+        """Return the settings of a role's process: the defaults where none are given."""
         named = (p for p in self.processes if role in p.roles)
         return next(named, ProcessConfig(roles=(role,)))
 
@@ -106,24 +110,26 @@ class ClusterConfig(Section):
     def _check(self) -> Self:
         count = Counter(role for process in self.processes for role in process.roles)
         if twice := [role for role, n in count.items() if n > 1]:
-            raise ValueError(
-                f"cluster.processes: '{twice[0]}' has {count[twice[0]]} places; name it once"
-            )
+            message = f"cluster.processes: '{twice[0]}' has {count[twice[0]]} places; name it once"
+            raise RuleError(message, "role-placed-twice")
         for process in self.processes:
             kinds = Counter(role.split()[0] for role in process.roles)
             if kinds["generator"] > 1:
-                raise ValueError(
+                raise RuleError(
                     "cluster.processes: two generators in one process take turns and gain nothing; "
-                    "lower rollout.engines, or give each a process"
+                    "lower rollout.engines, or give each a process",
+                    "generators-share-process",
                 )
             if kinds[LEARNER] and kinds["generator"] and process.ranks == 1:
-                raise ValueError(
+                raise RuleError(
                     "cluster.processes: learner and generator in one process is what runtime = "
                     "'inline' does; give them processes of their own, on one device where they are "
-                    "to share it"
+                    "to share it",
+                    "learner-with-generator",
                 )
         if self.address not in ("", "auto", "local") and ":" not in self.address:
-            raise ValueError(
+            message = (
                 f"cluster.address = '{self.address}' is no address; write HOST:PORT, or 'auto'"
             )
+            raise RuleError(message, "no-address")
         return self

@@ -1,4 +1,4 @@
-"""Settings of models, task, reward, generation and observation."""
+"""The base of all settings, and those of models, task, reward, generation and observation."""
 
 from __future__ import annotations
 
@@ -6,15 +6,44 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
-from stretto.config.base import (
-    NonNegative,
-    NonNegativeInt,
-    Positive,
-    PositiveInt,
-    Section,
-)
+from stretto.errors import ConfigError, RuleError
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+LARGEST_SEED = 2**63 - 1
+"""TOML's largest integer, which torch and numpy take as well."""
+Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED)]
+
+
+class Section(BaseModel):
+    """A group of settings: immutable, no unknown keys."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+    def is_set(self, key: str) -> bool:
+        """Return whether a setting of this section has another value than its default."""
+        return bool(getattr(self, key) != type(self).model_fields[key].default)
+
+
+def subsection(section: type[Section], key: str) -> type[Section] | None:
+    """Return the class of a setting that is a section of its own; ``None`` for any other key."""
+    field = section.model_fields.get(key)
+    kind = field.annotation if field else None
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def require_seed(seed: int) -> None:
+    """Raise ConfigError for a seed out of range, where no settings check it."""
+    if not 0 <= seed <= LARGEST_SEED:
+        raise ConfigError(f"seed = {seed}: must be from 0 to {LARGEST_SEED}", "seed-range")
 
 
 class ModelConfig(Section):
@@ -88,15 +117,16 @@ class TaskConfig(Section):
         if value == "":  # how earlier versions wrote it
             return 0.0
         if isinstance(value, int | float) and not 0 <= value < 1:
-            raise ValueError(
+            raise RuleError(
                 f"task.held_out = {value}: a share of the prompts must be 0 or more and less than "
-                "1, as training needs the rest; for rows of their own, name a file or a split"
+                "1, as training needs the rest; for rows of their own, name a file or a split",
+                "held-out-share",
             )
         return value
 
     @property
     def is_procedural(self) -> bool:
-        """Whether rows are made from the seed, and not read."""
+        """Whether rows are made from the seed, not read."""
         return self.kind in ("procedural", "reasoning-gym")
 
     @property
@@ -114,50 +144,45 @@ MISSING_EOS = "missing_eos"
 """A reward source that takes a penalty off responses without an end token, in place of the rule."""
 
 
-@dataclass(frozen=True, slots=True)
-class TaskSource:
-    """The task's verifier as a source of rewards: 'task'."""
+@dataclass(frozen=True)
+class RewardSource:
+    """A source of rewards; of this very class: an object that the caller of a run brings."""
 
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class FunctionSource:
+@dataclass(frozen=True)
+class TaskSource(RewardSource):
+    """The task's verifier."""
+
+    name: str = "task"
+
+
+@dataclass(frozen=True)
+class FunctionSource(RewardSource):
     """A function in a file: 'file.py:name'."""
 
-    name: str
     file: Path
     function: str
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSource:
+@dataclass(frozen=True)
+class ModelSource(RewardSource):
     """A reward model: 'model:NAME'."""
 
-    name: str
     model: str
 
 
-@dataclass(frozen=True, slots=True)
-class NamedSource:
-    """A name that only the caller of a run can give a meaning, by bringing an object."""
-
-    name: str
-
-
-RewardSource = TaskSource | FunctionSource | ModelSource | NamedSource
-
-
 def reward_source(name: str) -> RewardSource:
-    """Tell a source of rewards by its name, as ``reward.sources`` has it."""
+    """Parse a source of rewards as ``reward.sources`` has it."""
     if name == "task":
-        return TaskSource(name)
+        return TaskSource()
     if name.startswith("model:"):
         return ModelSource(name, name.removeprefix("model:"))
     file, _, function = name.rpartition(":")
     if Path(file).suffix == ".py" and function.isidentifier():
         return FunctionSource(name, Path(file), function)
-    return NamedSource(name)
+    return RewardSource(name)
 
 
 class RewardConfig(Section):
@@ -178,7 +203,7 @@ class RewardConfig(Section):
 
     @property
     def parsed(self) -> tuple[RewardSource, ...]:
-        """The sources, told by their names."""
+        """The sources."""
         return tuple(map(reward_source, self.sources))
 
     @property
@@ -195,13 +220,16 @@ class RewardConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not self.sources:
-            raise ValueError("reward.sources is empty; name at least one, such as 'task'")
+            message = "reward.sources is empty; name at least one, such as 'task'"
+            raise RuleError(message, "no-reward-source")
         if len(set(self.sources)) != len(self.sources):
-            raise ValueError(f"reward.sources names one twice: {self.sources}; use weights instead")
+            message = f"reward.sources names one twice: {self.sources}; use weights instead"
+            raise RuleError(message, "reward-source-twice")
         if self.weights and len(self.weights) != len(self.sources):
-            raise ValueError(
+            raise RuleError(
                 f"reward.weights has {len(self.weights)} numbers for {len(self.sources)} sources; "
-                "give one a source, or none"
+                "give one a source, or none",
+                "reward-weights-count",
             )
         return self
 
@@ -242,18 +270,21 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.batch % self.samples_per_prompt:
-            raise ValueError(
+            raise RuleError(
                 f"rollout.batch counts responses and must be a multiple of samples_per_prompt; "
-                f"got {self.batch} and {self.samples_per_prompt}"
+                f"got {self.batch} and {self.samples_per_prompt}",
+                "batch-not-groups",
             )
         if self.engine == "torch" and (unknown := set(self.engine_args) - {"cuda_graphs"}):
-            raise ValueError(
+            raise RuleError(
                 f"rollout.engine_args names '{min(unknown)}', and Stretto's own engine knows "
-                "cuda_graphs alone; leave it out, or set rollout.engine = 'vllm'"
+                "cuda_graphs alone; leave it out, or set rollout.engine = 'vllm'",
+                "unknown-engine-argument",
             )
         if "" in self.stop:
-            raise ValueError(
-                "an empty string in rollout.stop would end every response at once; leave it out"
+            raise RuleError(
+                "an empty string in rollout.stop would end every response at once; leave it out",
+                "empty-stop-string",
             )
         return self
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import nn
 
-from stretto.assembly.engines import make_engine
 from stretto.assembly.models import NO_OVERRIDES, Overrides, make_actor, prepare_torch
-from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig, require_seed
+from stretto.assembly.roles import make_engine
+from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig
+from stretto.config.sections import require_seed
 from stretto.errors import MissingExtraError, RewardError
 from stretto.models.backend import fastest_dtype, pick_device, pick_dtype
 from stretto.models.load import load_tokenizer
@@ -84,8 +85,8 @@ def open_engine(
         on_cpu = m.model_copy(update={"dtype": dtype, "device": "cpu"})
         loading = config.model_copy(update={"model": on_cpu})
     actor = make_actor(loading.model, given, on_stderr)
-    brought = given.actor is not None
-    return make_engine(config, actor, tokenizer, config.rollout.batch, brought=brought), actor
+    rows, overridden = config.rollout.batch, given.actor is not None
+    return make_engine(config, actor, tokenizer, rows, overridden=overridden), actor
 
 
 def answer(engine: Engine, prompts: Sequence[Prompt], per_prompt: int = 1) -> Answers:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from stretto import tasks
 from stretto.assembly.models import load_reward_model
-from stretto.assembly.scorers import open_function, reward_scorer
+from stretto.assembly.roles import open_function, reward_scorer
 from stretto.config import Config
 from stretto.config.sections import ModelSource, TaskSource, reward_source
 from stretto.errors import ConfigError, ModelError, RewardError, TaskError

@@ -17,7 +17,7 @@ from torch import nn
 
 from stretto import tasks
 from stretto.assembly.models import load_actor, prepare_torch
-from stretto.assembly.scorers import open_function
+from stretto.assembly.roles import open_function
 from stretto.config import Config, RowsConfig
 from stretto.config.sections import TaskSource
 from stretto.config.training import token_budget

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from stretto import files
-from stretto.assembly.learner import make_learner
-from stretto.assembly.parts import critic_rewards, open_task, trained_models
+from stretto.assembly.parts import critic_rewards, open_prompts, trained_models
+from stretto.assembly.roles import make_learner
 from stretto.config.cluster import LEARNER
 from stretto.errors import StateError
 from stretto.models.backend import pick_device
@@ -221,14 +221,14 @@ def learner(setting: Setting, probe: IntArray) -> LearnerService:
     setting = loading(setting)
     config, given = setting.config, setting.given
     stack, said = ExitStack(), list[str]()
-    tokenizer, task, prompts = open_task(config, given, said.append)
-    rewards = critic_rewards(config, tokenizer, said.append, in_files=given.in_files)
+    prompts = open_prompts(config, given, said.append)
+    rewards = critic_rewards(config, prompts, given, said.append)
     first = dist.get_rank() == 0
     # The first rank warms up, the others read its outcome: they wait longer than for collectives.
     waiting = dist.new_group(backend="gloo", timeout=WARMUP) if config.warmup_examples else None
     if waiting and not first:
         dist.barrier(waiting)
-    models = trained_models(config, task, prompts, rewards, stack, said.append, given)
+    models = trained_models(config, prompts, rewards, stack, said.append, given)
     if waiting and first:
         dist.barrier(waiting)
     trained = ["actor", "critic"] if models.critic else ["actor"]

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stretto.assembly.controls import Threads, share_cores
+from stretto.assembly.controls import CoreShares, share_cores
 from stretto.config import ClusterConfig, Config
 from stretto.config.cluster import LEARNER, ProcessConfig, generator_names
 from stretto.config.sections import ModelSource
@@ -216,7 +216,7 @@ def _ranks(place: Place) -> list[str]:
     return [f"{roles}, rank {i}" for i in range(ranks)] if ranks > 1 else [roles]
 
 
-def _threads(kinds: set[str], shares: Threads) -> int:
+def _threads(kinds: set[str], shares: CoreShares) -> int:
     if "generating" in kinds:
         return shares.generating
     return max(shares.training if kind == "training" else shares.scoring for kind in kinds)

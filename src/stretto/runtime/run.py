@@ -17,11 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stretto import files
-from stretto.assembly.checks import look_at_prompts
 from stretto.assembly.controls import Migrating, controls_of, migrating_of
 from stretto.assembly.models import NO_OVERRIDES, Overrides, prepare_torch
-from stretto.assembly.parts import STARTING_FUNCTIONS, open_task
-from stretto.assembly.scorers import open_functions
+from stretto.assembly.parts import look_at_prompts, open_prompts
+from stretto.assembly.roles import open_functions
 from stretto.clock import RealClock
 from stretto.config import Config
 from stretto.config.cluster import LEARNER, generator_names
@@ -43,7 +42,6 @@ from stretto.saying import Say, working
 from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import ScorerReplica
 from stretto.scoring.functions import FunctionScorer
-from stretto.tasks import Task
 from stretto.tasks.prompts import PromptSource
 from stretto.training.agreement import LIMITS, is_coarse
 from stretto.types import Prompt, short_name
@@ -77,7 +75,6 @@ class Opening:
     given: Overrides
     stack: ExitStack
     say: Say
-    task: Task
     prompts: PromptSource
     first: Sequence[Prompt]
     folder: Path | None
@@ -257,11 +254,11 @@ def start(
         StrettoError: a setting, a model, a dataset or a reward source is at fault.
     """
     prepare_torch(config.seed, config.threads)
-    tokenizer, task, prompts = open_task(config, given, say)
-    with working(say, STARTING_FUNCTIONS):
-        functions = open_functions(config, task.row(0).data.keys(), tokenizer, stack, given)
+    prompts = open_prompts(config, given, say)
+    with working(say, "starting the reward functions"):
+        functions = open_functions(config, prompts, stack, given)
     first = look_at_prompts(prompts, say)
-    workers = _open(Opening(config, given, stack, say, task, prompts, first, folder))
+    workers = _open(Opening(config, given, stack, say, prompts, first, folder))
     spans = Spans(RealClock(), workers.devices)
     meeting = None
     if workers.meeting:

@@ -7,7 +7,6 @@ from the learner. A model's fingerprint, of all its parameters, proves that both
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -15,17 +14,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from stretto.assembly.checks import check_rewards
-from stretto.assembly.engines import make_engine, scorer_slots
 from stretto.assembly.models import (
     made_ready,
     make_actor,
     make_critic,
     with_adapters,
 )
-from stretto.assembly.parts import critic_rewards, open_task
-from stretto.assembly.scorers import load_reward, model_scorers, reward_scorer
-from stretto.assembly.warmup import warmed_up
+from stretto.assembly.parts import check_rewards, critic_rewards, open_prompts, warmed_up
+from stretto.assembly.roles import (
+    load_reward,
+    make_engine,
+    model_scorers,
+    reward_scorer,
+    scorer_slots,
+)
 from stretto.config.sections import reward_source
 from stretto.errors import EngineError
 from stretto.models.backend import pick_device
@@ -278,7 +280,7 @@ def generator(setting: Setting, name: str, probe: IntArray) -> GeneratorService:
         config.most_in_flight,
         given.end_tokens,
         inbox,
-        brought=given.actor is not None,
+        overridden=given.actor is not None,
         threads=setting.threads,
     )
     device = next(model.parameters()).device
@@ -325,7 +327,7 @@ def reward_model(setting: Setting, source: str, prompts: Sequence[Prompt]) -> Sc
     setting.prepare()
     config, given, said = setting.config, setting.given, list[str]()
     here = loading(setting)
-    tokenizer, _, _ = open_task(config, given, _quiet)
+    tokenizer = open_prompts(config, given, _quiet).tokenizer
     where = config if source in given.reward_models else here.config
     loaded = load_reward(reward_source(source), where.model, here.given, said.append)
     assert loaded is not None
@@ -403,16 +405,16 @@ def loaded_actor(setting: Setting) -> tuple[nn.Module, PromptSource]:
     setting = loading(setting)
     model, prompts = _starting_actor(setting)
     m, seed = setting.config.model, setting.config.seed
-    return with_adapters(model, m, seed, "CAUSAL_LM", ExitStack(), brought=False), prompts
+    return with_adapters(model, m, seed, "CAUSAL_LM", None), prompts
 
 
 def _critic(setting: Setting) -> nn.Module:
     config, given = setting.config, setting.given
     actor, prompts = _starting_actor(setting)
     tokenizer, m = prompts.tokenizer, config.model
-    rewards = critic_rewards(config, tokenizer, _quiet, in_files=given.in_files)
+    rewards = critic_rewards(config, prompts, given, _quiet)
     model = make_critic(m, config.critic.init, actor, tokenizer, rewards, given, _quiet)
-    return with_adapters(model, m, config.seed, "SEQ_CLS", ExitStack(), brought=False)
+    return with_adapters(model, m, config.seed, "SEQ_CLS", None)
 
 
 def _starting_actor(setting: Setting) -> tuple[nn.Module, PromptSource]:
@@ -421,9 +423,9 @@ def _starting_actor(setting: Setting) -> tuple[nn.Module, PromptSource]:
     What of either is not trained never travels: the learner has made it of the same weights.
     """
     config, given = setting.config, setting.given
-    _, task, prompts = open_task(config, given, _quiet)
+    prompts = open_prompts(config, given, _quiet)
     model = make_actor(config.model, given, _quiet)
-    warmed_up(model, config, task, prompts, given, _quiet)
+    warmed_up(model, config, prompts, given, _quiet)
     return model, prompts
 
 

@@ -16,10 +16,8 @@ import torch
 from torch import nn
 
 from stretto.assembly.controls import share_cores
-from stretto.assembly.engines import make_engine
-from stretto.assembly.learner import make_learner
 from stretto.assembly.parts import trained_models
-from stretto.assembly.scorers import model_scorers, reward_models
+from stretto.assembly.roles import make_engine, make_learner, model_scorers, reward_models
 from stretto.config.cluster import LEARNER, generator_names
 from stretto.models.weights import with_own_structure, with_own_weights
 from stretto.runtime.learner import LearnerService
@@ -51,9 +49,7 @@ class Threads:
         stack.callback(self.close)
         knobs, engines = config.schedule.knobs, config.rollout.engines
         rewards = reward_models(config, prompts.tokenizer, opening.given, say)
-        models = trained_models(
-            config, opening.task, prompts, rewards[0], stack, say, opening.given
-        )
+        models = trained_models(config, prompts, rewards[0], stack, say, opening.given)
         actor, critic = models.actor, models.critic
         own = with_own_weights if knobs.copies_weights else _itself
         channel = SharedChannel()

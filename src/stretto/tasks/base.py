@@ -77,20 +77,19 @@ class Task(ABC):
                 "'task' out of reward.sources and score with a function or a model"
             )
 
-    def require_answers(self, what: str) -> None:
-        """Make sure that the task has answers of its own.
+    def own_answer(self, index: int, what: str) -> str:
+        """Return the task's own answer to a row; ``what`` needs it, as the subject of a message.
 
-        Args:
-            what: needs them, as the subject of a message.
-
-        Raises:
-            TaskError: it has none.
+        Raises TaskError if there is none.
         """
-        if self.row(0).reference is None:
+        reference = self.row(index).reference
+        if reference is None:
             raise TaskError(
                 f"{what} trains on the task's own answers, and this task has none; set "
-                "warmup_examples = 0, or name their column in task.answer_column"
+                "warmup_examples = 0, or name their column in task.answer_column",
+                "task-without-answers",
             )
+        return reference
 
     @abstractmethod
     def verify(self, index: int, response: str) -> float:

@@ -86,7 +86,7 @@ class PromptSource:
     def __init__(
         self, task: Task, config: TaskConfig, tokenizer: PreTrainedTokenizerBase, seed: int
     ) -> None:
-        self._task, self._config, self._seed = task, config, seed
+        self.task, self._config, self._seed = task, config, seed
         self.tokenizer = tokenizer
         self._encoder = Encoder(tokenizer)
         self.found = self._encoder.found
@@ -101,7 +101,7 @@ class PromptSource:
             TaskError: the task has none, or a prompt cannot be rendered.
         """
         limit, shortest = self._config.max_prompt_tokens, 0
-        for _ in range(len(self._task)):
+        for _ in range(len(self.task)):
             place, self._place = self._place, self._place + 1
             if self.is_held_out(place):
                 continue
@@ -113,7 +113,7 @@ class PromptSource:
             shortest = min(length, shortest or length)
         if not shortest:
             raise self._all_held_out()
-        raise all_too_long(len(self._task), shortest, limit)
+        raise all_too_long(len(self.task), shortest, limit)
 
     def first(self, count: int) -> list[Prompt]:
         """The first prompts to train on, each row once; at most ``count``.
@@ -141,8 +141,8 @@ class PromptSource:
 
     def row_by_id(self, prompt_id: int) -> TaskRow:
         """The row that the prompt with this id is made of."""
-        epoch, place = divmod(prompt_id, len(self._task))
-        return self._task.row(int(self._order(epoch)[place]))
+        epoch, place = divmod(prompt_id, len(self.task))
+        return self.task.row(int(self._order(epoch)[place]))
 
     def is_held_out(self, prompt_id: int) -> bool:
         """Return whether the prompt with this id is for evaluation alone."""
@@ -156,7 +156,7 @@ class PromptSource:
         Raises:
             TaskError: all prompts are held out.
         """
-        every = range(len(self._task))
+        every = range(len(self.task))
         found = False
         for prompt_id in reversed(every) if backwards else every:
             if not self.is_held_out(prompt_id):
@@ -171,14 +171,14 @@ class PromptSource:
         :attr:`stretto.tasks.Task.identity`."""
         tokens = np.array(self.first(1)[0].tokens, np.int32)
         digest = hashlib.sha256(tokens.tobytes()).hexdigest()[:16]
-        return {**self._task.identity, "tokens of the first prompt": f"{SHA256}{digest}"}
+        return {**self.task.identity, "tokens of the first prompt": f"{SHA256}{digest}"}
 
     def state_dict(self) -> dict[str, Any]:
         """Place of the stream, with the number of rows and the seed of its order, as plain data."""
         return {
             "place": self._place,
             "skipped": self.skipped,
-            "rows": len(self._task),
+            "rows": len(self.task),
             "seed": self._seed,
         }
 
@@ -188,7 +188,7 @@ class PromptSource:
         Raises:
             StateError: the rows or the seed are others, and with them the order.
         """
-        for key, value in (("rows", len(self._task)), ("seed", self._seed)):
+        for key, value in (("rows", len(self.task)), ("seed", self._seed)):
             if state[key] != value:
                 raise StateError(
                     f"the prompts' saved order is of {key} = {state[key]}, and this run's of {key} "
@@ -198,13 +198,13 @@ class PromptSource:
 
     def _all_held_out(self) -> TaskError:
         return TaskError(
-            f"task.held_out = {self._config.held_out} holds all {len(self._task)} rows out, and "
+            f"task.held_out = {self._config.held_out} holds all {len(self.task)} rows out, and "
             "leaves none to train on: too few prompts are different. Lower it, or set it to 0"
         )
 
     def _make_order(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         generator = np.random.default_rng([self._seed % 2**64, epoch])
-        return generator.permutation(len(self._task))
+        return generator.permutation(len(self.task))
 
 
 def _conversation(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stretto.assembly.engines import make_engine
 from stretto.assembly.models import Overrides, made_ready
+from stretto.assembly.roles import make_engine
 from stretto.config import Config
 from stretto.config.training import token_budget
 from stretto.evaluation.answers import completed

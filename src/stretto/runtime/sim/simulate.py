@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from stretto.assembly.controls import controls
-from stretto.config import RolloutConfig
+from stretto.config.schedule import Settings
 from stretto.observe.idle import TimeSheet
 from stretto.observe.spans import Span, Spans, Window
 from stretto.protocols import DRIVER, RECORDS, Generator, Learner, Tracer
@@ -150,12 +150,10 @@ def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule
     migrates = cluster.schedule.knobs.migrates(engines)
     turned = controls(
         cluster.schedule,
-        cluster.schedule.settings(
-            RolloutConfig(
-                batch=w.batch,
-                samples_per_prompt=w.samples_per_prompt,
-                max_new_tokens=w.max_new_tokens,
-            ),
+        Settings(
+            w.batch,
+            w.samples_per_prompt,
+            w.max_new_tokens,
             w.steps,
             drop_failures=w.on_failure == "drop",
             group_at_least=w.group_at_least,
