@@ -19,8 +19,8 @@ from stretto.evaluation.answers import answer, of_model, open_engine
 from stretto.evaluation.labels import best_and_worst
 from stretto.models.load import load_tokenizer
 from stretto.scoring.responses import response_text
-from stretto.tasks.pairs import read_pairs
 from stretto.tasks.prompts import PromptSource
+from stretto.tasks.supervised import read_pairs
 from stretto.types import FinishReason
 
 JUDGE = """

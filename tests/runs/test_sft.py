@@ -22,8 +22,8 @@ from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress, PlainProgress
 from stretto.runs.finetuning import sft
-from stretto.tasks.conversations import example_of, read_demonstrations
 from stretto.tasks.responses import Example, PromptLayout
+from stretto.tasks.supervised import example_of, read_demonstrations
 from stretto.training.supervised import CrossEntropy, batches, hold_out, pack, train, updates
 from stretto.training.trained import TrainedModel
 

@@ -29,10 +29,10 @@ from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import RewardModelScorer
 from stretto.scoring.retokenise import Reading
 from stretto.tasks.base import TaskRow
-from stretto.tasks.conversations import Demonstration, example_of
 from stretto.tasks.encode import MARK, Encoder
 from stretto.tasks.prompts import render
 from stretto.tasks.responses import PromptLayout
+from stretto.tasks.supervised import Demonstration, example_of
 from stretto.types import FinishReason, Message, Prompt
 
 SPECIAL = ["<s>", "</s>", "<unk>", "[SEP]", "<|im_start|>"]

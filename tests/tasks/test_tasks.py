@@ -191,7 +191,7 @@ GYM = partial(TaskConfig, kind="reasoning-gym")
 def test_reasoning_gym_rows_and_verifier() -> None:
     import reasoning_gym
 
-    from stretto.tasks.reasoning import SEED_STRIDE
+    from stretto.tasks.procedural import SEED_STRIDE
 
     task = tasks.load(CHAIN, seed=3)
     theirs = reasoning_gym.create_dataset(

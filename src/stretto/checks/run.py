@@ -25,9 +25,8 @@ from stretto.models.resolve import cache_dir, cached, is_known
 from stretto.observe.trackers import port_taken
 from stretto.planner import fitting
 from stretto.tasks import Task
-from stretto.tasks.conversations import read_demonstrations
-from stretto.tasks.files import is_local
-from stretto.tasks.pairs import read_pairs
+from stretto.tasks.supervised import read_demonstrations, read_pairs
+from stretto.tasks.tables import is_local
 
 
 def check_run(

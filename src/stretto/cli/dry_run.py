@@ -10,7 +10,7 @@ from stretto.checks import check_run, check_supervised, disk
 from stretto.config import Config, ModelConfig, RewardModelConfig, SftConfig, TaskConfig
 from stretto.config.sections import ModelSource, RewardSource
 from stretto.machine import usable_cores, usable_gpus
-from stretto.tasks.files import is_local
+from stretto.tasks.tables import is_local
 
 if TYPE_CHECKING:
     from stretto.planner.fitting import MemoryPlan

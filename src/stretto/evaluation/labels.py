@@ -29,13 +29,11 @@ from stretto.models.tiny import byte_tokenizer
 from stretto.observe.progress import on_stderr
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.responses import response_text
-from stretto.tasks.conversations import cells_of
 from stretto.tasks.encode import utf8
-from stretto.tasks.files import Row, read
-from stretto.tasks.pairs import read_pairs
 from stretto.tasks.prompts import PromptSource
-from stretto.tasks.responses import PromptLayout, attempt
-from stretto.tasks.tables import as_prompt
+from stretto.tasks.responses import PromptLayout
+from stretto.tasks.supervised import attempt, cells_of, read_pairs
+from stretto.tasks.tables import Row, as_prompt, read
 from stretto.types import FinishReason, Message, Prompt
 
 if TYPE_CHECKING:
@@ -82,7 +80,7 @@ class _Row:
 
     Attributes:
         index: the row's place in its dataset.
-        transcript: see :class:`~stretto.tasks.pairs.Pair`.
+        transcript: see :class:`~stretto.tasks.supervised.Pair`.
         labelled: whether it is a pair.
     """
 

@@ -15,8 +15,8 @@ from stretto import tasks
 from stretto.config import Config
 from stretto.errors import TaskError
 from stretto.tasks.base import content, is_held_out
-from stretto.tasks.files import SUFFIXES
 from stretto.tasks.prompts import PromptSource, all_too_long
+from stretto.tasks.tables import SUFFIXES
 from stretto.types import Prompt
 
 if TYPE_CHECKING:

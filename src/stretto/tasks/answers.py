@@ -22,11 +22,10 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 
 
 def extract(response: str, how: Extraction) -> str | None:
-    """The part of ``response`` that is scored; ``None`` when there is no such part.
+    """Return the part of ``response`` that is scored; ``None`` when there is no such part.
 
-    ``full`` is all of it without surrounding blanks. ``last_number`` is the last number, written
-    plainly: '1,234.' becomes '1234'. ``answer_tag`` is what stands in the last
-    ``<answer>...</answer>``.
+    ``full`` is all of it without surrounding blanks. ``last_number`` is written plainly: '1,234.'
+    becomes '1234'. ``answer_tag`` is what stands in the last ``<answer>...</answer>``.
     """
     if how == "full":
         return response.strip()
@@ -45,9 +44,7 @@ def same_answer(reference: str, response: str, *, bare: bool) -> bool:
 
     Args:
         reference: the right answer and nothing else: a number, an expression, LaTeX or a word.
-        response: the text that is scored.
-        bare: the response is an answer and nothing else, so that all of it is one expression;
-            otherwise the expression is searched in the text.
+        bare: all of the response is one expression; otherwise it is searched in the text.
 
     Raises:
         TimeoutError: reading or comparing took longer than the time limit.
@@ -59,7 +56,8 @@ def same_answer(reference: str, response: str, *, bare: bool) -> bool:
     if threading.current_thread() is not threading.main_thread():
         raise TaskError(
             "mathematical answers are compared under a time limit that only a process's main "
-            "thread can keep; score there, or in a process of its own with FunctionScorer"
+            "thread can keep; score there, or in a process of its own with FunctionScorer",
+            "not-main-thread",
         )
     from math_verify import verify
     from math_verify.errors import TimeoutException

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from stretto.config import TaskConfig
 from stretto.errors import StateError, TaskError
 from stretto.tasks.base import INDEX_KEY, SHA256, Task, TaskRow, is_held_out
-from stretto.tasks.encode import Encoder
+from stretto.tasks.encode import Encoder, template_accepts
 from stretto.types import Message, Prompt
 
 if TYPE_CHECKING:
@@ -26,8 +26,9 @@ def render(
     prompt_id: int = 0,
     *,
     encoder: Encoder | None = None,
+    section: Literal["task", "data"] = "task",
 ) -> Prompt:
-    """One row as the actor reads it.
+    """Return one row as the actor reads it.
 
     A conversation gets the tokenizer's chat template with the generation prompt, which brings its
     own special tokens; plain text gets the special tokens that the tokenizer puts around any text.
@@ -36,13 +37,14 @@ def render(
 
     Args:
         encoder: of the tokenizer, where the caller keeps one.
+        section: of the settings, for messages.
 
     Raises:
         TaskError: the prompt needs a chat template and there is none or it is switched off, the
             template refuses the messages, no tokens come out, or the text is no valid Unicode.
     """
     encoder = encoder or Encoder(tokenizer)
-    turns = None if row.tokens else _conversation(row, config, tokenizer)
+    turns = None if row.tokens else _conversation(row, config, tokenizer, section)
     text: str
     tokens: list[int]
     if row.tokens:
@@ -52,19 +54,22 @@ def render(
         text = _with_instruction(row.prompt, config)
         tokens = encoder.ids(encoder.escape(text), special=True)
     else:
-        read = _templated(turns, encoder)
+        with template_accepts(turns):
+            read = encoder.chat(turns, add_generation_prompt=True)
         text, tokens = encoder.plain(read), encoder.ids(read)
     if not tokens:
-        raise TaskError(f"row {row.index}: the prompt {text!r} has no tokens; give it some text")
+        message = f"row {row.index}: the prompt {text!r} has no tokens; give it some text"
+        raise TaskError(message, "prompt-without-tokens")
     data = row.data if row.index is None else {**row.data, INDEX_KEY: row.index}
     return Prompt(id=prompt_id, tokens=tuple(tokens), text=text, messages=turns, data=data)
 
 
 def all_too_long(rows: int, shortest: int, limit: int) -> TaskError:
-    """The error of a task whose prompts are all longer than ``limit``; lengths in tokens."""
+    """Make the error for a task whose prompts are all longer than ``limit``, in tokens."""
     return TaskError(
         f"all {rows} prompts are longer than task.max_prompt_tokens = {limit} (the shortest has "
-        f"{shortest} tokens); raise that limit"
+        f"{shortest} tokens); raise that limit",
+        "prompts-too-long",
     )
 
 
@@ -95,10 +100,9 @@ class PromptSource:
         self._order = lru_cache(maxsize=2)(self._make_order)  # this epoch's, and the one before
 
     def next(self) -> Prompt:
-        """The next prompt to train on: not held out, and short enough.
+        """Return the next prompt to train on: not held out, and short enough.
 
-        Raises:
-            TaskError: the task has none, or a prompt cannot be rendered.
+        Raises TaskError if there is none, or if a prompt cannot be rendered.
         """
         limit, shortest = self._config.max_prompt_tokens, 0
         for _ in range(len(self.task)):
@@ -116,10 +120,9 @@ class PromptSource:
         raise all_too_long(len(self.task), shortest, limit)
 
     def first(self, count: int) -> list[Prompt]:
-        """The first prompts to train on, each row once; at most ``count``.
+        """Return the first prompts to train on, each row once, at most ``count``.
 
-        Raises:
-            TaskError: as :meth:`next`.
+        Raises TaskError as :meth:`next`.
         """
         limit = self._config.max_prompt_tokens
         found, lengths = list[Prompt](), list[int]()
@@ -135,12 +138,12 @@ class PromptSource:
         return found
 
     def prompt_by_id(self, prompt_id: int) -> Prompt:
-        """The prompt that has, had or will have this id."""
+        """Return the prompt that has, had or will have this id."""
         row = self.row_by_id(prompt_id)
         return render(row, self._config, self.tokenizer, prompt_id, encoder=self._encoder)
 
     def row_by_id(self, prompt_id: int) -> TaskRow:
-        """The row that the prompt with this id is made of."""
+        """Return the row that the prompt with this id is made of."""
         epoch, place = divmod(prompt_id, len(self.task))
         return self.task.row(int(self._order(epoch)[place]))
 
@@ -150,11 +153,9 @@ class PromptSource:
         return share > 0 and is_held_out(self.row_by_id(prompt_id), share)
 
     def ids(self, *, backwards: bool = False) -> Iterator[int]:
-        """Ids of one epoch's prompts to train on, the long ones too: the first epoch's, in its
-        order or from its end on.
+        """Yield the ids of the first epoch's prompts to train on, the long ones too, in its order.
 
-        Raises:
-            TaskError: all prompts are held out.
+        Raises TaskError if all prompts are held out.
         """
         every = range(len(self.task))
         found = False
@@ -167,14 +168,13 @@ class PromptSource:
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """What the rows are, and how the actor reads the first of them; see
-        :attr:`stretto.tasks.Task.identity`."""
+        """The task's identity, and how the actor reads the first row."""
         tokens = np.array(self.first(1)[0].tokens, np.int32)
         digest = hashlib.sha256(tokens.tobytes()).hexdigest()[:16]
         return {**self.task.identity, "tokens of the first prompt": f"{SHA256}{digest}"}
 
     def state_dict(self) -> dict[str, Any]:
-        """Place of the stream, with the number of rows and the seed of its order, as plain data."""
+        """Return the place of the stream, the number of rows and the seed of their order."""
         return {
             "place": self._place,
             "skipped": self.skipped,
@@ -183,23 +183,21 @@ class PromptSource:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where :meth:`state_dict` stood.
-
-        Raises:
-            StateError: the rows or the seed are others, and with them the order.
-        """
+        """Go on where :meth:`state_dict` stood; StateError if rows or seed are others."""
         for key, value in (("rows", len(self.task)), ("seed", self._seed)):
             if state[key] != value:
                 raise StateError(
                     f"the prompts' saved order is of {key} = {state[key]}, and this run's of {key} "
-                    f"= {value}; resume with the same task and seed"
+                    f"= {value}; resume with the same task and seed",
+                    "other-prompts",
                 )
         self._place, self.skipped = state["place"], state["skipped"]
 
     def _all_held_out(self) -> TaskError:
         return TaskError(
             f"task.held_out = {self._config.held_out} holds all {len(self.task)} rows out, and "
-            "leaves none to train on: too few prompts are different. Lower it, or set it to 0"
+            "leaves none to train on: too few prompts are different. Lower it, or set it to 0",
+            "all-held-out",
         )
 
     def _make_order(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -208,44 +206,45 @@ class PromptSource:
 
 
 def _conversation(
-    row: TaskRow, config: TaskConfig, tokenizer: PreTrainedTokenizerBase
+    row: TaskRow, config: TaskConfig, tokenizer: PreTrainedTokenizerBase, section: str
 ) -> tuple[Message, ...] | None:
-    """The row's prompt as messages, the settings' own included; ``None`` where it is plain text."""
-    is_chat, has_template = not isinstance(row.prompt, str), bool(tokenizer.chat_template)
-    because = (
-        "the prompt is a list of messages"
-        if is_chat
-        else "task.system is set"
-        if config.system
-        else "task.chat = 'on'"
-        if config.chat == "on"
-        else ""
-    )
+    """Return the row's prompt as messages, the settings' own included; ``None`` for plain text."""
+    has_template = bool(tokenizer.chat_template)
+    because = ""
+    if not isinstance(row.prompt, str):
+        because = "the prompt is a list of messages"
+    elif config.system:
+        because = f"{section}.system is set"
+    elif config.chat == "on":
+        because = f"{section}.chat = 'on'"
     if because and config.chat == "off":
         raise TaskError(
-            f"task.chat = 'off', but {because}, which takes a chat template; set task.chat to "
-            "'auto', or use text prompts without a system message"
+            f"{section}.chat = 'off', but {because}, which takes a chat template; set "
+            f"{section}.chat to 'auto', or use text prompts without a system message",
+            "chat-is-off",
         )
     if because and not has_template:
         raise TaskError(
             f"{because}, and the tokenizer has no chat template; use text prompts without "
-            "task.system and with task.chat = 'off', or a model that was made for chat"
+            f"{section}.system and with {section}.chat = 'off', or a model that was made for chat",
+            "no-chat-template",
         )
     if not because and (config.chat == "off" or not has_template):
         return None
-    return _messages(row, config)
+    return _messages(row, config, section)
 
 
-def _messages(row: TaskRow, config: TaskConfig) -> tuple[Message, ...]:
-    """System message, the prompt's own messages, and the instruction at the end of the last."""
-    if isinstance(row.prompt, str):
-        own: tuple[Message, ...] = (Message(role="user", content=row.prompt),)
-    else:
-        own = row.prompt
+def _messages(row: TaskRow, config: TaskConfig, section: str) -> tuple[Message, ...]:
+    """Return system message, the prompt's own messages, and the instruction in the last of them."""
+    own = row.prompt
+    if isinstance(own, str):
+        own = (Message(role="user", content=own),)
     if config.system and own[0]["role"] == "system":
+        where = "the prompt" if row.index is None else f"row {row.index}"
         raise TaskError(
-            f"task.system is set, and row {row.index} brings a system message of its own; "
-            "leave task.system empty"
+            f"{section}.system is set, and {where} brings a system message of its own; "
+            f"leave {section}.system empty",
+            "two-system-messages",
         )
     system = (Message(role="system", content=config.system),) if config.system else ()
     last = Message(role=own[-1]["role"], content=_with_instruction(own[-1]["content"], config))
@@ -254,15 +253,3 @@ def _messages(row: TaskRow, config: TaskConfig) -> tuple[Message, ...]:
 
 def _with_instruction(text: str, config: TaskConfig) -> str:
     return f"{text}\n{config.instruction}" if config.instruction else text
-
-
-def _templated(turns: tuple[Message, ...], encoder: Encoder) -> str:
-    """The conversation in the chat template, escaped."""
-    from jinja2 import TemplateError
-
-    try:
-        return encoder.chat(turns, add_generation_prompt=True)
-    except TemplateError as error:
-        raise TaskError(
-            f"the tokenizer's chat template refuses the messages {list(turns)}: {error}"
-        ) from error

@@ -1,20 +1,168 @@
-"""Tasks out of rows that were read from somewhere: any dataset, and GSM8K."""
+"""Rows of a local file or of a hub dataset, as they stand there, and the tasks made of them."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
-from stretto.config import TaskConfig
-from stretto.errors import TaskError, nearest
+from stretto.config import RowsConfig, TaskConfig
+from stretto.errors import TaskError, nearest, require
 from stretto.tasks.answers import extract, same_answer
-from stretto.tasks.base import INDEX_KEY, RowMarks, Task, TaskRow
+from stretto.tasks.base import INDEX_KEY, Task, TaskRow, fingerprints
 from stretto.tasks.encode import utf8
-from stretto.tasks.files import read
 from stretto.types import Message
 
+Row = dict[str, Any]
+
+SUFFIXES = (".jsonl", ".json", ".parquet")
+
 _FINAL = re.compile(r"####\s*(\S.*?)\s*$", re.MULTILINE)
+
+
+# -- rows ----------------------------------------------------------------------------------------
+
+
+def read(config: TaskConfig | RowsConfig) -> Sequence[Row]:
+    """Return the rows that ``config.name`` stands for, cut to ``config.size`` where that is set.
+
+    Local files are read afresh each time and need neither a network nor a cache.
+
+    Raises:
+        TaskError: the file or dataset is missing, cannot be read, or is too short.
+        MissingExtraError: it is a parquet file, or of the hub, and what reads it is not installed.
+    """
+    section = "task" if isinstance(config, TaskConfig) else "data"
+    if is_local(config.name):
+        path = Path(config.name).expanduser()
+        if config.split != "train":
+            raise TaskError(
+                f"{section}.split = '{config.split}' has no effect on the local file '{path}'; "
+                f"leave {section}.split out, or name the split's own file",
+                "setting-without-effect",
+            )
+        rows = _read_file(path)
+    else:
+        rows = _read_hub(config)
+    if not len(rows):
+        raise TaskError(f"'{config.name}' holds no rows; it needs at least one", "no-rows")
+    if config.size > len(rows):
+        raise TaskError(
+            f"{section}.size = {config.size}, but '{config.name}' holds {len(rows)} rows; "
+            f"set {section}.size to that or less, or to 0 for all",
+            "too-few-rows",
+        )
+    return _Head(rows, config.size) if config.size else rows
+
+
+def is_local(name: str) -> bool:
+    """Return whether a dataset's name means a file, there or not, rather than a hub dataset."""
+    path = Path(name).expanduser()
+    named = path.suffix in SUFFIXES or name.startswith(("/", "./", "../", "~"))
+    return named or path.exists()
+
+
+class _Head(Sequence[Row]):
+    """The first rows of others, without a copy."""
+
+    def __init__(self, rows: Sequence[Row], size: int) -> None:
+        self._rows, self._size = rows, size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._rows[range(self._size)[index]]
+
+    def __iter__(self) -> Iterator[Row]:
+        return islice(self._rows, self._size)
+
+
+class _ArrowRows(Sequence[Row]):
+    """Rows of an Arrow table, made when they are asked for."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._table.slice(index, 1).to_pylist()[0]
+
+    def __iter__(self) -> Iterator[Row]:
+        for batch in self._table.to_batches():
+            yield from batch.to_pylist()
+
+
+def _read_file(path: Path) -> Sequence[Row]:
+    if not path.is_file():
+        raise TaskError(f"there is no file '{path}' (looked for from {Path.cwd()})", "missing-file")
+    if path.suffix not in SUFFIXES:
+        raise TaskError(f"'{path}' must end in one of {', '.join(SUFFIXES)}", "unknown-suffix")
+    if path.suffix != ".parquet":
+        # Not through a table: that would turn texts that look like dates into dates, and give
+        # every row the columns of all others.
+        return _read_json(path)
+    require("pyarrow", "parquet", f"'{path}'")
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return _ArrowRows(pyarrow.parquet.read_table(path))
+    except pyarrow.ArrowException as error:
+        message = f"'{path}' cannot be read as parquet: {error}"
+        raise TaskError(message, "invalid-parquet") from error
+
+
+def _read_json(path: Path) -> list[Row]:
+    """Read JSON Lines, or one JSON list, as the first character says."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TaskError(f"'{path}' must be UTF-8: {error}", "not-utf8") from error
+    if text.lstrip().startswith("["):
+        rows = _decode(text, str(path))
+    else:
+        lines = enumerate(text.split("\n"), start=1)
+        rows = [_decode(line, f"{path}, line {n}") for n, line in lines if line.strip()]
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            shown = json.dumps(row)[:80]
+            message = f"'{path}': row {number} must be an object with columns; got {shown}"
+            raise TaskError(message, "row-not-object")
+    return list(rows)
+
+
+def _decode(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise TaskError(f"{where}: not valid JSON ({error})", "invalid-json") from error
+
+
+def _read_hub(config: TaskConfig | RowsConfig) -> Sequence[Row]:
+    """Read a hub dataset; one of several configurations is named behind a colon."""
+    require("datasets", "hub", f"'{config.name}', a dataset of the hub,")
+    import datasets
+
+    name, _, configuration = config.name.partition(":")
+    try:
+        rows: Sequence[Row] = datasets.load_dataset(name, configuration or None, split=config.split)
+    except Exception as error:  # the library raises whatever its network stack raises
+        raise TaskError(
+            f"the dataset '{config.name}' (split '{config.split}') cannot be loaded from the hub: "
+            f"{error}. Give a local {', '.join(SUFFIXES)} file, a hub name as 'owner/name', or "
+            "'owner/name:configuration' where it has several",
+            "hub-dataset",
+        ) from error
+    return rows
+
+
+# -- tasks ---------------------------------------------------------------------------------------
 
 
 class TableTask(Task):
@@ -27,24 +175,37 @@ class TableTask(Task):
         self._config = config
         self._prompt_column, self._answer_column = self._columns()
         self._rows = read(config)
-        self._marks = RowMarks(len(self._rows))
-        for index, row in enumerate(self._rows):
-            where = f"'{config.name}', row {index}"
-            self._check_columns(row, where)
-            as_prompt(row[self._prompt_column], f"{where}, column '{self._prompt_column}'")
-            if self._answer_column:
-                self._answer(row, where)
-            self._marks.add(row)
+        self._fingerprints = fingerprints(self._checked_rows(), len(self._rows))
 
     def _columns(self) -> tuple[str, str]:
         return self._config.prompt_column, self._config.answer_column
 
+    def _checked_rows(self) -> Iterator[Row]:
+        for index, row in enumerate(self._rows):
+            where = f"'{self._config.name}', row {index}"
+            self._check_columns(row, where)
+            as_prompt(row[self._prompt_column], f"{where}, column '{self._prompt_column}'")
+            if self._answer_column:
+                self._answer(row, where)
+            yield row
+
+    def _check_columns(self, row: Row, where: str) -> None:
+        for column in filter(None, (self._prompt_column, self._answer_column)):
+            if column not in row:
+                raise TaskError(
+                    f"{where} has no column '{column}'. {nearest(column, row)} "
+                    f"Its columns: {', '.join(sorted(row))}",
+                    "missing-column",
+                )
+        if INDEX_KEY in row:
+            message = f"{where}: the column name '{INDEX_KEY}' is reserved; rename it"
+            raise TaskError(message, "reserved-column")
+
     def __len__(self) -> int:
-        """Number of rows."""
         return len(self._rows)
 
     def row(self, index: int) -> TaskRow:
-        """The row at ``index``."""
+        """Return the row at ``index``."""
         row = self._rows[index]
         return TaskRow(
             prompt=as_prompt(row[self._prompt_column], f"row {index}"),
@@ -56,11 +217,11 @@ class TableTask(Task):
     @property
     def identity(self) -> Mapping[str, str]:
         """Number of rows, and fingerprints of them."""
-        return {**super().identity, **self._marks.named}
+        return {**super().identity, **self._fingerprints}
 
     @property
     def has_verifier(self) -> bool:
-        """Return whether there is a column of right answers."""
+        """Whether there is a column of right answers."""
         return bool(self._answer_column)
 
     def verify(self, index: int, response: str) -> float:
@@ -81,25 +242,16 @@ class TableTask(Task):
         how = self._config.extract
         return extract(response, how), how != "full"
 
-    def _answer(self, row: Mapping[str, Any], where: str) -> str:
-        """The right answer and nothing else."""
+    def _answer(self, row: Row, where: str) -> str:
+        """Return the right answer and nothing else."""
         answer = row[self._answer_column]
         if not isinstance(answer, str | int | float) or not str(answer).strip():
             raise TaskError(
                 f"{where}: the answer in column '{self._answer_column}' must be text or a number; "
-                f"got {answer!r}"
+                f"got {answer!r}",
+                "answer-not-text",
             )
         return str(answer)
-
-    def _check_columns(self, row: Mapping[str, Any], where: str) -> None:
-        for column in filter(None, (self._prompt_column, self._answer_column)):
-            if column not in row:
-                raise TaskError(
-                    f"{where} has no column '{column}'. {nearest(column, row)} "
-                    f"Its columns: {', '.join(sorted(row))}"
-                )
-        if INDEX_KEY in row:
-            raise TaskError(f"{where}: the column name '{INDEX_KEY}' is reserved; rename it")
 
 
 class Gsm8kTask(TableTask):
@@ -118,42 +270,49 @@ class Gsm8kTask(TableTask):
             return final[-1], True
         return super()._extract(response)
 
-    def _answer(self, row: Mapping[str, Any], where: str) -> str:
+    def _answer(self, row: Row, where: str) -> str:
         final = _FINAL.findall(super()._answer(row, where))
         if not final:
             raise TaskError(
                 f"{where}: GSM8K's answers end in a line '#### N', and this one does not: "
-                f"{row[self._answer_column]!r}. For other datasets use task.kind = 'dataset'"
+                f"{row[self._answer_column]!r}. For other datasets use task.kind = 'dataset'",
+                "no-gsm8k-answer",
             )
         return str(final[-1])
 
 
-def as_prompt(value: Any, where: str) -> str | tuple[Message, ...]:
-    """A cell of the prompt column, as text or messages.
+# -- cells ---------------------------------------------------------------------------------------
 
-    Raises:
-        TaskError: it is neither, is empty, is no valid Unicode, or ends in the assistant's turn.
+
+def as_prompt(value: Any, where: str) -> str | tuple[Message, ...]:
+    """Return a cell of the prompt column as text or messages.
+
+    Raises TaskError if it is neither, is empty, is no valid Unicode, or ends in the assistant's
+    turn.
     """
     if isinstance(value, str) and value.strip():
         utf8(value, where)
         return value
-    if messages := as_messages(value):
-        for message in messages:
-            utf8(message["role"] + message["content"], where)
-        if messages[-1]["role"] != "assistant":
-            return messages
+    messages = as_messages(value)
+    if not messages:
+        raise TaskError(
+            f"{where}: a prompt must be text, or a list of messages with 'role' and 'content' and "
+            f"nothing else; got {repr(value)[:200]}",
+            "prompt-not-text",
+        )
+    for message in messages:
+        utf8(message["role"] + message["content"], where)
+    if messages[-1]["role"] == "assistant":
         raise TaskError(
             f"{where}: a prompt ends with a turn to be answered, and this one ends with the "
-            "assistant's; drop that message"
+            "assistant's; drop that message",
+            "prompt-ends-with-assistant",
         )
-    raise TaskError(
-        f"{where}: a prompt must be text, or a list of messages with 'role' and 'content' and "
-        f"nothing else; got {repr(value)[:200]}"
-    )
+    return messages
 
 
 def as_messages(value: Any) -> tuple[Message, ...]:
-    """A cell as messages; empty where it is something else."""
+    """Return a cell as messages; empty where it is something else."""
     if not isinstance(value, list) or not all(map(_is_message, value)):
         return ()
     return tuple(Message(role=m["role"], content=m["content"]) for m in value)

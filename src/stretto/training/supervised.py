@@ -34,8 +34,8 @@ from stretto.models.forward import (
 )
 from stretto.models.heads import apply_scalar_head
 from stretto.models.logits import token_logprobs
-from stretto.tasks.pairs import PairTokens
 from stretto.tasks.responses import Example
+from stretto.tasks.supervised import PairTokens
 from stretto.training.trained import TrainedModel
 from stretto.types import Stats
 
