@@ -231,10 +231,8 @@ def generate(
     from stretto.assembly.models import NO_OVERRIDES, Overrides
     from stretto.evaluation.answers import generate as answers_of
 
-    given = (
-        NO_OVERRIDES
-        if isinstance(model, str | Path)
-        else Overrides(actor=model, tokenizer=tokenizer)
-    )
-    answers = answers_of(config, prompts, options, seed=seed, chat=chat, given=given)
+    own = NO_OVERRIDES
+    if not isinstance(model, str | Path):
+        own = Overrides(actor=model, tokenizer=tokenizer)
+    answers = answers_of(config, prompts, options, seed=seed, chat=chat, overrides=own)
     return [text for _, text in sorted(answers)]

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pvariance
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 from stretto import tasks
 from stretto.assembly.models import load_reward_model
@@ -16,14 +16,25 @@ from stretto.assembly.roles import open_function, reward_scorer
 from stretto.config import Config
 from stretto.config.sections import ModelSource, TaskSource, reward_source
 from stretto.errors import ConfigError, ModelError, RewardError, TaskError
-from stretto.evaluation.answers import WholeScorer, score_all
 from stretto.observe.progress import on_stderr
+from stretto.saying import working
 from stretto.schedules.rollout import Rollout
 from stretto.tasks.base import INDEX_KEY
-from stretto.types import FinishReason, Prompt
+from stretto.types import FinishReason, Prompt, Response, Score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+class WholeScorer(Protocol):
+    """A scorer of finished rollouts."""
+
+    def admit(self, responses: Sequence[Response]) -> None:
+        """Take in responses that will be scored."""
+
+    def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]:
+        """Return the scores of these rollouts, in the order asked."""
+        ...
 
 
 def open_gold(
@@ -54,19 +65,44 @@ def open_gold(
     if not isinstance(parsed, TaskSource) and ".py:" not in source:
         raise ConfigError(
             f"'{source}' is no source of rewards; give 'task' (its verifier), 'file.py:name' (a "
-            "function) or 'model:NAME' (a reward model)"
+            "function) or 'model:NAME' (a reward model)",
+            "no-reward-source",
         )
     return open_function(parsed, config, columns, tokenizer, stack)
+
+
+def score_all(scorer: WholeScorer, rollouts: Sequence[Rollout], batch: int) -> list[float]:
+    """Return the score of each rollout; asked in batches, as a function's time limit is for one.
+
+    Raises RewardError if the source failed on one, or does not apply to one.
+    """
+    values = []
+    with working(on_stderr, "scoring responses", len(rollouts)) as advance:
+        for start in range(0, len(rollouts), batch):
+            part = rollouts[start : start + batch]
+            scorer.admit([r.response(text=True) for r in part])
+            values += [_number(score) for score in scorer.finish([r.id for r in part])]
+            advance(len(part))
+    return values
+
+
+def _number(score: Score) -> float:
+    if score.failure:
+        raise RewardError(score.failure, [score.rollout_id], "reward-failed")
+    if score.scalar is None:
+        raise RewardError(
+            f"'{score.source}' gave None for response {score.rollout_id}, so it does not "
+            "apply there; here every response needs a number",
+            [score.rollout_id],
+            "reward-without-number",
+        )
+    return score.scalar
 
 
 def gold_scores(
     gold: WholeScorer, source: str, rollouts: Sequence[Rollout], batch: int
 ) -> list[float]:
-    """One number a response.
-
-    Raises:
-        RewardError: the source failed on a response, or gave no finite number.
-    """
+    """Return one number a response, as :func:`score_all`; RewardError if one is not finite."""
     scores = score_all(gold, rollouts, batch)
     for rollout, score in zip(rollouts, scores, strict=True):
         if not math.isfinite(score):
@@ -74,12 +110,13 @@ def gold_scores(
                 f"'{source}' gives {score} for the response to prompt {rollout.prompt.id} "
                 f"({rollout.prompt.text[:200]!r}), and scores are compared; correct the source",
                 [rollout.id],
+                "reward-not-finite",
             )
     return scores
 
 
 def as_rollout(number: int, prompt: Prompt, tokens: Sequence[int]) -> Rollout:
-    """A response that was given, as if it had been sampled whole.
+    """Return a response that was given, as if it had been sampled whole.
 
     Its finish reason is not 'stop' for one purpose: stopped responses are cut at the first stop
     string, and one inside a given text belongs to it.
@@ -90,13 +127,10 @@ def as_rollout(number: int, prompt: Prompt, tokens: Sequence[int]) -> Rollout:
 def end_tokens_of(
     path: Path | str, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool = False
 ) -> frozenset[int]:
-    """The tokens that end a response of a checkpoint's model, known without its weights.
+    """Return the tokens that end a response of a checkpoint's model, known without its weights.
 
     They are those at which an engine stops, :func:`~stretto.models.load.end_token_ids` of the
-    loaded model.
-
-    Raises:
-        ModelError: the config cannot be read.
+    loaded model. Raises ModelError if the config cannot be read.
     """
     from transformers import AutoConfig, GenerationConfig
 
@@ -110,23 +144,25 @@ def end_tokens_of(
         except (OSError, ValueError) as error:
             raise ModelError(
                 f"cannot read the config of '{path}': {error}. Give a folder with config.json, or "
-                "a hub name as owner/name"
+                "a hub name as owner/name",
+                "unreadable-config",
             ) from error
-    named = getattr(config, "eos_token_id", None)
-    ids = [*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id]
-    return frozenset(int(cast(int, i)) for i in ids if i is not None)
+    named: Any = getattr(config, "eos_token_id", None)
+    own: Any = tokenizer.eos_token_id
+    ids = [*(named if isinstance(named, list) else [named]), own]
+    return frozenset(int(i) for i in ids if i is not None)
 
 
 def reference_text(task: tasks.Task, data: Mapping[str, Any], column: str) -> str:
-    """The reference response of a prompt.
+    """Return the reference response of a prompt.
 
     Args:
         task: that the prompt is of.
         column: of the dataset, with text or with a conversation that ends in the assistant's turn;
             empty takes the task's own answer.
 
-    Raises:
-        TaskError: there is no such column, the cell has no response, or the task has no answers.
+    Raises TaskError if there is no such column, the cell has no response, or the task has no
+    answers.
     """
     columns = ", ".join(sorted(key for key in data if key != INDEX_KEY))
     if not column:
@@ -134,12 +170,14 @@ def reference_text(task: tasks.Task, data: Mapping[str, Any], column: str) -> st
         if answer is None:
             raise TaskError(
                 "the task has no answers of its own to compare with; name the column that holds "
-                f"the reference responses with --reference-column. The dataset has: {columns}"
+                f"the reference responses with --reference-column. The dataset has: {columns}",
+                "task-without-answers",
             )
         return answer
     if column not in data:
         raise TaskError(
-            f"--reference-column '{column}' is no column of the dataset, which has: {columns}"
+            f"--reference-column '{column}' is no column of the dataset, which has: {columns}",
+            "missing-column",
         )
     cell = data[column]
     if isinstance(cell, list) and cell and isinstance(cell[-1], dict):
@@ -148,7 +186,8 @@ def reference_text(task: tasks.Task, data: Mapping[str, Any], column: str) -> st
         raise TaskError(
             f"row {data[INDEX_KEY]}, column '{column}': a reference response is text, or a list of "
             "messages whose last is the assistant's, and not empty; got "
-            f"{repr(data[column])[:200]}"
+            f"{repr(data[column])[:200]}",
+            "no-reference-response",
         )
     return cell
 
@@ -162,8 +201,6 @@ class WinRate:
         rate: (wins + ties / 2) / samples.
         standard_error: of the rate.
         wins: pairs in which the policy's response scores above the reference.
-        ties: pairs in which both score the same.
-        losses: pairs in which the policy's response scores below the reference.
         score: mean score of the policy's responses.
         reference_score: mean score of the references.
     """
@@ -180,24 +217,22 @@ class WinRate:
 
 def compare(by: str, scores: Sequence[float], references: Sequence[float]) -> WinRate:
     """Compare scores pair by pair; at least one pair."""
-    points = [point(a - b) for a, b in zip(scores, references, strict=True)]
-    return WinRate(
-        by=by,
-        rate=fmean(points),
-        standard_error=standard_error(points),
-        wins=points.count(1.0),
-        ties=points.count(0.5),
-        losses=points.count(0.0),
-        score=fmean(scores),
-        reference_score=fmean(references),
-    )
+    points = tally([a - b for a, b in zip(scores, references, strict=True)])
+    return WinRate(by=by, **points, score=fmean(scores), reference_score=fmean(references))
 
 
-def point(difference: float) -> float:
-    """Points of a pair: 1 for a win, one half for a tie, 0 for a loss."""
-    return 0.5 if difference == 0 else float(difference > 0)
+def tally(differences: Sequence[float]) -> dict[str, Any]:
+    """Return rate, standard error and counts of pairs: won above 0, tied at 0, lost below."""
+    points = [0.5 if d == 0 else float(d > 0) for d in differences]
+    return {
+        "rate": fmean(points),
+        "standard_error": standard_error(points),
+        "wins": points.count(1.0),
+        "ties": points.count(0.5),
+        "losses": points.count(0.0),
+    }
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Standard error of the mean: sqrt(variance / n), the variance with the denominator n."""
+    """Return the standard error of the mean: sqrt(variance / n), the variance over n."""
     return math.sqrt(pvariance(values) / len(values))

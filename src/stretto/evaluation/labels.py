@@ -11,13 +11,14 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from stretto import tasks
-from stretto.assembly.models import prepare_torch
+from stretto.assembly.models import NO_OVERRIDES, prepare_torch
+from stretto.assembly.parts import open_prompts
 from stretto.config import Config, PairsConfig, RewardModelConfig
 from stretto.config.sections import ModelSource, reward_source
 from stretto.errors import ConfigError, TaskError
@@ -30,11 +31,10 @@ from stretto.observe.progress import on_stderr
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.responses import response_text
 from stretto.tasks.encode import utf8
-from stretto.tasks.prompts import PromptSource
 from stretto.tasks.responses import PromptLayout
-from stretto.tasks.supervised import attempt, cells_of, read_pairs
+from stretto.tasks.supervised import Turns, attempt, attempt_rows, cells_of, of_row, read_pairs
 from stretto.tasks.tables import Row, as_prompt, read
-from stretto.types import FinishReason, Message, Prompt
+from stretto.types import FinishReason, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,25 +75,15 @@ class LabelResult:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
-    """A prompt with its responses; of a pair, the chosen one is the first.
-
-    Attributes:
-        index: the row's place in its dataset.
-        transcript: see :class:`~stretto.tasks.supervised.Pair`.
-        labelled: whether it is a pair.
-    """
+class Candidates:
+    """A prompt with its responses; of a pair that has a label, the chosen one is the first."""
 
     index: int
-    prompt: str | tuple[Message, ...]
+    prompt: Turns
     responses: Sequence[str]
     data: Row
     transcript: bool = False
     labelled: bool = False
-
-
-_Read = tuple[_Row, Prompt, Sequence[Sequence[int]]]
-"""A row as the source reads it: with the prompt, and the tokens of each response."""
 
 
 def label_pairs(
@@ -109,7 +99,7 @@ def label_pairs(
         config: ``data`` names the file and its columns and says how prompts become tokens, as in
             the training of a reward model; ``model`` has device and dtype.
         by: 'file.py:name' or 'model:NAME'. A function sees the bytes of a response as its tokens.
-        timeout_s: that a function may take for 32 responses.
+        timeout_s: of a function, for 32 responses.
 
     Raises:
         ConfigError: the source or the output file cannot be used.
@@ -119,39 +109,33 @@ def label_pairs(
     if by == "task":
         raise ConfigError(
             "'task' verifies responses to a task's own prompts, and preference data has others; "
-            "label with a function ('file.py:name') or a reward model ('model:NAME')"
+            "label with a function ('file.py:name') or a reward model ('model:NAME')",
+            "task-labels-pairs",
         )
     _check_out(out, config.data.name)
     run = Config(seed=config.seed, threads=config.threads, model=config.model)
     run = run.model_copy(update={"reward": run.reward.model_copy(update={"timeout_s": timeout_s})})
     prepare_torch(run.seed, run.threads)
-    rows = _read(config)
+    rows = _read(config.data)
     tokenizer, layout = _tokens_for(by, config)
-    readable, left_out = attempt(rows, lambda row: _reading(row, layout), config.data)
+    readable, left_out = attempt(rows, partial(_tokenised, layout), config.data)
     _say_left_out(left_out, config.data)
-    rows = [row for row, _, _ in readable]
     rollouts: list[Rollout] = []  # as if they had been sampled
-    for index, (row, prompt, responses) in enumerate(readable):
-        asked = replace(prompt, id=index, data=row.data)
+    for number, (row, prompt, responses) in enumerate(readable):
+        asked = Prompt(number, prompt.tokens, prompt.text, prompt.messages, row.data)
         for tokens in responses:
             rollouts.append(as_rollout(len(rollouts), asked, tokens))
+    columns = readable[0][0].data.keys()
     with ExitStack() as stack:
-        gold = open_gold(by, run, rows[0].data.keys(), tokenizer, stack)
+        gold = open_gold(by, run, columns, tokenizer, stack)
         scores = iter(gold_scores(gold, by, rollouts, run.rollout.batch))
-    kept = []
-    for row in rows:
-        found = _labelled(row, [next(scores) for _ in row.responses], config)
-        if found:
-            kept.append(found)
-    _write(out, kept, len(rows), by)
-    return LabelResult(
-        by=by,
-        out=out,
-        read=len(rows),
-        kept=len(kept),
-        ties=len(rows) - len(kept),
-        flipped=sum(row["flipped"] for row in kept) if rows[0].labelled else None,
-    )
+    found = [
+        _labelled(row, [next(scores) for _ in row.responses], config.data) for row, _, _ in readable
+    ]
+    kept = [row for row in found if row]
+    _write(out, kept, len(found), by)
+    flipped = sum(row["flipped"] for row in kept) if readable[0][0].labelled else None
+    return LabelResult(by, out, len(found), len(kept), len(found) - len(kept), flipped=flipped)
 
 
 def label_responses(
@@ -176,29 +160,24 @@ def label_responses(
         RewardError: the source failed on a response.
     """
     if per_prompt < 2:
-        raise ConfigError(
-            f"a preference takes two responses to a prompt; got --samples {per_prompt}"
-        )
+        message = f"a preference takes two responses to a prompt; got --samples {per_prompt}"
+        raise ConfigError(message, "one-response")
     _check_out(out, config.task.name)
     config = of_model(config, policy)
     prepare_torch(config.seed, config.threads)
-    tokenizer = load_tokenizer(
-        resolve(policy, on_stderr), config.model.trust_remote_code, on_stderr
-    )
-    task = tasks.load(config.task, config.seed, on_stderr)
+    source = open_prompts(config, NO_OVERRIDES, on_stderr)
+    tokenizer, columns = source.tokenizer, source.task.row(0).data.keys()
     with ExitStack() as stack:
-        gold = open_gold(by, config, task.row(0).data.keys(), tokenizer, stack)
+        gold = open_gold(by, config, columns, tokenizer, stack)
         engine, _ = open_engine(config, tokenizer)
-        asked = PromptSource(task, config.task, tokenizer, config.seed).first(prompts)
-        rollouts = answer(engine, asked, per_prompt).rollouts
+        rollouts = answer(engine, source.first(prompts), per_prompt)
         ended = [r for r in rollouts if r.finish is FinishReason.STOP]
         scores = gold_scores(gold, by, ended, config.rollout.batch)
     by_id = {r.id: score for r, score in zip(ended, scores, strict=True)}
     kept, left_out = [], Counter[str]()
     for _, group in groupby(rollouts, key=lambda r: r.group):
-        found = _of_group(
-            [r for r in group if r.id in by_id], by_id, tokenizer, config.rollout.stop
-        )
+        responses = [r for r in group if r.id in by_id]
+        found = _of_group(responses, by_id, tokenizer, config.rollout.stop)
         if isinstance(found, str):
             left_out[found] += 1
         else:
@@ -208,18 +187,12 @@ def label_responses(
         raise TaskError(
             f"a preference takes two responses that ended, and none of {read} prompts got two "
             f"within rollout.max_new_tokens = {config.rollout.max_new_tokens}; raise that limit, "
-            "or --samples"
+            "or --samples",
+            "no-ended-responses",
         )
     _write(out, kept, read, by)
-    return LabelResult(
-        by=by,
-        out=out,
-        read=read,
-        kept=len(kept),
-        ties=left_out["ties"],
-        empty=left_out["empty"],
-        unended=left_out["unended"],
-    )
+    counts = (left_out[why] for why in ("ties", "empty", "unended"))
+    return LabelResult(by, out, read, len(kept), *counts)
 
 
 def _of_group(
@@ -228,7 +201,7 @@ def _of_group(
     tokenizer: PreTrainedTokenizerBase,
     stop: Sequence[str],
 ) -> Row | Literal["ties", "empty", "unended"]:
-    """A pair out of one prompt's responses that ended, or why there is none."""
+    """Return a pair out of one prompt's responses that ended, or why there is none."""
     if len(responses) < 2:
         return "unended"
     texts = [response_text(tokenizer, r.tokens, r.finish, stop) for r in responses]
@@ -238,37 +211,37 @@ def _of_group(
     if not (found["chosen"].strip() and found["rejected"].strip()):
         return "empty"
     prompt = responses[0].prompt
-    asked = prompt.text if prompt.messages is None else list(prompt.messages)
-    return {"prompt": asked, **found}
+    return {"prompt": list(prompt.messages) if prompt.messages else prompt.text, **found}
 
 
-def best_and_worst(texts: Sequence[str], scores: Sequence[float]) -> dict[str, Any] | None:
-    """The responses with the highest and the lowest score; ``None`` where these are the same."""
+def best_and_worst(
+    texts: Sequence[str],
+    scores: Sequence[float],
+    chosen: str = "chosen",
+    rejected: str = "rejected",
+) -> dict[str, Any] | None:
+    """Return the responses with the highest and the lowest score, in the columns named.
+
+    ``None`` where these are the same.
+    """
     best = max(range(len(texts)), key=lambda i: scores[i])
     worst = min(range(len(texts)), key=lambda i: scores[i])
     if scores[best] == scores[worst] or texts[best] == texts[worst]:
         return None
-    return {
-        "chosen": texts[best],
-        "rejected": texts[worst],
-        "chosen_score": scores[best],
-        "rejected_score": scores[worst],
-    }
+    sides = {chosen: texts[best], rejected: texts[worst]}
+    return {**sides, "chosen_score": scores[best], "rejected_score": scores[worst]}
 
 
-def _read(config: RewardModelConfig) -> list[_Row]:
-    """The rows of pairs, or of prompts with several responses, as the first one says."""
-    data = config.data
-    read_rows = read(data)
-    if RESPONSES in read_rows[0] and not (
-        {data.chosen_column, data.rejected_column} <= read_rows[0].keys()
-    ):
-        numbered = enumerate(read_rows)
-        made, left_out = attempt(numbered, lambda each: _several(*each, data), data)
+def _read(data: PairsConfig) -> list[Candidates]:
+    """Return the rows of pairs, or of prompts with several responses, as the first one says."""
+    rows = read(data)
+    sides = {data.chosen_column, data.rejected_column}
+    if RESPONSES in rows[0] and not sides <= rows[0].keys():
+        made, left_out = attempt_rows(rows, partial(_several, data.prompt_column), data)
     else:
         pairs, left_out = read_pairs(data)
         made = [
-            _Row(p.index, p.prompt, (p.chosen, p.rejected), dict(p.data), p.transcript, True)
+            Candidates(p.index, p.prompt, (p.chosen, p.rejected), dict(p.data), p.transcript, True)
             for p in pairs
         ]
     _say_left_out(left_out, data)
@@ -280,17 +253,16 @@ def _say_left_out(reasons: Sequence[str], data: PairsConfig) -> None:
         on_stderr(f"{len(reasons)} rows of '{data.name}' left out; the first: {reasons[0]}")
 
 
-def _several(index: int, row: Row, data: PairsConfig) -> _Row:
-    where = f"'{data.name}', row {index}"
-    (responses,) = cells_of(row, [RESPONSES], where)
-    (prompt,) = cells_of(row, [data.prompt_column], where)
+def _several(prompt_column: str, row: Row, index: int, where: str) -> Candidates:
+    responses, prompt = cells_of(row, [RESPONSES, prompt_column], where)
     texts = responses if isinstance(responses, list) else []
     if len(texts) < 2 or not all(isinstance(t, str) and t.strip() for t in texts):
         raise TaskError(
             f"{where}: several responses to one prompt stand as a list of at least two texts, none "
-            f"empty, in the column '{RESPONSES}'; got {repr(responses)[:200]}"
+            f"empty, in the column '{RESPONSES}'; got {repr(responses)[:200]}",
+            "too-few-responses",
         )
-    return _Row(index, as_prompt(prompt, where), texts, dict(row))
+    return Candidates(index, as_prompt(prompt, where), texts, dict(row))
 
 
 def _tokens_for(
@@ -304,34 +276,28 @@ def _tokens_for(
     return tokenizer, PromptLayout(tokenizer, end_tokens_of(path, tokenizer, trust), config.data)
 
 
-def _reading(row: _Row, layout: PromptLayout | None) -> _Read:
-    """Read a row in a reward model's tokens with a layout, or as bytes for functions."""
-    try:
-        if layout is None:
-            return row, _bytes_of(row), [tuple(utf8(text, "a text")) for text in row.responses]
-        prompt = layout.prompt(row.prompt, transcript=row.transcript)
-        return row, prompt, [layout.response(prompt, text) for text in row.responses]
-    except TaskError as error:
-        raise TaskError(f"row {row.index}: {error}") from error
+def _tokenised(
+    layout: PromptLayout | None, row: Candidates
+) -> tuple[Candidates, Prompt, Sequence[Sequence[int]]]:
+    """Return a row in a reward model's tokens with a layout, or as bytes for functions."""
+    with of_row(row.index):
+        if layout:
+            prompt = layout.prompt(row.prompt, transcript=row.transcript)
+            return row, prompt, [layout.response(prompt, text) for text in row.responses]
+        messages = None if isinstance(row.prompt, str) else row.prompt
+        turns = (f"{turn['role']}: {turn['content']}" for turn in messages or ())
+        text = row.prompt if isinstance(row.prompt, str) else "\n\n".join(turns)
+        prompt = Prompt(0, tuple(utf8(text, "a text")), text, messages)
+        return row, prompt, [tuple(utf8(text, "a text")) for text in row.responses]
 
 
-def _bytes_of(row: _Row) -> Prompt:
-    messages = None if isinstance(row.prompt, str) else row.prompt
-    turns = (f"{turn['role']}: {turn['content']}" for turn in messages or ())
-    text = row.prompt if isinstance(row.prompt, str) else "\n\n".join(turns)
-    return Prompt(0, tuple(utf8(text, "a text")), text, messages)
-
-
-def _labelled(row: _Row, scores: Sequence[float], config: RewardModelConfig) -> Row | None:
-    """A row as it is written; ``None`` for a tie."""
-    chosen, rejected = config.data.chosen_column, config.data.rejected_column
+def _labelled(row: Candidates, scores: Sequence[float], data: PairsConfig) -> Row | None:
+    """Return a row as it is written; ``None`` for a tie."""
+    chosen, rejected = data.chosen_column, data.rejected_column
     if not row.labelled:
-        found = best_and_worst(row.responses, scores)
-        if found is None:
-            return None
+        found = best_and_worst(row.responses, scores, chosen, rejected)
         others = {key: value for key, value in row.data.items() if key != RESPONSES}
-        sides = {chosen: found.pop("chosen"), rejected: found.pop("rejected")}
-        return {**others, **sides, **found}
+        return found and {**others, **found}
     if scores[0] == scores[1]:
         return None
     flipped = scores[1] > scores[0]
@@ -347,30 +313,31 @@ def _labelled(row: _Row, scores: Sequence[float], config: RewardModelConfig) -> 
 
 
 def _check_out(out: Path, source: str) -> None:
-    """Check the output file before the work rather than after it.
-
-    Raises:
-        ConfigError: the file cannot be written, or is what is read.
-    """
+    """Check before the work that the output file can be written, and is not what is read."""
     if out.resolve() == Path(source).expanduser().resolve():
-        raise ConfigError(f"--out '{out}' is the file that is read; write to another")
+        message = f"--out '{out}' is the file that is read; write to another"
+        raise ConfigError(message, "output-is-input")
     if not out.parent.is_dir() or out.is_dir():
         what = "is a folder" if out.is_dir() else f"would stand in '{out.parent}', which is none"
-        raise ConfigError(f"--out '{out}' {what}; name a file in a folder that there is")
+        message = f"--out '{out}' {what}; name a file in a folder that there is"
+        raise ConfigError(message, "no-output-file")
 
 
 def _write(out: Path, rows: Sequence[Row], read: int, by: str) -> None:
     if not rows:
         raise TaskError(
             f"nothing is left to write: '{by}' prefers no side in any of {read} rows. Label with a "
-            "source that tells responses apart, or more rows"
+            "source that tells responses apart, or more rows",
+            "only-ties",
         )
     try:
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
         out.write_text("".join(lines), encoding="utf-8")
     except (TypeError, UnicodeEncodeError) as error:
         raise TaskError(
-            f"the data has values that JSON Lines cannot hold: {error}; drop that column"
+            f"the data has values that JSON Lines cannot hold: {error}; drop that column",
+            "values-beyond-json",
         ) from error
     except OSError as error:
-        raise ConfigError(f"cannot write '{out}': {error}; choose another with --out") from error
+        message = f"cannot write '{out}': {error}; choose another with --out"
+        raise ConfigError(message, "unwritable-output") from error

@@ -16,21 +16,14 @@ import torch
 from torch import nn
 
 from stretto import tasks
-from stretto.assembly.models import load_actor, prepare_torch
-from stretto.assembly.roles import open_function
+from stretto.assembly.models import NO_OVERRIDES, load_actor, prepare_torch
+from stretto.assembly.parts import open_prompts
 from stretto.config import Config, RowsConfig
-from stretto.config.sections import TaskSource
 from stretto.config.training import token_budget
 from stretto.errors import ConfigError
-from stretto.evaluation.answers import (
-    Answers,
-    WholeScorer,
-    answer,
-    of_model,
-    open_engine,
-    score_all,
-)
+from stretto.evaluation.answers import answer, of_model, open_engine
 from stretto.evaluation.gold import (
+    WholeScorer,
     WinRate,
     as_rollout,
     compare,
@@ -38,6 +31,7 @@ from stretto.evaluation.gold import (
     gold_scores,
     open_gold,
     reference_text,
+    score_all,
     standard_error,
 )
 from stretto.evaluation.llm import Judgement, LlmJudge, open_judge
@@ -53,6 +47,7 @@ from stretto.scoring.models import same_tokenizer
 from stretto.scoring.responses import response_text
 from stretto.tasks.base import RIGHT
 from stretto.tasks.responses import PromptLayout
+from stretto.types import FinishReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,7 +61,7 @@ class Sampled:
         rows: what was read: a file, a hub dataset and its split, or a procedural task and its seed.
         samples: responses of the policy.
         skipped: rows left out, as their prompts are longer than ``task.max_prompt_tokens``.
-        mean_tokens: response tokens.
+        mean_tokens: of a response.
         ended: share of the responses that ended before the token limit.
         distinct: different prompts among those of the responses.
         overlap: share of the prompts that training asks too; ``None`` where that is not known.
@@ -91,7 +86,6 @@ class EvalResult(Sampled):
         pass_at_1: share of right answers: those with full credit from the verifier.
         pass_at_1_standard_error: sqrt(p (1 - p) / n).
         mean_score: mean of the verifier's scores, partial credit included.
-        mean_score_standard_error: of that mean.
     """
 
     pass_at_1: float
@@ -124,7 +118,7 @@ class Measured(Sampled):
     """Results of an evaluation of sampled responses; ``None`` for measures that were not asked for.
 
     Attributes:
-        temperature: at which they were sampled.
+        temperature: of sampling.
         win_rate: by the first source that was asked for.
         win_rates: by each source, in the order asked for.
         kl: distance from the model that the policy was trained from.
@@ -154,26 +148,19 @@ def evaluate(
         ModelError: the model cannot be loaded.
     """
     greedy = config.rollout.model_copy(update={"temperature": 0.0, "samples_per_prompt": 1})
-    reward = {"sources": ("task",), "weights": (), "on_failure": "stop"}
-    read = of_model(measured_on(config), model).model_copy(
-        update={"rollout": greedy, "reward": config.reward.model_copy(update=reward)}
-    )
+    read = of_model(measured_on(config), model).model_copy(update={"rollout": greedy})
     with ExitStack() as stack:
         prepare_torch(read.seed, read.threads)
-        tokenizer = load_tokenizer(
-            resolve(model, on_stderr), read.model.trust_remote_code, on_stderr
-        )
-        task = tasks.load(read.task, read.seed, on_stderr)
-        function = open_function(
-            TaskSource("task"), read, task.row(0).data.keys(), tokenizer, stack
-        )
-        asked = questions(config, task, tokenizer, samples, trained or config)
-        engine, _ = open_engine(read, tokenizer)
-        answers = answer(engine, asked.prompts)
-        scores = score_all(function, answers.rollouts, read.rollout.batch)
+        source = open_prompts(read, NO_OVERRIDES, on_stderr)
+        columns = source.task.row(0).data.keys()
+        verifier = open_gold("task", read, columns, source.tokenizer, stack)
+        asked = questions(read, source, samples, trained or config)
+        engine, _ = open_engine(read, source.tokenizer)
+        rollouts = answer(engine, asked.prompts)
+        scores = score_all(verifier, rollouts, greedy.batch)
     right = [float(score >= RIGHT) for score in scores]
     return EvalResult(
-        **_sampled(asked, answers),
+        **_sampled(asked, rollouts),
         pass_at_1=fmean(right),
         pass_at_1_standard_error=standard_error(right),
         mean_score=fmean(scores),
@@ -197,14 +184,12 @@ def measure(
     Sampled at ``rollout.temperature``. What is quick to get wrong is looked at first.
 
     Args:
-        policy: a known name, a folder, or a hub name.
-        samples: prompts, at most.
+        policy, samples, trained: as in :func:`evaluate`.
         by: gold reward for a win-rate, as in ``reward.sources``, or several of them; all score the
             same responses.
         sft: model for the KL.
         judge: LLM judge for a win-rate.
         reference_column: with the responses to win against; empty takes the task's own answers.
-        trained: settings that the policy was trained with, or is to be; without them ``config``.
 
     Raises:
         ConfigError: a KL of greedy responses is asked for, or the SFT model has another tokenizer.
@@ -213,81 +198,68 @@ def measure(
         ModelError: a model cannot be loaded.
     """
     sources = ((by,) if by else ()) if isinstance(by, str) else tuple(by)
-    settings, config = config, of_model(measured_on(config), policy)
+    read = of_model(measured_on(config), policy)
+    r, trust = read.rollout, read.model.trust_remote_code
     with ExitStack() as stack:
-        prepare_torch(config.seed, config.threads)
-        path, trust = resolve(policy, on_stderr), config.model.trust_remote_code
-        tokenizer = load_tokenizer(path, trust, on_stderr)
-        ends = end_tokens_of(path, tokenizer, trust)
-        task = tasks.load(config.task, config.seed, on_stderr)
+        prepare_torch(read.seed, read.threads)
+        source = open_prompts(read, NO_OVERRIDES, on_stderr)
+        tokenizer, task = source.tokenizer, source.task
+        ends = end_tokens_of(resolve(policy, on_stderr), tokenizer, trust)
         first = task.row(0).data
         if sources or judge:  # the others are looked at when it is known which they are
             reference_text(task, {**first, tasks.INDEX_KEY: 0}, reference_column)
         if sft:
-            _check_sft(sft, config, tokenizer)
+            _check_sft(sft, r.temperature, tokenizer, trust)
         ask = open_judge(judge) if judge else None
-        golds = {s: open_gold(s, config, first.keys(), tokenizer, stack, ends) for s in sources}
-        asked = questions(settings, task, tokenizer, samples, trained or settings)
-        answers, sums = _answers(config, asked, tokenizer, sums=bool(sft))
-        own, texts = answers.rollouts, list[str]()
+        golds = {s: open_gold(s, read, first.keys(), tokenizer, stack, ends) for s in sources}
+        asked = questions(read, source, samples, trained or config)
+        own, sums = _answers(read, asked, tokenizer, sums=bool(sft))
+        texts = list[str]()
         if sources or judge:
-            texts = [reference_text(task, r.prompt.data, reference_column) for r in own]
-        rates = _win_rates(golds, own, texts, tokenizer, ends, config.rollout.batch)
-        stop = config.rollout.stop
+            texts = [reference_text(task, each.prompt.data, reference_column) for each in own]
+        rates = _win_rates(golds, own, texts, tokenizer, ends, r.batch)
         pairs = [
-            (r.prompt, response_text(tokenizer, r.tokens, r.finish, stop), text)
-            for r, text in zip(own, texts, strict=False)
+            (each.prompt, response_text(tokenizer, each.tokens, each.finish, r.stop), text)
+            for each, text in zip(own, texts, strict=False)
         ]
         return Measured(
-            **_sampled(asked, answers),
-            temperature=config.rollout.temperature,
+            **_sampled(asked, own),
+            temperature=r.temperature,
             win_rate=rates[0] if rates else None,
             win_rates=rates,
-            kl=_drift(config, sft, own, sums) if sft else None,
+            kl=_drift(read, sft, own, sums) if sft else None,
             judge=ask(pairs) if ask else None,
         )
 
 
-def _sampled(asked: Questions, answers: Answers) -> dict[str, Any]:
+def _sampled(asked: Questions, rollouts: Sequence[Rollout]) -> dict[str, Any]:
     return {
         "rows": asked.rows,
-        "samples": len(answers.rollouts),
+        "samples": len(rollouts),
         "skipped": asked.skipped,
-        "mean_tokens": answers.mean_tokens,
-        "ended": answers.ended,
+        "mean_tokens": fmean(map(len, rollouts)),
+        "ended": fmean(r.finish is FinishReason.STOP for r in rollouts),
         "distinct": asked.distinct,
         "overlap": asked.overlap,
         "seen": asked.seen,
     }
 
 
-def _check_sft(sft: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    if not config.rollout.temperature:
+def _check_sft(
+    sft: str, temperature: float, tokenizer: PreTrainedTokenizerBase, trust: bool
+) -> None:
+    if not temperature:
         raise ConfigError(
             "the KL is estimated from samples, and temperature 0 is greedy; give a --temperature "
-            "above 0"
+            "above 0",
+            "kl-of-greedy-responses",
         )
-    own = load_tokenizer(resolve(sft, on_stderr), config.model.trust_remote_code, on_stderr)
-    if not same_tokenizer(own, tokenizer):
+    if not same_tokenizer(load_tokenizer(resolve(sft, on_stderr), trust, on_stderr), tokenizer):
         raise ConfigError(
             f"the KL is a sum over tokens, and the SFT model '{sft}' has another tokenizer than "
-            "the policy; give the model that the policy was trained from"
+            "the policy; give the model that the policy was trained from",
+            "sft-of-other-tokenizer",
         )
-
-
-def _answers(
-    config: Config, asked: Questions, tokenizer: PreTrainedTokenizerBase, *, sums: bool
-) -> tuple[Answers, list[float]]:
-    """The policy's responses, and where asked their log-probabilities. It is then let go, which
-    makes room for the SFT model.
-    """
-    engine, actor = open_engine(config, tokenizer)
-    answers = answer(engine, asked.prompts)
-    del engine
-    if not sums:
-        return answers, []
-    actor.to(pick_device(config.model.device))
-    return answers, _logprob_sums(actor, answers.rollouts, (config.rollout.temperature,), config)[0]
 
 
 def _win_rates(
@@ -298,7 +270,7 @@ def _win_rates(
     ends: frozenset[int],
     batch: int,
 ) -> tuple[WinRate, ...]:
-    """The policy's responses against references; each source reads both, whole."""
+    """Return the policy's win-rate by each source, which reads responses and references whole."""
     if not golds:
         return ()
     layout = PromptLayout(tokenizer, ends, RowsConfig())
@@ -312,21 +284,40 @@ def _win_rates(
     )
 
 
+def _answers(
+    config: Config, asked: Questions, tokenizer: PreTrainedTokenizerBase, *, sums: bool
+) -> tuple[list[Rollout], list[float]]:
+    """Return the policy's responses, and where asked their log-probabilities.
+
+    The policy is then let go, which makes room for the SFT model.
+    """
+    engine, actor = open_engine(config, tokenizer)
+    rollouts = answer(engine, asked.prompts)
+    del engine
+    if not sums:
+        return rollouts, []
+    actor.to(pick_device(config.model.device))
+    temperatures = (config.rollout.temperature,)
+    (found,) = _logprob_sums(actor, rollouts, temperatures, config.training.microbatch_tokens)
+    return rollouts, found
+
+
 def _drift(config: Config, sft: str, rollouts: Sequence[Rollout], own: Sequence[float]) -> KlToSft:
-    """The KL of responses to the SFT model.
+    """Return the KL of responses to the SFT model.
 
     Args:
-        own: the policy's log-probability of each at the temperature of sampling. The same forward
-            passes give the SFT model's, so that rounding does not look like drift, as it would
-            against the log-probabilities of a decoding engine.
+        own: the policy's log-probability of each. The same forward passes give the SFT model's, so
+            that rounding does not look like drift, as it would against the log-probabilities of a
+            decoding engine.
     """
-    model = load_actor(of_model(config, sft).model, on_stderr)
     temperatures = (1.0, config.rollout.temperature)
-    at_one, as_sampled = _logprob_sums(model, rollouts, temperatures, config)
+    limit = config.training.microbatch_tokens
+    model = load_actor(of_model(config, sft).model, on_stderr)
+    at_one, as_sampled = _logprob_sums(model, rollouts, temperatures, limit)
     kls = [policy - reference for policy, reference in zip(own, as_sampled, strict=True)]
     return KlToSft(
         sft=sft,
-        perplexity=math.exp(-math.fsum(at_one) / sum(len(r) for r in rollouts)),
+        perplexity=math.exp(-math.fsum(at_one) / sum(map(len, rollouts))),
         kl=fmean(kls),
         standard_error=standard_error(kls),
     )
@@ -334,15 +325,17 @@ def _drift(config: Config, sft: str, rollouts: Sequence[Rollout], own: Sequence[
 
 @torch.no_grad()
 def _logprob_sums(
-    model: nn.Module, rollouts: Sequence[Rollout], temperatures: Sequence[float], config: Config
+    model: nn.Module,
+    rollouts: Sequence[Rollout],
+    temperatures: Sequence[float],
+    microbatch_tokens: int,
 ) -> list[list[float]]:
-    """Log-probability of each response in nats, one list a temperature."""
+    """Return the log-probability of each response in nats, one list a temperature."""
     head = output_head(model)
     device = next(model.parameters()).device
-    budget = token_budget(config.training.microbatch_tokens, device)
     responses = [r.response() for r in rollouts]
     sums = [[0.0] * len(responses) for _ in temperatures]
-    for chosen in microbatches(responses, budget):
+    for chosen in microbatches(responses, token_budget(microbatch_tokens, device)):
         part = [responses[i] for i in chosen]
         hidden = response_hidden(model, part)
         tokens = response_tokens(part, hidden.device)

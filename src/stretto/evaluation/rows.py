@@ -9,18 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from stretto import tasks
+from stretto.assembly.models import Overrides
+from stretto.assembly.parts import open_prompts
 from stretto.config import Config
 from stretto.errors import TaskError
+from stretto.saying import silent
 from stretto.tasks.base import content, is_held_out
 from stretto.tasks.prompts import PromptSource, all_too_long
 from stretto.tasks.tables import SUFFIXES
 from stretto.types import Prompt
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 SEED = 1000
 """Added to the seed of a procedural task for evaluation, which draws rows of its own. They may ask
@@ -28,8 +26,7 @@ what training's rows ask: what holds a prompt out is ``task.held_out``."""
 
 PATIENCE = 2000
 """Rows of a procedural task (over the share held out) without a new prompt, after which it is taken
-to have no others. One of 200 equally frequent prompts is missed with a probability of 4e-5.
-"""
+to have no others. One of 200 equally frequent prompts is missed with a probability of 4e-5."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +37,7 @@ class Questions:
         rows: what was read: a file, a hub dataset and its split, or a procedural task and its seed.
         prompts: to answer; of a procedural task each one once, of other tasks as often as it is
             there.
-        distinct: how many of them are different.
+        distinct: different prompts among them.
         skipped: rows left out, as their prompts are longer than ``task.max_prompt_tokens``.
         overlap: share of the prompts that training asks too; ``None`` where that is not known.
         unknown: why the overlap is not known; empty if it is.
@@ -55,7 +52,7 @@ class Questions:
 
     @property
     def seen(self) -> str:
-        """Number of the prompts that training asks too, in words."""
+        """The overlap in words."""
         if self.overlap is None:
             return f"not known: {self.unknown}"
         asked = round(self.overlap * len(self.prompts))
@@ -65,7 +62,7 @@ class Questions:
 
 
 def measured_on(config: Config) -> Config:
-    """Settings under which a task gives the rows that an evaluation reads."""
+    """Return settings under which a task gives the rows that an evaluation reads."""
     task = config.task
     if task.is_procedural:
         changes = {"task": task.model_copy(update={"size": 0}), "seed": config.seed + SEED}
@@ -79,9 +76,8 @@ def measured_on(config: Config) -> Config:
     return config.model_copy(update={"task": task.model_copy(update=rows)})
 
 
-def rows_of(config: Config) -> str:
-    """Describe, for people, the rows that an evaluation under these settings reads."""
-    read = measured_on(config)
+def describe_rows(read: Config) -> str:
+    """Describe, for people, the rows that settings from :func:`measured_on` read."""
     task = read.task
     if task.is_procedural:
         where = f"{task.name}, seed {read.seed}"
@@ -93,31 +89,22 @@ def rows_of(config: Config) -> str:
     return f"{where}; the {share:.0%} of its prompts that are held out" if share else where
 
 
-def questions(
-    config: Config,
-    task: tasks.Task,
-    tokenizer: PreTrainedTokenizerBase,
-    count: int,
-    trained: Config,
-) -> Questions:
-    """The first prompts of an evaluation, in its seeded order.
+def questions(read: Config, source: PromptSource, count: int, trained: Config) -> Questions:
+    """Return the first prompts of an evaluation, at most ``count``, in its seeded order.
 
     Args:
-        config: of the run, from before :func:`measured_on`.
-        task: what :func:`measured_on` reads.
-        count: prompts, at most.
+        read: settings from :func:`measured_on`.
+        source: their prompts.
         trained: settings of what the policy is, or is to be, trained on.
 
-    Raises:
-        TaskError: no row is held out, or all prompts are longer than ``task.max_prompt_tokens``.
+    Raises TaskError if no row is held out, or all prompts are longer than
+    ``task.max_prompt_tokens``.
     """
-    read = measured_on(config)
     limit, share = read.task.max_prompt_tokens, read.task.held_out_share
-    procedural = read.task.is_procedural
-    source = PromptSource(task, read.task, tokenizer, read.seed)
+    procedural, rows = read.task.is_procedural, len(source.task)
     prompts, contents, too_long = list[Prompt](), list[str](), list[int]()
     known, found_at, patience = set[str](), 0, PATIENCE / (share or 1)
-    for place in range(len(task)):
+    for place in range(rows):
         if len(prompts) == count or (procedural and place - found_at > patience):
             break
         row = source.row_by_id(place)
@@ -136,31 +123,29 @@ def questions(
         raise all_too_long(len(too_long), min(too_long), limit)
     if not prompts:
         raise TaskError(
-            f"task.held_out = {share} holds out none of the {len(task)} rows of "
-            f"'{read.task.name}': too few prompts are different. Raise it, or name rows of their "
-            "own"
+            f"task.held_out = {share} holds out none of the {rows} rows of '{read.task.name}': too "
+            "few prompts are different. Raise it, or name rows of their own",
+            "none-held-out",
         )
-    trained_on, unknown = _asked_in_training(trained, tokenizer)
+    trained_on, unknown = _asked_in_training(trained, Overrides(tokenizer=source.tokenizer))
     overlap = None
     if trained_on is not None:
         overlap = sum(asks in trained_on for asks in contents) / len(contents)
-    return Questions(rows_of(config), prompts, len(set(contents)), len(too_long), overlap, unknown)
+    distinct, skipped = len(set(contents)), len(too_long)
+    return Questions(describe_rows(read), prompts, distinct, skipped, overlap, unknown)
 
 
-def _asked_in_training(
-    config: Config, tokenizer: PreTrainedTokenizerBase
-) -> tuple[set[str] | None, str]:
-    """Contents of the prompts that training under these settings asks, too long ones included.
+def _asked_in_training(config: Config, overrides: Overrides) -> tuple[set[str] | None, str]:
+    """Return the contents of the prompts that training asks, too long ones included.
 
-    ``None``, and the reason, if they are not known.
+    They are ``None``, and the reason beside them, if they are not known.
     """
     if not config.task.name:
         return None, "the settings name no rows to train on"
     r = config.rollout
     responses = config.steps * r.batch + config.most_in_flight
     try:
-        task = tasks.load(config.task, config.seed)
-        source = PromptSource(task, config.task, tokenizer, config.seed)
+        source = open_prompts(config, overrides, silent)
         drawn = islice(source.ids(), -(-responses // r.samples_per_prompt))
         warmed_up = islice(source.ids(backwards=True), config.warmup_examples)
         return {content(source.row_by_id(i)) for i in chain(drawn, warmed_up)}, ""
