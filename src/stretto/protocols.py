@@ -25,10 +25,10 @@ from stretto.types import (
 )
 
 DRIVER = "driver"
-"""The role of whoever runs the schedule, in traces: its own work, for which it asks nobody."""
+"""The role of the process that runs the schedule, in traces of its own work."""
 
 RECORDS = "driver/records"
-"""Name of the spans in which the driver takes down a step, before it begins the next one."""
+"""Name of the spans in which the driver records a step, before it begins the next one."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -73,10 +73,10 @@ class Replaceable(Protocol):
 
     @remote("load")
     async def load(self, weights: WeightsRef) -> None:
-        """Work with these weights from now on, and prove it.
+        """Work with these weights from now on, and prove it; never called on a frozen scorer.
 
-        Raises:
-            EngineError: the fingerprint after loading is not the one handed over.
+        What a scorer computed with older weights is void. Raises EngineError if the fingerprint
+        after loading is not that of ``weights``.
         """
         ...
 
@@ -85,10 +85,8 @@ class Replaceable(Protocol):
 
         The new one holds no rollouts, and no weights until the next :meth:`load`. Calls to the old
         one that are under way end with an error, or with an answer that counts for nothing. Roles
-        that share the schedule's process are never asked.
-
-        Raises:
-            RoleLostError: the new process has died, or could not start.
+        that share the schedule's process are never asked. Raises RoleLostError if the new process
+        has died, or could not start.
         """
         ...
 
@@ -105,12 +103,8 @@ class Generator(Replaceable, Protocol):
     async def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
         """Give every admitted rollout up to ``max_tokens`` more tokens.
 
-        Returns the number of steps, and one chunk for each rollout that advanced, the finished ones
-        first and in the order in which they ended. A finished rollout leaves by itself.
-
-        Args:
-            max_tokens: tokens that a rollout gets, at most.
-            stop_after: return as soon as this many rollouts have finished; 0 does not look.
+        Returns as soon as ``stop_after`` rollouts have finished (0 does not look). Chunks of
+        finished rollouts come first, in the order in which they ended; these leave by themselves.
         """
         ...
 
@@ -161,17 +155,6 @@ class Scorer(Replaceable, Protocol):
         """Forget rollouts without a score; unknown ids are ignored."""
         ...
 
-    @remote("load")
-    async def load(self, weights: WeightsRef) -> None:
-        """Score with these weights from now on; what was computed with older ones is void.
-
-        Never called on a frozen scorer.
-
-        Raises:
-            EngineError: the fingerprint after loading is not the one handed over.
-        """
-        ...
-
 
 class Learner(Protocol):
     """The role that owns the trained weights, and trains them."""
@@ -191,7 +174,7 @@ class Learner(Protocol):
 
 
 class Tracer(Protocol):
-    """The record of who worked on what, and when; handed to the code that coordinates."""
+    """The record of which role worked on what, and when; the code that coordinates gets it."""
 
     def span(
         self, role: str, name: str, **attributes: Any

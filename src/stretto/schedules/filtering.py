@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from stretto.errors import RewardError
-from stretto.finite import is_finite
 from stretto.schedules.rollout import Rollout, of_kind, total_reward
+from stretto.types import is_finite
 
 FUNCTION_FAILED = "reward function failed"
 NOTHING_APPLIES = "no reward source applies"
