@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import model_validator
-
-from stretto.config.sections import Fraction, NonNegative, Positive, PositiveInt, Section
-from stretto.errors import RuleError
+from stretto.config.sections import Fraction, NonNegative, Positive, PositiveInt, Rules, Section
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"]
 """Ways to reduce losses of tokens to one: :func:`~stretto.algorithms.reductions.token_weights`."""
@@ -148,66 +145,46 @@ class AlgorithmConfig(Section):
         """Whether the run has a reference model."""
         return self.kl_coef > 0
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        algorithm = self.definition
-        if self.kl_target and not self.kl_coef:
-            message = (
-                "algorithm.kl_target adapts kl_coef, which is 0; give kl_coef a starting value"
-            )
-            raise RuleError(message, "kl-target-without-coef")
-        if self.correction != "off" and self.old_policy != "proximal":
-            raise RuleError(
-                f"algorithm.correction = '{self.correction}' weighs the learner's policy before the "
-                f"step against the one that sampled, and old_policy = '{self.old_policy}' takes them "
-                "for the same; set algorithm.old_policy = 'proximal'",
-                "correction-without-proximal",
-            )
-        if self.correction_cap < 1:
-            raise RuleError(
-                f"algorithm.correction_cap = {self.correction_cap} would weigh down on-policy data, "
-                "whose importance weights are 1; choose 1 or more",
-                "correction-cap-below-one",
-            )
-        if not algorithm.corrects and self.old_policy == "proximal":
-            raise RuleError(
-                f"algorithm.old_policy = 'proximal' has no effect on '{self.name}', whose loss has "
-                "no ratio to an old policy; leave old_policy and correction out",
-                "old-policy-without-ratio",
-            )
-        if algorithm.aggregation is None:
-            self._check_whole_responses()
-        if algorithm.kl_in == "implicit":
-            self._check_implicit_kl()
-        return self
-
-    def _check_whole_responses(self) -> None:
-        if self.aggregation != "auto":
-            raise RuleError(
-                f"algorithm.aggregation = '{self.aggregation}' averages losses of tokens, and "
-                f"'{self.name}' has a loss of whole responses; leave aggregation out",
-                "aggregation-of-responses",
-            )
-        if self.correction != "off" and self.correction_level == "token":
-            raise RuleError(
-                f"'{self.name}' has a loss of whole responses, which importance weights of tokens "
-                "do not fit; set algorithm.correction_level = 'sequence'",
-                "token-correction-of-responses",
-            )
-
-    def _check_implicit_kl(self) -> None:
-        if not self.kl_coef:
-            raise RuleError(
-                f"algorithm.kl_coef is the beta of '{self.name}' and must be above 0; "
-                "the papers use 0.03 to 0.1",
-                "implicit-kl-without-beta",
-            )
-        if self.kl_in != "auto" or self.kl_target:
-            raise RuleError(
-                f"the loss of '{self.name}' is made of the KL to the reference, with beta = "
-                "kl_coef; leave algorithm.kl_in and kl_target out",
-                "implicit-kl-placed",
-            )
+    def rules(self, broken: Rules) -> None:
+        """Check that the settings of the losses fit each other."""
+        algorithm, corrects = self.definition, self.correction != "off"
+        broken["kl-target-without-coef"] = (self.kl_target and not self.kl_coef) and (
+            "algorithm.kl_target adapts kl_coef, which is 0; give kl_coef a starting value"
+        )
+        broken["correction-without-proximal"] = (corrects and self.old_policy != "proximal") and (
+            f"algorithm.correction = '{self.correction}' weighs the learner's policy before the "
+            f"step against the one that sampled, and old_policy = '{self.old_policy}' takes them "
+            "for the same; set algorithm.old_policy = 'proximal'"
+        )
+        broken["correction-cap-below-one"] = self.correction_cap < 1 and (
+            f"algorithm.correction_cap = {self.correction_cap} would weigh down on-policy data, "
+            "whose importance weights are 1; choose 1 or more"
+        )
+        idle = not algorithm.corrects and self.old_policy == "proximal"
+        broken["old-policy-without-ratio"] = idle and (
+            f"algorithm.old_policy = 'proximal' has no effect on '{self.name}', whose loss has "
+            "no ratio to an old policy; leave old_policy and correction out"
+        )
+        whole = algorithm.aggregation is None
+        broken["aggregation-of-responses"] = (whole and self.aggregation != "auto") and (
+            f"algorithm.aggregation = '{self.aggregation}' averages losses of tokens, and "
+            f"'{self.name}' has a loss of whole responses; leave aggregation out"
+        )
+        of_tokens = corrects and self.correction_level == "token"
+        broken["token-correction-of-responses"] = (whole and of_tokens) and (
+            f"'{self.name}' has a loss of whole responses, which importance weights of tokens "
+            "do not fit; set algorithm.correction_level = 'sequence'"
+        )
+        implicit = algorithm.kl_in == "implicit"
+        broken["implicit-kl-without-beta"] = (implicit and not self.kl_coef) and (
+            f"algorithm.kl_coef is the beta of '{self.name}' and must be above 0; "
+            "the papers use 0.03 to 0.1"
+        )
+        placed = self.kl_in != "auto" or self.kl_target
+        broken["implicit-kl-placed"] = (implicit and placed) and (
+            f"the loss of '{self.name}' is made of the KL to the reference, with beta = "
+            "kl_coef; leave algorithm.kl_in and kl_target out"
+        )
 
 
 def _add_algorithms_to_help() -> None:

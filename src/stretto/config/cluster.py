@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import model_validator
-
-from stretto.config.sections import NonNegativeInt, Positive, PositiveInt, Section
-from stretto.errors import RuleError
+from stretto.config.sections import NonNegativeInt, Positive, PositiveInt, Rules, Section
 
 LEARNER = "learner"
 """The role that trains."""
@@ -44,37 +41,29 @@ class ProcessConfig(Section):
         """Operating-system processes."""
         return self.fsdp * self.tp
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if not self.roles:
-            message = "cluster.processes: a process without roles; name some, or remove it"
-            raise RuleError(message, "process-without-roles")
-        if self.fsdp > 1 and LEARNER not in self.roles:
-            raise RuleError(
-                f"cluster.processes: fsdp = {self.fsdp} is for the learner, and these processes "
-                f"have {', '.join(self.roles)}; set tp instead, which cuts any model",
-                "fsdp-without-learner",
-            )
-        if self.offload and len(self.roles) == 1:
-            raise RuleError(
-                f"cluster.processes: offload moves roles that take turns, and the {self.roles[0]} "
-                "has these processes for itself; leave it out, or add roles",
-                "offload-of-one-role",
-            )
-        if self.python and LEARNER in self.roles:
-            raise RuleError(
-                f"cluster.processes: python = '{self.python}' is for generators and scorers, and "
-                "these processes have the learner, which writes what this interpreter reads; start "
-                "the run with that interpreter, or leave it out",
-                "python-of-learner",
-            )
-        if not _DEVICE.fullmatch(self.device):
-            raise RuleError(
-                f"cluster.processes: device = '{self.device}' is none that torch knows; name 'cpu', "
-                "or a GPU such as 'cuda:1'",
-                "unknown-device",
-            )
-        return self
+    def rules(self, broken: Rules) -> None:
+        """Check that the roles can work in these processes."""
+        broken["process-without-roles"] = not self.roles and (
+            "cluster.processes: a process without roles; name some, or remove it"
+        )
+        learns = LEARNER in self.roles
+        broken["fsdp-without-learner"] = (self.fsdp > 1 and not learns) and (
+            f"cluster.processes: fsdp = {self.fsdp} is for the learner, and these processes "
+            f"have {', '.join(self.roles)}; set tp instead, which cuts any model"
+        )
+        broken["offload-of-one-role"] = (self.offload and len(self.roles) == 1) and (
+            f"cluster.processes: offload moves roles that take turns, and the {self.roles[0]} "
+            "has these processes for itself; leave it out, or add roles"
+        )
+        broken["python-of-learner"] = (self.python and learns) and (
+            f"cluster.processes: python = '{self.python}' is for generators and scorers, and "
+            "these processes have the learner, which writes what this interpreter reads; start "
+            "the run with that interpreter, or leave it out"
+        )
+        broken["unknown-device"] = not _DEVICE.fullmatch(self.device) and (
+            f"cluster.processes: device = '{self.device}' is none that torch knows; name 'cpu', "
+            "or a GPU such as 'cuda:1'"
+        )
 
 
 class ClusterConfig(Section):
@@ -106,30 +95,25 @@ class ClusterConfig(Section):
         named = (p for p in self.processes if role in p.roles)
         return next(named, ProcessConfig(roles=(role,)))
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        count = Counter(role for process in self.processes for role in process.roles)
-        if twice := [role for role, n in count.items() if n > 1]:
-            message = f"cluster.processes: '{twice[0]}' has {count[twice[0]]} places; name it once"
-            raise RuleError(message, "role-placed-twice")
-        for process in self.processes:
-            kinds = Counter(role.split()[0] for role in process.roles)
-            if kinds["generator"] > 1:
-                raise RuleError(
-                    "cluster.processes: two generators in one process take turns and gain nothing; "
-                    "lower rollout.engines, or give each a process",
-                    "generators-share-process",
-                )
-            if kinds[LEARNER] and kinds["generator"] and process.ranks == 1:
-                raise RuleError(
-                    "cluster.processes: learner and generator in one process is what runtime = "
-                    "'inline' does; give them processes of their own, on one device where they are "
-                    "to share it",
-                    "learner-with-generator",
-                )
-        if self.address not in ("", "auto", "local") and ":" not in self.address:
-            message = (
-                f"cluster.address = '{self.address}' is no address; write HOST:PORT, or 'auto'"
-            )
-            raise RuleError(message, "no-address")
-        return self
+    def rules(self, broken: Rules) -> None:
+        """Check that each role has one place, and that roles may share it."""
+        places = Counter(role for process in self.processes for role in process.roles)
+        twice = next((role for role, n in places.items() if n > 1), "")
+        broken["role-placed-twice"] = twice and (
+            f"cluster.processes: '{twice}' has {places[twice]} places; name it once"
+        )
+        kinds = [(Counter(role.split()[0] for role in p.roles), p.ranks) for p in self.processes]
+        broken["generators-share-process"] = any(roles["generator"] > 1 for roles, _ in kinds) and (
+            "cluster.processes: two generators in one process take turns and gain nothing; "
+            "lower rollout.engines, or give each a process"
+        )
+        both = any(roles.keys() >= {LEARNER, "generator"} and n == 1 for roles, n in kinds)
+        broken["learner-with-generator"] = both and (
+            "cluster.processes: learner and generator in one process is what runtime = "
+            "'inline' does; give them processes of their own, on one device where they are "
+            "to share it"
+        )
+        known = self.address in ("", "auto", "local") or ":" in self.address
+        broken["no-address"] = not known and (
+            f"cluster.address = '{self.address}' is no address; write HOST:PORT, or 'auto'"
+        )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
-
-from pydantic import model_validator
+from typing import Literal
 
 from stretto.config.algorithm import ALGORITHMS, AlgorithmConfig
 from stretto.config.cluster import LEARNER, ClusterConfig
@@ -18,12 +16,13 @@ from stretto.config.sections import (
     PositiveInt,
     RewardConfig,
     RolloutConfig,
+    Rules,
     Section,
     Seed,
     TaskConfig,
 )
 from stretto.config.training import PipelineConfig, TrainingConfig
-from stretto.errors import ConfigError, RuleError
+from stretto.errors import ConfigError
 
 
 class Config(Section):
@@ -118,125 +117,97 @@ class Config(Section):
                 "too-few-positions",
             )
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def rules(self, broken: Rules) -> None:
+        """Check that the sections fit each other."""
         r = self.rollout
-        if r.temperature == 0:
-            raise RuleError(
-                "rollout.temperature is 0: greedy decoding has no log-probabilities to train on; "
-                "use a temperature above 0 (greedy is what 'stretto eval' does)",
-                "greedy-training",
-            )
-        if r.top_k or r.top_p < 1:
-            raise RuleError(
-                f"rollout.top_k = {r.top_k} and top_p = {r.top_p}: truncated sampling is refused in "
-                "training, as the learner's log-probabilities are of the full distribution; "
-                "set top_k = 0 and top_p = 1",
-                "truncated-sampling",
-            )
-        self.schedule.check(r.batch)
-        if self.schedule.asks_to_migrate and r.engines == 1:
-            raise RuleError(
-                f"schedule.migrate = {self.schedule.migrate!r} moves responses between engines, and "
-                "rollout.engines is 1; raise that, or set migrate = 'off'",
-                "migrate-with-one-engine",
-            )
-        if self.critic.init == "reward" and not self.reward.models:
-            raise RuleError(
-                "critic.init = 'reward' needs a reward model, and reward.sources has none; "
-                "add 'model:NAME' to reward.sources, or set critic.init = 'actor'",
-                "critic-without-reward-model",
-            )
+        broken["greedy-training"] = r.temperature == 0 and (
+            "rollout.temperature is 0: greedy decoding has no log-probabilities to train on; "
+            "use a temperature above 0 (greedy is what 'stretto eval' does)"
+        )
+        broken["truncated-sampling"] = (r.top_k or r.top_p < 1) and (
+            f"rollout.top_k = {r.top_k} and top_p = {r.top_p}: truncated sampling is refused in "
+            "training, as the learner's log-probabilities are of the full distribution; "
+            "set top_k = 0 and top_p = 1"
+        )
+        broken |= self.schedule.overcommit_rules(r.batch)
+        broken["migrate-with-one-engine"] = (self.schedule.asks_to_migrate and r.engines == 1) and (
+            f"schedule.migrate = {self.schedule.migrate!r} moves responses between engines, and "
+            "rollout.engines is 1; raise that, or set migrate = 'off'"
+        )
+        unrewarded = self.critic.init == "reward" and not self.reward.models
+        broken["critic-without-reward-model"] = unrewarded and (
+            "critic.init = 'reward' needs a reward model, and reward.sources has none; "
+            "add 'model:NAME' to reward.sources, or set critic.init = 'actor'"
+        )
         several = [p for p in self.cluster.processes if p.ranks > 1]
-        if several and self.runtime == "inline":
-            raise RuleError(
-                f"cluster.processes: fsdp = {several[0].fsdp} and tp = {several[0].tp} ask for "
-                "processes, and runtime = 'inline' has none; set runtime = 'local' or 'ray'",
-                "ranks-without-processes",
-            )
+        broken["ranks-without-processes"] = (several and self.runtime == "inline") and (
+            f"cluster.processes: fsdp = {several[0].fsdp} and tp = {several[0].tp} ask for "
+            "processes, and runtime = 'inline' has none; set runtime = 'local' or 'ray'"
+        )
         if r.engine == "vllm":
-            self._check_vllm()
-        self._check_algorithm()
+            self._vllm_rules(broken)
+        self._algorithm_rules(broken)
         if self.pipeline.ranks:
-            self._check_pipeline()
-        return self
+            self._pipeline_rules(broken)
 
-    def _check_vllm(self) -> None:
-        if self.runtime == "inline":
-            raise RuleError(
-                "rollout.engine = 'vllm' needs processes of its own, as vLLM decides about the "
-                "threads of the one it is in, and runtime = 'inline' has none; set runtime = "
-                "'local' (--runtime local)",
-                "vllm-without-processes",
-            )
-        beside = [p for p in self.cluster.processes if LEARNER in p.roles and len(p.roles) > 1]
-        if any(role.startswith("generator") for p in beside for role in p.roles):
-            raise RuleError(
-                "cluster.processes: generators in the learner's processes read its weights where "
-                "they are, and vLLM has weights of its own; give it processes of its own, on the "
-                "same devices where they are to share them",
-                "vllm-beside-learner",
-            )
+    def _vllm_rules(self, broken: Rules) -> None:
+        broken["vllm-without-processes"] = self.runtime == "inline" and (
+            "rollout.engine = 'vllm' needs processes of its own, as vLLM decides about the "
+            "threads of the one it is in, and runtime = 'inline' has none; set runtime = "
+            "'local' (--runtime local)"
+        )
+        beside = [p.roles for p in self.cluster.processes if LEARNER in p.roles]
+        generates = any(role.startswith("generator") for roles in beside for role in roles)
+        broken["vllm-beside-learner"] = generates and (
+            "cluster.processes: generators in the learner's processes read its weights where "
+            "they are, and vLLM has weights of its own; give it processes of its own, on the "
+            "same devices where they are to share them"
+        )
 
-    def _check_algorithm(self) -> None:
+    def _algorithm_rules(self, broken: Rules) -> None:
         a, r, minibatches = self.algorithm, self.rollout, self.training.minibatches
-        if a.kl_target and r.batch >= 5 * a.kl_horizon:
-            raise RuleError(
-                f"algorithm.kl_horizon = {a.kl_horizon} is for steps of less than "
-                f"{5 * a.kl_horizon} responses: the adaptive beta moves by up to a fifth of itself "
-                f"a horizon, and rollout.batch = {r.batch} would take it to zero or below; raise "
-                "kl_horizon",
-                "kl-horizon-too-short",
-            )
-        if r.batch % minibatches:
-            raise RuleError(
-                f"rollout.batch = {r.batch} does not split into training.minibatches = "
-                f"{minibatches} equal parts; choose a divisor",
-                "minibatches-not-divisor",
-            )
-        if r.samples_per_prompt < a.definition.group:
-            raise RuleError(
-                f"algorithm.name = '{a.name}' compares the responses to one prompt and needs "
-                f"rollout.samples_per_prompt of at least {a.definition.group}; got "
-                f"{r.samples_per_prompt}",
-                "group-too-small",
-            )
+        broken["kl-horizon-too-short"] = (a.kl_target and r.batch >= 5 * a.kl_horizon) and (
+            f"algorithm.kl_horizon = {a.kl_horizon} is for steps of less than "
+            f"{5 * a.kl_horizon} responses: the adaptive beta moves by up to a fifth of itself "
+            f"a horizon, and rollout.batch = {r.batch} would take it to zero or below; raise "
+            "kl_horizon"
+        )
+        broken["minibatches-not-divisor"] = r.batch % minibatches and (
+            f"rollout.batch = {r.batch} does not split into training.minibatches = "
+            f"{minibatches} equal parts; choose a divisor"
+        )
+        needs = a.definition
+        broken["group-too-small"] = r.samples_per_prompt < needs.group and (
+            f"algorithm.name = '{a.name}' compares the responses to one prompt and needs "
+            f"rollout.samples_per_prompt of at least {needs.group}; got {r.samples_per_prompt}"
+        )
         groups = r.batch // r.samples_per_prompt
-        if a.definition.per_group and minibatches > groups:
-            raise RuleError(
-                f"'{a.name}' trains on one of each prompt's responses, or on one pair, and "
-                f"training.minibatches = {minibatches} splits {groups} prompts; lower it to "
-                f"{groups} or less",
-                "minibatches-beyond-groups",
-            )
-        if self.critic.freeze_steps and not a.definition.critic:
-            raise RuleError(
-                f"critic.freeze_steps = {self.critic.freeze_steps} trains the critic alone, and "
-                f"'{a.name}' has none; set it to 0",
-                "freeze-without-critic",
-            )
+        broken["minibatches-beyond-groups"] = (needs.per_group and minibatches > groups) and (
+            f"'{a.name}' trains on one of each prompt's responses, or on one pair, and "
+            f"training.minibatches = {minibatches} splits {groups} prompts; lower it to "
+            f"{groups} or less"
+        )
+        frozen = self.critic.freeze_steps
+        broken["freeze-without-critic"] = (frozen and not needs.critic) and (
+            f"critic.freeze_steps = {frozen} trains the critic alone, and '{a.name}' has none; "
+            "set it to 0"
+        )
 
-    def _check_pipeline(self) -> None:
+    def _pipeline_rules(self, broken: Rules) -> None:
         p, minibatches = self.pipeline, self.training.minibatches
-        if not self.algorithm.definition.critic:
-            raise RuleError(
-                f"pipeline.ranks = {p.ranks} trains an actor and a critic in pipelines that fill "
-                f"each other's bubbles, and '{self.algorithm.name}' has no critic; set "
-                "pipeline.ranks = 0, or algorithm.name = 'ppo'",
-                "pipeline-without-critic",
-            )
-        if self.model.trust_remote_code:
-            raise RuleError(
-                f"pipeline.ranks = {p.ranks} sends stages of the model to other processes, which "
-                "cannot be done with model.trust_remote_code, as its code is known to this one "
-                "alone; set one of them to 0 or false",
-                "pipeline-with-remote-code",
-            )
+        broken["pipeline-without-critic"] = not self.algorithm.definition.critic and (
+            f"pipeline.ranks = {p.ranks} trains an actor and a critic in pipelines that fill "
+            f"each other's bubbles, and '{self.algorithm.name}' has no critic; set "
+            "pipeline.ranks = 0, or algorithm.name = 'ppo'"
+        )
+        broken["pipeline-with-remote-code"] = self.model.trust_remote_code and (
+            f"pipeline.ranks = {p.ranks} sends stages of the model to other processes, which "
+            "cannot be done with model.trust_remote_code, as its code is known to this one "
+            "alone; set one of them to 0 or false"
+        )
         needed, responses = p.micro_batches or p.multiple, self.rollout.batch // minibatches
-        if responses < needed:
-            raise RuleError(
-                f"a mini-batch has {responses} responses (rollout.batch / training.minibatches), "
-                f"and the pipelines ask for {needed} micro-batches; raise rollout.batch, or lower "
-                "training.minibatches or pipeline.micro_batches",
-                "fewer-responses-than-micro-batches",
-            )
+        broken["fewer-responses-than-micro-batches"] = responses < needed and (
+            f"a mini-batch has {responses} responses (rollout.batch / training.minibatches), "
+            f"and the pipelines ask for {needed} micro-batches; raise rollout.batch, or lower "
+            "training.minibatches or pipeline.micro_batches"
+        )

@@ -12,8 +12,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from stretto.config.sections import Fraction, NonNegativeInt, Positive, PositiveInt, Section
-from stretto.errors import RuleError
+from stretto.config.sections import (
+    Fraction,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    Rules,
+    Section,
+)
 
 ScoreOn = Literal["batch", "rollout", "chunk"]
 PresetName = Literal["sync", "oppo", "async", "rlhfuse", "stretto"]
@@ -291,34 +297,30 @@ class ScheduleConfig(Section):
         half = self.largest_overcommit(batch) // 2
         return self.overcommit_start or max(half, self.overcommit_min)
 
-    def check(self, batch: int) -> None:
-        """Raise RuleError if the bounds of delta do not fit each other or the batch."""
+    def overcommit_rules(self, batch: int) -> Rules:
+        """Return the rules for the bounds of delta with so many responses a step."""
+        broken: Rules = {}
         low, high = self.overcommit_min, self.overcommit_max or batch
-        if low > high:
-            raise RuleError(
-                f"schedule.overcommit_min = {low} is above the largest delta, {high} "
-                "(schedule.overcommit_max, or else the batch); lower it",
-                "overcommit-min",
-            )
+        broken["overcommit-min"] = low > high and (
+            f"schedule.overcommit_min = {low} is above the largest delta, {high} "
+            "(schedule.overcommit_max, or else the batch); lower it"
+        )
         start = self.overcommit_start or high
-        if not low <= start <= high:
-            raise RuleError(
-                f"schedule.overcommit_start = {start} is not between the smallest delta, {low} "
-                f"(schedule.overcommit_min), and the largest, {high} (schedule.overcommit_max, or "
-                "else the batch); choose one between them, or 0",
-                "overcommit-start",
-            )
-        delta, round_size = self.largest_overcommit(batch), batch * self.weight_sync_interval
-        if delta > self.max_carries * round_size:
-            name = "overcommit_max" if self.knobs.overcommit == "auto" else "overcommit"
-            raise RuleError(
-                f"schedule.{name} = {delta} and schedule.max_carries = {self.max_carries} "
-                f"contradict each other: with {round_size} responses between two weight syncs, "
-                f"the last of {delta} more are carried {-(-delta // round_size)} times; "
-                f"lower schedule.{name} to {self.max_carries * round_size}, or raise "
-                "schedule.max_carries",
-                "overcommit-beyond-carries",
-            )
+        broken["overcommit-start"] = not low <= start <= high and (
+            f"schedule.overcommit_start = {start} is not between the smallest delta, {low} "
+            f"(schedule.overcommit_min), and the largest, {high} (schedule.overcommit_max, or "
+            "else the batch); choose one between them, or 0"
+        )
+        size, carries = batch * self.weight_sync_interval, self.max_carries
+        delta = self.largest_overcommit(batch)
+        name = "overcommit_max" if self.knobs.overcommit == "auto" else "overcommit"
+        broken["overcommit-beyond-carries"] = delta > carries * size and (
+            f"schedule.{name} = {delta} and schedule.max_carries = {carries} contradict each "
+            f"other: with {size} responses between two weight syncs, the last of {delta} more are "
+            f"carried {-(-delta // size)} times; lower schedule.{name} to {carries * size}, or "
+            "raise schedule.max_carries"
+        )
+        return broken
 
     @property
     def remarks(self) -> list[str]:

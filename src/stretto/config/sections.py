@@ -20,6 +20,9 @@ LARGEST_SEED = 2**63 - 1
 """TOML's largest integer, which torch and numpy take as well."""
 Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED)]
 
+Rules = dict[str, object]
+"""Rules between settings by their codes: the message of a broken one, something false for others."""
+
 
 class Section(BaseModel):
     """A group of settings: immutable, no unknown keys."""
@@ -31,6 +34,23 @@ class Section(BaseModel):
     def is_set(self, key: str) -> bool:
         """Return whether a setting of this section has another value than its default."""
         return bool(getattr(self, key) != type(self).model_fields[key].default)
+
+    def rules(self, broken: Rules) -> None:
+        """Note the rules between settings by their codes: the message of a rule that is broken."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        broken: Rules = {}
+        self.rules(broken)
+        refuse(broken)
+        return self
+
+
+def refuse(broken: Rules) -> None:
+    """Raise RuleError for the first rule that is broken."""
+    for code, message in broken.items():
+        if message:
+            raise RuleError(str(message), code)
 
 
 def subsection(section: type[Section], key: str) -> type[Section] | None:
@@ -113,16 +133,15 @@ class TaskConfig(Section):
 
     @field_validator("held_out", mode="before")
     @classmethod
-    def _check_held_out(cls, value: Any) -> Any:
-        if value == "":  # how earlier versions wrote it
-            return 0.0
-        if isinstance(value, int | float) and not 0 <= value < 1:
-            raise RuleError(
-                f"task.held_out = {value}: a share of the prompts must be 0 or more and less than "
-                "1, as training needs the rest; for rows of their own, name a file or a split",
-                "held-out-share",
-            )
-        return value
+    def _no_rows(cls, value: Any) -> Any:
+        return value or 0.0  # earlier versions wrote ''
+
+    def rules(self, broken: Rules) -> None:
+        """Check that a share of the prompts leaves some to train on."""
+        broken["held-out-share"] = not 0 <= self.held_out_share < 1 and (
+            f"task.held_out = {self.held_out}: a share of the prompts must be 0 or more and less "
+            "than 1, as training needs the rest; for rows of their own, name a file or a split"
+        )
 
     @property
     def is_procedural(self) -> bool:
@@ -217,21 +236,18 @@ class RewardConfig(Section):
         weights = self.weights or (1.0,) * len(self.sources)
         return dict(zip(self.sources, weights, strict=True))
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if not self.sources:
-            message = "reward.sources is empty; name at least one, such as 'task'"
-            raise RuleError(message, "no-reward-source")
-        if len(set(self.sources)) != len(self.sources):
-            message = f"reward.sources names one twice: {self.sources}; use weights instead"
-            raise RuleError(message, "reward-source-twice")
-        if self.weights and len(self.weights) != len(self.sources):
-            raise RuleError(
-                f"reward.weights has {len(self.weights)} numbers for {len(self.sources)} sources; "
-                "give one a source, or none",
-                "reward-weights-count",
-            )
-        return self
+    def rules(self, broken: Rules) -> None:
+        """Check the sources and their weights."""
+        broken["no-reward-source"] = not self.sources and (
+            "reward.sources is empty; name at least one, such as 'task'"
+        )
+        broken["reward-source-twice"] = len(set(self.sources)) != len(self.sources) and (
+            f"reward.sources names one twice: {self.sources}; use weights instead"
+        )
+        weights, sources = len(self.weights), len(self.sources)
+        broken["reward-weights-count"] = weights not in (0, sources) and (
+            f"reward.weights has {weights} numbers for {sources} sources; give one a source, or none"
+        )
 
 
 class RolloutConfig(Section):
@@ -267,26 +283,20 @@ class RolloutConfig(Section):
         """Whether decode steps are replayed as CUDA graphs, on CUDA."""
         return bool(self.engine_args.get("cuda_graphs", True))
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.batch % self.samples_per_prompt:
-            raise RuleError(
-                f"rollout.batch counts responses and must be a multiple of samples_per_prompt; "
-                f"got {self.batch} and {self.samples_per_prompt}",
-                "batch-not-groups",
-            )
-        if self.engine == "torch" and (unknown := set(self.engine_args) - {"cuda_graphs"}):
-            raise RuleError(
-                f"rollout.engine_args names '{min(unknown)}', and Stretto's own engine knows "
-                "cuda_graphs alone; leave it out, or set rollout.engine = 'vllm'",
-                "unknown-engine-argument",
-            )
-        if "" in self.stop:
-            raise RuleError(
-                "an empty string in rollout.stop would end every response at once; leave it out",
-                "empty-stop-string",
-            )
-        return self
+    def rules(self, broken: Rules) -> None:
+        """Check what generation can do by itself."""
+        broken["batch-not-groups"] = self.batch % self.samples_per_prompt and (
+            f"rollout.batch counts responses and must be a multiple of samples_per_prompt; "
+            f"got {self.batch} and {self.samples_per_prompt}"
+        )
+        unknown = set(self.engine_args) - {"cuda_graphs"} if self.engine == "torch" else ()
+        broken["unknown-engine-argument"] = unknown and (
+            f"rollout.engine_args names '{min(unknown)}', and Stretto's own engine knows "
+            "cuda_graphs alone; leave it out, or set rollout.engine = 'vllm'"
+        )
+        broken["empty-stop-string"] = "" in self.stop and (
+            "an empty string in rollout.stop would end every response at once; leave it out"
+        )
 
 
 class ObserveConfig(Section):

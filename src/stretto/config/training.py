@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from stretto.config.sections import (
     Fraction,
@@ -15,10 +15,10 @@ from stretto.config.sections import (
     ObserveConfig,
     Positive,
     PositiveInt,
+    Rules,
     Section,
     Seed,
 )
-from stretto.errors import RuleError
 
 Trained = Literal["actor", "critic"]
 
@@ -104,31 +104,24 @@ class PipelineConfig(Section):
         """Divisor that the number of micro-batches must have, so that pipelines share evenly."""
         return math.lcm(self.pipelines("actor"), self.pipelines("critic"))
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if not self.ranks:
-            return self
-        if self.ranks == 1:
-            raise RuleError(
-                "pipeline.ranks = 1 makes one stage of a model, which is no pipeline; set it to 2 or "
-                "more, or to 0 to train in this process",
-                "one-pipeline-rank",
-            )
-        for model, stages in (("actor", self.actor_stages), ("critic", self.critic_stages)):
-            if stages and self.ranks % stages:
-                raise RuleError(
-                    f"pipeline.{model}_stages = {stages} does not divide pipeline.ranks = "
-                    f"{self.ranks}; choose a divisor, or 0 for as many as ranks",
-                    "stages-not-divisor",
-                )
-        if self.micro_batches % self.multiple:
-            raise RuleError(
-                f"pipeline.micro_batches = {self.micro_batches} cannot be shared evenly by "
-                f"{self.pipelines('actor')} pipelines of the actor and {self.pipelines('critic')} "
-                f"of the critic; choose a multiple of {self.multiple}, or 0",
-                "micro-batches-not-multiple",
-            )
-        return self
+    def rules(self, broken: Rules) -> None:
+        """Check that stages and micro-batches divide evenly."""
+        broken["one-pipeline-rank"] = self.ranks == 1 and (
+            "pipeline.ranks = 1 makes one stage of a model, which is no pipeline; set it to 2 or "
+            "more, or to 0 to train in this process"
+        )
+        models: tuple[Trained, Trained] = ("actor", "critic")
+        uneven = [m for m in models if self.ranks and self.ranks % self.stages(m)]
+        broken["stages-not-divisor"] = uneven and (
+            f"pipeline.{uneven[0]}_stages = {self.stages(uneven[0])} does not divide "
+            f"pipeline.ranks = {self.ranks}; choose a divisor, or 0 for as many as ranks"
+        )
+        shares = self.ranks and not uneven
+        broken["micro-batches-not-multiple"] = (shares and self.micro_batches % self.multiple) and (
+            f"pipeline.micro_batches = {self.micro_batches} cannot be shared evenly by "
+            f"{self.pipelines('actor')} pipelines of the actor and {self.pipelines('critic')} "
+            f"of the critic; choose a multiple of {self.multiple}, or 0"
+        )
 
 
 _WITHOUT_EFFECT = ("samples", "checkpoint_minutes", "checkpoint_every")
@@ -155,15 +148,12 @@ class RowsConfig(Section):
     system: str = ""
     """System message put before the prompt; text prompts then become conversations."""
 
-    @model_validator(mode="after")
-    def _check_chat(self) -> Self:
-        if self.system and self.chat == "off":
-            raise RuleError(
-                "data.system is set, and data.chat = 'off': a system message takes a chat "
-                "template; set data.chat to 'auto', or data.system to ''",
-                "system-without-chat",
-            )
-        return self
+    def rules(self, broken: Rules) -> None:
+        """Check that a system message can be put before prompts."""
+        broken["system-without-chat"] = (self.system and self.chat == "off") and (
+            "data.system is set, and data.chat = 'off': a system message takes a chat "
+            "template; set data.chat to 'auto', or data.system to ''"
+        )
 
 
 class DemonstrationsConfig(RowsConfig):
@@ -219,21 +209,17 @@ class SupervisedConfig(Section):
     training: SupervisedTrainingConfig = SupervisedTrainingConfig()
     observe: ObserveConfig = ObserveConfig()
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.steps and self.training.epochs != 1:
-            raise RuleError(
-                f"steps = {self.steps} and training.epochs = {self.training.epochs} both say how "
-                "long to train; set one of them (steps = 0 takes whole epochs)",
-                "steps-and-epochs",
-            )
-        if idle := next(filter(self.observe.is_set, _WITHOUT_EFFECT), None):
-            raise RuleError(
-                f"observe.{idle} = {getattr(self.observe, idle)} has no effect in supervised "
-                "training, which draws no samples and writes no checkpoints; leave it out",
-                "setting-without-effect",
-            )
-        return self
+    def rules(self, broken: Rules) -> None:
+        """Check that one setting says how long to train, and that all have an effect."""
+        broken["steps-and-epochs"] = (self.steps and self.training.epochs != 1) and (
+            f"steps = {self.steps} and training.epochs = {self.training.epochs} both say how "
+            "long to train; set one of them (steps = 0 takes whole epochs)"
+        )
+        idle = next(filter(self.observe.is_set, _WITHOUT_EFFECT), "")
+        broken["setting-without-effect"] = idle and (
+            f"observe.{idle} = {getattr(self.observe, idle)} has no effect in supervised "
+            "training, which draws no samples and writes no checkpoints; leave it out"
+        )
 
 
 class SftConfig(SupervisedConfig):

@@ -19,6 +19,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from stretto.assembly.controls import Migrating
 from stretto.config import NonNegative, NonNegativeInt, PositiveInt, ScheduleConfig, Section, Seed
+from stretto.config.sections import refuse
 from stretto.errors import ConfigError
 from stretto.runtime.sim.costs import (
     DriverCost,
@@ -229,7 +230,7 @@ class Cluster(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        self.schedule.check(self.workload.batch)
+        refuse(self.schedule.overcommit_rules(self.workload.batch))
         if self.schedule.asks_to_migrate and len(self.generators) == 1:
             raise ValueError(
                 f"schedule.migrate = {self.schedule.migrate!r} moves responses between generators, "
