@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from packaging.version import Version
@@ -45,6 +46,7 @@ from stretto.observe.report import evaluations
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.responses import response_text
 from stretto.tasks.prompts import PromptSource
+from stretto.types import Score
 
 SAMPLES = 9
 BOS = 257  # of the byte tokenizer; it ends turns in some tests
@@ -384,7 +386,13 @@ def test_what_cannot_be_measured_is_refused_before_sampling(
 def test_a_score_that_is_no_number_stops_the_comparison(
     config: Config, policy: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("stretto.evaluation.gold.score_all", lambda *_: [math.nan] * 3)
+    class NoNumbers:
+        def admit(self, responses: Any) -> None: ...
+
+        def finish(self, ids: list[int]) -> list[Score]:
+            return [Score(i, "task", "reward", np.array([math.nan], np.float32)) for i in ids]
+
+    monkeypatch.setattr("stretto.evaluation.gold.open_function", lambda *_: NoNumbers())
     with raises(RewardError, "reward-not-finite", "nan"):
         evaluation.measure(config, policy=str(policy), samples=3, by="task")
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import stretto
 from raising import raises
-from stretto import evaluation, runs, tasks
+from stretto import runs, tasks
 from stretto.config import Config, TaskConfig, recipes
 from stretto.errors import ConfigError, TaskError
 from stretto.evaluation.rows import measured_on, questions
@@ -31,13 +32,13 @@ def sums(**task: Any) -> Config:
     return Config.model_validate({**small, "task": {"settings": SUMS} | task})
 
 
-def asked(
-    config: Config, count: int = 200, trained: Config | None = None
-) -> evaluation.rows.Questions:
+def asked(config: Config, count: int = 200, trained: Config | None = None) -> SimpleNamespace:
+    """The prompts of an evaluation, and the facts about them."""
     read = measured_on(config)
     task = tasks.load(read.task, read.seed)
     source = PromptSource(task, read.task, byte_tokenizer(), read.seed)
-    return questions(read, source, count, trained or config)
+    prompts, facts = questions(read, source, count, trained or config)
+    return SimpleNamespace(prompts=prompts, **facts)
 
 
 def rows_file(path: Path, texts: list[str]) -> str:
@@ -203,7 +204,7 @@ def test_each_prompt_that_is_held_out_is_asked_once(seed: int) -> None:
     assert found.rows == f"chain_sum, seed {seed + 1000}; the 25% of its prompts that are held out"
     assert len(asked(config, 10).prompts) == 10
     without = sums().model_copy(update={"seed": seed})
-    assert asked(config, trained=without).overlap > 0.9  # type: ignore[operator]
+    assert asked(config, trained=without).overlap > 0.9
 
 
 def test_the_overlap_is_with_what_a_run_draws_and_not_with_all_rows(tmp_path: Path) -> None:

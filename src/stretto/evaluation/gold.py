@@ -8,33 +8,29 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pvariance
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from stretto import tasks
 from stretto.assembly.models import load_reward_model
 from stretto.assembly.roles import open_function, reward_scorer
 from stretto.config import Config
 from stretto.config.sections import ModelSource, TaskSource, reward_source
-from stretto.errors import ConfigError, ModelError, RewardError, TaskError
+from stretto.errors import ConfigError, RewardError, TaskError
+from stretto.models.load import load_config
 from stretto.observe.progress import on_stderr
 from stretto.saying import working
 from stretto.schedules.rollout import Rollout
+from stretto.scoring.functions import FunctionScorer
+from stretto.scoring.models import RewardModelScorer
 from stretto.tasks.base import INDEX_KEY
-from stretto.types import FinishReason, Prompt, Response, Score
+from stretto.types import FinishReason, Prompt, Score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class WholeScorer(Protocol):
-    """A scorer of finished rollouts."""
-
-    def admit(self, responses: Sequence[Response]) -> None:
-        """Take in responses that will be scored."""
-
-    def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]:
-        """Return the scores of these rollouts, in the order asked."""
-        ...
+Gold = FunctionScorer | RewardModelScorer
+"""A source of rewards that scores whole responses."""
 
 
 def open_gold(
@@ -44,14 +40,13 @@ def open_gold(
     tokenizer: PreTrainedTokenizerBase,
     stack: ExitStack,
     ends: frozenset[int] = frozenset(),
-) -> WholeScorer:
-    """Open a source of rewards, to score whole responses.
+) -> Gold:
+    """Open a source of rewards: 'task', 'file.py:name' or 'model:NAME'.
 
     Args:
-        source: as in ``reward.sources``: 'task', 'file.py:name' or 'model:NAME'.
         config: settings of task and models, and of the time that functions may take.
         columns: of the dataset that the prompts are of.
-        ends: tokens with which responses end that are given, see :func:`as_rollout`.
+        ends: tokens with which given responses end, see :func:`as_rollout`.
 
     Raises:
         ConfigError: the source has another form, or its function cannot be found or used.
@@ -71,55 +66,47 @@ def open_gold(
     return open_function(parsed, config, columns, tokenizer, stack)
 
 
-def score_all(scorer: WholeScorer, rollouts: Sequence[Rollout], batch: int) -> list[float]:
+def score_all(gold: Gold, rollouts: Sequence[Rollout], batch: int) -> list[float]:
     """Return the score of each rollout; asked in batches, as a function's time limit is for one.
 
-    Raises RewardError if the source failed on one, or does not apply to one.
+    Raises RewardError if the source failed on a response, or gave no finite number.
     """
-    values = []
+    values = list[float]()
     with working(on_stderr, "scoring responses", len(rollouts)) as advance:
         for start in range(0, len(rollouts), batch):
             part = rollouts[start : start + batch]
-            scorer.admit([r.response(text=True) for r in part])
-            values += [_number(score) for score in scorer.finish([r.id for r in part])]
+            gold.admit([r.response(text=True) for r in part])
+            values += map(_number, gold.finish([r.id for r in part]), part)
             advance(len(part))
     return values
 
 
-def _number(score: Score) -> float:
+def _number(score: Score, rollout: Rollout) -> float:
+    value = score.scalar
     if score.failure:
-        raise RewardError(score.failure, [score.rollout_id], "reward-failed")
-    if score.scalar is None:
-        raise RewardError(
-            f"'{score.source}' gave None for response {score.rollout_id}, so it does not "
-            "apply there; here every response needs a number",
-            [score.rollout_id],
-            "reward-without-number",
+        message, code = score.failure, "reward-failed"
+    elif value is None:
+        code = "reward-without-number"
+        message = (
+            f"'{score.source}' gave None for response {rollout.id}, so it does not apply there; "
+            "here every response needs a number"
         )
-    return score.scalar
-
-
-def gold_scores(
-    gold: WholeScorer, source: str, rollouts: Sequence[Rollout], batch: int
-) -> list[float]:
-    """Return one number a response, as :func:`score_all`; RewardError if one is not finite."""
-    scores = score_all(gold, rollouts, batch)
-    for rollout, score in zip(rollouts, scores, strict=True):
-        if not math.isfinite(score):
-            raise RewardError(
-                f"'{source}' gives {score} for the response to prompt {rollout.prompt.id} "
-                f"({rollout.prompt.text[:200]!r}), and scores are compared; correct the source",
-                [rollout.id],
-                "reward-not-finite",
-            )
-    return scores
+    elif not math.isfinite(value):
+        code = "reward-not-finite"
+        message = (
+            f"'{score.source}' gives {value} for the response to prompt {rollout.prompt.id} "
+            f"({rollout.prompt.text[:200]!r}), and scores are compared; correct the source"
+        )
+    else:
+        return value
+    raise RewardError(message, [rollout.id], code)
 
 
 def as_rollout(number: int, prompt: Prompt, tokens: Sequence[int]) -> Rollout:
-    """Return a response that was given, as if it had been sampled whole.
+    """Return a given response as if it had been sampled whole.
 
-    Its finish reason is not 'stop' for one purpose: stopped responses are cut at the first stop
-    string, and one inside a given text belongs to it.
+    Its finish reason is not 'stop', as stopped responses are cut at the first stop string, and one
+    inside a given text belongs to it.
     """
     return Rollout(number, prompt, number, list(tokens), finish=FinishReason.LENGTH)
 
@@ -129,24 +116,16 @@ def end_tokens_of(
 ) -> frozenset[int]:
     """Return the tokens that end a response of a checkpoint's model, known without its weights.
 
-    They are those at which an engine stops, :func:`~stretto.models.load.end_token_ids` of the
-    loaded model. Raises ModelError if the config cannot be read.
+    An engine stops at them: they are :func:`~stretto.models.load.end_token_ids` of the loaded
+    model. Raises ModelError if the config cannot be read.
     """
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
     config: Any
     try:
         config = GenerationConfig.from_pretrained(str(path))
     except OSError:  # it has none: transformers then takes the model's config for it
-        try:
-            whole = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
-            config = whole.get_text_config(decoder=True)
-        except (OSError, ValueError) as error:
-            raise ModelError(
-                f"cannot read the config of '{path}': {error}. Give a folder with config.json, or "
-                "a hub name as owner/name",
-                "unreadable-config",
-            ) from error
+        config = load_config(path, trust_remote_code).get_text_config(decoder=True)
     named: Any = getattr(config, "eos_token_id", None)
     own: Any = tokenizer.eos_token_id
     ids = [*(named if isinstance(named, list) else [named]), own]

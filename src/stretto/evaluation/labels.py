@@ -23,7 +23,7 @@ from stretto.config import Config, PairsConfig, RewardModelConfig
 from stretto.config.sections import ModelSource, reward_source
 from stretto.errors import ConfigError, TaskError
 from stretto.evaluation.answers import answer, of_model, open_engine
-from stretto.evaluation.gold import as_rollout, end_tokens_of, gold_scores, open_gold
+from stretto.evaluation.gold import as_rollout, end_tokens_of, open_gold, score_all
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
 from stretto.models.tiny import byte_tokenizer
@@ -128,7 +128,7 @@ def label_pairs(
     columns = readable[0][0].data.keys()
     with ExitStack() as stack:
         gold = open_gold(by, run, columns, tokenizer, stack)
-        scores = iter(gold_scores(gold, by, rollouts, run.rollout.batch))
+        scores = iter(score_all(gold, rollouts, run.rollout.batch))
     found = [
         _labelled(row, [next(scores) for _ in row.responses], config.data) for row, _, _ in readable
     ]
@@ -172,7 +172,7 @@ def label_responses(
         engine, _ = open_engine(config, tokenizer)
         rollouts = answer(engine, source.first(prompts), per_prompt)
         ended = [r for r in rollouts if r.finish is FinishReason.STOP]
-        scores = gold_scores(gold, by, ended, config.rollout.batch)
+        scores = score_all(gold, ended, config.rollout.batch)
     by_id = {r.id: score for r, score in zip(ended, scores, strict=True)}
     kept, left_out = [], Counter[str]()
     for _, group in groupby(rollouts, key=lambda r: r.group):

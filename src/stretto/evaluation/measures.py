@@ -21,21 +21,11 @@ from stretto.assembly.parts import open_prompts
 from stretto.config import Config, RowsConfig
 from stretto.config.training import token_budget
 from stretto.errors import ConfigError
+from stretto.evaluation import gold
 from stretto.evaluation.answers import answer, of_model, open_engine
-from stretto.evaluation.gold import (
-    WholeScorer,
-    WinRate,
-    as_rollout,
-    compare,
-    end_tokens_of,
-    gold_scores,
-    open_gold,
-    reference_text,
-    score_all,
-    standard_error,
-)
+from stretto.evaluation.gold import Gold, WinRate, reference_text, score_all, standard_error
 from stretto.evaluation.llm import Judgement, LlmJudge, open_judge
-from stretto.evaluation.rows import Questions, measured_on, questions
+from stretto.evaluation.rows import measured_on, questions
 from stretto.models.backend import pick_device
 from stretto.models.forward import microbatches, output_head, response_hidden, response_tokens
 from stretto.models.load import load_tokenizer
@@ -47,7 +37,7 @@ from stretto.scoring.models import same_tokenizer
 from stretto.scoring.responses import response_text
 from stretto.tasks.base import RIGHT
 from stretto.tasks.responses import PromptLayout
-from stretto.types import FinishReason
+from stretto.types import FinishReason, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -153,14 +143,15 @@ def evaluate(
         prepare_torch(read.seed, read.threads)
         source = open_prompts(read, NO_OVERRIDES, on_stderr)
         columns = source.task.row(0).data.keys()
-        verifier = open_gold("task", read, columns, source.tokenizer, stack)
-        asked = questions(read, source, samples, trained or config)
+        verifier = gold.open_gold("task", read, columns, source.tokenizer, stack)
+        prompts, facts = questions(read, source, samples, trained or config)
         engine, _ = open_engine(read, source.tokenizer)
-        rollouts = answer(engine, asked.prompts)
+        rollouts = answer(engine, prompts)
         scores = score_all(verifier, rollouts, greedy.batch)
     right = [float(score >= RIGHT) for score in scores]
     return EvalResult(
-        **_sampled(asked, rollouts),
+        **facts,
+        **_sampled(rollouts),
         pass_at_1=fmean(right),
         pass_at_1_standard_error=standard_error(right),
         mean_score=fmean(scores),
@@ -204,16 +195,16 @@ def measure(
         prepare_torch(read.seed, read.threads)
         source = open_prompts(read, NO_OVERRIDES, on_stderr)
         tokenizer, task = source.tokenizer, source.task
-        ends = end_tokens_of(resolve(policy, on_stderr), tokenizer, trust)
+        ends = gold.end_tokens_of(resolve(policy, on_stderr), tokenizer, trust)
         first = task.row(0).data
         if sources or judge:  # the others are looked at when it is known which they are
             reference_text(task, {**first, tasks.INDEX_KEY: 0}, reference_column)
         if sft:
             _check_sft(sft, r.temperature, tokenizer, trust)
         ask = open_judge(judge) if judge else None
-        golds = {s: open_gold(s, read, first.keys(), tokenizer, stack, ends) for s in sources}
-        asked = questions(read, source, samples, trained or config)
-        own, sums = _answers(read, asked, tokenizer, sums=bool(sft))
+        golds = {s: gold.open_gold(s, read, first.keys(), tokenizer, stack, ends) for s in sources}
+        prompts, facts = questions(read, source, samples, trained or config)
+        own, sums = _answers(read, prompts, tokenizer, sums=bool(sft))
         texts = list[str]()
         if sources or judge:
             texts = [reference_text(task, each.prompt.data, reference_column) for each in own]
@@ -223,7 +214,8 @@ def measure(
             for each, text in zip(own, texts, strict=False)
         ]
         return Measured(
-            **_sampled(asked, own),
+            **facts,
+            **_sampled(own),
             temperature=r.temperature,
             win_rate=rates[0] if rates else None,
             win_rates=rates,
@@ -232,16 +224,11 @@ def measure(
         )
 
 
-def _sampled(asked: Questions, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+def _sampled(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     return {
-        "rows": asked.rows,
         "samples": len(rollouts),
-        "skipped": asked.skipped,
         "mean_tokens": fmean(map(len, rollouts)),
         "ended": fmean(r.finish is FinishReason.STOP for r in rollouts),
-        "distinct": asked.distinct,
-        "overlap": asked.overlap,
-        "seen": asked.seen,
     }
 
 
@@ -263,7 +250,7 @@ def _check_sft(
 
 
 def _win_rates(
-    golds: Mapping[str, WholeScorer],
+    golds: Mapping[str, Gold],
     own: Sequence[Rollout],
     texts: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
@@ -275,24 +262,24 @@ def _win_rates(
         return ()
     layout = PromptLayout(tokenizer, ends, RowsConfig())
     given = [
-        as_rollout(r.id, r.prompt, layout.response(r.prompt, text))
+        gold.as_rollout(r.id, r.prompt, layout.response(r.prompt, text))
         for r, text in zip(own, texts, strict=True)
     ]
     return tuple(
-        compare(by, gold_scores(gold, by, own, batch), gold_scores(gold, by, given, batch))
-        for by, gold in golds.items()
+        gold.compare(by, score_all(scorer, own, batch), score_all(scorer, given, batch))
+        for by, scorer in golds.items()
     )
 
 
 def _answers(
-    config: Config, asked: Questions, tokenizer: PreTrainedTokenizerBase, *, sums: bool
+    config: Config, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, *, sums: bool
 ) -> tuple[list[Rollout], list[float]]:
     """Return the policy's responses, and where asked their log-probabilities.
 
     The policy is then let go, which makes room for the SFT model.
     """
     engine, actor = open_engine(config, tokenizer)
-    rollouts = answer(engine, asked.prompts)
+    rollouts = answer(engine, prompts)
     del engine
     if not sums:
         return rollouts, []

@@ -5,10 +5,9 @@ Rows are told apart by what they ask (:mod:`stretto.tasks.base`), never by seed 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 from stretto.assembly.models import Overrides
 from stretto.assembly.parts import open_prompts
@@ -27,38 +26,6 @@ what training's rows ask: what holds a prompt out is ``task.held_out``."""
 PATIENCE = 2000
 """Rows of a procedural task (over the share held out) without a new prompt, after which it is taken
 to have no others. One of 200 equally frequent prompts is missed with a probability of 4e-5."""
-
-
-@dataclass(frozen=True, slots=True)
-class Questions:
-    """The prompts of an evaluation.
-
-    Attributes:
-        rows: what was read: a file, a hub dataset and its split, or a procedural task and its seed.
-        prompts: to answer; of a procedural task each one once, of other tasks as often as it is
-            there.
-        distinct: different prompts among them.
-        skipped: rows left out, as their prompts are longer than ``task.max_prompt_tokens``.
-        overlap: share of the prompts that training asks too; ``None`` where that is not known.
-        unknown: why the overlap is not known; empty if it is.
-    """
-
-    rows: str
-    prompts: Sequence[Prompt]
-    distinct: int
-    skipped: int
-    overlap: float | None
-    unknown: str = ""
-
-    @property
-    def seen(self) -> str:
-        """The overlap in words."""
-        if self.overlap is None:
-            return f"not known: {self.unknown}"
-        asked = round(self.overlap * len(self.prompts))
-        if not asked:
-            return f"none of {len(self.prompts)} prompts is asked in training"
-        return f"{asked} of {len(self.prompts)} prompts ({self.overlap:.1%}) are asked in training"
 
 
 def measured_on(config: Config) -> Config:
@@ -89,16 +56,19 @@ def describe_rows(read: Config) -> str:
     return f"{where}; the {share:.0%} of its prompts that are held out" if share else where
 
 
-def questions(read: Config, source: PromptSource, count: int, trained: Config) -> Questions:
+def questions(
+    read: Config, source: PromptSource, count: int, trained: Config
+) -> tuple[list[Prompt], dict[str, Any]]:
     """Return the first prompts of an evaluation, at most ``count``, in its seeded order.
+
+    A procedural task gives each prompt once, other tasks as often as it is there. Beside them are
+    the facts about them that an evaluation's result has. Raises TaskError if no row is held out, or
+    all prompts are longer than ``task.max_prompt_tokens``.
 
     Args:
         read: settings from :func:`measured_on`.
         source: their prompts.
         trained: settings of what the policy is, or is to be, trained on.
-
-    Raises TaskError if no row is held out, or all prompts are longer than
-    ``task.max_prompt_tokens``.
     """
     limit, share = read.task.max_prompt_tokens, read.task.held_out_share
     procedural, rows = read.task.is_procedural, len(source.task)
@@ -127,27 +97,24 @@ def questions(read: Config, source: PromptSource, count: int, trained: Config) -
             "few prompts are different. Raise it, or name rows of their own",
             "none-held-out",
         )
-    trained_on, unknown = _asked_in_training(trained, Overrides(tokenizer=source.tokenizer))
-    overlap = None
-    if trained_on is not None:
-        overlap = sum(asks in trained_on for asks in contents) / len(contents)
-    distinct, skipped = len(set(contents)), len(too_long)
-    return Questions(describe_rows(read), prompts, distinct, skipped, overlap, unknown)
+    facts = {"rows": describe_rows(read), "skipped": len(too_long), "distinct": len(set(contents))}
+    try:
+        seen = _asked_in_training(trained, Overrides(tokenizer=source.tokenizer))
+    except TaskError as error:
+        return prompts, {**facts, "overlap": None, "seen": f"not known: {error}"}
+    both, every = sum(asks in seen for asks in contents), len(contents)
+    said = f"{both} of {every} prompts ({both / every:.1%}) are asked in training"
+    none = f"none of {every} prompts is asked in training"
+    return prompts, {**facts, "overlap": both / every, "seen": said if both else none}
 
 
-def _asked_in_training(config: Config, overrides: Overrides) -> tuple[set[str] | None, str]:
-    """Return the contents of the prompts that training asks, too long ones included.
-
-    They are ``None``, and the reason beside them, if they are not known.
-    """
+def _asked_in_training(config: Config, overrides: Overrides) -> set[str]:
+    """Return the contents of the prompts that training asks, too long ones included."""
     if not config.task.name:
-        return None, "the settings name no rows to train on"
+        raise TaskError("the settings name no rows to train on")
     r = config.rollout
     responses = config.steps * r.batch + config.most_in_flight
-    try:
-        source = open_prompts(config, overrides, silent)
-        drawn = islice(source.ids(), -(-responses // r.samples_per_prompt))
-        warmed_up = islice(source.ids(backwards=True), config.warmup_examples)
-        return {content(source.row_by_id(i)) for i in chain(drawn, warmed_up)}, ""
-    except TaskError as error:
-        return None, str(error)
+    source = open_prompts(config, overrides, silent)
+    drawn = islice(source.ids(), -(-responses // r.samples_per_prompt))
+    warmed_up = islice(source.ids(backwards=True), config.warmup_examples)
+    return {content(source.row_by_id(i)) for i in chain(drawn, warmed_up)}
