@@ -39,7 +39,7 @@ from stretto.evaluation.answers import answer, generate, of_model, open_engine
 from stretto.evaluation.gold import compare, end_tokens_of, reference_text
 from stretto.evaluation.harness import FEWSHOT
 from stretto.evaluation.llm import Verdict, counted, open_judge, parse
-from stretto.evaluation.rows import describe_rows, measured_on
+from stretto.evaluation.measures import describe_rows, measured_on
 from stretto.models.load import end_token_ids, load_tokenizer
 from stretto.observe import RunDirectory
 from stretto.observe.report import evaluations

@@ -15,7 +15,7 @@ from raising import raises
 from stretto import runs, tasks
 from stretto.config import Config, TaskConfig, recipes
 from stretto.errors import ConfigError, TaskError
-from stretto.evaluation.rows import measured_on, questions
+from stretto.evaluation.measures import measured_on, questions
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress

@@ -20,7 +20,7 @@ from stretto.config import ModelConfig, RolloutConfig, recipes
 from stretto.config.algorithm import ALGORITHMS
 from stretto.errors import ConfigError, RewardError, StateError, TaskError
 from stretto.evaluation.answers import generate
-from stretto.evaluation.rows import SEED
+from stretto.evaluation.measures import SEED
 from stretto.models.load import load_tokenizer
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from stretto.assembly.models import NO_OVERRIDES, Overrides, make_actor, prepare_torch
 from stretto.assembly.roles import make_engine
@@ -25,9 +26,6 @@ from stretto.tasks.base import TaskRow
 from stretto.tasks.encode import Encoder
 from stretto.tasks.prompts import render
 from stretto.types import Prompt
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def of_model(config: Config, model: str) -> Config:

@@ -8,7 +8,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pvariance
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from stretto import tasks
 from stretto.assembly.models import load_reward_model
@@ -24,10 +26,6 @@ from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.models import RewardModelScorer
 from stretto.tasks.base import INDEX_KEY
 from stretto.types import FinishReason, Prompt, Score
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 Gold = FunctionScorer | RewardModelScorer
 """A source of rewards that scores whole responses."""

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
 
 from stretto.assembly.models import NO_OVERRIDES, prepare_torch
 from stretto.assembly.parts import open_prompts
@@ -35,9 +37,6 @@ from stretto.tasks.responses import PromptLayout
 from stretto.tasks.supervised import Turns, attempt, attempt_rows, cells_of, of_row, read_pairs
 from stretto.tasks.tables import Row, as_prompt, read
 from stretto.types import FinishReason, Prompt
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 RESPONSES = "responses"
 """Column with several responses to one prompt."""
@@ -101,10 +100,8 @@ def label_pairs(
         by: 'file.py:name' or 'model:NAME'. A function sees the bytes of a response as its tokens.
         timeout_s: of a function, for 32 responses.
 
-    Raises:
-        ConfigError: the source or the output file cannot be used.
-        TaskError: the data cannot be read, is no preference data, or has nothing but ties.
-        RewardError: the source failed on a response.
+    Raises ConfigError if the source or the output file cannot be used; TaskError if the data cannot
+    be read, is no preference data, or has nothing but ties; RewardError if the source failed.
     """
     if by == "task":
         raise ConfigError(
@@ -153,11 +150,9 @@ def label_responses(
         prompts: the first ones that training would draw, at most so many.
         per_prompt: responses to each.
 
-    Raises:
-        ConfigError: fewer than two responses to a prompt, or the source or the output file cannot
-            be used.
-        TaskError: there is nothing but ties, or no response that ended.
-        RewardError: the source failed on a response.
+    Raises ConfigError for fewer than two responses to a prompt, or if the source or the output file
+    cannot be used; TaskError if there is nothing but ties, or no response that ended; RewardError
+    if the source failed.
     """
     if per_prompt < 2:
         message = f"a preference takes two responses to a prompt; got --samples {per_prompt}"
@@ -217,19 +212,20 @@ def _of_group(
 def best_and_worst(
     texts: Sequence[str],
     scores: Sequence[float],
-    chosen: str = "chosen",
-    rejected: str = "rejected",
+    cells: Sequence[Any] = (),
+    columns: tuple[str, str] = ("chosen", "rejected"),
 ) -> dict[str, Any] | None:
-    """Return the responses with the highest and the lowest score, in the columns named.
+    """Return the responses with the highest and the lowest score; ``None`` if these are the same.
 
-    ``None`` where these are the same.
+    ``cells`` stand for the texts in the columns of the result.
     """
     best = max(range(len(texts)), key=lambda i: scores[i])
     worst = min(range(len(texts)), key=lambda i: scores[i])
     if scores[best] == scores[worst] or texts[best] == texts[worst]:
         return None
-    sides = {chosen: texts[best], rejected: texts[worst]}
-    return {**sides, "chosen_score": scores[best], "rejected_score": scores[worst]}
+    sides = [(cells or texts)[i] for i in (best, worst)]
+    scored = {"chosen_score": scores[best], "rejected_score": scores[worst]}
+    return {**dict(zip(columns, sides, strict=True)), **scored}
 
 
 def _read(data: PairsConfig) -> list[Candidates]:
@@ -293,23 +289,12 @@ def _tokenised(
 
 def _labelled(row: Candidates, scores: Sequence[float], data: PairsConfig) -> Row | None:
     """Return a row as it is written; ``None`` for a tie."""
-    chosen, rejected = data.chosen_column, data.rejected_column
-    if not row.labelled:
-        found = best_and_worst(row.responses, scores, chosen, rejected)
-        others = {key: value for key, value in row.data.items() if key != RESPONSES}
-        return found and {**others, **found}
-    if scores[0] == scores[1]:
-        return None
-    flipped = scores[1] > scores[0]
-    cells = (row.data[chosen], row.data[rejected])
-    return {
-        **row.data,
-        chosen: cells[flipped],
-        rejected: cells[not flipped],
-        "chosen_score": max(scores),
-        "rejected_score": min(scores),
-        "flipped": flipped,
-    }
+    columns = data.chosen_column, data.rejected_column
+    cells = [row.data[column] for column in columns] if row.labelled else row.responses
+    found = best_and_worst(row.responses, scores, cells, columns)
+    kept = {key: cell for key, cell in row.data.items() if row.labelled or key != RESPONSES}
+    flipped = {"flipped": scores[1] > scores[0]} if row.labelled else {}
+    return found and {**kept, **found, **flipped}
 
 
 def _check_out(out: Path, source: str) -> None:

@@ -1,6 +1,6 @@
-"""Measures of a policy over one set of its responses.
+"""Measures of a policy over one set of its responses to prompts that training leaves out.
 
-Shapes: N response tokens of a micro-batch; T tokens of one response.
+Rows are told apart by what they ask (:mod:`stretto.tasks.base`), never by seed or place.
 """
 
 from __future__ import annotations
@@ -9,38 +9,48 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from stretto import tasks
-from stretto.assembly.models import NO_OVERRIDES, load_actor, prepare_torch
+from stretto.assembly.models import NO_OVERRIDES, Overrides, load_actor, prepare_torch
 from stretto.assembly.parts import open_prompts
 from stretto.config import Config, RowsConfig
 from stretto.config.training import token_budget
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, TaskError
 from stretto.evaluation import gold
 from stretto.evaluation.answers import answer, of_model, open_engine
 from stretto.evaluation.gold import Gold, WinRate, reference_text, score_all, standard_error
 from stretto.evaluation.llm import Judgement, LlmJudge, open_judge
-from stretto.evaluation.rows import measured_on, questions
 from stretto.models.backend import pick_device
 from stretto.models.forward import microbatches, output_head, response_hidden, response_tokens
 from stretto.models.load import load_tokenizer
 from stretto.models.logits import token_logprobs
 from stretto.models.resolve import resolve
 from stretto.observe.progress import on_stderr
+from stretto.saying import silent
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import same_tokenizer
 from stretto.scoring.responses import response_text
-from stretto.tasks.base import RIGHT
+from stretto.tasks.base import RIGHT, content, is_held_out
+from stretto.tasks.prompts import PromptSource, all_too_long
 from stretto.tasks.responses import PromptLayout
+from stretto.tasks.tables import SUFFIXES
 from stretto.types import FinishReason, Prompt
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+SEED = 1000
+"""Added to the seed of a procedural task for evaluation, which draws rows of its own. They may ask
+what training's rows ask: what holds a prompt out is ``task.held_out``."""
+
+PATIENCE = 2000
+"""Rows of a procedural task (over the share held out) without a new prompt, after which it is taken
+to have no others. One of 200 equally frequent prompts is missed with a probability of 4e-5."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +64,7 @@ class Sampled:
         mean_tokens: of a response.
         ended: share of the responses that ended before the token limit.
         distinct: different prompts among those of the responses.
-        overlap: share of the prompts that training asks too; ``None`` where that is not known.
-        seen: the overlap in words.
+        overlap: share of the prompts that training asks too, if known; ``seen`` says it in words.
     """
 
     rows: str
@@ -132,10 +141,8 @@ def evaluate(
         samples: prompts, at most.
         trained: settings that the model was trained with, or is to be; without them ``config``.
 
-    Raises:
-        TaskError: the task has no verifier, or no prompts to ask.
-        RewardError: the verifier failed on an answer.
-        ModelError: the model cannot be loaded.
+    Raises TaskError if the task has no verifier, or no prompts to ask; RewardError if the verifier
+    failed on an answer; ModelError if the model cannot be loaded.
     """
     greedy = config.rollout.model_copy(update={"temperature": 0.0, "samples_per_prompt": 1})
     read = of_model(measured_on(config), model).model_copy(update={"rollout": greedy})
@@ -182,11 +189,9 @@ def measure(
         judge: LLM judge for a win-rate.
         reference_column: with the responses to win against; empty takes the task's own answers.
 
-    Raises:
-        ConfigError: a KL of greedy responses is asked for, or the SFT model has another tokenizer.
-        TaskError: there are no reference responses.
-        RewardError, JudgeError: a reward source or the judge failed.
-        ModelError: a model cannot be loaded.
+    Raises ConfigError if a KL of greedy responses is asked for, or the SFT model has another
+    tokenizer; TaskError without reference responses; RewardError or JudgeError if a source or the
+    judge failed; ModelError if a model cannot be loaded.
     """
     sources = ((by,) if by else ()) if isinstance(by, str) else tuple(by)
     read = of_model(measured_on(config), policy)
@@ -208,7 +213,8 @@ def measure(
         texts = list[str]()
         if sources or judge:
             texts = [reference_text(task, each.prompt.data, reference_column) for each in own]
-        rates = _win_rates(golds, own, texts, tokenizer, ends, r.batch)
+        layout = PromptLayout(tokenizer, ends, RowsConfig()) if golds else None
+        rates = _win_rates(golds, layout, own, texts, r.batch) if layout else ()
         pairs = [
             (each.prompt, response_text(tokenizer, each.tokens, each.finish, r.stop), text)
             for each, text in zip(own, texts, strict=False)
@@ -251,16 +257,11 @@ def _check_sft(
 
 def _win_rates(
     golds: Mapping[str, Gold],
-    own: Sequence[Rollout],
-    texts: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    ends: frozenset[int],
+    layout: PromptLayout,
+    own: list[Rollout],
+    texts: list[str],
     batch: int,
 ) -> tuple[WinRate, ...]:
-    """Return the policy's win-rate by each source, which reads responses and references whole."""
-    if not golds:
-        return ()
-    layout = PromptLayout(tokenizer, ends, RowsConfig())
     given = [
         gold.as_rollout(r.id, r.prompt, layout.response(r.prompt, text))
         for r, text in zip(own, texts, strict=True)
@@ -331,3 +332,95 @@ def _logprob_sums(
             for i, own in zip(chosen, logprobs.split([len(r) for r in part]), strict=True):
                 of_temperature[i] = own.double().sum().item()
     return sums
+
+
+def measured_on(config: Config) -> Config:
+    """Return settings under which a task gives the rows that an evaluation reads."""
+    task = config.task
+    if task.is_procedural:
+        changes = {"task": task.model_copy(update={"size": 0}), "seed": config.seed + SEED}
+        return config.model_copy(update=changes)
+    if not task.held_out_rows:
+        return config
+    is_file = Path(task.held_out_rows).suffix in SUFFIXES
+    rows = {"name" if is_file else "split": task.held_out_rows, "size": 0, "held_out": 0.0}
+    if is_file:
+        rows["split"] = "train"
+    return config.model_copy(update={"task": task.model_copy(update=rows)})
+
+
+def describe_rows(read: Config) -> str:
+    """Describe, for people, the rows that settings from :func:`measured_on` read."""
+    task = read.task
+    if task.is_procedural:
+        where = f"{task.name}, seed {read.seed}"
+    elif Path(task.name).suffix in SUFFIXES:
+        where = task.name
+    else:
+        where = f"{task.name}, split '{task.split}'"
+    share = task.held_out_share
+    return f"{where}; the {share:.0%} of its prompts that are held out" if share else where
+
+
+def questions(
+    read: Config, source: PromptSource, count: int, trained: Config
+) -> tuple[list[Prompt], dict[str, Any]]:
+    """Return the first prompts of an evaluation, at most ``count``, in its seeded order.
+
+    A procedural task gives each prompt once, other tasks as often as it is there. Beside them are
+    the facts about them that an evaluation's result has. Raises TaskError if no row is held out, or
+    all prompts are longer than ``task.max_prompt_tokens``.
+
+    Args:
+        read: settings from :func:`measured_on`.
+        source: their prompts.
+        trained: settings of what the policy is, or is to be, trained on.
+    """
+    limit, share = read.task.max_prompt_tokens, read.task.held_out_share
+    procedural, rows = read.task.is_procedural, len(source.task)
+    prompts, contents, too_long = list[Prompt](), list[str](), list[int]()
+    known, found_at, patience = set[str](), 0, PATIENCE / (share or 1)
+    for place in range(rows):
+        if len(prompts) == count or (procedural and place - found_at > patience):
+            break
+        row = source.row_by_id(place)
+        asks = content(row)
+        if (share and not is_held_out(row, share)) or (procedural and asks in known):
+            continue
+        known.add(asks)
+        found_at = place
+        prompt = source.prompt_by_id(place)
+        if len(prompt.tokens) > limit:
+            too_long.append(len(prompt.tokens))
+        else:
+            prompts.append(prompt)
+            contents.append(asks)
+    if too_long and not prompts:
+        raise all_too_long(len(too_long), min(too_long), limit)
+    if not prompts:
+        raise TaskError(
+            f"task.held_out = {share} holds out none of the {rows} rows of '{read.task.name}': too "
+            "few prompts are different. Raise it, or name rows of their own",
+            "none-held-out",
+        )
+    facts = {"rows": describe_rows(read), "skipped": len(too_long), "distinct": len(set(contents))}
+    try:
+        seen = _asked_in_training(trained, Overrides(tokenizer=source.tokenizer))
+    except TaskError as error:
+        return prompts, {**facts, "overlap": None, "seen": f"not known: {error}"}
+    both, every = sum(asks in seen for asks in contents), len(contents)
+    said = f"{both} of {every} prompts ({both / every:.1%}) are asked in training"
+    none = f"none of {every} prompts is asked in training"
+    return prompts, {**facts, "overlap": both / every, "seen": said if both else none}
+
+
+def _asked_in_training(config: Config, overrides: Overrides) -> set[str]:
+    """Return the contents of the prompts that training asks, too long ones included."""
+    if not config.task.name:
+        raise TaskError("the settings name no rows to train on")
+    r = config.rollout
+    responses = config.steps * r.batch + config.most_in_flight
+    source = open_prompts(config, overrides, silent)
+    drawn = islice(source.ids(), -(-responses // r.samples_per_prompt))
+    warmed_up = islice(source.ids(backwards=True), config.warmup_examples)
+    return {content(source.row_by_id(i)) for i in chain(drawn, warmed_up)}
