@@ -151,8 +151,6 @@ class LifecycleError(StrettoError):
     """A rollout or a role was moved along an edge that its life does not have."""
 
 
-# -- messages ------------------------------------------------------------------------------------
-
 _MEMORY_IS_SHORT = re.compile(r"DefaultCPUAllocator|[Cc]an('t|not) allocate memory|out of memory")
 
 
@@ -173,9 +171,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
     known = sorted(known)
     close = get_close_matches(name, known, n=1, cutoff=0.5)
     return f"Did you mean '{close[0]}'?" if close else f"Known: {', '.join(known)}."
-
-
-# -- optional libraries --------------------------------------------------------------------------
 
 
 def is_installed(library: str) -> bool:

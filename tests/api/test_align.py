@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import stretto
+from recipe_rows import post_rows
 from stretto.api.alignment import penalty
 from stretto.api.stages import Stages, check_opens, replaced, stages_of
 from stretto.cli.main import main
@@ -138,14 +139,13 @@ def test_a_dry_run_finds_what_is_not_there(
 @pytest.mark.parametrize(("file", "count", "seed"), [("posts", 800, 0), ("posts-held-out", 200, 1)])
 def test_the_packaged_posts_are_those_that_are_made(file: str, count: int, seed: int) -> None:
     path = Path(posts.__file__).with_name(f"{file}.jsonl")
-    assert [json.loads(line) for line in path.read_text().splitlines()] == list(
-        posts.rows(count, seed)
-    )
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert rows == list(post_rows(count, seed))
 
 
 def test_held_out_posts_are_others() -> None:
-    seen = {row["prompt"] for row in posts.rows(800, 0)}
-    assert not seen & {row["prompt"] for row in posts.rows(200, 1)}
+    seen = {row["prompt"] for row in post_rows(800, 0)}
+    assert not seen & {row["prompt"] for row in post_rows(200, 1)}
 
 
 def test_the_gold_judge_counts_facts_and_spare_words() -> None:

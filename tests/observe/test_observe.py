@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers import full_beyond
-from stretto.clock import ManualClock
+from helpers import ManualClock, full_beyond
 from stretto.config import Config, recipes
 from stretto.errors import ConfigError, MissingExtraError, StateError, StorageError
 from stretto.observe import Recorder, RunDirectory, Sample, Spans, Window, make_progress

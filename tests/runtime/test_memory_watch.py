@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from stretto.clock import ManualClock
+from helpers import ManualClock
 from stretto.runtime.memory import EVERY_S, MemoryWatch
 
 

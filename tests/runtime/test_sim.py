@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from _estimate import estimate
-from helpers import ticket, told
-from stretto.clock import ManualClock
+from helpers import ManualClock, ticket, told
 from stretto.config import Section
 from stretto.errors import ConfigError, EngineError, StateError
 from stretto.models.shapes import shape_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stretto.clock import ManualClock
+from helpers import ManualClock
 from stretto.config.schedule import Settings
 from stretto.errors import LifecycleError, RoleLostError, StalledError, StrettoError
 from stretto.observe.spans import Spans

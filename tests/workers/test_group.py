@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from stretto.clock import ManualClock
+from helpers import ManualClock
 from stretto.errors import ConfigError, EngineError, RankError, RoleLostError
 from stretto.types import Reply, Work
 from stretto.workers.group import GroupExecutor, Host, Makes, ServiceGroup, ahead

@@ -144,9 +144,6 @@ def critic_rewards(
     return [reward_scorer(source.name, config, prompts.tokenizer, say, loaded)]
 
 
-# -- checks that refuse a run which is known to fail, before its first response ------------------
-
-
 def check_positions(
     config: Config, what: str, model: nn.Module | None, *, generating: bool = False
 ) -> None:
@@ -204,9 +201,6 @@ def _check_cuts(config: Config, actor: nn.Module, rewards: Sequence[RewardModelS
     if config.critic.init in ("actor", "reward"):
         critic = actor if config.critic.init == "actor" else rewards[0].model
         check_stages(config.pipeline, "critic", critic)
-
-
-# -- the warm-up: a policy that starts from nothing learns what answers look like ----------------
 
 
 def warmed_up(

@@ -51,9 +51,6 @@ MEMORY_SHARE = 0.15
 _NO_FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 
 
-# -- the engine ----------------------------------------------------------------------------------
-
-
 def make_engine(
     config: Config,
     actor: nn.Module,
@@ -143,9 +140,6 @@ def check_engine(config: Config, able: Capabilities) -> None:
             "'proximal', which takes the learner's own",
             "engine-with-raw-logprobs",
         )
-
-
-# -- scorers -------------------------------------------------------------------------------------
 
 
 def scorer_slots(config: Config, model: nn.Module, say: Say) -> int:
@@ -298,9 +292,6 @@ def model_scorers(
 
 def _budget(config: Config) -> int:
     return token_budget(config.training.microbatch_tokens, pick_device(config.model.device))
-
-
-# -- the learner ---------------------------------------------------------------------------------
 
 
 def make_learner(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from copy import copy
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -124,17 +125,11 @@ class PromptSource:
 
         Raises TaskError as :meth:`next`.
         """
-        limit = self._config.max_prompt_tokens
-        found, lengths = list[Prompt](), list[int]()
-        for prompt_id in self.ids():
-            prompt = self.prompt_by_id(prompt_id)
-            lengths.append(len(prompt.tokens))
-            if lengths[-1] <= limit:
-                found.append(prompt)
-            if len(found) == count:
-                break
-        if not found:
-            raise all_too_long(len(lengths), min(lengths), limit)
+        stream = copy(self)
+        stream._place = 0
+        found = [stream.next()]
+        while len(found) < count and (prompt := stream.next()).id < len(self.task):
+            found.append(prompt)
         return found
 
     def prompt_by_id(self, prompt_id: int) -> Prompt:

@@ -25,9 +25,6 @@ TURN = "\n\nAssistant:"
 """Mark before each response in transcripts such as those of Bai et al. (2022)."""
 
 
-# -- rows that cannot be used --------------------------------------------------------------------
-
-
 def attempt(
     items: Iterable[T], make: Callable[[T], U], config: RowsConfig
 ) -> tuple[list[U], list[str]]:
@@ -93,9 +90,6 @@ def cells_of(row: Mapping[str, Any], columns: Sequence[str], where: str) -> list
 
 def _listed(row: Mapping[str, Any]) -> str:
     return ", ".join(map(repr, sorted(row)))
-
-
-# -- demonstrations ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +188,6 @@ def _check_said(messages: Sequence[Message], where: str) -> None:
 
 def _roles(messages: Sequence[Message]) -> str:
     return ", ".join(message["role"] for message in messages) or "nothing"
-
-
-# -- pairs ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

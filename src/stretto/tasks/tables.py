@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from stretto.config import RowsConfig, TaskConfig
 from stretto.errors import TaskError, nearest, require
@@ -21,9 +20,6 @@ Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
 _FINAL = re.compile(r"####\s*(\S.*?)\s*$", re.MULTILINE)
-
-
-# -- rows ----------------------------------------------------------------------------------------
 
 
 def read(config: TaskConfig | RowsConfig) -> Sequence[Row]:
@@ -55,7 +51,9 @@ def read(config: TaskConfig | RowsConfig) -> Sequence[Row]:
             f"set {section}.size to that or less, or to 0 for all",
             "too-few-rows",
         )
-    return _Head(rows, config.size) if config.size else rows
+    if config.size:
+        rows = rows[: config.size] if isinstance(rows, list) else rows.select(range(config.size))
+    return cast(Sequence[Row], rows)
 
 
 def is_local(name: str) -> bool:
@@ -65,27 +63,14 @@ def is_local(name: str) -> bool:
     return named or path.exists()
 
 
-class _Head(Sequence[Row]):
-    """The first rows of others, without a copy."""
-
-    def __init__(self, rows: Sequence[Row], size: int) -> None:
-        self._rows, self._size = rows, size
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._rows[range(self._size)[index]]
-
-    def __iter__(self) -> Iterator[Row]:
-        return islice(self._rows, self._size)
-
-
 class _ArrowRows(Sequence[Row]):
-    """Rows of an Arrow table, made when they are asked for."""
+    """Rows of an Arrow table, made when they are asked for; as a dataset of the hub."""
 
     def __init__(self, table: Any) -> None:
         self._table = table
+
+    def select(self, rows: range) -> Sequence[Row]:
+        return _ArrowRows(self._table.slice(rows.start, len(rows)))
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
@@ -98,7 +83,7 @@ class _ArrowRows(Sequence[Row]):
             yield from batch.to_pylist()
 
 
-def _read_file(path: Path) -> Sequence[Row]:
+def _read_file(path: Path) -> Any:
     if not path.is_file():
         raise TaskError(f"there is no file '{path}' (looked for from {Path.cwd()})", "missing-file")
     if path.suffix not in SUFFIXES:
@@ -144,14 +129,14 @@ def _decode(text: str, where: str) -> Any:
         raise TaskError(f"{where}: not valid JSON ({error})", "invalid-json") from error
 
 
-def _read_hub(config: TaskConfig | RowsConfig) -> Sequence[Row]:
+def _read_hub(config: TaskConfig | RowsConfig) -> Any:
     """Read a hub dataset; one of several configurations is named behind a colon."""
     require("datasets", "hub", f"'{config.name}', a dataset of the hub,")
     import datasets
 
     name, _, configuration = config.name.partition(":")
     try:
-        rows: Sequence[Row] = datasets.load_dataset(name, configuration or None, split=config.split)
+        return datasets.load_dataset(name, configuration or None, split=config.split)
     except Exception as error:  # the library raises whatever its network stack raises
         raise TaskError(
             f"the dataset '{config.name}' (split '{config.split}') cannot be loaded from the hub: "
@@ -159,10 +144,6 @@ def _read_hub(config: TaskConfig | RowsConfig) -> Sequence[Row]:
             "'owner/name:configuration' where it has several",
             "hub-dataset",
         ) from error
-    return rows
-
-
-# -- tasks ---------------------------------------------------------------------------------------
 
 
 class TableTask(Task):
@@ -279,9 +260,6 @@ class Gsm8kTask(TableTask):
                 "no-gsm8k-answer",
             )
         return str(final[-1])
-
-
-# -- cells ---------------------------------------------------------------------------------------
 
 
 def as_prompt(value: Any, where: str) -> str | tuple[Message, ...]:
