@@ -19,7 +19,11 @@ import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int32]
+LongArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
+ScoreKind = Literal["reward", "logprobs", "values"]
+Stats = Mapping[str, float]
+"""Metrics of one step, by name."""
 T = TypeVar("T", bound=np.generic)
 V = TypeVar("V", covariant=True)
 
@@ -107,8 +111,7 @@ class Response:
         prompt: with text, messages and data only for roles that read them.
         tokens: ids of the response so far, [T].
         version: of the policy that sampled the last token; 0 where there is none.
-        finish: why the response ended; ``None`` while it goes on.
-        sampled: [T], as in :class:`Chunk`.
+        finish, sampled: as in :class:`Chunk`.
     """
 
     id: int
@@ -128,21 +131,14 @@ class Response:
         return len(self.prompt.tokens) + len(self.tokens)
 
 
-ScoreKind = Literal["reward", "logprobs", "values"]
-
-
 def short_name(scorer: str) -> str:
     """Return a scorer's name without the folder of the file it may come from, for people."""
     return scorer.rpartition("/")[2]
 
 
-_ROUNDS_TO_INFINITY = 2.0**128 - 2.0**103
-"""Half a step beyond float32's largest number."""
-
-
 def is_finite(number: float) -> bool:
     """Return whether a reward is finite as float32, which it is trained on as."""
-    return abs(number) < _ROUNDS_TO_INFINITY
+    return abs(number) < 2.0**128 - 2.0**103  # half a step beyond the largest number
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,10 +192,6 @@ class WeightsRef:
     channel: str = ""
 
 
-Stats = Mapping[str, float]
-"""Metrics of one step, by name."""
-
-
 @dataclass(frozen=True, slots=True)
 class KVTransfer:
     """A rollout on its way from one generator to another.
@@ -237,10 +229,10 @@ class TrainBatch:
         sampled: [N], true where the policy drew the token; ``None``: it drew all of them.
     """
 
-    ids: npt.NDArray[np.int64]
+    ids: LongArray
     prompts: Sequence[tuple[int, ...]]
-    prompt_ids: npt.NDArray[np.int64]
-    lengths: npt.NDArray[np.int64]
+    prompt_ids: LongArray
+    lengths: LongArray
     ended: BoolArray
     tokens: IntArray
     logprobs: FloatArray
@@ -272,11 +264,10 @@ class TrainBatch:
     def responses(self) -> list[Response]:
         """Return each response with its prompt, tokens alone."""
         masks = [None] * len(self) if self.sampled is None else self.split(self.sampled)
+        columns = self.ids, self.prompt_ids, self.prompts, self.split(self.tokens), masks
         return [
             Response(int(id_), int(group), Prompt(int(group), prompt, ""), tokens, sampled=sampled)
-            for id_, group, prompt, tokens, sampled in zip(
-                self.ids, self.prompt_ids, self.prompts, self.split(self.tokens), masks, strict=True
-            )
+            for id_, group, prompt, tokens, sampled in zip(*columns, strict=True)
         ]
 
     def totals(self, weights: Mapping[str, float] | None = None) -> npt.NDArray[np.float64]:
