@@ -78,7 +78,6 @@ class Replaceable(Protocol):
         What a scorer computed with older weights is void. Raises EngineError if the fingerprint
         after loading is not that of ``weights``.
         """
-        ...
 
     async def restart(self) -> None:
         """End what is left of the role's process and start a new one in its place.
@@ -88,7 +87,6 @@ class Replaceable(Protocol):
         that share the schedule's process are never asked. Raises RoleLostError if the new process
         has died, or could not start.
         """
-        ...
 
 
 class Generator(Replaceable, Protocol):
@@ -97,7 +95,6 @@ class Generator(Replaceable, Protocol):
     @remote(light=True)
     async def admit(self, responses: Sequence[Response]) -> None:
         """Queue responses for decoding. One that already has tokens goes on after them."""
-        ...
 
     @remote("gen")
     async def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
@@ -106,12 +103,10 @@ class Generator(Replaceable, Protocol):
         Returns as soon as ``stop_after`` rollouts have finished (0 does not look). Chunks of
         finished rollouts come first, in the order in which they ended; these leave by themselves.
         """
-        ...
 
     @remote(light=True)
     async def release(self, rollout_ids: Sequence[int]) -> None:
         """Forget rollouts, finished or not; unknown ids are ignored."""
-        ...
 
     @remote("migrate")
     async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Sequence[KVTransfer]:
@@ -119,12 +114,10 @@ class Generator(Replaceable, Protocol):
 
         Their tokens are in the rollouts themselves: every chunk has been returned by ``decode``.
         """
-        ...
 
     @remote("migrate")
     async def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> None:
         """Go on with rollouts that another generator exported, one transfer each."""
-        ...
 
 
 class Scorer(Replaceable, Protocol):
@@ -133,27 +126,22 @@ class Scorer(Replaceable, Protocol):
     @property
     def info(self) -> ScorerInfo:
         """The facts about it; they may change with a call."""
-        ...
 
     @remote(reads=True)
     async def admit(self, responses: Sequence[Response]) -> None:
         """Learn of responses whose chunks will follow; their prompts may be worked on already."""
-        ...
 
     @remote("prefill", reads=True)
     async def extend(self, chunks: Sequence[Chunk]) -> None:
         """Take more tokens of admitted rollouts, in order for each rollout."""
-        ...
 
     @remote("score", reads=True)
     async def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]:
         """Score rollouts whose last chunk has been given, in the order asked, and forget them."""
-        ...
 
     @remote(light=True)
     async def release(self, rollout_ids: Sequence[int]) -> None:
         """Forget rollouts without a score; unknown ids are ignored."""
-        ...
 
 
 class Learner(Protocol):
@@ -165,12 +153,10 @@ class Learner(Protocol):
 
         Among the metrics must be ``objective/scores``, the mean reward, which controllers follow.
         """
-        ...
 
     @remote("publish", light=True)
     async def publish(self) -> Mapping[str, WeightsRef]:
         """Publish the next version of each trained model: ``actor``, and ``critic`` if any."""
-        ...
 
 
 class Tracer(Protocol):
@@ -180,12 +166,9 @@ class Tracer(Protocol):
         self, role: str, name: str, **attributes: Any
     ) -> AbstractContextManager[dict[str, Any]]:
         """Record the body of a ``with`` statement; it may add attributes to what is yielded."""
-        ...
 
     def awaiting(self, role: str, name: str) -> AbstractContextManager[None]:
         """Show work as under way during a ``with`` statement; :meth:`add` records it later."""
-        ...
 
     def add(self, role: str, name: str, start_s: float, end_s: float, **attributes: Any) -> None:
         """Record what has happened, in seconds of the run's clock."""
-        ...

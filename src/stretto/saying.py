@@ -24,7 +24,6 @@ class Shows(Protocol):
 
     def note(self, text: str) -> None:
         """Show a line."""
-        ...
 
     def working(self, what: str, total: int = 0) -> AbstractContextManager[Advance]:
         """Show work while the body of a ``with`` statement does it.
@@ -33,7 +32,6 @@ class Shows(Protocol):
             what: is done, as in "loading a model".
             total: of what is done, in any unit; 0 where that is not known.
         """
-        ...
 
 
 class Saying:

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -34,7 +34,7 @@ from stretto.scoring.models import RewardModelScorer, critic_scorer, reference_s
 from stretto.tasks.prompts import PromptSource
 from stretto.training.learner import PolicyLearner
 from stretto.training.losses import Losses
-from stretto.training.passes import LocalPasses, Passes, Trained
+from stretto.training.passes import LocalPasses
 from stretto.training.trained import Course, TrainedModel
 from stretto.types import Capabilities, WeightsRef
 from stretto.weights.channel import SharedChannel, WeightChannel
@@ -42,8 +42,6 @@ from stretto.workers.ranks import Ranks
 
 if TYPE_CHECKING:
     from stretto.training.sharded import Grid
-
-T = TypeVar("T")
 
 MEMORY_SHARE = 0.15
 """Share of the free memory that the keys and values of one scorer may take."""
@@ -79,14 +77,15 @@ def make_engine(
     device = pick_device(config.model.device)
     first = SharedChannel() if kind.own_weights and channel is None else None
     with tempfile.TemporaryDirectory(prefix="engine-") as scratch:
-        folder, dtype = "", next(actor.parameters()).dtype
+        plain, folder, dtype = unwrapped(actor), "", next(actor.parameters()).dtype
         if kind.own_weights:
             dtype = pick_dtype(config.model.dtype, device)
             folder = scratch if overridden else str(resolve(config.model.name, silent))
             if overridden:
-                _save_config(unwrapped(actor), scratch)
+                plain.config.architectures = [type(plain).__name__]
+                plain.config.save_pretrained(scratch)
         if end_tokens is None:
-            end_tokens = end_token_ids(unwrapped(actor), tokenizer)
+            end_tokens = end_token_ids(plain, tokenizer)
         settings = EngineSettings(
             rollout=r,
             seed=config.seed,
@@ -111,17 +110,8 @@ def make_engine(
     return engine
 
 
-def _save_config(model: Any, folder: str) -> None:
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(folder)
-
-
 def check_engine(config: Config, able: Capabilities) -> None:
-    """Refuse a schedule that asks more of an engine than it can do.
-
-    Raises ConfigError if the settings need an engine that stops in the midst of a response, or that
-    gives the log-probabilities of sampled tokens, and this one does not.
-    """
+    """Raise ConfigError if the schedule or the algorithm asks more of an engine than it can do."""
     knobs = config.schedule.knobs
     early = [name for name in ("score_on", "overcommit") if knobs.on(name)]
     early += ["migrate"] if knobs.migrates(config.rollout.engines) else []
@@ -143,10 +133,7 @@ def check_engine(config: Config, able: Capabilities) -> None:
 
 
 def scorer_slots(config: Config, model: nn.Module, say: Say) -> int:
-    """Return how many rollouts a scorer can follow within its share of free memory.
-
-    It is 0 where no scorer streams.
-    """
+    """Return how many rollouts a scorer can follow in its memory share; 0 if it does not stream."""
     if not config.schedule.knobs.streams:
         return 0
     device = next(model.parameters()).device
@@ -174,15 +161,10 @@ def open_function(
     stack: ExitStack,
     functions: Mapping[str, Callable[..., Any]] = _NO_FUNCTIONS,
 ) -> FunctionScorer:
-    """Open a reward source that is code, in a process of its own unless the caller overrides it.
+    """Open a reward source that is code, in a process of its own unless a function overrides it.
 
-    Args:
-        columns: of the dataset that the prompts are of.
-        functions: overrides, by the names of their sources.
-
-    Raises:
-        ConfigError: the function cannot be found or used.
-        TaskError: the task has no verifier.
+    ``columns`` are those of the prompts' dataset. Raises ConfigError if the function cannot be
+    found or used, TaskError if the task has no verifier.
     """
     scorer = FunctionScorer(
         source,
@@ -237,10 +219,7 @@ def reward_scorer(
 def load_reward(
     source: RewardSource, config: ModelConfig, overrides: Overrides, say: Say
 ) -> tuple[nn.Module, PreTrainedTokenizerBase] | None:
-    """Return a reward model and its tokenizer, frozen; ``None`` for a source that is no model.
-
-    Raises ModelError if the model cannot be loaded.
-    """
+    """Return a reward model and its tokenizer, frozen; ``None`` for a source that is no model."""
     if own := overrides.reward_models.get(source.name):
         made_ready(own[0], config.device, f"reward model '{source.name}'").requires_grad_(False)
         return own
@@ -256,7 +235,8 @@ def reward_models(
 
     Replicas share the models.
     """
-    count = config.schedule.knobs.model_replicas(config.rollout.engines)
+    engines = config.rollout.engines
+    count = engines if config.schedule.knobs.hosts_scorers(engines) else 1
     replicas: list[list[RewardModelScorer]] = [[] for _ in range(count)]
     for source in config.reward.parsed:
         if loaded := load_reward(source, config.model, overrides, say):
@@ -274,15 +254,11 @@ def model_scorers(
     channel: WeightChannel | None,
     say: Say,
 ) -> list[ModelScorer]:
-    """Make the scorers of reference and critic, where there are any.
-
-    New weights of the critic come by the channel.
-    """
-    budget = _budget(config)
+    """Make the scorers of reference and critic, if any; the channel brings the critic's weights."""
+    budget, temperature = _budget(config), config.rollout.temperature
     scorers: list[ModelScorer] = []
     if reference is not None:
         slots = scorer_slots(config, reference, say)
-        temperature = config.rollout.temperature
         scorers.append(reference_scorer(reference, temperature, budget, slots=slots, say=say))
     if critic is not None:
         slots = scorer_slots(config, critic, say)
@@ -324,37 +300,30 @@ def make_learner(
         "critic": Course(t.critic_lr, updates, warmup),
     }
     losses = Losses(config.algorithm, config.rollout.temperature)
-
-    def trained(make: Callable[..., T], name: Name, model: Any) -> T:
-        course = courses[name]
-        return make(model, course.lr, t, updates=course.updates, warmup=course.warmup)
-
     ranks: Ranks | None = None
-    made: tuple[Trained, Trained | None, Passes]
-    if grid is not None:
-        from stretto.training.sharded import Sharded, ShardedModel, ShardedPasses
-
-        shards = Sharded(actor, grid, lends=lends)
-        others = Sharded(critic, grid, lends=lends) if critic else None
-        made = (
-            trained(ShardedModel, "actor", shards),
-            trained(ShardedModel, "critic", others) if others else None,
-            ShardedPasses(shards, others, losses, t.microbatch_tokens),
-        )
-    elif not config.pipeline.ranks or critic is None:
-        made = (
-            trained(TrainedModel, "actor", actor),
-            trained(TrainedModel, "critic", critic) if critic else None,
-            LocalPasses(actor, critic, losses, t.microbatch_tokens),
-        )
-    else:
+    first: Any
+    second: Any
+    passes: Any
+    if config.pipeline.ranks and critic is not None and grid is None:
         # Imported here, as planning brings a compiler that nothing else needs.
         from stretto.training import pipelined
 
         staged = pipelined.start(actor, critic, config, courses, threads)
         stack.callback(staged.ranks.close)
-        made, ranks = (staged.actor, staged.critic, staged.passes), staged.ranks
-    first, second, passes = made
+        first, second, passes, ranks = staged.actor, staged.critic, staged.passes, staged.ranks
+    else:
+        models: dict[Name, Any] = {"actor": actor, "critic": critic}
+        kind, passing = cast(tuple[Any, Any], (TrainedModel, LocalPasses))
+        if grid is not None:
+            from stretto.training.sharded import Sharded, ShardedModel, ShardedPasses
+
+            models = {n: Sharded(m, grid, lends=lends) if m else None for n, m in models.items()}
+            kind, passing = ShardedModel, ShardedPasses
+        first, second = (
+            kind(model, c.lr, t, updates=c.updates, warmup=c.warmup) if model else None
+            for model, c in zip(models.values(), courses.values(), strict=True)
+        )
+        passes = passing(*models.values(), losses, t.microbatch_tokens)
     factors = config.reward.factors
     learner = PolicyLearner(
         first, second, passes, config, factors, snapshots=snapshots, channel=channel

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -33,41 +33,32 @@ class Knob:
     """A knob, whatever its value.
 
     Attributes:
-        label: name shown before its value.
         help: help text of its setting.
         needs: when it is on.
         off: values that switch it off, the usual one first.
     """
 
-    label: str
     help: str
-    needs: frozenset[Need]
-    off: tuple[object, ...]
+    needs: tuple[Need, ...] = ()
+    off: tuple[object, ...] = (0,)
 
 
 KNOBS: Mapping[str, Knob] = {
     "score_on": Knob(
-        "score on",
         "When scorers see responses: once all have ended, each when it has ended, or chunk by chunk while they are decoded.",
-        frozenset({"scoring worker"}),
+        needs=("scoring worker",),
         off=("batch",),
     ),
     "overcommit": Knob(
-        "overcommit",
-        "Responses in flight beyond the batch (delta); the first to end are trained on, the rest is carried into the next step. auto: adapted by overcommit_rule.",
-        frozenset(),
-        off=(0,),
+        "Responses in flight beyond the batch (delta); the first to end are trained on, the rest is carried into the next step. auto: adapted by overcommit_rule."
     ),
     "lag": Knob(
-        "lag",
         "Versions of the weights that generation may be behind training; 1 generates for the next step while training on this one.",
-        frozenset({"training worker", "weights"}),
-        off=(0,),
+        needs=("training worker", "weights"),
     ),
     "migrate": Knob(
-        "migrate",
         "Gather the last responses on few engines when this share of the batch remains. auto: chosen by simulation. Needs rollout.engines > 1.",
-        frozenset({"engines"}),
+        needs=("engines",),
         off=("off", 0),
     ),
 }
@@ -125,7 +116,7 @@ class Knobs:
         return self.works("migrate", engines)
 
     def hosts_scorers(self, engines: int) -> bool:
-        """Return whether model scorers sit with the engines, and work on those that have nothing left to decode.
+        """Return whether each engine has a replica of each model scorer, which works when nothing is left to decode.
 
         Scorers that stream have a worker of their own, as they work while all engines decode.
         """
@@ -135,18 +126,13 @@ class Knobs:
         """Return whether model scorers work on a worker of their own while responses are decoded."""
         return self.scores_early and not self.hosts_scorers(engines)
 
-    def model_replicas(self, engines: int) -> int:
-        """Return the number of replicas of each model scorer: one, or one with each engine that may be freed."""
-        return engines if self.hosts_scorers(engines) else 1
-
     def describe(self, engines: int) -> str:
         """Describe all knobs in one line, as they work with so many engines."""
-        return ", ".join(f"{KNOBS[name].label} {self._shown(name, engines)}" for name in KNOBS)
-
-    def _shown(self, name: str, engines: int) -> str:
-        if self.on(name) and not self.works(name, engines):
-            return f"{KNOBS[name].off[0]} (there is one engine)"
-        return str(getattr(self, name))
+        shown = {name: getattr(self, name) for name in KNOBS}
+        for name in KNOBS:
+            if self.on(name) and not self.works(name, engines):
+                shown[name] = f"{KNOBS[name].off[0]} (there is one engine)"
+        return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in shown.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +167,9 @@ PRESETS: Mapping[PresetName, Preset] = {
 }
 """Every preset, by name. docs/schedules.md says where they come from."""
 
-_EACH_PRESET = " ".join(f"{name}: {preset.help}." for name, preset in PRESETS.items())
+_PRESET_HELP = "What the four knobs are where they say 'preset'. " + " ".join(
+    f"{name}: {preset.help}." for name, preset in PRESETS.items()
+)
 
 _RULES: Mapping[str, tuple[str, ...]] = {
     "overcommit_start": ("equation4", "algorithm1"),
@@ -224,23 +212,18 @@ class Settings:
     restarts: int = 0
 
 
+def _from_preset(knob: str) -> Any:
+    return Field(default="preset", description=KNOBS[knob].help)
+
+
 class ScheduleConfig(Section):
     """Order and overlap of the work: four knobs, and the settings that adapt them."""
 
-    preset: PresetName = Field(
-        default="sync",
-        description=f"What the four knobs are where they say 'preset'. {_EACH_PRESET}",
-    )
-    score_on: Literal["preset", ScoreOn] = Field(
-        default="preset", description=KNOBS["score_on"].help
-    )
-    overcommit: Literal["preset", "auto"] | NonNegativeInt = Field(
-        default="preset", description=KNOBS["overcommit"].help
-    )
-    lag: Literal["preset"] | NonNegativeInt = Field(default="preset", description=KNOBS["lag"].help)
-    migrate: Literal["preset", "off", "auto"] | Fraction = Field(
-        default="preset", description=KNOBS["migrate"].help
-    )
+    preset: PresetName = Field(default="sync", description=_PRESET_HELP)
+    score_on: Literal["preset", ScoreOn] = _from_preset("score_on")
+    overcommit: Literal["preset", "auto"] | NonNegativeInt = _from_preset("overcommit")
+    lag: Literal["preset"] | NonNegativeInt = _from_preset("lag")
+    migrate: Literal["preset", "off", "auto"] | Fraction = _from_preset("migrate")
     chunk_tokens: NonNegativeInt = 0
     """Tokens that each response gets between two looks at what has ended, and that are streamed at a time; 0 tries several sizes and keeps the best."""
     chunk_window: Annotated[int, Field(gt=3)] = 50
