@@ -45,8 +45,7 @@ def migrating_of(
     """Return the facts for moving stragglers, from measured rates of an engine.
 
     The second rate is ``None`` where keys and values do not move: tokens are prefilled again.
-    Engines are taken to slow down with rows no more than their memory makes them: all that is in
-    flight may be gathered on one.
+    Memory alone is taken to slow engines down with rows: all in flight may be gathered on one.
     """
     rows, engines = config.most_in_flight, config.rollout.engines
     return Migrating(
@@ -98,11 +97,10 @@ def controls(
         max_carries=s.max_carries,
         deadline_s=s.deadline_s,
     )
+    tuned = TunedChunk(window=s.chunk_window, max_new_tokens=settings.max_new_tokens)
     return Controls(
         settings,
-        FixedChunk(s.chunk_tokens)
-        if s.chunk_tokens
-        else TunedChunk(window=s.chunk_window, max_new_tokens=settings.max_new_tokens),
+        FixedChunk(s.chunk_tokens) if s.chunk_tokens else tuned,
         _overcommit(s, settings, engines, seed),
         _migration(s, settings, seed, migrating) if migrating else None,
     )
@@ -120,31 +118,20 @@ def _overcommit(s: ScheduleConfig, sizes: Settings, engines: int, seed: int) -> 
         case "algorithm1":
             return Algorithm1(start, low, high, s.overcommit_window)
         case "throughput":
+            batch, group = sizes.batch * s.weight_sync_interval, sizes.samples_per_prompt
             return ThroughputOvercommit(
-                sizes.batch * s.weight_sync_interval,
-                high,
-                s.max_carries,
-                low=low,
-                group=sizes.samples_per_prompt,
-                generators=engines,
-                seed=seed,
+                batch, high, s.max_carries, low=low, group=group, generators=engines, seed=seed
             )
 
 
 def _migration(
     s: ScheduleConfig, sizes: Settings, seed: int, on: Migrating
 ) -> MigrationPolicy | None:
-    batch = sizes.batch * s.weight_sync_interval
-    match s.knobs.migrate:
-        case "off":
-            return None
-        case "auto":
-            tokens = on.prompt_tokens
-            return AutoMigration(
-                on.limits, batch, on.score_tokens_per_s, prompt_tokens=tokens, seed=seed
-            )
-        case share:
-            return FixedMigration(on.limits, batch, share)
+    batch, tokens, share = sizes.batch * s.weight_sync_interval, on.prompt_tokens, s.knobs.migrate
+    if share == "auto":
+        rate = on.score_tokens_per_s
+        return AutoMigration(on.limits, batch, rate, prompt_tokens=tokens, seed=seed)
+    return None if share == "off" else FixedMigration(on.limits, batch, share)
 
 
 class CoreShares(NamedTuple):
@@ -164,9 +151,11 @@ def share_cores(schedule: ScheduleConfig, engines: int, cores: int) -> CoreShare
     if schedule.threads:
         return CoreShares(*schedule.threads)
     knobs = schedule.knobs
-    training = max(cores // 2, 1) if knobs.trains_beside else cores
-    left = cores - training if knobs.trains_beside else cores
+    training, left = cores, cores
+    if knobs.trains_beside:
+        training = max(cores // 2, 1)
+        left -= training
     beside = knobs.scores_beside(engines)
-    scoring = max(left // 2, 1) if beside else max(left, 1)
+    scoring = max(left // 2 if beside else left, 1)
     generating = max((left - scoring if beside else left) // engines, 1)
     return CoreShares(generating, scoring, training)

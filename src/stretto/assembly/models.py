@@ -29,6 +29,10 @@ from stretto.scoring.models import RewardModelScorer, same_tokenizer
 from stretto.tasks import Task
 from stretto.tasks.prompts import PromptSource
 
+Device = Literal["auto", "cpu", "cuda"]
+Reward = tuple[nn.Module, PreTrainedTokenizerBase]
+"""A reward model and its tokenizer."""
+
 
 @dataclass(frozen=True)
 class Overrides:
@@ -57,9 +61,7 @@ class Overrides:
     task: Task | None = None
     opened: Task | None = None
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    reward_models: Mapping[str, tuple[nn.Module, PreTrainedTokenizerBase]] = field(
-        default_factory=dict
-    )
+    reward_models: Mapping[str, Reward] = field(default_factory=dict)
     end_tokens: frozenset[int] | None = None
     warmup: Path | None = None
     looks_at: Callable[[PromptSource], None] | None = None
@@ -97,11 +99,7 @@ def make_actor(config: ModelConfig, overrides: Overrides, say: Say) -> nn.Module
 
 
 def made_ready(
-    model: nn.Module,
-    device: Literal["auto", "cpu", "cuda"],
-    what: str = "the model",
-    *,
-    trained: bool = False,
+    model: nn.Module, device: Device, what: str = "the model", *, trained: bool = False
 ) -> nn.Module:
     """Make a caller's model like one that is loaded here.
 
@@ -158,7 +156,7 @@ def frozen_copy(model: nn.Module) -> nn.Module:
 
 def load_reward_model(
     config: ModelConfig, name: str, say: Say, *, in_files: bool = False
-) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+) -> Reward:
     """Load a reward model and its tokenizer by name, frozen."""
     path = resolve(name, say)
     model = _loaded(load_sequence_classifier, path, config, say, in_files)
@@ -179,13 +177,20 @@ def make_critic(
         return made_ready(overrides.critic, config.device, "the critic", trained=True)
     if init == "actor":
         return critic_from_actor(actor)
-    if init == "reward":
-        _require_same_tokenizer(init, rewards[0].same_tokenizer)
-        return mapped.copied(rewards[0].model).requires_grad_(True)
-    path = resolve(init, say)
-    own = load_tokenizer(path, config.trust_remote_code, say)
-    _require_same_tokenizer(init, same_tokenizer(own, tokenizer))
-    return _loaded(load_sequence_classifier, path, config, say, overrides.in_files)
+    path = "" if init == "reward" else resolve(init, say)
+    if path:
+        same = same_tokenizer(load_tokenizer(path, config.trust_remote_code, say), tokenizer)
+    else:
+        same = rewards[0].same_tokenizer
+    if not same:
+        raise ConfigError(
+            f"critic.init = '{init}' names a model with another tokenizer than the actor, whose "
+            "tokens the critic must read; set critic.init = 'actor'",
+            "critic-of-other-tokenizer",
+        )
+    if path:
+        return _loaded(load_sequence_classifier, path, config, say, overrides.in_files)
+    return mapped.copied(rewards[0].model).requires_grad_(True)
 
 
 def with_adapters(
@@ -209,12 +214,3 @@ def with_adapters(
     if stack is not None:
         stack.callback(merge_lora, wrapped, trained)
     return wrapped
-
-
-def _require_same_tokenizer(init: str, same: bool) -> None:
-    if not same:
-        raise ConfigError(
-            f"critic.init = '{init}' names a model with another tokenizer than the actor, whose "
-            "tokens the critic must read; set critic.init = 'actor'",
-            "critic-of-other-tokenizer",
-        )

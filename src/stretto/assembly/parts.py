@@ -56,10 +56,7 @@ class PolicyModels:
 
 
 def open_prompts(config: Config, overrides: Overrides, say: Say) -> PromptSource:
-    """Open the prompts of a run, with their task and the actor's tokenizer.
-
-    Raises StrettoError if a setting, the tokenizer or the dataset is at fault.
-    """
+    """Open the prompts of a run, with their task and the actor's tokenizer."""
     m = config.model
     tokenizer = overrides.tokenizer or load_tokenizer(
         resolve(m.name, say), m.trust_remote_code, say
@@ -72,10 +69,7 @@ def open_prompts(config: Config, overrides: Overrides, say: Say) -> PromptSource
 
 
 def look_at_prompts(prompts: PromptSource, say: Say) -> list[Prompt]:
-    """Return the first prompts of a run, and say so if they spell control tokens.
-
-    Raises TaskError if one cannot be rendered, or none is short enough.
-    """
+    """Return the first prompts of a run, and say so if they spell control tokens."""
     first = prompts.first(FIRST)
     if prompts.found:
         say(
@@ -96,8 +90,7 @@ def trained_models(
     """Make actor, critic and reference, as training starts.
 
     A resumed run starts from the outcome of the warm-up, too: it is the reference, and under LoRA
-    the frozen weights, and checkpoints hold only what changes afterwards. Raises StrettoError if a
-    setting or a model is at fault.
+    the frozen weights, and checkpoints hold only what changes afterwards.
 
     Args:
         rewards: the reward models, as far as they are in this process.
@@ -106,7 +99,7 @@ def trained_models(
     base = make_actor(m, overrides, say)
     ends = overrides.end_tokens
     ends = end_token_ids(unwrapped(base), tokenizer) if ends is None else ends
-    check_ends(config.reward, config.rollout.stop, ends)
+    _check_ends(config.reward, config.rollout.stop, ends)
     check_positions(config, "the actor", base, generating=True)
     check_rewards(config, rewards, prompts.first(FIRST))
     check_lora(base, m)
@@ -147,24 +140,17 @@ def critic_rewards(
 def check_positions(
     config: Config, what: str, model: nn.Module | None, *, generating: bool = False
 ) -> None:
-    """Refuse a model that cannot read a prompt with its response, both at their limits.
+    """Raise ConfigError if a model cannot read a prompt with its response, both at their limits.
 
     Args:
         what: a name of the model, as the subject of a message.
-        model: that reads the actor's tokens, if there is one.
         generating: see :func:`~stretto.models.forward.positions`.
-
-    Raises ConfigError if it has too few positions.
     """
     if model is not None:
         config.require_positions(what, positions(model, generating=generating))
 
 
-def check_ends(rule: RewardConfig, stop: Collection[str], end_tokens: Collection[int]) -> None:
-    """Refuse a run in which no response can end, and each would be penalised for that.
-
-    Raises ConfigError if nothing ends a response, and ``reward.missing_eos`` is on.
-    """
+def _check_ends(rule: RewardConfig, stop: Collection[str], end_tokens: Collection[int]) -> None:
     if not (end_tokens or stop or rule.missing_eos == "off"):
         raise ConfigError(
             "nothing ends a response: the tokenizer has no end token, the generation config names "
@@ -179,12 +165,10 @@ def check_ends(rule: RewardConfig, stop: Collection[str], end_tokens: Collection
 def check_rewards(
     config: Config, rewards: Iterable[RewardModelScorer], prompts: Sequence[Prompt]
 ) -> None:
-    """Refuse reward models that cannot read what they are to score.
+    """Raise ConfigError or ModelError for a reward model with too few positions for what it scores.
 
     A model with a tokenizer of its own may make more tokens of a response than the actor. How many
     is not known beforehand; a response that then does not fit is a failure of its own.
-
-    Raises ConfigError or ModelError if one has too few positions.
     """
     for reward in rewards:
         if reward.same_tokenizer:
@@ -208,13 +192,9 @@ def warmed_up(
 ) -> None:
     """Train the model on the task's own answers, where the settings ask for it.
 
-    The overrides may name a file that keeps the outcome, which is then taken from there.
-
-    Raises:
-        TaskError: the task has no answers of its own.
-        ConfigError: the file holds another warm-up.
-        StateError: the file is damaged.
-        StorageError: the file cannot be written.
+    The overrides may name a file that keeps the outcome, which is then taken from there. Raises
+    TaskError if the task has no answers of its own, ConfigError if the file holds another warm-up,
+    StateError if it is damaged, StorageError if it cannot be written.
     """
     number, file = config.warmup_examples, overrides.warmup
     if not number:

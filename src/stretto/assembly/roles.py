@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from stretto.assembly.models import Overrides, load_reward_model, made_ready
+from stretto.assembly.models import Overrides, Reward, load_reward_model, made_ready
 from stretto.config import Config, ModelConfig
 from stretto.config.sections import ModelSource, RewardSource
 from stretto.config.training import token_budget
@@ -197,7 +197,7 @@ def reward_scorer(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
     say: Say,
-    loaded: tuple[nn.Module, PreTrainedTokenizerBase],
+    loaded: Reward,
     *,
     slots: int = 0,
     ends: frozenset[int] = frozenset(),
@@ -218,7 +218,7 @@ def reward_scorer(
 
 def load_reward(
     source: RewardSource, config: ModelConfig, overrides: Overrides, say: Say
-) -> tuple[nn.Module, PreTrainedTokenizerBase] | None:
+) -> Reward | None:
     """Return a reward model and its tokenizer, frozen; ``None`` for a source that is no model."""
     if own := overrides.reward_models.get(source.name):
         made_ready(own[0], config.device, f"reward model '{source.name}'").requires_grad_(False)
