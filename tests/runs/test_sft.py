@@ -156,7 +156,7 @@ GOOD = {"prompt": "a", "completion": "b"}
     ("rows", "message"),
     [
         ([{"q": "a", "a": "b"}], "'messages', or 'prompt' and 'completion', and .* 'a', 'q'"),
-        ([GOOD, {"prompt": "a"}], "row 1 has no column 'completion'; its columns: 'prompt'"),
+        ([GOOD, {"prompt": "a"}], "row 1: no column 'completion'; its columns: 'prompt'"),
         ([GOOD, {"prompt": "a", "completion": " "}], "row 1: a completion is text, or a list"),
         ([{"messages": TALK[:1]}], "row 0: no turn is the assistant's.*user"),
         ([{"messages": TALK[1:]}], "row 0: a conversation begins with what the assistant answers"),
@@ -179,7 +179,7 @@ def test_bad_rows_are_left_out_where_that_is_asked_for(tmp_path: Path) -> None:
     rows = [GOOD, {"prompt": "a"}, {"prompt": "", "completion": "x"}, GOOD]
     name = write(tmp_path, rows)
     with pytest.raises(
-        TaskError, match=r"row 1 .* \(2 rows cannot be used\)\. .*on_error = 'drop'"
+        TaskError, match=r"row 1: .* \(2 rows cannot be used\)\. .*on_error = 'drop'"
     ):
         read_demonstrations(DemonstrationsConfig(name=name))
     kept, reasons = read_demonstrations(DemonstrationsConfig(name=name, on_error="drop"))

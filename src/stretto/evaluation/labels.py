@@ -34,8 +34,8 @@ from stretto.schedules.rollout import Rollout
 from stretto.scoring.responses import response_text
 from stretto.tasks.encode import utf8
 from stretto.tasks.responses import PromptLayout
-from stretto.tasks.supervised import Turns, attempt, attempt_rows, cells_of, of_row, read_pairs
-from stretto.tasks.tables import Row, as_prompt, read
+from stretto.tasks.supervised import Turns, attempt, attempt_rows, cells_of, read_pairs
+from stretto.tasks.tables import Row, as_prompt, of_row, read
 from stretto.types import FinishReason, Prompt
 
 RESPONSES = "responses"
@@ -249,16 +249,16 @@ def _say_left_out(reasons: Sequence[str], data: PairsConfig) -> None:
         on_stderr(f"{len(reasons)} rows of '{data.name}' left out; the first: {reasons[0]}")
 
 
-def _several(prompt_column: str, row: Row, index: int, where: str) -> Candidates:
-    responses, prompt = cells_of(row, [RESPONSES, prompt_column], where)
+def _several(prompt_column: str, row: Row, index: int) -> Candidates:
+    responses, prompt = cells_of(row, RESPONSES, prompt_column)
     texts = responses if isinstance(responses, list) else []
     if len(texts) < 2 or not all(isinstance(t, str) and t.strip() for t in texts):
         raise TaskError(
-            f"{where}: several responses to one prompt stand as a list of at least two texts, none "
-            f"empty, in the column '{RESPONSES}'; got {repr(responses)[:200]}",
+            "several responses to one prompt stand as a list of at least two texts, none empty, in "
+            f"the column '{RESPONSES}'; got {repr(responses)[:200]}",
             "too-few-responses",
         )
-    return Candidates(index, as_prompt(prompt, where), texts, dict(row))
+    return Candidates(index, as_prompt(prompt), texts, dict(row))
 
 
 def _tokens_for(
@@ -276,15 +276,15 @@ def _tokenised(
     layout: PromptLayout | None, row: Candidates
 ) -> tuple[Candidates, Prompt, Sequence[Sequence[int]]]:
     """Return a row in a reward model's tokens with a layout, or as bytes for functions."""
-    with of_row(row.index):
+    with of_row(f"row {row.index}"):
         if layout:
             prompt = layout.prompt(row.prompt, transcript=row.transcript)
             return row, prompt, [layout.response(prompt, text) for text in row.responses]
         messages = None if isinstance(row.prompt, str) else row.prompt
         turns = (f"{turn['role']}: {turn['content']}" for turn in messages or ())
         text = row.prompt if isinstance(row.prompt, str) else "\n\n".join(turns)
-        prompt = Prompt(0, tuple(utf8(text, "a text")), text, messages)
-        return row, prompt, [tuple(utf8(text, "a text")) for text in row.responses]
+        prompt = Prompt(0, tuple(utf8(text)), text, messages)
+        return row, prompt, [tuple(utf8(text)) for text in row.responses]
 
 
 def _labelled(row: Candidates, scores: Sequence[float], data: PairsConfig) -> Row | None:

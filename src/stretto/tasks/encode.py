@@ -69,7 +69,7 @@ class Encoder:
         TaskError if the text is no valid Unicode.
         """
         if not text.isascii():
-            utf8(text, "a text")
+            utf8(text)
             text = _NONCHARACTER.sub("\ufffd", text)
         if not self._spelling.search(text):
             return text
@@ -191,8 +191,8 @@ def _is_escaped(text: str) -> bool:
     return not text.isascii() and bool(_NONCHARACTER.search(text))
 
 
-def utf8(text: str, where: str) -> bytes:
-    """Return the bytes of a text, which stands at the place ``where`` names.
+def utf8(text: str) -> bytes:
+    """Return the bytes of a text.
 
     Raises TaskError if it has half of a surrogate pair, which JSON can hold and no tokenizer takes.
     """
@@ -200,7 +200,7 @@ def utf8(text: str, where: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         raise TaskError(
-            f"{where} must be valid Unicode, and character {error.start} of it is half of a "
+            f"a text must be valid Unicode, and character {error.start} of it is half of a "
             f"surrogate pair ({text[error.start]!r}); correct the text, or drop it",
             "invalid-unicode",
         ) from error

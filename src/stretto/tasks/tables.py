@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,11 +26,9 @@ _FINAL = re.compile(r"####\s*(\S.*?)\s*$", re.MULTILINE)
 def read(config: TaskConfig | RowsConfig) -> Sequence[Row]:
     """Return the rows that ``config.name`` stands for, cut to ``config.size`` where that is set.
 
-    Local files are read afresh each time and need neither a network nor a cache.
-
-    Raises:
-        TaskError: the file or dataset is missing, cannot be read, or is too short.
-        MissingExtraError: it is a parquet file, or of the hub, and what reads it is not installed.
+    Local files are read afresh each time and need neither a network nor a cache. Raises TaskError
+    if the file or dataset is missing, cannot be read, or is too short; MissingExtraError if the
+    library that reads it is not installed.
     """
     section = "task" if isinstance(config, TaskConfig) else "data"
     if is_local(config.name):
@@ -146,6 +145,15 @@ def _read_hub(config: TaskConfig | RowsConfig) -> Any:
         ) from error
 
 
+@contextmanager
+def of_row(name: str) -> Iterator[None]:
+    """Name a row in a TaskError about it."""
+    try:
+        yield
+    except TaskError as error:
+        raise TaskError(f"{name}: {error}", error.code) from error
+
+
 class TableTask(Task):
     """Rows of a file or a hub dataset; a column of right answers makes it score.
 
@@ -164,22 +172,24 @@ class TableTask(Task):
     def _checked_rows(self) -> Iterator[Row]:
         for index, row in enumerate(self._rows):
             where = f"'{self._config.name}', row {index}"
-            self._check_columns(row, where)
-            as_prompt(row[self._prompt_column], f"{where}, column '{self._prompt_column}'")
-            if self._answer_column:
-                self._answer(row, where)
+            with of_row(where):
+                self._check_columns(row)
+                if self._answer_column:
+                    self._answer(row)
+            with of_row(f"{where}, column '{self._prompt_column}'"):
+                as_prompt(row[self._prompt_column])
             yield row
 
-    def _check_columns(self, row: Row, where: str) -> None:
+    def _check_columns(self, row: Row) -> None:
         for column in filter(None, (self._prompt_column, self._answer_column)):
             if column not in row:
                 raise TaskError(
-                    f"{where} has no column '{column}'. {nearest(column, row)} "
-                    f"Its columns: {', '.join(sorted(row))}",
+                    f"no column '{column}'. {nearest(column, row)} Its columns: "
+                    f"{', '.join(sorted(row))}",
                     "missing-column",
                 )
         if INDEX_KEY in row:
-            message = f"{where}: the column name '{INDEX_KEY}' is reserved; rename it"
+            message = f"the column name '{INDEX_KEY}' is reserved; rename it"
             raise TaskError(message, "reserved-column")
 
     def __len__(self) -> int:
@@ -187,13 +197,9 @@ class TableTask(Task):
 
     def row(self, index: int) -> TaskRow:
         """Return the row at ``index``."""
-        row = self._rows[index]
-        return TaskRow(
-            prompt=as_prompt(row[self._prompt_column], f"row {index}"),
-            data=dict(row),
-            reference=str(row[self._answer_column]) if self._answer_column else None,
-            index=index,
-        )
+        row, answers = self._rows[index], self._answer_column
+        reference = str(row[answers]) if answers else None
+        return TaskRow(as_prompt(row[self._prompt_column]), dict(row), reference, index)
 
     @property
     def identity(self) -> Mapping[str, str]:
@@ -208,28 +214,26 @@ class TableTask(Task):
     def verify(self, index: int, response: str) -> float:
         """Score a response: 1 if its answer is the row's, as text or as mathematics; else 0.
 
-        Raises:
-            TaskError: there is no answer column, or this is not the process's main thread.
-            TimeoutError: the comparison took too long.
+        Raises TaskError if there is no answer column, or this is not the process's main thread;
+        TimeoutError if the comparison took too long.
         """
         self.require_verifier()
         answer, bare = self._extract(response)
         if answer is None:
             return 0.0
-        reference = self._answer(self._rows[index], f"row {index}")
-        return float(same_answer(reference, answer, bare=bare))
+        return float(same_answer(self._answer(self._rows[index]), answer, bare=bare))
 
     def _extract(self, response: str) -> tuple[str | None, bool]:
         how = self._config.extract
         return extract(response, how), how != "full"
 
-    def _answer(self, row: Row, where: str) -> str:
+    def _answer(self, row: Row) -> str:
         """Return the right answer and nothing else."""
         answer = row[self._answer_column]
         if not isinstance(answer, str | int | float) or not str(answer).strip():
             raise TaskError(
-                f"{where}: the answer in column '{self._answer_column}' must be text or a number; "
-                f"got {answer!r}",
+                f"the answer in column '{self._answer_column}' must be text or a number; got "
+                f"{answer!r}",
                 "answer-not-text",
             )
         return str(answer)
@@ -251,39 +255,38 @@ class Gsm8kTask(TableTask):
             return final[-1], True
         return super()._extract(response)
 
-    def _answer(self, row: Row, where: str) -> str:
-        final = _FINAL.findall(super()._answer(row, where))
+    def _answer(self, row: Row) -> str:
+        final = _FINAL.findall(super()._answer(row))
         if not final:
             raise TaskError(
-                f"{where}: GSM8K's answers end in a line '#### N', and this one does not: "
+                "GSM8K's answers end in a line '#### N', and this one does not: "
                 f"{row[self._answer_column]!r}. For other datasets use task.kind = 'dataset'",
                 "no-gsm8k-answer",
             )
         return str(final[-1])
 
 
-def as_prompt(value: Any, where: str) -> str | tuple[Message, ...]:
+def as_prompt(value: Any) -> str | tuple[Message, ...]:
     """Return a cell of the prompt column as text or messages.
 
-    Raises TaskError if it is neither, is empty, is no valid Unicode, or ends in the assistant's
-    turn.
+    Raises TaskError if it is neither, is empty, no valid Unicode, or ends in the assistant's turn.
     """
     if isinstance(value, str) and value.strip():
-        utf8(value, where)
+        utf8(value)
         return value
     messages = as_messages(value)
     if not messages:
         raise TaskError(
-            f"{where}: a prompt must be text, or a list of messages with 'role' and 'content' and "
-            f"nothing else; got {repr(value)[:200]}",
+            "a prompt must be text, or a list of messages with 'role' and 'content' and nothing "
+            f"else; got {repr(value)[:200]}",
             "prompt-not-text",
         )
     for message in messages:
-        utf8(message["role"] + message["content"], where)
+        utf8(message["role"] + message["content"])
     if messages[-1]["role"] == "assistant":
         raise TaskError(
-            f"{where}: a prompt ends with a turn to be answered, and this one ends with the "
-            "assistant's; drop that message",
+            "a prompt ends with a turn to be answered, and this one ends with the assistant's; "
+            "drop that message",
             "prompt-ends-with-assistant",
         )
     return messages
