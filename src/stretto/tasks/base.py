@@ -17,8 +17,7 @@ INDEX_KEY = "_index"
 """Key of the row's index in ``Prompt.data``, beside the row's own columns. Reserved."""
 
 RIGHT = 1.0
-"""A verifier's score of a right answer, and the least one: 1 of 0 and 1, or full credit of partial
-credit."""
+"""The least score of a right answer: 1 of 0 and 1, or full credit of partial credit."""
 
 SHA256 = "sha256:"
 """The beginning of a fingerprint in a :attr:`Task.identity`."""
@@ -83,11 +82,7 @@ class Task(ABC):
             )
 
     def own_answer(self, index: int, what: str) -> str:
-        """Return the task's own answer to a row; raise TaskError if there is none.
-
-        Args:
-            what: needs it, as the subject of a message.
-        """
+        """Return the task's own answer to a row, or raise TaskError: ``what`` needs one."""
         reference = self.row(index).reference
         if reference is None:
             raise TaskError(
@@ -135,10 +130,9 @@ def fingerprints(rows: Iterable[Mapping[str, Any]], count: int) -> dict[str, str
 def content(row: TaskRow) -> str:
     """Return the content of a row as text, equal for rows that ask the same.
 
-    The seed and the place of a row do not tell what it asks: the rows of procedural tasks repeat,
-    and files share rows. So a prompt is held out by its content alone, in every file, under every
-    seed and in every order. Kinds of white space count as equal, and so do a text and a
-    conversation of this one turn.
+    The rows of procedural tasks repeat, and files share rows, so a prompt is held out by its
+    content alone, whatever the file, the seed and the order. Kinds of white space count as equal,
+    and so do a text and a conversation of this one turn.
     """
     turns = row.prompt
     if isinstance(turns, str):
@@ -147,11 +141,9 @@ def content(row: TaskRow) -> str:
 
 
 def is_held_out(row: TaskRow, share: float) -> bool:
-    """Return whether a row is for evaluation alone.
+    """Return whether a row is for evaluation alone, with this share of all different prompts.
 
-    Args:
-        share: of all different prompts, from 0 (none) to 1. Prompts that a smaller share holds out,
-            a larger one does too.
+    Prompts that a smaller share holds out, a larger one does too.
     """
     if not share:
         return False

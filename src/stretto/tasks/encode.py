@@ -5,11 +5,10 @@ tokenizer takes that for the token itself, so that a text could end a turn and b
 text stays text: '<', '/', 's', '>'.
 
 Before a text goes into a template, each spelling of a control token in it is *escaped*: replaced by
-as many characters that Unicode keeps for internal use (noncharacters), so that places in the text
-stay where they are. An escaped text is tokenised by a twin of the tokenizer, which knows control
-tokens by these stand-ins and by nothing else, with spellings and stand-ins exchanged. So the rest
-of the text comes out as it always does: words and spaces next to a spelling, too. A text in which
-nothing is escaped goes through the tokenizer itself.
+as many noncharacters of Unicode, so that places in the text stay where they are. An escaped text is
+tokenised by a twin of the tokenizer, which knows control tokens by these stand-ins alone, with
+spellings and stand-ins exchanged. So the rest of the text comes out as it always does: words and
+spaces next to a spelling, too. A text without escapes goes through the tokenizer itself.
 """
 
 from __future__ import annotations
@@ -80,7 +79,9 @@ class Encoder:
         """Return an escaped text as people read it; the inverse of :meth:`escape`."""
         if not _is_escaped(escaped):
             return escaped
-        return self._either.sub(lambda m: self._spelled(m[0]), escaped)
+        return self._either.sub(
+            lambda m: m[0] if m[0] in self._names else self._other[m[0]], escaped
+        )
 
     def chat(self, turns: Iterable[Message], *, unfinished: bool = False, **options: Any) -> str:
         """Return a conversation in the tokenizer's chat template, its contents escaped.
@@ -164,9 +165,6 @@ class Encoder:
 
     def _exchanged(self, escaped: str) -> str:
         return self._either.sub(lambda m: self._other[m[0]], escaped)
-
-    def _spelled(self, found: str) -> str:
-        return found if found in self._names else self._other[found]
 
     def _by_parts(self, escaped: str, special: bool) -> list[int]:
         """Encode the parts between control tokens one by one, for tokenizers without a twin.

@@ -36,28 +36,24 @@ def render(
     What the row spells of such tokens is text. A row that brings its tokens is read as it is.
     ``Prompt.data`` is the row's data with its index under ``INDEX_KEY``.
 
+    Raises TaskError if the prompt needs a chat template and there is none or it is switched off,
+    the template refuses the messages, no tokens come out, or the text is no valid Unicode.
+
     Args:
         encoder: of the tokenizer, where the caller keeps one.
         section: of the settings, for messages.
-
-    Raises:
-        TaskError: the prompt needs a chat template and there is none or it is switched off, the
-            template refuses the messages, no tokens come out, or the text is no valid Unicode.
     """
     encoder = encoder or Encoder(tokenizer)
     turns = None if row.tokens else _conversation(row, config, tokenizer, section)
-    text: str
-    tokens: list[int]
-    if row.tokens:
-        text, tokens = str(row.prompt), list(row.tokens)
-    elif turns is None:
-        assert isinstance(row.prompt, str)
-        text = _with_instruction(row.prompt, config)
-        tokens = encoder.ids(encoder.escape(text), special=True)
-    else:
+    if turns is not None:
         with template_accepts(turns):
             read = encoder.chat(turns, add_generation_prompt=True)
         text, tokens = encoder.plain(read), encoder.ids(read)
+    elif row.tokens:
+        text, tokens = str(row.prompt), list(row.tokens)
+    else:
+        text = _with_instruction(str(row.prompt), config)
+        tokens = encoder.ids(encoder.escape(text), special=True)
     if not tokens:
         message = f"row {row.index}: the prompt {text!r} has no tokens; give it some text"
         raise TaskError(message, "prompt-without-tokens")
@@ -80,9 +76,6 @@ class PromptSource:
     A prompt's id is its place in that stream, so that it can be made again from the id alone.
     Prompts that are held out or too long are left out; their ids stay unused.
 
-    State: the place of the next prompt, and how many were left out. Everything else follows from
-    the task, the settings and the seed.
-
     Attributes:
         skipped: prompts left out so far because they are longer than ``task.max_prompt_tokens``.
         tokenizer: the actor's.
@@ -92,12 +85,10 @@ class PromptSource:
     def __init__(
         self, task: Task, config: TaskConfig, tokenizer: PreTrainedTokenizerBase, seed: int
     ) -> None:
-        self.task, self._config, self._seed = task, config, seed
-        self.tokenizer = tokenizer
+        self.task, self.tokenizer, self._config, self._seed = task, tokenizer, config, seed
         self._encoder = Encoder(tokenizer)
         self.found = self._encoder.found
-        self._place = 0
-        self.skipped = 0
+        self._place = self.skipped = 0
         self._order = lru_cache(maxsize=2)(self._make_order)  # this epoch's, and the one before
 
     def next(self) -> Prompt:
@@ -170,12 +161,8 @@ class PromptSource:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place of the stream, the number of rows and the seed of their order."""
-        return {
-            "place": self._place,
-            "skipped": self.skipped,
-            "rows": len(self.task),
-            "seed": self._seed,
-        }
+        order = {"rows": len(self.task), "seed": self._seed}
+        return {"place": self._place, "skipped": self.skipped, **order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where :meth:`state_dict` stood; StateError if rows or seed are others."""
@@ -204,37 +191,29 @@ def _conversation(
     row: TaskRow, config: TaskConfig, tokenizer: PreTrainedTokenizerBase, section: str
 ) -> tuple[Message, ...] | None:
     """Return the row's prompt as messages, the settings' own included; ``None`` for plain text."""
-    has_template = bool(tokenizer.chat_template)
-    because = ""
-    if not isinstance(row.prompt, str):
+    own, because = row.prompt, ""
+    if not isinstance(own, str):
         because = "the prompt is a list of messages"
     elif config.system:
         because = f"{section}.system is set"
     elif config.chat == "on":
         because = f"{section}.chat = 'on'"
-    if because and config.chat == "off":
+    if not because and (config.chat == "off" or not tokenizer.chat_template):
+        return None
+    if config.chat == "off":
         raise TaskError(
             f"{section}.chat = 'off', but {because}, which takes a chat template; set "
             f"{section}.chat to 'auto', or use text prompts without a system message",
             "chat-is-off",
         )
-    if because and not has_template:
+    if not tokenizer.chat_template:
         raise TaskError(
             f"{because}, and the tokenizer has no chat template; use text prompts without "
             f"{section}.system and with {section}.chat = 'off', or a model that was made for chat",
             "no-chat-template",
         )
-    if not because and (config.chat == "off" or not has_template):
-        return None
-    return _messages(row, config, section)
-
-
-def _messages(row: TaskRow, config: TaskConfig, section: str) -> tuple[Message, ...]:
-    """Return system message, the prompt's own messages, and the instruction in the last of them."""
-    own = row.prompt
-    if isinstance(own, str):
-        own = (Message(role="user", content=own),)
-    if config.system and own[0]["role"] == "system":
+    *before, last = (Message(role="user", content=own),) if isinstance(own, str) else own
+    if config.system and [*before, last][0]["role"] == "system":
         where = "the prompt" if row.index is None else f"row {row.index}"
         raise TaskError(
             f"{section}.system is set, and {where} brings a system message of its own; "
@@ -242,8 +221,8 @@ def _messages(row: TaskRow, config: TaskConfig, section: str) -> tuple[Message, 
             "two-system-messages",
         )
     system = (Message(role="system", content=config.system),) if config.system else ()
-    last = Message(role=own[-1]["role"], content=_with_instruction(own[-1]["content"], config))
-    return (*system, *own[:-1], last)
+    last = Message(role=last["role"], content=_with_instruction(last["content"], config))
+    return (*system, *before, last)
 
 
 def _with_instruction(text: str, config: TaskConfig) -> str:
