@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 class StrettoError(Exception):
     """Base of every error raised on purpose.
 
-    Attributes:
-        code: names the rule that was broken, for programs; the message may be reworded.
+    For programs, ``code`` names the rule that was broken; the message may be reworded.
     """
 
     def __init__(self, message: str, code: str = "") -> None:
@@ -72,11 +71,7 @@ class _RolloutsError(StrettoError):
 
 
 class RewardError(_RolloutsError):
-    """A reward source failed on at least one sample.
-
-    Attributes:
-        rollout_ids: the rollouts whose samples could not be scored.
-    """
+    """A reward source failed on samples, those of ``rollout_ids``."""
 
 
 class JudgeError(StrettoError):
@@ -88,10 +83,7 @@ class EngineError(StrettoError):
 
 
 class TransferError(StrettoError):
-    """Weights, or keys and values, did not arrive in time, or one side of their transfer is gone.
-
-    They may be sent again.
-    """
+    """Tensors did not arrive in time, or one side is gone; they may be sent again."""
 
 
 class LearnerError(StrettoError):
@@ -110,10 +102,7 @@ class RankError(StrettoError):
     """A process that holds a part of the models failed; all of them have been ended.
 
     Where the process raised an error of Stretto, that is the ``__cause__``; of any other error a
-    note has the traceback.
-
-    Attributes:
-        rank: the one that failed first, or ``None`` where none did.
+    note has the traceback. ``rank`` failed first; it is ``None`` where none did.
     """
 
     def __init__(self, message: str, rank: int | None = None, code: str = "") -> None:
@@ -122,12 +111,9 @@ class RankError(StrettoError):
 
 
 class RoleLostError(RankError):
-    """A process that works for a role has died, hung, or raised what it cannot survive.
+    """A process that works for ``role`` has died, hung, or raised what it cannot survive.
 
     Where the run allows restarts, another one is started in its place.
-
-    Attributes:
-        role: its name.
     """
 
     def __init__(self, role: str, cause: str, code: str = "") -> None:
@@ -140,11 +126,7 @@ class RoleLostError(RankError):
 
 
 class StalledError(_RolloutsError):
-    """A role did not answer within its deadline, or all roles wait for each other.
-
-    Attributes:
-        rollout_ids: the rollouts that were waited for.
-    """
+    """A role did not answer in time about ``rollout_ids``, or all roles wait for each other."""
 
 
 class LifecycleError(StrettoError):
@@ -184,9 +166,7 @@ def is_installed(library: str) -> bool:
 def require(library: str, extra: str, purpose: str) -> None:
     """Raise MissingExtraError if an optional library, by its name in imports, is not installed.
 
-    Args:
-        extra: asks for the library.
-        purpose: of the library, as the subject of a message.
+    ``extra`` asks for it; ``purpose`` is the subject of the message.
     """
     if not is_installed(library):
         raise MissingExtraError(library, extra, purpose)

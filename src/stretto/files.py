@@ -17,8 +17,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants of Linux's renameat2(2)
 _BLOCK = 1 << 16
 
 SPARE = 0.5
-"""Room that what is large leaves on the disk, as a share of its size: records and the model at the
-end go there as well."""
+"""Room that what is large leaves on the disk for records and the model, as a share of its size."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -37,9 +36,6 @@ def explained(path: Path) -> Iterator[None]:
         remedy = _REMEDIES.get(error.errno or 0, "see that the disk is there and can be written to")
         message = f"cannot write '{path}': {error.strerror or error}; {remedy}"
         raise StorageError(message, "cannot-write") from error
-
-
-# -- room --------------------------------------------------------------------------------------
 
 
 def existing(path: Path) -> Path:
@@ -69,14 +65,8 @@ def leave_room(path: Path, size: int) -> None:
         )
 
 
-# -- files ---------------------------------------------------------------------------------------
-
-
 def write_whole(file: Path, content: bytes) -> None:
-    """Write a file that appears under its name once it is on disk; a former one stays until then.
-
-    Raises StorageError if it cannot be written.
-    """
+    """Write a file that takes its name once it is on disk; a former one stays until then."""
     scratch = file.with_name(f"{file.name}.tmp")
     with explained(file):
         try:
@@ -94,21 +84,18 @@ def append(file: Path, lines: bytes) -> bool:
     Returns whether a last line without an end, as a crash leaves it, was dropped first. Raises
     StorageError if they cannot be written; the file is as it was before.
     """
-    with explained(file):
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    with explained(file), file.open("ab+", buffering=0) as stream:
+        descriptor = stream.fileno()
+        size = os.fstat(descriptor).st_size
+        whole = _end_of_lines(descriptor, size)
+        if whole < size:
+            os.ftruncate(descriptor, whole)
         try:
-            size = os.fstat(descriptor).st_size
-            whole = _end_of_lines(descriptor, size)
-            if whole < size:
+            write(descriptor, lines)
+        except BaseException:
+            with suppress(OSError):
                 os.ftruncate(descriptor, whole)
-            try:
-                write(descriptor, lines)
-            except BaseException:
-                with suppress(OSError):
-                    os.ftruncate(descriptor, whole)
-                raise
-        finally:
-            os.close(descriptor)
+            raise
     return whole < size
 
 
@@ -130,13 +117,11 @@ def whole_lines(content: bytes) -> list[bytes]:
 
 def last_line(file: Path) -> bytes:
     """Read the last whole line, with its end; empty where there is none."""
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
+    with file.open("rb", buffering=0) as stream:
+        descriptor = stream.fileno()
         end = _end_of_lines(descriptor, os.fstat(descriptor).st_size)
         start = _end_of_lines(descriptor, end - 1) if end else 0
         return os.pread(descriptor, end - start, start)
-    finally:
-        os.close(descriptor)
 
 
 def _end_of_lines(descriptor: int, size: int) -> int:
@@ -148,9 +133,6 @@ def _end_of_lines(descriptor: int, size: int) -> int:
             return start + at + 1
         end = start
     return 0
-
-
-# -- folders -------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -231,7 +213,5 @@ def _put(scratch: Path, target: Path) -> None:
 
 def _exchange(a: Path, b: Path) -> bool:
     swap = getattr(ctypes.CDLL(None), "renameat2", None)
-    if swap is None:
-        return False
     names = os.fsencode(a), os.fsencode(b)
-    return bool(swap(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0)
+    return bool(swap and swap(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0)

@@ -16,12 +16,11 @@ from types import FrameType
 from typing import Any
 
 ECHO_S = 1.0
-"""The same signal again within this time is the same request: schedulers send it to a process and
-to its group, or twice."""
+"""Time within which the same signal is the same request: schedulers send it twice, or to a process
+and to its group."""
 
 PARENT = "STRETTO_PARENT"
-"""Environment variable of a command whose parent wants it to end with it: the descriptor for
-:func:`end_with`."""
+"""Environment variable with the descriptor for :func:`end_with`, of a command that needs it."""
 
 GRACE_S = 60.0
 """Seconds that an orphan gets to end in order before it is ended at once."""
@@ -35,11 +34,7 @@ _receivers: list[Callable[[], object]] = []
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP stopped what was under way, as Ctrl-C would have.
-
-    Attributes:
-        number: of the signal.
-    """
+    """SIGTERM or SIGHUP, by its ``number``, stopped what was under way, as Ctrl-C would have."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -84,18 +79,14 @@ def ending_in_order() -> Iterator[None]:
 
 @contextmanager
 def received_by(stop: Callable[[], object]) -> Iterator[None]:
-    """Have a first SIGTERM or SIGHUP call ``stop`` instead of raising in the midst of the code.
-
-    The call comes in the main thread, between any two of its instructions.
-    """
-    if not _in_main_thread():
-        yield
-        return
-    _receivers.append(stop)
+    """Have a first SIGTERM or SIGHUP call ``stop``, between any two instructions, and not raise."""
+    if _in_main_thread():
+        _receivers.append(stop)
     try:
         yield
     finally:
-        _receivers.remove(stop)
+        if _in_main_thread():
+            _receivers.remove(stop)
 
 
 @contextmanager
@@ -133,10 +124,7 @@ def kept() -> Iterator[None]:
 
 
 def end_with(descriptor: int) -> None:
-    """End this process in order when the other end of a pipe closes, which its parent holds.
-
-    ``descriptor`` is the end to read from; nothing is ever written to the other.
-    """
+    """End this process in order when the other end of a pipe closes, which its parent holds."""
 
     def watch() -> None:
         while os.read(descriptor, 1):
