@@ -46,12 +46,10 @@ class Overrides:
         opened: the task that the settings name, where it was opened before.
         functions: reward functions by their names in ``reward.sources``.
         reward_models: model and tokenizer by their names in ``reward.sources``.
-        end_tokens: that end a response; without them the tokenizer's and those of the generation
-            config.
+        end_tokens: in place of the tokenizer's and those of the generation config.
         warmup: a file that keeps the warm-up's outcome; it is read if it is there, else written.
         looks_at: called with the run's prompts, before any model is loaded.
-        in_files: whether models that are loaded stay in their files, as ranks that divide them
-            keep but their parts; see :mod:`stretto.models.mapped`.
+        in_files: whether loaded models stay in their files (:mod:`stretto.models.mapped`).
     """
 
     actor: nn.Module | None = None
@@ -104,11 +102,8 @@ def made_ready(
     """Make a caller's model like one that is loaded here.
 
     It is then on the device, in evaluation mode, with no dropout, and with the attention for short
-    sequences. Raises ModelError if its weights are not finite, or of a type that is not trained.
-
-    Args:
-        device: as in ``model.device``.
-        what: a name of the model, as the subject of a message.
+    sequences. Raises ModelError if the weights of ``what`` are not finite, or of a type that is not
+    trained.
     """
     require_finite(model, what)
     if trained:
@@ -202,9 +197,7 @@ def with_adapters(
 ) -> nn.Module:
     """Put a model that is trained into LoRA adapters, where the settings ask for them.
 
-    Args:
-        stack: for a caller's model: at its end, however that comes, it is a plain model again, with
-            the adapters merged in.
+    A caller's model is plain again at the end of ``stack``, with the adapters merged in.
     """
     if not config.lora_rank:
         return model

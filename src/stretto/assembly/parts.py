@@ -87,13 +87,10 @@ def trained_models(
     say: Say,
     overrides: Overrides,
 ) -> PolicyModels:
-    """Make actor, critic and reference, as training starts.
+    """Make actor, critic and reference, as training starts; ``rewards`` are those in this process.
 
     A resumed run starts from the outcome of the warm-up, too: it is the reference, and under LoRA
     the frozen weights, and checkpoints hold only what changes afterwards.
-
-    Args:
-        rewards: the reward models, as far as they are in this process.
     """
     m, tokenizer = config.model, prompts.tokenizer
     base = make_actor(m, overrides, say)
@@ -140,11 +137,9 @@ def critic_rewards(
 def check_positions(
     config: Config, what: str, model: nn.Module | None, *, generating: bool = False
 ) -> None:
-    """Raise ConfigError if a model cannot read a prompt with its response, both at their limits.
+    """Raise ConfigError if a model, ``what``, cannot read a prompt with its response.
 
-    Args:
-        what: a name of the model, as the subject of a message.
-        generating: see :func:`~stretto.models.forward.positions`.
+    For ``generating`` see :func:`~stretto.models.forward.positions`.
     """
     if model is not None:
         config.require_positions(what, positions(model, generating=generating))

@@ -66,9 +66,8 @@ def make_engine(
         actor: on the CPU, for an engine with weights of its own.
         rows: most rollouts decoded at a time.
         end_tokens: that end a response; without them the model's and the tokenizer's do.
-        channel: where new weights come from, if any do. An engine with weights of its own has no
-            others before the first :meth:`~stretto.rollout.base.Engine.load`; without a channel,
-            it has the actor's.
+        channel: brings new weights, if any. An engine with weights of its own has none before the
+            first :meth:`~stretto.rollout.base.Engine.load`; without a channel, the actor's.
         overridden: the actor is an object of the caller's, not what the settings name.
         threads: of the CPU, for an engine that decides about them; 0 leaves its choice.
     """
@@ -204,11 +203,7 @@ def reward_scorer(
 ) -> RewardModelScorer:
     """Make the scorer of a reward source that is a model; ModelError if it has no scalar head.
 
-    Args:
-        name: of the source.
-        loaded: the model and its tokenizer.
-        slots: rollouts that it can follow while they are decoded.
-        ends: tokens that end responses which are given, not sampled.
+    It follows ``slots`` rollouts while they are decoded; ``ends`` end responses that are given.
     """
     budget, stop = _budget(config), config.rollout.stop
     return RewardModelScorer(
@@ -285,12 +280,10 @@ def make_learner(
     """Make the learner, and the ranks that train for it, where there are any.
 
     Args:
-        snapshots: the models of which copies are published.
-        channel: takes them to the roles that follow.
+        snapshots: models of which the channel takes copies to the roles that follow.
         threads: CPU threads of training, for the ranks together.
-        lends: of shards: roles that follow read the weights themselves, not copies.
-        grid: the ranks that hold shards of the models, this process among them; ``None`` where this
-            process holds them whole.
+        lends: roles that follow read shards themselves, not copies.
+        grid: the ranks that hold shards of the models, this process among them, if any do.
     """
     t = config.training
     updates, warmup = config.steps * t.updates, t.warmup_steps * t.updates

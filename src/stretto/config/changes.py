@@ -25,15 +25,10 @@ OF_THE_ROWS = ("size", "held_out")
 
 
 def changed(config: S, changes: Mapping[str, Any], where: str) -> S:
-    """Return settings with those that ``changes`` names in their place.
+    """Return settings with ``changes``, nested as in TOML, in their place.
 
-    Args:
-        changes: nested as in TOML. Lists and tables that are values, such as ``task.settings``,
-            are replaced as a whole.
-        where: where the changes come from, for messages.
-
-    Raises:
-        ConfigError: an unknown key, or settings that contradict each other.
+    Lists and tables that are values, such as ``task.settings``, are replaced as a whole. Raises
+    ConfigError as :func:`~stretto.config.recipes.build`; messages say ``where`` changes come from.
     """
     data = config.model_dump()
     if isinstance(config, Config):

@@ -97,13 +97,7 @@ def load(name_or_path: str | Path, kind: type[Any] = Config) -> Any:
     """Load settings from a packaged recipe, a ``.toml`` file, or a run directory.
 
     A packaged name wins over a folder of the same name in the working directory (``./name`` means
-    the folder).
-
-    Args:
-        kind: ``Config``, ``SftConfig`` or ``RewardModelConfig``.
-
-    Raises:
-        ConfigError: no such recipe or file, no valid TOML, an unknown key, or a value out of range.
+    the folder). Raises ConfigError for no such recipe or file, no valid TOML, or as :func:`build`.
     """
     name, path = str(name_or_path), Path(name_or_path)
     if name in names(kind):
@@ -160,26 +154,19 @@ def build(data: Mapping[str, Any], where: str) -> Config: ...
 @overload
 def build(data: Mapping[str, Any], where: str, kind: type[S]) -> S: ...
 def build(data: Mapping[str, Any], where: str, kind: type[Any] = Config) -> Any:
-    """Make settings from nested plain data, validated.
+    """Make settings from data as TOML gives it; what is left out takes its default.
 
-    Args:
-        data: as TOML gives it; what is left out takes its default.
-        where: where the data comes from, for messages.
-
-    Raises:
-        ConfigError: an unknown key, or a value out of range; the message lists all faults.
+    Raises ConfigError for an unknown key, a value out of range, or values that contradict each
+    other; the message says ``where`` the data comes from and lists all faults.
     """
     try:
         return kind.model_validate(data)
     except ValidationError as error:
         faults = error.errors(include_url=False)
         problems = "; ".join(_explain(e, kind) for e in faults)
-        raise ConfigError(f"{where}: {problems}", code_of(faults[0])) from error
-
-
-def code_of(fault: ErrorDetails) -> str:
-    """Return the code of a fault that pydantic found: the broken rule's, or pydantic's own name."""
-    return str(getattr(fault.get("ctx", {}).get("error"), "code", fault["type"]))
+        broken = faults[0].get("ctx", {}).get("error")  # a rule of ours, or one of pydantic's
+        code = getattr(broken, "code", faults[0]["type"])
+        raise ConfigError(f"{where}: {problems}", code) from error
 
 
 def hint(key: str, kind: type[Section] = Config, *, table: bool = False) -> str:
@@ -242,13 +229,10 @@ def _built(data: Mapping[str, Any], where: str, kind: type[S]) -> S:
         others = [k for k in FOLDERS if k is not kind and _fits(data, k)]
         # A single setting may stand at the wrong place, where another kind has one of its name.
         tables = {key for key, value in data.items() if isinstance(value, dict)}
-        if others and (_is_run(where) or not tables <= kind.model_fields.keys()):
-            raise _other_command(where, others, kind) from error
+        is_run = Path(where).name == "config.toml"
+        if others and (is_run or not tables <= kind.model_fields.keys()):
+            raise _other_command(where, others, kind, is_run=is_run) from error
         raise
-
-
-def _is_run(where: str) -> bool:
-    return Path(where).name == "config.toml"
 
 
 def _fits(data: Mapping[str, Any], kind: type[Section]) -> bool:
@@ -260,13 +244,12 @@ def _fits(data: Mapping[str, Any], kind: type[Section]) -> bool:
 
 
 def _other_command(
-    where: str, theirs: Sequence[type[Section]], wanted: type[Section]
+    where: str, theirs: Sequence[type[Section]], wanted: type[Section], *, is_run: bool
 ) -> ConfigError:
-    """Make the error for settings of another kind than a command takes."""
     commands = " or ".join(f"'stretto {FOLDERS[kind] or 'train'}'" for kind in theirs)
     own = FOLDERS[wanted] or "train"
     remedy = f"give it to {commands}"
-    if _is_run(where):
+    if is_run:
         run = Path(where).parent
         remedy = (
             f"for its trained model, name settings of that kind first: stretto {own} RECIPE "

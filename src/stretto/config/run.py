@@ -100,13 +100,9 @@ class Config(Section):
         return self.task.max_prompt_tokens + self.rollout.max_new_tokens
 
     def require_positions(self, what: str, limit: int | None) -> None:
-        """Refuse a model that cannot read a prompt with its response, both at their limits.
+        """Raise ConfigError if a model cannot read a prompt with its response, both at their limits.
 
-        Args:
-            what: the model, as the subject of a message.
-            limit: tokens that it can read; ``None`` for any number.
-
-        Raises ConfigError if they are more.
+        ``what`` names the model; it can read ``limit`` tokens, or any number.
         """
         if limit is not None and self.longest > limit:
             raise ConfigError(

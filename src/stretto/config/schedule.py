@@ -30,13 +30,7 @@ generation, generators (and the critic as a scorer) with weights of their own, s
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """A knob, whatever its value.
-
-    Attributes:
-        help: help text of its setting.
-        needs: when it is on.
-        off: values that switch it off, the usual one first.
-    """
+    """A knob: help text, needs when it is on, and values that switch it off, the usual one first."""
 
     help: str
     needs: tuple[Need, ...] = ()
@@ -190,11 +184,10 @@ class Settings:
     Attributes:
         steps: batches in the whole run; no round is begun for steps beyond.
         drop_failures: leave a response out whose reward function failed, instead of stopping.
-        group_at_least: scored responses to one prompt without which the learner can do nothing with
-            any of them; they are then left out together.
+        group_at_least: scored responses that a prompt needs; with fewer, all are left out.
         reward_weights: factor of each reward source; ``None`` for 1 each.
-        restarts: most processes that may replace each generator's or scorer's own; with 0 the loss
-            of one ends the run.
+        restarts: processes that may replace each generator's or scorer's own; with 0 the loss of
+            one ends the run.
     """
 
     batch: int

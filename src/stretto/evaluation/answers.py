@@ -83,11 +83,7 @@ def generate(
 ) -> Iterator[tuple[int, str]]:
     """Yield answers to prompts, (index of the prompt, text), each as soon as it has ended.
 
-    Args:
-        chat: whether to apply the tokenizer's chat template.
-        overrides: model and tokenizer, where the caller has them as objects.
-
-    Raises ConfigError if the seed is out of range.
+    The overrides are model and tokenizer. Raises ConfigError if the seed is out of range.
     """
     require_seed(seed)
     prepare_torch(seed, 0)
@@ -116,11 +112,9 @@ def generate(
 def completed(
     engine: Engine, rollouts: Sequence[Rollout], chunk_tokens: int = 16
 ) -> Iterator[Rollout]:
-    """Decode rollouts to their ends; each is yielded once it has finished.
+    """Decode rollouts, with ids of their own, to their ends; yield each once it has finished.
 
-    Args:
-        rollouts: with ids of their own; whatever else the engine holds must have ended.
-        chunk_tokens: decoded of each between two looks at which have finished.
+    Whatever else the engine holds must have ended. ``chunk_tokens`` lie between two looks.
     """
     by_id = {r.id: r for r in rollouts}
     engine.admit([r.response() for r in rollouts])

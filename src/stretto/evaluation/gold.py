@@ -42,14 +42,12 @@ def open_gold(
     """Open a source of rewards: 'task', 'file.py:name' or 'model:NAME'.
 
     Args:
-        config: settings of task and models, and of the time that functions may take.
         columns: of the dataset that the prompts are of.
         ends: tokens with which given responses end, see :func:`as_rollout`.
 
-    Raises:
-        ConfigError: the source has another form, or its function cannot be found or used.
-        TaskError: the task has no verifier.
-        ModelError: the reward model cannot be loaded, or has no scalar head.
+    Raises ConfigError if the source has another form, or its function cannot be found or used;
+    TaskError if the task has no verifier; ModelError if the model cannot be loaded, or has no
+    scalar head.
     """
     parsed = reward_source(source)
     if isinstance(parsed, ModelSource):
@@ -131,15 +129,10 @@ def end_tokens_of(
 
 
 def reference_text(task: tasks.Task, data: Mapping[str, Any], column: str) -> str:
-    """Return the reference response of a prompt.
+    """Return the reference response of a prompt with this data.
 
-    Args:
-        task: that the prompt is of.
-        column: of the dataset, with text or with a conversation that ends in the assistant's turn;
-            empty takes the task's own answer.
-
-    Raises TaskError if there is no such column, the cell has no response, or the task has no
-    answers.
+    The column has text, or a conversation that ends in the assistant's turn; without a column it is
+    the task's own answer. Raises TaskError if there is no such column, response or answer.
     """
     columns = ", ".join(sorted(key for key in data if key != INDEX_KEY))
     if not column:
@@ -176,10 +169,8 @@ class WinRate:
     Attributes:
         by: the source of the scores.
         rate: (wins + ties / 2) / samples.
-        standard_error: of the rate.
         wins: pairs in which the policy's response scores above the reference.
-        score: mean score of the policy's responses.
-        reference_score: mean score of the references.
+        score: mean of the policy's responses.
     """
 
     by: str

@@ -56,10 +56,8 @@ def benchmark(
         tasks: names that the harness knows, or .yaml files that define one.
         limit: examples of each benchmark, at most; 0 takes all.
 
-    Raises:
-        MissingExtraError: lm-evaluation-harness is not installed.
-        ConfigError: a benchmark is unknown, or its data cannot be had.
-        ModelError: the model cannot be found.
+    Raises MissingExtraError if lm-evaluation-harness is not installed; ConfigError if a benchmark
+    is unknown, or its data cannot be had; ModelError if the model cannot be found.
     """
     require("lm_eval", "lm-eval", "--lm-eval")
     with working(on_stderr, "loading lm-evaluation-harness"):

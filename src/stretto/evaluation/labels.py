@@ -48,7 +48,6 @@ class LabelResult:
 
     Attributes:
         by: the source of the labels.
-        out: the file written.
         read: rows, or prompts answered.
         kept: rows written.
         ties: left out, as the source scores both sides the same, or they are the same text.

@@ -103,9 +103,7 @@ class Judgement:
     """Pairs as an LLM judged them, both ways round.
 
     Attributes:
-        judge: the model.
         rate: (wins + ties / 2) / pairs judged.
-        standard_error: of the rate.
         wins: pairs of which both orders prefer the policy's response.
         ties: pairs that were called a tie, or on which the orders disagree.
         consistent: share of the pairs judged with the same verdict in both orders.

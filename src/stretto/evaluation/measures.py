@@ -79,12 +79,11 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult(Sampled):
-    """Greedy answers, one to a prompt, scored.
+    """Greedy answers, one to a prompt, scored by the verifier.
 
     Attributes:
-        pass_at_1: share of right answers: those with full credit from the verifier.
-        pass_at_1_standard_error: sqrt(p (1 - p) / n).
-        mean_score: mean of the verifier's scores, partial credit included.
+        pass_at_1: share of right answers: those with full credit; its error is sqrt(p (1 - p) / n).
+        mean_score: partial credit included.
     """
 
     pass_at_1: float
@@ -98,12 +97,10 @@ class KlToSft:
     """A policy's drift from an SFT model, measured on the policy's samples.
 
     Attributes:
-        sft: the model.
         perplexity: of the SFT model on the samples, at temperature 1: exp of the mean negative
             log-likelihood of a response token (what Noukhovitch et al. 2024 measure the KL by).
         kl: mean over responses of log pi(y) - log pi_sft(y), in nats a response, both at the
             sampling temperature: an unbiased estimate of the KL.
-        standard_error: of the KL.
     """
 
     sft: str
@@ -117,7 +114,6 @@ class Measured(Sampled):
     """Results of an evaluation of sampled responses; ``None`` for measures that were not asked for.
 
     Attributes:
-        temperature: of sampling.
         win_rate: by the first source that was asked for.
         win_rates: by each source, in the order asked for.
         kl: distance from the model that the policy was trained from.
