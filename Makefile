@@ -54,7 +54,7 @@ check: $(VENV)/.developing
 	$(BIN)/lint-imports
 
 docs: $(VENV)/.developing
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "open site/index.html; while you write: $(BIN)/mkdocs serve, and http://127.0.0.1:8000"
 
 hooks: $(VENV)/.developing

@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import pytest
@@ -15,13 +15,17 @@ import torch
 from safetensors.torch import load_file
 
 from stretto import runs
-from stretto.config import Config, recipes
+from stretto.config import Config, RewardModelConfig, SftConfig, recipes
 from stretto.observe import RunDirectory, Sample
 from stretto.observe.progress import NoProgress
 from stretto.planner.measuring import Sizes
 from stretto.runtime.run import Run
+from stretto.schedules.rollout import Rollout, RolloutState
+from stretto.types import FinishReason, Prompt
 from stretto.workers.executor import ThreadExecutor
 from stretto.workers.forkserver import NAME
+
+S = TypeVar("S", SftConfig, RewardModelConfig)
 
 UNTIMED = ("timing_s/", "perf/", "time_s", "utilisation/", "idle_s/")
 OF_PROCESSES = ("cluster/", "handover/", "memory/")
@@ -77,6 +81,27 @@ def settings(folder: Path, **sections: Any) -> Config:
     return Config.model_validate(data)
 
 
+def write_rows(folder: Path, rows: Sequence[Mapping[str, Any]], name: str = "rows.jsonl") -> str:
+    """A file of rows."""
+    file = folder / name
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def supervised(kind: type[S], tiny_folder: Path, rows: str, **sections: Any) -> S:
+    """A supervised run of a second on rows of a file."""
+    small: dict[str, Any] = {
+        "model": {"name": str(tiny_folder), "dtype": "float32"},
+        "data": {"name": rows, "held_out": 0.25},
+        "training": {"lr": 5e-3, "epochs": 1},
+        "threads": 1,
+        "batch": 8,
+    }
+    for name, value in sections.items():
+        small[name] = small.get(name, {}) | value if isinstance(value, dict) else value
+    return kind.model_validate(small)
+
+
 def run(config: Config, out: Path, progress: Any = None) -> tuple[RunDirectory, runs.TrainResult]:
     run_dir = RunDirectory.create(out, "run", config)
     return run_dir, runs.train(config, run_dir=run_dir, progress=progress or NoProgress())
@@ -111,6 +136,18 @@ def assert_same_run(a: RunDirectory, b: RunDirectory, *, exact: bool = True) -> 
     tokens = [[(r.id, r.tokens, r.finish) for r in run.read_rollouts()] for run in (a, b)]
     assert tokens[0] == tokens[1]
     assert all(torch.allclose(ours[name], theirs[name], atol=2e-4) for name in ours)
+
+
+def ended_rollout(
+    id_: int, tokens: int = 1, state: RolloutState = RolloutState.TRAINED, **other: Any
+) -> Rollout:
+    """A rollout with a prompt of three tokens, that was trained on or rejected."""
+    made = Rollout(id_, Prompt(id_ + 50, (1, 2, 3), ""), id_, [3] * tokens, [-1.0] * tokens)
+    made.state, made.versions = state, [0] * tokens
+    made.finish = FinishReason.STOP if state is RolloutState.TRAINED else None
+    for name, value in other.items():
+        setattr(made, name, value)
+    return made
 
 
 class Notes(NoProgress):

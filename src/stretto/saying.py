@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -75,3 +75,20 @@ def format_size(size_bytes: int) -> str:
             digits = ",.4g" if size_bytes < 1000 * size else ",.0f"
             return f"{size_bytes / size:{digits}} {unit}"
     return f"{size_bytes} B"
+
+
+def padded(rows: Sequence[Sequence[str]], left: int = 1) -> list[list[str]]:
+    """Pad the cells of each column to one width; the first ``left`` columns to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        [
+            f"{cell:{'<' if i < left else '>'}{width}}"
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in rows
+    ]
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Return rows as lines of :func:`padded` cells, indented by two spaces."""
+    return "\n".join("  " + "  ".join(cells).rstrip() for cells in padded(rows, left))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +18,12 @@ from stretto.api import load_recipe, simulated
 from stretto.api.runs import Job
 from stretto.cli.main import main
 from stretto.observe import RunDirectory
-from stretto.observe.progress import NoProgress
 from stretto.observe.run_directory import RolloutRecord
 from stretto.planner.fitting import memory_plan
 from stretto.saying import format_size
-from stretto.tour import analysis, models, page, rollout, training
-from stretto.types import Chunk, Prompt, Response
+from stretto.schedules.rollout import Rollout, train_batch
+from stretto.tour import WIDTH, analysis, models, rollout, training
+from stretto.types import Chunk, FinishReason, Prompt, Score, ScoreKind
 
 SMALL = """
 threads = 1
@@ -79,61 +82,72 @@ def test_the_models_page_shows_the_figures_of_the_memory_plan() -> None:
 
 
 @pytest.fixture(scope="module")
-def stages(tmp_path_factory: pytest.TempPathFactory) -> list[rollout.Stage]:
+def walked(tmp_path_factory: pytest.TempPathFactory) -> list[rollout.WalkStep]:
     folder = tmp_path_factory.mktemp("tour") / "tiny"
     return list(rollout.walk(folder))
 
 
-def numbers(stage: rollout.Stage, name: str) -> list[float]:
-    (shown,) = [s for s in stage.shown if s.name == name]
-    return [float(word) for word in shown.values.split() if word != "..."]
+def numbers(step: rollout.WalkStep, name: str) -> list[float]:
+    """The first response's row of a tensor."""
+    tensor = torch.as_tensor(step.tensors[name])
+    return tensor.reshape(-1, tensor.shape[-1])[0].tolist()
+
+
+def shapes(step: rollout.WalkStep) -> list[tuple[int, ...]]:
+    return [tuple(torch.as_tensor(tensor).shape) for tensor in step.tensors.values()]
 
 
 def test_the_walk_has_the_shapes_of_two_prompts_of_20_and_23_bytes(
-    stages: list[rollout.Stage],
+    walked: list[rollout.WalkStep],
 ) -> None:
-    weights, asked, first, second, third, scores, sent, padded, rewards, gae, batch = stages
-    shapes = [[s.shape for s in stage.shown] for stage in stages]
+    weights, asked, first, second, third, scores, sent, padded, rewards, gae, batch = walked
     # 256 bytes and three special tokens; hidden states of 64 numbers.
-    assert [s.shape for s in weights.shown] == [(259, 64), (1, 64)]
-    assert [s.shape for s in asked.shown] == [(len("Spell backward: tea\n"),), (23,)]
-    lengths = [int(n) for n in numbers(sent, "lengths")]
+    assert shapes(weights) == [(259, 64), (1, 64)]
+    assert shapes(asked) == [(len("Spell backward: tea\n"),), (23,)]
     # The first response ends early; where it no longer does, SEED is to be chosen anew.
-    assert lengths == [3, 12, 12, 12]
+    assert numbers(sent, "lengths") == [3, 12, 12, 12]
     # Calls of 4 tokens: the first response and the last, then the second and the last.
-    assert shapes[2:5] == [[(3,), (3,), (4,), (4,)], [(4,)] * 4, [(4,)] * 4]
-    assert "15 tokens for 4 responses, of which 1 ended" in first.text
-    assert "12 tokens for 3 responses, of which 0 ended" in second.text
-    assert "12 tokens for 3 responses, of which 3 ended" in third.text
+    calls = [first, second, third]
+    assert [shapes(call) for call in calls] == [[(3,), (3,), (4,), (4,)], [(4,)] * 4, [(4,)] * 4]
+    figures = [re.findall(r"Call (\d): (\d+) \D+ (\d) \D+ (\d)", call.text) for call in calls]
+    assert figures == [[("1", "15", "4", "1")], [("2", "12", "3", "0")], [("3", "12", "3", "3")]]
     assert "41 prompt tokens" in first.text  # 19 + 22: the last of each is decoded
-    assert [s.shape for s in scores.shown] == [(1,), (3,), (3,)]
+    assert shapes(scores) == [(1,), (3,), (3,)]
     of_batch, of_tokens = [(4,)] * 2, [(39,)] * 5  # 3 + 3 * 12
-    assert [s.shape for s in sent.shown] == [*of_batch, *of_tokens, (4,)]
-    for stage in (padded, gae, batch):
-        assert {s.shape for s in stage.shown} == {(4, 12)}
-    assert [s.shape for s in rewards.shown] == [(4, 12), (4,), (4, 12)]
-    assert [s.dtype for s in padded.shown] == ["bool", "float32", "float32"]
+    assert shapes(sent) == [*of_batch, *of_tokens, (4,)]
+    for step in (padded, gae, batch):
+        assert set(shapes(step)) == {(4, 12)}
+    assert shapes(rewards) == [(4, 12), (4,), (4, 12)]
+    dtypes = [tensor.dtype for tensor in padded.tensors.values()]
+    assert dtypes == [torch.bool, torch.float32, torch.float32]
 
 
-def test_the_walks_values_follow_from_one_another(stages: list[rollout.Stage]) -> None:
-    *_, scores, sent, padded, rewards, gae, batch = stages
+def test_the_walks_values_follow_from_one_another(walked: list[rollout.WalkStep]) -> None:
+    *_, scores, sent, padded, rewards, gae, batch = walked
     log_pi, values = numbers(padded, "log pi")[:3], numbers(padded, "V")[:3]
     log_ref = numbers(scores, "response 0: log pi_ref(y_t)")
     score = numbers(rewards, "score r(x, y)")[0]
     assert numbers(scores, "response 0: r(x, y)") == [score] == numbers(sent, "r(x, y)")[:1]
     kl = numbers(rewards, "KL_t")[:3]
-    assert kl == pytest.approx([a - b for a, b in zip(log_pi, log_ref, strict=True)], abs=2e-3)
+    assert kl == pytest.approx([a - b for a, b in zip(log_pi, log_ref, strict=True)], abs=1e-5)
     r = [-0.05 * kl[0], -0.05 * kl[1], -0.05 * kl[2] + score]
-    assert numbers(rewards, "r_t")[:3] == pytest.approx(r, abs=2e-3)
+    assert numbers(rewards, "r_t")[:3] == pytest.approx(r, abs=1e-5)
     delta = [r[0] + values[1] - values[0], r[1] + values[2] - values[1], r[2] - values[2]]
     last = delta[2]
     middle = delta[1] + 0.95 * last
     advantages = [delta[0] + 0.95 * middle, middle, last]
-    assert numbers(gae, "A_t")[:3] == pytest.approx(advantages, abs=5e-3)
+    assert numbers(gae, "A_t")[:3] == pytest.approx(advantages, abs=1e-5)
     returns = [a + v for a, v in zip(advantages, values, strict=True)]
-    assert numbers(gae, "R_t")[:3] == pytest.approx(returns, abs=5e-3)
+    assert numbers(gae, "R_t")[:3] == pytest.approx(returns, abs=1e-5)
     assert numbers(batch, "returns") == numbers(gae, "R_t")
     assert numbers(batch, "log pi_old") == numbers(padded, "log pi")
+
+
+def test_the_rollout_page_writes_name_shape_type_and_first_values(tmp_path: Path) -> None:
+    text = "\n".join(rollout.page(tmp_path / "tiny"))
+    assert re.search(r"KL_t +\[4, 12\]  float32  (-?\d\.\d{3} ){5}\.\.\.", text)
+    assert re.search(r"lengths +\[4\] +int64 +3 12 12 12$", text, re.MULTILINE)
+    assert re.search(r"x of prompt 1  \[23\]  int  83 112 101 108 108 \.\.\.$", text, re.MULTILINE)
 
 
 # -- part 3 --------------------------------------------------------------------------------------
@@ -154,49 +168,61 @@ def test_the_verdict_compares_the_first_third_with_the_last() -> None:
 # -- part 4 --------------------------------------------------------------------------------------
 
 
-def test_a_payload_is_arrays_tensors_and_token_ids() -> None:
-    three, two = np.zeros(3, np.int32), np.zeros(2, np.float32)
-    assert analysis.payload(three) == 12
-    assert analysis.payload(torch.zeros(5, dtype=torch.bfloat16)) == 10
-    prompt = Prompt(7, (1, 2, 3, 4), "text is not counted", data={"answer": 42})
-    assert analysis.payload(Response(0, 0, prompt, three)) == 16 + 12
-    assert analysis.payload([Chunk(0, 0, three, two, 0)] * 2) == 2 * (12 + 8)
-    assert analysis.payload(()) == analysis.payload(3) == analysis.payload("abc") == 0
+def payload(message: Any) -> int:
+    """Bytes of all arrays in a message, and of token ids as an array of 32 bits would have them."""
+    match message:
+        case np.ndarray():
+            return message.nbytes
+        case (int(), *_):
+            return 4 * len(message)
+        case Mapping():
+            return sum(map(payload, message.values()))
+        case list() | tuple():
+            return sum(map(payload, message))
+    if dataclasses.is_dataclass(message):
+        return sum(payload(getattr(message, f.name)) for f in dataclasses.fields(message))
+    return 0
 
 
-def test_bytes_of_a_step_are_those_of_a_hand_count() -> None:
+def replayed(of: RolloutRecord) -> Rollout:
+    """A rollout of the recorded lengths, with the scores of the recipe's scorers."""
+    prompt, n = Prompt(of.prompt, (0,) * of.prompt_tokens, ""), of.tokens
+    made = Rollout(of.id, prompt, of.group, [0] * n, [0.0] * n, [0] * n, FinishReason.STOP)
+    kinds: dict[str, ScoreKind] = {"task": "reward", "reference": "logprobs", "critic": "values"}
+    for source, kind in kinds.items():
+        values = np.zeros(1 if kind == "reward" else n, np.float32)
+        made.scores[source] = Score(of.id, source, kind, values)
+    return made
+
+
+def test_bytes_of_a_step_are_those_of_the_messages_that_roles_exchange() -> None:
     actor, critic = nn.Linear(10, 5, bias=False), nn.Linear(4, 1)
-    config = load_recipe("tiny")
-    found = analysis.flows(
-        [record(0, 5, 2), record(1, 7, 3)], config, {"actor": actor, "critic": critic}
-    )
-    counted = {(f.sender, f.receiver): f.size_bytes for f in found}
-    read = (5 + 7) * 4 + (2 + 3) * 4
-    batch = sum(
-        [
-            2 * 8,  # ids
-            12 * 4,  # prompts
-            2 * 8,  # prompt ids
-            2 * 8,  # lengths
-            2 * 1,  # ended
-            5 * 4 * 3,  # tokens, log-probs, versions
-            2 * 4 + 2 * 1,  # rewards, and whether they apply
-            5 * 4 * 2,  # reference, values
-        ]
-    )
+    records, config = [record(0, 5, 2), record(1, 7, 3)], load_recipe("tiny")
+    counted = analysis.flows(records, config, {"actor": actor, "critic": critic})
+    made = [replayed(each) for each in records]
+    asked = [Rollout(r.id, r.prompt, r.group).response() for r in made]
+    chunks = [
+        Chunk(r.id, 0, np.array(r.tokens, np.int32), np.array(r.logprobs, np.float32), 0)
+        for r in made
+    ]
+    read = payload([r.response() for r in made])
+    scores = {s: payload([r.scores[s] for r in made]) for s in ("task", "reference", "critic")}
     assert counted == {
-        ("driver", "generator"): 12 * 4,
-        ("generator", "driver"): 5 * (4 + 4),
-        ("driver", "task"): read,
-        ("task", "driver"): 2 * 4,
-        ("driver", "reference"): read,
-        ("reference", "driver"): 5 * 4,
-        ("driver", "critic"): read,
-        ("critic", "driver"): 5 * 4,
-        ("driver", "learner"): batch,
-        ("learner", "generator"): 50 * 4,
-        ("learner", "critic"): 5 * 4,
+        ("driver", "generator", "prompts"): payload(asked),
+        ("generator", "driver", "tokens, log-probs"): payload(chunks),
+        ("driver", "task", "prompts, responses"): read,
+        ("task", "driver", "rewards"): scores["task"],
+        ("driver", "reference", "prompts, responses"): read,
+        ("reference", "driver", "log-probs"): scores["reference"],
+        ("driver", "critic", "prompts, responses"): read,
+        ("critic", "driver", "values"): scores["critic"],
+        ("driver", "learner", "the batch"): payload(train_batch(made)),
+        ("learner", "generator", "weights: actor"): 50 * 4,
+        ("learner", "critic", "weights: critic"): 5 * 4,
     }
+    # The same by hand: 12 tokens of prompts and 5 of responses, of 4 bytes.
+    assert (payload(asked), payload(chunks), read) == (12 * 4, 5 * 8, 17 * 4)
+    assert list(scores.values()) == [2 * 4, 5 * 4, 5 * 4]
 
 
 def test_stages_are_means_without_the_first_step() -> None:
@@ -205,7 +231,7 @@ def test_stages_are_means_without_the_first_step() -> None:
     step = {f"timing_s/{name}": s for name, s in (seconds | {"update": 4.0, "step": 12.0}).items()}
     metrics = [dict.fromkeys(step, 100.0) | {"step": 1}, step | {"step": 2}, step | {"step": 3}]
     records = [record(0, 900, 900), record(1, 6, 2, step=2), record(2, 8, 4, step=3)]
-    found = analysis.stages(metrics, records, config, parameters=1000)
+    found = analysis.phase_costs(metrics, records, config, parameters=1000)
     assert [(s.name, s.seconds, s.tokens, s.operations) for s in found] == [
         ("generation", 1.0, 3.0, 2 * 1000 * 10),
         ("score: task", 0.5, 3.0, 0),
@@ -234,19 +260,19 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def trained(recipe: Path) -> RunDirectory:
-    return training.train(recipe.parent, 4, NoProgress())
+    return training.train(recipe.parent, 4)
 
 
 def test_a_placement_takes_what_compare_says_of_it(trained: RunDirectory, tmp_path: Path) -> None:
-    found = {o.placement.name: o for o in analysis.outcomes(trained.path, tmp_path)}
+    found = {result.name: result for result in analysis.placement_results(trained.path, tmp_path)}
     devices = {"colocated": 1, "apart": 4, "overlapping": 4, "two": 2}
-    assert {name: o.devices for name, o in found.items()} == devices
-    for name, outcome in found.items():
+    assert {name: result.devices for name, result in found.items()} == devices
+    for name, result in found.items():
         file = "" if name == "colocated" else str(tmp_path / f"{name}.toml")
         simulation = simulated.recorded(str(trained.path), file)
-        job = Job(outcome.placement.variant, 0)
+        job = Job(analysis.PLACEMENTS[name][-1], 0)
         times_s = simulation.run(job, simulation.asked(job)).times_s
-        assert outcome.step_s == pytest.approx((times_s[-1] - times_s[0]) / 3)
+        assert result.step_s == pytest.approx((times_s[-1] - times_s[0]) / 3)
     assert found["colocated"].idle < found["two"].idle < found["apart"].idle
 
 
@@ -260,7 +286,7 @@ def test_the_whole_tour_is_plain_text_and_leaves_the_run_that_it_names(
     assert text.count("Go on: docs/") == 4
     assert "\x1b" not in text
     own = [line for line in text.splitlines() if "Go on:" not in line]  # these name long folders
-    assert [line for line in own if len(line) > page.WIDTH] == []
+    assert [line for line in own if len(line) > WIDTH] == []
     run = RunDirectory.open(tmp_path / "small-001")
     assert [step["step"] for step in run.read_metrics()] == [1, 2, 3]
     assert f"stretto compare --sim {run.path} --placement {run.path / 'two.toml'}" in text

@@ -42,7 +42,6 @@ from stretto.evaluation.llm import Verdict, counted, open_judge, parse
 from stretto.evaluation.measures import describe_rows, measured_on
 from stretto.models.load import end_token_ids, load_tokenizer
 from stretto.observe import RunDirectory
-from stretto.observe.report import evaluations
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.responses import response_text
 from stretto.tasks.prompts import PromptSource
@@ -753,7 +752,7 @@ def test_the_command_prints_and_keeps_the_figures(
     command += ["--sft", str(tiny_folder), "--temperature", "0.5", "--out", "figures.json"]
     assert main(command) == 0
     printed = capsys.readouterr().out
-    (record,) = evaluations.read(run.path)
+    (record,) = run.read_evaluations()
     figures = record["figures"]
     assert f"rows         {config.task.name}\n" in printed
     assert "overlap      4 of 4 prompts (100.0%) are asked in training\n" in printed
@@ -780,7 +779,7 @@ def test_the_command_prints_and_keeps_the_figures(
         assert f"rows         {others}\n" in printed
         assert "samples      4, of 3 different prompts\n" in printed
         assert "overlap      2 of 4 prompts (50.0%) are asked in training\n" in printed
-    records = evaluations.read(run.path)[1:]
+    records = run.read_evaluations()[1:]
     assert [record["what"] for record in records] == [["pass@1", "mean_score"]] * 2
     assert [record["figures"]["overlap"] for record in records] == [0.5, 0.5]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from run_helpers import ended_rollout
 from stretto import signals
 from stretto.api import runs
 from stretto.api.runs import VARIANTS, Job, config_of_job
@@ -26,30 +28,35 @@ from stretto.cli.variants import DEFAULT_VARIANTS, plan
 from stretto.config import PRESETS, Config, Knobs, recipes
 from stretto.errors import ConfigError
 from stretto.observe import RunDirectory, Span, Window, report
-from stretto.observe.compare import Comparison, Outcome, smoothed, three_digits
-from stretto.schedules.rollout import Rollout, RolloutState
-from stretto.types import FinishReason, Prompt
+from stretto.observe.compare import (
+    Comparison,
+    VariantResult,
+    mean_interval,
+    ratio_interval,
+    smoothed,
+    t_quantile,
+    three_digits,
+)
+from stretto.schedules.rollout import RolloutState
 
 
-def outcome(
+def result(
     variant: str,
     seed: int,
     rewards: Sequence[float],
     step_s: float = 1.0,
     first_s: float = 5.0,
-    **other: Any,
-) -> Outcome:
+    stalest: Sequence[float] = (),
+    busy: Mapping[str, float] | None = None,
+) -> VariantResult:
     """A run of 8 samples a step whose first step takes ``first_s``, and each other ``step_s``."""
     n = len(rewards)
-    fields = {
-        "times_s": [first_s + i * step_s for i in range(n)],
-        "samples": [8] * n,
-        "rewards": rewards,
-        "staleness_mean": [0.0] * n,
-        "staleness_max": [0.0] * n,
-        "utilisation": {},
-    }
-    return Outcome(variant=variant, seed=seed, **{**fields, **other})
+    metrics = [
+        {"objective/scores": reward, "staleness/mean": 0.0, "staleness/max": most}
+        for reward, most in zip(rewards, stalest or [0.0] * n, strict=True)
+    ]
+    times_s = [first_s + i * step_s for i in range(n)]
+    return VariantResult(variant, seed, times_s, [8] * n, metrics, busy or {})
 
 
 def rows(table: str) -> dict[str, list[str]]:
@@ -84,13 +91,13 @@ def test_smoothing_is_over_whole_windows() -> None:
 
 
 def test_windows_of_long_and_short_runs() -> None:
-    windows = [Comparison([outcome("sync", 0, [0.0] * n)]).window for n in (1, 3, 19, 20, 100)]
+    windows = [Comparison([result("sync", 0, [0.0] * n)]).window for n in (1, 3, 19, 20, 100)]
     assert windows == [1, 1, 9, 10, 10]
 
 
 def test_rates_leave_out_the_first_step_and_the_target_does_not() -> None:
     """39 steps of 2 s after one of 5 s; the reward rises by 1 a step, smoothed: 4.5 to 34.5."""
-    sync = outcome("sync", 0, ramp(0, 39, 40), step_s=2.0)
+    sync = result("sync", 0, ramp(0, 39, 40), step_s=2.0)
     comparison = Comparison([sync])
     figures = comparison.figures["sync"][0]
     assert figures["samples_per_s"] == pytest.approx(8 / 2)
@@ -106,9 +113,9 @@ def test_rates_leave_out_the_first_step_and_the_target_does_not() -> None:
 def test_the_default_target_is_of_the_mean_over_seeds() -> None:
     """Of seeds that go from 0 to 1 and from 0.2 to 0.6: from 0.1 to 0.8."""
     curves = [[0.0] * 10 + [1.0] * 10, [0.2] * 10 + [0.6] * 10]
-    runs = [outcome("sync", seed, curve) for seed, curve in enumerate(curves)]
+    runs = [result("sync", seed, curve) for seed, curve in enumerate(curves)]
     # What other variants reach does not matter.
-    comparison = Comparison([*runs, outcome("oppo", 0, [9.0] * 20)])
+    comparison = Comparison([*runs, result("oppo", 0, [9.0] * 20)])
     assert comparison.target == pytest.approx(0.1 + 0.95 * 0.7)
     assert "0.765, which is 95 % of the way" in comparison.notes()[0]
     assert "sync (0.100) to its last (0.800)" in comparison.notes()[0]
@@ -118,12 +125,12 @@ def test_the_table_says_what_was_not_reached_and_how_far_seeds_differ() -> None:
     flat, rising = [0.1] * 20, [0.0] * 10 + [1.0] * 10
     comparison = Comparison(
         [
-            outcome("sync", 0, rising, step_s=1.0),
-            outcome("oppo", 0, rising, step_s=0.5, staleness_max=[0.0] * 19 + [3.0]),
-            outcome("async", 0, flat, step_s=0.25),
-            outcome("sync", 1, rising, step_s=2.0),
-            outcome("oppo", 1, flat, step_s=0.5, staleness_max=[2.0] * 20),
-            outcome("async", 1, flat, step_s=0.25),
+            result("sync", 0, rising, step_s=1.0),
+            result("oppo", 0, rising, step_s=0.5, stalest=[0.0] * 19 + [3.0]),
+            result("async", 0, flat, step_s=0.25),
+            result("sync", 1, rising, step_s=2.0),
+            result("oppo", 1, flat, step_s=0.5, stalest=[2.0] * 20),
+            result("async", 1, flat, step_s=0.25),
         ],
         target=0.75,
     )
@@ -150,9 +157,9 @@ def test_the_table_says_what_was_not_reached_and_how_far_seeds_differ() -> None:
     assert data["variants"]["async"]["speedup"] == [4.0, 8.0]
 
 
-def reaching(variant: str, seed: int, steps: int, step_s: float) -> Outcome:
+def reaching(variant: str, seed: int, steps: int, step_s: float) -> VariantResult:
     """A run of 30 steps whose smoothed reward is first above 0.95 after ``steps``."""
-    return outcome(variant, seed, [0.0] * (steps - 10) + [1.0] * (40 - steps), step_s, step_s)
+    return result(variant, seed, [0.0] * (steps - 10) + [1.0] * (40 - steps), step_s, step_s)
 
 
 def test_times_to_the_target_have_intervals_over_seeds() -> None:
@@ -211,7 +218,7 @@ def test_significant_differences_are_named() -> None:
 
 def test_runs_that_miss_the_target_are_named_and_their_schedule_is_not_judged() -> None:
     runs = [reaching(v, seed, steps=20, step_s=1.0) for seed in (0, 1) for v in ("sync", "oppo")]
-    runs += [reaching("sync", 2, steps=20, step_s=1.0), outcome("oppo", 2, [0.0] * 30)]
+    runs += [reaching("sync", 2, steps=20, step_s=1.0), result("oppo", 2, [0.0] * 30)]
     *_, missed, seconds, steps = Comparison(runs, target=0.95).notes()
     assert missed.startswith("Target not reached within 30 steps")
     assert missed.endswith(": oppo with seed 2.")
@@ -228,7 +235,7 @@ def test_one_seed_has_neither_intervals_nor_verdicts() -> None:
 
 
 def test_all_lines_of_a_table_are_of_one_width() -> None:
-    runs = [outcome(name, seed, ramp(0, seed, 20)) for seed in (1, 900) for name in VARIANTS]
+    runs = [result(name, seed, ramp(0, seed, 20)) for seed in (1, 900) for name in VARIANTS]
     table = Comparison(runs).table()
     assert len({len(line) for line in table.splitlines()}) == 1
 
@@ -236,11 +243,11 @@ def test_all_lines_of_a_table_are_of_one_width() -> None:
 @pytest.mark.parametrize(
     ("runs", "note"),
     [
-        ([outcome("oppo", 0, ramp(0, 1, 20))], "no run of sync to take it from; use --target"),
-        ([outcome("sync", 0, ramp(1, 0, 20))], "of sync does not rise (0.763 to 0.237)"),
+        ([result("oppo", 0, ramp(0, 1, 20))], "no run of sync to take it from; use --target"),
+        ([result("sync", 0, ramp(1, 0, 20))], "of sync does not rise (0.763 to 0.237)"),
     ],
 )
-def test_without_a_sensible_target_none_is_invented(runs: list[Outcome], note: str) -> None:
+def test_without_a_sensible_target_none_is_invented(runs: list[VariantResult], note: str) -> None:
     comparison = Comparison(runs)
     assert comparison.target is None
     assert note in comparison.notes()[0]
@@ -249,14 +256,14 @@ def test_without_a_sensible_target_none_is_invented(runs: list[Outcome], note: s
 
 
 def test_speed_ups_need_the_baseline() -> None:
-    assert "samples/s, x sync" not in rows(Comparison([outcome("oppo", 0, [0.0] * 4)]).table())
-    failed = [outcome("sync", 0, [0.0] * 4), outcome("oppo", 1, [0.0] * 4)]
+    assert "samples/s, x sync" not in rows(Comparison([result("oppo", 0, [0.0] * 4)]).table())
+    failed = [result("sync", 0, [0.0] * 4), result("oppo", 1, [0.0] * 4)]
     assert rows(Comparison(failed).table())["samples/s, x sync"] == ["1.00", "-"]
 
 
 def test_busy_shares_are_in_the_order_of_roles_with_generators_taken_together() -> None:
     busy = {"learner": 0.5, "generator 1": 0.4, "generator 0": 0.2, "critic": 0.1}
-    table = rows(Comparison([outcome("sync", 0, [0.0] * 4, utilisation=busy)]).table())
+    table = rows(Comparison([result("sync", 0, [0.0] * 4, busy=busy)]).table())
     assert list(table)[-3:] == ["busy: generator", "busy: critic", "busy: learner"]
     assert [table[row] for row in list(table)[-3:]] == [["30.0 %"], ["10.0 %"], ["50.0 %"]]
 
@@ -270,18 +277,12 @@ def test_numbers_have_three_digits(value: float, text: str) -> None:
     assert three_digits(123456.7) == "123457"
 
 
-def ended(id_: int, state: RolloutState) -> Rollout:
-    rollout = Rollout(id_, Prompt(id_, (1, 2), ""), id_, tokens=[3], logprobs=[-1.0], versions=[0])
-    rollout.finish, rollout.state = FinishReason.STOP, state
-    return rollout
-
-
 def write_run(folder: str, name: str, config: Config, *, step_s: float, reward: float) -> Path:
     """The records of a run of 4 steps, in which the third left a sample out."""
     run = RunDirectory.create(folder, name, config)
     for step in range(1, 5):
-        batch = [ended(10 * step + i, RolloutState.TRAINED) for i in range(2 if step == 3 else 3)]
-        lost = [ended(10 * step + 9, RolloutState.REJECTED)] if step == 3 else []
+        batch = [ended_rollout(10 * step + i) for i in range(2 if step == 3 else 3)]
+        lost = [ended_rollout(10 * step + 9, state=RolloutState.REJECTED)] if step == 3 else []
         run.append_rollouts(step, [*batch, *lost], {r.id: 1.0 for r in batch})
         figures = {
             "objective/scores": reward * step,
@@ -294,20 +295,69 @@ def write_run(folder: str, name: str, config: Config, *, step_s: float, reward: 
     return run.path
 
 
-def test_an_outcome_is_read_from_a_runs_records(tmp_path: Path) -> None:
+def test_a_result_is_read_from_a_runs_records(tmp_path: Path) -> None:
     path = write_run(str(tmp_path), "oppo", Config(), step_s=2.0, reward=0.25)
-    found = Outcome.of("oppo", 7, report.load([path])[0])
+    found = VariantResult.of("oppo", 7, report.load([path])[0])
     assert (found.variant, found.seed) == ("oppo", 7)
     assert found.times_s == [3, 5, 7, 9]
     assert found.samples == [3, 3, 2, 3]
-    assert found.rewards == [0.25, 0.5, 0.75, 1.0]
-    assert found.staleness_mean == [0.5, 1.0, 1.5, 2.0]
-    assert found.staleness_max == [1, 2, 3, 4]
+    assert found.column("objective/scores") == [0.25, 0.5, 0.75, 1.0]
+    assert found.column("staleness/mean") == [0.5, 1.0, 1.5, 2.0]
+    assert found.column("staleness/max") == [1, 2, 3, 4]
+    assert all(map(math.isnan, found.column("lr")))
     assert found.utilisation == {"generator": pytest.approx((7 * 0.5 + 2 * 1.0) / 9)}
     figures = Comparison([found]).figures["oppo"][7]
     assert figures["samples_per_s"] == pytest.approx((3 + 2 + 3) / 6)
     assert figures["staleness_mean"] == pytest.approx(1.25)
     assert figures["staleness_max"] == 4
+
+
+# -- intervals, against printed tables and cases worked out by hand -------------------------------
+
+
+@pytest.mark.parametrize(
+    ("freedom", "quantile"),
+    [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262), (30, 2.042), (120, 1.980)],
+)
+def test_quantiles_are_those_of_the_printed_tables(freedom: int, quantile: float) -> None:
+    assert t_quantile(freedom) == pytest.approx(quantile, abs=5e-4)
+
+
+def test_other_levels() -> None:
+    assert t_quantile(1, 0.5) == pytest.approx(1.0)  # a Cauchy distribution's quartile
+    assert t_quantile(2, 0.99) == pytest.approx(9.925, abs=5e-4)
+    assert t_quantile(10_000) == pytest.approx(1.960, abs=5e-4)  # all but a normal distribution
+
+
+def test_the_interval_of_a_mean() -> None:
+    """Of 1, 2, 3: 2 with a standard error of 1 / sqrt(3)."""
+    half = 4.302653 / math.sqrt(3)
+    found = mean_interval([1.0, 2.0, 3.0])
+    assert found is not None
+    assert (found.mean, found.low, found.high) == pytest.approx((2.0, 2 - half, 2 + half))
+
+
+def test_ratios_are_averaged_by_their_logarithms() -> None:
+    """Twice as fast and half as fast are no difference; swapping the sides inverts the interval."""
+    even, ahead, behind = (
+        ratio_interval(r) for r in ([2, 0.5], [1.2, 1.5, 1.4], [1 / 1.2, 1 / 1.5, 1 / 1.4])
+    )
+    assert even is not None
+    assert even.mean == pytest.approx(1.0)
+    assert even.low == pytest.approx(1 / even.high)
+    assert ahead is not None
+    assert behind is not None
+    assert ahead.mean == pytest.approx((1.2 * 1.5 * 1.4) ** (1 / 3))
+    assert (behind.low, behind.high) == (
+        pytest.approx(1 / ahead.high),
+        pytest.approx(1 / ahead.low),
+    )
+
+
+def test_one_value_has_no_interval() -> None:
+    assert mean_interval([]) is None
+    assert mean_interval([1.0]) is None
+    assert ratio_interval([2.0]) is None
 
 
 # -- what is run ----------------------------------------------------------------------------------
@@ -735,9 +785,7 @@ def test_a_recorded_run_is_replayed_under_other_schedules(
     for step in range(1, 7):
         start_s, batch = 14.5 * (step - 1), []
         for i, length in enumerate((5, 10)):
-            rollout = ended(2 * step - 2 + i, RolloutState.TRAINED)
-            rollout.tokens, rollout.versions = [3] * length, [step - 1] * length
-            batch.append(rollout)
+            batch.append(ended_rollout(2 * step - 2 + i, length, versions=[step - 1] * length))
         ids = [r.id for r in batch]
         run.append_rollouts(step, batch, dict.fromkeys(ids, 0.5))
         window = Window(
@@ -746,7 +794,7 @@ def test_a_recorded_run_is_replayed_under_other_schedules(
             (
                 span("generator", "gen", start_s, 10.0, steps=10, tokens=15),
                 span("task", "score", start_s + 10.0, 0.5, rollouts=ids),
-                span("learner", "update", start_s + 10.5, 4.0, tokens=19),
+                span("learner", "update", start_s + 10.5, 4.0, tokens=21),
             ),
         )
         run.trace.append(step, window, start_s)

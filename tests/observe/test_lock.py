@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 
 import stretto
+from raising import raises
+from run_helpers import supervised, write_rows
 from stretto.cli.main import main
 from stretto.config import Config
 from stretto.errors import StorageError
@@ -48,14 +50,9 @@ def held_elsewhere(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 def test_a_second_process_is_told_who_is_at_work(tmp_path: Path) -> None:
     with held_elsewhere(tmp_path) as other:
-        with pytest.raises(StorageError) as refused, locked(tmp_path, print):
+        holder = other.pid, socket.gethostname(), "(-c ", f", since {time.strftime('%Y-')}"
+        with raises(StorageError, "folder-in-use", tmp_path, *holder), locked(tmp_path, print):
             pass
-        text = str(refused.value)
-        assert text.startswith(
-            f"'{tmp_path}' is in use by process {other.pid} on {socket.gethostname()} (-c "
-        )
-        assert f", since {time.strftime('%Y-')}" in text
-        assert text.endswith("wait until that has ended, or end it, and try again")
         other.kill()
         other.wait()
         with locked(tmp_path, print):  # the system let go of it
@@ -92,7 +89,7 @@ def test_a_lock_that_was_removed_meanwhile_is_taken_anew(
     monkeypatch.setattr(fcntl, "flock", late)
     with locked(tmp_path, print):
         assert len(calls) == 2
-        with pytest.raises(StorageError, match="in use by process"), locked(tmp_path, print):
+        with raises(StorageError, "folder-in-use", os.getpid()), locked(tmp_path, print):
             pass
 
 
@@ -152,7 +149,7 @@ def test_two_resumptions_do_not_run_side_by_side(
         assert main(["train", "--resume", str(run), "--steps", "3"]) == 2
         error = capsys.readouterr().err
         assert f"stretto: error: '{run}' is in use by process " in error
-        with pytest.raises(StorageError, match="is in use by process"):
+        with raises(StorageError, "folder-in-use", run):
             stretto.resume(run, steps=2, progress=NoProgress())
         after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
         assert {**before, run / NAME: after[run / NAME]} == after
@@ -164,29 +161,19 @@ def test_two_resumptions_do_not_run_side_by_side(
 def test_supervised_runs_hold_their_folders(
     command: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    rows = {
-        "sft": [{"prompt": f"{i}>", "completion": "ab"} for i in range(8)],
-        "reward": [{"prompt": f"{i}>", "chosen": "ab", "rejected": "c"} for i in range(8)],
-    }
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows[command]))
+    sides = {"completion": "ab"} if command == "sft" else {"chosen": "ab", "rejected": "c"}
+    name = write_rows(tmp_path, [{"prompt": f"{i}>", **sides} for i in range(8)])
     seen: list[str] = []
 
     class Looking(NoProgress):
         def step(self, *_: Any) -> None:
             (run,) = (tmp_path / "runs").iterdir()
-            with pytest.raises(StorageError, match=f"process {os.getpid()} "), locked(run, print):
+            with raises(StorageError, "folder-in-use", os.getpid()), locked(run, print):
                 pass
             seen.append(run.name)
 
+    kind: Any = stretto.SftConfig if command == "sft" else stretto.RewardModelConfig
     train: Any = {"sft": stretto.sft, "reward": stretto.train_reward_model}[command]
-    train(
-        stretto.SftConfig() if command == "sft" else stretto.RewardModelConfig(),
-        out=str(tmp_path / "runs"),
-        steps=1,
-        training={"epochs": 1},
-        model__name=str(tiny_folder),
-        data={"name": str(file), "held_out": 0.25},
-        progress=Looking(),
-    )
+    out = str(tmp_path / "runs")
+    train(supervised(kind, tiny_folder, name, steps=1, out=out), progress=Looking())
     assert seen

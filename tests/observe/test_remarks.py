@@ -13,8 +13,7 @@ from stretto import runs
 from stretto.config import Config, recipes
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
-from stretto.observe.recorder import Recorder
-from stretto.observe.remarks import Remarks, scores_by_source
+from stretto.observe.recorder import Recorder, Remarks, scores_by_source
 from stretto.schedules.rollout import Rollout
 from stretto.types import FinishReason, Prompt, Score
 

@@ -14,9 +14,11 @@ import pytest
 from helpers import ManualClock
 from stretto.config import Config, SftConfig
 from stretto.observe import make_progress, progress
-from stretto.observe.progress import headline
-from stretto.observe.working import Work
+from stretto.observe.progress import WorkProgress, headline
 from stretto.saying import Saying, working
+
+HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+"""What Rich writes where it begins and ends to draw."""
 
 
 class Watched(io.StringIO):
@@ -34,7 +36,10 @@ class Watched(io.StringIO):
 
 def test_a_line_says_how_far_work_is() -> None:
     clock = ManualClock()
-    counted, open_ended = Work("warming up", 4500, clock), Work("loading m", clock=clock)
+    counted, open_ended = (
+        WorkProgress("warming up", 4500, clock),
+        WorkProgress("loading m", clock=clock),
+    )
     assert counted.line() == "warming up: 0 of 4,500"
     clock.advance(4)
     counted.advance(1000)
@@ -47,7 +52,7 @@ def test_a_line_says_how_far_work_is() -> None:
 
 def test_lines_get_sparser() -> None:
     clock = ManualClock()
-    work, at = Work("x", clock=clock), []
+    work, at = WorkProgress("x", clock=clock), []
     while clock.now() < 3600:
         clock.advance(work.pause_s)
         at.append(clock.now())
@@ -82,7 +87,7 @@ def test_of_many_short_pieces_of_work_one_gets_a_line(monkeypatch: pytest.Monkey
         yield
 
     monkeypatch.setattr(progress, "repeated", recorded)
-    monkeypatch.setattr(progress, "Work", partial(Work, clock=clock))
+    monkeypatch.setattr(progress, "WorkProgress", partial(WorkProgress, clock=clock))
     stream = io.StringIO()
     for _ in range(4):
         with make_progress("plain", stream).working("short"):  # a display each, as commands have
@@ -114,27 +119,28 @@ def test_a_stream_that_is_gone_does_not_end_the_work(
 def test_on_a_terminal_there_is_a_bar_while_work_goes_on() -> None:
     """Before the run has started, beside its panel, and not afterwards."""
     stream = io.StringIO()
-    display: Any = make_progress("rich", stream)
+    display = make_progress("rich", stream)
     with display.working("loading libraries"):
         pass
-    assert display._live is None  # nothing is left open
+    assert stream.getvalue().count(SHOW_CURSOR) == 1  # nothing is left open
     display.start("the headline")
     with display.working("warming up", 100) as advance, display.working("reading"):
         advance(30)
         display.note("a note")
-        assert len(display._bars.task_ids) == 2
     display.step(1, 3, {"objective/scores": 0.5}, [])
-    assert display._bars.task_ids == []
     display.note("a [bold]note[/]")  # is shown as it is, and the panel beside it is not
     display.close()
     text = stream.getvalue()
     for shown in ("loading libraries", "the headline", "warming up", "30/100", "a note", "reading"):
         assert shown in text
+    both = text[text.index("a note") : text.index("step 1/3")]
+    assert both.index("warming up") < both.index("reading")
     assert text.count("[bold]") == 1
     assert "a [bold]note[/]" in text
     last = text[text.rindex("step 1/3") :]
     assert "warming up" not in last
     assert "reading" not in last
+    assert text.count(SHOW_CURSOR) == text.count(HIDE_CURSOR) == 2
 
 
 def test_work_is_handed_down_with_what_shows_lines() -> None:
@@ -195,4 +201,17 @@ def test_three_lines_say_what_runs_on_what_and_where_results_go() -> None:
         f"supervised fine-tuning from {tuning.model.name}: {about}",
         "3 steps on chats.jsonl",
         "a step: 8 sequences; results in runs/s-001",
+    ]
+
+
+def test_plain_lines_show_what_supervised_runs_have() -> None:
+    stream = io.StringIO()
+    progress = make_progress("plain", stream)
+    progress.start("the headline")
+    progress.step(0, 9, {"held_out/loss": 2.0}, [])
+    progress.step(3, 9, {"train/loss": 1.25, "perf/throughput": 50.0, "timing_s/step": 2.0}, [])
+    assert stream.getvalue().splitlines() == [
+        "the headline",
+        "step 0/9  held-out loss 2.0000",
+        "step 3/9  loss 1.2500  tokens/s 50  step_s 2.00  eta 12s",
     ]

@@ -16,7 +16,7 @@ from stretto.config import Config, RolloutConfig, ScheduleConfig
 from stretto.errors import ConfigError, StateError
 from stretto.machine import Machine
 from stretto.observe import RunDirectory, Window, records
-from stretto.observe.spans import HANDOVER, Span
+from stretto.observe.spans import WEIGHT_SYNC, Span
 from stretto.planner import prediction
 from stretto.planner.prediction import HANDING_OVER, Phase, Prediction, phases_of, predict
 from stretto.planner.replay import CPU_TOKEN_BUDGET
@@ -48,7 +48,7 @@ def test_phases_by_hand() -> None:
         Span("critic 1", "score/critic", 16.0, 17.0, {}),
         Span("learner", "update", 18.0, 22.0, {}),
         Span("learner", "publish", 22.0, 23.0, {}),
-        Span(HANDOVER, "send", 23.0, 25.0, {}),
+        Span(WEIGHT_SYNC, "send", 23.0, 25.0, {}),
         Span("generator 0", "load", 24.0, 25.0, {}),  # within the send
         Span("driver", "driver/fill", 25.0, 25.5, {"items": 4}),
         Span("checkpoint", "checkpoint/write", 10.0, 30.0, {}),  # beside the steps

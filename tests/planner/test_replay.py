@@ -13,7 +13,7 @@ from stretto.config import AlgorithmConfig, ClusterConfig, Config, RolloutConfig
 from stretto.errors import ConfigError, StateError
 from stretto.machine import Machine, usable_cores
 from stretto.observe.run_directory import RolloutRecord, RunDirectory
-from stretto.observe.spans import HANDOVER, Span, Spans
+from stretto.observe.spans import WEIGHT_SYNC, Span, Spans
 from stretto.planner.calibration import calibrate, undisturbed
 from stretto.planner.replay import CPU_TOKEN_BUDGET, FUNCTION, Recording
 from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, Workload
@@ -122,11 +122,11 @@ def test_what_others_took_is_left_out() -> None:
         Span("a", "score", 0.0, 1.5, {}),
         Span("b 0", "score", 0.5, 2.0, {}),
         Span("b 0", "wait", 0.0, 9.0, {"cause": "data"}),
-        Span(HANDOVER, "send", 0.5, 1.5, {"model": "actor"}),
+        Span(WEIGHT_SYNC, "send", 0.5, 1.5, {"model": "actor"}),
     ]
     one = {"a": 1, "b": 1}
     found = {s.role: s.end_s - s.start_s for s in undisturbed(spans, one, 1) if not s.waits}
-    assert found == pytest.approx({"a": 1.0, "b 0": 1.0, HANDOVER: 0.5})
+    assert found == pytest.approx({"a": 1.0, "b 0": 1.0, WEIGHT_SYNC: 0.5})
     for threads, cores in ((one, 0), (one, 2), ({"a": 2, "b": 2}, 4)):
         assert [s for s in undisturbed(spans, threads, cores) if not s.waits] == [
             s for s in spans if not s.waits
@@ -144,14 +144,14 @@ def test_hand_overs_and_calls_are_measured() -> None:
             Span("learner", "update", at_s, at_s + 3, {"tokens": 10}),
             Span("learner", "publish", at_s + 3.25, at_s + 3.75, {}),
             Span("generator", "load", at_s + 4.5, at_s + 5, {}),
-            Span(HANDOVER, "send", at_s + 4, at_s + 5, {"model": "actor"}),
-            Span(HANDOVER, "send", at_s + 5, at_s + 7, {"model": "critic"}),
+            Span(WEIGHT_SYNC, "send", at_s + 4, at_s + 5, {"model": "actor"}),
+            Span(WEIGHT_SYNC, "send", at_s + 5, at_s + 7, {"model": "critic"}),
         ]
     found = calibrate(spans)
     assert found.call_s == pytest.approx(0.25)
     assert found.generator.load_s == pytest.approx(1.0)  # with what comes before and after
     assert found.loads_s["critic"] == pytest.approx(2.0)
-    inside = calibrate([s for s in spans if s.role != HANDOVER])  # within one process
+    inside = calibrate([s for s in spans if s.role != WEIGHT_SYNC])  # within one process
     assert inside.generator.load_s == pytest.approx(0.5)
 
 

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from helpers import full_beyond
+from raising import raises
 from stretto import files
 from stretto.errors import StateError, StorageError
 from stretto.runs import checkpoint
@@ -129,13 +130,13 @@ def flip(file: Path) -> None:
 
 
 DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
-    ("driver.pt", empty, r"driver.pt has 0 bytes of the \d+ that were written"),
-    (f"learner/{RANKS[0]}", truncate, rf"{RANKS[0]} has \d+ bytes of the \d+ that were written"),
-    (f"learner/{RANKS[0]}", flip, rf"{RANKS[0]} is not what was written: its SHA-256 differs"),
-    (f"learner/{RANKS[1]}", Path.unlink, rf"{RANKS[1]} cannot be read: No such file"),
-    ("manifest.json", truncate, r"manifest.json cannot be read"),
-    ("manifest.json", flip, r"manifest.json|rank-.-of-2.safetensors|driver.pt"),
-    ("manifest.json", Path.unlink, r"it has no manifest.json \(versions of Stretto before"),
+    ("driver.pt", empty, "driver.pt has 0 bytes"),
+    (f"learner/{RANKS[0]}", truncate, f"{RANKS[0]} has "),
+    (f"learner/{RANKS[0]}", flip, f"{RANKS[0]} is not what was written: its SHA-256"),
+    (f"learner/{RANKS[1]}", Path.unlink, f"{RANKS[1]} cannot be read: No such file"),
+    ("manifest.json", truncate, "manifest.json cannot be read"),
+    ("manifest.json", flip, ""),  # which of the files it is depends on the bit
+    ("manifest.json", Path.unlink, "it has no manifest.json"),
 ]
 
 
@@ -151,17 +152,15 @@ def test_a_damaged_one_is_passed_over_with_the_reason(
     assert note.startswith(f"'{tmp_path / 'step-000002'}' cannot be used: ")
     assert note.endswith("; going on from step 1, before it")
     damage(tmp_path / "step-000001" / name)
-    with pytest.raises(StateError, match=reason) as refused:
+    both = "step-000001' cannot be used: ", "step-000002' cannot be used: "
+    with raises(StateError, "damaged-checkpoint", reason, *both):
         load(tmp_path)
-    assert "step-000001' cannot be used: " in str(refused.value)
-    assert "step-000002' cannot be used: " in str(refused.value)
-    assert str(refused.value).endswith("There is no other checkpoint: start the run anew")
 
 
 def test_another_format_is_refused(tmp_path: Path) -> None:
     file = save(tmp_path, 1) / "manifest.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "format": 2}))
-    with pytest.raises(StateError, match="has the format 2, and this version knows 4 and 3"):
+    with raises(StateError, "damaged-checkpoint", "format 2", "4 and 3"):
         load(tmp_path)
 
 
@@ -189,7 +188,12 @@ def test_going_on_before_a_damaged_one_replaces_it(tmp_path: Path) -> None:
 
 def test_code_cannot_come_with_one(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 1, {"driver.pt": partial(write, state={"path": Path("x")})})
-    with pytest.raises(StateError, match="holds other things than tensors and plain data"):
+    with raises(StateError, "damaged-checkpoint", "driver.pt", "tensors and plain data"):
+        checkpoint.load_latest(tmp_path, print)
+
+
+def test_without_any_the_settings_for_them_are_named(tmp_path: Path) -> None:
+    with raises(StateError, "no-checkpoint", tmp_path, "observe.checkpoint_minutes"):
         checkpoint.load_latest(tmp_path, print)
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 import stretto
 from helpers import full_beyond, llama
-from run_helpers import Notes, length, settings, weights
+from run_helpers import Notes, length, settings, supervised, weights, write_rows
 from stretto import runs, signals
 from stretto.assembly.models import Overrides
 from stretto.cli.main import main
@@ -234,23 +234,10 @@ def test_records_that_cannot_be_written_end_the_run_in_one_line(
 
 
 def supervised_config(kind: type[Any], tiny_folder: Path, folder: Path) -> Any:
-    by_kind: dict[type[Any], dict[str, str]] = {
-        SftConfig: {"completion": "ab"},
-        RewardModelConfig: {"chosen": "ab", "rejected": "c"},
-    }
-    rows = by_kind[kind]
-    file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"{i}>", **rows}) + "\n" for i in range(8)))
-    return kind.model_validate(
-        {
-            "model": {"name": str(tiny_folder), "dtype": "float32"},
-            "data": {"name": str(file), "held_out": 0.25},
-            "training": {"lr": 5e-3, "epochs": 1, "lr_schedule": "constant"},
-            "threads": 1,
-            "batch": 8,
-            "steps": 3,
-        }
-    )
+    sides = {"completion": "ab"} if kind is SftConfig else {"chosen": "ab", "rejected": "c"}
+    file = write_rows(folder, [{"prompt": f"{i}>", **sides} for i in range(8)])
+    training = {"lr_schedule": "constant"}
+    return supervised(kind, tiny_folder, file, training=training, steps=3)
 
 
 @pytest.mark.parametrize("error", [ENDS[0], ENDS[-1]], ids=lambda e: type(e).__name__)
@@ -276,24 +263,33 @@ def test_whatever_ends_supervised_training_leaves_what_was_learned(
     assert display.notes[-1] == f"the model is saved in {run.model}"
 
 
-def test_half_an_update_of_supervised_training_is_not_saved(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("half", [False, True], ids=["before an update", "half an update"])
+def test_updates_of_supervised_training_are_saved_if_they_are_whole(
+    half: bool, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, calls = torch.optim.AdamW.step, list[int]()
-
-    def broken(self: torch.optim.AdamW, *args: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 2:
-            raise MemoryError
-        return step(self, *args)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", broken)
     config = supervised_config(SftConfig, tiny_folder, tmp_path)
-    run, notes = RunDirectory.create(tmp_path, "run", config), Notes()
-    with pytest.raises(MemoryError):
-        finetuning.sft(config, run_dir=run, progress=notes)
-    assert "broken off half-way" in notes.notes[-1]
-    assert not run.model.exists()
+    run, two = (RunDirectory.create(tmp_path, name, config) for name in ("run", "two"))
+    owner: Any = torch.optim.AdamW if half else TrainedModel
+    method, notes, calls = "step" if half else "update", Notes(), list[int]()
+    done = getattr(owner, method)
+
+    def broken(self: Any, *args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise MemoryError
+        return done(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, method, broken)
+        with pytest.raises(MemoryError):
+            finetuning.sft(config, run_dir=run, progress=notes)
+    if half:
+        assert "broken off half-way" in notes.notes[-1]
+        assert not run.model.exists()
+        return
+    assert [step["step"] for step in run.read_metrics()] == [0, 1, 2]
+    finetuning.sft(config.model_copy(update={"steps": 2}), run_dir=two, progress=Notes())
+    assert_equal(weights(run), weights(two))
 
 
 def test_ctrl_c_in_an_update_waits_for_its_end(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from raising import raises
 from run_helpers import Notes, lines, run, settings
 from stretto import runs
 from stretto.errors import StateError
@@ -18,7 +19,7 @@ from stretto.models import info, load
 from stretto.models.info import identity
 from stretto.models.load import load_causal_lm
 from stretto.models.tiny import byte_tokenizer, make_tiny
-from stretto.runs.inputs import Inputs
+from stretto.runs.loop import Inputs
 from stretto.schedules.rollout import Rollout
 from stretto.tasks.base import fingerprints
 from stretto.types import Prompt
@@ -46,15 +47,11 @@ def test_a_run_whose_rows_were_edited_is_refused(
     run_dir, _ = run(config, tmp_path)
     longer = config.model_copy(update={"steps": 4})
     write_rows(file, r3="3 + 3 =", r6="6 + 6 =")
-    with pytest.raises(StateError) as refused:
+    with raises(StateError, "other-inputs", f"task.name = '{file}'", ": row 3, row 6. "):
         runs.train(longer, run_dir=run_dir, resume=True, progress=Notes())
-    assert str(refused.value) == (
-        f"task.name = '{file}' is not what the run was started with; of it, this differs: row 3, "
-        "row 6. Restore it, or start a new run"
-    )
     with file.open("a") as added:
         added.write('{"prompt": "8 + 1 =", "answer": "9"}\n')
-    with pytest.raises(StateError, match=r"differs: number of rows \(8 then, 9 now\)\. Restore"):
+    with raises(StateError, "other-inputs", ": number of rows (8 then, 9 now). "):
         runs.train(longer, run_dir=run_dir, resume=True, progress=Notes())
     write_rows(file)
     runs.train(longer, run_dir=run_dir, resume=True, progress=Notes())
@@ -110,10 +107,8 @@ def test_a_run_whose_model_is_another_is_refused(
     run_dir, _ = run(config, tmp_path)
     change(folder)
     longer = config.model_copy(update={"steps": 2})
-    with pytest.raises(StateError) as refused:
+    with raises(StateError, "other-inputs", f"{which} = '{name}'", f": {said}. "):
         runs.train(longer, run_dir=run_dir, resume=True, progress=Notes())
-    assert f"{which} = '{name}' is not what" in str(refused.value)
-    assert f"this differs: {said}. Restore it" in str(refused.value)
 
 
 def test_a_checkpoint_without_fingerprints_is_taken(tiny_folder: Path, tmp_path: Path) -> None:
@@ -135,11 +130,11 @@ def test_a_checkpoint_without_fingerprints_is_taken(tiny_folder: Path, tmp_path:
 def test_plain_facts_are_told_with_both_values() -> None:
     before = {"task": {"number of rows": "5", "reasoning-gym": "0.1.19", "row 0": "sha256:1"}}
     now = {"number of rows": "5", "reasoning-gym": "0.1.20", "row 0": "sha256:2"}
-    with pytest.raises(StateError, match=r"differs: reasoning-gym \(0\.1\.19 then, 0\.1\.20 now\)"):
+    with raises(StateError, "other-inputs", ": reasoning-gym (0.1.19 then, 0.1.20 now). "):
         Inputs(before).take("task", now)
     marks = {f"row {i}": f"sha256:{i}" for i in range(9)}
     others = {name: f"{mark}0" for name, mark in marks.items()}
-    with pytest.raises(StateError, match="row 0, row 1, row 2, row 3 and 5 more"):
+    with raises(StateError, "other-inputs", ": row 0, row 1, row 2, row 3 and 5 more. "):
         Inputs({"task": marks}).take("task", others)
 
 

@@ -31,6 +31,13 @@ def never(*_: Any) -> float:
 # -- the warm-up ---------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def whole(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """Three steps after a warm-up, without an interruption."""
+    config = settings(tiny_folder, warmup_examples=40, steps=3)
+    return run(config, tmp_path_factory.mktemp("whole"))[0]
+
+
 @pytest.mark.parametrize(
     "model", [{}, {"dtype": "bfloat16"}, {"lora_rank": 2}], ids=["float32", "bfloat16", "lora"]
 )
@@ -41,6 +48,7 @@ def test_a_resumed_run_has_its_warm_up_behind_it(
     config = settings(tiny_folder, warmup_examples=40, steps=4, model=model)
     whole, _ = run(config, tmp_path)
     first, _ = run(config.model_copy(update={"steps": 2}), tmp_path)
+    assert [path.name for path in first.checkpoints.iterdir()] == ["step-000002"]
     monkeypatch.setattr(parts, "warm_up", never)
     tolerant = config.training.model_copy(update={"ratio_tolerance": 0.5})  # which may change
     notes = Notes()
@@ -65,10 +73,13 @@ def test_a_resumed_run_has_its_warm_up_behind_it(
     ids=["to processes", "from processes", "to shards"],
 )
 def test_also_on_another_runtime(
-    before: dict[str, Any], after: dict[str, Any], tiny_folder: Path, tmp_path: Path
+    before: dict[str, Any],
+    after: dict[str, Any],
+    whole: RunDirectory,
+    tiny_folder: Path,
+    tmp_path: Path,
 ) -> None:
     config = settings(tiny_folder, warmup_examples=40, steps=3)
-    whole, _ = run(config, tmp_path)
     first, _ = run(config.model_copy(update={**before, "steps": 2}), tmp_path)
     written = first.warmup.stat().st_mtime_ns
     runs.train(config.model_copy(update=after), run_dir=first, resume=True, progress=Notes())
@@ -80,10 +91,11 @@ def test_also_on_another_runtime(
         assert_same_run(first, whole)
 
 
-def test_one_whose_file_is_gone_warms_up_again(tiny_folder: Path, tmp_path: Path) -> None:
+def test_one_whose_file_is_gone_warms_up_again(
+    whole: RunDirectory, tiny_folder: Path, tmp_path: Path
+) -> None:
     """As one does that an earlier version has begun."""
     config = settings(tiny_folder, warmup_examples=40, steps=3)
-    whole, _ = run(config, tmp_path)
     first, _ = run(config.model_copy(update={"steps": 2}), tmp_path)
     first.warmup.unlink()
     runs.train(config, run_dir=first, resume=True, progress=Notes())

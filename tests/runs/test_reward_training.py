@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,10 @@ from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from helpers import critic_of, llama, told
+from learner_helpers import assert_close
 from rounding import GRADIENT_TERMS, rounding
+from run_helpers import lines, supervised, write_rows
+from scorer_helpers import plain_score
 from stretto.cli import label
 from stretto.cli.main import main
 from stretto.config import PairsConfig, RewardModelConfig, TaskConfig, recipes
@@ -50,14 +52,8 @@ def says(role: str, content: str) -> Message:
 ASKED = says("user", "2+2?")
 
 
-def write(folder: Path, rows: Sequence[Mapping[str, Any]]) -> str:
-    file = folder / "pairs.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(file)
-
-
 def read_one(folder: Path, row: Mapping[str, Any], **data: Any) -> Pair:
-    ((pair,), _) = read_pairs(PairsConfig(name=write(folder, [row]), **data))
+    ((pair,), _) = read_pairs(PairsConfig(name=write_rows(folder, [row]), **data))
     return pair
 
 
@@ -206,12 +202,19 @@ def test_texts_with_nothing_in_common_have_no_prompt(tmp_path: Path) -> None:
 
 def test_bad_pairs_are_left_out_where_that_is_asked_for(tmp_path: Path) -> None:
     rows = [{"prompt": "q", "chosen": c, "rejected": "b"} for c in "abc"]
-    pairs, reasons = read_pairs(PairsConfig(name=write(tmp_path, rows), on_error="drop"))
+    pairs, reasons = read_pairs(PairsConfig(name=write_rows(tmp_path, rows), on_error="drop"))
     assert [p.index for p in pairs] == [0, 2]
     assert "row 1: chosen and rejected are equal" in reasons[0]
 
 
 # -- tokens: what is trained on is what scorers read -----------------------------------------------
+
+
+def rewards_of(model: Any, pair: PairTokens) -> tuple[float, float]:
+    """The rewards of both sides as the training objective measures them."""
+    measured = BradleyTerry(model, 1024, 0.0).measure([pair])
+    half = measured.margin / 2
+    return measured.reward_mean + half, measured.reward_mean - half
 
 
 def rollout_of(prompt: Any, response: Sequence[int]) -> Rollout:
@@ -237,12 +240,12 @@ def test_scorers_read_and_score_the_very_tokens_that_were_trained_on(
     asked = render(TaskRow(prompt), TaskConfig(), tokenizer)
     sampled = [*tokenizer("four")["input_ids"], EOS]
     rollout = rollout_of(asked, sampled)
-    assert scorer._tokens(*told([rollout])) == [*pair.prompt, *pair.chosen]
     scorer.admit(told([rollout]))
     (score,) = scorer.finish([0])
-    chosen, rejected = BradleyTerry(model, 1024, 0.0)._rewards([pair])
-    assert score.scalar == pytest.approx(chosen.item(), rel=rounding(GRADIENT_TERMS))
-    assert score.scalar != pytest.approx(rejected.item(), rel=1e-3)
+    chosen, rejected = rewards_of(model, pair)
+    assert score.scalar == pytest.approx(chosen, rel=rounding(GRADIENT_TERMS))
+    assert score.scalar == pytest.approx(plain_score(model, [*pair.prompt, *pair.chosen]), rel=1e-4)
+    assert score.scalar != pytest.approx(rejected, rel=1e-3)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -267,9 +270,7 @@ def test_so_they_do_with_another_tokenizer_than_the_actors(
     made[1].id = 1
     cut_off = rollout_of(asked, actor("he four")["input_ids"])
     cut_off.finish = FinishReason.LENGTH
-    assert scorer._tokens(*told([made[0]])) == [*pair.prompt, *pair.chosen]
-    assert scorer._tokens(*told([made[1]])) == [*pair.prompt, *pair.rejected]
-    assert scorer._tokens(*told([cut_off])) == [*pair.prompt, *tokenizer("he four")["input_ids"]]
+    cut_off.id = 2
     assert pair.chosen[-1] == EOS != pair.chosen[-2]
     assert tokenizer.convert_tokens_to_ids("the") in pair.chosen
     scorer.admit(told([Rollout(r.id, r.prompt, 0) for r in made] if streamed else made))
@@ -278,9 +279,15 @@ def test_so_they_do_with_another_tokenizer_than_the_actors(
             part = tuple(r.tokens[start : start + 4])
             finish = r.finish if start + 4 >= len(r) else None
             scorer.extend([make_chunk(r.id, start, part, (0.0,) * len(part), 0, finish)])
-    rewards = torch.cat(BradleyTerry(model, 1024, 0.0)._rewards([pair]))
-    for score, want in zip(scorer.finish([0, 1]), rewards.tolist(), strict=True):
-        assert score.scalar == pytest.approx(want, rel=1e-4)
+    sides = (*pair.prompt, *pair.chosen), (*pair.prompt, *pair.rejected)
+    read = zip(scorer.finish([0, 1]), rewards_of(model, pair), sides, strict=True)
+    for score, trained_on, tokens in read:
+        assert score.scalar == pytest.approx(trained_on, rel=1e-4)
+        assert score.scalar == pytest.approx(plain_score(model, tokens), rel=1e-4)
+    scorer.admit(told([cut_off]))  # its end is not made up
+    (score,) = scorer.finish([2])
+    tokens = (*pair.prompt, *tokenizer("he four")["input_ids"])
+    assert score.scalar == pytest.approx(plain_score(model, tokens), rel=1e-4)
 
 
 def test_a_transcript_is_read_as_it_stands(tmp_path: Path) -> None:
@@ -343,10 +350,7 @@ def test_loss_and_gradients_are_the_naive_ones_however_split(budget: int, center
     want = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
     stats = BradleyTerry(model, budget, center).learn(PAIRS)
-    for name, parameter in model.named_parameters():
-        scale = want[name].abs().max()
-        assert scale > 0
-        assert (parameter.grad - want[name]).abs().max() <= 1e-4 * scale
+    assert_close({n: p.grad for n, p in model.named_parameters()}, want, 1e-4)
     assert stats["train/loss"] == pytest.approx(
         -F.logsigmoid(chosen - rejected).mean().item(), 1e-5
     )
@@ -414,31 +418,21 @@ def digits_win(count: int) -> list[dict[str, str]]:
     return rows
 
 
-def settings(tiny_folder: Path, data: str, **changes: Any) -> RewardModelConfig:
-    sections: dict[str, Any] = {
-        "model": {"name": str(tiny_folder), "dtype": "float32"},
-        "data": {"name": data, "held_out": 0.2},
-        "training": {"lr": 3e-3, "epochs": 4},
-        "threads": 1,
-        "batch": 8,
-    }
-    for key, value in changes.items():
-        sections[key] = sections.get(key, {}) | value if isinstance(value, dict) else value
-    return RewardModelConfig.model_validate(sections)
-
-
 @pytest.mark.parametrize("lora", [0, 4])
 def test_a_run_learns_and_what_it_saves_scores_alike_everywhere(
     tiny_folder: Path, tmp_path: Path, lora: int
 ) -> None:
-    config = settings(tiny_folder, write(tmp_path, digits_win(60)), model={"lora_rank": lora})
+    sections: dict[str, Any] = {"model": {"lora_rank": lora}, "data": {"held_out": 0.2}}
+    sections["training"] = {"lr": 3e-3, "epochs": 4}
+    name = write_rows(tmp_path, digits_win(60))
+    config = supervised(RewardModelConfig, tiny_folder, name, **sections)
     run = RunDirectory.create(tmp_path, "rm", config)
     result = train_reward_model(config, run_dir=run, progress=NoProgress())
     assert result.held_out is not None
     assert result.held_out.accuracy == 1.0
     assert result.held_out.margin > 1.0
     assert result.held_out.pairs == 12
-    rows = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
+    rows = lines(run.metrics_file)
     assert [r["step"] for r in rows] == list(range(25))
     assert rows[0]["held_out/loss"] == pytest.approx(0.69, abs=0.4)
     assert rows[-1]["held_out/margin"] == result.held_out.margin
@@ -495,7 +489,7 @@ def test_the_command_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     rows = [*digits_win(20), {"prompt": "q", "chosen": "same", "rejected": "same"}]
-    common = ("--data.name", write(tmp_path, rows), "--model.name", str(tiny_folder))
+    common = ("--data.name", write_rows(tmp_path, rows), "--model.name", str(tiny_folder))
     assert main(["reward", *common]) == 2
     assert "row 20: chosen and rejected are equal" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()

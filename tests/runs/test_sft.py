@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import stretto
 from helpers import llama
+from learner_helpers import assert_close
 from rounding import GRADIENT_TERMS, rounding
+from run_helpers import lines, supervised, write_rows
 from stretto.cli.main import main
 from stretto.config import DemonstrationsConfig, SftConfig, recipes
 from stretto.errors import ConfigError, LearnerError, ModelError, TaskError
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory
-from stretto.observe.progress import NoProgress, PlainProgress
+from stretto.observe.progress import NoProgress
 from stretto.runs.finetuning import sft
 from stretto.tasks.responses import Example, PromptLayout
 from stretto.tasks.supervised import example_of, read_demonstrations
@@ -46,18 +47,12 @@ TALK = [
 ]
 
 
-def write(folder: Path, rows: Sequence[Mapping[str, Any]], name: str = "rows.jsonl") -> str:
-    file = folder / name
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(file)
-
-
 def examples_of(
     folder: Path, rows: Sequence[Mapping[str, Any]], template: str | None = None, **data: Any
 ) -> list[Example]:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
-    config = DemonstrationsConfig(name=write(folder, rows), **data)
+    config = DemonstrationsConfig(name=write_rows(folder, rows), **data)
     layout = PromptLayout(tokenizer, frozenset({EOS}), config)
     return [example_of(row, layout) for row in read_demonstrations(config)[0]]
 
@@ -172,12 +167,12 @@ def test_bad_rows_are_refused_with_their_place(
     tmp_path: Path, rows: list[dict[str, Any]], message: str
 ) -> None:
     with pytest.raises(TaskError, match=message):
-        read_demonstrations(DemonstrationsConfig(name=write(tmp_path, rows)))
+        read_demonstrations(DemonstrationsConfig(name=write_rows(tmp_path, rows)))
 
 
 def test_bad_rows_are_left_out_where_that_is_asked_for(tmp_path: Path) -> None:
     rows = [GOOD, {"prompt": "a"}, {"prompt": "", "completion": "x"}, GOOD]
-    name = write(tmp_path, rows)
+    name = write_rows(tmp_path, rows)
     with pytest.raises(
         TaskError, match=r"row 1: .* \(2 rows cannot be used\)\. .*on_error = 'drop'"
     ):
@@ -185,7 +180,7 @@ def test_bad_rows_are_left_out_where_that_is_asked_for(tmp_path: Path) -> None:
     kept, reasons = read_demonstrations(DemonstrationsConfig(name=name, on_error="drop"))
     assert [row.index for row in kept] == [0, 3]
     assert len(reasons) == 2
-    bad = DemonstrationsConfig(name=write(tmp_path, [rows[2]]), on_error="drop")
+    bad = DemonstrationsConfig(name=write_rows(tmp_path, [rows[2]]), on_error="drop")
     unusable = r"none of the . rows of '.*' can be used.*The first: .*row 0"
     with pytest.raises(TaskError, match=unusable):
         read_demonstrations(bad)
@@ -248,15 +243,6 @@ def gradients(model: Any) -> dict[str, Tensor]:
     found = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
     return found
-
-
-def assert_close(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol: float) -> None:
-    """Each tensor, relative to its own largest entry."""
-    assert got.keys() == expected.keys()
-    for name, want in expected.items():
-        scale = want.abs().max().item()
-        assert scale > 0, name
-        assert (got[name] - want).abs().max().item() <= rtol * scale, name
 
 
 @pytest.mark.parametrize("budget", [1, 40, 100_000])
@@ -381,30 +367,15 @@ def test_a_held_out_part_that_leaves_nothing_is_refused() -> None:
 SPELLING = [{"prompt": f"{w}>", "completion": w[::-1]} for w in ("abc", "bca", "cab", "acb") * 8]
 
 
-def settings(tiny_folder: Path, data: str, **changes: Any) -> SftConfig:
-    sections: dict[str, Any] = {
-        "model": {"name": str(tiny_folder), "dtype": "float32"},
-        "data": {"name": data, "held_out": 0.25},
-        "training": {"lr": 5e-3, "epochs": 8},
-        "threads": 1,
-        "batch": 8,
-    }
-    for key, value in changes.items():
-        sections[key] = sections.get(key, {}) | value if isinstance(value, dict) else value
-    return SftConfig.model_validate(sections)
-
-
-def metrics(run: RunDirectory) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
-
-
 def test_a_run_learns_measures_and_saves_an_ordinary_checkpoint(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
-    config = settings(tiny_folder, write(tmp_path, SPELLING), packing=True, measure_every=10)
+    name = write_rows(tmp_path, SPELLING)
+    changes: dict[str, Any] = {"packing": True, "measure_every": 10, "training": {"epochs": 8}}
+    config = supervised(SftConfig, tiny_folder, name, **changes)
     run = RunDirectory.create(tmp_path, "spell", config)
     result = sft(config, run_dir=run, progress=NoProgress())
-    rows = metrics(run)
+    rows = lines(run.metrics_file)
     assert result.steps == 24
     assert [r["step"] for r in rows] == list(range(25))
     assert [r["step"] for r in rows if "held_out/loss" in r] == [0, 10, 20, 24]
@@ -433,9 +404,9 @@ def test_a_run_learns_measures_and_saves_an_ordinary_checkpoint(
 
 
 def test_lora_trains_adapters_and_saves_the_merged_model(tiny_folder: Path, tmp_path: Path) -> None:
-    config = settings(
-        tiny_folder, write(tmp_path, SPELLING), model={"lora_rank": 4}, training={"lr": 2e-2}
-    )
+    changes: dict[str, Any] = {"model": {"lora_rank": 4}, "training": {"lr": 2e-2, "epochs": 8}}
+    name = write_rows(tmp_path, SPELLING)
+    config = supervised(SftConfig, tiny_folder, name, **changes)
     run = RunDirectory.create(tmp_path, "lora", config)
     result = sft(config, run_dir=run, progress=NoProgress())
     assert (run.model / "adapter" / "adapter_model.safetensors").is_file()
@@ -452,7 +423,7 @@ def test_rows_that_are_too_long_are_left_out_whole_and_counted(
 ) -> None:
     rows = [*SPELLING, {"prompt": "long>", "completion": "x" * 20}]
     common = ("--model.name", str(tiny_folder), "--out", str(tmp_path / "runs"), "--steps", "1")
-    name = write(tmp_path, rows)
+    name = write_rows(tmp_path, rows)
     assert main(["sft", "--data.name", name, *common, "--data.max-tokens", "20"]) == 0
     text = capsys.readouterr().out
     assert "1 of 33 rows are longer than data.max_tokens = 20 and left out" in text
@@ -461,32 +432,6 @@ def test_rows_that_are_too_long_are_left_out_whole_and_counted(
     error = capsys.readouterr().err
     assert "all 33 rows are longer than data.max_tokens = 5 (the shortest has 8 tokens)" in error
     assert len(list((tmp_path / "runs").iterdir())) == 1  # what never trained leaves nothing
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), LearnerError("no")])
-def test_a_run_that_is_stopped_saves_what_it_has(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    name = write(tmp_path, SPELLING)
-    whole = settings(tiny_folder, name, training={"lr_schedule": "constant"})
-    run, two = (RunDirectory.create(tmp_path, n, whole) for n in ("stopped", "two"))
-    update, calls = TrainedModel.update, list[int]()
-
-    def interrupted(self: TrainedModel) -> float:
-        calls.append(1)
-        if len(calls) == 3:
-            raise error
-        return update(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TrainedModel, "update", interrupted)
-        with pytest.raises(type(error)):
-            sft(whole, run_dir=run, progress=NoProgress())
-    assert metrics(run)[-1]["step"] == 2
-    short = settings(tiny_folder, name, steps=2, training={"lr_schedule": "constant", "epochs": 1})
-    sft(short, run_dir=two, progress=NoProgress())
-    a, b = (AutoModelForCausalLM.from_pretrained(r.model).state_dict() for r in (run, two))
-    assert all(torch.equal(a[key], b[key]) for key in a)
 
 
 @pytest.mark.parametrize("failing", [1, 2])
@@ -506,12 +451,12 @@ def test_a_run_without_an_update_leaves_nothing_behind_by_command_and_from_pytho
         return update(self)
 
     monkeypatch.setattr(TrainedModel, "update", failed)
-    name, out = write(tmp_path, SPELLING), tmp_path / "runs"
+    name, out = write_rows(tmp_path, SPELLING), tmp_path / "runs"
     line = f"sft --data.name {name} --model.name {tiny_folder} --steps 3 --out {out}"
     assert main([*line.split(), "--training.epochs", "1"]) == 2
     by_command = capsys.readouterr().out.replace("sft-001", "RUN")
     calls.clear()
-    config = settings(tiny_folder, name, steps=3, batch=32, out=str(out), training={"epochs": 1})
+    config = supervised(SftConfig, tiny_folder, name, steps=3, batch=32, out=str(out))
     with pytest.raises(LearnerError):
         stretto.sft(config)
     # Measured before the first update, which is no reason to keep it.
@@ -528,7 +473,7 @@ def test_the_command_line_says_what_is_wrong(
     assert "data.name is empty: name a file" in capsys.readouterr().err
     assert main(["sft", "--data.name", "nowhere.jsonl"]) == 2
     assert "there is no file 'nowhere.jsonl'" in capsys.readouterr().err
-    write(tmp_path, SPELLING)
+    write_rows(tmp_path, SPELLING)
     assert main(["sft", "--data.name", "rows.jsonl", "--data.size", "99"]) == 2
     assert "data.size = 99, but 'rows.jsonl' holds 32 rows" in capsys.readouterr().err
     with pytest.raises(SystemExit):
@@ -536,19 +481,3 @@ def test_the_command_line_says_what_is_wrong(
     text = capsys.readouterr().out
     for key in recipes.setting_names(SftConfig):
         assert "--" + key.replace("_", "-") in text
-
-
-def test_plain_progress_shows_what_supervised_runs_have(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    import sys
-
-    progress = PlainProgress(sys.stdout)
-    progress.start("the headline")
-    progress.step(0, 9, {"held_out/loss": 2.0}, [])
-    progress.step(3, 9, {"train/loss": 1.25, "perf/throughput": 50.0, "timing_s/step": 2.0}, [])
-    assert capsys.readouterr().out.splitlines() == [
-        "the headline",
-        "step 0/9  held-out loss 2.0000",
-        "step 3/9  loss 1.2500  tokens/s 50  step_s 2.00  eta 12s",
-    ]

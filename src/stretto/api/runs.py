@@ -19,10 +19,10 @@ from stretto.api.execution import begin, execute
 from stretto.api.settings import Settings, changed, config_of
 from stretto.config import KNOBS, PRESETS, Config, PresetName, ScheduleConfig, recipes
 from stretto.observe import records
-from stretto.observe.compare import Comparison, Outcome
+from stretto.observe.compare import Comparison, VariantResult
+from stretto.observe.display import repeated
 from stretto.observe.report import MAX_RUNS, html_page, load
 from stretto.observe.run_directory import METRICS
-from stretto.observe.working import repeated
 from stretto.saying import Advance, unseen
 
 if TYPE_CHECKING:
@@ -102,9 +102,9 @@ def schedule_of(
     return {**schedule.model_dump(), **knobs, **variants[variant]}
 
 
-def outcome_of(job: Job, folder: Path) -> Outcome:
+def outcome_of(job: Job, folder: Path) -> VariantResult:
     """Read the outcome of a run from its folder."""
-    return Outcome.of(job.variant, job.seed, load([folder])[0])
+    return VariantResult.of(job.variant, job.seed, load([folder])[0])
 
 
 def report(
@@ -210,7 +210,7 @@ class Trainings:
         self._config, self._folder = config, folder
         self._last = {job.seed: job for job in jobs}
 
-    def run(self, job: Job, advance: Advance = unseen) -> Outcome | Failure:
+    def run(self, job: Job, advance: Advance = unseen) -> VariantResult | Failure:
         """Train to the end.
 
         What the run prints goes into a log beside its folder, as one that fails early leaves no

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from stretto.api.runs import Job, config_of_job, schedule_of
 from stretto.config import recipes
-from stretto.observe.compare import Outcome
+from stretto.observe.compare import VariantResult
 from stretto.observe.idle import ALL_DEVICES
-from stretto.observe.progress import REWARD
 from stretto.saying import Advance, unseen
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ class Simulation:
         checked = recipes.build(workload, "--seeds", type(cluster.workload))
         return cluster.model_copy(update={"workload": checked})
 
-    def run(self, job: Job, cluster: Cluster, advance: Advance = unseen) -> Outcome:
+    def run(self, job: Job, cluster: Cluster, advance: Advance = unseen) -> VariantResult:
         """One run in virtual time.
 
         Args:
@@ -62,14 +61,12 @@ class Simulation:
             # A replay's devices stand for the workers of one process, of which a schedule that
             # overlaps has more.
             in_all = {}
-        return Outcome(
+        return VariantResult(
             variant=job.variant,
             seed=job.seed,
             times_s=list(accumulate(step["timing_s/step"] for step in result.steps)),
             samples=[cluster.workload.batch] * len(result.steps),
-            rewards=[step[REWARD] for step in result.steps],
-            staleness_mean=[step["staleness/mean"] for step in result.steps],
-            staleness_max=[step["staleness/max"] for step in result.steps],
+            metrics=result.steps,
             utilisation={**result.utilisation, **in_all},
         )
 

@@ -17,8 +17,8 @@ from stretto.cli.settings import RECIPE_HELP, leading_recipe, parse_with_config
 from stretto.config import Config, recipes
 from stretto.errors import ConfigError, require
 from stretto.models.resolve import trained_model
+from stretto.observe import RunDirectory
 from stretto.observe.progress import on_stderr
-from stretto.observe.report import evaluations
 from stretto.saying import CHECKING, LOADING, working
 
 if TYPE_CHECKING:
@@ -141,8 +141,9 @@ def run(arguments: Sequence[str]) -> int:
     settings = config.model_dump()
     if folder:
         record = {"model": model, "what": what, "figures": figures, "settings": settings}
-        if evaluations.append(folder, record):
-            print(f"dropped a last line that was never finished, of {folder / evaluations.FILE}")
+        run = RunDirectory(folder)
+        if run.append_evaluation(record):
+            print(f"dropped a last line that was never finished, of {run.evaluations_file}")
     if own.out:
         _write(Path(own.out), {"model": model, **figures, "settings": settings})
     return 0

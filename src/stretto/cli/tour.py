@@ -12,7 +12,7 @@ import tyro
 
 from stretto.errors import ConfigError, nearest
 from stretto.observe.progress import on_stderr
-from stretto.saying import LOADING, silent, working
+from stretto.saying import LOADING, working
 
 PARTS = ("models", "rollout", "training", "placements")
 """The parts by name; their numbers count from 1."""
@@ -46,20 +46,20 @@ def command(
     with working(on_stderr, LOADING):
         importlib.import_module("stretto.runs")
         from stretto.tour import analysis, models, rollout, training
-    run = None
     with TemporaryDirectory(prefix="stretto-tour-") as scratch:
         runs = Path(out or scratch)
         if "models" in chosen:
             _print(models.page())
         if "rollout" in chosen:
             _print(rollout.page(Path(scratch, "model")))
-        if "training" in chosen:
-            run = training.page(runs, steps, _say)
-        if "placements" in chosen:
-            if run is None:
-                _say(f"Part 4 looks at a run of part 3, which is made first: {steps} steps ...\n")
-                run = training.train(runs, steps, training.Lines(silent))
-            _print(analysis.page(run, kept=bool(out)))
+        if "training" not in chosen and "placements" in chosen:
+            _say(f"Part 4 looks at a run of part 3, which is made first: {steps} steps ...\n")
+        if "training" in chosen or "placements" in chosen:
+            run = training.train(runs, steps)
+            if "training" in chosen:
+                _print(training.page(run))
+            if "placements" in chosen:
+                _print(analysis.page(run, kept=bool(out)))
 
 
 def _part(word: str) -> str:

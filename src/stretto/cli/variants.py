@@ -13,7 +13,7 @@ from typing import TypeVar
 from stretto.api.runs import ONE_ENGINE, OVERCOMMIT_RULES, VARIANTS, Failure, Job
 from stretto.errors import ConfigError, nearest
 from stretto.observe import make_progress
-from stretto.observe.compare import Comparison, Outcome
+from stretto.observe.compare import Comparison, VariantResult
 from stretto.saying import Advance
 
 T = TypeVar("T", str, int)
@@ -42,7 +42,7 @@ class Collected:
         interrupted: whether the user stopped before the last run.
     """
 
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[VariantResult] = field(default_factory=list)
     failed: list[Job] = field(default_factory=list)
     interrupted: bool = False
 
@@ -82,7 +82,7 @@ def _once(given: Iterable[T], option: str) -> list[T]:
 
 def collect(
     jobs: Sequence[Job],
-    execute: Callable[[Job, Advance], Outcome | Failure],
+    execute: Callable[[Job, Advance], VariantResult | Failure],
     steps: int,
     *,
     simulated: bool = False,

@@ -30,11 +30,11 @@ class ProcessConfig(Section):
     fsdp: PositiveInt = 1
     """Ranks of the learner that share the rows of every weight (FSDP2), of its gradient and of its optimizer state; each makes its share of the passes."""
     tp: PositiveInt = 1
-    """Slices that linear layers are cut into (tensor parallelism), each held by a rank of its own, or of a learner by fsdp ranks. Beside a learner, other roles are cut into fsdp x tp slices. Each a divisor of the model's numbers of heads."""
+    """Slices into which linear layers are split (tensor parallelism). One rank holds a slice; in a learner, fsdp ranks do. Roles in the learner's processes are split into fsdp x tp slices. Each number must divide the model's numbers of heads."""
     python: str = ""
     """Python interpreter of these processes, such as .venv-vllm/bin/python, where their libraries ask for other versions than this one's. Stretto must be installed there too, in this very version."""
     offload: bool = False
-    """Roles that are not at work keep frozen weights and optimizer states in the host's memory, pinned for GPUs. For roles that take turns: they are brought back before their turn, as far as possible behind the work of the role before."""
+    """Keep frozen weights and optimizer states of roles that are not at work in the host's memory, pinned for GPUs. For roles that take turns: the tensors return before the role's turn, if possible while the previous role works."""
 
     @property
     def ranks(self) -> int:

@@ -1,6 +1,7 @@
 """Display and records of runs: run directory, metrics, trace, progress, trackers, spans, report."""
 
-from stretto.observe.progress import Progress, make_progress
+from stretto.observe.display import Progress
+from stretto.observe.progress import make_progress
 from stretto.observe.recorder import Recorder
 from stretto.observe.run_directory import RolloutRecord, RunDirectory, Sample
 from stretto.observe.spans import Span, Spans, Window

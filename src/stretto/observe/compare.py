@@ -2,7 +2,7 @@
 
 The figures are those that overlapping is about: how fast samples go through, how long and how many
 steps it takes to reach a reward, what reward is reached in the end, how stale the samples were, and
-how busy each role was. The rewards of single steps are noisy, so they are smoothed before they are
+how busy each role was. Rewards of single steps are noisy, so they are smoothed before they are
 compared with a target.
 """
 
@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, geometric_mean
-from typing import Any, Self
+from statistics import fmean, geometric_mean, stdev
+from typing import Any, NamedTuple, Self
 
-from stretto.observe.idle import ALL_DEVICES, is_generator, role_order
-from stretto.observe.intervals import LEVEL, Interval, mean_interval, ratio_interval
-from stretto.observe.progress import REWARD
-from stretto.observe.report.runs import Run, shares
-from stretto.observe.significance import verdict
+from stretto.observe.display import REWARD
+from stretto.observe.idle import is_generator, role_order
+from stretto.observe.report.runs import LoadedRun, shares
+from stretto.saying import padded
 
 BASELINE = "sync"
 """The variant that speed-ups are relative to, and that the target reward is taken from."""
@@ -30,52 +29,125 @@ SMOOTHED_STEPS = 10
 TARGET_SHARE = 0.95
 """Share of the baseline's own rise in reward that is the target, if none is given."""
 
-Figures = Mapping[str, float | None]
-"""A run's figures by key; ``None`` for one that it does not have, or a target not reached."""
+LEVEL = 0.95
+"""Share of confidence intervals that hold the true mean."""
+
+_LEVEL_TEXT = f"{100 * LEVEL:.0f} %"
+
+Values = Sequence[float | None]
+"""A figure of a variant's runs; ``None`` for a run that lacks it, or did not reach the target."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """Figures to compare of one run that took all its steps.
-
-    Attributes:
-        times_s: seconds since the run's start at the end of each step.
-        samples: responses trained on in each step.
-        rewards: mean of each step's responses.
-        staleness_mean, staleness_max: of each step; versions of the weights.
-        utilisation: share of the run's time in which a role worked, by role.
-    """
+class VariantResult:
+    """Figures to compare of one run that took all its steps."""
 
     variant: str
     seed: int
-    times_s: Sequence[float]
-    samples: Sequence[int]
-    rewards: Sequence[float]
-    staleness_mean: Sequence[float]
-    staleness_max: Sequence[float]
-    utilisation: Mapping[str, float]
+    times_s: Sequence[float]  # since the run's start, at the end of each step
+    samples: Sequence[int]  # responses trained on in each step
+    metrics: Sequence[Mapping[str, Any]]  # of each step
+    utilisation: Mapping[str, float]  # share of the run's time in which a role worked, by role
 
     @classmethod
-    def of(cls, variant: str, seed: int, run: Run) -> Self:
-        """Make the outcome from a run's records."""
+    def of(cls, variant: str, seed: int, run: LoadedRun) -> Self:
+        """Make the result from a run's records."""
         trained = Counter(r.step for r in run.rollouts if r.state == "trained")
         times_s = run.times_s()
         total_s = max(times_s.values(), default=0.0)
-        return cls(
-            variant=variant,
-            seed=seed,
-            times_s=list(times_s.values()),
-            samples=[trained[step] for step in times_s],
-            rewards=_column(run, REWARD),
-            staleness_mean=_column(run, "staleness/mean"),
-            staleness_max=_column(run, "staleness/max"),
-            utilisation={s.role: s.busy_s / total_s for s in shares(run) if total_s},
-        )
+        busy = {s.role: s.busy_s / total_s for s in shares(run) if total_s}
+        samples = [trained[step] for step in times_s]
+        return cls(variant, seed, list(times_s.values()), samples, run.metrics, busy)
+
+    def column(self, metric: str) -> list[float]:
+        """Return a metric of each step; NaN where it is not known."""
+        values = (m.get(metric) for m in self.metrics)
+        return [math.nan if value is None else float(value) for value in values]
 
 
 def smoothed(rewards: Sequence[float], window: int) -> list[float]:
-    """Means of ``window`` steps in a row; the first is of the first ``window`` steps."""
+    """Return means of ``window`` steps in a row; the first is of the first ``window`` steps."""
     return [fmean(rewards[end - window : end]) for end in range(window, len(rewards) + 1)]
+
+
+# -- confidence intervals ------------------------------------------------------------------------
+
+
+class Interval(NamedTuple):
+    """A mean with the interval that the true one lies in, at :data:`LEVEL`."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def mean_interval(values: Sequence[float]) -> Interval | None:
+    """Return the mean of values that scatter normally; ``None`` for fewer than two of them."""
+    if len(values) < 2:
+        return None
+    mean = fmean(values)
+    half = t_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    return Interval(mean, mean - half, mean + half)
+
+
+def ratio_interval(ratios: Sequence[float]) -> Interval | None:
+    """Return the geometric mean of positive ratios, whose logarithms scatter normally. They are of
+    paired measurements: what a pair has in common, a seed for one, cancels."""
+    found = mean_interval([math.log(ratio) for ratio in ratios])
+    return found and Interval(*map(math.exp, found))
+
+
+def t_quantile(freedom: int, level: float = LEVEL) -> float:
+    """Return the t that Student's distribution stays within, on both sides, with probability
+    ``level``, for ``freedom`` degrees of freedom."""
+    low, high = 0.0, math.pi / 2
+    for _ in range(100):  # halves the range of the angle down to rounding
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, freedom) < level else (low, middle)
+    return math.sqrt(freedom) * math.tan(low)
+
+
+def _within(angle: float, freedom: int) -> float:
+    """Return the probability of \\|t\\| below ``sqrt(freedom) tan(angle)``, by finite sums for odd
+    and for even degrees of freedom (Abramowitz and Stegun 26.7.3, 4)."""
+    odd = freedom % 2
+    term = math.cos(angle) if odd else 1.0
+    total = 0.0
+    for power in range(odd, freedom - 1, 2):
+        total += term
+        term *= math.cos(angle) ** 2 * (power + 1) / (power + 2)
+    total *= math.sin(angle)
+    return 2 / math.pi * (angle + total) if odd else total
+
+
+def verdict(what: str, ratios: Mapping[str, Values]) -> str:
+    """Say in a sentence which variants are better or worse than the baseline in a quantity that is
+    the better the smaller it is; ``ratios`` are the baseline's over the variant's own, by seed.
+
+    A difference is significant where the interval of the mean ratio leaves out 1. A variant with a
+    pair that lacks a ratio is not judged: the pairs that have one are a selection.
+    """
+    fewer, more, either, unknown = found = [list[str]() for _ in range(4)]
+    for variant, pairs in ratios.items():
+        known = _known(pairs)
+        interval = ratio_interval(known)
+        if interval is None or len(known) < len(pairs):
+            unknown.append(f"{variant} ({len(known)} of {len(pairs)} pairs reached the target)")
+            continue
+        mean, low, high = interval
+        kind = fewer if low > 1 else more if high < 1 else either
+        kind.append(f"{variant} {mean:.2f}x [{low:.2f}, {high:.2f}]")
+    kinds = "significantly fewer", "significantly more", "no significant difference", "not judged"
+    verdicts = "; ".join(
+        f"{k}: {', '.join(some)}" for k, some in zip(kinds, found, strict=True) if some
+    )
+    return (
+        f"{what}, {BASELINE}'s over the schedule's own, paired by seed: geometric mean and its "
+        f"{_LEVEL_TEXT} interval (Student's t on logarithms), each schedule by itself. {verdicts}."
+    )
+
+
+# -- the table -----------------------------------------------------------------------------------
 
 
 def three_digits(value: float) -> str:
@@ -84,77 +156,95 @@ def three_digits(value: float) -> str:
     return f"{value:.{max(decimals, 0)}f}"
 
 
-def counted(value: float) -> str:
+def _counted(value: float) -> str:
     """Write a mean of whole numbers: '12', '12.5'."""
     return f"{value:.1f}".removesuffix(".0")
 
 
-def percent(share: float) -> str:
-    """Write a share as '12.3 %'."""
-    return f"{100 * share:.1f} %"
+def _known(values: Values) -> list[float]:
+    return [value for value in values if value is not None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _Figure:
+    """A figure of runs, a row of the table."""
+
     key: str
     label: str
     write: Callable[[float], str] = three_digits
-    missing: str = "-"
-    mean: Callable[[Sequence[float]], float] = fmean
-    interval: Callable[[Sequence[float]], Interval | None] | None = None
+    of_target: bool = False  # about reaching the target: less is better, means have intervals
+    over: str = ""  # the figure of which it is the ratio to the baseline's run of the same seed
+
+    def interval(self, values: Values) -> Interval | None:
+        """Return the confidence interval of the mean, if it is to have one."""
+        find = ratio_interval if self.over else mean_interval
+        return find(_known(values)) if self.of_target else None
+
+    def lines(self, columns: Sequence[Values]) -> list[list[str]]:
+        """Write a line of means, a cell a variant; below it ranges and intervals, if any."""
+        means, ranges, intervals = list[str](), list[str](), list[str]()
+        average = geometric_mean if self.of_target and self.over else fmean
+        missing = "not reached" if self.of_target and not self.over else "-"
+        for values in columns:
+            known, found = _known(values), self.interval(values)
+            some = f" ({len(known)} of {len(values)})" if len(known) < len(values) else ""
+            means.append(f"{self.write(average(known))}{some}" if known else missing)
+            low, high = (self.write(f(known)) if known else "" for f in (min, max))
+            ranges.append(f"{low}..{high}" if low != high else "")
+            wide = found and found.low < found.high
+            low, high = map(self.write, found[1:]) if found else ("", "")
+            intervals.append(f"[{low}, {high}]" if wide else "")
+        below = (("  min..max", ranges), (f"  {_LEVEL_TEXT}", intervals))
+        return [[self.label, *means], *([label, *cells] for label, cells in below if any(cells))]
 
 
 _RATIO = "{:.2f}".format
-_MISSED = "not reached"
-_ROWS = (
-    _Row("samples_per_s", "samples/s"),
-    _Row("speedup", f"samples/s, x {BASELINE}", _RATIO),
-    _Row("step_s", "seconds a step"),
-    _Row("time_to_target_s", "seconds to the target", three_digits, _MISSED, fmean, mean_interval),
-    _Row("time_ratio", f"seconds, {BASELINE}'s / own", _RATIO, "-", geometric_mean, ratio_interval),
-    _Row("steps_to_target", "steps to the target", counted, _MISSED, fmean, mean_interval),
-    _Row("steps_ratio", f"steps, {BASELINE}'s / own", _RATIO, "-", geometric_mean, ratio_interval),
-    _Row("final_reward", "final reward", "{:.3f}".format),
-    _Row("staleness_mean", "staleness, mean", "{:.2f}".format),
-    _Row("staleness_max", "staleness, max", counted),
+_FIGURES = (
+    _Figure("samples_per_s", "samples/s"),
+    _Figure("speedup", f"samples/s, x {BASELINE}", _RATIO, over="samples_per_s"),
+    _Figure("step_s", "seconds a step"),
+    _Figure("time_to_target_s", "seconds to the target", of_target=True),
+    _Figure("time_ratio", f"seconds, {BASELINE}'s / own", _RATIO, True, "time_to_target_s"),
+    _Figure("steps_to_target", "steps to the target", _counted, of_target=True),
+    _Figure("steps_ratio", f"steps, {BASELINE}'s / own", _RATIO, True, "steps_to_target"),
+    _Figure("final_reward", "final reward", "{:.3f}".format),
+    _Figure("staleness_mean", "staleness, mean", "{:.2f}".format),
+    _Figure("staleness_max", "staleness, max", _counted),
 )
 _BUSY = "busy/"
-_OF_TARGET = ("time_to_target_s", "steps_to_target", "time_ratio", "steps_ratio")
-_OVER_BASELINE = {
-    "speedup": ("samples_per_s", False),
-    "time_ratio": ("time_to_target_s", True),
-    "steps_ratio": ("steps_to_target", True),
-}
-"""Ratios to the baseline's run of the same seed: of which figure, and whether the baseline's is on
-top, as where less is better."""
 
 
 class Comparison:
     """The figures of runs, by variant and seed.
 
+    Args:
+        results: at least one; all of the same number of steps.
+        target: the reward to reach; without it, :data:`TARGET_SHARE` of the way from the
+            baseline's first smoothed reward to its last, each the mean over its seeds.
+
     Attributes:
         steps: of each run.
         window: steps that a smoothed reward is the mean of.
         target: the smoothed reward to reach; ``None`` where there is no sensible one.
-        figures: by variant, in the order in which they came, and by seed.
+        figures: by variant, in the order in which they came, by seed and by key; ``None`` for what
+            a run does not have, and for a target not reached.
     """
 
-    def __init__(self, outcomes: Sequence[Outcome], target: float | None = None) -> None:
-        """Work out the figures.
-
-        Args:
-            outcomes: at least one; all of the same number of steps.
-            target: the reward to reach; without it, :data:`TARGET_SHARE` of the way from the
-                baseline's first smoothed reward to its last, each the mean over its seeds.
-        """
-        self.steps = len(outcomes[0].rewards)
+    def __init__(self, results: Sequence[VariantResult], target: float | None = None) -> None:
+        self.steps = len(results[0].times_s)
         self.window = max(1, min(SMOOTHED_STEPS, self.steps // 2))
-        self.target, self._target_note = self._choose(outcomes, target)
-        self.figures: dict[str, dict[int, Figures]] = {}
-        for outcome in outcomes:
-            of_variant = self.figures.setdefault(outcome.variant, {})
-            of_variant[outcome.seed] = self._figures(outcome)
-        self._add_ratios()
+        self.target, self._target_note = self._choose(results, target)
+        self.figures: dict[str, dict[int, dict[str, float | None]]] = {}
+        for result in results:
+            self.figures.setdefault(result.variant, {})[result.seed] = self._figures(result)
+        baseline = self.figures.get(BASELINE, {})
+        for by_seed in self.figures.values():
+            for seed, own in by_seed.items():
+                for figure in (figure for figure in _FIGURES if figure.over):
+                    top, below = own[figure.over], baseline.get(seed, {}).get(figure.over)
+                    if figure.of_target:
+                        top, below = below, top
+                    own[figure.key] = top / below if top and below else None
 
     @property
     def seeds(self) -> list[int]:
@@ -162,25 +252,19 @@ class Comparison:
         return sorted({seed for by_seed in self.figures.values() for seed in by_seed})
 
     def table(self) -> str:
-        """The figures in Markdown that is aligned, so that it can be read as it is.
-
-        A figure is the mean over a variant's seeds; below it stands its range, and for the target
-        the mean's confidence interval.
-        """
+        """Return the figures in aligned Markdown: means over a variant's seeds; below them ranges,
+        and for the target the confidence intervals of the means."""
         lines = [["", *self.figures]]
         for row in self._rows():
-            cells = [self._values(variant, row.key) for variant in self.figures]
-            lines.append([row.label, *(_mean(values, row) for values in cells)])
-            ranges = [_range(values, row) for values in cells]
-            if any(ranges):
-                lines.append(["  min..max", *ranges])
-            intervals = [_interval(values, row) for values in cells]
-            if any(intervals):
-                lines.append([f"  {100 * LEVEL:.0f} %", *intervals])
-        return "\n".join(_aligned(lines))
+            lines += row.lines([self._values(variant, row.key) for variant in self.figures])
+        cells = padded(lines)
+        first, *others = (len(cell) + 1 for cell in cells[0])
+        rule = "|".join([":" + "-" * first, *("-" * width + ":" for width in others)])
+        head, *body = (f"| {' | '.join(line)} |" for line in cells)
+        return "\n".join([head, f"|{rule}|", *body])
 
     def notes(self) -> list[str]:
-        """Notes without which the table cannot be read, a sentence or two each."""
+        """Return notes without which the table cannot be read, a sentence or two each."""
         means = f"mean of {self.window} steps" if self.window > 1 else "reward of one step"
         notes = [
             self._target_note,
@@ -193,31 +277,31 @@ class Comparison:
             named = ", ".join(map(str, self.seeds))
             notes.append(
                 f"Means over seeds {named}, with the lowest and the highest below where they "
-                f"differ; x {BASELINE} compares runs of the same seed; {100 * LEVEL:.0f} %: "
-                "confidence interval of the mean (Student's t)."
+                f"differ; x {BASELINE} compares runs of the same seed; {_LEVEL_TEXT}: confidence "
+                "interval of the mean (Student's t)."
             )
         return notes if self.target is None else notes + self._target_notes()
 
     def data(self) -> dict[str, Any]:
-        """All figures as plain data: for each variant its seeds, and a list of values a figure."""
-        keys = [row.key for row in self._rows()]
-        judged = [row for row in self._rows() if row.interval]
+        """Return all figures as plain data: by variant its seeds, and a list of values a figure."""
+        rows = self._rows()
+        variants: dict[str, Any] = {}
+        intervals: dict[str, Any] = {}
+        for variant, by_seed in self.figures.items():
+            values = {row.key: self._values(variant, row.key) for row in rows}
+            variants[variant] = {"seeds": list(by_seed), **values}
+            found = {row.key: row.interval(values[row.key]) for row in rows if row.of_target}
+            intervals[variant] = {key: each and list(each[1:]) for key, each in found.items()}
         return {
             "steps": self.steps,
             "smoothed_steps": self.window,
             "target_reward": self.target,
-            "variants": {
-                variant: {"seeds": list(by_seed), **{k: self._values(variant, k) for k in keys}}
-                for variant, by_seed in self.figures.items()
-            },
-            f"intervals_{100 * LEVEL:.0f}": {
-                variant: {row.key: _bounds(self._values(variant, row.key), row) for row in judged}
-                for variant in self.figures
-            },
+            "variants": variants,
+            f"intervals_{100 * LEVEL:.0f}": intervals,
         }
 
     def _target_notes(self) -> list[str]:
-        """Runs that did not reach the target, and differences that the seeds show."""
+        """Name runs that did not reach the target, and differences that the seeds show."""
         missed = [
             f"{variant} with seed {seed}"
             for variant, by_seed in self.figures.items()
@@ -230,27 +314,24 @@ class Comparison:
                 f"Target not reached within {self.steps} steps, and so left out of its means and "
                 f"intervals, which flatter a schedule that lacks runs: {', '.join(missed)}."
             )
-        if len(self.seeds) > 1 and len(self.figures) > 1 and BASELINE in self.figures:
+        others = {variant: own for variant, own in self.figures.items() if variant != BASELINE}
+        baseline = self.figures.get(BASELINE)
+        if len(self.seeds) > 1 and others and baseline:
             for key, what in (("time_ratio", "Seconds"), ("steps_ratio", "Steps")):
-                pairs = {variant: self._paired(variant, key) for variant in self.figures}
-                pairs.pop(BASELINE)
-                notes.append(verdict(f"{what} to the target", BASELINE, pairs))
+                pairs = {
+                    variant: [own[key] for seed, own in by_seed.items() if seed in baseline]
+                    for variant, by_seed in others.items()
+                }
+                notes.append(verdict(f"{what} to the target", pairs))
         return notes
 
-    def _paired(self, variant: str, key: str) -> list[float | None]:
-        return [
-            figures[key]
-            for seed, figures in self.figures[variant].items()
-            if seed in self.figures[BASELINE]
-        ]
-
     def _choose(
-        self, outcomes: Sequence[Outcome], target: float | None
+        self, results: Sequence[VariantResult], target: float | None
     ) -> tuple[float | None, str]:
-        """The target, and a sentence about it."""
+        """Return the target, and a sentence about it."""
         if target is not None:
             return target, f"Target reward: {target:g}, as asked."
-        curves = [smoothed(o.rewards, self.window) for o in outcomes if o.variant == BASELINE]
+        curves = [smoothed(r.column(REWARD), self.window) for r in results if r.variant == BASELINE]
         if not curves:
             return None, f"No target reward: no run of {BASELINE} to take it from; use --target."
         first, last = (fmean(curve[end] for curve in curves) for end in (0, -1))
@@ -266,111 +347,38 @@ class Comparison:
             "over its seeds."
         )
 
-    def _figures(self, outcome: Outcome) -> dict[str, float | None]:
-        warm_s = outcome.times_s[-1] - outcome.times_s[0]
-        rewards = smoothed(outcome.rewards, self.window)
+    def _figures(self, result: VariantResult) -> dict[str, float | None]:
+        warm_s = result.times_s[-1] - result.times_s[0]
+        rewards = smoothed(result.column(REWARD), self.window)
         reached = None
-        if self.target is not None:
-            at = (i for i, reward in enumerate(rewards, self.window) if reward >= self.target)
+        if (target := self.target) is not None:
+            at = (i for i, reward in enumerate(rewards, self.window) if reward >= target)
             reached = next(at, None)
+        busy = {role: b for role, b in result.utilisation.items() if not is_generator(role)}
+        generators = [b for role, b in result.utilisation.items() if is_generator(role)]
+        if generators:
+            busy["generator"] = fmean(generators)
         return {
-            "samples_per_s": sum(outcome.samples[1:]) / warm_s if warm_s else None,
+            "samples_per_s": sum(result.samples[1:]) / warm_s if warm_s else None,
             "step_s": warm_s / (self.steps - 1) if warm_s else None,
-            "time_to_target_s": None if reached is None else outcome.times_s[reached - 1],
+            "time_to_target_s": None if reached is None else result.times_s[reached - 1],
             "steps_to_target": None if reached is None else float(reached),
             "final_reward": rewards[-1],
-            "staleness_mean": fmean(outcome.staleness_mean),
-            "staleness_max": max(outcome.staleness_max),
-            **{f"{_BUSY}{role}": share for role, share in _by_kind(outcome.utilisation).items()},
+            "staleness_mean": fmean(result.column("staleness/mean")),
+            "staleness_max": max(result.column("staleness/max")),
+            **{f"{_BUSY}{role}": share for role, share in busy.items()},
         }
 
-    def _add_ratios(self) -> None:
-        """Add each run's ratios to the baseline's run with the same seed."""
-        baseline = self.figures.get(BASELINE, {})
-        for by_seed in self.figures.values():
-            for seed, figures in by_seed.items():
-                of_base = baseline.get(seed, {})
-                by_seed[seed] = {
-                    **figures,
-                    **{
-                        key: _ratio(figures.get(source), of_base.get(source), inverse)
-                        for key, (source, inverse) in _OVER_BASELINE.items()
-                    },
-                }
-
-    def _rows(self) -> list[_Row]:
-        roles = {
-            key.removeprefix(_BUSY)
-            for by_seed in self.figures.values()
-            for figures in by_seed.values()
-            for key in figures
-            if key.startswith(_BUSY)
-        }
-        left_out = set(_OF_TARGET) if self.target is None else set()
-        if BASELINE not in self.figures:
-            left_out.update(_OVER_BASELINE)
-        ordered = sorted(roles, key=lambda role: (role == ALL_DEVICES, role_order(role)))
-        busy = [_Row(f"{_BUSY}{role}", f"busy: {role}", percent) for role in ordered]
-        return [row for row in _ROWS if row.key not in left_out] + busy
+    def _rows(self) -> list[_Figure]:
+        judged, paired = self.target is not None, BASELINE in self.figures
+        shown = [f for f in _FIGURES if (judged or not f.of_target) and (paired or not f.over)]
+        keys = {k for by_seed in self.figures.values() for own in by_seed.values() for k in own}
+        roles = [key.removeprefix(_BUSY) for key in keys if key.startswith(_BUSY)]
+        busy = [
+            _Figure(f"{_BUSY}{role}", f"busy: {role}", lambda share: f"{100 * share:.1f} %")
+            for role in sorted(roles, key=role_order)
+        ]
+        return shown + busy
 
     def _values(self, variant: str, key: str) -> list[float | None]:
         return [figures.get(key) for figures in self.figures[variant].values()]
-
-
-def _by_kind(utilisation: Mapping[str, float]) -> dict[str, float]:
-    several = [share for role, share in utilisation.items() if is_generator(role)]
-    rest = {role: share for role, share in utilisation.items() if not is_generator(role)}
-    return {"generator": fmean(several), **rest} if several else rest
-
-
-def _column(run: Run, metric: str) -> list[float]:
-    return [math.nan if m.get(metric) is None else float(m[metric]) for m in run.metrics]
-
-
-def _mean(values: Iterable[float | None], row: _Row) -> str:
-    every = list(values)
-    known = [value for value in every if value is not None]
-    if not known:
-        return row.missing
-    some = f" ({len(known)} of {len(every)})" if len(known) < len(every) else ""
-    return f"{row.write(row.mean(known))}{some}"
-
-
-def _range(values: Iterable[float | None], row: _Row) -> str:
-    known = [value for value in values if value is not None]
-    low, high = (row.write(f(known)) if known else "" for f in (min, max))
-    return f"{low}..{high}" if low != high else ""
-
-
-def _interval(values: Iterable[float | None], row: _Row) -> str:
-    """The confidence interval of the mean, where there is one and it has a width."""
-    bounds = _bounds(values, row)
-    return (
-        f"[{row.write(bounds[0])}, {row.write(bounds[1])}]"
-        if bounds and bounds[0] < bounds[1]
-        else ""
-    )
-
-
-def _bounds(values: Iterable[float | None], row: _Row) -> list[float] | None:
-    known = [value for value in values if value is not None]
-    found = row.interval(known) if row.interval else None
-    return [found.low, found.high] if found else None
-
-
-def _ratio(own: float | None, base: float | None, inverse: bool) -> float | None:
-    if not own or not base:
-        return None
-    return base / own if inverse else own / base
-
-
-def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """A Markdown table: the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    made = []
-    for first, *rest in lines:
-        cells = [first.ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
-        made.append(f"| {' | '.join(cells)} |")
-    rule = [":" + "-" * (widths[0] + 1), *("-" * (width + 1) + ":" for width in widths[1:])]
-    return [made[0], f"|{'|'.join(rule)}|", *made[1:]]

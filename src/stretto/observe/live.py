@@ -16,18 +16,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from stretto.observe.progress import (
-    KL,
-    LENGTH,
-    LOSS,
-    REWARD,
-    SUPERVISED,
-    THROUGHPUT,
-    History,
-    news,
-)
+from stretto.observe.display import FIGURES, History, Progress, duration, news, repeated
 from stretto.observe.run_directory import Sample
-from stretto.observe.working import duration, repeated
 from stretto.saying import Advance
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -36,11 +26,9 @@ _REFRESH_S = 0.2
 """Seconds between two pictures of work that goes on."""
 
 
-class RichProgress:
-    """A panel at the bottom of the terminal; notes and other output scroll above it.
-
-    Below it is a bar for each piece of work, for as long as that goes on.
-    """
+class RichProgress(Progress):
+    """A panel at the bottom of the terminal, with a bar below it for each piece of work that goes
+    on; notes and other output scroll above it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -59,7 +47,7 @@ class RichProgress:
         )
 
     def start(self, headline: str) -> None:
-        """Print what will run, but for what the run before it has said; open the panel."""
+        """Print what will run, but for lines that the run before it has printed; open the panel."""
         self.note(news(self._console.file, headline))
         self._started = True
         self._open().refresh()
@@ -127,30 +115,24 @@ class RichProgress:
     ) -> RenderableType:
         eta_s = self._history.eta_s(step, total)
         head = Table.grid(padding=(0, 2))
-        head.add_row(
-            f"step {step}/{total}",
-            ProgressBar(total=total, completed=step, width=30),
-            "" if eta_s is None else f"{duration(eta_s)} left",
-        )
-        metrics = Table.grid(padding=(0, 3))
-        speed = f"{_figure(stats, THROUGHPUT, '.0f')} tokens/s"
-        if LOSS in stats:
-            shown = [f"{label} {stats[n]:{form}}" for label, n, form in SUPERVISED if n in stats]
-            metrics.add_row(f"{shown[0]} {self._trend(good=-1)}", *shown[1:], speed)
+        bar = ProgressBar(total=total, completed=step, width=30)
+        left = "" if eta_s is None else f"{duration(eta_s)} left"
+        head.add_row(f"step {step}/{total}", bar, left)
+        known = {label: f"{stats[name]:{form}}" for label, name, form in FIGURES if name in stats}
+        speed, _ = known.pop("tokens/s", "-"), known.pop("step_s", "")
+        if "loss" in known:
+            cells = [f"{label} {text}" for label, text in known.items()]
+            cells[0] += f" {self._trend(good=-1)}"
         else:
-            metrics.add_row(
-                f"reward [bold]{_figure(stats, REWARD, '.3f')}[/] {self._trend(good=1)}",
-                f"KL {_figure(stats, KL, '.4f')}",
-                f"length {_figure(stats, LENGTH, '.1f')}",
-                speed,
-            )
+            reward, kl, length = (known.get(label, "-") for label in ("reward", "kl", "length"))
+            cells = [f"reward [bold]{reward}[/] {self._trend(good=1)}", f"KL {kl}"]
+            cells.append(f"length {length}")
+        metrics = Table.grid(padding=(0, 3))
+        metrics.add_row(*cells, f"{speed} tokens/s")
         parts: list[RenderableType] = [head, metrics, Text(sparkline(list(self._history.curve)))]
-        if samples:
-            first = samples[0]
-            parts.append(
-                f"[dim]{escape(_short(first.prompt))}[/]\n{escape(_short(first.response))} "
-                f"[dim](reward {first.reward:.3g})[/]"
-            )
+        for sample in samples[:1]:
+            prompt, response = (escape(_short(text)) for text in (sample.prompt, sample.response))
+            parts.append(f"[dim]{prompt}[/]\n{response} [dim](reward {sample.reward:.3g})[/]")
         return Panel(Group(*parts), border_style="dim")
 
     def _trend(self, *, good: int) -> str:
@@ -162,21 +144,16 @@ class RichProgress:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """One bar a value, from the lowest to the highest; values that are not finite are gaps."""
+    """Draw one bar a value, from the lowest to the highest; values that are not finite are gaps."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
     low, span = min(finite), max(finite) - min(finite)
+    top = len(_BARS) - 1
     return "".join(
-        _BARS[round((value - low) / span * (len(_BARS) - 1)) if span else 0]
-        if math.isfinite(value)
-        else " "
+        _BARS[round((value - low) / span * top) if span else 0] if math.isfinite(value) else " "
         for value in values
     )
-
-
-def _figure(stats: Mapping[str, float], name: str, form: str) -> str:
-    return format(stats[name], form) if name in stats else "-"
 
 
 def _short(text: str) -> str:

@@ -18,7 +18,7 @@ from stretto import files
 from stretto.errors import StorageError
 
 NAME = "run.lock"
-"""Name of the locked file, which says who holds the lock and is deleted with it."""
+"""Name of the locked file, which names the process that holds the lock and is deleted with it."""
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of file systems that have no locks."""
@@ -38,24 +38,25 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 
 @contextmanager
 def locked(folder: Path, note: Callable[[str], None]) -> Iterator[None]:
-    """Keep other processes from writing into a folder.
+    """Keep other processes from writing into an existing folder. Raises StorageError if one holds
+    the lock, or the folder cannot be written to.
 
     The system lets go of the lock when this process ends, however it does. Between machines it
-    holds where the file system does flock(2) for all of them, as NFS does.
-
-    Args:
-        folder: an existing folder.
-        note: told where the file system has no locks; the work goes on without.
-
-    Raises:
-        StorageError: another process holds the lock, or the folder cannot be written to.
+    holds where the file system does flock(2) for all of them, as NFS does. ``note`` is called with
+    a line where the file system has no locks; the work goes on without.
     """
     file = folder / NAME
     with files.explained(file):
         descriptor = _take(file, note)
         _held.add(descriptor)
         os.ftruncate(descriptor, 0)
-        files.write(descriptor, json.dumps(_self()).encode())
+        holder = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "command": shlex.join(sys.argv),
+            "since": datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
+        }
+        files.write(descriptor, json.dumps(holder).encode())
     try:
         yield
     finally:
@@ -66,7 +67,7 @@ def locked(folder: Path, note: Callable[[str], None]) -> Iterator[None]:
 
 
 def _take(file: Path, note: Callable[[str], None]) -> int:
-    """A descriptor of the file, locked."""
+    """Return a descriptor of the file, locked."""
     while True:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -76,8 +77,8 @@ def _take(file: Path, note: Callable[[str], None]) -> int:
         except BlockingIOError:
             holder = os.pread(descriptor, 1 << 16, 0)
             os.close(descriptor)
-            raise StorageError(_refusal(file.parent, holder)) from None
-        except FileNotFoundError:  # who held it removed the file, and let go, after it was opened
+            raise _refusal(file.parent, holder) from None
+        except FileNotFoundError:  # its holder removed the file, and let go, after it was opened
             pass
         except OSError as error:
             if error.errno in _NO_LOCKS:
@@ -88,19 +89,12 @@ def _take(file: Path, note: Callable[[str], None]) -> int:
         os.close(descriptor)
 
 
-def _self() -> dict[str, str | int]:
-    return {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "command": shlex.join(sys.argv),
-        "since": datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
-    }
-
-
-def _refusal(folder: Path, holder: bytes) -> str:
+def _refusal(folder: Path, holder: bytes) -> StorageError:
     try:
-        who = json.loads(holder)
-        by = f"process {who['pid']} on {who['host']} ({who['command']}, since {who['since']})"
+        by = "process {pid} on {host} ({command}, since {since})".format(**json.loads(holder))
     except (ValueError, KeyError, TypeError):  # it has only just taken it
         by = "another process"
-    return f"'{folder}' is in use by {by}; wait until that has ended, or end it, and try again"
+    return StorageError(
+        f"'{folder}' is in use by {by}; wait until that has ended, or end it, and try again",
+        "folder-in-use",
+    )

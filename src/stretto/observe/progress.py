@@ -3,100 +3,79 @@
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from statistics import fmean
-from typing import IO, Literal, Protocol, TextIO
+from contextlib import AbstractContextManager, contextmanager
+from typing import IO, Literal, TextIO
 from weakref import WeakKeyDictionary
 
+from stretto.clock import Clock, RealClock
 from stretto.config import Config, RewardModelConfig, SupervisedConfig
+from stretto.observe.display import FIGURES, History, Progress, duration, news, repeated
 from stretto.observe.run_directory import Sample
-from stretto.observe.working import FIRST_S, SOON_S, Work, duration, repeated
-from stretto.saying import Advance, Saying, Shows, unseen
+from stretto.saying import Advance, Saying
 from stretto.types import short_name
 
-REWARD = "objective/scores"
-KL = "objective/kl"
-LENGTH = "response/length_mean"
-THROUGHPUT = "perf/throughput"
-STEP_TIME = "timing_s/step"
-LOSS = "train/loss"
+FIRST_S = 2.0
+"""Seconds without a line until the first one about work that goes on."""
 
-SUPERVISED = (
-    ("loss", LOSS, ".4f"),
-    ("accuracy", "train/accuracy", ".3f"),
-    ("held-out loss", "held_out/loss", ".4f"),
-    ("held-out accuracy", "held_out/accuracy", ".3f"),
-)
-"""Label, metric and format of the metrics that supervised training shows, as far as they exist."""
+SOON_S = 0.5
+"""The same after other work that had no line either."""
 
-FIGURES = (
-    ("reward", REWARD, ".3f"),
-    ("kl", KL, ".4f"),
-    ("length", LENGTH, ".1f"),
-    *SUPERVISED,
-    ("tokens/s", THROUGHPUT, ".0f"),
-    ("step_s", STEP_TIME, ".2f"),
-)
-"""Label, metric and format of the metrics in a plain line."""
+EVERY_S, SPARSER = 10.0, 0.25
+"""Seconds between lines about work that goes on, at the least; the same as a share of the time that
+the work has taken so far."""
 
-WINDOW = 10
-"""Steps over which the trend and the time left are taken."""
+_silent_s: WeakKeyDictionary[IO[str], float] = WeakKeyDictionary()
+"""Seconds of work since the last line, by the stream of the lines: much work that takes a second
+each has a line, too."""
 
 
-class Progress(Shows, Protocol):
-    """Receiver of a run's reports."""
+class WorkProgress:
+    """Work under way, and how far it is; ``total`` is 0 where that is not known."""
 
-    def start(self, headline: str) -> None:
-        """Show what will run; ``headline`` says it in a few lines, see :func:`headline`."""
-        ...
+    def __init__(self, what: str, total: int = 0, clock: Clock | None = None) -> None:
+        self.what, self.total, self.done = what, total, 0
+        self._clock = clock or RealClock()
+        self._since_s = self._clock.now()
 
-    def step(
-        self, step: int, total: int, stats: Mapping[str, float], samples: Sequence[Sample]
-    ) -> None:
-        """Show the metrics of a step that is done; ``step`` counts from 1 to ``total``."""
-        ...
+    def advance(self, count: int) -> None:
+        """Take note that so much more is done."""
+        self.done += count
 
-    def close(self) -> None:
-        """Leave the terminal as it was. May be called more than once."""
-        ...
+    @property
+    def took_s(self) -> float:
+        """Seconds so far."""
+        return self._clock.now() - self._since_s
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds until the next line."""
+        return max(EVERY_S, SPARSER * self.took_s)
+
+    def line(self) -> str:
+        """Write how far it is, and where that is known, the time left at the pace so far."""
+        if not self.total:
+            return f"{self.what} ({duration(self.took_s)} so far)"
+        share = f"{self.what}: {self.done:,} of {self.total:,}"
+        if not self.done:
+            return share
+        return f"{share}, {duration(self.took_s * max(self.total - self.done, 0) / self.done)} left"
 
 
-class NoProgress:
+class NoProgress(Progress):
     """A display that shows nothing."""
 
-    def start(self, headline: str) -> None:
-        """Do nothing."""
 
-    def step(
-        self, step: int, total: int, stats: Mapping[str, float], samples: Sequence[Sample]
-    ) -> None:
-        """Do nothing."""
-
-    def note(self, text: str) -> None:
-        """Do nothing."""
-
-    def working(self, what: str, total: int = 0) -> AbstractContextManager[Advance]:
-        """Do nothing."""
-        return nullcontext(unseen)
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class PlainProgress:
-    """One line a step, each flushed; for files, pipes and continuous integration.
-
-    Work gets lines, too, once nothing was said for :data:`~stretto.observe.working.FIRST_S`.
-    """
+class PlainProgress(Progress):
+    """One line a step, each flushed; for files, pipes and continuous integration. Work gets lines,
+    too, once there was no line for :data:`FIRST_S`."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._history = History()
 
     def start(self, headline: str) -> None:
-        """Print what will run, but for what the run before it has said."""
+        """Print what will run, but for lines that the run before it has printed."""
         self.note(news(self._stream, headline))
 
     def step(
@@ -118,12 +97,12 @@ class PlainProgress:
     @contextmanager
     def working(self, what: str, total: int = 0) -> Iterator[Advance]:
         """Print a line about work now and then."""
-        work, told = Work(what, total), False
+        work, printed = WorkProgress(what, total), False
         before_s = _silent_s.get(self._stream, 0.0)
 
         def tell() -> float:
-            nonlocal told
-            told = True
+            nonlocal printed
+            printed = True
             self.note(work.line())
             return work.pause_s
 
@@ -131,66 +110,24 @@ class PlainProgress:
             with repeated(tell, max(FIRST_S - before_s, SOON_S)):
                 yield work.advance
         finally:
-            if not told:
+            if not printed:
                 _silent_s[self._stream] = _silent_s.get(self._stream, 0.0) + work.took_s
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to undo."""
-
-
-class History:
-    """The last metrics, as far as trends and the time left need them."""
-
-    def __init__(self) -> None:
-        self.curve: deque[float] = deque(maxlen=40)  # of the reward, or else of the loss
-        self._step_times_s: deque[float] = deque(maxlen=WINDOW)
-
-    def add(self, stats: Mapping[str, float]) -> None:
-        """Take in a step."""
-        for name in (REWARD, LOSS):
-            if name in stats:
-                self.curve.append(stats[name])
-        if STEP_TIME in stats:
-            self._step_times_s.append(stats[STEP_TIME])
-
-    def trend(self) -> float | None:
-        """The curve's mean over the last :data:`WINDOW` steps minus that of as many before them."""
-        curve = list(self.curve)
-        if len(curve) < 2 * WINDOW:
-            return None
-        return fmean(curve[-WINDOW:]) - fmean(curve[-2 * WINDOW : -WINDOW])
-
-    def eta_s(self, step: int, total: int) -> float | None:
-        """Seconds left after ``step``, if the coming steps take as long as the last ones."""
-        if not self._step_times_s:
-            return None
-        return (total - step) * fmean(self._step_times_s)
 
 
 def headline(config: Config | SupervisedConfig, model: str = "", where: str = "") -> str:
-    """Describe what will run, in three lines, and remark on settings that work otherwise than one
-    might expect.
-
-    Args:
-        model: what is known of the model besides its name.
-        where: what is said of where the results go.
-    """
-    lines = _reinforced(config) if isinstance(config, Config) else _supervised(config)
-    ends = (model and f": {model}", "", where and f"; {where}")
-    remarks = config.remarks if isinstance(config, Config) else []
-    return "\n".join(
-        [
-            *(line + end for line, end in zip(lines, ends, strict=True)),
-            *(f"note: {text}" for text in remarks),
-        ]
-    )
+    """Describe what will run, in three lines, with facts about the model and the place of the
+    results, and remark on settings that work otherwise than one might expect."""
+    remarks = config.remarks if isinstance(config, Config) else ()
+    what, step, last = _reinforced(config) if isinstance(config, Config) else _supervised(config)
+    lines = [what + (model and f": {model}"), step, last + (where and f"; {where}")]
+    return "\n".join([*lines, *(f"note: {text}" for text in remarks)])
 
 
-def _reinforced(config: Config) -> list[str]:
+def _reinforced(config: Config) -> tuple[str, str, str]:
     rollout, schedule, training = config.rollout, config.schedule, config.training
     prompts = rollout.batch // rollout.samples_per_prompt
     rewards = ", ".join(short_name(source) for source in config.reward.sources)
-    return [
+    return (
         f"{config.algorithm.name} with {config.model.name}",
         f"{config.steps} steps on {config.task.kind} {config.task.name}, rewards by {rewards}; "
         f"a step: {rollout.batch} responses ({prompts} prompts x {rollout.samples_per_prompt}), "
@@ -198,34 +135,15 @@ def _reinforced(config: Config) -> list[str]:
         f"{rollout.batch // training.minibatches}",
         f"schedule: {schedule.preset}: {schedule.knobs.describe(rollout.engines)}; runtime "
         f"{config.runtime}",
-    ]
+    )
 
 
-def _supervised(config: SupervisedConfig) -> list[str]:
+def _supervised(config: SupervisedConfig) -> tuple[str, str, str]:
     pairs = isinstance(config, RewardModelConfig)
     what, rows = ("a reward model", "pairs") if pairs else ("supervised fine-tuning", "sequences")
     length = f"{config.steps} steps" if config.steps else f"{config.training.epochs} epoch(s)"
-    return [
-        f"{what} from {config.model.name}",
-        f"{length} on {config.data.name}",
-        f"a step: {config.batch} {rows}",
-    ]
-
-
-_silent_s: WeakKeyDictionary[IO[str], float] = WeakKeyDictionary()
-"""Seconds of work since the last line, by the stream of the lines: of much that takes a second each
-there is a line, too."""
-
-_said: WeakKeyDictionary[IO[str], Sequence[str]] = WeakKeyDictionary()
-"""The lines of the last headline, by the stream that it went to."""
-
-
-def news(stream: IO[str], headline: str) -> str:
-    """Leave out lines of a headline that the one before it has: a notebook has runs in a row."""
-    lines = headline.splitlines()
-    before = _said.get(stream, ())
-    _said[stream] = lines
-    return "\n".join(line for line in lines if line not in before)
+    step = f"a step: {config.batch} {rows}"
+    return f"{what} from {config.model.name}", f"{length} on {config.data.name}", step
 
 
 class _Stderr:
@@ -239,13 +157,13 @@ class _Stderr:
 
 
 on_stderr = Saying(_Stderr())
-"""What commands tell of work whose results go to standard output."""
+"""Shows the work of commands whose results go to standard output."""
 
 
 def make_progress(
     mode: Literal["auto", "rich", "plain", "off"], stream: TextIO | None = None
 ) -> Progress:
-    """The display that ``observe.progress`` asks for, on ``stream`` (standard output)."""
+    """Return the display that ``observe.progress`` asks for, on ``stream`` (standard output)."""
     stream = stream or sys.stdout
     if mode == "off":
         return NoProgress()

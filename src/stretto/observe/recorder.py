@@ -1,38 +1,36 @@
-"""Everything that is kept and shown of a run, behind one call a step."""
+"""Everything that is kept and shown of a run, behind one call a step; remarks on its rewards."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from types import TracebackType
-from typing import Self
 
-from stretto.config import Config, SupervisedConfig
+from stretto.config import Config, RewardConfig, SupervisedConfig
+from stretto.config.sections import MISSING_EOS
+from stretto.observe.display import THROUGHPUT, Progress
 from stretto.observe.idle import TimeSheet
-from stretto.observe.progress import THROUGHPUT, Progress
-from stretto.observe.remarks import Remarks
 from stretto.observe.run_directory import RunDirectory, Sample
 from stretto.observe.spans import Window
 from stretto.observe.trackers import open_trackers
 from stretto.schedules.rollout import Rollout
-from stretto.types import Stats
+from stretto.types import FinishReason, Stats, short_name
+
+AGAIN = 10
+"""Steps after which a remark that still holds is made again; then twice as many, and so on."""
 
 
-class Recorder:
-    """Writer of a run's records, which also hands them to the trackers and shows them.
+class Recorder(ExitStack):
+    """Writer of a run's records, which also shows them and sends them to the trackers.
 
-    A context manager; leaving it, by Ctrl-C too, closes trackers and display.
+    Leaving it, by Ctrl-C too, closes trackers and display, whatever one of them raises. Raises
+    MissingExtraError if a tracker's library is not installed, StateError if the records of a
+    resumed run are damaged, and StorageError, also later, if a record cannot be written.
 
     Args:
         run: where the records go.
         resumed_step: the last step of the checkpoint that the run goes on from; 0 for a new run.
             Records of later steps are dropped, as those steps will be taken again.
         total: steps of the run, where the settings alone do not say; else ``config.steps``.
-
-    Raises:
-        MissingExtraError: a tracker's library is not installed.
-        StateError: the records of the resumed run are damaged.
-        StorageError: a record cannot be written, now or later.
     """
 
     def __init__(
@@ -44,19 +42,22 @@ class Recorder:
         resumed_step: int = 0,
         total: int = 0,
     ) -> None:
+        super().__init__()
         self._shown, self._total = config.observe.samples, total or config.steps
-        self._run = run
-        self._progress = progress
+        self._run, self._progress = run, progress
+        self.note = progress.note  # shows a line
         if torn := run.rewind(resumed_step):
             self.note(f"dropped a last line that was never finished, of {', '.join(torn)}")
         records = run.read_metrics()
         self._time_s = float(records[-1].get("time_s") or 0.0) if records else 0.0
         self._tracing = True
         self._time_sheet = TimeSheet()
-        self._remarks: Remarks | None = None
+        self._remarks = None
         if isinstance(config, Config):
             self._remarks = Remarks(config.reward, config.rollout.max_new_tokens)
         self._trackers = open_trackers(config.observe, run, config.model_dump(), resumed_step)
+        for close in (progress.close, *(tracker.close for tracker in self._trackers)):
+            self.callback(close)
 
     def step(
         self,
@@ -71,21 +72,23 @@ class Recorder:
         """Record step number ``step`` (the first is 1), and remark on its rewards where need be.
 
         Args:
-            step: counts from 1 to the run's steps.
-            stats: values by metric name.
             samples: responses of the step; the first ``observe.samples`` of them are kept.
-            window: who did what since the step before. It adds to the metrics: ``time_s``, seconds
-                since the run's start, the share of work and waiting of each role, and, where
-                devices are known, the throughput of one.
+            window: spans since the step before. It adds metrics: ``time_s``, seconds since the
+                run's start, work and waiting of each role, and the throughput of a device.
             rollouts: those that ended with the step, trained and rejected ones.
             rewards: of the trained ones, by rollout id.
         """
+        rewards = rewards or {}
         if window is not None:
-            stats = {**stats, **self._take_in(step, window)}
+            if self._tracing and not self._run.trace.append(step, window, self._time_s):
+                self._tracing = False
+                self.note(f"{self._run.trace.path} is as long as viewers can open, and ends here")
+            self._time_s += window.end_s - window.start_s
+            stats = {**stats, "time_s": self._time_s, **self._time_sheet.add(window)}
             if window.devices and THROUGHPUT in stats:
                 count = len(set(window.devices.values()))
                 stats[f"{THROUGHPUT}_per_device"] = stats[THROUGHPUT] / count
-        self._run.append_rollouts(step, rollouts, rewards or {})
+        self._run.append_rollouts(step, rollouts, rewards)
         kept = samples[: self._shown]
         self._run.append_samples(step, kept)
         # Last of the files: a step with metrics has all its records.
@@ -93,40 +96,82 @@ class Recorder:
         for tracker in self._trackers:
             tracker.log(step, stats)
         self._progress.step(step, self._total, stats, kept)
-        batch = [r for r in rollouts if r.id in (rewards or {})]
-        for text in self._remarks.of(step, batch, rewards or {}) if self._remarks else ():
+        batch = [r for r in rollouts if r.id in rewards]
+        for text in self._remarks.of(step, batch, rewards) if self._remarks else ():
             self.note(text)
 
     def where_time_went(self) -> str:
-        """A small table of work and waiting by role, since the run's start or its resumption."""
+        """Return a table of work and waiting by role, since the run's start or its resumption."""
         return self._time_sheet.table()
 
-    def _take_in(self, step: int, window: Window) -> dict[str, float]:
-        if self._tracing and not self._run.trace.append(step, window, self._time_s):
-            self._tracing = False
-            self.note(f"{self._run.trace.path} is as long as viewers can open, and ends here")
-        self._time_s += window.end_s - window.start_s
-        return {"time_s": self._time_s, **self._time_sheet.add(window)}
 
-    def note(self, text: str) -> None:
-        """Show a message."""
-        self._progress.note(text)
+class Remarks:
+    """Remarks on what the mean reward of a step hides. To be called after every step."""
 
-    def close(self) -> None:
-        """Close trackers and display, all of them, whatever one of them raises."""
-        with ExitStack() as stack:
-            stack.callback(self._progress.close)
-            for tracker in self._trackers:
-                stack.callback(tracker.close)
-            self._trackers = []
+    def __init__(self, reward: RewardConfig, max_new_tokens: int) -> None:
+        self._reward, self._limit = reward, max_new_tokens
+        self._first = True
+        self._next = {"cut": 0, "one reward": 0}
+        self._pause = dict.fromkeys(self._next, AGAIN)
 
-    def __enter__(self) -> Self:
-        return self
+    def of(self, step: int, batch: Sequence[Rollout], rewards: Mapping[int, float]) -> list[str]:
+        """Return remarks to show after a step. Responses that were cut are counted at the first
+        step, and later when they are at least half of the batch. ``rewards`` are by rollout id,
+        after the rule for missing ends."""
+        cut = [r for r in batch if r.finish is FinishReason.LENGTH]
+        first, self._first = self._first, False
+        if len(batch) > 1 and len({rewards[r.id] for r in batch}) == 1:
+            if not self._due("one reward", step):
+                return []
+            if cut:
+                self._due("cut", step)  # is part of the remark
+            return [f"step {step}: {self._one_reward(batch, cut, rewards[batch[0].id])}"]
+        if cut and (first or 2 * len(cut) >= len(batch)) and self._due("cut", step):
+            return [f"step {step}: {self._cut(len(cut), len(batch))}"]
+        return []
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+    def _due(self, what: str, step: int) -> bool:
+        if step < self._next[what]:
+            return False
+        self._next[what] = step + self._pause[what]
+        self._pause[what] *= 2
+        return True
+
+    def _cut(self, cut: int, of: int) -> str:
+        rule, limit = self._reward, self._limit
+        cuts = f"{cut} of {of} responses were cut at rollout.max_new_tokens = {limit}"
+        if rule.missing_eos == "off" and MISSING_EOS in rule.sources:
+            return f"{cuts}; the source '{MISSING_EOS}' takes the penalty off those without an end"
+        if rule.missing_eos == "off":
+            return f"{cuts} and scored as they stood (reward.missing_eos = 'off')"
+        does = (
+            f"gives each of them {rule.missing_eos_penalty:g} in place of its score"
+            if rule.missing_eos == "replace"
+            else f"takes {abs(rule.missing_eos_penalty):g} off the score of each of them"
+        )
+        return (
+            f"{cuts}, and reward.missing_eos = '{rule.missing_eos}' {does}. Where they had more to "
+            "say, raise that limit, or name what ends an answer in rollout.stop; 'off' keeps their "
+            "scores"
+        )
+
+    def _one_reward(self, batch: Sequence[Rollout], cut: Sequence[Rollout], reward: float) -> str:
+        fact = f"all {len(batch)} rewards are {reward:g}: a batch with one reward teaches nothing"
+        parts = [self._cut(len(cut), len(batch))] if cut else []
+        if len(cut) < len(batch):
+            ended = [scores_by_source(r) for r in batch if r.finish is not FinishReason.LENGTH]
+            same = {n: x for n, x in ended[0].items() if all(scores[n] == x for scores in ended)}
+            equal = (f"{n} does not apply" if x is None else f"{n} {x:g}" for n, x in same.items())
+            those = "the others" if cut else "They"
+            finds = ", or no answer is found where task.extract looks" if "task" in same else ""
+            parts.append(
+                f"{those} have one score ({', '.join(equal) or 'in sum'}): the task may be too "
+                f"hard or too easy for this model{finds}. See samples.jsonl"
+            )
+        return f"{fact}. {'; '.join(parts)}"
+
+
+def scores_by_source(rollout: Rollout) -> dict[str, float | None]:
+    """Return a rollout's score from each reward source, by the name that its metric has; ``None``
+    where a source does not apply to it."""
+    return {short_name(s.source): s.scalar for s in rollout.scores.values() if s.kind == "reward"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,52 +12,34 @@ from stretto.errors import StateError
 
 
 def append(file: Path, records: Sequence[Mapping[str, Any]]) -> bool:
-    """Add records, all or none; on disk, whole, when the call returns.
-
-    Returns:
-        Whether a last line that a crash had left unfinished was dropped first.
-
-    Raises:
-        StorageError: they cannot be written.
-    """
+    """Add records, all or none; on disk, whole, when the call returns. Return whether a last line
+    that a crash had left unfinished was dropped first. Raises StorageError if they cannot be
+    written."""
     if not records:
         return False  # what a kind of run does not have gets no file
     lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
     return files.append(file, lines.encode(errors="replace"))
 
 
-def read(file: Path) -> list[dict[str, Any]]:
-    """All records, but for a last line that a crash left unfinished; none where there is no file.
-
-    Raises:
-        StateError: another line is no step's record.
-    """
-    if not file.exists():
+def read(file: Path, field: str = "step", kind: Callable[[Any], Any] = int) -> list[dict[str, Any]]:
+    """Return all records, but for a last line that a crash left unfinished; none where there is no
+    file. Raises StateError if another line lacks the field, or has it not of this kind."""
+    if not file.is_file():
         return []
-    return [_record(line, file) for line in files.whole_lines(file.read_bytes())]
+    return [_record(line, file, field, kind) for line in files.whole_lines(file.read_bytes())]
 
 
 def last(file: Path) -> dict[str, Any] | None:
-    """The last record that is whole, without reading the others; ``None`` where there is none.
-
-    Raises:
-        StateError: it is no step's record.
-    """
-    line = files.last_line(file) if file.exists() else b""
+    """Return the last record that is whole, without reading the others, if there is any. Raises
+    StateError if it is no step's record."""
+    line = files.last_line(file) if file.is_file() else b""
     return _record(line, file) if line else None
 
 
 def rewind(file: Path, step: int) -> bool:
-    """Drop the records of steps after ``step``.
-
-    Returns:
-        Whether a last line that a crash had left unfinished was dropped too.
-
-    Raises:
-        StateError: another line is no step's record.
-        StorageError: the file cannot be written.
-    """
-    if not file.exists():
+    """Drop the records of steps after ``step``; return whether a last line that a crash had left
+    unfinished was dropped too. Raises StateError if another line is no step's record."""
+    if not file.is_file():
         return False
     content = file.read_bytes()
     lines = files.whole_lines(content)
@@ -67,12 +49,13 @@ def rewind(file: Path, step: int) -> bool:
     return sum(map(len, lines)) < len(content)
 
 
-def _record(line: bytes, file: Path) -> dict[str, Any]:
+def _record(
+    line: bytes, file: Path, field: str = "step", kind: Callable[[Any], Any] = int
+) -> dict[str, Any]:
     try:
         record: dict[str, Any] = json.loads(line)
-        return {**record, "step": int(record["step"])}
+        return {**record, field: kind(record[field])}
     except (ValueError, KeyError, TypeError) as error:
-        raise StateError(
-            f"'{file}' has a line that is not a step's record: {line[:60]!r}; "
-            "repair or remove the file"
-        ) from error
+        number = file.read_bytes().partition(line)[0].count(b"\n") + 1
+        text = f"'{file}', line {number} has no '{field}': {line[:60]!r}; repair or remove the file"
+        raise StateError(text, "damaged-record") from error

@@ -1,19 +1,4 @@
-"""A folder for each run.
-
-::
-
-    runs/arithmetic-001/
-    ├── config.toml      every setting, resolved; load it to repeat or resume the run
-    ├── machine.json     the machine it works on, or was resumed on last
-    ├── metrics.jsonl    one JSON object a step
-    ├── samples.jsonl    some responses of each step, with their scores and rewards
-    ├── rollouts.jsonl   one JSON object a rollout, once trained on or rejected, or at the end
-    ├── trace.json       who did what, and when; open it in Perfetto
-    ├── checkpoints/     what a run is resumed from
-    ├── warmup.safetensors   the model after its warm-up, where it has one; written once
-    ├── model/           the trained model in Hugging Face format
-    └── run.lock         who is writing here, while somebody is
-"""
+"""A folder for each run: its records, trace, checkpoints and trained model."""
 
 from __future__ import annotations
 
@@ -22,7 +7,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -55,54 +40,38 @@ class Sample:
 
     Attributes:
         reward: the weighted sum of its scores, after the missing-EOS rule.
-        finish: why it ended, 'stop' or 'length'.
-        tokens: the response's length.
-        scores: from each reward source, by name, before its weight and the missing-EOS rule;
-            ``None`` where a source does not apply.
+        scores: by reward source, before weights and that rule; ``None`` where one does not apply.
     """
 
     prompt: str
     response: str
     reward: float
-    finish: str
+    finish: str  # 'stop' or 'length'
     tokens: int
     scores: Mapping[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:
-    """The life of one rollout, as it is kept.
+    """The life of one rollout, as it is kept."""
 
-    Attributes:
-        step: that it ended with.
-        prompt: the prompt's id.
-        prompt_tokens, tokens: lengths of prompt and response.
-        finish: why the response ended, 'stop' or 'length'; ``None`` for one that never did.
-        state: 'trained' or 'rejected'; another for one that was in flight when the run ended.
-        because: why it was rejected.
-        carries: rounds that went by without it since it was dispatched.
-        oldest_version, newest_version: of the policies that sampled its tokens; ``None`` for a
-            response without tokens.
-        reward: as trained on; ``None`` for one that got none.
-    """
-
-    step: int
+    step: int  # that it ended with
     id: int
-    prompt: int
+    prompt: int  # the prompt's id
     group: int
     prompt_tokens: int
-    tokens: int
-    finish: str | None
-    state: str
-    because: str
-    carries: int
-    oldest_version: int | None
+    tokens: int  # of the response
+    finish: str | None  # 'stop' or 'length'; None for one that never ended
+    state: str  # 'trained' or 'rejected'; another for one that was in flight when the run ended
+    because: str  # why it was rejected
+    carries: int  # rounds that went by without it since it was dispatched
+    oldest_version: int | None  # of the policies that sampled its tokens, if it has any
     newest_version: int | None
-    reward: float | None
+    reward: float | None  # as trained on; None for one that got none
 
     @property
     def in_flight(self) -> bool:
-        """Return whether nothing had come of it when the run ended."""
+        """Return whether it was neither trained on nor rejected when the run ended."""
         return self.state not in (RolloutState.TRAINED, RolloutState.REJECTED)
 
     @classmethod
@@ -141,19 +110,22 @@ class TrainResult:
 
 
 class RunDirectory:
-    """The files of one run; a record is on disk, whole, when the call that writes it returns."""
+    """The files of one run; a record is on disk, whole, when the call that writes it returns.
+    Methods that write raise StorageError if they cannot, and those that read a record StateError
+    if it is damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config_file = path / "config.toml"
-        self.machine_file = path / "machine.json"
-        self.metrics_file = path / METRICS
-        self.samples_file = path / "samples.jsonl"
-        self.rollouts_file = path / "rollouts.jsonl"
-        self.trace = TraceFile(path / "trace.json")
-        self.checkpoints = path / CHECKPOINTS
-        self.warmup = path / "warmup.safetensors"
-        self.model = path / "model"
+        self.config_file = path / "config.toml"  # every setting; load it to repeat or resume
+        self.machine_file = path / "machine.json"  # where the run works, or was resumed last
+        self.metrics_file = path / METRICS  # JSON Lines: one object a step
+        self.samples_file = path / "samples.jsonl"  # some responses of each step, with scores
+        self.rollouts_file = path / "rollouts.jsonl"  # each, once trained on or rejected
+        self.evaluations_file = path / "evaluations.jsonl"  # one object for each 'stretto eval'
+        self.trace = TraceFile(path / "trace.json")  # all spans; open it in Perfetto
+        self.checkpoints = path / CHECKPOINTS  # what a run is resumed from
+        self.warmup = path / "warmup.safetensors"  # the model after its warm-up; written once
+        self.model = path / "model"  # the trained model in Hugging Face format
 
     @property
     def name(self) -> str:
@@ -162,19 +134,15 @@ class RunDirectory:
 
     @classmethod
     def create(cls, out: str | Path, name: str, config: Section) -> Self:
-        """Make ``<out>/<name>-<NNN>`` with the number after the highest there is.
-
-        Raises:
-            ConfigError: the folder cannot be made.
-        """
+        """Make ``<out>/<name>-<NNN>`` with the number after the highest there is. Raises
+        ConfigError if it cannot be made."""
         root = Path(out)
         try:
             root.mkdir(parents=True, exist_ok=True)
             path = _claim(root, name)
         except OSError as error:
-            raise ConfigError(
-                f"cannot make a run directory in '{root}': {error}; choose another with --out"
-            ) from error
+            text = f"cannot make a run directory in '{root}': {error}; choose another with --out"
+            raise ConfigError(text, "cannot-make-folder") from error
         run = cls(path)
         try:
             with files.explained(path):
@@ -187,15 +155,12 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """The directory of an earlier run.
-
-        Raises:
-            ConfigError: it is not a run directory.
-            StorageError: it cannot be written to.
-        """
+        """Return the directory of an earlier run. Raises ConfigError if it is none."""
         run = cls(Path(path))
         if not run.config_file.is_file():
-            raise ConfigError(f"'{path}' is not a run directory: it has no config.toml")
+            raise ConfigError(
+                f"'{path}' is not a run directory: it has no config.toml", "not-a-run"
+            )
         with files.explained(run.path):
             run.checkpoints.mkdir(exist_ok=True)
         return run
@@ -213,22 +178,17 @@ class RunDirectory:
         files.write_whole(self.machine_file, json.dumps(asdict(machine), indent=2).encode())
 
     def read_machine(self) -> Machine:
-        """The machine that the run worked on.
-
-        Raises:
-            StateError: there is no such file, or it is damaged.
-        """
+        """Return the machine that the run worked on."""
         try:
             found = json.loads(self.machine_file.read_bytes())
             return Machine(**{**found, "gpus": tuple(found["gpus"])})
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise StateError(f"'{self.machine_file}' cannot be read: {error}") from error
+            text = f"'{self.machine_file}' cannot be read: {error}"
+            raise StateError(text, "damaged-record") from error
 
     def append_metrics(self, step: int, stats: Mapping[str, float]) -> None:
         """Add a step's metrics. JSON has no NaN or infinity; those are written as ``null``."""
-        metrics = {
-            name: float(value) if math.isfinite(value) else None for name, value in stats.items()
-        }
+        metrics = {n: float(value) if math.isfinite(value) else None for n, value in stats.items()}
         records.append(self.metrics_file, [{"step": step, **metrics}])
 
     def append_samples(self, step: int, samples: Sequence[Sample]) -> None:
@@ -238,31 +198,37 @@ class RunDirectory:
     def append_rollouts(
         self, step: int, rollouts: Sequence[Rollout], rewards: Mapping[int, float]
     ) -> None:
-        """Add the rollouts that ended with a step.
-
-        Args:
-            step: its number; after the last one, what is in flight has the next.
-            rollouts: trained and rejected ones, or those in flight.
-            rewards: by rollout id, as trained on; a rejected rollout has none.
-        """
+        """Add the rollouts that ended with a step; what is in flight after the last one has the
+        next. ``rewards`` are by rollout id, as trained on."""
         ended = (RolloutRecord.of(step, r, rewards.get(r.id)) for r in rollouts)
         records.append(self.rollouts_file, [asdict(record) for record in ended])
 
-    def read_metrics(self) -> list[dict[str, Any]]:
-        """The metrics of each step, under ``step`` its number; ``None`` for what was not finite.
+    def append_evaluation(self, record: Mapping[str, Any]) -> bool:
+        """Add a result of ``stretto eval``: ``model``, ``what`` was measured, ``figures`` and
+        ``settings``. Return whether a last line that was never finished was dropped first."""
+        return records.append(self.evaluations_file, [record])
 
-        Raises:
-            StateError: the file is damaged.
-        """
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Return the metrics of each step, ``step`` among them; ``None`` for one not finite."""
         return records.read(self.metrics_file)
 
-    def ended(self, steps: int) -> TrainResult | None:
-        """Return the outcome of a run that has taken so many steps and saved its model after them;
-        ``None`` for one that has not.
+    def read_evaluations(self) -> list[dict[str, Any]]:
+        """Return the results of ``stretto eval``, the oldest first."""
+        return records.read(self.evaluations_file, "figures", dict)
 
-        Raises:
-            StateError: the metrics are damaged.
-        """
+    def read_rollouts(self, *, in_flight: bool = False) -> list[RolloutRecord]:
+        """Return the rollouts that were trained on or rejected, in the order in which that
+        happened; with ``in_flight``, those last that were neither when the run ended."""
+        try:
+            found = [RolloutRecord(**record) for record in records.read(self.rollouts_file)]
+        except TypeError as error:
+            text = f"'{self.rollouts_file}' has other fields than this version writes: {error}"
+            raise StateError(text, "damaged-record") from error
+        return [record for record in found if in_flight or not record.in_flight]
+
+    def ended(self, steps: int) -> TrainResult | None:
+        """Return the outcome of a run that has taken so many steps and saved its model after them,
+        if it has."""
         last = records.last(self.metrics_file)
         if last is None or last["step"] < steps or not (self.model / "config.json").is_file():
             return None
@@ -272,33 +238,9 @@ class RunDirectory:
         stats = {name: math.nan if value is None else value for name, value in last.items()}
         return TrainResult(taken, stats, self.model)
 
-    def read_rollouts(self, *, in_flight: bool = False) -> list[RolloutRecord]:
-        """The rollouts that were trained on or rejected, in the order in which that happened.
-
-        Args:
-            in_flight: then come those of which nothing had come when the run ended.
-
-        Raises:
-            StateError: the file is damaged, or was written by another version.
-        """
-        try:
-            found = [RolloutRecord(**record) for record in records.read(self.rollouts_file)]
-        except TypeError as error:
-            raise StateError(
-                f"'{self.rollouts_file}' has other fields than this version writes: {error}"
-            ) from error
-        return [record for record in found if in_flight or not record.in_flight]
-
     def rewind(self, step: int) -> list[str]:
         """Drop the records of steps after ``step``, and a last line that a crash left unfinished.
-
-        Returns:
-            The names of the files of records that had such a line.
-
-        Raises:
-            StateError: a line before the last is not JSON.
-            StorageError: a file cannot be written.
-        """
+        Return the names of the files of records that had such a line."""
         kept = (self.metrics_file, self.samples_file, self.rollouts_file)
         torn = [file.name for file in kept if records.rewind(file, step)]
         self.trace.rewind(step)
@@ -307,12 +249,10 @@ class RunDirectory:
 
 def _claim(root: Path, name: str) -> Path:
     """Make the next free folder; two runs that start at the same time get one each."""
+    pattern = re.compile(re.escape(name) + r"-(\d+)")
     while True:
-        pattern = re.compile(re.escape(name) + r"-(\d+)")
         taken = [int(m[1]) for entry in root.iterdir() if (m := pattern.fullmatch(entry.name))]
         path = root / f"{name}-{max(taken, default=0) + 1:03d}"
-        try:
+        with suppress(FileExistsError):
             path.mkdir()
-        except FileExistsError:
-            continue
-        return path
+            return path

@@ -1,12 +1,12 @@
-"""Spans: who did what, and when. Timing figures, traces and timelines are made of them."""
+"""Spans: which role did what, and when. Timing figures, traces and timelines are made of them."""
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -19,17 +19,16 @@ WAIT = "wait"
 DOWN = "down"
 """Name of the spans in which a role's process is lost and not replaced; also their cause."""
 
-
 CHECKPOINT = "checkpoint"
-"""The role of whoever takes and writes checkpoints; nobody is idle for want of it."""
+"""The role of taking and writing checkpoints, for which no other role waits."""
 
-HANDOVER = "weights"
-"""The role of the hand-over between processes, seen from the one that drives it."""
+WEIGHT_SYNC = "weights"
+"""The role of the weight sync between processes, as the driver sees it."""
 
 SWAPS = "swaps"
 """The role of copies between a device and the host's memory, beside the work."""
 
-NO_DEVICES = frozenset({CHECKPOINT, DRIVER, HANDOVER, SWAPS})
+NO_DEVICES = frozenset({CHECKPOINT, DRIVER, WEIGHT_SYNC, SWAPS})
 """Roles that work beside the others and occupy no device: they are never busy or idle."""
 
 
@@ -38,14 +37,12 @@ class Span:
     """One stretch of work by one role, or of waiting.
 
     Attributes:
-        role: who: 'generator' ('generator 0', 'generator 1', ... of several), a scorer by its name,
-            'learner', :data:`~stretto.protocols.DRIVER`, :data:`CHECKPOINT`, :data:`HANDOVER`,
-            :data:`SWAPS`. One track of a timeline each.
+        role: 'generator' ('generator 0', 'generator 1', ... of several), a scorer by its name,
+            'learner', or one of :data:`NO_DEVICES`. One track of a timeline each.
         name: gen, prefill/ROLE, score/ROLE, update, publish, load, send, migrate, swap,
             driver/WORK, checkpoint/stage, checkpoint/write; or :data:`WAIT`, or :data:`DOWN`.
-        start_s, end_s: by the clock that the recorder was given.
-        attributes: whatever tells more about it, such as rollouts, tokens, version; for a wait,
-            the ``cause``: data, stragglers, scores, weights, swap; down for :data:`DOWN`.
+        attributes: further facts, such as rollouts, tokens, version; for a wait, the ``cause``:
+            data, stragglers, scores, weights, swap; down for :data:`DOWN`.
     """
 
     role: str
@@ -61,81 +58,61 @@ class Span:
 
     @property
     def cause(self) -> str:
-        """Cause of a wait; 'other' if none was recorded."""
+        """Return the cause of a wait; 'other' if none was recorded."""
         return DOWN if self.name == DOWN else str(self.attributes.get("cause", "other"))
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Spans between two moments.
-
-    Attributes:
-        start_s, end_s: the moments, by the recorder's clock.
-        ended: spans that ended in between, in that order; one may have begun before ``start_s``.
-        open: spans that still go on, cut at ``end_s``.
-        devices: on which roles work, by role; empty where that is not known.
-    """
+    """Spans between two moments of the recorder's clock."""
 
     start_s: float
     end_s: float
-    ended: tuple[Span, ...]
-    open: tuple[Span, ...] = ()
-    devices: Mapping[str, str] = field(default_factory=dict)
+    ended: tuple[Span, ...]  # in the order in which they did; one may have begun before
+    open: tuple[Span, ...] = ()  # those that still go on, cut at the end
+    devices: Mapping[str, str] = field(default_factory=dict)  # by role, where they are known
 
 
 class Spans:
-    """A recorder of spans, also from several threads and coroutines at once.
-
-    Args:
-        clock: that spans are measured by.
-        devices: see :class:`Window`.
-    """
+    """A recorder of spans, also from several threads and coroutines at once."""
 
     def __init__(self, clock: Clock, devices: Mapping[str, str] = MappingProxyType({})) -> None:
         self._clock, self._devices = clock, devices
         self._lock = threading.Lock()
         self._records: list[Span] = []
         self._open: dict[int, Span] = {}
-        self._begun = 0
         self._since_s = clock.now()
 
-    @contextmanager
-    def span(self, role: str, name: str, **attributes: Any) -> Iterator[dict[str, Any]]:
-        """Record the body as a span, also when it raises.
+    def span(
+        self, role: str, name: str, **attributes: Any
+    ) -> AbstractContextManager[dict[str, Any]]:
+        """Record the body as a span, also when it raises; it may add to the attributes yielded."""
+        return self._opened(role, name, attributes, kept=True)
 
-        Yields:
-            The attributes, to which the body may add what it learns.
-        """
+    @contextmanager
+    def awaiting(self, role: str, name: str) -> Iterator[None]:
+        """Count the body as an open span, whose record the role's process will add later."""
+        with self._opened(role, name, {}, kept=False):
+            yield
+
+    @contextmanager
+    def _opened(
+        self, role: str, name: str, attributes: dict[str, Any], *, kept: bool
+    ) -> Iterator[dict[str, Any]]:
         with self._lock:
-            start_s, key = self._clock.now(), self._begun
-            self._begun += 1
-            self._open[key] = Span(role, name, start_s, start_s, attributes)
+            now_s = self._clock.now()
+            span = Span(role, name, now_s, now_s, attributes)
+            self._open[id(span)] = span
         try:
             yield attributes
         finally:
             with self._lock:
-                del self._open[key]
-                self._records.append(Span(role, name, start_s, self._clock.now(), attributes))
-
-    @contextmanager
-    def awaiting(self, role: str, name: str) -> Iterator[None]:
-        """Count the body as an open span, which leaves none: who does the work adds it later."""
-        with self._lock:
-            now_s, key = self._clock.now(), self._begun
-            self._begun += 1
-            self._open[key] = Span(role, name, now_s, now_s, {})
-        try:
-            yield
-        finally:
-            with self._lock:
-                del self._open[key]
+                del self._open[id(span)]
+                if kept:
+                    self._records.append(replace(span, end_s=self._clock.now()))
 
     def add(self, role: str, name: str, start_s: float, end_s: float, **attributes: Any) -> None:
-        """Record a span whose times are known, by the recorder's clock.
-
-        Raises:
-            ValueError: it ends before it starts.
-        """
+        """Record a span whose times are known. Raises ValueError if it ends before it starts."""
         if end_s < start_s:
             raise ValueError(f"a span ends after it starts; got {start_s} s to {end_s} s")
         with self._lock:
@@ -148,32 +125,22 @@ class Spans:
             return tuple(self._records)
 
     def totals(self) -> dict[str, float]:
-        """Seconds of work by name, of :attr:`records`; overlapping spans each count in full."""
+        """Return seconds of work by name, of :attr:`records`; overlapping spans count in full."""
         totals: defaultdict[str, float] = defaultdict(float)
         for record in self.records:
             if not record.waits:
                 totals[record.name] += record.end_s - record.start_s
         return dict(totals)
 
-    def waits(self) -> dict[tuple[str, str], float]:
-        """Seconds waited by role and cause, of :attr:`records`."""
-        totals: defaultdict[tuple[str, str], float] = defaultdict(float)
-        for record in self.records:
-            if record.waits:
-                totals[record.role, record.cause] += record.end_s - record.start_s
-        return dict(totals)
-
     def take(self) -> Window:
-        """Take out what was recorded since the last call or :meth:`reset`.
-
-        A span that is still open is reported up to now, and again as a whole once it has ended.
-        """
+        """Take out what was recorded since the last call or :meth:`reset`. A span that is still
+        open is reported up to now, and again as a whole once it has ended."""
         with self._lock:
             now_s = self._clock.now()
-            # A copy of the attributes: whoever works on an open span may yet add to them.
+            # A copy of the attributes: the body of an open span may yet add to them.
             cut = tuple(
-                Span(s.role, s.name, s.start_s, now_s, dict(s.attributes))
-                for s in self._open.values()
+                replace(span, end_s=now_s, attributes=dict(span.attributes))
+                for span in self._open.values()
             )
             window = Window(self._since_s, now_s, tuple(self._records), cut, self._devices)
             self._records.clear()
@@ -182,6 +149,4 @@ class Spans:
 
     def reset(self) -> None:
         """Forget the spans recorded so far; time counts from now on."""
-        with self._lock:
-            self._records.clear()
-            self._since_s = self._clock.now()
+        self.take()

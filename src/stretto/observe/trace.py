@@ -21,7 +21,7 @@ from typing import Any
 
 from stretto import files
 from stretto.errors import StateError
-from stretto.observe.idle import is_generator
+from stretto.observe.idle import generator_number, is_generator
 from stretto.observe.spans import WAIT, Span, Window
 
 LIMIT_BYTES = 200_000_000
@@ -44,16 +44,12 @@ class TracedStep:
     step: int
     start_s: float
     end_s: float
+    spans: tuple[Span, ...] = ()  # that touch it, where they were asked for
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A trace, read back.
-
-    Attributes:
-        steps: in order.
-        spans: in the order in which they ended, in seconds since the run's start.
-    """
+    """A trace, read back: steps in order, and spans in the order in which they ended."""
 
     steps: tuple[TracedStep, ...]
     spans: tuple[Span, ...]
@@ -67,26 +63,17 @@ class TraceFile:
         self._tracks: dict[str, int] | None = None
 
     def append(self, step: int, window: Window, start_s: float) -> bool:
-        """Add the spans that ended during a step.
-
-        Args:
-            start_s: when the window started, in seconds since the run's start.
-
-        Returns:
-            Whether it was written; not, once the file has :data:`LIMIT_BYTES`.
-
-        Raises:
-            StorageError: they cannot be written; the file is as it was before.
-        """
+        """Add the spans that ended during a step, ``start_s`` after the run's start; return False
+        once the file has :data:`LIMIT_BYTES`. Raises StorageError if they cannot be written; the
+        file is as it was before."""
         size = self.path.stat().st_size if self.path.exists() else 0
         if size > LIMIT_BYTES:
             return False
         if self._tracks is None:
-            self._tracks = _tracks_of(self.path)
+            self._tracks = self._known_tracks()
         offset_s = start_s - window.start_s
-        events = [] if size else [_name("process_name", _STEP_TRACK, "stretto")]
-        if not size:
-            events += _track("steps", _STEP_TRACK)
+        process = _named("process_name", _STEP_TRACK, name="stretto")
+        events = [] if size else [process, *_track("steps", _STEP_TRACK)]
         for span in window.ended:
             if span.role not in self._tracks:
                 self._tracks[span.role] = _new_track(span.role, self._tracks)
@@ -94,45 +81,34 @@ class TraceFile:
             events.append(_event(span, offset_s, self._tracks[span.role]))
         marker = Span("", f"{_STEP} {step}", window.start_s, window.end_s, {"step": step})
         events.append({**_event(marker, offset_s, _STEP_TRACK), "cat": _STEP})
-        _write(self.path, size, events)
+        self._write(size, events)
         return True
 
     def rewind(self, step: int) -> None:
-        """Drop what was written after step ``step``, and what a crash left unfinished.
-
-        Raises:
-            StateError: a step's event is not JSON.
-            StorageError: the file cannot be written.
-        """
+        """Drop what was written after step ``step``, and what a crash left unfinished. Raises
+        StateError if a step's event is not JSON, StorageError if the file cannot be written."""
         self._tracks = None
         if not self.path.exists():
             return
         kept = 0
-        lines = _lines(self.path)
+        lines = self._lines()
         for index, line in enumerate(lines):
             if _STEP_MARK in line:
-                if _parse(line, self.path)["args"]["step"] > step:
+                if self._parse(line)["args"]["step"] > step:
                     break
                 kept = index + 1
-        if not kept:
+        if kept:
+            files.write_whole(self.path, b"[\n" + b",\n".join(lines[:kept]) + _END)
+        else:
             self.path.unlink()
-            return
-        files.write_whole(self.path, b"[\n" + b",\n".join(lines[:kept]) + _END)
 
     def read(self, steps: int = 0) -> Trace:
-        """Read the trace, but for steps whose end was not written, because of a kill.
-
-        Args:
-            steps: the first ones to read; 0 for all.
-
-        Raises:
-            StateError: an event is not JSON.
-        """
+        """Read the trace, or its first ``steps``, but for steps whose end was not written, because
+        of a kill; an empty one without a file. Raises StateError if an event is not JSON."""
         names: dict[int, str] = {}
         read: list[TracedStep] = []
         spans: list[Span] = []
-        for line in _lines(self.path):
-            event = _parse(line, self.path)
+        for event in map(self._parse, self._lines()):
             if event["ph"] == "M":
                 if event["name"] == "thread_name":
                     names[event["tid"]] = event["args"]["name"]
@@ -148,65 +124,61 @@ class TraceFile:
                 spans.append(Span(names[event["tid"]], name, start_s, end_s, event["args"]))
         return Trace(tuple(read), tuple(spans))
 
+    def _write(self, size: int, events: list[dict[str, Any]]) -> None:
+        """Put events at the end, in place of the closing bracket if there is one; all or none."""
+        lines = ",\n".join(json.dumps(event, ensure_ascii=False) for event in events)
+        text = lines.encode(errors="replace") + _END
+        path = self.path
+        with files.explained(path), path.open("r+b" if size else "wb", buffering=0) as stream:
+            start = max(size - len(_END), 0)
+            stream.seek(start)
+            try:
+                files.write(stream.fileno(), (b",\n" if size else b"[\n") + text)
+            except BaseException:
+                with suppress(OSError):
+                    stream.truncate(start)
+                    stream.seek(start)
+                    files.write(stream.fileno(), _END if size else b"")
+                raise
 
-def _write(path: Path, size: int, events: list[dict[str, Any]]) -> None:
-    """Put events at the end, in place of the closing bracket if there is one; all or none."""
-    lines = ",\n".join(json.dumps(event, ensure_ascii=False) for event in events)
-    text = lines.encode(errors="replace") + _END
-    with files.explained(path), path.open("r+b" if size else "wb", buffering=0) as stream:
-        start = max(size - len(_END), 0)
-        stream.seek(start)
+    def _lines(self) -> list[bytes]:
+        if not self.path.is_file():
+            return []
+        lines = [line.strip().rstrip(b",") for line in self.path.read_bytes().splitlines()]
+        lines = [line for line in lines if line not in (b"[", b"]", b"")]
+        return lines[:-1] if lines and not lines[-1].endswith(b"}}") else lines
+
+    def _parse(self, line: bytes) -> dict[str, Any]:
         try:
-            files.write(stream.fileno(), (b",\n" if size else b"[\n") + text)
-        except BaseException:
-            with suppress(OSError):
-                stream.truncate(start)
-                stream.seek(start)
-                files.write(stream.fileno(), _END if size else b"")
-            raise
+            event: dict[str, Any] = json.loads(line)
+        except ValueError as error:
+            text = f"{line[:60]!r} in '{self.path}' is no trace event; repair or remove the file"
+            raise StateError(text, "damaged-trace") from error
+        return event
 
-
-def _lines(path: Path) -> list[bytes]:
-    lines = [line.strip().rstrip(b",") for line in path.read_bytes().splitlines()]
-    lines = [line for line in lines if line not in (b"[", b"]", b"")]
-    return lines[:-1] if lines and not lines[-1].endswith(b"}}") else lines
-
-
-def _parse(line: bytes, path: Path) -> dict[str, Any]:
-    try:
-        event: dict[str, Any] = json.loads(line)
-    except ValueError as error:
-        raise StateError(
-            f"'{path}' has a line that is not a trace event: {line[:60]!r}; "
-            "repair or remove the file"
-        ) from error
-    return event
-
-
-def _tracks_of(path: Path) -> dict[str, int]:
-    if not path.exists():
-        return {}
-    names = [_parse(line, path) for line in _lines(path) if b'"thread_name"' in line]
-    return {e["args"]["name"]: e["tid"] for e in names if e["tid"] != _STEP_TRACK}
+    def _known_tracks(self) -> dict[str, int]:
+        named = (self._parse(line) for line in self._lines() if b'"thread_name"' in line)
+        return {e["args"]["name"]: e["tid"] for e in named if e["tid"] != _STEP_TRACK}
 
 
 def _new_track(role: str, taken: Mapping[str, int]) -> int:
-    """A track's number, by which viewers order the tracks."""
+    """Number a track; viewers order the tracks by number."""
     if role == "learner":
         return _LEARNER_TRACK
     if is_generator(role):
-        number = role.removeprefix("generator").strip()
-        return 1 + int(number or 0)
+        return 1 + generator_number(role)
     return max([_SCORER_TRACK, *(t for t in taken.values() if t < _LEARNER_TRACK)]) + 1
 
 
 def _track(name: str, track: int) -> list[dict[str, Any]]:
-    order = {**_name("thread_sort_index", track, ""), "args": {"sort_index": track}}
-    return [_name("thread_name", track, name), order]
+    return [
+        _named("thread_name", track, name=name),
+        _named("thread_sort_index", track, sort_index=track),
+    ]
 
 
-def _name(kind: str, track: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": _PROCESS, "tid": track, "name": kind, "args": {"name": name}}
+def _named(kind: str, track: int, **arguments: Any) -> dict[str, Any]:
+    return {"ph": "M", "pid": _PROCESS, "tid": track, "name": kind, "args": arguments}
 
 
 def _event(span: Span, offset_s: float, track: int) -> dict[str, Any]:
@@ -226,7 +198,7 @@ def _event(span: Span, offset_s: float, track: int) -> dict[str, Any]:
 
 
 def _arguments(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes as JSON has them: long lists cut, what is no number and no text by its text."""
+    """Make attributes plain: long lists cut, what is neither number nor text by its text."""
     plain: dict[str, Any] = {}
     for key, value in attributes.items():
         if isinstance(value, list | tuple):
@@ -241,4 +213,4 @@ def _arguments(attributes: Mapping[str, Any]) -> dict[str, Any]:
 def _scalar(value: Any) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
-    return value if value is None or isinstance(value, bool | int | str) else str(value)
+    return value if isinstance(value, int | str | None) else str(value)

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from stretto.errors import StateError
 from stretto.observe.idle import is_generator, seconds, subtract, union
-from stretto.observe.spans import HANDOVER, NO_DEVICES, Span
+from stretto.observe.spans import NO_DEVICES, WEIGHT_SYNC, Span
 from stretto.protocols import DRIVER
 from stretto.runtime.sim.costs import (
     DecodeCost,
@@ -84,7 +84,7 @@ def calibrate(
     by_role: defaultdict[str, list[Span]] = defaultdict(list)
     sends: defaultdict[str, list[Span]] = defaultdict(list)
     for span in undisturbed(as_they_were, threads, cores):
-        if span.role == HANDOVER:  # which contains the loads of all who take part
+        if span.role == WEIGHT_SYNC:  # which contains the loads of all who take part
             sends[span.attributes.get("model", "")].append(replace(span, name="load"))
         elif not span.waits and span.role not in NO_DEVICES:
             by_role[role_of(span)].append(span)

@@ -84,8 +84,7 @@ class Recording:
             StateError: the run has recorded too little, or a file is damaged.
         """
         run = RunDirectory.open(folder)
-        trace = run.trace.read() if run.trace.path.is_file() else Trace((), ())
-        return cls.of(run, trace, warm_steps)
+        return cls.of(run, run.trace.read(), warm_steps)
 
     @classmethod
     def of(cls, run: RunDirectory, trace: Trace, warm_steps: int) -> Self:

@@ -4,7 +4,7 @@
 
     checkpoints/step-000020/
     ├── driver.pt        prompts, schedule, weights that generation works with (runtime/state.py)
-    ├── inputs.json      fingerprints of rows and models as the run began (runs/inputs.py)
+    ├── inputs.json      fingerprints of rows and models as the run began (runs/loop.py)
     ├── learner/         the models under training and their optimizers, a file of each process that
     │                    holds a part of them (training/shard_files.py)
     └── manifest.json    the length and the SHA-256 of each other file
@@ -18,24 +18,36 @@ damaged. One is kept where the disk has no room for another, and at the end of t
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from stretto import files
-from stretto.errors import StateError
+from stretto.clock import Clock, RealClock
+from stretto.config import ObserveConfig
+from stretto.errors import StateError, StorageError, first_line
 from stretto.observe.run_directory import KEPT
-from stretto.runtime.state import DRIVER, LEARNER, Writer
+from stretto.observe.spans import CHECKPOINT
+from stretto.runtime.run import Run
+from stretto.runtime.state import DRIVER, LEARNER, Staged, Writer
+from stretto.saying import format_size
 
 INPUTS = "inputs.json"
 """The file with fingerprints, which earlier versions did not write."""
+
+FIRST_MINUTES = 1.0
+"""Minutes after which a run has its first checkpoint, at the latest with the first step after them:
+a run that is killed early can be resumed, too."""
 
 _FORMAT, _FORMER = 4, 3
 _NAME = re.compile(r"step-(\d+)")
@@ -45,45 +57,41 @@ _MANIFEST = "manifest.json"
 def save(folder: Path, step: int, parts: Mapping[str, Writer], keep: int = KEPT) -> Path:
     """Write ``<folder>/step-<N>``, and remove what it makes superfluous once it is on disk.
 
-    Superfluous are all but the newest, and those of later steps: the run was resumed before them.
-    What a killed run has left half-written goes first, and on a disk without room for another
-    checkpoint, what is superfluous beside the newest one.
-
-    Args:
-        step: after which the state was taken.
-        parts: what writes each file or folder, by its name.
-
-    Raises:
-        StorageError: the checkpoint cannot be written; nothing is left of it.
+    Superfluous are all but the ``keep`` newest, and those of later steps: the run was resumed
+    before them. What a killed run has left half-written goes first, and on a disk without room for
+    another checkpoint, what is superfluous beside the newest one. Raises StorageError if the
+    checkpoint cannot be written; nothing is left of it. ``parts`` write the files and folders.
     """
     target = folder / f"step-{step:06d}"
-    for left in folder.glob("step-*.tmp"):
-        shutil.rmtree(left, ignore_errors=True)
+    _remove(folder.glob("step-*.tmp"))
     with files.explained(target):
         _make_room(folder, step)
     with files.explained(target), files.new_folder(target) as scratch:
         for name, write in parts.items():
             write(scratch / name)
-        paths = sorted(path for path in scratch.rglob("*") if path.is_file())
-        described = {path.relative_to(scratch).as_posix(): _described(path) for path in paths}
+        described = {}
+        for path in sorted(path for path in scratch.rglob("*") if path.is_file()):
+            facts = {"bytes": path.stat().st_size, "sha256": _digest(path)}
+            described[path.relative_to(scratch).as_posix()] = facts
         manifest = {"format": _FORMAT, "step": step, "files": described}
         (scratch / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-    for path in _superfluous(folder, step, keep):
-        shutil.rmtree(path, ignore_errors=True)
+    _remove(_superfluous(folder, step, keep))
     return target
 
 
 def _make_room(folder: Path, step: int) -> None:
     """Remove all checkpoints but the newest, where another one fits then and not before."""
     old = _found(folder)
-    before = [number for number in old if number <= step]
-    if not before:
-        return
-    needed = (1 + files.SPARE) * files.size_of(old[max(before)])  # they are all about as large
-    free, superfluous = files.free(folder), _superfluous(folder, step, 1)
-    if free < needed <= free + sum(map(files.size_of, superfluous)):
-        for path in superfluous:
-            shutil.rmtree(path, ignore_errors=True)
+    if before := [number for number in old if number <= step]:
+        needed = (1 + files.SPARE) * files.size_of(old[max(before)])  # they are about as large
+        free, superfluous = files.free(folder), _superfluous(folder, step, 1)
+        if free < needed <= free + sum(map(files.size_of, superfluous)):
+            _remove(superfluous)
+
+
+def _remove(folders: Iterable[Path]) -> None:
+    for path in folders:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _superfluous(folder: Path, step: int, keep: int) -> list[Path]:
@@ -93,26 +101,19 @@ def _superfluous(folder: Path, step: int, keep: int) -> list[Path]:
 
 
 def load_latest(folder: Path, note: Callable[[str], None]) -> tuple[int, dict[str, Any]]:
-    """Load the newest checkpoint that is whole.
+    """Load the newest checkpoint that is whole. Raises StateError if there is none.
 
-    A checkpoint is only tensors and plain data; loading it runs no code of its own.
-
-    Args:
-        note: called with a line for each checkpoint that is damaged and passed over.
-
-    Returns:
-        Its step; and by their names what is in ``driver.pt``, the path of the learner's state, and
-        what is in ``inputs.json``.
-
-    Raises:
-        StateError: there is none, or none that is whole.
+    A checkpoint is only tensors and plain data; loading it runs no code of its own. ``note`` is
+    called with a line for each checkpoint that is damaged and passed over. Return the step; and by
+    name the content of ``driver.pt`` and ``inputs.json`` and the path of the learner's state.
     """
     found = _found(folder)
     if not found:
         raise StateError(
             f"'{folder}' holds no checkpoint to resume from; a run writes one after its first "
             "minute, every observe.checkpoint_minutes (10, unless set otherwise) and at its end, "
-            "or every observe.checkpoint_every steps. Start the run anew"
+            "or every observe.checkpoint_every steps. Start the run anew",
+            "no-checkpoint",
         )
     damages = []
     for step in sorted(found, reverse=True):
@@ -124,7 +125,10 @@ def load_latest(folder: Path, note: Callable[[str], None]) -> tuple[int, dict[st
         for line in damages:
             note(f"{line}; going on from step {step}, before it")
         return step, state
-    raise StateError(f"{'; '.join(damages)}. There is no other checkpoint: start the run anew")
+    raise StateError(
+        f"{'; '.join(damages)}. There is no other checkpoint: start the run anew",
+        "damaged-checkpoint",
+    )
 
 
 def newest(folder: Path) -> int:
@@ -136,10 +140,9 @@ class _DamagedError(Exception):
     """A checkpoint is not what was written."""
 
 
-def _described(file: Path) -> dict[str, Any]:
+def _digest(file: Path) -> str:
     with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    return {"bytes": file.stat().st_size, "sha256": digest}
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _found(folder: Path) -> dict[int, Path]:
@@ -149,20 +152,18 @@ def _found(folder: Path) -> dict[int, Path]:
 
 def _load(checkpoint: Path) -> dict[str, Any]:
     former = _verified(checkpoint) == _FORMER
-    learner = checkpoint / (f"{LEARNER}.pt" if former else LEARNER)
-    file = checkpoint / INPUTS
-    inputs = json.loads(file.read_bytes()) if file.is_file() else {}
-    return {DRIVER: _load_file(checkpoint / DRIVER), LEARNER: learner, INPUTS: inputs}
-
-
-def _load_file(file: Path) -> Any:
     try:
-        return torch.load(file, weights_only=True, map_location="cpu")
+        driver = torch.load(checkpoint / DRIVER, weights_only=True, map_location="cpu")
     except UnpicklingError as error:
-        reason = str(error).split("\n")[0]
         raise _DamagedError(
-            f"{file.name} holds other things than tensors and plain data: {reason}"
+            f"{DRIVER} holds other things than tensors and plain data: {first_line(error)}"
         ) from error
+    inputs = checkpoint / INPUTS
+    return {
+        DRIVER: driver,
+        LEARNER: checkpoint / (f"{LEARNER}.pt" if former else LEARNER),
+        INPUTS: json.loads(inputs.read_bytes()) if inputs.is_file() else {},
+    }
 
 
 def _verified(checkpoint: Path) -> int:
@@ -183,18 +184,131 @@ def _verified(checkpoint: Path) -> int:
             f"{_FORMER}"
         )
     for name, (size, digest) in described.items():
-        _check_file(checkpoint / name, size, digest)
+        file = checkpoint / name
+        try:
+            if (has := file.stat().st_size) != size:
+                raise _DamagedError(f"{file.name} has {has} bytes of the {size} that were written")
+            if _digest(file) != digest:
+                raise _DamagedError(f"{file.name} is not what was written: its SHA-256 differs")
+        except OSError as error:
+            raise _DamagedError(f"{file.name} cannot be read: {error.strerror}") from error
     return written_for
 
 
-def _check_file(file: Path, size: int, digest: str) -> None:
-    try:
-        has = file.stat().st_size
-        if has != size:
-            raise _DamagedError(f"{file.name} has {has} bytes of the {size} that were written")
-        with file.open("rb") as stream:
-            found = hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        raise _DamagedError(f"{file.name} cannot be read: {error.strerror}") from error
-    if found != digest:
-        raise _DamagedError(f"{file.name} is not what was written: its SHA-256 differs")
+# -- during a run --------------------------------------------------------------------------------
+
+
+class Checkpointer:
+    """Writer of a run's checkpoints: each is staged between two steps and written by a thread.
+
+    Staging copies what training changes, and the copy is written while training goes on. Where
+    memory is too short for a copy, training waits for the writing. One checkpoint is written at a
+    time. With ``observe.checkpoint_every`` the next one waits for that; with
+    ``observe.checkpoint_minutes`` it is put off to the first step after that, and a run that has
+    none yet gets one after :data:`FIRST_MINUTES`. After the last step there is one in either case,
+    and those before it go. One that cannot be written, as on a full disk, does not end the run: a
+    line reports it, and the ones before it stay.
+
+    A context manager, to be left while the event loop runs: it waits until what is being written
+    is whole.
+    """
+
+    def __init__(
+        self,
+        running: Run,
+        folder: Path,
+        inputs: Mapping[str, Mapping[str, str]],
+        observe: ObserveConfig,
+        steps: int,
+        note: Callable[[str], None],
+        clock: Clock | None = None,
+    ) -> None:
+        self._running, self._folder, self._observe = running, folder, observe
+        self._inputs = json.dumps(inputs, indent=1) + "\n"
+        self._steps, self._note, self._clock = steps, note, clock or RealClock()
+        self._taken_s = self._clock.now()
+        self._any = newest(folder) > 0
+        self._writing: Future[Path] | None = None
+        self._step = 0  # of the one that is being written, or was last
+
+    async def after(self, step: int) -> None:
+        """Take a checkpoint after a step, if one is due. Raises a StrettoError if the process that
+        has the state is gone."""
+        if self._writing and self._writing.done():
+            await self._written()
+        if self._is_due(step):
+            await self._written()
+            await self._take(step)
+        if step == self._steps:
+            await self._written()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Wait for what is being written; an error of that does not hide another one."""
+        if self._writing and not self._writing.done():
+            self._note(f"waiting until the checkpoint of step {self._step} is written")
+        try:
+            await self._written()
+        except Exception as failure:
+            if error is None:
+                raise
+            self._note(f"the checkpoint of step {self._step} is not written: {failure}")
+
+    def _is_due(self, step: int) -> bool:
+        every, minutes = self._observe.checkpoint_every, self._observe.checkpoint_minutes
+        if step == self._steps:
+            return self._observe.checkpoints
+        if every:
+            return step % every == 0
+        wait_s = 60 * (minutes if self._any else min(minutes, FIRST_MINUTES))
+        late = self._clock.now() - self._taken_s >= wait_s
+        return minutes > 0 and late and self._writing is None
+
+    async def _take(self, step: int) -> None:
+        self._taken_s, self._step = self._clock.now(), step
+        async with self._running.schedule.weights_lock:
+            with self._running.spans.span(CHECKPOINT, "checkpoint/stage", step=step):
+                # After the last step nothing changes any more.
+                staged = await self._running.stage(copy=step < self._steps)
+            self._writing = self._begin(step, staged)
+            if staged.live:
+                await self._written()
+
+    def _begin(self, step: int, staged: Staged) -> Future[Path]:
+        """Have a thread write, which does not keep the process alive."""
+        future: Future[Path] = Future()
+        keep = 1 if step == self._steps else KEPT
+        parts = {**staged.files, INPUTS: lambda file: file.write_text(self._inputs, "utf-8")}
+        future.set_running_or_notify_cancel()  # a cancelled wait does not stop it
+
+        def work() -> None:
+            try:
+                with self._running.spans.span(CHECKPOINT, "checkpoint/write", step=step):
+                    path = save(self._folder, step, parts, keep)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(path)
+
+        threading.Thread(target=work, name=CHECKPOINT, daemon=True).start()
+        return future
+
+    async def _written(self) -> None:
+        """Wait for what is being written, if anything is, and note what has failed."""
+        if self._writing is None:
+            return
+        try:
+            path = await asyncio.wrap_future(self._writing)
+            if not self._any and self._step < self._steps:
+                size = format_size(files.size_of(path))
+                self._note(f"the first checkpoint, of step {self._step}, takes {size}: {path}")
+            self._any = True
+        except StorageError as error:
+            last = newest(self._folder)
+            there = f"the newest is of step {last}" if last else "nor any other"
+            self._note(f"{error}. There is no checkpoint of step {self._step}; {there}")
+        finally:
+            if self._writing.done():  # else the waiting was interrupted
+                self._writing = None

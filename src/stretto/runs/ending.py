@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from stretto import signals
-from stretto.errors import StrettoError, is_out_of_memory
+from stretto.errors import StrettoError, first_line, is_out_of_memory
 
 
 @contextmanager
@@ -21,8 +21,8 @@ def saved_at_the_end(
     """Save the model when the ``with`` statement ends, by itself, by an error or an interruption.
 
     A signal that comes while the model is being saved waits until it is; a second one, or one
-    after Ctrl-C, does not wait. The interruption or the error goes on, once a line has said where
-    the model is, or why it was not saved.
+    after Ctrl-C, does not wait. The interruption or the error goes on, once a line has reported
+    where the model is, or why it was not saved.
 
     Args:
         folder: of the model, for that line.
@@ -30,6 +30,11 @@ def saved_at_the_end(
         learned: how far training has come ("step 12"); empty where nothing is worth saving.
         halt: stops all that could still change the weights; returns whether they are whole.
     """
+
+    def show(line: str) -> None:
+        with suppress(OSError, ValueError):
+            note(line)
+
     saving = False
     try:
         yield
@@ -41,7 +46,7 @@ def saved_at_the_end(
             interrupted = isinstance(error, KeyboardInterrupt)
             why = "" if interrupted else f" ({_described(error)})"
             with nullcontext() if interrupted else signals.held():
-                _stop(folder, save, learned(), halt, why, note)
+                _stop(folder, save, learned(), halt, why, show)
         raise
 
 
@@ -51,33 +56,27 @@ def _stop(
     learned: str,
     halt: Callable[[], bool],
     why: str,
-    note: Callable[[str], None],
+    show: Callable[[str], None],
 ) -> None:
-    """Save what there is, and say so."""
     if not learned:
         halt()
         return
-    _say(note, f"stopped after {learned}{why}; saving the model as it is now")
+    show(f"stopped after {learned}{why}; saving the model as it is now")
     if not halt():
-        _say(note, "the model is not saved, as an update of its weights was broken off half-way")
+        show("the model is not saved, as an update of its weights was broken off half-way")
         return
     try:
         save()
     except Exception as error:
-        _say(note, f"the model is not saved: {_described(error)}")
+        show(f"the model is not saved: {_described(error)}")
     else:
-        _say(note, f"the model is saved in {folder}")
+        show(f"the model is saved in {folder}")
 
 
 def _described(error: BaseException) -> str:
-    text = str(error).strip().split("\n")[0]
     if is_out_of_memory(error) or is_out_of_memory(error.__cause__ or error):
         return "out of memory"
+    text = first_line(error)
     if isinstance(error, StrettoError):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _say(note: Callable[[str], None], line: str) -> None:
-    with suppress(OSError, ValueError):
-        note(line)

@@ -1,32 +1,39 @@
-"""A training run: steps, records and checkpoints, on any runtime."""
+"""A training run: steps, records, checkpoints, and inputs that a resumed run must have again."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from stretto.assembly.models import NO_OVERRIDES, Overrides
 from stretto.config import Config
-from stretto.errors import StalledError, StorageError
+from stretto.errors import StalledError, StateError, StorageError
+from stretto.models.info import identity
 from stretto.observe import Progress, Recorder, RunDirectory, Sample
-from stretto.observe.remarks import scores_by_source
+from stretto.observe.recorder import scores_by_source
 from stretto.observe.run_directory import TrainResult
 from stretto.protocols import DRIVER, RECORDS
-from stretto.runs import checkpoint
-from stretto.runs.checkpointer import Checkpointer
+from stretto.runs.checkpoint import INPUTS, Checkpointer, load_latest
 from stretto.runs.ending import saved_at_the_end
-from stretto.runs.inputs import Identities, Inputs
 from stretto.runtime.run import Run, start
 from stretto.saying import Say, Saying, working
 from stretto.schedules.rollout import Rollout
 from stretto.schedules.schedule import Step
 from stretto.scoring.responses import response_text
+from stretto.tasks.base import SHA256
+from stretto.tasks.prompts import PromptSource
 from stretto.types import Stats
 from stretto.workers.drive import drive
+
+SHOWN = 4
+"""Differences that a message names."""
+
+Identities = Mapping[str, Mapping[str, str]]
+"""What is known of each subject, by name: fingerprints of files and rows, and plain facts."""
 
 
 def train(
@@ -39,26 +46,23 @@ def train(
 ) -> TrainResult:
     """Train a model and save it.
 
-    A run that is stopped after a step saves the model as it is then.
+    A run that is stopped after a step saves the model as it is then. Raises a StrettoError if a
+    setting, a model, a dataset, a reward function, the numbers or the disk are at fault.
 
     Args:
-        run_dir: where records, checkpoints and the model go.
-        resume: go on from the newest checkpoint in ``run_dir``.
-        overrides: what the caller brings instead of names in the settings.
-
-    Raises:
-        StrettoError: a setting, a model, a dataset, a reward function, the numbers or the disk are
-            at fault.
+        run_dir: takes records, checkpoints and the model.
+        resume: go on from its newest checkpoint.
+        overrides: objects of the caller in place of names in the settings.
     """
     say = Saying(progress)
     with ExitStack() as stack:
         first, state = 0, None
         if resume:
             with working(say, "reading the checkpoint"):
-                first, state = checkpoint.load_latest(run_dir.checkpoints, say)
-            if not state[checkpoint.INPUTS]:
+                first, state = load_latest(run_dir.checkpoints, say)
+            if not state[INPUTS]:
                 say("the checkpoint has no fingerprints of rows and models: they are not compared")
-        inputs = Inputs(state[checkpoint.INPUTS] if state else {})
+        inputs = Inputs(state[INPUTS] if state else {})
         inputs.take_models(config, overrides, say)
         overrides = replace(
             overrides,
@@ -71,85 +75,69 @@ def train(
         gc.freeze()  # models and libraries are here to stay: no collection need look at them
         stack.callback(gc.unfreeze)
         running.spans.reset()
-        run = _Run(config, running, recorder, run_dir, inputs.found, say, state, done=first)
-        del state  # as large as the models; the run lets it go once it has taken it up
+        loop = _TrainingLoop(config, running, recorder, run_dir, inputs.found, say, state, first)
+        del state  # as large as the models; the loop lets it go once it has taken it up
         with saved_at_the_end(
             run_dir.model,
-            run.save,
-            lambda: f"step {run.done}" if run.done > first else "",
-            run.halt,
+            loop.save,
+            lambda: f"step {loop.done}" if loop.done > first else "",
+            loop.halt,
             recorder.note,
         ):
-            drive(run.steps())
+            drive(loop.steps())
         recorder.note(recorder.where_time_went())
         if running.prompts.skipped:
             recorder.note(
                 f"{running.prompts.skipped} prompts were longer than task.max_prompt_tokens = "
                 f"{config.task.max_prompt_tokens} and left out"
             )
-    return TrainResult(config.steps, run.stats, run_dir.model)
+    return TrainResult(config.steps, loop.stats, run_dir.model)
 
 
 @dataclass
-class _Run:
-    """The steps of a run, recorded.
-
-    Attributes:
-        inputs: what it was started with.
-        say: shows lines, and work that takes a while.
-        state: to go on from.
-        done: steps taken, over all resumptions.
-        stats: of the last one.
-    """
+class _TrainingLoop:
+    """The steps of a run, recorded."""
 
     config: Config
     running: Run
     recorder: Recorder
     run_dir: RunDirectory
-    inputs: Identities
+    inputs: Identities  # what the run was started with
     say: Say
-    state: dict[str, Any] | None
-    done: int
-    stats: Stats = field(default_factory=dict)
+    state: dict[str, Any] | None  # to go on from
+    done: int  # steps taken, over all resumptions
+    stats: Stats = field(default_factory=dict)  # of the last step
 
     async def steps(self) -> None:
         """Take all steps that are left."""
+        config, running = self.config, self.running
         if self.state is not None:
             with working(self.say, "taking up the checkpoint"):
-                await self.running.load_state_dict(self.state)
+                await running.load_state_dict(self.state)
             self.state = None
-        checkpoints = Checkpointer(
-            self.running,
-            self.run_dir.checkpoints,
-            self.inputs,
-            self.config.observe,
-            self.config.steps,
-            self.recorder.note,
-        )
+        folder, note = self.run_dir.checkpoints, self.recorder.note
+        checkpoints = Checkpointer(running, folder, self.inputs, config.observe, config.steps, note)
+        planned = config.pipeline.ranks and config.pipeline.schedule != "serial"
+        also = ", with a search for pipeline schedules" if planned else ""
+        shown: AbstractContextManager[object] = working(self.say, f"step {self.done + 1}{also}")
         try:
-            async with checkpoints, self.running.schedule as schedule:
-                first = self.done
-                while self.done < self.config.steps:
-                    with working(self.say, self._first) if self.done == first else nullcontext():
+            async with checkpoints, running.schedule as schedule:
+                while self.done < config.steps:
+                    with shown:
                         step = await schedule.step()
-                    with self.running.spans.span(DRIVER, RECORDS, items=len(step.batch)):
+                    shown = nullcontext()
+                    with running.spans.span(DRIVER, RECORDS, items=len(step.batch)):
                         self._record(step)
                     await checkpoints.after(self.done)
             self.run_dir.append_rollouts(self.done + 1, schedule.in_flight, {})
         except StalledError as error:
-            error.add_note(self.running.stacks())
+            error.add_note(running.stacks())
             raise
 
     def save(self) -> None:
         """Write the trained model."""
         with working(self.say, "saving the model"):
             self.running.save(self.run_dir.model)
-
-    @property
-    def _first(self) -> str:
-        planned = self.config.pipeline.ranks and self.config.pipeline.schedule != "serial"
-        also = ", with a search for pipeline schedules" if planned else ""
-        return f"step {self.done + 1}{also}"
 
     def halt(self) -> bool:
         """End all work, after an error; return whether the actor's weights are whole."""
@@ -174,7 +162,9 @@ class _Run:
         for line in step.losses:
             recorder.note(f"step {self.done}: {line}")
         for rollout in step.rejected:
-            recorder.note(f"step {self.done}: left out rollout {rollout.id}: {_reason(rollout)}")
+            failures = [s.failure for s in rollout.scores.values() if s.failure]
+            reason = "; ".join(failures) or rollout.rejected_because
+            recorder.note(f"step {self.done}: left out rollout {rollout.id}: {reason}")
 
     def _sample(self, rollout: Rollout, reward: float) -> Sample:
         tokenizer, stop = self.running.tokenizer, self.config.rollout.stop
@@ -188,6 +178,52 @@ class _Run:
         )
 
 
-def _reason(rollout: Rollout) -> str:
-    failures: Sequence[str] = [s.failure for s in rollout.scores.values() if s.failure]
-    return "; ".join(failures) or rollout.rejected_because
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Rows and models of a run. Methods raise StateError if a subject is not what it was; the
+    message says what differs."""
+
+    before: Identities = field(default_factory=dict)  # as the run began; empty for a new run
+    found: dict[str, Mapping[str, str]] = field(default_factory=dict)  # as far as known yet
+
+    def take(self, subject: str, own: Mapping[str, str]) -> None:
+        """Take note of what a subject is."""
+        had = self.before.get(subject, own)
+        if had != own:
+            raise StateError(
+                f"{subject} is not what the run was started with; of it, this differs: "
+                f"{_differences(had, own)}. Restore it, or start a new run",
+                "other-inputs",
+            )
+        self.found[subject] = own
+
+    def take_models(self, config: Config, overrides: Overrides, say: Say) -> None:
+        """Take note of the models that are loaded by name; the reference is the actor at the
+        start."""
+        named = [("reward.sources", s.name, s.model) for s in config.reward.models]
+        named = [each for each in named if each[1] not in overrides.reward_models]
+        critic = config.critic.model if config.algorithm.definition.critic else ""
+        if critic and overrides.critic is None:
+            named.insert(0, ("critic.init", critic, critic))
+        if overrides.actor is None:
+            named.insert(0, ("model.name", config.model.name, config.model.name))
+        for setting, name, model in named:
+            own = identity(model, config.model.trust_remote_code, say)
+            self.take(f"{setting} = '{name}'", own)
+
+    def take_rows(self, name: str, prompts: PromptSource) -> None:
+        """Take note of the rows that are trained on, of the task with this name."""
+        self.take(f"task.name = '{name}'", prompts.identity)
+
+
+def _differences(had: Mapping[str, str], own: Mapping[str, str]) -> str:
+    """Name what differs: plain facts with both values, or else what fingerprints are of."""
+    differing = [name for name in {**had, **own} if had.get(name) != own.get(name)]
+    facts = [
+        f"{name} ({had.get(name, 'none')} then, {own.get(name, 'none')} now)"
+        for name in differing
+        if not had.get(name, own.get(name, "")).startswith(SHA256)
+    ]
+    named = facts or differing
+    more = f" and {len(named) - SHOWN} more" if len(named) > SHOWN else ""
+    return ", ".join(named[:SHOWN]) + more

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from stretto.errors import EngineError, RankError, RoleLostError, TransferError
-from stretto.observe.spans import HANDOVER
+from stretto.observe.spans import WEIGHT_SYNC
 from stretto.protocols import Replaceable, Tracer
 from stretto.runtime.messages import Loaded, Offer
 from stretto.types import FloatArray, Reply, WeightsRef
@@ -378,7 +378,7 @@ class WeightSync:
     def _took(self, ref: WeightsRef, start_s: float, size: int) -> None:
         """Record the seconds and bytes of a transfer."""
         end_s = time.perf_counter()
-        self._tracer.add(HANDOVER, "send", start_s, end_s, model=ref.model, version=ref.version)
+        self._tracer.add(WEIGHT_SYNC, "send", start_s, end_s, model=ref.model, version=ref.version)
         self.metrics |= {
             f"handover/{ref.model}_s": end_s - start_s,
             f"handover/{ref.model}_mb": size / 1e6,

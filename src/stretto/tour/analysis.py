@@ -1,22 +1,18 @@
 """Part 4: data flow, compute and placements of the run that part 3 has recorded.
 
-- Data flow: the messages are the very objects that roles exchange, made again with the lengths that
-  a run has recorded; their arrays are counted, and token ids of prompts as arrays of them would be.
-- Compute: what each stage of a step took, and how many operations are in it.
-- Placements: what the run would have taken elsewhere, by the simulator.
+The data flow follows from the recorded lengths, the operations of each phase from them and the
+size of the models, and the seconds of a step on other placements from the simulator.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-import numpy as np
 import tomli_w
-from torch import Tensor, nn
+from torch import nn
 
 from stretto.api import simulated
 from stretto.api.runs import Job
@@ -25,34 +21,23 @@ from stretto.files import write_whole
 from stretto.models.backend import pick_device, pick_dtype
 from stretto.models.heads import critic_from_actor
 from stretto.models.load import load_causal_lm
-from stretto.observe import RunDirectory
-from stretto.observe.progress import STEP_TIME
-from stretto.observe.run_directory import RolloutRecord
+from stretto.observe import RolloutRecord, RunDirectory
+from stretto.observe.display import STEP_TIME
+from stretto.protocols import DRIVER
 from stretto.runtime.sim.simulate import simulate
-from stretto.saying import format_size
-from stretto.schedules.rollout import Rollout, train_batch
-from stretto.tour.page import heading, onward, paragraph, table
-from stretto.types import Chunk, FinishReason, Prompt, Score, ScoreKind, short_name
+from stretto.saying import aligned, format_size
+from stretto.tour import heading, onward, paragraph
+from stretto.types import ScoreKind, short_name
 
-TOKEN_BYTES = np.dtype(np.int32).itemsize
-"""Bytes of a token's id, as all arrays of them have it."""
+_WORD = 4
+"""Bytes of a token's id, log-probability, value or version, and of a reward."""
 
 FORWARD, TRAINING = 2, 6
 """Operations a parameter and token (Kaplan et al. 2020, section 2.1), as the simulator counts."""
 
-DRIVER = "driver"
-
 
 def page(run: RunDirectory, kept: bool) -> Iterator[str]:
-    """Yield the text of the part.
-
-    Args:
-        run: with at least three steps.
-        kept: whether its folder stays.
-
-    Raises:
-        StateError: the run has recorded too little.
-    """
+    """Yield the text of the part on a run of at least three steps; ``kept``: its folder stays."""
     yield heading("4. Data flow, compute and placements")
     config, rollouts, metrics = recipes.load(run.path), run.read_rollouts(), run.read_metrics()
     device = pick_device("cpu")
@@ -62,25 +47,14 @@ def page(run: RunDirectory, kept: bool) -> Iterator[str]:
         models["critic"] = critic_from_actor(actor)
     yield from _data_flow([r for r in rollouts if r.step == config.steps], config, models)
     parameters = sum(p.numel() for p in models["actor"].parameters())
-    yield from _compute(stages(metrics, rollouts, config, parameters), config, parameters)
+    yield from _compute(phase_costs(metrics, rollouts, config, parameters), config, parameters)
     yield from _placements(run, median(step[STEP_TIME] for step in metrics[1:]))
-    said = "stretto compare --sim RUN, on a run that --out FOLDER keeps"
-    if kept:
-        last = run.path / f"{PLACEMENTS[-1].name}.toml"
-        said = f"stretto compare --sim {run.path} --placement {last}"
-    yield "\n" + onward("simulator", said)
+    own = f"{run.path} --placement {run.path / 'two.toml'}"
+    further = own if kept else "RUN, on a run that --out FOLDER keeps"
+    yield onward("simulator", f"stretto compare --sim {further}")
 
 
 # -- data flow -----------------------------------------------------------------------------------
-
-
-class Flow(NamedTuple):
-    """All that one role is sent by another in a step."""
-
-    sender: str
-    receiver: str
-    what: str
-    size_bytes: int
 
 
 def _data_flow(
@@ -90,59 +64,39 @@ def _data_flow(
     tokens, prompts = sum(r.tokens for r in records), sum(r.prompt_tokens for r in records)
     yield paragraph(
         f"(a) Data flow of the last step, {len(records)} responses: {prompts:,} tokens of prompts "
-        f"and {tokens:,} of responses. Roles of one process are handed these by reference; between "
-        "processes they travel."
+        f"and {tokens:,} of responses; by reference within a process."
     )
-    rows = [["from", "to", "what", "bytes"]]
-    rows += [[f.sender, f.receiver, f.what, f"{f.size_bytes:,}"] for f in found]
-    yield table(rows, left=3)
-    weights = sum(f.size_bytes for f in found if f.sender == "learner")
-    whole = sum(f.size_bytes for f in found)
-    yield paragraph(f"{weights / whole:.0%} of {format_size(whole)} are weights.") + "\n"
-
-
-def payload(message: Any) -> int:
-    """Return the bytes of all arrays, tensors and token ids in a message.
-
-    Single numbers and texts count nothing.
-    """
-    if isinstance(message, np.ndarray):
-        return message.nbytes
-    if isinstance(message, Tensor):
-        return message.numel() * message.element_size()
-    if isinstance(message, tuple) and message and all(isinstance(m, int) for m in message):
-        return len(message) * TOKEN_BYTES
-    if isinstance(message, Mapping):
-        return sum(map(payload, message.values()))
-    if isinstance(message, list | tuple):
-        return sum(map(payload, message))
-    if is_dataclass(message):
-        return sum(payload(getattr(message, f.name)) for f in fields(message))
-    return 0
+    rows = [[*flow, f"{size:,}"] for flow, size in found.items()]
+    yield aligned([["from", "to", "what", "bytes"], *rows], left=3)
+    weights = sum(size for (sender, _, _), size in found.items() if sender == "learner")
+    whole = sum(found.values())
+    yield f"{weights / whole:.0%} of {format_size(whole)} are weights.\n"
 
 
 def flows(
     records: Sequence[RolloutRecord], config: Config, models: Mapping[str, nn.Module]
-) -> list[Flow]:
-    """Count what is sent in a step; ``models`` are those that are trained, by name."""
-    rollouts = [_rollout(record, config) for record in records]
-    asked = [Rollout(r.id, r.prompt, r.group).response() for r in rollouts]
-    whole = [r.response() for r in rollouts]
-    found = [
-        Flow(DRIVER, "generator", "prompts", payload(asked)),
-        Flow("generator", DRIVER, "tokens, log-probs", payload([_chunk(r) for r in rollouts])),
-    ]
+) -> dict[tuple[str, str, str], int]:
+    """Return the bytes of the arrays that roles send in a step, by sender, receiver and content;
+    token ids of prompts are counted as an array. ``models`` are those that are trained, by name."""
+    n, prompts = len(records), sum(record.prompt_tokens for record in records) * _WORD
+    a_token = sum(record.tokens for record in records) * _WORD  # an id, log-prob, value or version
+    found = {
+        (DRIVER, "generator", "prompts"): prompts,
+        ("generator", DRIVER, "tokens, log-probs"): 2 * a_token,
+    }
+    # Ids, prompts, prompt ids, lengths, ends; then tokens, log-probs and versions.
+    batch = 3 * 8 * n + prompts + n + 3 * a_token
     for source, kind in _scorers(config):
-        name = short_name(source)
-        answers = [r.scores[source] for r in rollouts]
         what = {"reward": "rewards", "logprobs": "log-probs", "values": "values"}[kind]
-        found.append(Flow(DRIVER, name, "prompts, responses", payload(whole)))
-        found.append(Flow(name, DRIVER, what, payload(answers)))
-    found.append(Flow(DRIVER, "learner", "the batch", payload(train_batch(rollouts))))
-    followers = {"actor": "generator", "critic": "critic"}
+        answers = n * _WORD if kind == "reward" else a_token
+        batch += answers + (n if kind == "reward" else 0)  # and whether a reward applies
+        found[DRIVER, short_name(source), "prompts, responses"] = prompts + a_token
+        found[short_name(source), DRIVER, what] = answers
+    found[DRIVER, "learner", "the batch"] = batch
     for name, model in models.items():
-        weights = payload(list(model.parameters()))
-        found.append(Flow("learner", followers[name], f"weights: {name}", weights))
+        follower = "generator" if name == "actor" else name
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        found["learner", follower, f"weights: {name}"] = weights
     return found
 
 
@@ -155,40 +109,12 @@ def _scorers(config: Config) -> Iterator[tuple[str, ScoreKind]]:
         yield "critic", "values"
 
 
-def _chunk(rollout: Rollout) -> Chunk:
-    tokens, logprobs = np.array(rollout.tokens, np.int32), np.array(rollout.logprobs, np.float32)
-    return Chunk(rollout.id, 0, tokens, logprobs, rollout.versions[0], rollout.finish)
-
-
-def _rollout(record: RolloutRecord, config: Config) -> Rollout:
-    """Make a rollout of the recorded lengths; what stands in it is made up."""
-    n = record.tokens
-    rollout = Rollout(
-        record.id,
-        Prompt(record.prompt, (0,) * record.prompt_tokens, ""),
-        record.group,
-        tokens=[0] * n,
-        logprobs=[0.0] * n,
-        versions=[0] * n,
-        finish=FinishReason(record.finish or FinishReason.LENGTH),
-    )
-    for source, kind in _scorers(config):
-        values = np.zeros(1 if kind == "reward" else n, np.float32)
-        rollout.scores[source] = Score(record.id, source, kind, values)
-    return rollout
-
-
 # -- compute -------------------------------------------------------------------------------------
 
 
-class Stage(NamedTuple):
-    """A stage of a step, means over steps.
-
-    Attributes:
-        seconds: measured.
-        tokens: that come out of it: sampled, scored, or trained on (once for each epoch).
-        operations: counted; 0 for what is no model's work.
-    """
+class PhaseCost(NamedTuple):
+    """A phase of a step, means over steps: tokens sampled, scored, or trained on (once for each
+    epoch), and operations counted; 0 for what is no model's work."""
 
     name: str
     seconds: float
@@ -196,19 +122,14 @@ class Stage(NamedTuple):
     operations: float
 
 
-def stages(
+def phase_costs(
     metrics: Sequence[Mapping[str, Any]],
     rollouts: Sequence[RolloutRecord],
     config: Config,
     parameters: int,
-) -> list[Stage]:
-    """Return the stages of a run's mean step, without the first one, which warms up.
-
-    Args:
-        metrics: of each step, at least two.
-        rollouts: all that were trained on.
-        parameters: of the actor; the critic is counted as large.
-    """
+) -> list[PhaseCost]:
+    """Return the phases of a run's mean step, without the first one, which warms up; the critic is
+    counted as large as the actor."""
     warm = metrics[1:]
     steps = [step["step"] for step in warm]
 
@@ -218,31 +139,30 @@ def stages(
     of_steps = [r for r in rollouts if r.step in steps]
     sampled = sum(r.tokens for r in of_steps) / len(steps)
     read = sampled + sum(r.prompt_tokens for r in of_steps) / len(steps)
-    found = [Stage("generation", seconds("gen"), sampled, FORWARD * parameters * read)]
+    forward = FORWARD * parameters * read
+    found = [PhaseCost("generation", seconds("gen"), sampled, forward)]
     for source, kind in _scorers(config):
-        name = f"score/{short_name(source)}"
-        tokens, operations = (sampled, 0.0) if kind == "reward" else (read, FORWARD * parameters)
-        said = name.replace("/", ": ", 1)
-        found.append(Stage(said, seconds(name), tokens, operations * read))
+        name = short_name(source)
+        cost = (sampled, 0.0) if kind == "reward" else (read, forward)
+        found.append(PhaseCost(f"score: {name}", seconds(f"score/{name}"), *cost))
     trained = 2 if config.algorithm.definition.critic else 1
     passes = config.training.epochs * read
     learned = TRAINING * parameters * trained * passes
-    found.append(Stage("training", seconds("update"), passes, learned))
-    return [*found, Stage("the rest", seconds("step") - sum(s.seconds for s in found), 0, 0)]
+    found.append(PhaseCost("training", seconds("update"), passes, learned))
+    return [*found, PhaseCost("the rest", seconds("step") - sum(c.seconds for c in found), 0, 0)]
 
 
-def against_supervised(found: Sequence[Stage], epochs: int) -> tuple[float, float]:
+def against_supervised(found: Sequence[PhaseCost], epochs: int) -> tuple[float, float]:
     """Return the operations of a step over those of a supervised one on the same tokens: as it is,
     and with one epoch."""
-    named = {stage.name: stage for stage in found}
-    training = named["training"].operations
-    supervised = named["generation"].operations / FORWARD * TRAINING
-    inference = sum(s.operations for s in found) - training
+    operations = {cost.name: cost.operations for cost in found}
+    training, supervised = operations["training"], operations["generation"] / FORWARD * TRAINING
+    inference = sum(operations.values()) - training
     return (inference + training) / supervised, (inference + training / epochs) / supervised
 
 
-def _compute(found: Sequence[Stage], config: Config, parameters: int) -> Iterator[str]:
-    whole = sum(stage.seconds for stage in found)
+def _compute(found: Sequence[PhaseCost], config: Config, parameters: int) -> Iterator[str]:
+    whole = sum(cost.seconds for cost in found)
     yield paragraph(
         "(b) Compute of a step, measured, means without the first step. Operations are counted: "
         f"{FORWARD} a parameter and token forward, {TRAINING} in training; a model has "
@@ -251,107 +171,75 @@ def _compute(found: Sequence[Stage], config: Config, parameters: int) -> Iterato
     rows = [["stage", "seconds", "share", "tokens", "tokens/s", "operations", "a second"]]
     for name, seconds, tokens, operations in found:
         cells = [name, f"{seconds:.3f}", f"{seconds / whole:.0%}"]
-        if tokens:
-            cells += [f"{tokens:,.0f}", f"{tokens / seconds:,.0f}"]
-        if operations:
-            cells += [f"{operations:.2e}", f"{operations / seconds:.1e}"]
-        rows.append([*cells, *[""] * (7 - len(cells))])
-    yield table(rows)
-    a_token = {stage.name: stage.seconds / stage.tokens for stage in found if stage.tokens}
+        cells += [f"{tokens:,.0f}", f"{tokens / seconds:,.0f}"] if tokens else ["", ""]
+        cells += [f"{operations:.2e}", f"{operations / seconds:.1e}"] if operations else ["", ""]
+        rows.append(cells)
+    yield aligned(rows)
+    token_s = {cost.name: cost.seconds / cost.tokens for cost in found if cost.tokens}
+    times = token_s["generation"] / token_s["score: reference"]
     as_it_is, once = against_supervised(found, config.training.epochs)
-    yield (
-        paragraph(
-            f"A token takes {a_token['generation'] / a_token['score: reference']:.0f} times as "
-            "long to sample, prompts read, as to score: scorers read a response in one pass, and "
-            "sampling makes a pass for each of its tokens. So long responses move the time to "
-            f"generation. In operations the step is {as_it_is:.1f} times a supervised one on the "
-            f"same tokens; with one epoch it would be {once:.1f} times."
-        )
-        + "\n"
+    yield paragraph(
+        f"A token takes {times:.0f} times as long to sample as to score: scorers read a response "
+        "in one pass, sampling makes a pass for each token. In operations the step is "
+        f"{as_it_is:.1f} times a supervised one on the same tokens; with one epoch it would be "
+        f"{once:.1f} times."
     )
 
 
 # -- placements ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """A way to place the roles of a run, and the schedule on it.
-
-    Attributes:
-        settings: that say so, as a file for ``--placement`` has them; empty for the run's own.
-        variant: of the schedule.
-    """
-
-    name: str
-    text: str
-    settings: dict[str, object]
-    variant: str
-
-
 _APART: dict[str, object] = {"runtime": "local"}
 _TWO = _APART | {"cluster": {"processes": [{"roles": ["generator", "reference", "critic"]}]}}
 
-PLACEMENTS = (
-    Placement("colocated", "all roles take turns on one device", {}, "sync"),
-    Placement("apart", "a device a role; only scorers side by side", _APART, "sync"),
-    Placement("overlapping", "the same, generation a version ahead", _APART, "async"),
-    Placement("two", "learner on one, all others on the other", _TWO, "async"),
-)
-"""From one device to one for each role, and back to two."""
+PLACEMENTS: Mapping[str, tuple[str, dict[str, object], str]] = {
+    "colocated": ("all roles take turns on one device", {}, "sync"),
+    "apart": ("a device a role; only scorers side by side", _APART, "sync"),
+    "overlapping": ("the same, generation a version ahead", _APART, "async"),
+    "two": ("learner on one, all others on the other", _TWO, "async"),
+}
+"""From one device to one for each role, and back to two, by name: a description, settings as a file
+for ``--placement`` has them (none: the run's own), and the variant of the schedule."""
 
 
-class Outcome(NamedTuple):
-    """A placement in virtual time.
+class PlacementResult(NamedTuple):
+    """A placement in virtual time: its devices, the mean seconds of a step without the first, and
+    the mean share of the devices' time in which they had nothing to do."""
 
-    Attributes:
-        devices: processes of models; here each is a device.
-        step_s: mean seconds of a step, without the first.
-        idle: mean share of the devices' time in which they had nothing to do.
-    """
-
-    placement: Placement
+    name: str
     devices: int
     step_s: float
     idle: float
 
 
-def outcomes(run: Path, files: Path) -> Iterator[Outcome]:
-    """Simulate the run on each of :data:`PLACEMENTS`, of which files are written into a folder.
-
-    Raises:
-        StateError: the run has recorded too little.
-        StorageError: a placement's file cannot be written.
-    """
-    for placement in PLACEMENTS:
-        file = files / f"{placement.name}.toml" if placement.settings else ""
-        if isinstance(file, Path):
-            write_whole(file, tomli_w.dumps(placement.settings).encode())
-        simulation = simulated.recorded(str(run), str(file))
+def placement_results(run: Path, files: Path) -> Iterator[PlacementResult]:
+    """Simulate the run on each of :data:`PLACEMENTS`, whose files are written into a folder."""
+    for name, (_, settings, variant) in PLACEMENTS.items():
+        file = str(files / f"{name}.toml") if settings else ""
+        if settings:
+            write_whole(Path(file), tomli_w.dumps(settings).encode())
+        simulation = simulated.recorded(str(run), file)
         assert simulation.seed is not None
-        cluster = simulation.asked(Job(placement.variant, simulation.seed))
+        cluster = simulation.asked(Job(variant, simulation.seed))
         result = simulate(cluster)
         step_s = fmean(step[STEP_TIME] for step in result.steps[1:])
         idle = 1 - fmean(result.device_utilisation)
-        yield Outcome(placement, cluster.device_count, step_s, idle)
+        yield PlacementResult(name, cluster.device_count, step_s, idle)
 
 
 def _placements(run: RunDirectory, measured_s: float) -> Iterator[str]:
-    yield paragraph(
+    yield "\n" + paragraph(
         "(c) Placements, by the simulator: the costs and lengths of this run, with the roles "
         "elsewhere. A device is a process; all share the cores of this machine."
     )
-    found = list(outcomes(run.path, run.path))
-    base = found[0].step_s
+    found = list(placement_results(run.path, run.path))
+    base_s = found[0].step_s
     rows = [["placement", "", "devices", "step", "speed-up", "idle"]]
-    for o in found:
-        figures = [str(o.devices), f"{o.step_s:.3f} s", f"{base / o.step_s:.2f}x", f"{o.idle:.0%}"]
-        rows.append([o.placement.name, o.placement.text, *figures])
-    yield table(rows, left=2)
+    for name, devices, step_s, idle in found:
+        figures = [f"{devices}", f"{step_s:.3f} s", f"{base_s / step_s:.2f}x", f"{idle:.0%}"]
+        rows.append([name, PLACEMENTS[name][0], *figures])
+    yield aligned(rows, left=2)
     yield paragraph(
         f"Check: the run's own step took {measured_s:.3f} s (median), and the simulator says "
-        f"{base:.3f} s. Idle is the mean share of the devices' time: {found[1].idle:.0%} "
-        f"of {found[1].devices} devices where each stage waits for the one before it, "
-        f"{found[2].idle:.0%} once generation goes on beside training, {found[3].idle:.0%} where "
-        "roles that are seldom busy share a device."
+        f"{base_s:.3f} s. Idle is the mean share of the devices' time."
     )

@@ -1,14 +1,14 @@
-"""Part 1: the four models of PPO, who of them is trained, and the memory that they take."""
+"""Part 1: the four models of PPO, which of them are trained, and the memory that they take."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from stretto.config import ModelConfig
 from stretto.models.info import measure
 from stretto.planner.fitting import TRAINED_ROLES, MemoryPlan, memory_plan
-from stretto.saying import format_size
-from stretto.tour.page import heading, onward, paragraph, table
+from stretto.saying import aligned, format_size
+from stretto.tour import heading, onward, paragraph
 
 SCALES = (
     "huggyllama/llama-7b",
@@ -24,7 +24,7 @@ DOES = {
     "reference": "the actor as it was, pi_ref; holds it back, by the KL",
     "reward": "scores prompt and response, r(x, y)",
 }
-"""What each role is for."""
+"""The purpose of each role."""
 
 
 def plans() -> dict[str, MemoryPlan]:
@@ -35,45 +35,34 @@ def plans() -> dict[str, MemoryPlan]:
 def page() -> Iterator[str]:
     """Yield the text of the part."""
     yield heading("1. The four models of PPO")
-    found = plans()
-    smallest, largest = found[SCALES[0]], found[SCALES[-1]]
+    found = {name.rpartition("/")[2]: plan for name, plan in plans().items()}
+    (small, smallest), *_, (large, largest) = found.items()
     rows = [["role", "trained", "what it does", "16-bit", "mixed"]]
     for low, mixed in zip(smallest.sixteen_bit.roles, smallest.mixed.roles, strict=True):
         each = (str(role.total_bytes // smallest.parameters) for role in (low, mixed))
         trained = "yes" if mixed.role in TRAINED_ROLES else "no"
         rows.append([mixed.role, trained, DOES[mixed.role], *each])
-    yield table(rows, left=3) + "\n"
+    yield aligned(rows, left=3) + "\n"
     yield paragraph(
-        "Bytes a parameter are counted in two ways. 16-bit: weights and Adam states at 16 bits, no "
-        "gradients kept, as systems papers count. Mixed: fp32 master weights, gradients and Adam "
-        "states of what is trained, frozen weights in bfloat16, which is what Stretto keeps."
+        "Bytes a parameter: 16-bit weights and Adam states without gradients, as systems papers "
+        "count; or mixed, as Stretto keeps them: fp32 master weights, gradients and Adam states "
+        "of trained models, bfloat16 weights of frozen ones."
     )
-    yield "\n" + table(_sizes(found)) + "\n"
-    yield paragraph(
-        "Four models of one size. GPUs are those of 80 GB that weights, gradients and Adam states "
-        "fill by themselves; activations and the cache of keys and values come on top."
-    )
-    high = largest.mixed
-    learned = sum(r.total_bytes for r in high.roles if r.role in TRAINED_ROLES)
-    yield paragraph(
-        f"The two trained models take {learned / high.total_bytes:.0%} of it in mixed precision. "
-        f"{_short(SCALES[0])} needs at least {smallest.mixed.gpus()} GPUs, "
-        f"{_short(SCALES[-1])} {high.gpus()}."
-    )
-    yield "\n" + onward("models", f"stretto memory {SCALES[-1]}")
-
-
-def _sizes(found: Mapping[str, MemoryPlan]) -> list[list[str]]:
     rows = [["four of", "parameters", "counted", "a trained", "a frozen", "all four", "GPUs"]]
     for name, plan in found.items():
-        first = [_short(name), f"{plan.parameters / 1e9:.2f} B each"]
+        first = [name, f"{plan.parameters / 1e9:.2f} B each"]
         for counted, counting in (("16-bit", plan.sixteen_bit), ("mixed", plan.mixed)):
             sizes = (counting.roles[0], counting.roles[-1], counting)
             cells = [format_size(size.total_bytes) for size in sizes]
             rows.append([*first, counted, *cells, f">= {counting.gpus()}"])
             first = ["", ""]
-    return rows
-
-
-def _short(name: str) -> str:
-    return name.rpartition("/")[2]
+    yield "\n" + aligned(rows) + "\n"
+    most = largest.mixed
+    learned = sum(r.total_bytes for r in most.roles if r.role in TRAINED_ROLES)
+    yield paragraph(
+        "GPUs: of 80 GB, filled by weights, gradients and Adam states alone; activations and the "
+        f"KV cache come on top. The two trained models take {learned / most.total_bytes:.0%} of it "
+        f"in mixed precision. {small} needs at least {smallest.mixed.gpus()} GPUs, {large} "
+        f"{most.gpus()}."
+    )
+    yield onward("models", f"stretto memory {SCALES[-1]}")

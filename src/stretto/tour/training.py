@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from stretto.api import begin, execute, load_recipe
 from stretto.config import recipes
-from stretto.observe import RunDirectory, Sample
-from stretto.observe.progress import NoProgress, on_stderr
-from stretto.saying import Advance, working
-from stretto.tour.page import heading, onward, paragraph
+from stretto.observe import Progress, RunDirectory
+from stretto.observe.progress import on_stderr
+from stretto.saying import Advance, aligned, working
+from stretto.tour import heading, onward, paragraph
 
 RECIPE = "tiny"
 EPOCHS = 4
@@ -31,40 +30,21 @@ COLUMNS = (
 """Label, metric and format of the table's columns; docs/reference/metrics.md explains them."""
 
 JUDGED = ("reward", "KL", "value loss", "entropy")
-"""Columns of which is said whether they rose."""
+"""Columns whose rise or fall is summarised."""
 
 
-class Lines(NoProgress):
-    """A display of one line a step."""
+class _Steps(Progress):
+    """A display that counts steps."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, advance: Advance) -> None:
+        self._advance = advance
 
-    def working(self, what: str, total: int = 0) -> AbstractContextManager[Advance]:
-        """Tell of work on standard error."""
-        return working(on_stderr, what, total)
-
-    def step(
-        self, step: int, total: int, stats: Mapping[str, float], samples: Sequence[Sample]
-    ) -> None:
-        """Write one line; before the first one the names of the columns."""
-        rows = [(f"{step}/{total}", [f"{stats[name]:{form}}" for _, name, form in COLUMNS])]
-        if step == 1:
-            rows.insert(0, ("step", [label for label, _, _ in COLUMNS]))
-        for first, cells in rows:
-            padded = [
-                f"{cell:>{max(len(label), 7)}}"
-                for cell, (label, _, _) in zip(cells, COLUMNS, strict=True)
-            ]
-            self._say(f"  {first:>6}  " + "  ".join(padded))
+    def step(self, *_: object) -> None:
+        self._advance(1)
 
 
-def train(out: Path, steps: int, progress: NoProgress) -> RunDirectory:
-    """Train, and return the run's folder in ``out``.
-
-    Raises:
-        ConfigError: there are no steps, or the folder cannot be made.
-    """
+def train(out: Path, steps: int) -> RunDirectory:
+    """Train, and return the run's folder in ``out``."""
     config = load_recipe(
         RECIPE,
         steps=steps,
@@ -74,41 +54,39 @@ def train(out: Path, steps: int, progress: NoProgress) -> RunDirectory:
         observe__checkpoint_minutes=0.0,
     )
     begun = begin(config, recipes.name_of(RECIPE))
-    execute(begun, progress=progress)
+    with working(on_stderr, "training", steps) as advance:
+        execute(begun, progress=_Steps(advance))
     return begun.run_dir
 
 
-def page(out: Path, steps: int, say: Callable[[str], None]) -> RunDirectory:
-    """Say the part's text line by line while the run goes on; return its folder in ``out``."""
-    config = load_recipe(RECIPE)
-    say(heading("3. A few iterations of PPO"))
-    say(
-        paragraph(
-            f"The recipe '{RECIPE}': a model from scratch learns to spell {config.task.size} short "
-            f"words backward, first from {config.warmup_examples:,} examples, then by PPO on "
-            f"{config.rollout.batch} responses a step, each batch {EPOCHS} times. "
-            "The reward is the task's own verifier, partial credit counted. KL: nats a response, "
-            "to the model before PPO. Clipped: share of tokens at which the ratio was clipped. "
-            "Entropy: nats a token."
-        )
+def page(run: RunDirectory) -> Iterator[str]:
+    """Yield the text of the part."""
+    config, metrics = recipes.load(run.path), run.read_metrics()
+    yield heading("3. A few iterations of PPO")
+    yield paragraph(
+        f"The recipe '{RECIPE}': a model from scratch learns to spell {config.task.size} short "
+        f"words backward, first from {config.warmup_examples:,} examples, then by PPO on "
+        f"{config.rollout.batch} responses a step, each batch {EPOCHS} times. "
+        "The reward is the task's own verifier, partial credit counted. KL: nats a response, to "
+        "the model before PPO. Clipped: share of tokens. Entropy: nats a token."
     )
-    say("")
-    run = train(out, steps, Lines(say))
-    say("\n" + paragraph(verdict(run.read_metrics())))
-    say("\n" + onward("ppo", f"stretto train {RECIPE} --training.epochs {EPOCHS}"))
-    return run
+    rows = [["step", *(label for label, _, _ in COLUMNS)]]
+    for step in metrics:
+        cells = (f"{step[metric]:{form}}" for _, metric, form in COLUMNS)
+        rows.append([f"{step['step']}/{config.steps}", *cells])
+    yield "\n" + aligned(rows, left=0)
+    yield "\n" + paragraph(verdict(metrics))
+    yield onward("ppo", f"stretto train {RECIPE} --training.epochs {EPOCHS}")
 
 
 def verdict(metrics: Sequence[Mapping[str, Any]]) -> str:
-    """Say what rose and what fell from the first third of the steps to the last."""
+    """Summarise what rose and what fell from the first third of the steps to the last."""
     third = max(1, len(metrics) // 3)
-    said = []
-    for label, metric, form in COLUMNS:
-        if label in JUDGED:
-            first, last = (
-                fmean(step[metric] for step in part) for part in (metrics[:third], metrics[-third:])
-            )
-            moved = "rose" if last > first else "fell" if last < first else "stayed"
-            said.append(f"{label} {moved} from {first:{form}} to {last:{form}}")
+    moves = []
+    for label, metric, form in (column for column in COLUMNS if column[0] in JUDGED):
+        values = [step[metric] for step in metrics]
+        first, last = fmean(values[:third]), fmean(values[-third:])
+        moved = "rose" if last > first else "fell" if last < first else "stayed"
+        moves.append(f"{label} {moved} from {first:{form}} to {last:{form}}")
     steps = f"{third} steps" if third > 1 else "step"
-    return f"Means of the first and the last {steps}: {', '.join(said)}."
+    return f"Means of the first and the last {steps}: {', '.join(moves)}."

@@ -18,7 +18,7 @@ class StopTrainingError(StrettoError):
     """Error that ends training, as a callback has asked for it."""
 
 
-class CallbackProgress:
+class CallbackProgress(Progress):
     """A display that also tells callbacks: of the beginning, of each step with its figures, and of
     the end. A callback that sets ``control.should_training_stop`` ends the run after the step.
 

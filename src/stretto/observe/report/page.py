@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import math
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from html import escape
-from importlib import resources
+from itertools import count
 from string import Template
 from typing import Any
 
-from stretto.errors import ConfigError
-from stretto.observe.idle import CAUSES, role_order
-from stretto.observe.progress import REWARD
-from stretto.observe.report import outcomes, style
-from stretto.observe.report.runs import Run, StepSpans, differing_settings, shares
-from stretto.observe.report.steps import Bar, bars, waits
+import numpy as np
 
-MAX_RUNS = len(style.RUNS)
+from stretto.errors import ConfigError
+from stretto.observe.display import REWARD
+from stretto.observe.idle import CAUSES, role_order
+from stretto.observe.report import runs as figures
+from stretto.observe.report import style
+from stretto.observe.report.runs import LoadedRun
+from stretto.observe.report.timeline import bars, waits
+from stretto.observe.trace import TracedStep
+
+MAX_RUNS = style.RUNS
 """Number of colours that can be told apart. Of more runs than that, only outcomes are shown."""
 
 CURVES = {
@@ -43,138 +46,116 @@ _BINS_PER_DOUBLING = 3
 
 
 def html_page(
-    runs: Sequence[Run],
+    runs: Sequence[LoadedRun],
     step: int | None = None,
     predictions: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """The page.
+    """Return the page. Raises ConfigError if no run has the step in its trace, or there are too
+    many runs for timelines.
 
     Args:
-        runs: shown together, each with a colour of its own. Of more than :data:`MAX_RUNS`, what
-            they came to is shown, in the colours of their algorithms, and not how.
-        step: whose timeline is shown at first; the reader can choose others. ``None`` takes one
-            from the middle.
+        runs: shown together, each with a colour of its own. Of more than :data:`MAX_RUNS`, only
+            the outcomes are shown, in the colours of their algorithms.
+        step: whose timeline is shown at first; ``None`` takes one from the middle.
         predictions: of the runs, if any were made: each with the ``phases`` of a step (name,
             seconds as measured, seconds as predicted) under a ``title``, or ``why`` there is none.
-
-    Raises:
-        ConfigError: no run has the step in its trace, or there are too many runs for timelines.
     """
     if step is not None and len(runs) > MAX_RUNS:
         raise ConfigError(
             f"a report shows timelines of at most {MAX_RUNS} runs; got {len(runs)}. Name fewer, or "
-            "leave out --step"
+            "leave out --step",
+            "too-many-timelines",
         )
     if step is not None and not any(step in run.steps for run in runs):
-        raise ConfigError(
-            f"step {step} is in no run's trace; leave out --step to see which there are"
-        )
+        text = f"step {step} is in no run's trace; leave out --step to see which there are"
+        raise ConfigError(text, "step-not-traced")
     # No character that could end the element that the data stands in.
     content = {**payload(runs, step), "predictions": list(predictions)}
     data = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     data = data.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-    assets = resources.files(__package__)
-    colours = style.grouped(outcomes.groups(runs)) if len(runs) > MAX_RUNS else ""
-    parts = {
-        "title": escape(", ".join(run.name for run in runs)),
-        "light": style.variables(dark=False) + colours,
-        "dark": style.variables(dark=True) + colours,
-        "style": (assets / "report.css").read_text("utf-8"),
-        "hatches": style.hatch_patterns(),
-        "script": "".join(
-            (assets / name).read_text("utf-8") for name in ("charts.js", "report.js")
-        ),
-        "data": data,
-    }
-    template = (assets / "report.html").read_text("utf-8")
-    return Template(template).substitute(parts)
+    colours = ""
+    if len(runs) > MAX_RUNS:
+        names = figures.algorithms(runs)
+        colours = style.grouped([names.index(figures.algorithm(run)) for run in runs])
+
+    return Template(style.asset("report.html")).substitute(
+        title=escape(", ".join(run.name for run in runs)),
+        light=style.variables(dark=False) + colours,
+        dark=style.variables(dark=True) + colours,
+        style=style.asset("report.css"),
+        hatches=style.hatch_patterns(),
+        script=style.asset("charts.js") + style.asset("report.js"),
+        data=data,
+    )
 
 
-def payload(runs: Sequence[Run], step: int | None = None) -> dict[str, Any]:
-    """Content of the page, as plain data."""
+def payload(runs: Sequence[LoadedRun], step: int | None = None) -> dict[str, Any]:
+    """Return the content of the page, as plain data."""
     edges = length_edges(max((r.tokens for run in runs for r in run.rollouts), default=0))
     kinds = list(style.KINDS)
-    told_apart = len(runs) <= MAX_RUNS
-    timelines = _timelines(runs, kinds, step) if told_apart else [{} for _ in runs]
-    where_time_went = [shares(run) for run in runs]
-    roles = {share.role for of_run in where_time_went for share in of_run}
+    in_brief = len(runs) > MAX_RUNS
+    timelines = [{} for _ in runs] if in_brief else _timelines(runs, kinds, step)
+    where_time_went = [figures.shares(run) for run in runs]
+    titles = {"driver": "run the schedule", **style.KINDS}
     return {
         "step": step,
-        "in_brief": not told_apart,
-        "algorithms": outcomes.algorithms(runs),
-        "pareto": outcomes.pareto(runs),
-        "off_policy": outcomes.off_policy(runs),
-        "kinds": [
-            [style.kind_colour(kind), style.KIND_TITLES.get(kind, kind), kind in style.PALE_KINDS]
-            for kind in kinds
-        ],
-        "causes": [[cause, style.CAUSE_TITLES[cause]] for cause in CAUSES],
+        "in_brief": in_brief,
+        "algorithms": figures.algorithms(runs),
+        "pareto": figures.pareto(runs),
+        "off_policy": figures.off_policy(runs),
+        "kinds": [[style.kind_colour(k), titles.get(k, k), k in style.PALE_KINDS] for k in kinds],
+        "causes": [[cause, style.CAUSES[cause]] for cause in CAUSES],
         "resolution": _RESOLUTION,
         "edges": edges,
-        "roles": sorted(roles, key=role_order),
-        "settings": [[key, values] for key, values in differing_settings(runs)],
+        "roles": sorted({s.role for own in where_time_went for s in own}, key=role_order),
+        "settings": [[key, values] for key, values in figures.differing_settings(runs)],
         "runs": [
             {
                 "name": run.name,
                 "task": [run.settings.get(f"task.{key}") for key in ("kind", "name")],
                 "missing": list(run.missing),
                 "curves": {name: _curve(run, metric) for name, metric in CURVES.items()},
-                "seconds": _last_time(run),
+                "seconds": _short(max(run.times_s().values(), default=0.0)),
                 "steps": len(run.metrics),
                 "rate": run.mean_over_time(CURVES["samples_per_s"]),
-                "shares": [[s.role, s.busy_s, dict(s.idle_s)] for s in of_run],
-                "verified": outcomes.verified(run),
+                "shares": own,
+                "verified": figures.verified(run),
                 "lengths": _lengths(run, edges),
                 "roles": list(run.roles),
                 "timeline": timeline,
             }
-            for run, of_run, timeline in zip(runs, where_time_went, timelines, strict=True)
+            for run, own, timeline in zip(runs, where_time_went, timelines, strict=True)
         ],
     }
 
 
 def length_edges(longest: int) -> list[int]:
-    """Edges of bins for lengths from 0 to ``longest`` tokens, three to a doubling.
-
-    Bin i holds the lengths from edge i up to, and without, edge i + 1.
-    """
-    edges, power = [0, 1], 0
+    """Return edges of bins for lengths from 0 to ``longest`` tokens, three to a doubling. Bin i
+    holds the lengths from edge i up to, and without, edge i + 1."""
+    powers = (round(2 ** (power / _BINS_PER_DOUBLING)) for power in count(1))
+    edges = [0, 1]
     while edges[-1] <= longest:
-        power += 1
-        edge = round(2 ** (power / _BINS_PER_DOUBLING))
-        if edge > edges[-1]:
-            edges.append(edge)
+        edges.append(next(edge for edge in powers if edge > edges[-1]))
     return edges
 
 
-def _lengths(run: Run, edges: Sequence[int]) -> dict[str, Any] | None:
-    """The histogram of the responses trained on, and its landmarks."""
-    lengths = sorted(r.tokens for r in run.rollouts if r.state == "trained")
+def _lengths(run: LoadedRun, edges: Sequence[int]) -> dict[str, Any] | None:
+    """Return the histogram of the responses trained on, and its landmarks."""
+    lengths = [r.tokens for r in run.rollouts if r.state == "trained"]
     if not lengths:
         return None
-    counts = [0] * (len(edges) - 1)
-    for length in lengths:
-        counts[bisect_right(edges, length) - 1] += 1
     return {
-        "counts": counts,
+        "counts": np.histogram(lengths, edges)[0].tolist(),
         "total": len(lengths),
         "rejected": len(run.rollouts) - len(lengths),
-        "median": quantile(lengths, 0.5),
-        "p95": quantile(lengths, 0.95),
-        "max": lengths[-1],
+        "median": float(np.median(lengths)),
+        "p95": float(np.quantile(lengths, 0.95)),
+        "max": max(lengths),
     }
 
 
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """Quantile of sorted values, by linear interpolation between the two around it."""
-    place = share * (len(ordered) - 1)
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-
-def _curve(run: Run, metric: str) -> list[list[float]] | None:
-    """Steps, times [s] and values; averaged over stretches where there are too many."""
+def _curve(run: LoadedRun, metric: str) -> list[list[float]] | None:
+    """Return steps, times [s] and values; averaged over stretches where there are too many."""
     steps, values = run.curve(metric)
     if not steps:
         return None
@@ -188,12 +169,10 @@ def _curve(run: Run, metric: str) -> list[list[float]] | None:
     ]
 
 
-def _last_time(run: Run) -> float:
-    return _short(max(run.times_s().values(), default=0.0))
-
-
-def _timelines(runs: Sequence[Run], kinds: list[str], step: int | None) -> list[dict[str, Any]]:
-    """The timelines of all runs: of every n-th step, if all were too much; adds to ``kinds``."""
+def _timelines(
+    runs: Sequence[LoadedRun], kinds: list[str], step: int | None
+) -> list[dict[str, Any]]:
+    """Return the timelines of all runs, of every n-th step if all were too much; add kinds."""
     every = [{number: _timeline(run, s, kinds) for number, s in run.steps.items()} for run in runs]
     sizes = [{n: len(json.dumps(rows)) for n, rows in timeline.items()} for timeline in every]
     stride = 1
@@ -209,10 +188,10 @@ def _timelines(runs: Sequence[Run], kinds: list[str], step: int | None) -> list[
     ]
 
 
-def _timeline(run: Run, step: StepSpans, kinds: list[str]) -> list[Any]:
-    """Start and length of a step [s], its bars and its waits, times in 1/:data:`_RESOLUTION`."""
-    start_s = step.step.start_s
-    length_s = step.step.end_s - start_s
+def _timeline(run: LoadedRun, step: TracedStep, kinds: list[str]) -> list[Any]:
+    """Return start and length of a step [s], its bars and its waits; times in 1/20,000 of it."""
+    start_s = step.start_s
+    length_s = step.end_s - start_s
     roles = {role: i for i, role in enumerate(run.roles)}
 
     def place(from_s: float, to_s: float) -> list[int]:
@@ -224,22 +203,18 @@ def _timeline(run: Run, step: StepSpans, kinds: list[str]) -> list[Any]:
     for bar in bars(step):
         if bar.kind not in kinds:
             kinds.append(bar.kind)
-        where = place(bar.start_s, bar.end_s)
-        drawn.append([roles[bar.role], kinds.index(bar.kind), *where, *_details(bar)])
+        row: list[Any] = [roles[bar.role], kinds.index(bar.kind), *place(bar.start_s, bar.end_s)]
+        row += [bar.tokens, bar.version, bar.count or None, list(bar.rollouts) or None]
+        row.append(bar.spans if bar.spans > 1 else None)
+        while row[-1] is None:
+            row.pop()
+        drawn.append(row)
     idle = [
-        [roles[wait.role], CAUSES.index(wait.cause), *place(wait.start_s, wait.end_s)]
+        [roles[wait.role], CAUSES.index(wait.kind), *place(wait.start_s, wait.end_s)]
         for wait in waits(step, run.roles)
-        if wait.cause in CAUSES
+        if wait.kind in CAUSES
     ]
     return [_short(start_s), _short(length_s), drawn, idle]
-
-
-def _details(bar: Bar) -> list[Any]:
-    details = [bar.tokens, bar.version, bar.count or None, list(bar.rollouts) or None]
-    details.append(bar.spans if bar.spans > 1 else None)
-    while details and details[-1] is None:
-        details.pop()
-    return details
 
 
 def _short(value: float) -> float:

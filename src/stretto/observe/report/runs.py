@@ -1,159 +1,118 @@
-"""Runs as a report reads them: whatever records a run directory has, and what it lacks."""
+"""Runs as a report reads them: whatever records a run directory has, what it lacks, and what the
+runs achieved: win-rate against KL, and both against how off-policy the runs were."""
 
 from __future__ import annotations
 
 import math
 import tomllib
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePath
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from stretto.errors import ConfigError
-from stretto.observe.idle import CAUSES, role_order
-from stretto.observe.progress import STEP_TIME
-from stretto.observe.report import evaluations
+from stretto.observe.display import REWARD, STEP_TIME
+from stretto.observe.idle import cause_order, role_order
 from stretto.observe.run_directory import RolloutRecord, RunDirectory
 from stretto.observe.spans import Span
 from stretto.observe.trace import Trace, TracedStep
 
-TIME = "time_s"
+OFF_POLICY = "schedule.weight_sync_interval"
+"""The setting N: batches generated, and then trained on, with one version of the weights."""
+
+LAST_SHARE = 10
+"""The reward of a run is the mean over the last tenth of its steps."""
 
 
 @dataclass(frozen=True, slots=True)
-class StepSpans:
-    """Spans of one step in the trace.
+class LoadedRun:
+    """The records of one run."""
 
-    Attributes:
-        step: its number and times, in seconds since the run's start.
-        spans: all that touch it; some may have begun before it, or end after it.
-    """
-
-    step: TracedStep
-    spans: tuple[Span, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One run.
-
-    Attributes:
-        name: its folder's, with as many of the folders above as tell it from the other runs.
-        settings: by dotted name.
-        metrics: one mapping a step, in order, under ``step`` its number.
-        rollouts: those that ended.
-        steps: the traced ones, by number.
-        roles: with a track in the trace, in the order in which they are shown.
-        missing: what it lacks, in plain words.
-        evaluations: records of ``stretto eval``, the oldest first.
-    """
-
-    name: str
-    settings: Mapping[str, Any]
-    metrics: Sequence[Mapping[str, Any]]
-    rollouts: Sequence[RolloutRecord]
-    steps: Mapping[int, StepSpans] = field(default_factory=dict)
-    roles: Sequence[str] = ()
-    missing: Sequence[str] = ()
-    evaluations: Sequence[Mapping[str, Any]] = ()
+    name: str  # its folder's, with as many folders above as tell it from the other runs
+    settings: Mapping[str, Any]  # by dotted name
+    metrics: Sequence[Mapping[str, Any]]  # of each step, with ``step`` its number
+    rollouts: Sequence[RolloutRecord]  # those that ended
+    steps: Mapping[int, TracedStep] = field(default_factory=dict)  # with their spans, by number
+    roles: Sequence[str] = ()  # with a track in the trace, in the order in which they are shown
+    missing: Sequence[str] = ()  # what it lacks, in plain words
+    evaluations: Sequence[Mapping[str, Any]] = ()  # of ``stretto eval``, the oldest first
 
     def curve(self, metric: str) -> tuple[list[int], list[float]]:
-        """Step numbers and values of a metric, where it has a finite one."""
+        """Return step numbers and values of a metric, where it has a finite one."""
         found = [(int(m["step"]), m[metric]) for m in self.metrics if _finite(m.get(metric))]
         return [step for step, _ in found], [float(value) for _, value in found]
 
     def times_s(self) -> dict[int, float]:
-        """Seconds since the run's start at the end of each step.
-
-        From the steps' own durations where the time itself was not recorded.
-        """
+        """Return seconds since the run's start at the end of each step, from the steps' own
+        durations where the time itself was not recorded."""
         times: dict[int, float] = {}
         now_s = 0.0
         for m in self.metrics:
             now_s += m[STEP_TIME] if _finite(m.get(STEP_TIME)) else 0.0
-            if _finite(m.get(TIME)):
-                now_s = m[TIME]
+            if _finite(m.get("time_s")):
+                now_s = m["time_s"]
             times[int(m["step"])] = now_s
         return times
 
-    def mean_over_time(self, metric: str) -> float | None:
-        """A metric's mean over the run's time: long steps count for more than short ones."""
+    def timed(self) -> Iterator[tuple[Mapping[str, Any], float]]:
+        """Yield the metrics of each step, and the seconds that it took."""
         times_s, before_s = self.times_s(), 0.0
-        total = length_s = 0.0
         for m in self.metrics:
-            step_s = times_s[int(m["step"])] - before_s
-            before_s += step_s
-            if _finite(m.get(metric)):
-                total += m[metric] * step_s
-                length_s += step_s
-        return total / length_s if length_s else None
+            now_s = times_s[int(m["step"])]
+            yield m, now_s - before_s
+            before_s = now_s
+
+    def mean_over_time(self, metric: str) -> float | None:
+        """Return a metric's mean over the run's time: long steps count for more than short ones."""
+        known = [(m[metric], step_s) for m, step_s in self.timed() if _finite(m.get(metric))]
+        length_s = sum(step_s for _, step_s in known)
+        return sum(value * step_s for value, step_s in known) / length_s if length_s else None
 
 
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """Busy and idle time of a role over a run, in seconds.
-
-    Attributes:
-        idle_s: by cause.
-    """
-
-    role: str
-    busy_s: float
-    idle_s: Mapping[str, float]
+# -- reading -------------------------------------------------------------------------------------
 
 
-def load(paths: Sequence[str | Path]) -> list[Run]:
-    """Read runs.
-
-    Raises:
-        ConfigError: a path is not a run directory, or none was given, or one twice.
-        StateError: a file is damaged.
-    """
+def load(paths: Sequence[str | Path]) -> list[LoadedRun]:
+    """Read runs. Raises ConfigError if a path is not a run directory, none was given or one twice;
+    StateError if a file is damaged."""
     folders = [Path(path) for path in paths]
     if not folders:
-        raise ConfigError("a report takes at least one run directory; none was given")
+        raise ConfigError("a report takes at least one run directory; got none", "no-run-named")
     if len({folder.resolve() for folder in folders}) < len(folders):
-        raise ConfigError("the same run directory was given twice; name each once")
+        raise ConfigError("the same run directory was given twice; name each once", "run-twice")
     return [_load(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
 
 
-def _load(folder: Path, name: str) -> Run:
+def _load(folder: Path, name: str) -> LoadedRun:
     run = RunDirectory(folder)
-    if not (run.config_file.is_file() or run.metrics_file.is_file()):
-        raise ConfigError(
-            f"'{folder}' is not a run directory: it has neither config.toml nor metrics.jsonl"
-        )
-    settings = (
-        _flat(tomllib.loads(run.config_file.read_text("utf-8")))
-        if run.config_file.is_file()
-        else {}
+    configured = run.config_file.is_file()
+    if not (configured or run.metrics_file.is_file()):
+        lacks = "it has neither config.toml nor metrics.jsonl"
+        raise ConfigError(f"'{folder}' is not a run directory: {lacks}", "not-a-run")
+    settings = dict(_flat(tomllib.loads(run.config_file.read_text("utf-8")))) if configured else {}
+    metrics, rollouts, trace = run.read_metrics(), run.read_rollouts(), run.trace.read()
+    needed = (
+        (settings, "config.toml: its settings are not compared"),
+        (metrics, "metrics.jsonl: it has no curves"),
+        (trace.steps, "trace.json: it has no timeline"),
+        (rollouts, "rollouts.jsonl: it has no response lengths"),
     )
-    metrics, rollouts = run.read_metrics(), run.read_rollouts()
-    trace = run.trace.read() if run.trace.path.is_file() else Trace((), ())
-    missing = [
-        text
-        for lacks, text in (
-            (not settings, "config.toml: its settings are not compared"),
-            (not metrics, "metrics.jsonl: it has no curves"),
-            (not trace.steps, "trace.json: it has no timeline"),
-            (not rollouts, "rollouts.jsonl: it has no response lengths"),
-        )
-        if lacks
-    ]
-    return Run(
+    return LoadedRun(
         name=name,
         settings=settings,
         metrics=metrics,
         rollouts=rollouts,
         steps=_by_step(trace),
         roles=sorted({span.role for span in trace.spans}, key=role_order),
-        missing=missing,
-        evaluations=evaluations.read(folder),
+        missing=[text for found, text in needed if not found],
+        evaluations=run.read_evaluations(),
     )
 
 
-def _by_step(trace: Trace) -> dict[int, StepSpans]:
+def _by_step(trace: Trace) -> dict[int, TracedStep]:
     steps = sorted(trace.steps, key=lambda step: step.start_s)
     ends = [step.end_s for step in steps]
     spans: list[list[Span]] = [[] for _ in steps]
@@ -162,57 +121,12 @@ def _by_step(trace: Trace) -> dict[int, StepSpans]:
         while i < len(steps) and steps[i].start_s < span.end_s:
             spans[i].append(span)
             i += 1
-    return {
-        step.step: StepSpans(step, tuple(inside)) for step, inside in zip(steps, spans, strict=True)
-    }
-
-
-def shares(run: Run) -> list[Shares]:
-    """Work and waiting by role over a run, from the metrics of its steps."""
-    roles: dict[str, tuple[float, dict[str, float]]] = {}
-    times_s, before_s = run.times_s(), 0.0
-    for m in run.metrics:
-        now_s = times_s[int(m["step"])]
-        for key, value in m.items():
-            kind, _, rest = key.partition("/")
-            if kind == "utilisation" and _finite(value):
-                busy_s, idle_s = roles.get(rest, (0.0, {}))
-                roles[rest] = (busy_s + value * (now_s - before_s), idle_s)
-        for key, value in m.items():
-            kind, _, rest = key.partition("/")
-            role, _, cause = rest.rpartition("/")
-            if kind == "idle_s" and role in roles and _finite(value):
-                roles[role][1][cause] = roles[role][1].get(cause, 0.0) + value
-        before_s = now_s
-    return [
-        Shares(role, roles[role][0], {c: idle[c] for c in sorted(idle, key=_cause_order)})
-        for role in sorted(roles, key=role_order)
-        for idle in (roles[role][1],)
-    ]
-
-
-def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[Any]]]:
-    """Settings that are not the same in all runs that have any, with each run's value.
-
-    ``None`` stands for a run that does not have it. Where and how a run is shown is left out.
-    """
-    known = [run for run in runs if run.settings]
-    keys = sorted({key for run in known for key in run.settings})
-    return [
-        (key, [run.settings.get(key) for run in runs])
-        for key in keys
-        if key != "out"
-        and not key.startswith("observe.")
-        and any(run.settings.get(key) != known[0].settings.get(key) for run in known)
-    ]
-
-
-def _cause_order(cause: str) -> tuple[int, str]:
-    return (CAUSES.index(cause) if cause in CAUSES else len(CAUSES)), cause
+    touched = zip(steps, spans, strict=True)
+    return {step.step: replace(step, spans=tuple(inside)) for step, inside in touched}
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that tell them apart."""
+    """Return the shortest ends of the paths that tell them apart."""
     parts = [folder.resolve().parts for folder in folders]
     names = []
     for own in parts:
@@ -223,14 +137,162 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return names
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in table.items():
         if isinstance(value, dict):
-            flat.update(_flat(value, f"{prefix}{key}."))
+            yield from _flat(value, f"{prefix}{key}.")
         else:
-            flat[prefix + key] = value
-    return flat
+            yield prefix + key, value
+
+
+# -- figures -------------------------------------------------------------------------------------
+
+
+class Shares(NamedTuple):
+    """Busy and idle time of a role over a run, in seconds; idle time by cause."""
+
+    role: str
+    busy_s: float
+    idle_s: Mapping[str, float]
+
+
+def shares(run: LoadedRun) -> list[Shares]:
+    """Return work and waiting by role over a run, from the metrics of its steps."""
+    busy_s: defaultdict[str, float] = defaultdict(float)
+    idle_s: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for m, step_s in run.timed():
+        for key, value in m.items():
+            kind, _, rest = key.partition("/")
+            if kind == "utilisation" and _finite(value):
+                busy_s[rest] += value * step_s
+            elif kind == "idle_s" and _finite(value):
+                role, _, cause = rest.rpartition("/")
+                idle_s[role][cause] += value
+    found = []
+    for role in sorted(busy_s, key=role_order):
+        ordered = sorted(idle_s[role].items(), key=lambda item: cause_order(item[0]))
+        found.append(Shares(role, busy_s[role], dict(ordered)))
+    return found
+
+
+def differing_settings(runs: Sequence[LoadedRun]) -> list[tuple[str, list[Any]]]:
+    """Return settings that are not the same in all runs that have any, with each run's value;
+    ``None`` for a run that does not have it. Where and how a run is shown is left out."""
+    known = [run.settings for run in runs if run.settings]
+    shown = sorted({key for settings in known for key in settings} - {"out"})
+    return [
+        (key, [run.settings.get(key) for run in runs])
+        for key in shown
+        if not key.startswith("observe.")
+        and any(settings.get(key) != known[0].get(key) for settings in known)
+    ]
+
+
+def algorithm(run: LoadedRun) -> str:
+    """Return a run's algorithm; 'unknown' where its settings do not say."""
+    return str(run.settings.get("algorithm.name", "unknown"))
+
+
+def algorithms(runs: Sequence[LoadedRun]) -> list[str]:
+    """Return algorithms of the runs, without repeats, in the order in which they come."""
+    return list(dict.fromkeys(map(algorithm, runs)))
+
+
+def win_rates(figures: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
+    """Yield the win-rates that an evaluation has: judge, rate and its standard error."""
+    for key, name, form in (("win_rate", "by", "{}"), ("judge", "judge", "LLM judge {}")):
+        if found := figures.get(key):
+            yield form.format(found[name]), found["rate"], found["standard_error"]
+
+
+def pareto(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
+    """Return win-rates with the KL [nats a response] of the same samples and the index of the run:
+    one group of points for each judge and SFT model, as figures of different judges, and distances
+    to different models, do not go into one picture."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for index, run in enumerate(runs):
+        for figures in (record["figures"] for record in run.evaluations):
+            kl = figures.get("kl")
+            for by, rate, error in win_rates(figures) if kl else ():
+                point = {
+                    "run": index,
+                    "rate": rate,
+                    "rate_error": error,
+                    "kl": kl["kl"],
+                    "kl_error": kl["standard_error"],
+                    "perplexity": kl["perplexity"],
+                }
+                groups.setdefault((by, str(kl["sft"])), []).append(point)
+    return [{"by": by, "sft": _short(sft), "points": group} for (by, sft), group in groups.items()]
+
+
+def verified(run: LoadedRun) -> dict[str, Any] | None:
+    """Return the latest pass@1 and mean score of a run, each with its standard error, and the share
+    of the prompts that training asks too, if it is known; ``None`` where neither was measured."""
+    for record in reversed(run.evaluations):
+        if "pass@1" in (figures := record["figures"]):
+            return {
+                "pass_at_1": [figures["pass@1"], figures["pass@1_standard_error"]],
+                "mean_score": [figures["mean_score"], figures["mean_score_standard_error"]],
+                "overlap": figures["overlap"],
+            }
+    return None
+
+
+def off_policy(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
+    """Return reward, win-rates, KL and perplexity by off-policyness; nothing for runs of a single
+    N. A line for each algorithm has ``points`` (N and the mean over the runs with this N) and
+    ``runs`` (N, value and index of each run)."""
+    dials = {
+        i: run.settings[OFF_POLICY] for i, run in enumerate(runs) if OFF_POLICY in run.settings
+    }
+    if len(set(dials.values())) < 2:
+        return []
+    achieved = [_achieved(run) for run in runs]
+    titles = dict.fromkeys(title for own in achieved for title in own)
+    charts = []
+    for title in sorted(titles, key=lambda t: [t.startswith(start) for start in _LATER]):
+        lines: dict[str, list[tuple[int, float, int]]] = {}
+        for i, n in dials.items():
+            if title in achieved[i]:
+                lines.setdefault(algorithm(runs[i]), []).append((n, achieved[i][title], i))
+        if lines:
+            drawn = [_line(name, sorted(each)) for name, each in lines.items()]
+            is_share = title.startswith("Win-rate")
+            charts.append({"title": title, "is_share": is_share, "lines": drawn})
+    return charts
+
+
+_LATER = ("Perplexity", "KL", "Win-rate")
+"""Figures that come after the reward, the last one first."""
+
+
+def _achieved(run: LoadedRun) -> dict[str, float]:
+    """Return the latest figures of a run, by title."""
+    found: dict[str, float] = {}
+    _, rewards = run.curve(REWARD)
+    if rewards:
+        last = rewards[-math.ceil(len(rewards) / LAST_SHARE) :]
+        found["Reward, last tenth of the steps"] = fmean(last)
+    for figures in (record["figures"] for record in run.evaluations):
+        found |= {f"Win-rate by {by}": rate for by, rate, _ in win_rates(figures)}
+        if kl := figures.get("kl"):
+            found["KL to the SFT model [nats a response]"] = kl["kl"]
+            found["Perplexity of the SFT model on the samples"] = kl["perplexity"]
+    return found
+
+
+def _line(name: str, runs: Sequence[tuple[int, float, int]]) -> dict[str, Any]:
+    values: dict[int, list[float]] = {}
+    for n, value, _ in runs:
+        values.setdefault(n, []).append(value)
+    means = [[n, fmean(each)] for n, each in values.items()]
+    return {"algorithm": name, "points": means, "runs": [list(run) for run in runs]}
+
+
+def _short(model: str) -> str:
+    path = PurePath(model)
+    return path.parent.name if path.name == "model" and path.parent.name else path.name
 
 
 def _finite(value: Any) -> bool:
