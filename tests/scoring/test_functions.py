@@ -23,7 +23,7 @@ from helpers import told
 from scorer_helpers import byte_tokenizer
 from stretto import tasks
 from stretto.config import TaskConfig
-from stretto.config.sections import RewardSource, TaskSource, reward_source
+from stretto.config.sections import RewardSource, reward_source
 from stretto.errors import ConfigError, LifecycleError, StrettoError, TaskError
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.functions import FunctionScorer
@@ -202,7 +202,7 @@ def test_the_tasks_verifier_judges_in_its_process(tmp_path: Path) -> None:
     config = TaskConfig(kind="gsm8k", name=str(path))
     task = tasks.load(config, 0)
     prompts = [render(task.row(i), config, TOKENIZER) for i in (0, 1, 1)]
-    scorer = FunctionScorer(TaskSource("task"), config, 0, TOKENIZER)
+    scorer = FunctionScorer(reward_source("task"), config, 0, TOKENIZER)
     try:
         assert numbers(judge(scorer, ["5", "so \\boxed{1,200}", "5"], prompts)) == [1.0, 1.0, 0.0]
         rows[1]["answer"] = "#### 6"
@@ -222,7 +222,7 @@ def test_made_rows_are_the_same_in_the_judges_process(kind: Any) -> None:
     config = TaskConfig(kind=kind, size=10, extract="last_number")
     task = tasks.load(config, 5)
     prompts = [render(task.row(i), config, TOKENIZER) for i in range(3)]
-    scorer = FunctionScorer(TaskSource("task"), config, 5, TOKENIZER)
+    scorer = FunctionScorer(reward_source("task"), config, 5, TOKENIZER)
     try:
         right = [f"It is {task.row(i).reference}." for i in range(2)]
         assert numbers(judge(scorer, [*right, "unknown"], prompts)) == [1.0, 1.0, 0.0]
@@ -270,10 +270,10 @@ def test_a_task_without_a_judge_is_refused(tmp_path: Path) -> None:
     path.write_text('{"prompt": "x"}')
     config = TaskConfig(kind="dataset", name=str(path))
     with pytest.raises(TaskError, match="answer_column is empty"):
-        FunctionScorer(TaskSource("task"), config, 0, TOKENIZER)
+        FunctionScorer(reward_source("task"), config, 0, TOKENIZER)
     with pytest.raises(TaskError, match="no file"):
         FunctionScorer(
-            TaskSource("task"), TaskConfig(kind="dataset", name="none.jsonl"), 0, TOKENIZER
+            reward_source("task"), TaskConfig(kind="dataset", name="none.jsonl"), 0, TOKENIZER
         )
 
 

@@ -7,20 +7,9 @@ from typing import NamedTuple
 
 from stretto.config import Config, ScheduleConfig
 from stretto.config.schedule import Settings
+from stretto.schedules import migration, overcommit
 from stretto.schedules.chunking import FixedChunk, TunedChunk
-from stretto.schedules.migration import (
-    AutoMigration,
-    FixedMigration,
-    MigrationLimits,
-    MigrationPolicy,
-)
-from stretto.schedules.overcommit import (
-    Algorithm1,
-    Equation4,
-    FixedOvercommit,
-    Overcommit,
-    ThroughputOvercommit,
-)
+from stretto.schedules.migration import AutoMigration, FixedMigration, MigrationLimits
 from stretto.schedules.schedule import Controls
 
 
@@ -106,27 +95,29 @@ def controls(
     )
 
 
-def _overcommit(s: ScheduleConfig, sizes: Settings, engines: int, seed: int) -> Overcommit:
+def _overcommit(
+    s: ScheduleConfig, sizes: Settings, engines: int, seed: int
+) -> overcommit.Overcommit:
     high = s.largest_overcommit(sizes.batch)
     if s.knobs.overcommit != "auto":
-        return FixedOvercommit(high)
+        return overcommit.FixedOvercommit(high)
     start, low = s.first_overcommit(sizes.batch), s.overcommit_min
     match s.overcommit_rule:
         case "equation4":
             inc, dec = s.overcommit_increment, s.overcommit_decrement
-            return Equation4(start, low, high, s.overcommit_window, inc, dec)
+            return overcommit.Equation4(start, low, high, s.overcommit_window, inc, dec)
         case "algorithm1":
-            return Algorithm1(start, low, high, s.overcommit_window)
+            return overcommit.Algorithm1(start, low, high, s.overcommit_window)
         case "throughput":
             batch, group = sizes.batch * s.weight_sync_interval, sizes.samples_per_prompt
-            return ThroughputOvercommit(
+            return overcommit.ThroughputOvercommit(
                 batch, high, s.max_carries, low=low, group=group, generators=engines, seed=seed
             )
 
 
 def _migration(
     s: ScheduleConfig, sizes: Settings, seed: int, on: Migrating
-) -> MigrationPolicy | None:
+) -> migration.MigrationPolicy | None:
     batch, tokens, share = sizes.batch * s.weight_sync_interval, on.prompt_tokens, s.knobs.migrate
     if share == "auto":
         rate = on.score_tokens_per_s

@@ -16,15 +16,8 @@ import numpy as np
 from torch import nn
 
 from stretto import tasks
-from stretto.assembly.models import (
-    Overrides,
-    frozen_copy,
-    load_reward_model,
-    made_ready,
-    make_actor,
-    make_critic,
-    with_adapters,
-)
+from stretto.assembly import models
+from stretto.assembly.models import Overrides
 from stretto.assembly.roles import reward_scorer
 from stretto.config import Config, RewardConfig
 from stretto.errors import ConfigError
@@ -93,7 +86,7 @@ def trained_models(
     the frozen weights, and checkpoints hold only what changes afterwards.
     """
     m, tokenizer = config.model, prompts.tokenizer
-    base = make_actor(m, overrides, say)
+    base = models.make_actor(m, overrides, say)
     ends = overrides.end_tokens
     ends = end_token_ids(unwrapped(base), tokenizer) if ends is None else ends
     _check_ends(config.reward, config.rollout.stop, ends)
@@ -104,18 +97,18 @@ def trained_models(
     warmed_up(base, config, prompts, overrides, say)
     critic = None
     if config.algorithm.definition.critic:
-        critic = make_critic(m, config.critic.init, base, tokenizer, rewards, overrides, say)
+        critic = models.make_critic(m, config.critic.init, base, tokenizer, rewards, overrides, say)
         own = stack if overrides.critic is not None else None
-        critic = with_adapters(critic, m, config.seed, "SEQ_CLS", own)
+        critic = models.with_adapters(critic, m, config.seed, "SEQ_CLS", own)
     own = stack if overrides.actor is not None else None
-    actor = with_adapters(base, m, config.seed, "CAUSAL_LM", own)
+    actor = models.with_adapters(base, m, config.seed, "CAUSAL_LM", own)
     reference = None
     if config.algorithm.has_reference:
         if overrides.reference is not None:
-            reference = made_ready(overrides.reference, m.device, "the reference")
+            reference = models.made_ready(overrides.reference, m.device, "the reference")
             reference.requires_grad_(False)
         else:  # under LoRA the actor is its own reference, without its adapters
-            reference = actor if m.lora_rank else frozen_copy(base)
+            reference = actor if m.lora_rank else models.frozen_copy(base)
     check_positions(config, "the critic", critic)
     check_positions(config, "the reference", reference)
     for model in filter(None, (actor, critic)):
@@ -130,7 +123,7 @@ def critic_rewards(
     if config.critic.init != "reward" or not config.algorithm.definition.critic:
         return []
     source = config.reward.models[0]
-    loaded = load_reward_model(config.model, source.model, say, in_files=overrides.in_files)
+    loaded = models.load_reward_model(config.model, source.model, say, in_files=overrides.in_files)
     return [reward_scorer(source.name, config, prompts.tokenizer, say, loaded)]
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stretto.assembly.models import Overrides, Reward, load_reward_model, made_ready
 from stretto.config import Config, ModelConfig
-from stretto.config.sections import ModelSource, RewardSource
+from stretto.config.sections import RewardSource
 from stretto.config.training import token_budget
 from stretto.errors import ConfigError, EngineError, ModelError
 from stretto.models.backend import backend_of, pick_device, pick_dtype
@@ -187,7 +187,7 @@ def open_functions(
     return [
         open_function(source, config, columns, tokenizer, stack, overrides.functions)
         for source in config.reward.parsed
-        if not (isinstance(source, ModelSource) or source.name in overrides.reward_models)
+        if not (source.kind == "model" or source.name in overrides.reward_models)
     ]
 
 
@@ -218,7 +218,7 @@ def load_reward(
     if own := overrides.reward_models.get(source.name):
         made_ready(own[0], config.device, f"reward model '{source.name}'").requires_grad_(False)
         return own
-    if not isinstance(source, ModelSource):
+    if source.kind != "model":
         return None
     return load_reward_model(config, source.model, say, in_files=overrides.in_files)
 

@@ -17,7 +17,7 @@ from stretto.config import (
     SftConfig,
     TaskConfig,
 )
-from stretto.config.sections import ModelSource, RewardSource, TaskSource, reward_source
+from stretto.config.sections import RewardSource, reward_source
 from stretto.errors import ConfigError, ModelError, TaskError, require
 from stretto.machine import usable_cores, usable_gpus
 from stretto.models.info import TOKENIZERS, ModelInfo, model_info, undivided
@@ -58,7 +58,7 @@ def check_run(
     _check_cluster(config)
     task = task or check_task(config.task, config.seed, ask_hub=ask_hub)
     sources = [s for s in config.reward.parsed if s.name not in brought]
-    if task and any(isinstance(source, TaskSource) for source in sources):
+    if task and any(source.kind == "task" for source in sources):
         task.require_verifier()
     if task and config.warmup_examples:
         task.own_answer(0, f"warmup_examples = {config.warmup_examples}")
@@ -191,9 +191,9 @@ def _check_sources(
     """Refuse reward models and functions that are not there, or ask for columns that are not."""
     columns = task.row(0).data.keys() if task else None
     for source in sources:
-        if isinstance(source, ModelSource):
+        if source.kind == "model":
             check_model(source.model, model, tokenizer=tokenizer, ask_hub=ask_hub)
-        elif not isinstance(source, TaskSource):
+        elif source.kind != "task":
             functions.check(source, columns)
 
 

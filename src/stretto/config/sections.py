@@ -165,42 +165,29 @@ MISSING_EOS = "missing_eos"
 
 @dataclass(frozen=True)
 class RewardSource:
-    """A source of rewards; of this very class: an object that the caller of a run brings."""
+    """A source of rewards, as ``reward.sources`` names it.
+
+    Attributes:
+        kind: task: its verifier. function: 'file.py:name'. model: 'model:NAME'. object: a name to
+            which only the caller of a run can give a meaning.
+    """
 
     name: str
-
-
-@dataclass(frozen=True)
-class TaskSource(RewardSource):
-    """The task's verifier."""
-
-    name: str = "task"
-
-
-@dataclass(frozen=True)
-class FunctionSource(RewardSource):
-    """A function in a file: 'file.py:name'."""
-
-    file: Path
-    function: str
-
-
-@dataclass(frozen=True)
-class ModelSource(RewardSource):
-    """A reward model: 'model:NAME'."""
-
-    model: str
+    kind: Literal["task", "function", "model", "object"] = "object"
+    model: str = ""
+    file: Path = Path()
+    function: str = ""
 
 
 def reward_source(name: str) -> RewardSource:
-    """Parse a source of rewards as ``reward.sources`` has it."""
+    """Parse a source of rewards."""
     if name == "task":
-        return TaskSource()
+        return RewardSource(name, "task")
     if name.startswith("model:"):
-        return ModelSource(name, name.removeprefix("model:"))
+        return RewardSource(name, "model", model=name.removeprefix("model:"))
     file, _, function = name.rpartition(":")
     if Path(file).suffix == ".py" and function.isidentifier():
-        return FunctionSource(name, Path(file), function)
+        return RewardSource(name, "function", file=Path(file), function=function)
     return RewardSource(name)
 
 
@@ -226,9 +213,9 @@ class RewardConfig(Section):
         return tuple(map(reward_source, self.sources))
 
     @property
-    def models(self) -> list[ModelSource]:
+    def models(self) -> list[RewardSource]:
         """The sources that are models."""
-        return [source for source in self.parsed if isinstance(source, ModelSource)]
+        return [source for source in self.parsed if source.kind == "model"]
 
     @property
     def factors(self) -> dict[str, float]:

@@ -16,7 +16,7 @@ from stretto import tasks
 from stretto.assembly.models import load_reward_model
 from stretto.assembly.roles import open_function, reward_scorer
 from stretto.config import Config
-from stretto.config.sections import ModelSource, TaskSource, reward_source
+from stretto.config.sections import reward_source
 from stretto.errors import ConfigError, RewardError, TaskError
 from stretto.models.load import load_config
 from stretto.observe.progress import on_stderr
@@ -50,10 +50,10 @@ def open_gold(
     scalar head.
     """
     parsed = reward_source(source)
-    if isinstance(parsed, ModelSource):
+    if parsed.kind == "model":
         loaded = load_reward_model(config.model, parsed.model, on_stderr)
         return reward_scorer(source, config, tokenizer, on_stderr, loaded, ends=ends)
-    if not isinstance(parsed, TaskSource) and ".py:" not in source:
+    if parsed.kind != "task" and ".py:" not in source:
         raise ConfigError(
             f"'{source}' is no source of rewards; give 'task' (its verifier), 'file.py:name' (a "
             "function) or 'model:NAME' (a reward model)",

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from stretto.assembly.models import NO_OVERRIDES, prepare_torch
 from stretto.assembly.parts import open_prompts
 from stretto.config import Config, PairsConfig, RewardModelConfig
-from stretto.config.sections import ModelSource, reward_source
+from stretto.config.sections import reward_source
 from stretto.errors import ConfigError, TaskError
 from stretto.evaluation.answers import answer, of_model, open_engine
 from stretto.evaluation.gold import as_rollout, end_tokens_of, open_gold, score_all
@@ -264,7 +264,7 @@ def _tokens_for(
     by: str, config: RewardModelConfig
 ) -> tuple[PreTrainedTokenizerBase, PromptLayout | None]:
     source = reward_source(by)
-    if not isinstance(source, ModelSource):
+    if source.kind != "model":
         return byte_tokenizer(), None
     path, trust = resolve(source.model, on_stderr), config.model.trust_remote_code
     tokenizer = load_tokenizer(path, trust, on_stderr)

@@ -139,10 +139,8 @@ def open_judge(judge: LlmJudge) -> Callable[[Sequence[JudgedPair]], Judgement]:
             "OPENAI_API_KEY, or name another endpoint with --judge-url",
             "judge-without-key",
         )
-    url, timeout_s = judge.url or None, judge.timeout_s
-    client = AsyncOpenAI(
-        api_key=key or "none", base_url=url, max_retries=RETRIES, timeout=timeout_s
-    )
+    key, url, limit_s = key or "none", judge.url or None, judge.timeout_s
+    client = AsyncOpenAI(api_key=key, base_url=url, max_retries=RETRIES, timeout=limit_s)
     return partial(_judge, judge, client)
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from stretto.assembly.controls import CoreShares, share_cores
 from stretto.config import ClusterConfig, Config
 from stretto.config.cluster import LEARNER, ProcessConfig, generator_names
-from stretto.config.sections import ModelSource
 from stretto.errors import ConfigError, nearest
 from stretto.saying import format_size
 
@@ -82,9 +81,7 @@ def model_scorers(config: Config, brought: Collection[str] = ()) -> list[str]:
     Args:
         brought: sources that are models which the caller brings.
     """
-    names = [
-        s.name for s in config.reward.parsed if isinstance(s, ModelSource) or s.name in brought
-    ]
+    names = [s.name for s in config.reward.parsed if s.kind == "model" or s.name in brought]
     if config.algorithm.has_reference:
         names.append("reference")
     if config.algorithm.definition.critic:

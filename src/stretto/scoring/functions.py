@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stretto.config import TaskConfig
-from stretto.config.sections import FunctionSource, RewardSource, TaskSource
+from stretto.config.sections import RewardSource
 from stretto.errors import ConfigError, EngineError, RewardError
 from stretto.scoring.conventions import recognise
 from stretto.scoring.responses import Pending, response_text
@@ -97,7 +97,7 @@ class FunctionScorer:
         if function is not None:
             self._payload = self._function_payload
             self._process = LocalFunction(function)
-        elif isinstance(source, TaskSource):
+        elif source.kind == "task":
             self._payload = _task_payload
             self._process = FunctionProcess({"task": task.model_dump(), "seed": seed})
         else:
@@ -256,7 +256,7 @@ def locate(source: RewardSource) -> dict[str, str]:
     Raises:
         ConfigError: the source is no function, or there is no such file.
     """
-    if not isinstance(source, FunctionSource):
+    if source.kind != "function":
         raise ConfigError(
             f"reward.sources: '{source.name}' is none of 'task', 'file.py:name' and 'model:NAME'"
         )

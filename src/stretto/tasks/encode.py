@@ -54,7 +54,9 @@ class Encoder:
         self.tokenizer = tokenizer
         self._control = _control_tokens(tokenizer)
         self._names = _stand_ins(self._control)
-        self._other = self._names | {name: text for text, name in self._names.items()}
+        spelled = {name: text for text, name in self._names.items()}
+        self._other = self._names | spelled
+        self._plain = {text: text for text in self._names} | spelled
         self._spelling = _any_of(self._names)
         self._either = _any_of(self._other)
         # Anything that is not in the vocabulary becomes the unknown token; that controls nothing.
@@ -79,9 +81,7 @@ class Encoder:
         """Return an escaped text as people read it; the inverse of :meth:`escape`."""
         if not _is_escaped(escaped):
             return escaped
-        return self._either.sub(
-            lambda m: m[0] if m[0] in self._names else self._other[m[0]], escaped
-        )
+        return self._either.sub(lambda m: self._plain[m[0]], escaped)
 
     def chat(self, turns: Iterable[Message], *, unfinished: bool = False, **options: Any) -> str:
         """Return a conversation in the tokenizer's chat template, its contents escaped.
@@ -137,9 +137,8 @@ class Encoder:
     def pieces(self, escaped: str, *, special: bool = False) -> Pieces:
         """Return the tokens of an escaped text with their places; for fast tokenizers only."""
         if not _is_escaped(escaped):
-            encoded = self.tokenizer(
-                escaped, add_special_tokens=special, return_offsets_mapping=True
-            )
+            options = {"add_special_tokens": special, "return_offsets_mapping": True}
+            encoded = self.tokenizer(escaped, **options)
             ids, spans = list(encoded["input_ids"]), list(encoded["offset_mapping"])
             if self._are_written(ids, escaped, special):
                 return ids, spans
@@ -237,9 +236,8 @@ def _turn_marks(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[str]) -> Se
         return ()
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     try:
-        once, twice = (
-            str(tokenizer.apply_chat_template(turns * n, tokenize=False)) for n in (1, 2)
-        )
+        shown = tokenizer.apply_chat_template
+        once, twice = (str(shown(turns * n, tokenize=False)) for n in (1, 2))
     except Exception:  # a template may do anything; what it makes of real turns is seen there
         return ()
     return [token for token in tokens if twice.count(token) > once.count(token)]

@@ -209,11 +209,9 @@ def _reasoning_dataset(config: TaskConfig, seed: int) -> Any:
             "unknown-task",
         )
     _check_names(config, DATASETS[config.name][1])
-    size = config.size or DEFAULT_SIZE
+    size, seed = config.size or DEFAULT_SIZE, _row_seed(seed)
     try:
-        return reasoning_gym.create_dataset(
-            config.name, size=size, seed=_row_seed(seed), **config.settings
-        )
+        return reasoning_gym.create_dataset(config.name, size=size, seed=seed, **config.settings)
     except (AssertionError, TypeError, ValueError) as error:
         raise TaskError(
             f"task.settings: '{config.name}' refuses {dict(config.settings)}: {error}",

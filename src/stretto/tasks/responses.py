@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from stretto.config import RowsConfig, TaskConfig
@@ -92,6 +93,7 @@ class PromptLayout:
         self._encoder = Encoder(tokenizer)
         self._end = cast(int, tokenizer.eos_token_id)
         self.found = self._encoder.found
+        self._after = partial(continued, self._encoder)
 
     def prompt(self, prompt: str | tuple[Message, ...], *, transcript: bool = False) -> Prompt:
         """Return a prompt as a policy reads it.
@@ -120,7 +122,7 @@ class PromptLayout:
         turn = Message(role="assistant", content=text)
         asked = self._template(prompt.messages, add_generation_prompt=True)
         read = self._grown(asked, [*prompt.messages, turn])
-        ids = self._after(asked, prompt.tokens, read)
+        ids = self._after(asked, prompt.tokens, read, special=False)
         return tuple(turn_of(ids, self._ends) or [*ids, self._end])
 
     def example(self, prompt: Prompt, completion: str | tuple[Message, ...]) -> Example:
@@ -149,7 +151,7 @@ class PromptLayout:
                 continue
             for learned in (False, True):
                 piece = self._grown(text, turns[: at + learned], answer=not learned)
-                ids = self._after(text, tokens, piece)
+                ids = self._after(text, tokens, piece, special=False)
                 count = len(turn_of(ids, self._ends)) or len(ids) if learned else 0
                 text += piece
                 tokens += ids
@@ -176,11 +178,6 @@ class PromptLayout:
     def _template(self, turns: Sequence[Message], **options: bool) -> str:
         with template_accepts(turns):
             return self._encoder.chat(turns, **options)
-
-    def _after(
-        self, text: str, tokens: Sequence[int], piece: str, *, special: bool = False
-    ) -> list[int]:
-        return continued(self._encoder, text, tokens, piece, special=special)
 
 
 def _example(tokens: Sequence[int], trained: Sequence[bool]) -> Example:
