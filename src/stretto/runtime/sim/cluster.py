@@ -18,8 +18,8 @@ from typing import Annotated, Literal, Self, TypeVar
 from pydantic import Field, ValidationError, model_validator
 
 from stretto.assembly.controls import Migrating
-from stretto.config import NonNegative, NonNegativeInt, PositiveInt, ScheduleConfig, Section, Seed
-from stretto.config.sections import refuse
+from stretto.config import ScheduleConfig
+from stretto.config.sections import NonNegative, NonNegativeInt, PositiveInt, Section, Seed, refuse
 from stretto.errors import ConfigError
 from stretto.runtime.sim.costs import (
     DriverCost,

@@ -16,7 +16,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from stretto.config import NonNegative, NonNegativeInt, Section
+from stretto.config.sections import NonNegative, NonNegativeInt, Section
 
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]

@@ -18,7 +18,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from stretto.config import Fraction, PositiveInt, Section
+from stretto.config.sections import Fraction, PositiveInt, Section
 from stretto.runtime.sim.costs import Positive
 
 _NORMAL = NormalDist()

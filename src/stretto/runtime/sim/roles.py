@@ -13,7 +13,7 @@ from math import exp
 
 import numpy as np
 
-from stretto.config import NonNegative, Section
+from stretto.config.sections import NonNegative, Section
 from stretto.errors import EngineError
 from stretto.runtime.sim.costs import PrefillCost, SampleCost, TrainCost
 from stretto.runtime.sim.devices import SimWorker
