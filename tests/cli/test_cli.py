@@ -193,7 +193,7 @@ def test_the_default_recipe_is_arithmetic(runtime: Runtime) -> None:
     [
         (["tinny"], "no recipe 'tinny'. Did you mean 'tiny'?"),
         (["tiny", "--training.lr", "-1"], "training.lr = -1.0: must be greater than 0"),
-        (["tiny", "--rollout.top-k", "5"], "truncated sampling is refused in training"),
+        (["tiny", "--rollout.top-k", "5"], "set top_k = 0 and top_p = 1"),
         (["tiny", "--rollout.bach", "5"], "--rollout.batch"),
         (["tiny", "--algorithm.kl-estimator", "k9"], "'k1', 'k2', 'k3'"),
         (["tiny", "--steps", "many"], "many"),

@@ -150,7 +150,7 @@ GOOD = {"prompt": "a", "completion": "b"}
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"q": "a", "a": "b"}], "'messages', or 'prompt' and 'completion', and .* 'a', 'q'"),
+        ([{"q": "a", "a": "b"}], "'messages', or 'prompt' and 'completion', but 'a', 'q'"),
         ([GOOD, {"prompt": "a"}], "row 1: no column 'completion'; its columns: 'prompt'"),
         ([GOOD, {"prompt": "a", "completion": " "}], "row 1: a completion is text, or a list"),
         ([{"messages": TALK[:1]}], "row 0: no turn is the assistant's.*user"),

@@ -141,11 +141,9 @@ def check_positions(
 def _check_ends(rule: RewardConfig, stop: Collection[str], end_tokens: Collection[int]) -> None:
     if not (end_tokens or stop or rule.missing_eos == "off"):
         raise ConfigError(
-            "nothing ends a response: the tokenizer has no end token, the generation config names "
-            "none, and rollout.stop is empty. Each would go on to the token limit, for which "
-            f"reward.missing_eos = '{rule.missing_eos}' has a penalty. Set eos_token in the "
-            "model's tokenizer_config.json, name a string in rollout.stop, or set "
-            "reward.missing_eos = 'off'",
+            "no end token and no rollout.stop ends a response, and reward.missing_eos = "
+            f"'{rule.missing_eos}' has a penalty for the token limit. Set eos_token in the model's "
+            "tokenizer_config.json, name a string in rollout.stop, or set missing_eos = 'off'",
             "nothing-ends-responses",
         )
 

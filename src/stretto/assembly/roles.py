@@ -124,9 +124,9 @@ def check_engine(config: Config, able: Capabilities) -> None:
         )
     if able.logprobs == "raw" and config.algorithm.old_policy != "proximal":
         raise ConfigError(
-            "the engine gives log-probabilities of the model, not of what it samples from "
-            f"(rollout.temperature = {config.rollout.temperature}); set algorithm.old_policy = "
-            "'proximal', which takes the learner's own",
+            "the engine gives log-probabilities without rollout.temperature = "
+            f"{config.rollout.temperature}; set algorithm.old_policy = 'proximal', which takes the "
+            "learner's own",
             "engine-with-raw-logprobs",
         )
 

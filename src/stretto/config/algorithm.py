@@ -152,9 +152,9 @@ class AlgorithmConfig(Section):
             "algorithm.kl_target adapts kl_coef, which is 0; give kl_coef a starting value"
         )
         broken["correction-without-proximal"] = (corrects and self.old_policy != "proximal") and (
-            f"algorithm.correction = '{self.correction}' weighs the learner's policy before the "
-            f"step against the one that sampled, and old_policy = '{self.old_policy}' takes them "
-            "for the same; set algorithm.old_policy = 'proximal'"
+            f"algorithm.correction = '{self.correction}' weighs the learner's policy against the "
+            f"one that sampled, and old_policy = '{self.old_policy}' takes them for the same; set "
+            "algorithm.old_policy = 'proximal'"
         )
         broken["correction-cap-below-one"] = self.correction_cap < 1 and (
             f"algorithm.correction_cap = {self.correction_cap} would weigh down on-policy data, "
@@ -177,8 +177,7 @@ class AlgorithmConfig(Section):
         )
         implicit = algorithm.kl_in == "implicit"
         broken["implicit-kl-without-beta"] = (implicit and not self.kl_coef) and (
-            f"algorithm.kl_coef is the beta of '{self.name}' and must be above 0; "
-            "the papers use 0.03 to 0.1"
+            f"algorithm.kl_coef is the beta of '{self.name}'; set it above 0, as 0.03 to 0.1"
         )
         placed = self.kl_in != "auto" or self.kl_target
         broken["implicit-kl-placed"] = (implicit and placed) and (

@@ -56,13 +56,11 @@ class ProcessConfig(Section):
             "has these processes for itself; leave it out, or add roles"
         )
         broken["python-of-learner"] = (self.python and learns) and (
-            f"cluster.processes: python = '{self.python}' is for generators and scorers, and "
-            "these processes have the learner, which writes what this interpreter reads; start "
-            "the run with that interpreter, or leave it out"
+            f"cluster.processes: python = '{self.python}' is for generators and scorers, and these "
+            "processes have the learner; start the run with that interpreter, or leave it out"
         )
         broken["unknown-device"] = not _DEVICE.fullmatch(self.device) and (
-            f"cluster.processes: device = '{self.device}' is none that torch knows; name 'cpu', "
-            "or a GPU such as 'cuda:1'"
+            f"cluster.processes: unknown device = '{self.device}'; name 'cpu', or as in 'cuda:1'"
         )
 
 
@@ -109,9 +107,8 @@ class ClusterConfig(Section):
         )
         both = any(roles.keys() >= {LEARNER, "generator"} and n == 1 for roles, n in kinds)
         broken["learner-with-generator"] = both and (
-            "cluster.processes: learner and generator in one process is what runtime = "
-            "'inline' does; give them processes of their own, on one device where they are "
-            "to share it"
+            "cluster.processes: learner and generator in one process is what runtime = 'inline' "
+            "does; give them processes of their own, on one device where they are to share it"
         )
         known = self.address in ("", "auto", "local") or ":" in self.address
         broken["no-address"] = not known and (

@@ -106,9 +106,9 @@ class Config(Section):
         """
         if limit is not None and self.longest > limit:
             raise ConfigError(
-                f"{what} has positions for {limit} tokens, and a prompt with its response may have "
-                f"{self.longest} (task.max_prompt_tokens = {self.task.max_prompt_tokens}, "
-                f"rollout.max_new_tokens = {self.rollout.max_new_tokens}); lower these, or choose "
+                f"{what} has positions for {limit} tokens, and task.max_prompt_tokens = "
+                f"{self.task.max_prompt_tokens} and rollout.max_new_tokens = "
+                f"{self.rollout.max_new_tokens} allow {self.longest}; lower these, or choose "
                 "another model",
                 "too-few-positions",
             )
@@ -121,9 +121,8 @@ class Config(Section):
             "use a temperature above 0 (greedy is what 'stretto eval' does)"
         )
         broken["truncated-sampling"] = (r.top_k or r.top_p < 1) and (
-            f"rollout.top_k = {r.top_k} and top_p = {r.top_p}: truncated sampling is refused in "
-            "training, as the learner's log-probabilities are of the full distribution; "
-            "set top_k = 0 and top_p = 1"
+            f"rollout.top_k = {r.top_k} and top_p = {r.top_p} truncate sampling, and the learner's "
+            "log-probabilities are of the full distribution; set top_k = 0 and top_p = 1"
         )
         broken |= self.schedule.overcommit_rules(r.batch)
         broken["migrate-with-one-engine"] = (self.schedule.asks_to_migrate and r.engines == 1) and (
@@ -148,25 +147,22 @@ class Config(Section):
 
     def _vllm_rules(self, broken: Rules) -> None:
         broken["vllm-without-processes"] = self.runtime == "inline" and (
-            "rollout.engine = 'vllm' needs processes of its own, as vLLM decides about the "
-            "threads of the one it is in, and runtime = 'inline' has none; set runtime = "
-            "'local' (--runtime local)"
+            "rollout.engine = 'vllm' needs processes of its own, whose threads vLLM sets, and "
+            "runtime = 'inline' has none; set runtime = 'local' (--runtime local)"
         )
         beside = [p.roles for p in self.cluster.processes if LEARNER in p.roles]
         generates = any(role.startswith("generator") for roles in beside for role in roles)
         broken["vllm-beside-learner"] = generates and (
-            "cluster.processes: generators in the learner's processes read its weights where "
-            "they are, and vLLM has weights of its own; give it processes of its own, on the "
-            "same devices where they are to share them"
+            "cluster.processes: generators in the learner's processes read its weights, and vLLM "
+            "has weights of its own; give it processes of its own, on the same devices if need be"
         )
 
     def _algorithm_rules(self, broken: Rules) -> None:
         a, r, minibatches = self.algorithm, self.rollout, self.training.minibatches
         broken["kl-horizon-too-short"] = (a.kl_target and r.batch >= 5 * a.kl_horizon) and (
-            f"algorithm.kl_horizon = {a.kl_horizon} is for steps of less than "
-            f"{5 * a.kl_horizon} responses: the adaptive beta moves by up to a fifth of itself "
-            f"a horizon, and rollout.batch = {r.batch} would take it to zero or below; raise "
-            "kl_horizon"
+            f"algorithm.kl_horizon = {a.kl_horizon} is for steps of less than {5 * a.kl_horizon} "
+            "responses: the adaptive beta moves by up to a fifth of itself a horizon, and "
+            f"rollout.batch = {r.batch} would take it to zero or below; raise kl_horizon"
         )
         broken["minibatches-not-divisor"] = r.batch % minibatches and (
             f"rollout.batch = {r.batch} does not split into training.minibatches = "
@@ -179,27 +175,23 @@ class Config(Section):
         )
         groups = r.batch // r.samples_per_prompt
         broken["minibatches-beyond-groups"] = (needs.per_group and minibatches > groups) and (
-            f"'{a.name}' trains on one of each prompt's responses, or on one pair, and "
-            f"training.minibatches = {minibatches} splits {groups} prompts; lower it to "
-            f"{groups} or less"
+            f"'{a.name}' trains on one response or pair of each prompt, and training.minibatches "
+            f"= {minibatches} splits {groups} prompts; lower it to {groups} or less"
         )
         frozen = self.critic.freeze_steps
         broken["freeze-without-critic"] = (frozen and not needs.critic) and (
-            f"critic.freeze_steps = {frozen} trains the critic alone, and '{a.name}' has none; "
-            "set it to 0"
+            f"critic.freeze_steps = {frozen}, and '{a.name}' has no critic; set it to 0"
         )
 
     def _pipeline_rules(self, broken: Rules) -> None:
         p, minibatches = self.pipeline, self.training.minibatches
         broken["pipeline-without-critic"] = not self.algorithm.definition.critic and (
-            f"pipeline.ranks = {p.ranks} trains an actor and a critic in pipelines that fill "
-            f"each other's bubbles, and '{self.algorithm.name}' has no critic; set "
-            "pipeline.ranks = 0, or algorithm.name = 'ppo'"
+            f"pipeline.ranks = {p.ranks} trains an actor and a critic, and '{self.algorithm.name}' "
+            "has no critic; set pipeline.ranks = 0, or algorithm.name = 'ppo'"
         )
         broken["pipeline-with-remote-code"] = self.model.trust_remote_code and (
-            f"pipeline.ranks = {p.ranks} sends stages of the model to other processes, which "
-            "cannot be done with model.trust_remote_code, as its code is known to this one "
-            "alone; set one of them to 0 or false"
+            f"pipeline.ranks = {p.ranks} sends stages of the model to other processes, which lack "
+            "the code of model.trust_remote_code; set one of them to 0 or false"
         )
         needed, responses = p.micro_batches or p.multiple, self.rollout.batch // minibatches
         broken["fewer-responses-than-micro-batches"] = responses < needed and (

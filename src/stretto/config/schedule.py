@@ -291,10 +291,9 @@ class ScheduleConfig(Section):
         delta = self.largest_overcommit(batch)
         name = "overcommit_max" if self.knobs.overcommit == "auto" else "overcommit"
         broken["overcommit-beyond-carries"] = delta > carries * size and (
-            f"schedule.{name} = {delta} and schedule.max_carries = {carries} contradict each "
-            f"other: with {size} responses between two weight syncs, the last of {delta} more are "
-            f"carried {-(-delta // size)} times; lower schedule.{name} to {carries * size}, or "
-            "raise schedule.max_carries"
+            f"with schedule.{name} = {delta} and {size} responses between two weight syncs, some "
+            f"are carried {-(-delta // size)} times, and schedule.max_carries = {carries}; lower "
+            f"schedule.{name} to {carries * size}, or raise schedule.max_carries"
         )
         return broken
 

@@ -55,8 +55,7 @@ def open_gold(
         return reward_scorer(source, config, tokenizer, on_stderr, loaded, ends=ends)
     if parsed.kind != "task" and ".py:" not in source:
         raise ConfigError(
-            f"'{source}' is no source of rewards; give 'task' (its verifier), 'file.py:name' (a "
-            "function) or 'model:NAME' (a reward model)",
+            f"'{source}' is no source of rewards; give 'task', 'file.py:name' or 'model:NAME'",
             "no-reward-source",
         )
     return open_function(parsed, config, columns, tokenizer, stack)
@@ -84,8 +83,7 @@ def _number(score: Score, rollout: Rollout) -> float:
     elif value is None:
         code = "reward-without-number"
         message = (
-            f"'{score.source}' gave None for response {rollout.id}, so it does not apply there; "
-            "here every response needs a number"
+            f"'{score.source}' gave None for response {rollout.id}, and each needs a number here"
         )
     elif not math.isfinite(value):
         code = "reward-not-finite"
@@ -139,8 +137,8 @@ def reference_text(task: tasks.Task, data: Mapping[str, Any], column: str) -> st
         answer = task.row(data[INDEX_KEY]).reference
         if answer is None:
             raise TaskError(
-                "the task has no answers of its own to compare with; name the column that holds "
-                f"the reference responses with --reference-column. The dataset has: {columns}",
+                "the task has no answers of its own to compare with; name a column with reference "
+                f"responses with --reference-column. The dataset has: {columns}",
                 "task-without-answers",
             )
         return answer
@@ -154,9 +152,8 @@ def reference_text(task: tasks.Task, data: Mapping[str, Any], column: str) -> st
         cell = cell[-1].get("content") if cell[-1].get("role") == "assistant" else None
     if not isinstance(cell, str) or not cell.strip():
         raise TaskError(
-            f"row {data[INDEX_KEY]}, column '{column}': a reference response is text, or a list of "
-            "messages whose last is the assistant's, and not empty; got "
-            f"{repr(data[column])[:200]}",
+            f"row {data[INDEX_KEY]}, column '{column}': a reference response is text, or messages "
+            f"of which the last is the assistant's, not empty; got {repr(data[column])[:200]}",
             "no-reference-response",
         )
     return cell

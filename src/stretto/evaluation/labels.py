@@ -179,9 +179,8 @@ def label_responses(
     read = len(kept) + left_out.total()
     if left_out["unended"] == read:
         raise TaskError(
-            f"a preference takes two responses that ended, and none of {read} prompts got two "
-            f"within rollout.max_new_tokens = {config.rollout.max_new_tokens}; raise that limit, "
-            "or --samples",
+            f"none of {read} prompts got two responses that ended within rollout.max_new_tokens = "
+            f"{config.rollout.max_new_tokens}; raise that limit, or --samples",
             "no-ended-responses",
         )
     _write(out, kept, read, by)
@@ -310,8 +309,8 @@ def _check_out(out: Path, source: str) -> None:
 def _write(out: Path, rows: Sequence[Row], read: int, by: str) -> None:
     if not rows:
         raise TaskError(
-            f"nothing is left to write: '{by}' prefers no side in any of {read} rows. Label with a "
-            "source that tells responses apart, or more rows",
+            f"nothing is left to write: '{by}' prefers no side in any of {read} rows. Label with "
+            "another source, or more rows",
             "only-ties",
         )
     try:

@@ -91,11 +91,8 @@ class LlmJudge:
 
     def __post_init__(self) -> None:
         if self.concurrency < 1 or not self.timeout_s > 0:
-            raise ConfigError(
-                f"the judge is asked {self.concurrency} questions at a time, with {self.timeout_s} "
-                "s for each; both must be above 0",
-                "judge-limits",
-            )
+            limits = f"concurrency = {self.concurrency} and timeout_s = {self.timeout_s}"
+            raise ConfigError(f"the judge's {limits} must be above 0", "judge-limits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,9 +219,8 @@ async def _ask(judge: LlmJudge, client: AsyncOpenAI, question: str) -> str:
                 answer = await complete(**REASONING_OPTIONS)
     except TimeoutError as error:
         raise JudgeError(
-            f"the judge '{judge.model}' did not answer within {judge.timeout_s:g} s, retries "
-            "included; give it more with --judge-timeout, or ask less at a time with "
-            "--judge-concurrency",
+            f"the judge '{judge.model}' did not answer within {judge.timeout_s:g} s, with retries; "
+            "raise --judge-timeout, or lower --judge-concurrency",
             "judge-timed-out",
         ) from error
     except OpenAIError as error:

@@ -238,11 +238,8 @@ def _check_sft(
     sft: str, temperature: float, tokenizer: PreTrainedTokenizerBase, trust: bool
 ) -> None:
     if not temperature:
-        raise ConfigError(
-            "the KL is estimated from samples, and temperature 0 is greedy; give a --temperature "
-            "above 0",
-            "kl-of-greedy-responses",
-        )
+        message = "the KL is estimated from samples; give a --temperature above 0 (greedy)"
+        raise ConfigError(message, "kl-of-greedy-responses")
     if not same_tokenizer(load_tokenizer(resolve(sft, on_stderr), trust, on_stderr), tokenizer):
         raise ConfigError(
             f"the KL is a sum over tokens, and the SFT model '{sft}' has another tokenizer than "

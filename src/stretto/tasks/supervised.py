@@ -20,6 +20,8 @@ U = TypeVar("U")
 Turns = str | tuple[Message, ...]
 """Text, or the messages of a conversation."""
 
+_KEYS = "'role' and 'content' and nothing else"
+
 TURN = "\n\nAssistant:"
 """Mark before each response in transcripts such as those of Bai et al. (2022)."""
 
@@ -89,8 +91,7 @@ def attempt(
     if errors and config.on_error == "stop":
         others = f" ({len(errors)} rows cannot be used)" if len(errors) > 1 else ""
         raise TaskError(
-            f"{errors[0]}{others}. Correct the data, or set data.on_error = 'drop' to leave such "
-            "rows out",
+            f"{errors[0]}{others}. Correct the data, or leave rows out: data.on_error = 'drop'",
             errors[0].code,
         )
     return made, list(map(str, errors))
@@ -139,9 +140,8 @@ def read_demonstrations(config: DemonstrationsConfig) -> tuple[list[Demonstratio
         if config.messages_column:
             wanted = f"'{config.messages_column}', or {wanted}"
         raise TaskError(
-            f"demonstrations stand in the column {wanted}, and '{config.name}' has the columns "
-            f"{_listed(rows[0])}. Name them with data.messages_column, or data.prompt_column and "
-            "data.completion_column",
+            f"'{config.name}' has no column {wanted}, but {_listed(rows[0])}. Name them with "
+            "data.messages_column, or data.prompt_column and data.completion_column",
             "missing-column",
         )
     return attempt_rows(rows, partial(_answered, columns), config)
@@ -158,11 +158,8 @@ def _dialogue(column: str, row: Row, index: int) -> Demonstration:
     (cell,) = cells_of(row, column)
     messages = as_messages(cell)
     if not messages:
-        raise TaskError(
-            "a conversation is a list of messages with 'role' and 'content' and nothing else; got "
-            f"{repr(cell)[:200]}",
-            "no-conversation",
-        )
+        message = f"a conversation is a list of messages with {_KEYS}; got {repr(cell)[:200]}"
+        raise TaskError(message, "no-conversation")
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         message = f"no turn is the assistant's, so nothing is learned ({_roles(messages)})"
@@ -214,9 +211,8 @@ def read_pairs(config: PairsConfig) -> tuple[list[Pair], list[str]]:
     named = asked in rows[0]
     if asked and not named and config.is_set("prompt_column"):
         raise TaskError(
-            f"data.prompt_column = '{asked}' is no column of '{config.name}', which has "
-            f"{_listed(rows[0])}; name the prompt's column, or set it to '' where both sides begin "
-            "with the prompt",
+            f"'{config.name}' has no data.prompt_column = '{asked}', but {_listed(rows[0])}; name "
+            "the prompt's column, or set it to '' where both sides begin with the prompt",
             "missing-column",
         )
 
@@ -250,8 +246,8 @@ def _side(value: Any, name: str) -> Turns:
     side = value if isinstance(value, str) else as_messages(value)
     if not side:
         raise TaskError(
-            f"the {name} side must be text that is not empty, or a list of messages with 'role' "
-            f"and 'content' and nothing else; got {repr(value)[:200]}",
+            f"the {name} side must be text that is not empty, or a list of messages with {_KEYS}; "
+            f"got {repr(value)[:200]}",
             "no-side",
         )
     return side
@@ -282,9 +278,9 @@ def _common_text(chosen: str, rejected: str, row: Row, *, turns: bool) -> int:
         return common.rindex(TURN) + len(TURN)
     if turns:
         raise TaskError(
-            f"there is no column with the prompt, and the two sides share no turn ({TURN!r}). The "
-            f"columns: {_listed(row)}. Name the prompt's with data.prompt_column, or set it to '' "
-            "where both texts begin with the prompt",
+            f"no column has the prompt, and the two sides share no turn ({TURN!r}); name one of "
+            f"{_listed(row)} in data.prompt_column, or set it to '' where both texts begin with "
+            "the prompt",
             "no-shared-turn",
         )
     for at in range(len(common), 0, -1):

@@ -183,11 +183,9 @@ class TableTask(Task):
     def _check_columns(self, row: Row) -> None:
         for column in filter(None, (self._prompt_column, self._answer_column)):
             if column not in row:
-                raise TaskError(
-                    f"no column '{column}'. {nearest(column, row)} Its columns: "
-                    f"{', '.join(sorted(row))}",
-                    "missing-column",
-                )
+                every = ", ".join(sorted(row))
+                message = f"no column '{column}'. {nearest(column, row)} Its columns: {every}"
+                raise TaskError(message, "missing-column")
         if INDEX_KEY in row:
             message = f"the column name '{INDEX_KEY}' is reserved; rename it"
             raise TaskError(message, "reserved-column")
@@ -231,11 +229,8 @@ class TableTask(Task):
         """Return the right answer and nothing else."""
         answer = row[self._answer_column]
         if not isinstance(answer, str | int | float) or not str(answer).strip():
-            raise TaskError(
-                f"the answer in column '{self._answer_column}' must be text or a number; got "
-                f"{answer!r}",
-                "answer-not-text",
-            )
+            where = f"the answer in column '{self._answer_column}'"
+            raise TaskError(f"{where} must be text or a number; got {answer!r}", "answer-not-text")
         return str(answer)
 
 
@@ -285,8 +280,7 @@ def as_prompt(value: Any) -> str | tuple[Message, ...]:
         utf8(message["role"] + message["content"])
     if messages[-1]["role"] == "assistant":
         raise TaskError(
-            "a prompt ends with a turn to be answered, and this one ends with the assistant's; "
-            "drop that message",
+            "the assistant's turn ends this prompt, and leaves none to answer; drop that message",
             "prompt-ends-with-assistant",
         )
     return messages
