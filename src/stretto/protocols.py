@@ -1,4 +1,4 @@
-"""The three roles a schedule talks to: generator, scorer, learner; and the tracer they report to.
+"""The three roles a schedule talks to: generator, scorer, learner; the tracer and the clock.
 
 The methods are coroutines so that one schedule serves a single process, a cluster and virtual time
 alike. A role answers its calls in the order they were made. Generators and scorers whose process is
@@ -7,6 +7,7 @@ lost raise :class:`~stretto.errors.RoleLostError` from then on, until they are r
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -172,3 +173,16 @@ class Tracer(Protocol):
 
     def add(self, role: str, name: str, start_s: float, end_s: float, **attributes: Any) -> None:
         """Record what has happened, in seconds of the run's clock."""
+
+
+class Clock(Protocol):
+    """The clock that coordination code reads, which never reads the wall clock by itself."""
+
+    def now(self) -> float:
+        """Return the seconds since an arbitrary origin; never goes back."""
+
+
+class RealClock:
+    """The machine's monotonic clock."""
+
+    now = staticmethod(time.perf_counter)

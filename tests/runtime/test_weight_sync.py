@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.clock import RealClock
 from stretto.errors import EngineError, RankError, RoleLostError, TransferError
 from stretto.observe.spans import Spans
+from stretto.protocols import RealClock
 from stretto.runtime.messages import Loaded, Offer
 from stretto.runtime.weight_sync import Step, Transfer, WeightSync, difference
 from stretto.types import FloatArray, Reply, WeightsRef

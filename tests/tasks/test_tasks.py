@@ -18,8 +18,7 @@ from scorer_helpers import byte_tokenizer
 from stretto import tasks
 from stretto.config import TaskConfig
 from stretto.errors import StateError, TaskError
-from stretto.tasks.answers import extract, same_answer
-from stretto.tasks.base import INDEX_KEY, TaskRow, fingerprint
+from stretto.tasks.base import INDEX_KEY, TaskRow, extract, fingerprint, same_answer
 from stretto.tasks.procedural import WORDS, ChainSum, SpellBackward
 from stretto.tasks.prompts import PromptSource, render
 from stretto.types import Message
@@ -99,7 +98,7 @@ def test_a_comparison_out_of_the_main_thread_is_refused_not_judged_wrong() -> No
 
 
 def test_a_comparison_that_takes_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stretto.tasks.answers.TIME_LIMIT_S", 1)
+    monkeypatch.setattr("stretto.tasks.base.TIME_LIMIT_S", 1)
     with pytest.raises(TimeoutError, match="within 1 s"):
         same_answer("12", "9**9**9**9", bare=False)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from stretto.clock import Clock
+from stretto.protocols import Clock
 from stretto.workers.group import ServiceGroup
 
 EVERY_S = 1.0

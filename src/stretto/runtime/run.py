@@ -21,14 +21,13 @@ from stretto.assembly.controls import Migrating, controls_of, migrating_of
 from stretto.assembly.models import NO_OVERRIDES, Overrides, prepare_torch
 from stretto.assembly.parts import look_at_prompts, open_prompts
 from stretto.assembly.roles import open_functions
-from stretto.clock import RealClock
 from stretto.config import Config
 from stretto.config.cluster import LEARNER, generator_names
 from stretto.errors import RankError
 from stretto.models.backend import pick_device, pick_dtype
 from stretto.models.weights import copy_into
 from stretto.observe.spans import Spans
-from stretto.protocols import Generator
+from stretto.protocols import Generator, RealClock
 from stretto.runtime.clients import generator_client, learner_client, scorer_client
 from stretto.runtime.kv_transfer import KVRouter
 from stretto.runtime.memory import MemoryWatch

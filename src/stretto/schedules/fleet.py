@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from stretto.clock import Clock
 from stretto.errors import LifecycleError, RoleLostError, StalledError, StrettoError
-from stretto.protocols import Replaceable
+from stretto.protocols import Clock, Replaceable
 from stretto.schedules.waits import Phases, Waits, answered
 from stretto.types import WeightsRef, short_name
 

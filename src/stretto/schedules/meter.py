@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from statistics import fmean
 from typing import Any
 
-from stretto.clock import Clock
+from stretto.protocols import Clock
 from stretto.schedules.controller import DecodeSample, Feedback
 from stretto.schedules.rollout import Rollout
 from stretto.types import Stats

@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from stretto.clock import Clock
 from stretto.config.schedule import Settings
-from stretto.protocols import DRIVER, Generator, Learner, Replaceable, Tracer
+from stretto.protocols import DRIVER, Clock, Generator, Learner, Replaceable, Tracer
 from stretto.schedules.buffer import Buffer
 from stretto.schedules.chunking import ChunkSize
 from stretto.schedules.filtering import reasons_to_reject

@@ -18,8 +18,7 @@ from typing import Any
 
 from stretto.config import TaskConfig
 from stretto.errors import TaskError, nearest, require
-from stretto.tasks.answers import extract
-from stretto.tasks.base import Task, TaskRow
+from stretto.tasks.base import Task, TaskRow, extract
 
 SEED_STRIDE = 1_000_003
 """Row i of a dataset is drawn with its seed + i: runs of seeds 0 and 1 must not share rows."""

@@ -11,8 +11,7 @@ from typing import Any, cast
 
 from stretto.config import RowsConfig, TaskConfig
 from stretto.errors import TaskError, nearest, require
-from stretto.tasks.answers import extract, same_answer
-from stretto.tasks.base import INDEX_KEY, Task, TaskRow, fingerprints
+from stretto.tasks.base import INDEX_KEY, Task, TaskRow, extract, fingerprints, same_answer
 from stretto.tasks.encode import utf8
 from stretto.types import Message
 

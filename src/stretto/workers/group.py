@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from stretto.clock import Clock, RealClock
 from stretto.errors import RankError, RoleLostError, StrettoError
+from stretto.protocols import Clock, RealClock
 from stretto.types import Reply, Work
 from stretto.workers.executor import Executor
 from stretto.workers.ranks import Ranks
