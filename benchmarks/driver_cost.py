@@ -20,10 +20,10 @@ import numpy as np
 
 from _driver import IdleGenerator, IdleScorer
 from _shared import parse
-from stretto.clock import RealClock
 from stretto.config.cluster import generator_names
 from stretto.config.schedule import Settings
 from stretto.observe.spans import Spans
+from stretto.protocols import RealClock
 from stretto.runtime.clients import generator_client, scorer_client
 from stretto.schedules.chunking import FixedChunk
 from stretto.schedules.overcommit import FixedOvercommit

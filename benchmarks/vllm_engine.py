@@ -31,7 +31,7 @@ keep_freed_memory()  # before torch is imported, as the command line does
 import torch
 
 from _shared import parse, random_prompts
-from stretto.assembly.engines import make_engine
+from stretto.assembly.roles import make_engine
 from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig
 from stretto.machine import Machine
 from stretto.models.load import load_causal_lm

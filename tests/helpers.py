@@ -200,3 +200,20 @@ def held_bytes(tensors: Iterable[Tensor]) -> int:
     """Return bytes of the memory that tensors lie in, what several share counted once."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+class ManualClock:
+    """A clock that stands still until it is told otherwise; for tests."""
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self._now_s = start_s
+
+    def now(self) -> float:
+        """Return the seconds, as last set."""
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        """Move time forward by ``seconds`` (never negative)."""
+        if seconds < 0:
+            raise ValueError(f"time only moves forward; got {seconds} s")
+        self._now_s += seconds

@@ -15,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from stretto import extras, tasks
+from stretto import errors, tasks
 from stretto.config import TaskConfig
 from stretto.errors import MissingExtraError, require
 
@@ -47,15 +47,15 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Hiding
 
 
 def test_the_extras_that_are_read_are_those_of_the_project() -> None:
-    assert list(map(str, extras.requirements())) == sorted(
+    assert list(map(str, errors.requirements())) == sorted(
         map(str, map(Requirement, PROJECT["dependencies"])), key=str.lower
     )
     for extra, wanted in EXTRAS.items():
-        found = extras.requirements(extra)
+        found = errors.requirements(extra)
         assert [(r.name, r.specifier) for r in found] == [(r.name, r.specifier) for r in wanted]
         for requirement in wanted:
-            assert extras.plain(requirement) in extras.remedy(extra)
-        assert extras.remedy(extra).endswith(f"pip install -e '.[{extra}]')")
+            assert errors.plain(requirement) in errors.remedy(extra)
+        assert errors.remedy(extra).endswith(f"pip install -e '.[{extra}]')")
 
 
 def test_run_from_its_source_the_remedy_is_that_of_a_clone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +63,7 @@ def test_run_from_its_source_the_remedy_is_that_of_a_clone(monkeypatch: pytest.M
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "requires", nothing)
-    assert extras.remedy("hub") == "pip install -e '.[hub]'"
+    assert errors.remedy("hub") == "pip install -e '.[hub]'"
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_task_names_the_library_that_it_lacks(
     extra = next(e for e, found in EXTRAS.items() if found[0].name.replace("-", "_") == library)
     with pytest.raises(MissingExtraError) as caught:
         tasks.load(task, 0)
-    for part in (f"the library '{library}'", extras.plain(EXTRAS[extra][0]), f"'.[{extra}]'"):
+    for part in (f"the library '{library}'", errors.plain(EXTRAS[extra][0]), f"'.[{extra}]'"):
         assert part in str(caught.value)
 
 

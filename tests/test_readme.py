@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from stretto.cli.main import main
-from stretto.config import recipes
+from stretto.config import KNOBS, PRESETS, recipes
 from stretto.config.algorithm import ALGORITHMS
-from stretto.config.knobs import KNOBS, PRESETS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -32,8 +32,7 @@ def default_handlers() -> Iterator[None]:
 
 
 def send(number: int) -> None:
-    os.kill(os.getpid(), number)
-    time.sleep(0.01)  # until it is handled, in this very thread
+    signal.raise_signal(number)  # handled before this returns
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

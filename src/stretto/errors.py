@@ -1,24 +1,4 @@
-"""The errors that Stretto raises on purpose, in one tree.
-
-::
-
-    StrettoError
-    ├── ConfigError            a setting is unknown, out of range, or contradicts another
-    │   └── RuleError              ... as a validator of the settings finds
-    ├── MissingExtraError      an optional library is needed; names the extra to install
-    ├── ModelError             a model cannot be found, fetched, loaded or driven
-    ├── OutOfMemoryError       the memory of the machine or of a GPU is used up
-    ├── TaskError              a dataset cannot be read, or lacks a column
-    ├── RewardError            a reward source failed on a sample (carries the samples)
-    ├── EngineError            the generation engine was asked for what it cannot do
-    ├── TransferError          weights or keys and values did not arrive; they may be sent again
-    ├── LearnerError           training found its own numbers wrong
-    ├── StateError             saved state is damaged, or does not fit what it is put back into
-    ├── StorageError           a file cannot be written, or a folder is in use
-    ├── RankError              a process that works for a run failed, and its group with it
-    │   └── RoleLostError      ... and with it a role, which may be started again
-    ├── StalledError           a role did not answer in time, or everyone waits for everyone
-    └── LifecycleError         a rollout or a role was moved along an edge that does not exist
+"""The errors that Stretto raises on purpose, in one tree, and the libraries that it can do without.
 
 Each message says the rule, the value that broke it, and the remedy. The command line prints the
 message alone (and before it the traceback of a rank's bug, a note of :class:`RankError`) and exits
@@ -32,15 +12,16 @@ import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
-from stretto.extras import remedy
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 
 class StrettoError(Exception):
     """Base of every error raised on purpose.
 
-    Attributes:
-        code: names the rule that was broken, for programs; the message may be reworded.
+    For programs, ``code`` names the rule that was broken; the message may be reworded.
     """
 
     def __init__(self, message: str, code: str = "") -> None:
@@ -57,7 +38,7 @@ class RuleError(ConfigError, ValueError):
 
 
 class MissingExtraError(StrettoError):
-    """An optional library is needed and not installed."""
+    """An optional library is needed and not installed; the message names the extra to install."""
 
     def __init__(self, library: str, extra: str, purpose: str) -> None:
         self._parts = library, extra, purpose
@@ -68,7 +49,6 @@ class MissingExtraError(StrettoError):
         )
 
     def __reduce__(self) -> tuple[type[MissingExtraError], tuple[str, str, str]]:
-        """Be made of the same parts where it comes out of a pickle."""
         return type(self), self._parts
 
 
@@ -84,16 +64,14 @@ class TaskError(StrettoError):
     """A dataset cannot be read, or lacks what the task needs."""
 
 
-class RewardError(StrettoError):
-    """A reward source failed on at least one sample.
-
-    Attributes:
-        rollout_ids: the rollouts whose samples could not be scored.
-    """
-
+class _RolloutsError(StrettoError):
     def __init__(self, message: str, rollout_ids: Iterable[int] = (), code: str = "") -> None:
         super().__init__(message, code)
         self.rollout_ids = tuple(rollout_ids)
+
+
+class RewardError(_RolloutsError):
+    """A reward source failed on samples, those of ``rollout_ids``."""
 
 
 class JudgeError(StrettoError):
@@ -105,7 +83,7 @@ class EngineError(StrettoError):
 
 
 class TransferError(StrettoError):
-    """Tensors did not arrive in time, or one side of their transfer is gone."""
+    """Tensors did not arrive in time, or one side is gone; they may be sent again."""
 
 
 class LearnerError(StrettoError):
@@ -124,10 +102,7 @@ class RankError(StrettoError):
     """A process that holds a part of the models failed; all of them have been ended.
 
     Where the process raised an error of Stretto, that is the ``__cause__``; of any other error a
-    note has the traceback.
-
-    Attributes:
-        rank: the one that failed first, or ``None`` where none did.
+    note has the traceback. ``rank`` failed first; it is ``None`` where none did.
     """
 
     def __init__(self, message: str, rank: int | None = None, code: str = "") -> None:
@@ -136,12 +111,9 @@ class RankError(StrettoError):
 
 
 class RoleLostError(RankError):
-    """A process that works for a role has died, hung, or raised what it cannot survive.
+    """A process that works for ``role`` has died, hung, or raised what it cannot survive.
 
     Where the run allows restarts, another one is started in its place.
-
-    Attributes:
-        role: its name.
     """
 
     def __init__(self, role: str, cause: str, code: str = "") -> None:
@@ -153,16 +125,8 @@ class RoleLostError(RankError):
         return self._message
 
 
-class StalledError(StrettoError):
-    """A role did not answer within its deadline, or everyone waits for everyone.
-
-    Attributes:
-        rollout_ids: the rollouts that were waited for.
-    """
-
-    def __init__(self, message: str, rollout_ids: Iterable[int] = (), code: str = "") -> None:
-        super().__init__(message, code)
-        self.rollout_ids = tuple(rollout_ids)
+class StalledError(_RolloutsError):
+    """A role did not answer in time about ``rollout_ids``, or all roles wait for each other."""
 
 
 class LifecycleError(StrettoError):
@@ -179,29 +143,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | OSError) and bool(_MEMORY_IS_SHORT.search(str(error)))
 
 
-def is_installed(library: str) -> bool:
-    """Return whether a library, by the name under which it is imported, is installed."""
-    if sys.modules.get(library) is not None:
-        return True
-    found = find_spec(library)
-    return bool(found and found.origin)  # a folder of that name, such as ./wandb, has no origin
-
-
-def require(library: str, extra: str, purpose: str) -> None:
-    """Make sure that an optional library is installed.
-
-    Args:
-        library: by the name under which it is imported.
-        extra: asks for it.
-        purpose: of the library, as the subject of a message.
-
-    Raises:
-        MissingExtraError: it is not.
-    """
-    if not is_installed(library):
-        raise MissingExtraError(library, extra, purpose)
-
-
 def first_line(error: BaseException) -> str:
     """Return the first line of another library's message, to be quoted within a line."""
     return str(error).strip().partition("\n")[0]
@@ -212,3 +153,54 @@ def nearest(name: str, known: Iterable[str]) -> str:
     known = sorted(known)
     close = get_close_matches(name, known, n=1, cutoff=0.5)
     return f"Did you mean '{close[0]}'?" if close else f"Known: {', '.join(known)}."
+
+
+def is_installed(library: str) -> bool:
+    """Return whether a library, by the name under which it is imported, is installed."""
+    if sys.modules.get(library) is not None:
+        return True
+    found = find_spec(library)
+    return bool(found and found.origin)  # a folder of that name, such as ./wandb, has no origin
+
+
+def require(library: str, extra: str, purpose: str) -> None:
+    """Raise MissingExtraError if an optional library, by its name in imports, is not installed.
+
+    ``extra`` asks for it; ``purpose`` is the subject of the message.
+    """
+    if not is_installed(library):
+        raise MissingExtraError(library, extra, purpose)
+
+
+def requirements(extra: str = "") -> list[Requirement]:
+    """Return what the installed package requires, or what an extra adds to that; by name."""
+    from importlib import metadata
+
+    from packaging.requirements import Requirement
+
+    try:
+        found = [Requirement(text) for text in metadata.requires("stretto") or ()]
+    except metadata.PackageNotFoundError:  # run from its source
+        return []
+    chosen = [r for r in found if _asks_for(r, extra) and not (extra and _asks_for(r, ""))]
+    return sorted(chosen, key=lambda r: r.name.lower())
+
+
+def _asks_for(requirement: Requirement, extra: str) -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+
+
+def plain(requirement: Requirement) -> str:
+    """Return a requirement as pip takes it on a command line."""
+    return f"'{requirement.name}{requirement.specifier}'"
+
+
+def remedy(extra: str) -> str:
+    """Return the commands that install what an extra asks for.
+
+    The first names the libraries themselves, and so is right wherever Stretto was installed from:
+    a clone, or the file of a wheel. Stretto is on no package index.
+    """
+    clone = f"pip install -e '.[{extra}]'"
+    libraries = " ".join(map(plain, requirements(extra)))
+    return f"pip install {libraries} (or, in a clone of Stretto: {clone})" if libraries else clone

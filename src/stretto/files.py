@@ -13,39 +13,29 @@ from pathlib import Path
 
 from stretto.errors import StorageError
 
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-"""Constants of Linux's renameat2(2)."""
-
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants of Linux's renameat2(2)
 _BLOCK = 1 << 16
 
 SPARE = 0.5
-"""Room that what is large leaves on the disk, as a share of its size: records and the model at the
-end go there as well."""
+"""Room that what is large leaves on the disk for records and the model, as a share of its size."""
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _REMEDIES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "make room there"),
-    **dict.fromkeys(
-        (errno.EROFS, errno.EACCES, errno.EPERM),
-        "make it writable, or copy the folder to a place that is",
-    ),
+    **dict.fromkeys(_FULL, "make room there"),
+    **dict.fromkeys(_READ_ONLY, "make it writable, or copy the folder to a place that is"),
 }
 
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turn what the system says into one line with a remedy.
-
-    Raises:
-        StorageError: in place of an ``OSError``.
-    """
+    """Raise StorageError, one line with a remedy, in place of an ``OSError``."""
     try:
         yield
     except OSError as error:
         remedy = _REMEDIES.get(error.errno or 0, "see that the disk is there and can be written to")
-        raise StorageError(f"cannot write '{path}': {error.strerror or error}; {remedy}") from error
-
-
-# -- room --------------------------------------------------------------------------------------
+        message = f"cannot write '{path}': {error.strerror or error}; {remedy}"
+        raise StorageError(message, "cannot-write") from error
 
 
 def existing(path: Path) -> Path:
@@ -65,15 +55,7 @@ def size_of(folder: Path) -> int:
 
 
 def leave_room(path: Path, size: int) -> None:
-    """Refuse to fill a disk: :data:`SPARE` is to be left.
-
-    Args:
-        path: of a file or folder, to be written.
-        size: of it in bytes.
-
-    Raises:
-        OSError: too little room would be left.
-    """
+    """Raise OSError if ``size`` bytes at ``path`` would leave less room than :data:`SPARE`."""
     there = free(path)
     if there < (1 + SPARE) * size:
         raise OSError(
@@ -83,15 +65,8 @@ def leave_room(path: Path, size: int) -> None:
         )
 
 
-# -- files ---------------------------------------------------------------------------------------
-
-
 def write_whole(file: Path, content: bytes) -> None:
-    """Write a file that appears under its name once it is on disk; a former one stays until then.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Write a file that takes its name once it is on disk; a former one stays until then."""
     scratch = file.with_name(f"{file.name}.tmp")
     with explained(file):
         try:
@@ -106,34 +81,28 @@ def write_whole(file: Path, content: bytes) -> None:
 def append(file: Path, lines: bytes) -> bool:
     """Add whole lines at the end of a file, all or none of them.
 
-    Returns:
-        Whether a last line without an end, as a crash leaves it, was dropped first.
-
-    Raises:
-        StorageError: they cannot be written; the file is as it was before.
+    Returns whether a last line without an end, as a crash leaves it, was dropped first. Raises
+    StorageError if they cannot be written; the file is as it was before.
     """
-    with explained(file):
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    with explained(file), file.open("ab+", buffering=0) as stream:
+        descriptor = stream.fileno()
+        size = os.fstat(descriptor).st_size
+        whole = _end_of_lines(descriptor, size)
+        if whole < size:
+            os.ftruncate(descriptor, whole)
         try:
-            size = os.fstat(descriptor).st_size
-            whole = _end_of_lines(descriptor, size)
-            if whole < size:
+            write(descriptor, lines)
+        except BaseException:
+            with suppress(OSError):
                 os.ftruncate(descriptor, whole)
-            try:
-                write(descriptor, lines)
-            except BaseException:
-                with suppress(OSError):
-                    os.ftruncate(descriptor, whole)
-                raise
-        finally:
-            os.close(descriptor)
+            raise
     return whole < size
 
 
 def write(descriptor: int, content: bytes) -> None:
     """Write all of it where the file stands: a nearly full disk takes a part without an error.
 
-    In all other cases it is one call, so that Ctrl-C comes before or after it, never in between.
+    Otherwise it is one call, so that Ctrl-C comes before or after it, never in between.
     """
     left = memoryview(content)
     while left:
@@ -148,17 +117,14 @@ def whole_lines(content: bytes) -> list[bytes]:
 
 def last_line(file: Path) -> bytes:
     """Read the last whole line, with its end; empty where there is none."""
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
+    with file.open("rb", buffering=0) as stream:
+        descriptor = stream.fileno()
         end = _end_of_lines(descriptor, os.fstat(descriptor).st_size)
         start = _end_of_lines(descriptor, end - 1) if end else 0
         return os.pread(descriptor, end - start, start)
-    finally:
-        os.close(descriptor)
 
 
 def _end_of_lines(descriptor: int, size: int) -> int:
-    """Return the place where the last whole line ends, in bytes."""
     end = size
     while end:
         start = max(end - _BLOCK, 0)
@@ -169,18 +135,13 @@ def _end_of_lines(descriptor: int, size: int) -> int:
     return 0
 
 
-# -- folders -------------------------------------------------------------------------------------
-
-
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """Yield a scratch folder, which takes the place of ``target`` once it is filled and on disk.
 
     A former ``target`` is there until then; the exchange is one step where the system can do that.
-    If the filling fails, the former ``target`` stays and the scratch folder goes.
-
-    Raises:
-        OSError: the system refuses.
+    If the filling fails, the former ``target`` stays and the scratch folder goes. Raises OSError if
+    the system refuses.
     """
     target = target.resolve()
     scratch = target.with_name(f"{target.name}.tmp")
@@ -199,10 +160,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 def added_to(folder: Path) -> Iterator[Path]:
     """Yield a scratch folder, whose files move to ``folder`` once all of them are on disk.
 
-    Other files of ``folder`` stay.
-
-    Raises:
-        OSError: the system refuses.
+    Other files of ``folder`` stay. Raises OSError if the system refuses.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as name:
@@ -255,7 +213,5 @@ def _put(scratch: Path, target: Path) -> None:
 
 def _exchange(a: Path, b: Path) -> bool:
     swap = getattr(ctypes.CDLL(None), "renameat2", None)
-    if swap is None:
-        return False
     names = os.fsencode(a), os.fsencode(b)
-    return bool(swap(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0)
+    return bool(swap and swap(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0)

@@ -14,14 +14,11 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What figures of a run depend on.
+    """The facts that figures of a run depend on.
 
     Attributes:
-        cpu: its model.
-        cores: that this process may use.
+        cores: usable by this process.
         threads: that torch uses unless it is told a number.
-        gpus: by name.
-        torch: its version.
     """
 
     cpu: str
@@ -32,7 +29,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Self:
-        """Look at the machine of this process."""
+        """Return the facts about the machine of this process."""
         import torch
 
         gpus = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
@@ -72,7 +69,7 @@ def usable_gpus() -> int:
 
 
 def free_memory() -> int:
-    """Bytes of memory that this process may still take: the machine's, or its container's."""
+    """Return the bytes of memory that this process may still take, in its container too."""
     import psutil
 
     free = int(psutil.virtual_memory().available)
@@ -85,6 +82,6 @@ def free_memory() -> int:
 
 def _cpu() -> str:
     file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.is_file() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()
+    named = re.search(r"^model name\s*:(.*)$", file.read_text() if file.is_file() else "", re.M)
+    name = named[1].strip() if named else ""
+    return name or platform.processor() or platform.machine()

@@ -1,4 +1,4 @@
-"""The three roles a schedule talks to: generator, scorer, learner; and the tracer they report to.
+"""The three roles a schedule talks to: generator, scorer, learner; the tracer and the clock.
 
 The methods are coroutines so that one schedule serves a single process, a cluster and virtual time
 alike. A role answers its calls in the order they were made. Generators and scorers whose process is
@@ -7,6 +7,7 @@ lost raise :class:`~stretto.errors.RoleLostError` from then on, until they are r
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -25,10 +26,10 @@ from stretto.types import (
 )
 
 DRIVER = "driver"
-"""The role of whoever runs the schedule, in traces: its own work, for which it asks nobody."""
+"""The role of the process that runs the schedule, in traces of its own work."""
 
 RECORDS = "driver/records"
-"""Name of the spans in which the driver takes down a step, before it begins the next one."""
+"""Name of the spans in which the driver records a step, before it begins the next one."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -73,24 +74,20 @@ class Replaceable(Protocol):
 
     @remote("load")
     async def load(self, weights: WeightsRef) -> None:
-        """Work with these weights from now on, and prove it.
+        """Work with these weights from now on, and prove it; never called on a frozen scorer.
 
-        Raises:
-            EngineError: the fingerprint after loading is not the one handed over.
+        What a scorer computed with older weights is void. Raises EngineError if the fingerprint
+        after loading is not that of ``weights``.
         """
-        ...
 
     async def restart(self) -> None:
         """End what is left of the role's process and start a new one in its place.
 
         The new one holds no rollouts, and no weights until the next :meth:`load`. Calls to the old
         one that are under way end with an error, or with an answer that counts for nothing. Roles
-        that share the schedule's process are never asked.
-
-        Raises:
-            RoleLostError: the new process has died, or could not start.
+        that share the schedule's process are never asked. Raises RoleLostError if the new process
+        has died, or could not start.
         """
-        ...
 
 
 class Generator(Replaceable, Protocol):
@@ -99,25 +96,18 @@ class Generator(Replaceable, Protocol):
     @remote(light=True)
     async def admit(self, responses: Sequence[Response]) -> None:
         """Queue responses for decoding. One that already has tokens goes on after them."""
-        ...
 
     @remote("gen")
     async def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
         """Give every admitted rollout up to ``max_tokens`` more tokens.
 
-        Returns the number of steps, and one chunk for each rollout that advanced, the finished ones
-        first and in the order in which they ended. A finished rollout leaves by itself.
-
-        Args:
-            max_tokens: tokens that a rollout gets, at most.
-            stop_after: return as soon as this many rollouts have finished; 0 does not look.
+        Returns as soon as ``stop_after`` rollouts have finished (0 does not look). Chunks of
+        finished rollouts come first, in the order in which they ended; these leave by themselves.
         """
-        ...
 
     @remote(light=True)
     async def release(self, rollout_ids: Sequence[int]) -> None:
         """Forget rollouts, finished or not; unknown ids are ignored."""
-        ...
 
     @remote("migrate")
     async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Sequence[KVTransfer]:
@@ -125,12 +115,10 @@ class Generator(Replaceable, Protocol):
 
         Their tokens are in the rollouts themselves: every chunk has been returned by ``decode``.
         """
-        ...
 
     @remote("migrate")
     async def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> None:
         """Go on with rollouts that another generator exported, one transfer each."""
-        ...
 
 
 class Scorer(Replaceable, Protocol):
@@ -139,38 +127,22 @@ class Scorer(Replaceable, Protocol):
     @property
     def info(self) -> ScorerInfo:
         """The facts about it; they may change with a call."""
-        ...
 
     @remote(reads=True)
     async def admit(self, responses: Sequence[Response]) -> None:
         """Learn of responses whose chunks will follow; their prompts may be worked on already."""
-        ...
 
     @remote("prefill", reads=True)
     async def extend(self, chunks: Sequence[Chunk]) -> None:
         """Take more tokens of admitted rollouts, in order for each rollout."""
-        ...
 
     @remote("score", reads=True)
     async def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]:
         """Score rollouts whose last chunk has been given, in the order asked, and forget them."""
-        ...
 
     @remote(light=True)
     async def release(self, rollout_ids: Sequence[int]) -> None:
         """Forget rollouts without a score; unknown ids are ignored."""
-        ...
-
-    @remote("load")
-    async def load(self, weights: WeightsRef) -> None:
-        """Score with these weights from now on; what was computed with older ones is void.
-
-        Never called on a frozen scorer.
-
-        Raises:
-            EngineError: the fingerprint after loading is not the one handed over.
-        """
-        ...
 
 
 class Learner(Protocol):
@@ -182,27 +154,35 @@ class Learner(Protocol):
 
         Among the metrics must be ``objective/scores``, the mean reward, which controllers follow.
         """
-        ...
 
     @remote("publish", light=True)
     async def publish(self) -> Mapping[str, WeightsRef]:
         """Publish the next version of each trained model: ``actor``, and ``critic`` if any."""
-        ...
 
 
 class Tracer(Protocol):
-    """The record of who worked on what, and when; handed to the code that coordinates."""
+    """The record of which role worked on what, and when; the code that coordinates gets it."""
 
     def span(
         self, role: str, name: str, **attributes: Any
     ) -> AbstractContextManager[dict[str, Any]]:
         """Record the body of a ``with`` statement; it may add attributes to what is yielded."""
-        ...
 
     def awaiting(self, role: str, name: str) -> AbstractContextManager[None]:
         """Show work as under way during a ``with`` statement; :meth:`add` records it later."""
-        ...
 
     def add(self, role: str, name: str, start_s: float, end_s: float, **attributes: Any) -> None:
         """Record what has happened, in seconds of the run's clock."""
-        ...
+
+
+class Clock(Protocol):
+    """The clock that coordination code reads, which never reads the wall clock by itself."""
+
+    def now(self) -> float:
+        """Return the seconds since an arbitrary origin; never goes back."""
+
+
+class RealClock:
+    """The machine's monotonic clock."""
+
+    now = staticmethod(time.perf_counter)

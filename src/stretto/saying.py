@@ -1,4 +1,4 @@
-"""What people are told of work: lines, and how far it is, on the way to whoever shows them."""
+"""Lines and progress of work, on the way to the display that shows them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Protocol
 Say = Callable[[str], None]
 """Shows a line."""
 
+Advance = Callable[[int], None]
+"""Takes note that so much more of some work is done."""
+
 LOADING = "loading PyTorch and what else is needed"
 """Work that most commands begin with."""
 
 CHECKING = "looking at settings, models and data"
 """Work before that."""
-
-Advance = Callable[[int], None]
-"""Takes note that so much more of some work is done."""
 
 
 class Shows(Protocol):
@@ -24,7 +24,6 @@ class Shows(Protocol):
 
     def note(self, text: str) -> None:
         """Show a line."""
-        ...
 
     def working(self, what: str, total: int = 0) -> AbstractContextManager[Advance]:
         """Show work while the body of a ``with`` statement does it.
@@ -33,11 +32,10 @@ class Shows(Protocol):
             what: is done, as in "loading a model".
             total: of what is done, in any unit; 0 where that is not known.
         """
-        ...
 
 
 class Saying:
-    """A display in place of what shows lines, so that work handed down with it is shown too."""
+    """A display as a :data:`Say`, so that work is shown through it too; see :func:`working`."""
 
     def __init__(self, display: Shows) -> None:
         self.display = display
@@ -48,8 +46,7 @@ class Saying:
 
 
 def working(say: Say, what: str, total: int = 0) -> AbstractContextManager[Advance]:
-    """Show work while the body of a ``with`` statement does it, if there is a display behind
-    ``say``; see :meth:`Shows.working`."""
+    """Show work as :meth:`Shows.working`, if there is a display behind ``say``."""
     if isinstance(say, Saying):
         return say.display.working(what, total)
     return nullcontext(unseen)
@@ -60,7 +57,7 @@ def silent(_: str) -> None:
 
 
 def unseen(_: int) -> None:
-    """Take no note of what is done: nobody shows it."""
+    """Take no note of what is done."""
 
 
 def format_count(number: int) -> str:
@@ -75,11 +72,8 @@ def format_size(size_bytes: int) -> str:
     """Return a number of bytes for people, to four digits."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if size_bytes >= size:
-            return (
-                f"{size_bytes / size:,.4g} {unit}"
-                if size_bytes < 1000 * size
-                else (f"{size_bytes / size:,.0f} {unit}")
-            )
+            digits = ",.4g" if size_bytes < 1000 * size else ",.0f"
+            return f"{size_bytes / size:{digits}} {unit}"
     return f"{size_bytes} B"
 
 

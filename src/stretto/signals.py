@@ -1,7 +1,7 @@
 """Signals that ask this process to end, which stop what is under way in order, as Ctrl-C does.
 
 SIGTERM comes from schedulers, containers and ``kill``, SIGHUP from a terminal that closes. Python
-handles signals in the main thread alone; elsewhere nothing here does anything.
+handles signals in the main thread alone; elsewhere nothing here has an effect.
 """
 
 from __future__ import annotations
@@ -16,28 +16,25 @@ from types import FrameType
 from typing import Any
 
 ECHO_S = 1.0
-"""The same signal again within this time is the same request: schedulers send it to a process and
-to its group, or twice."""
+"""Time within which the same signal is the same request: schedulers send it twice, or to a process
+and to its group."""
 
 PARENT = "STRETTO_PARENT"
-"""Environment variable of a command whose parent wants it to end with it: the descriptor for
-:func:`end_with`."""
+"""Environment variable with the descriptor for :func:`end_with`, of a command that needs it."""
 
 GRACE_S = 60.0
 """Seconds that an orphan gets to end in order before it is ended at once."""
 
+Handlers = dict[signal.Signals, Any]
+
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 _receivers: list[Callable[[], object]] = []
-"""Functions that are called on a signal; only the last one is, in place of raising."""
+"""Functions that are called on a signal in place of raising; only the last one is."""
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP stopped what was under way, as Ctrl-C would have.
-
-    Attributes:
-        number: of the signal.
-    """
+    """SIGTERM or SIGHUP, by its ``number``, stopped what was under way, as Ctrl-C would have."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -55,16 +52,11 @@ class _Handler:
         if not self.number:
             self.number, self._at_s = number, time.monotonic()
             self._first()
-        elif not self._echoes(number):
-            self._again(number)
-
-    def _echoes(self, number: int) -> bool:
-        """Return whether a signal only repeats the first request.
-
-        A closing terminal sends SIGHUP several times, and nobody means "at once" by it.
-        """
+            return
         soon = time.monotonic() - self._at_s < ECHO_S
-        return number == signal.SIGHUP or (number == signal.SIGTERM == self.number and soon)
+        # A closing terminal sends SIGHUP several times, which never means "at once".
+        if not (number == signal.SIGHUP or (number == signal.SIGTERM == self.number and soon)):
+            self._again(number)
 
 
 @contextmanager
@@ -87,25 +79,20 @@ def ending_in_order() -> Iterator[None]:
 
 @contextmanager
 def received_by(stop: Callable[[], object]) -> Iterator[None]:
-    """Have a first SIGTERM or SIGHUP call ``stop`` instead of raising in the midst of the code.
-
-    Args:
-        stop: called in the main thread, between any two of its instructions.
-    """
-    if not _in_main_thread():
-        yield
-        return
-    _receivers.append(stop)
+    """Have a first SIGTERM or SIGHUP call ``stop``, between any two instructions, and not raise."""
+    if _in_main_thread():
+        _receivers.append(stop)
     try:
         yield
     finally:
-        _receivers.remove(stop)
+        if _in_main_thread():
+            _receivers.remove(stop)
 
 
 @contextmanager
 def held() -> Iterator[None]:
     """Put off Ctrl-C, SIGTERM and SIGHUP until what is inside is done; a second is not put off."""
-    former: dict[signal.Signals, Any] = {}
+    former: Handlers = {}
 
     def again(number: int) -> None:
         _restore(former)
@@ -137,11 +124,7 @@ def kept() -> Iterator[None]:
 
 
 def end_with(descriptor: int) -> None:
-    """End this process in order when the other end of a pipe closes, which its parent holds.
-
-    Args:
-        descriptor: of the end to read from; nothing is ever written to the other.
-    """
+    """End this process in order when the other end of a pipe closes, which its parent holds."""
 
     def watch() -> None:
         while os.read(descriptor, 1):
@@ -169,12 +152,12 @@ def _end_at_once(number: int) -> None:
     signal.raise_signal(number)
 
 
-def _install(handler: _Handler, numbers: set[signal.Signals]) -> dict[signal.Signals, Any]:
+def _install(handler: _Handler, numbers: set[signal.Signals]) -> Handlers:
     if not _in_main_thread():
         return {}
     return {number: signal.signal(number, handler) for number in numbers}
 
 
-def _restore(former: dict[signal.Signals, Any]) -> None:
+def _restore(former: Handlers) -> None:
     for number, handler in former.items():
         signal.signal(number, handler)

@@ -72,7 +72,7 @@ class World:
         self.clock = VirtualClock()
 
     def length(self, rollout_id: int) -> int:
-        """Tokens that the response gets in all."""
+        """Return the tokens that the response gets in all."""
         return self.lengths[rollout_id % len(self.lengths)]
 
     def write(self, text: str) -> None:
@@ -80,17 +80,16 @@ class World:
         self.log.append(f"{self.clock.now():g} {text}")
 
     def prompt(self, place: int) -> Prompt:
-        """The prompt at a place of the order; it has ``place + 1`` tokens."""
+        """Return the prompt at a place of the order; it has ``place + 1`` tokens."""
         return Prompt(place, tuple(range(place + 1)), f"p{place}")
 
     def next_prompt(self) -> Prompt:
-        """The next prompt."""
+        """Draw the next prompt."""
         self.places += 1
         return self.prompt(self.places - 1)
 
     @contextmanager
     def span(self, role: str, name: str, **attributes: Any) -> Iterator[dict[str, Any]]:
-        """Keep nothing of it; see :class:`~stretto.protocols.Tracer`."""
         yield attributes
 
     @contextmanager
@@ -127,33 +126,31 @@ class FakeGenerator:
 
     async def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
         async with self._turn:
-            return await self._decode(max_tokens, stop_after)
-
-    async def _decode(self, max_tokens: int, stop_after: int) -> Decoded:
-        length = self.world.length
-        ends = sorted(length(i) - n for i, n in self.done.items())
-        steps = min(max_tokens, ends[-1]) if ends else 0
-        if stop_after and len(ends) >= stop_after:
-            steps = min(steps, ends[stop_after - 1])
-        version = self.world.loaded[self.name]
-        await asyncio.sleep(steps)
-        chunks = []
-        for id_, start in [] if self.idle else self.done.items():
-            n = min(steps, length(id_) - start)
-            tokens = tuple(100 * id_ + t for t in range(start, start + n))
-            finish = FinishReason.STOP if start + n == length(id_) else None
-            chunks.append(make_chunk(id_, start, tokens, (-0.5,) * n, version, finish))
-        chunks.sort(key=lambda c: (c.finish is None, len(c.tokens), c.rollout_id))
-        for c in chunks:
-            self.done[c.rollout_id] += len(c.tokens)
-            if c.finish:
-                del self.done[c.rollout_id]
-        return Decoded(chunks, steps)
+            left = {i: self.world.length(i) - n for i, n in self.done.items()}
+            ends = sorted(left.values())
+            steps = min(max_tokens, ends[-1]) if ends else 0
+            if stop_after and len(ends) >= stop_after:
+                steps = min(steps, ends[stop_after - 1])
+            version = self.world.loaded[self.name]
+            await asyncio.sleep(steps)
+            if self.idle:
+                return Decoded([], steps)
+            chunks = []
+            for i in list(left):
+                start, n = self.done[i], min(steps, left[i])
+                tokens = [100 * i + t for t in range(start, start + n)]
+                finish = FinishReason.STOP if n == left[i] else None
+                chunks.append(make_chunk(i, start, tokens, [-0.5] * n, version, finish))
+                self.done[i] += n
+                if finish:
+                    del self.done[i]
+            chunks.sort(key=lambda c: (c.finish is None, len(c.tokens), c.rollout_id))
+            return Decoded(chunks, steps)
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
         async with self._turn:
-            for id_ in rollout_ids:
-                self.done.pop(id_, None)
+            for i in rollout_ids:
+                self.done.pop(i, None)
 
     async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> list[KVTransfer]:
         async with self._turn:
@@ -223,21 +220,21 @@ class FakeScorer:
 
     async def finish(self, rollout_ids: Sequence[int]) -> list[Score]:
         version = self.world.loaded[self.name]
-        await asyncio.sleep(
-            1e9 if self.hangs else self.seconds + 0.1 * sum(self.new[i] for i in rollout_ids)
-        )
+        takes_s = self.seconds + 0.1 * sum(self.new[i] for i in rollout_ids)
+        await asyncio.sleep(1e9 if self.hangs else takes_s)
         assert version == self.world.loaded[self.name]
         self.world.write(f"{self.name} finish {list(rollout_ids)}")
-        scores = []
-        for i in rollout_ids:
-            assert self.tokens.pop(i) == [100 * i + t for t in range(self.world.length(i))]
-            bad = self.info.kind == "reward" and i in self.world.fails
-            values = np.full(0 if bad else 1, i + 0.5, np.float32)
-            if self.info.follows:
-                values = np.full(self.world.length(i), version, np.float32)
-            failure = f"no verdict on {i}" if bad else None
-            scores.append(Score(i, self.name, self.info.kind, values, failure))
-        return scores
+        return [self._score(i, version) for i in rollout_ids]
+
+    def _score(self, i: int, version: int) -> Score:
+        length, values = self.world.length(i), [i + 0.5]
+        assert self.tokens.pop(i) == [100 * i + t for t in range(length)]
+        failure = None
+        if self.info.follows:
+            values = [float(version)] * length
+        elif self.info.kind == "reward" and i in self.world.fails:
+            values, failure = [], f"no verdict on {i}"
+        return Score(i, self.name, self.info.kind, np.array(values, np.float32), failure)
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
         for i in rollout_ids:
@@ -257,10 +254,8 @@ class FakeLearner:
 
     Its methods are those of :class:`~stretto.protocols.Learner`.
 
-    Args:
-        seconds: that a step takes.
-
     Attributes:
+        seconds: that a step takes.
         version: that was published last.
         mean_score: the mean reward that it reports, which controllers follow; may be changed
             between steps.

@@ -3,7 +3,7 @@
 All of it is frozen and can be pickled. No torch here, and no clock.
 
 A *batch size* counts responses, everywhere. A *step* takes one batch to the learner, whatever
-mini-batches and epochs happen inside. A *version* counts hand-overs of weights to the generator.
+mini-batches and epochs happen inside. A *version* counts weight syncs to the generator.
 A rollout's *staleness* is the learner's version minus the oldest version among its tokens.
 """
 
@@ -19,7 +19,11 @@ import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int32]
+LongArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
+ScoreKind = Literal["reward", "logprobs", "values"]
+Stats = Mapping[str, float]
+"""Metrics of one step, by name."""
 T = TypeVar("T", bound=np.generic)
 V = TypeVar("V", covariant=True)
 
@@ -38,7 +42,7 @@ class Prompt:
     Attributes:
         id: stable over the whole run: the prompt's place in the task's (shuffled) order.
         tokens: the prompt as the actor reads it.
-        text: the same, before tokenisation (chat template applied where there is one).
+        text: before tokenisation (chat template applied where there is one).
         messages: the conversation, where the prompt is one; ``None`` for plain text.
         data: the dataset row that the prompt came from; what reward functions look at.
     """
@@ -51,17 +55,18 @@ class Prompt:
 
     @property
     def bare(self) -> Prompt:
-        """Return the prompt with its id and tokens alone, which is all that models read."""
+        """The prompt with its id and tokens alone, which is all that models read."""
         return Prompt(self.id, self.tokens, "")
 
 
 class FinishReason(StrEnum):
-    """The reason why a response ended. It comes from the engine, never from the padding."""
+    """The reason why a response ended: an end token or a stop string, or the token limit.
+
+    It comes from the engine, never from the padding.
+    """
 
     STOP = "stop"
-    """An end-of-sequence token or a stop string."""
     LENGTH = "length"
-    """The token limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +74,10 @@ class Chunk:
     """The tokens that one decode call added to one rollout.
 
     Attributes:
-        rollout_id: whose tokens these are.
-        start: index of the first of them in the response.
+        start: index of the first token in the response.
         tokens: token ids [t]; none only when ``finish`` is set.
         logprobs: [t], of each token under the distribution it was sampled from.
-        version: the policy version that sampled them.
+        version: of the policy that sampled them.
         finish: why the rollout ended with this chunk; ``None`` while it goes on.
         sampled: [t], true where the policy drew the token; ``None``: it drew all of them.
     """
@@ -88,11 +92,9 @@ class Chunk:
 
 
 class Decoded(NamedTuple):
-    """What a decode call has done.
+    """The outcome of a decode call: a chunk of each rollout that advanced, and the decode steps.
 
-    Attributes:
-        chunks: one for each rollout that advanced.
-        steps: of decoding; a rollout may have been part of fewer of them.
+    A rollout may have been part of fewer steps.
     """
 
     chunks: Sequence[Chunk]
@@ -104,13 +106,12 @@ class Response:
     """A rollout as roles are told of it: a prompt, and the response to it so far.
 
     Attributes:
-        id: the rollout's.
+        id: of the rollout.
         group: shared by the rollouts of one prompt in one draw.
-        prompt: with text, messages and data only for those who read them.
+        prompt: with text, messages and data only for roles that read them.
         tokens: ids of the response so far, [T].
-        version: of the policy that sampled the last of them; 0 where there is none.
-        finish: why the response ended; ``None`` while it goes on.
-        sampled: [T], as in :class:`Chunk`.
+        version: of the policy that sampled the last token; 0 where there is none.
+        finish, sampled: as in :class:`Chunk`.
     """
 
     id: int
@@ -122,7 +123,6 @@ class Response:
     sampled: BoolArray | None = None
 
     def __len__(self) -> int:
-        """Response tokens so far."""
         return len(self.tokens)
 
     @property
@@ -131,12 +131,14 @@ class Response:
         return len(self.prompt.tokens) + len(self.tokens)
 
 
-ScoreKind = Literal["reward", "logprobs", "values"]
-
-
 def short_name(scorer: str) -> str:
-    """A scorer's name without the folder of the file it may come from, for people to read."""
+    """Return a scorer's name without the folder of the file it may come from, for people."""
     return scorer.rpartition("/")[2]
+
+
+def is_finite(number: float) -> bool:
+    """Return whether a reward is finite as float32, which it is trained on as."""
+    return abs(number) < 2.0**128 - 2.0**103  # half a step beyond the largest number
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +146,10 @@ class Score:
     """The answer of one scorer on one finished rollout.
 
     Attributes:
-        rollout_id: whose score it is.
         source: the scorer's name, unique in a run.
         kind: ``reward`` (a scalar), ``logprobs`` or ``values`` (one number a sampled token).
-        values: shape [1] for a reward, [T] for the others, T the response's sampled tokens. Empty
-            for a reward that does not apply to the rollout.
+        values: [1] for a reward, [T] for the others, T the response's sampled tokens. Empty for a
+            reward that does not apply to the rollout.
         failure: why there is no score; ``values`` is then empty. Never a silent zero.
     """
 
@@ -164,12 +165,12 @@ class Score:
         return float(self.values[0]) if len(self.values) else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all fields, as plain data."""
+        """Return all fields as plain data; :meth:`from_state` makes the score again."""
         return {**asdict(self), "values": self.values.tolist()}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Score:
-        """The inverse of :meth:`state_dict`."""
+        """Make a score from its plain data."""
         return cls(**{**state, "values": np.array(state["values"], np.float32)})
 
 
@@ -178,10 +179,10 @@ class WeightsRef:
     """A ticket for one version of one model's weights, from the learner to those who load them.
 
     Attributes:
-        model: the trained model: ``actor`` or ``critic``.
-        version: how many hand-overs came before.
-        fingerprint: of the tensors, as the learner sees them. Whoever loads them computes it again
-            and refuses to go on if the two differ.
+        model: ``actor`` or ``critic``.
+        version: how many weight syncs came before.
+        fingerprint: of the tensors, as the learner sees them. The role that loads them computes it
+            again and refuses to go on if the two differ.
         channel: where the tensors are; empty where both sides share memory, and none travel.
     """
 
@@ -191,16 +192,11 @@ class WeightsRef:
     channel: str = ""
 
 
-Stats = Mapping[str, float]
-"""Metrics of one step, by name."""
-
-
 @dataclass(frozen=True, slots=True)
 class KVTransfer:
     """A rollout on its way from one generator to another.
 
     Attributes:
-        rollout_id: whose it is.
         cache: its keys and values, in a form that generators of one kind understand; ``None`` when
             the receiver is to prefill the tokens again.
         cached_tokens: prompt and response tokens that ``cache`` covers.
@@ -219,24 +215,24 @@ class TrainBatch:
     sampled.
 
     Attributes:
-        ids: of the rollouts, [B].
+        ids: [B], of the rollouts.
         prompts: token ids of each prompt.
         prompt_ids: [B]; responses to one prompt share one id.
-        lengths: tokens of each response, [B].
-        ended: [B] bool, true where the response ended by itself.
+        lengths: [B], in tokens.
+        ended: [B], true where the response ended by itself.
         tokens: [N].
         logprobs: [N], of the distribution that each token was sampled from.
         versions: [N], of the policy that sampled each token.
         rewards: [B], by reward source; 0 where a source does not apply.
-        applies: [B] bool, by reward source.
+        applies: [B], by reward source.
         per_token: [M], by the kind of the score: ``logprobs`` of the reference, ``values``.
         sampled: [N], true where the policy drew the token; ``None``: it drew all of them.
     """
 
-    ids: npt.NDArray[np.int64]
+    ids: LongArray
     prompts: Sequence[tuple[int, ...]]
-    prompt_ids: npt.NDArray[np.int64]
-    lengths: npt.NDArray[np.int64]
+    prompt_ids: LongArray
+    lengths: LongArray
     ended: BoolArray
     tokens: IntArray
     logprobs: FloatArray
@@ -247,7 +243,6 @@ class TrainBatch:
     sampled: BoolArray | None = None
 
     def __len__(self) -> int:
-        """Responses."""
         return len(self.ids)
 
     @property
@@ -256,11 +251,11 @@ class TrainBatch:
         return sum(map(len, self.prompts)) + len(self.tokens)
 
     def split(self, column: npt.NDArray[T]) -> list[npt.NDArray[T]]:
-        """A column of tokens [N] as one array a response."""
+        """Split a column of tokens [N] into one array a response."""
         return np.split(column, np.cumsum(self.lengths)[:-1])
 
     def split_sampled(self, column: npt.NDArray[T]) -> list[npt.NDArray[T]]:
-        """The sampled tokens of a column, [N] or [M], as one array a response."""
+        """Split the sampled tokens of a column, [N] or [M], into one array a response."""
         drawn = sampled_of(self)
         lengths = [int(d.sum()) for d in self.split(drawn)]
         of_drawn = column if len(column) < len(drawn) else column[drawn]
@@ -269,19 +264,14 @@ class TrainBatch:
     def responses(self) -> list[Response]:
         """Return each response with its prompt, tokens alone."""
         masks = [None] * len(self) if self.sampled is None else self.split(self.sampled)
+        columns = self.ids, self.prompt_ids, self.prompts, self.split(self.tokens), masks
         return [
             Response(int(id_), int(group), Prompt(int(group), prompt, ""), tokens, sampled=sampled)
-            for id_, group, prompt, tokens, sampled in zip(
-                self.ids, self.prompt_ids, self.prompts, self.split(self.tokens), masks, strict=True
-            )
+            for id_, group, prompt, tokens, sampled in zip(*columns, strict=True)
         ]
 
     def totals(self, weights: Mapping[str, float] | None = None) -> npt.NDArray[np.float64]:
-        """The weighted sum of each response's rewards, [B]; those that do not apply count 0.
-
-        Args:
-            weights: factor of each reward source, by name; without them each counts once.
-        """
+        """Return the sum of each response's rewards, [B], weighted by source if so asked."""
         total = np.zeros(len(self))
         for source, values in self.rewards.items():
             total += values.astype(np.float64) * (1.0 if weights is None else weights[source])
@@ -289,18 +279,16 @@ class TrainBatch:
 
 
 def sampled_of(tokens: Chunk | Response | TrainBatch) -> BoolArray:
-    """Tell which of the tokens the policy drew, one bool each."""
+    """Return which of the tokens the policy drew, one bool each."""
     everything = np.ones(len(tokens.tokens), np.bool_)
     return everything if tokens.sampled is None else tokens.sampled
 
 
 @dataclass(frozen=True, slots=True)
 class TrainOutput:
-    """The outcome of a step of training.
+    """The outcome of a step of training: metrics, and the rewards [B] as trained on.
 
-    Attributes:
-        stats: its metrics.
-        rewards: [B], as trained on: the weighted sums, after the rule for missing ends.
+    These are the weighted sums, after the rule for missing ends.
     """
 
     stats: Stats
@@ -313,12 +301,11 @@ class ScorerInfo:
 
     Attributes:
         name: unique in a run; the key of its scores.
-        kind: of its scores.
-        follows: the trained model whose weights it loads at each hand-over; empty when it is
+        follows: the trained model whose weights it loads at each weight sync; empty when it is
             frozen.
         streams: whether it works on rollouts before they end; if not, it gets whole ones.
         reads_text: whether it reads prompts' text, messages and data, and not tokens alone.
-        worthwhile_tokens: that make a call worth its fixed cost; it gets fewer only when someone
+        worthwhile_tokens: that make a call worth its fixed cost; it gets fewer only when a role
             waits.
     """
 
@@ -332,12 +319,11 @@ class ScorerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A stretch of work, as the worker that did it says.
+    """A stretch of work, by the clock of the worker that did it.
 
     Attributes:
         name: gen, prefill/ROLE, score/ROLE, update, publish, load, migrate; swap; or wait.
-        start_s, end_s: by the worker's clock.
-        attributes: whatever tells more about it, such as rollouts, tokens, version.
+        attributes: further facts, such as rollouts, tokens, version.
         beside: whether it went on beside calls, and may have begun before this one was made.
     """
 
@@ -350,18 +336,13 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Reply(Generic[V]):
-    """A worker's answer.
-
-    Attributes:
-        value: what was asked for.
-        work: what was done for it.
-    """
+    """A worker's answer, and the work that was done for it."""
 
     value: V
     work: Sequence[Work] = ()
 
     def shifted(self, by_s: float) -> Reply[V]:
-        """Return the same reply by a clock that is ``by_s`` seconds ahead of the worker's."""
+        """Return the reply by a clock that is ``by_s`` seconds ahead of the worker's."""
         moved = (replace(w, start_s=w.start_s + by_s, end_s=w.end_s + by_s) for w in self.work)
         return Reply(self.value, tuple(moved))
 

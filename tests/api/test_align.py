@@ -10,6 +10,7 @@ import pytest
 
 import stretto
 from raising import raises
+from recipe_rows import post_rows
 from run_helpers import lines
 from stretto.api.alignment import Stages, check_opens, penalty, replaced, stages_of
 from stretto.cli.main import main
@@ -139,12 +140,12 @@ def test_a_dry_run_finds_what_is_not_there(
 @pytest.mark.parametrize(("file", "count", "seed"), [("posts", 800, 0), ("posts-held-out", 200, 1)])
 def test_the_packaged_posts_are_those_that_are_made(file: str, count: int, seed: int) -> None:
     path = Path(posts.__file__).with_name(f"{file}.jsonl")
-    assert lines(path) == list(posts.rows(count, seed))
+    assert lines(path) == list(post_rows(count, seed))
 
 
 def test_held_out_posts_are_others() -> None:
-    seen = {row["prompt"] for row in posts.rows(800, 0)}
-    assert not seen & {row["prompt"] for row in posts.rows(200, 1)}
+    seen = {row["prompt"] for row in post_rows(800, 0)}
+    assert not seen & {row["prompt"] for row in post_rows(200, 1)}
 
 
 def test_the_gold_judge_counts_facts_and_spare_words() -> None:

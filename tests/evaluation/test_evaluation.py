@@ -15,12 +15,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from packaging.version import Version
 
 from engine_helpers import StandIn
 from helpers import critic_of, left_padded_logprobs
+from raising import raises
 from stretto import evaluation, tasks
 from stretto.cli.main import main
 from stretto.config import Config, ModelConfig, RolloutConfig, recipes
@@ -30,18 +32,20 @@ from stretto.errors import (
     MissingExtraError,
     ModelError,
     RewardError,
+    StrettoError,
     TaskError,
 )
 from stretto.evaluation.answers import answer, generate, of_model, open_engine
 from stretto.evaluation.gold import compare, end_tokens_of, reference_text
 from stretto.evaluation.harness import FEWSHOT
 from stretto.evaluation.llm import Verdict, counted, open_judge, parse
-from stretto.evaluation.rows import measured_on, rows_of
+from stretto.evaluation.measures import describe_rows, measured_on
 from stretto.models.load import end_token_ids, load_tokenizer
 from stretto.observe import RunDirectory
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.responses import response_text
 from stretto.tasks.prompts import PromptSource
+from stretto.types import Score
 
 SAMPLES = 9
 BOS = 257  # of the byte tokenizer; it ends turns in some tests
@@ -117,7 +121,7 @@ def sampled(config: Config, policy: Path) -> list[Rollout]:
     config = of_model(config, str(policy))
     task, tokenizer = tasks.load(config.task, config.seed), load_tokenizer(policy)
     prompts = PromptSource(task, config.task, tokenizer, config.seed).first(SAMPLES)
-    return list(answer(open_engine(config, tokenizer)[0], prompts).rollouts)
+    return answer(open_engine(config, tokenizer)[0], prompts)
 
 
 def test_a_win_rate_by_hand() -> None:
@@ -272,7 +276,7 @@ def test_what_is_read_is_said(config: Config) -> None:
         changed = Config.model_validate(
             config.model_dump() | {"task": config.task.model_dump() | task}
         )
-        return rows_of(changed)
+        return describe_rows(measured_on(changed))
 
     name = config.task.name
     assert of() == name
@@ -281,7 +285,8 @@ def test_what_is_read_is_said(config: Config) -> None:
     hub = {"name": "owner/name:main"}
     assert of(**hub) == "owner/name:main, split 'train'"
     assert of(**hub, held_out="test") == "owner/name:main, split 'test'"
-    assert rows_of(recipes.load("tiny")) == f"{recipes.load('tiny').task.name}, seed 1000"
+    tiny = recipes.load("tiny")
+    assert describe_rows(measured_on(tiny)) == f"{tiny.task.name}, seed 1000"
 
 
 def test_the_task_judges_its_own_answers_right(config: Config, policy: Path) -> None:
@@ -344,39 +349,50 @@ def test_what_cannot_be_measured_is_refused_before_sampling(
 
     monkeypatch.setattr("stretto.evaluation.measures.answer", never)
 
-    def refused(kind: type[Exception], match: str, config: Config = config, **options: Any) -> None:
-        with pytest.raises(kind, match=match):
+    def refused(
+        kind: type[StrettoError], code: str, *facts: object, config: Config = config, **options: Any
+    ) -> None:
+        with raises(kind, code, *facts):
             evaluation.measure(config, policy=str(policy), samples=2, **options)
 
     greedy = config.rollout.model_copy(update={"temperature": 0.0})
     greedy_config = config.model_copy(update={"rollout": greedy})
-    refused(ConfigError, "temperature 0 is greedy", greedy_config, sft=str(tiny_folder))
+    sft = str(tiny_folder)
+    refused(ConfigError, "kl-of-greedy-responses", config=greedy_config, sft=sft)
     other = tmp_path / "other"
     _load(tiny_folder).save_pretrained(other)
     tokenizer = copy.deepcopy(load_tokenizer(tiny_folder))
     tokenizer.add_tokens(["question"])
     tokenizer.save_pretrained(other)
-    refused(ConfigError, "has another tokenizer", sft=str(other))
-    refused(ConfigError, "'gold' is no source of rewards", by="gold")
-    refused(ModelError, "no folder", by="model:./nowhere")
-    refused(ModelError, "scalar|num_labels|lacks", by=f"model:{tiny_folder}")
-    refused(TaskError, "no column of the dataset.*answer, chat, empty", by="task",
-            reference_column="nobody")  # fmt: skip
-    refused(TaskError, "column 'empty': a reference response is text", by="task",
-            reference_column="empty")  # fmt: skip
+    refused(ConfigError, "sft-of-other-tokenizer", other, sft=str(other))
+    refused(ConfigError, "no-reward-source", "'gold'", by="gold")
+    for by in ("model:./nowhere", f"model:{tiny_folder}"):
+        with pytest.raises(ModelError, match=r"no folder|scalar|num_labels|lacks"):
+            evaluation.measure(config, policy=str(policy), samples=2, by=by)
+    columns: dict[str, Any] = {"by": "task", "reference_column": "nobody"}
+    refused(TaskError, "missing-column", "'nobody'", "answer, chat, empty", **columns)
+    columns["reference_column"] = "empty"
+    refused(TaskError, "no-reference-response", "column 'empty'", **columns)
     without = config.task.model_copy(update={"answer_column": ""})
     no_answers = config.model_copy(update={"task": without})
-    refused(TaskError, "--reference-column. The dataset has: answer", no_answers, by="x.py:f")
+    facts = ("--reference-column", "answer, chat")
+    refused(TaskError, "task-without-answers", *facts, config=no_answers, by="x.py:f")
     monkeypatch.setitem(sys.modules, "openai", None)
     judge = evaluation.LlmJudge("m", "http://127.0.0.1:9/v1")
-    refused(MissingExtraError, r"pip install 'openai>=1.60'", judge=judge)
+    refused(MissingExtraError, "missing-library", "pip install 'openai>=1.60'", judge=judge)
 
 
 def test_a_score_that_is_no_number_stops_the_comparison(
     config: Config, policy: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("stretto.evaluation.gold.score_all", lambda *_: [math.nan] * 3)
-    with pytest.raises(RewardError, match="gives nan for the response to prompt"):
+    class NoNumbers:
+        def admit(self, responses: Any) -> None: ...
+
+        def finish(self, ids: list[int]) -> list[Score]:
+            return [Score(i, "task", "reward", np.array([math.nan], np.float32)) for i in ids]
+
+    monkeypatch.setattr("stretto.evaluation.gold.open_function", lambda *_: NoNumbers())
+    with raises(RewardError, "reward-not-finite", "nan"):
         evaluation.measure(config, policy=str(policy), samples=3, by="task")
 
 
@@ -386,7 +402,7 @@ def test_a_conversation_stands_for_its_last_turn(config: Config) -> None:
     assert reference_text(task, data, "chat") == "e"
     assert reference_text(task, data, "") == "2"
     data["chat"] = data["chat"][:1]
-    with pytest.raises(TaskError, match="whose last is the assistant's"):
+    with raises(TaskError, "no-reference-response", "column 'chat'"):
         reference_text(task, data, "chat")
 
 
@@ -558,15 +574,15 @@ def test_a_judge_that_refuses_or_hangs_ends_the_evaluation(
 ) -> None:
     fake = serve(lambda a, b: "Verdict: A")
     fake.statuses = [401] * 2 * SAMPLES
-    with pytest.raises(JudgeError, match=r"'m' at http://127.0.0.1:\d+/v1/ failed: .*401"):
+    with raises(JudgeError, "judge-failed", "'m'", fake.url, 401):
         judged(config, policy, fake)
     lost = serve(lambda a, b: "Verdict: A")
     lost.choices = False
-    with pytest.raises(JudgeError, match="answered with no chat completion"):
+    with raises(JudgeError, "no-chat-completion", lost.url):
         judged(config, policy, lost)
     slow = serve(lambda a, b: "Verdict: A")
     slow.hang = threading.Event()
-    with pytest.raises(JudgeError, match=r"did not answer within 0.2 s"):
+    with raises(JudgeError, "judge-timed-out", "0.2 s"):
         judged(config, policy, slow, timeout_s=0.2)
 
 
@@ -576,7 +592,7 @@ def test_answers_without_a_verdict_are_counted_and_their_pairs_left_out(
     answers = iter(["I cannot say."] + ["Verdict: tie"] * (2 * SAMPLES - 1))
     result = judged(config, policy, serve(lambda a, b: next(answers)), concurrency=1)
     assert (result.unparsable, result.left_out, result.ties) == (1, 1, SAMPLES - 1)
-    with pytest.raises(JudgeError, match="none of 9 pairs got two verdicts"):
+    with raises(JudgeError, "judge-without-verdicts", SAMPLES):
         judged(config, policy, serve(lambda a, b: "?"))
 
 
@@ -592,7 +608,7 @@ def test_a_judge_that_refuses_an_option_is_asked_without(
     assert sum(set(r) - own == {"temperature", "max_tokens"} for r in fake.requests) == 2 * SAMPLES
     assert sum(set(r) - own == {"max_completion_tokens"} for r in fake.requests) == 2 * SAMPLES
     fake.refused = ("messages",)
-    with pytest.raises(JudgeError, match="Unsupported parameter: 'messages'"):
+    with raises(JudgeError, "judge-failed", "Unsupported parameter: 'messages'"):
         judged(config, policy, fake)
 
 
@@ -601,7 +617,7 @@ def test_an_answer_that_was_cut_off_has_no_verdict(
 ) -> None:
     fake = serve(lambda a, b: "First I thought:\nVerdict: A")
     fake.finish_reason = "length"
-    with pytest.raises(JudgeError, match="none of 9 pairs got two verdicts"):
+    with raises(JudgeError, "judge-without-verdicts", SAMPLES):
         judged(config, policy, fake)
 
 
@@ -659,9 +675,9 @@ def test_verdicts_are_read_from_answers(answer: str, verdict: str | None) -> Non
 
 
 def test_openais_own_endpoint_needs_a_key(serve: Any) -> None:
-    with pytest.raises(ConfigError, match="set OPENAI_API_KEY, or name another endpoint"):
+    with raises(ConfigError, "judge-without-key", "OPENAI_API_KEY", "--judge-url"):
         open_judge(evaluation.LlmJudge("gpt"))
-    with pytest.raises(ConfigError, match="both must be above 0"):
+    with raises(ConfigError, "judge-limits", 0):
         evaluation.LlmJudge("gpt", concurrency=0)
 
 
@@ -709,12 +725,12 @@ def test_benchmarks_get_the_examples_of_the_table(
         evaluation.Benchmark("own", "acc", 3, 0.25, 0.125),
         evaluation.Benchmark("gsm8k", "exact_match,strict-match", 5, 0.5, None),
     ]
-    with pytest.raises(ConfigError, match="no benchmark 'mmlo'; did you mean 'mmlu'"):
+    with raises(ConfigError, "unknown-benchmark", "'mmlo'", "'mmlu'"):
         evaluation.benchmark(config, model=str(tiny_folder), tasks=["mmlo"])
-    with pytest.raises(ConfigError, match=r"cannot read .*nowhere\.yaml"):
+    with raises(ConfigError, "unreadable", "nowhere.yaml"):
         evaluation.benchmark(config, model=str(tiny_folder), tasks=["nowhere.yaml"])
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'lm_eval>=0.4.5'"):
+    with raises(MissingExtraError, "missing-library", "pip install 'lm_eval>=0.4.5'"):
         evaluation.benchmark(config, model=str(tiny_folder), tasks=["gsm8k"])
 
 

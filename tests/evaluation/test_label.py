@@ -11,16 +11,17 @@ import pytest
 import torch
 
 from helpers import critic_of
+from raising import raises
 from stretto import evaluation, tasks
 from stretto.cli.main import main
 from stretto.config import Config, PairsConfig, RewardModelConfig
-from stretto.errors import ConfigError, RewardError, TaskError
+from stretto.errors import ConfigError, RewardError, StrettoError, TaskError
 from stretto.evaluation.answers import answer, of_model, open_engine
 from stretto.evaluation.labels import best_and_worst
 from stretto.models.load import load_tokenizer
 from stretto.scoring.responses import response_text
-from stretto.tasks.pairs import read_pairs
 from stretto.tasks.prompts import PromptSource
+from stretto.tasks.supervised import read_pairs
 from stretto.types import FinishReason
 
 JUDGE = """
@@ -149,11 +150,11 @@ def test_rows_that_cannot_be_used_are_left_out_where_that_is_asked_for(
         {"prompt": "e", "responses": ["\ud83d", "x"]},
     ]
     file, out = write(tmp_path, rows), tmp_path / "out.jsonl"
-    match = r"row 1: several responses .* got \['x'\] \(3 rows .*set data.on_error = 'drop'"
-    with pytest.raises(TaskError, match=match):
+    facts = ("row 1: ", "['x'] (3 rows ", "data.on_error = 'drop'")
+    with raises(TaskError, "too-few-responses", *facts):
         evaluation.label_pairs(of(file), by=f"{judge}length", out=out)
     unread = write(tmp_path, [rows[0], rows[-1]], "unicode.jsonl")
-    with pytest.raises(TaskError, match="row 1: a text must be valid Unicode"):
+    with raises(TaskError, "invalid-unicode", "row 1: "):
         evaluation.label_pairs(of(unread), by=f"{judge}length", out=out)
     result = evaluation.label_pairs(of(file, on_error="drop"), by=f"{judge}length", out=out)
     assert (result.read, result.kept) == (1, 1)
@@ -180,7 +181,7 @@ def test_of_several_responses_the_best_and_the_worst_are_kept(tmp_path: Path, ju
     ]
     for responses in (["x"], ["x", ""], "xy", ["x", 1]):
         file = write(tmp_path, [{"prompt": "a", "responses": responses}], "bad.jsonl")
-        with pytest.raises(TaskError, match="stand as a list of at least two texts"):
+        with raises(TaskError, "too-few-responses", repr(responses)):
             evaluation.label_pairs(of(file), by=f"{judge}length", out=out)
 
 
@@ -272,23 +273,26 @@ def test_what_cannot_be_labelled_is_refused(tmp_path: Path, judge: str) -> None:
     file = write(tmp_path, [{"prompt": "a", "chosen": "xxx", "rejected": "x"}])
     out = tmp_path / "out.jsonl"
 
-    def refused(kind: type[Exception], match: str, by: str, file: Path = file, **rest: Any) -> None:
-        with pytest.raises(kind, match=match):
+    def refused(
+        kind: type[StrettoError], code: str, by: str, *facts: object, file: Path = file, **rest: Any
+    ) -> None:
+        with raises(kind, code, *facts):
             evaluation.label_pairs(of(file), by=by, **{"out": out, **rest})
 
-    refused(ConfigError, "preference data has others", "task")
-    refused(ConfigError, "is the file that is read", f"{judge}length", out=file)
-    refused(ConfigError, "a folder that there is", f"{judge}length", out=tmp_path / "no" / "x")
-    refused(RewardError, "ValueError: no", f"{judge}broken")
-    refused(RewardError, "gave None .* every response needs a number", f"{judge}never")
-    refused(TaskError, "prefers no side in any of 1 rows", f"{judge}nothing")
+    refused(ConfigError, "task-labels-pairs", "task")
+    refused(ConfigError, "output-is-input", f"{judge}length", file, out=file)
+    nowhere = tmp_path / "no" / "x"
+    refused(ConfigError, "no-output-file", f"{judge}length", nowhere.parent, out=nowhere)
+    refused(ConfigError, "no-output-file", f"{judge}length", tmp_path, out=tmp_path)
+    refused(RewardError, "reward-failed", f"{judge}broken", "ValueError: no")
+    refused(RewardError, "reward-without-number", f"{judge}never", "None")
+    refused(TaskError, "only-ties", f"{judge}nothing", "1 rows")
     assert not out.exists()
     equal = write(tmp_path, [{"prompt": "a", "chosen": "x", "rejected": "x"}], "equal.jsonl")
-    refused(TaskError, "equal", f"{judge}length", equal)
+    refused(TaskError, "equal-sides", f"{judge}length", "row 0", file=equal)
     other = write(tmp_path, [{"question": "a", "good": "x"}], "other.jsonl")
-    refused(
-        TaskError, "no column 'chosen'; its columns: 'good', 'question'", f"{judge}length", other
-    )
+    columns = ("'chosen'", "'good', 'question'")
+    refused(TaskError, "missing-column", f"{judge}length", *columns, file=other)
 
 
 @pytest.fixture
@@ -354,7 +358,7 @@ def test_responses_that_did_not_end_are_left_out(
     own = of_model(config, str(tiny_folder))
     task, tokenizer = tasks.load(own.task, own.seed), load_tokenizer(tiny_folder)
     asked = PromptSource(task, own.task, tokenizer, own.seed).first(6)
-    rollouts = answer(open_engine(own, tokenizer)[0], asked, 3).rollouts
+    rollouts = answer(open_engine(own, tokenizer)[0], asked, 3)
     expected, unended = {}, 0
     for start in range(0, 18, 3):
         group = [r for r in rollouts[start : start + 3] if r.finish is FinishReason.STOP]
@@ -368,7 +372,7 @@ def test_responses_that_did_not_end_are_left_out(
     kept = {row["prompt"]: (len(row["chosen"]), len(row["rejected"])) for row in read(out)}
     assert expected.items() <= kept.items()
     assert result.read == 6 == result.kept + result.ties + result.empty + unended
-    with pytest.raises(TaskError, match=r"none of 6 prompts got two within .*max_new_tokens = 1"):
+    with raises(TaskError, "no-ended-responses", "6 prompts", "max_new_tokens = 1"):
         evaluation.label_responses(
             short(config, max_new_tokens=1, stop=()),
             policy=str(tiny_folder), by=by, out=out, prompts=6,
@@ -376,7 +380,7 @@ def test_responses_that_did_not_end_are_left_out(
 
 
 def test_a_pair_takes_two_responses(config: Config, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="takes two responses to a prompt; got --samples 1"):
+    with raises(ConfigError, "one-response", "--samples 1"):
         evaluation.label_responses(
             config, policy="tiny", by="task", out=tmp_path / "x", prompts=5, per_prompt=1
         )

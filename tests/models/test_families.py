@@ -20,7 +20,7 @@ from engine_helpers import EXPERTS, GROUPED, from_config, plain_logprobs
 from helpers import told
 from raising import raises
 from scorer_helpers import stream
-from stretto.assembly.engines import scorer_slots
+from stretto.assembly.roles import scorer_slots
 from stretto.config import Config, ModelConfig, RolloutConfig
 from stretto.errors import EngineError, ModelError
 from stretto.evaluation.answers import completed

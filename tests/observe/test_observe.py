@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers import full_beyond
+from helpers import ManualClock, full_beyond
 from raising import raises
 from run_helpers import ended_rollout, lines
-from stretto.clock import ManualClock
 from stretto.config import Config, recipes
 from stretto.errors import ConfigError, MissingExtraError, StateError, StorageError
 from stretto.observe import Recorder, RunDirectory, Sample, Spans, Window, make_progress

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers import ManualClock
 from raising import raises
 from stretto.cli.main import main
-from stretto.clock import ManualClock
 from stretto.config import Config
 from stretto.errors import ConfigError, StateError, StorageError
 from stretto.observe import Recorder, RunDirectory, Spans, report

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from stretto.clock import ManualClock
+from helpers import ManualClock
 from stretto.config import Config, SftConfig
 from stretto.observe import make_progress, progress
 from stretto.observe.progress import WorkProgress, headline

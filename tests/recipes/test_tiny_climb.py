@@ -10,9 +10,10 @@ from statistics import median
 
 import pytest
 
+from recipe_rows import MARKS, climb_rows
 from stretto.recipes import tiny_climb
 
-ROWS = list(tiny_climb.rows(960, 0))
+ROWS = list(climb_rows(960, 0))
 
 
 def test_the_packaged_rows_are_those_that_are_made() -> None:
@@ -24,8 +25,8 @@ def test_the_warm_up_shows_every_letter_with_every_mark() -> None:
     pairs = Counter(
         pair for row in ROWS for pair in re.findall(r"([a-h])([+*-])\d+", row["any_marks"])
     )
-    assert set(pairs) == {(letter, mark) for letter in tiny_climb.MARKS for mark in "+*-"}
-    right = sum(pairs[pair] for pair in tiny_climb.MARKS.items())
+    assert set(pairs) == {(letter, mark) for letter in MARKS for mark in "+*-"}
+    right = sum(pairs[pair] for pair in MARKS.items())
     assert right / pairs.total() == pytest.approx(1 / 3, abs=0.03)
 
 

@@ -13,9 +13,9 @@ from typing import Any, cast
 
 import pytest
 
+from helpers import ManualClock
 from run_helpers import Notes, lines, run, settings
 from stretto import runs
-from stretto.clock import ManualClock
 from stretto.config import ObserveConfig
 from stretto.errors import RankError
 from stretto.observe import RunDirectory

@@ -21,7 +21,7 @@ from stretto.models.load import load_causal_lm
 from stretto.models.tiny import byte_tokenizer, make_tiny
 from stretto.runs.loop import Inputs
 from stretto.schedules.rollout import Rollout
-from stretto.tasks.base import RowMarks
+from stretto.tasks.base import fingerprints
 from stretto.types import Prompt
 
 
@@ -183,10 +183,7 @@ def test_a_model_of_the_hub_is_known_by_its_commit(monkeypatch: pytest.MonkeyPat
 
 def test_rows_have_a_fingerprint_each_or_one_a_block() -> None:
     def named(rows: int, **others: int) -> dict[str, str]:
-        marks = RowMarks(rows)
-        for i in range(rows):
-            marks.add({"n": others.get(f"r{i}", i)})
-        return marks.named
+        return fingerprints(({"n": others.get(f"r{i}", i)} for i in range(rows)), rows)
 
     assert [*named(3)] == ["row 0", "row 1", "row 2"]
     blocks = named(1000)

@@ -14,7 +14,7 @@ import pytest
 import stretto
 from run_helpers import Notes, assert_same_run, run, settings
 from stretto import runs
-from stretto.assembly import warmup
+from stretto.assembly import parts
 from stretto.config import ClusterConfig, Config
 from stretto.config.cluster import ProcessConfig
 from stretto.observe import RunDirectory
@@ -49,7 +49,7 @@ def test_a_resumed_run_has_its_warm_up_behind_it(
     whole, _ = run(config, tmp_path)
     first, _ = run(config.model_copy(update={"steps": 2}), tmp_path)
     assert [path.name for path in first.checkpoints.iterdir()] == ["step-000002"]
-    monkeypatch.setattr(warmup, "warm_up", never)
+    monkeypatch.setattr(parts, "warm_up", never)
     tolerant = config.training.model_copy(update={"ratio_tolerance": 0.5})  # which may change
     notes = Notes()
     changed = config.model_copy(update={"training": tolerant})

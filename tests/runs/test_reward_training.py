@@ -14,6 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from helpers import critic_of, llama, told
 from learner_helpers import assert_close
+from raising import raises
 from rounding import GRADIENT_TERMS, rounding
 from run_helpers import lines, supervised, write_rows
 from scorer_helpers import plain_score
@@ -30,9 +31,9 @@ from stretto.runs.finetuning import train_reward_model
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import RewardModelScorer
 from stretto.tasks.base import TaskRow
-from stretto.tasks.pairs import Pair, PairTokens, read_pairs, tokens_of
 from stretto.tasks.prompts import render
 from stretto.tasks.responses import PromptLayout
+from stretto.tasks.supervised import Pair, PairTokens, read_pairs, tokens_of
 from stretto.testing import make_chunk
 from stretto.training.supervised import BradleyTerry, Preferences, hold_out, train
 from stretto.types import FinishReason, Message
@@ -144,14 +145,14 @@ def test_a_prompt_column_that_is_not_there_is_never_made_up(tmp_path: Path, on_e
         "chosen": "The answer is 4",
         "rejected": "The answer is 5",
     }
-    named = r"data.prompt_column = 'question' is no column of .*'chosen', 'instruction', 'rejected'"
-    with pytest.raises(TaskError, match=named):
+    named = ("data.prompt_column = 'question'", "'chosen', 'instruction', 'rejected'")
+    with raises(TaskError, "missing-column", *named):
         read_one(tmp_path, row, prompt_column="question", on_error=on_error)
     transcript = {"chosen": "\n\nAssistant: a", "rejected": "\n\nAssistant: b"}
-    with pytest.raises(TaskError, match="or set it to '' where both sides begin with the prompt"):
+    with raises(TaskError, "missing-column", "set it to ''"):
         read_one(tmp_path, transcript, prompt_column="question", on_error=on_error)
-    by_default = r"share no turn .*'chosen', 'instruction'.*data.prompt_column, or set it to ''"
-    with pytest.raises(TaskError, match=by_default):
+    by_default = ("'chosen', 'instruction'", "data.prompt_column", "set it to ''")
+    with raises(TaskError, "no-shared-turn", *by_default):
         read_one(tmp_path, row, on_error=on_error)
     assert read_one(tmp_path, row, prompt_column="instruction").prompt == "What is 2+2?"
 

@@ -24,8 +24,8 @@ from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.runs.finetuning import sft
-from stretto.tasks.conversations import example_of, read_demonstrations
 from stretto.tasks.responses import Example, PromptLayout
+from stretto.tasks.supervised import example_of, read_demonstrations
 from stretto.training.supervised import CrossEntropy, batches, hold_out, pack, train, updates
 from stretto.training.trained import TrainedModel
 
@@ -151,8 +151,8 @@ GOOD = {"prompt": "a", "completion": "b"}
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"q": "a", "a": "b"}], "'messages', or 'prompt' and 'completion', and .* 'a', 'q'"),
-        ([GOOD, {"prompt": "a"}], "row 1 has no column 'completion'; its columns: 'prompt'"),
+        ([{"q": "a", "a": "b"}], "'messages', or 'prompt' and 'completion', but 'a', 'q'"),
+        ([GOOD, {"prompt": "a"}], "row 1: no column 'completion'; its columns: 'prompt'"),
         ([GOOD, {"prompt": "a", "completion": " "}], "row 1: a completion is text, or a list"),
         ([{"messages": TALK[:1]}], "row 0: no turn is the assistant's.*user"),
         ([{"messages": TALK[1:]}], "row 0: a conversation begins with what the assistant answers"),
@@ -175,7 +175,7 @@ def test_bad_rows_are_left_out_where_that_is_asked_for(tmp_path: Path) -> None:
     rows = [GOOD, {"prompt": "a"}, {"prompt": "", "completion": "x"}, GOOD]
     name = write_rows(tmp_path, rows)
     with pytest.raises(
-        TaskError, match=r"row 1 .* \(2 rows cannot be used\)\. .*on_error = 'drop'"
+        TaskError, match=r"row 1: .* \(2 rows cannot be used\)\. .*on_error = 'drop'"
     ):
         read_demonstrations(DemonstrationsConfig(name=name))
     kept, reasons = read_demonstrations(DemonstrationsConfig(name=name, on_error="drop"))

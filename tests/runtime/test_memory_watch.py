@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stretto.clock import ManualClock
+from helpers import ManualClock
 from stretto.runtime.processes import MemoryWatch, ThreadPoolExecutor
 
 

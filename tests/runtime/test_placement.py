@@ -136,7 +136,7 @@ def test_impossible_placements_are_refused(processes: Any, message: tuple[Any, .
     [
         ({"processes": [{"roles": ["a"]}, {"roles": ["a"]}]}, "'a' has 2 places"),
         ({"processes": [{"roles": []}]}, "a process without roles"),
-        ({"processes": [{"roles": ["a"], "device": "gpu"}]}, "'gpu' is none that torch knows"),
+        ({"processes": [{"roles": ["a"], "device": "gpu"}]}, "unknown device = 'gpu'"),
         ({"processes": [{"roles": ["learner", "generator 0"]}]}, "is what runtime = 'inline' does"),
         ({"processes": [{"roles": ["generator 0", "generator 1"]}]}, "two generators in one"),
         ({"processes": [{"roles": ["critic"], "offload": True}]}, "the critic has these processes"),

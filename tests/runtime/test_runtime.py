@@ -16,12 +16,12 @@ from raising import raises
 from run_helpers import Kill, Notes, assert_same_run, lines, run, settings, untimed, weights
 from scorer_helpers import reward_model
 from stretto import evaluation, runs, tasks
-from stretto.assembly.warmup import _examples
+from stretto.assembly.parts import warmup_examples
 from stretto.config import ModelConfig, RolloutConfig, recipes
 from stretto.config.algorithm import ALGORITHMS
 from stretto.errors import ConfigError, RewardError, StateError, TaskError
 from stretto.evaluation.answers import generate
-from stretto.evaluation.rows import SEED
+from stretto.evaluation.measures import SEED
 from stretto.models.load import load_tokenizer
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory
@@ -443,7 +443,7 @@ def test_warm_up_examples_are_the_tasks_answers_from_its_far_end(tiny_folder: Pa
     tokenizer = load_tokenizer(tiny_folder)
     task = tasks.load(config.task, config.seed)
     prompts = PromptSource(task, config.task, tokenizer, config.seed)
-    examples = _examples(3, "chain_sum", task, prompts)
+    examples = warmup_examples(3, prompts)
     last = [prompts.prompt_by_id(len(task) - 1 - i) for i in range(3)]
     for example, prompt in zip(examples, last, strict=True):
         row = task.row(prompt.data["_index"])

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from _estimate import StepSizes, estimate
 from _rlhfuse import kept_cost
-from helpers import ticket, told
+from helpers import ManualClock, ticket, told
 from raising import raises
-from stretto.clock import ManualClock
 from stretto.config import Section
 from stretto.errors import ConfigError, EngineError, StateError
 from stretto.models.shapes import shape_of

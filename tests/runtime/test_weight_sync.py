@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from raising import raises
-from stretto.clock import RealClock
 from stretto.errors import EngineError, RankError, RoleLostError, TransferError
 from stretto.observe.spans import Spans
+from stretto.protocols import RealClock
 from stretto.runtime.clients import generator_client
 from stretto.runtime.messages import Loaded, Offer
 from stretto.runtime.weight_sync import (

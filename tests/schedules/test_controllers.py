@@ -395,7 +395,7 @@ def test_stragglers_move_as_the_knob_says() -> None:
         ({"overcommit_decrement": -1}, "greater than or equal to 0"),
         (
             {"overcommit": 24, "max_carries": 1},
-            "overcommit = 24 and schedule.max_carries = 1 contradict .* carried 3 times; lower "
+            "overcommit = 24 .* carried 3 times, and schedule.max_carries = 1; lower "
             "schedule.overcommit to 8",
         ),
         ({"overcommit_max": 17, "max_carries": 2}, "lower schedule.overcommit_max to 16"),

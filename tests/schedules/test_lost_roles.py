@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from helpers import ManualClock
 from raising import raises
-from stretto.clock import ManualClock
 from stretto.config.schedule import Settings
 from stretto.errors import LifecycleError, RoleLostError, StalledError, StrettoError
 from stretto.observe.spans import Spans

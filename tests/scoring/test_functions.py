@@ -25,7 +25,7 @@ from raising import raises
 from scorer_helpers import byte_tokenizer
 from stretto import tasks
 from stretto.config import TaskConfig
-from stretto.config.sections import NamedSource, TaskSource, reward_source
+from stretto.config.sections import RewardSource, reward_source
 from stretto.errors import ConfigError, EngineError, TaskError
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.functions import FunctionScorer
@@ -199,7 +199,7 @@ def test_the_tasks_verifier_judges_in_its_process(tmp_path: Path) -> None:
     config = TaskConfig(kind="gsm8k", name=str(path))
     task = tasks.load(config, 0)
     prompts = [render(task.row(i), config, TOKENIZER) for i in (0, 1, 1)]
-    scorer = FunctionScorer(TaskSource("task"), config, 0, TOKENIZER)
+    scorer = FunctionScorer(reward_source("task"), config, 0, TOKENIZER)
     try:
         assert numbers(judge(scorer, ["5", "so \\boxed{1,200}", "5"], prompts)) == [1.0, 1.0, 0.0]
         rows[1]["answer"] = "#### 6"
@@ -219,7 +219,7 @@ def test_made_rows_are_the_same_in_the_judges_process(kind: Any) -> None:
     config = TaskConfig(kind=kind, size=10, extract="last_number")
     task = tasks.load(config, 5)
     prompts = [render(task.row(i), config, TOKENIZER) for i in range(3)]
-    scorer = FunctionScorer(TaskSource("task"), config, 5, TOKENIZER)
+    scorer = FunctionScorer(reward_source("task"), config, 5, TOKENIZER)
     try:
         right = [f"It is {task.row(i).reference}." for i in range(2)]
         assert numbers(judge(scorer, [*right, "unknown"], prompts)) == [1.0, 1.0, 0.0]
@@ -269,10 +269,10 @@ def test_a_task_without_a_judge_is_refused(tmp_path: Path) -> None:
     path.write_text('{"prompt": "x"}')
     config = TaskConfig(kind="dataset", name=str(path))
     with pytest.raises(TaskError, match="answer_column"):
-        FunctionScorer(TaskSource("task"), config, 0, TOKENIZER)
+        FunctionScorer(reward_source("task"), config, 0, TOKENIZER)
     with pytest.raises(TaskError, match=r"none\.jsonl"):
         FunctionScorer(
-            TaskSource("task"), TaskConfig(kind="dataset", name="none.jsonl"), 0, TOKENIZER
+            reward_source("task"), TaskConfig(kind="dataset", name="none.jsonl"), 0, TOKENIZER
         )
 
 
@@ -570,7 +570,7 @@ def test_a_process_that_cannot_start_again_says_so(function: Scorers, tmp_path: 
 
 def local(function: Callable[..., Any], **settings: Any) -> FunctionScorer:
     return FunctionScorer(
-        NamedSource("mine"), TaskConfig(), 0, TOKENIZER, function=function, **settings
+        RewardSource("mine"), TaskConfig(), 0, TOKENIZER, function=function, **settings
     )
 
 

@@ -21,6 +21,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from helpers import told
+from raising import raises
 from scorer_helpers import plain_score, reward_model, scores_of
 from stretto.config import DemonstrationsConfig, TaskConfig
 from stretto.errors import TaskError
@@ -29,10 +30,10 @@ from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import RewardModelScorer
 from stretto.scoring.retokenise import ConversationReader
 from stretto.tasks.base import TaskRow
-from stretto.tasks.conversations import Demonstration, example_of
 from stretto.tasks.encode import MARK, Encoder
 from stretto.tasks.prompts import render
 from stretto.tasks.responses import PromptLayout
+from stretto.tasks.supervised import Demonstration, example_of
 from stretto.types import FinishReason, Message, Prompt
 
 SPECIAL = ["<s>", "</s>", "<unk>", "[SEP]", "<|im_start|>"]
@@ -188,7 +189,7 @@ def test_tokenizers_in_python_are_held_to_it_as_well() -> None:
 
 
 def test_half_of_a_surrogate_pair_is_refused() -> None:
-    with pytest.raises(TaskError, match=r"valid Unicode, and character 3 of it is half of a surr"):
+    with raises(TaskError, "invalid-unicode", "character 3"):
         Encoder(trained("bytes")).escape("abc\ud83d")
 
 

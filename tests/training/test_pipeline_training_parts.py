@@ -16,7 +16,7 @@ from torch import nn
 from helpers import critic_of, llama, make_rollouts, told
 from loss_helpers import inputs_of, mask_of
 from raising import raises
-from stretto.assembly import warmup as building
+from stretto.assembly import parts
 from stretto.assembly.controls import share_cores
 from stretto.cli import main as command_line
 from stretto.cli.dry_run import describe_run
@@ -143,7 +143,7 @@ def start(actor: Any, critic: Any, **pipeline: Any) -> pipelined.PipelinedBackpr
 def test_stages_that_cannot_be_cut_are_refused_before_the_warm_up(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(building, "warm_up", lambda *_: pytest.fail("warmed up"))
+    monkeypatch.setattr(parts, "warm_up", lambda *_: pytest.fail("warmed up"))
     for given, fact in (
         ({"ranks": 3}, "pipeline.actor_stages = 3 (as many as pipeline.ranks): LlamaModel"),
         ({"ranks": 4, "actor_stages": 2, "critic_stages": 4}, "pipeline.critic_stages = 4: Llama"),

@@ -11,7 +11,7 @@ import torch
 from raising import raises
 from run_helpers import Notes, assert_same_run, length, settings
 from stretto import runs
-from stretto.assembly import warmup as assembled
+from stretto.assembly import parts
 from stretto.assembly.models import Overrides
 from stretto.errors import ConfigError, StateError
 from stretto.observe import RunDirectory
@@ -44,7 +44,7 @@ def test_runs_are_the_same_with_a_shared_warm_up_as_with_their_own(
         torch.rand(3)
         return own(*args)
 
-    monkeypatch.setattr(assembled, "warm_up", drawing)
+    monkeypatch.setattr(parts, "warm_up", drawing)
     file = tmp_path / "warmup.safetensors"
     alone, said = reinforce(tiny_folder, tmp_path, model=model)
     first, _ = reinforce(tiny_folder, tmp_path, file, model=model)

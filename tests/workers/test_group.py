@@ -18,8 +18,8 @@ import psutil
 import pytest
 import torch
 
+from helpers import ManualClock
 from raising import raises
-from stretto.clock import ManualClock
 from stretto.errors import ConfigError, EngineError, RankError, RoleLostError
 from stretto.types import Reply, Work
 from stretto.workers.group import GroupExecutor, Host, Makes, ServiceGroup, ahead

@@ -343,7 +343,7 @@ def check_opens(stages: Stages, reference_column: str = "") -> None:
     from stretto import tasks
     from stretto.evaluation.answers import of_model
     from stretto.evaluation.gold import open_gold, reference_text
-    from stretto.evaluation.rows import measured_on
+    from stretto.evaluation.measures import measured_on
     from stretto.models.load import load_tokenizer
     from stretto.models.resolve import resolve
 

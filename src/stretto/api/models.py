@@ -233,8 +233,8 @@ def answers(
         from stretto.evaluation.answers import generate
 
     waiting = dict[int, str]()
-    turn, given = 0, overrides or NO_OVERRIDES
-    for index, text in generate(config, prompts, rollout, seed=seed, chat=chat, given=given):
+    turn, own = 0, overrides or NO_OVERRIDES
+    for index, text in generate(config, prompts, rollout, seed=seed, chat=chat, overrides=own):
         waiting[index] = text
         while turn in waiting:
             yield waiting.pop(turn)

@@ -1,4 +1,1 @@
-"""Making a run's parts from its settings: models, engines, scorers, learner, controllers.
-
-Nothing here knows a runtime.
-"""
+"""The parts of a run, made from its settings: models, roles, controllers; none knows a runtime."""

@@ -1,26 +1,15 @@
-"""The parts of a schedule, and the shares of CPU cores, from the knobs of a run."""
+"""The controllers of a schedule, and the shares of CPU cores, as the knobs of a run ask."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from stretto.config import Config, ScheduleConfig
 from stretto.config.schedule import Settings
+from stretto.schedules import migration, overcommit
 from stretto.schedules.chunking import FixedChunk, TunedChunk
-from stretto.schedules.migration import (
-    AutoMigration,
-    FixedMigration,
-    MigrationLimits,
-    MigrationPolicy,
-)
-from stretto.schedules.overcommit import (
-    Algorithm1,
-    Equation4,
-    FixedOvercommit,
-    Overcommit,
-    ThroughputOvercommit,
-)
+from stretto.schedules.migration import AutoMigration, FixedMigration, MigrationLimits
 from stretto.schedules.schedule import Controls
 
 
@@ -29,7 +18,6 @@ class Migrating:
     """The facts about engines that a policy of moving stragglers needs.
 
     Attributes:
-        limits: of the engines.
         score_tokens_per_s: tokens that the devices of one free engine score a second; 0 where no
             scorer sits with the engines.
         prompt_tokens: of a typical prompt.
@@ -45,19 +33,16 @@ def migrating_of(
 ) -> Migrating:
     """Return the facts for moving stragglers, from measured rates of an engine.
 
-    Where keys and values do not move, the second rate is ``None``: tokens are prefilled again.
-
-    Engines are taken to slow down with rows no more than their memory makes them: all that is in
-    flight may be gathered on one.
+    The second rate is ``None`` where keys and values do not move: tokens are prefilled again.
+    Memory alone is taken to slow engines down with rows: all in flight may be gathered on one.
     """
     rows, engines = config.most_in_flight, config.rollout.engines
-    longest = config.task.max_prompt_tokens + config.rollout.max_new_tokens
     return Migrating(
         MigrationLimits(
             engines=engines,
             best_batch=rows,
-            cache_tokens=rows * longest,
-            longest_tokens=longest,
+            cache_tokens=rows * config.longest,
+            longest_tokens=config.longest,
             prefill_tokens_per_s=prefill_tokens_per_s,
             # As fast as prefilling is no reason to move them.
             transfer_tokens_per_s=transfer_tokens_per_s or prefill_tokens_per_s,
@@ -70,81 +55,77 @@ def migrating_of(
 
 def controls_of(config: Config, migrating: Migrating | None, *, restarts: int = 0) -> Controls:
     """Make the settings and controllers of a run; see :func:`controls`."""
-    settings = config.schedule.settings(
-        config.rollout,
+    r = config.rollout
+    settings = Settings(
+        r.batch,
+        r.samples_per_prompt,
+        r.max_new_tokens,
         config.steps,
         drop_failures=config.reward.on_failure == "drop",
         group_at_least=config.algorithm.definition.group,
         reward_weights=config.reward.factors,
         restarts=restarts,
     )
-    return controls(config.schedule, settings, config.rollout.engines, config.seed, migrating)
+    return controls(config.schedule, settings, r.engines, config.seed, migrating)
 
 
 def controls(
-    schedule: ScheduleConfig,
-    settings: Settings,
-    engines: int,
-    seed: int,
-    migrating: Migrating | None,
+    s: ScheduleConfig, settings: Settings, engines: int, seed: int, migrating: Migrating | None
 ) -> Controls:
     """Make the controllers that the knobs ask for.
 
     Args:
+        settings: of the run; those that ``s`` has too are taken from there.
         migrating: needed where stragglers are moved together.
     """
-    s = schedule
+    settings = replace(
+        settings,
+        score_on=s.knobs.score_on,
+        lag=s.knobs.lag,
+        weight_sync_interval=s.weight_sync_interval,
+        max_carries=s.max_carries,
+        deadline_s=s.deadline_s,
+    )
+    tuned = TunedChunk(window=s.chunk_window, max_new_tokens=settings.max_new_tokens)
     return Controls(
         settings,
-        FixedChunk(s.chunk_tokens)
-        if s.chunk_tokens
-        else TunedChunk(window=s.chunk_window, max_new_tokens=settings.max_new_tokens),
+        FixedChunk(s.chunk_tokens) if s.chunk_tokens else tuned,
         _overcommit(s, settings, engines, seed),
         _migration(s, settings, seed, migrating) if migrating else None,
     )
 
 
-def _overcommit(s: ScheduleConfig, sizes: Settings, engines: int, seed: int) -> Overcommit:
+def _overcommit(
+    s: ScheduleConfig, sizes: Settings, engines: int, seed: int
+) -> overcommit.Overcommit:
     high = s.largest_overcommit(sizes.batch)
     if s.knobs.overcommit != "auto":
-        return FixedOvercommit(high)
+        return overcommit.FixedOvercommit(high)
     start, low = s.first_overcommit(sizes.batch), s.overcommit_min
     match s.overcommit_rule:
         case "equation4":
             inc, dec = s.overcommit_increment, s.overcommit_decrement
-            return Equation4(start, low, high, s.overcommit_window, inc, dec)
+            return overcommit.Equation4(start, low, high, s.overcommit_window, inc, dec)
         case "algorithm1":
-            return Algorithm1(start, low, high, s.overcommit_window)
+            return overcommit.Algorithm1(start, low, high, s.overcommit_window)
         case "throughput":
-            return ThroughputOvercommit(
-                sizes.batch * s.weight_sync_interval,
-                high,
-                s.max_carries,
-                low=low,
-                group=sizes.samples_per_prompt,
-                generators=engines,
-                seed=seed,
+            batch, group = sizes.batch * s.weight_sync_interval, sizes.samples_per_prompt
+            return overcommit.ThroughputOvercommit(
+                batch, high, s.max_carries, low=low, group=group, generators=engines, seed=seed
             )
 
 
 def _migration(
     s: ScheduleConfig, sizes: Settings, seed: int, on: Migrating
-) -> MigrationPolicy | None:
-    share, batch = s.knobs.migrate, sizes.batch * s.weight_sync_interval
-    if share == "off":
-        return None
+) -> migration.MigrationPolicy | None:
+    batch, tokens, share = sizes.batch * s.weight_sync_interval, on.prompt_tokens, s.knobs.migrate
     if share == "auto":
-        return AutoMigration(
-            on.limits,
-            batch,
-            on.score_tokens_per_s,
-            prompt_tokens=on.prompt_tokens,
-            seed=seed,
-        )
-    return FixedMigration(on.limits, batch, share)
+        rate = on.score_tokens_per_s
+        return AutoMigration(on.limits, batch, rate, prompt_tokens=tokens, seed=seed)
+    return None if share == "off" else FixedMigration(on.limits, batch, share)
 
 
-class Threads(NamedTuple):
+class CoreShares(NamedTuple):
     """CPU threads of each generator, of scoring and of training."""
 
     generating: int
@@ -152,18 +133,20 @@ class Threads(NamedTuple):
     training: int
 
 
-def share_cores(schedule: ScheduleConfig, engines: int, cores: int) -> Threads:
+def share_cores(schedule: ScheduleConfig, engines: int, cores: int) -> CoreShares:
     """Share the cores out, unless the settings do.
 
     Roles that work at the same time get cores of their own, as threads of two roles on one core
     wait for each other.
     """
     if schedule.threads:
-        return Threads(*schedule.threads)
+        return CoreShares(*schedule.threads)
     knobs = schedule.knobs
-    training = max(cores // 2, 1) if knobs.trains_beside else cores
-    left = cores - training if knobs.trains_beside else cores
+    training, left = cores, cores
+    if knobs.trains_beside:
+        training = max(cores // 2, 1)
+        left -= training
     beside = knobs.scores_beside(engines)
-    scoring = max(left // 2, 1) if beside else max(left, 1)
+    scoring = max(left // 2 if beside else left, 1)
     generating = max((left - scoring if beside else left) // engines, 1)
-    return Threads(generating, scoring, training)
+    return CoreShares(generating, scoring, training)

@@ -1,4 +1,4 @@
-"""The models of a run: brought by the caller, or loaded as the settings name them."""
+"""The models of a run: the caller's overrides, or loaded as the settings name them."""
 
 from __future__ import annotations
 
@@ -28,26 +28,27 @@ from stretto.scoring.models import RewardModelScorer, same_tokenizer
 from stretto.tasks import Task
 from stretto.tasks.prompts import PromptSource
 
+Device = Literal["auto", "cpu", "cuda"]
+Reward = tuple[nn.Module, PreTrainedTokenizerBase]
+"""A reward model and its tokenizer."""
+
 
 @dataclass(frozen=True)
 class Overrides:
-    """Objects that the caller of a run brings instead of names in the settings; all are optional.
+    """Objects that the caller of a run gives in place of names in the settings; all are optional.
 
     Attributes:
         actor: the policy; it is trained in place.
         tokenizer: the actor's.
         reference: the model that the KL is measured to; without it a copy of the starting actor.
         critic: a model with a scalar head; it is trained in place.
-        task: prompts, and their verifier where it has one.
         opened: the task that the settings name, where it was opened before.
-        functions: reward functions by the name they have in ``reward.sources``.
-        reward_models: model and tokenizer by the name they have in ``reward.sources``.
-        end_tokens: that end a response; without them the tokenizer's and those of the generation
-            config.
+        functions: reward functions by their names in ``reward.sources``.
+        reward_models: model and tokenizer by their names in ``reward.sources``.
+        end_tokens: in place of the tokenizer's and those of the generation config.
         warmup: a file that keeps the warm-up's outcome; it is read if it is there, else written.
         looks_at: called with the run's prompts, before any model is loaded.
-        in_files: whether models that are loaded stay in their files, as ranks that divide them
-            keep but their parts; see :mod:`stretto.models.mapped`.
+        in_files: whether loaded models stay in their files (:mod:`stretto.models.mapped`).
     """
 
     actor: nn.Module | None = None
@@ -57,9 +58,7 @@ class Overrides:
     task: Task | None = None
     opened: Task | None = None
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    reward_models: Mapping[str, tuple[nn.Module, PreTrainedTokenizerBase]] = field(
-        default_factory=dict
-    )
+    reward_models: Mapping[str, Reward] = field(default_factory=dict)
     end_tokens: frozenset[int] | None = None
     warmup: Path | None = None
     looks_at: Callable[[PromptSource], None] | None = None
@@ -90,30 +89,20 @@ def drawing_apart(name: str, device: torch.device) -> Iterator[None]:
 
 
 def make_actor(config: ModelConfig, overrides: Overrides, say: Say) -> nn.Module:
-    """Return the actor: brought by the caller, or as the settings name it."""
+    """Return the actor: the caller's override, or as the settings name it."""
     if overrides.actor is None:
         return load_actor(config, say, in_files=overrides.in_files)
     return made_ready(overrides.actor, config.device, trained=True)
 
 
 def made_ready(
-    model: nn.Module,
-    device: Literal["auto", "cpu", "cuda"],
-    what: str = "the model",
-    *,
-    trained: bool = False,
+    model: nn.Module, device: Device, what: str = "the model", *, trained: bool = False
 ) -> nn.Module:
-    """Make a model that the caller brought like one that is loaded here.
+    """Make a caller's model like one that is loaded here.
 
     It is then on the device, in evaluation mode, with no dropout, and with the attention for short
-    sequences.
-
-    Args:
-        device: as in ``model.device``.
-        what: a name of the model, as the subject of a message.
-
-    Raises:
-        ModelError: its weights are not finite, or of a type that is not trained.
+    sequences. Raises ModelError if the weights of ``what`` are not finite, or of a type that is not
+    trained.
     """
     require_finite(model, what)
     if trained:
@@ -139,10 +128,7 @@ def load_actor(config: ModelConfig, say: Say, *, in_files: bool = False) -> nn.M
 def _loaded(
     load: Callable[..., nn.Module], path: Path | str, config: ModelConfig, say: Say, in_files: bool
 ) -> nn.Module:
-    """Load a model by one of the loaders, in the settings' type and on their device.
-
-    Say so if it should be left in its files, and some of it could not.
-    """
+    """Load a model by one of the loaders, in the settings' type and on their device."""
     device = pick_device(config.device)
     dtype, trust = pick_dtype(config.dtype, device), config.trust_remote_code
     with working(say, f"loading {path}"):
@@ -150,8 +136,7 @@ def _loaded(
     if in_files:
         if config.lora_rank:  # adapters are made in the types of the weights beside them
             mapped.convert(model)
-        held = mapped.held_bytes(model)
-        if held:
+        if held := mapped.held_bytes(model):
             say(
                 f"every rank loads {format_size(held)} of '{path}' before it keeps its part: "
                 "weights of another type or form than in the files cannot be left there"
@@ -166,7 +151,7 @@ def frozen_copy(model: nn.Module) -> nn.Module:
 
 def load_reward_model(
     config: ModelConfig, name: str, say: Say, *, in_files: bool = False
-) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+) -> Reward:
     """Load a reward model and its tokenizer by name, frozen."""
     path = resolve(name, say)
     model = _loaded(load_sequence_classifier, path, config, say, in_files)
@@ -182,22 +167,25 @@ def make_critic(
     overrides: Overrides,
     say: Say,
 ) -> nn.Module:
-    """Make the value model.
-
-    Args:
-        init: see ``critic.init``.
-    """
+    """Make the value model; ``init`` is ``critic.init``."""
     if overrides.critic is not None:
         return made_ready(overrides.critic, config.device, "the critic", trained=True)
     if init == "actor":
         return critic_from_actor(actor)
-    if init == "reward":
-        _require_same_tokenizer(init, rewards[0].same_tokenizer)
-        return mapped.copied(rewards[0].model).requires_grad_(True)
-    path = resolve(init, say)
-    own = load_tokenizer(path, config.trust_remote_code, say)
-    _require_same_tokenizer(init, same_tokenizer(own, tokenizer))
-    return _loaded(load_sequence_classifier, path, config, say, overrides.in_files)
+    path = "" if init == "reward" else resolve(init, say)
+    if path:
+        same = same_tokenizer(load_tokenizer(path, config.trust_remote_code, say), tokenizer)
+    else:
+        same = rewards[0].same_tokenizer
+    if not same:
+        raise ConfigError(
+            f"critic.init = '{init}' names a model with another tokenizer than the actor, whose "
+            "tokens the critic must read; set critic.init = 'actor'",
+            "critic-of-other-tokenizer",
+        )
+    if path:
+        return _loaded(load_sequence_classifier, path, config, say, overrides.in_files)
+    return mapped.copied(rewards[0].model).requires_grad_(True)
 
 
 def with_adapters(
@@ -205,29 +193,17 @@ def with_adapters(
     config: ModelConfig,
     seed: int,
     kind: Literal["CAUSAL_LM", "SEQ_CLS"],
-    stack: ExitStack,
-    *,
-    brought: bool,
+    stack: ExitStack | None,
 ) -> nn.Module:
     """Put a model that is trained into LoRA adapters, where the settings ask for them.
 
-    Args:
-        stack: at its end, however that comes, a model that the caller brought is a plain model
-            again, with the adapters merged in.
+    A caller's model is plain again at the end of ``stack``, with the adapters merged in.
     """
     if not config.lora_rank:
         return model
     trained = trained_names(model)
     with drawing_apart(f"{seed} adapters {kind}", pick_device(config.device)):
         wrapped = add_lora(model, config, kind)
-    if brought:
+    if stack is not None:
         stack.callback(merge_lora, wrapped, trained)
     return wrapped
-
-
-def _require_same_tokenizer(init: str, same: bool) -> None:
-    if not same:
-        raise ConfigError(
-            f"critic.init = '{init}' names a model with another tokenizer than the actor, whose "
-            "tokens the critic must read; set critic.init = 'actor'"
-        )

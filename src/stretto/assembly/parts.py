@@ -1,56 +1,46 @@
-"""The parts of a run, which a runtime places.
+"""The parts of a run, which a runtime places: prompts, models, and the warm-up of the actor.
 
 Checks of settings and data come before models, which are slow to load.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain, count, islice
 
+import numpy as np
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 
 from stretto import tasks
-from stretto.assembly.checks import (
-    FIRST,
-    check_cuts,
-    check_ends,
-    check_positions,
-    check_rewards,
-)
-from stretto.assembly.models import (
-    Overrides,
-    frozen_copy,
-    load_reward_model,
-    made_ready,
-    make_actor,
-    make_critic,
-    with_adapters,
-)
-from stretto.assembly.scorers import reward_scorer
-from stretto.assembly.warmup import warmed_up
-from stretto.config import Config
-from stretto.models.forward import unwrapped
+from stretto.assembly import models
+from stretto.assembly.models import Overrides
+from stretto.assembly.roles import reward_scorer
+from stretto.config import Config, RewardConfig
+from stretto.errors import ConfigError
+from stretto.models.forward import positions, unwrapped
 from stretto.models.load import end_token_ids, load_tokenizer, set_checkpointing
 from stretto.models.lora import check_lora
 from stretto.models.resolve import resolve
-from stretto.saying import Say
+from stretto.models.weights import fingerprint
+from stretto.pipelines.executor.stages import check_stages
+from stretto.saying import Say, working
 from stretto.scoring.models import RewardModelScorer
+from stretto.tasks.encode import Encoder
 from stretto.tasks.prompts import PromptSource
+from stretto.training.warmup import keep, take, warm_up
+from stretto.types import FinishReason, Prompt, Response
 
-STARTING_FUNCTIONS = "starting the reward functions"
-"""Work that is shown."""
+FIRST = 8
+"""Prompts that are looked at before the run."""
 
 
 @dataclass(frozen=True)
-class Models:
-    """The models of a run that come of the actor.
-
-    Attributes:
-        end_tokens: that end a response.
-    """
+class PolicyModels:
+    """The actor, the models made from it, and the tokens that end a response."""
 
     actor: nn.Module
     critic: nn.Module | None
@@ -58,17 +48,8 @@ class Models:
     end_tokens: frozenset[int]
 
 
-def open_task(
-    config: Config, overrides: Overrides, say: Say
-) -> tuple[PreTrainedTokenizerBase, tasks.Task, PromptSource]:
-    """Open the actor's tokenizer, the task, and its prompts.
-
-    Args:
-        say: called with a line about whatever takes time.
-
-    Raises:
-        StrettoError: a setting, the tokenizer or the dataset is at fault.
-    """
+def open_prompts(config: Config, overrides: Overrides, say: Say) -> PromptSource:
+    """Open the prompts of a run, with their task and the actor's tokenizer."""
     m = config.model
     tokenizer = overrides.tokenizer or load_tokenizer(
         resolve(m.name, say), m.trust_remote_code, say
@@ -77,67 +58,180 @@ def open_task(
     prompts = PromptSource(task, config.task, tokenizer, config.seed)
     if overrides.looks_at:
         overrides.looks_at(prompts)
-    return tokenizer, task, prompts
+    return prompts
+
+
+def look_at_prompts(prompts: PromptSource, say: Say) -> list[Prompt]:
+    """Return the first prompts of a run, and say so if they spell control tokens."""
+    first = prompts.first(FIRST)
+    if prompts.found:
+        say(
+            f"prompts spell control tokens ({', '.join(sorted(prompts.found))}), which are read as "
+            "text; conversations are given as lists of messages"
+        )
+    return first
 
 
 def trained_models(
     config: Config,
-    task: tasks.Task,
     prompts: PromptSource,
     rewards: Sequence[RewardModelScorer],
     stack: ExitStack,
     say: Say,
     overrides: Overrides,
-) -> Models:
-    """Make actor, critic and reference, as training starts.
+) -> PolicyModels:
+    """Make actor, critic and reference, as training starts; ``rewards`` are those in this process.
 
     A resumed run starts from the outcome of the warm-up, too: it is the reference, and under LoRA
     the frozen weights, and checkpoints hold only what changes afterwards.
-
-    Args:
-        rewards: the reward models, as far as they are in this process.
-
-    Raises:
-        StrettoError: a setting or a model is at fault.
     """
-    m = config.model
-    base = make_actor(m, overrides, say)
+    m, tokenizer = config.model, prompts.tokenizer
+    base = models.make_actor(m, overrides, say)
     ends = overrides.end_tokens
-    ends = end_token_ids(unwrapped(base), prompts.tokenizer) if ends is None else ends
-    check_ends(config, ends)
+    ends = end_token_ids(unwrapped(base), tokenizer) if ends is None else ends
+    _check_ends(config.reward, config.rollout.stop, ends)
     check_positions(config, "the actor", base, generating=True)
     check_rewards(config, rewards, prompts.first(FIRST))
     check_lora(base, m)
-    check_cuts(config, base, rewards)
-    warmed_up(base, config, task, prompts, overrides, say)
+    _check_cuts(config, base, rewards)
+    warmed_up(base, config, prompts, overrides, say)
     critic = None
     if config.algorithm.definition.critic:
-        init, tokenizer = config.critic.init, prompts.tokenizer
-        critic = make_critic(m, init, base, tokenizer, rewards, overrides, say)
-        brought = overrides.critic is not None
-        critic = with_adapters(critic, m, config.seed, "SEQ_CLS", stack, brought=brought)
-    brought = overrides.actor is not None
-    actor = with_adapters(base, m, config.seed, "CAUSAL_LM", stack, brought=brought)
+        critic = models.make_critic(m, config.critic.init, base, tokenizer, rewards, overrides, say)
+        own = stack if overrides.critic is not None else None
+        critic = models.with_adapters(critic, m, config.seed, "SEQ_CLS", own)
+    own = stack if overrides.actor is not None else None
+    actor = models.with_adapters(base, m, config.seed, "CAUSAL_LM", own)
     reference = None
     if config.algorithm.has_reference:
         if overrides.reference is not None:
-            reference = made_ready(overrides.reference, m.device, "the reference")
+            reference = models.made_ready(overrides.reference, m.device, "the reference")
             reference.requires_grad_(False)
         else:  # under LoRA the actor is its own reference, without its adapters
-            reference = actor if m.lora_rank else frozen_copy(base)
+            reference = actor if m.lora_rank else models.frozen_copy(base)
     check_positions(config, "the critic", critic)
     check_positions(config, "the reference", reference)
     for model in filter(None, (actor, critic)):
         set_checkpointing(model, m)
-    return Models(actor, critic, reference, ends)
+    return PolicyModels(actor, critic, reference, ends)
 
 
 def critic_rewards(
-    config: Config, tokenizer: PreTrainedTokenizerBase, say: Say, *, in_files: bool = False
+    config: Config, prompts: PromptSource, overrides: Overrides, say: Say
 ) -> list[RewardModelScorer]:
     """Return the reward model that the critic starts from; none where it starts otherwise."""
     if config.critic.init != "reward" or not config.algorithm.definition.critic:
         return []
     source = config.reward.models[0]
-    loaded = load_reward_model(config.model, source.model, say, in_files=in_files)
-    return [reward_scorer(source.name, config, tokenizer, say, loaded)]
+    loaded = models.load_reward_model(config.model, source.model, say, in_files=overrides.in_files)
+    return [reward_scorer(source.name, config, prompts.tokenizer, say, loaded)]
+
+
+def check_positions(
+    config: Config, what: str, model: nn.Module | None, *, generating: bool = False
+) -> None:
+    """Raise ConfigError if a model, ``what``, cannot read a prompt with its response.
+
+    For ``generating`` see :func:`~stretto.models.forward.positions`.
+    """
+    if model is not None:
+        config.require_positions(what, positions(model, generating=generating))
+
+
+def _check_ends(rule: RewardConfig, stop: Collection[str], end_tokens: Collection[int]) -> None:
+    if not (end_tokens or stop or rule.missing_eos == "off"):
+        raise ConfigError(
+            "no end token and no rollout.stop ends a response, and reward.missing_eos = "
+            f"'{rule.missing_eos}' has a penalty for the token limit. Set eos_token in the model's "
+            "tokenizer_config.json, name a string in rollout.stop, or set missing_eos = 'off'",
+            "nothing-ends-responses",
+        )
+
+
+def check_rewards(
+    config: Config, rewards: Iterable[RewardModelScorer], prompts: Sequence[Prompt]
+) -> None:
+    """Raise ConfigError or ModelError for a reward model with too few positions for what it scores.
+
+    A model with a tokenizer of its own may make more tokens of a response than the actor. How many
+    is not known beforehand; a response that then does not fit is a failure of its own.
+    """
+    for reward in rewards:
+        if reward.same_tokenizer:
+            check_positions(config, f"reward model '{reward.name}'", reward.model)
+        else:
+            reward.require_room(prompts)
+
+
+def _check_cuts(config: Config, actor: nn.Module, rewards: Sequence[RewardModelScorer]) -> None:
+    """Check before the warm-up that models can be cut; a critic of another kind comes later."""
+    if not config.pipeline.ranks:
+        return
+    check_stages(config.pipeline, "actor", actor)
+    if config.critic.init in ("actor", "reward"):
+        critic = actor if config.critic.init == "actor" else rewards[0].model
+        check_stages(config.pipeline, "critic", critic)
+
+
+def warmed_up(
+    model: nn.Module, config: Config, prompts: PromptSource, overrides: Overrides, say: Say
+) -> None:
+    """Train the model on the task's own answers, where the settings ask for it.
+
+    The overrides may name a file that keeps the outcome, which is then taken from there. Raises
+    TaskError if the task has no answers of its own, ConfigError if the file holds another warm-up,
+    StateError if it is damaged, StorageError if it cannot be written.
+    """
+    number, file = config.warmup_examples, overrides.warmup
+    if not number:
+        return
+    key = _warmup_key(model, config, prompts.task) if file else ""
+    if file and file.exists():
+        loss = take(model, key, file)
+        say(f"warmed up already on {number} examples ({loss:.3f} nats a token): {file}")
+        return
+    with working(say, "warming up on examples", number) as advance:
+        examples = warmup_examples(number, prompts)
+        loss = warm_up(model, examples, config.warmup_lr, config.training, advance)
+    if file:
+        keep(model, loss, key, file)
+    say(f"warmed up on {number} examples: {loss:.3f} nats a token")
+
+
+def _warmup_key(model: nn.Module, config: Config, task: tasks.Task) -> str:
+    """Return a hash of all that a warm-up depends on.
+
+    Neither threads nor devices, nor versions of libraries, which change but the rounding: all
+    processes of a run take the same file, and so does a run that is resumed.
+    """
+    known = {
+        "model": fingerprint(model.named_parameters()),
+        "rows": dict(task.identity),
+        "task": config.task.model_dump(mode="json"),
+        "seed": config.seed,
+        "examples": config.warmup_examples,
+        "lr": config.warmup_lr,
+        "training": config.training.model_dump(mode="json", exclude={"ratio_tolerance"}),
+    }
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+
+
+def warmup_examples(number: int, prompts: PromptSource) -> list[Response]:
+    """Return the task's own answers as finished responses.
+
+    They start at the end of the first epoch's order, with the rows that RL reaches last, and repeat
+    where there are too few. Raises TaskError if the task has no answers.
+    """
+    tokenizer = prompts.tokenizer
+    encoder, examples = Encoder(tokenizer), []
+    places = chain.from_iterable(prompts.ids(backwards=True) for _ in count())
+    for i, place in enumerate(islice(places, number)):
+        prompt = prompts.prompt_by_id(place)
+        index = prompt.data[tasks.INDEX_KEY]
+        reference = prompts.task.own_answer(index, f"warmup_examples = {number}")
+        answer = encoder.ids(encoder.escape(reference))
+        if tokenizer.eos_token_id is not None:
+            answer.append(tokenizer.eos_token_id)
+        tokens = np.array(answer, np.int32)
+        examples.append(Response(i, i, prompt, tokens, finish=FinishReason.STOP))
+    return examples

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from stretto import files, tasks
 from stretto.checks import functions
 from stretto.config import Config, ModelConfig, ObserveConfig, RewardModelConfig, SftConfig
-from stretto.config.sections import ModelSource, RewardSource, TaskConfig, TaskSource, reward_source
+from stretto.config.sections import RewardSource, TaskConfig, reward_source
 from stretto.errors import ConfigError, ModelError, TaskError, require
 from stretto.machine import usable_cores, usable_gpus
 from stretto.models.info import TOKENIZERS, ModelInfo, model_info
@@ -22,9 +22,8 @@ from stretto.models.shapes import undivided
 from stretto.observe.trackers import port_taken
 from stretto.planner import fitting
 from stretto.tasks import Task
-from stretto.tasks.conversations import read_demonstrations
-from stretto.tasks.files import is_local
-from stretto.tasks.pairs import read_pairs
+from stretto.tasks.supervised import read_demonstrations, read_pairs
+from stretto.tasks.tables import is_local
 
 if TYPE_CHECKING:
     from stretto.assembly.models import Overrides
@@ -57,10 +56,10 @@ def check_run(
     task = opened or _check_task(config.task, config.seed, ask_hub=ask_hub)
     objects = {*overrides.functions, *overrides.reward_models} if overrides else ()
     sources = [s for s in config.reward.parsed if s.name not in objects]
-    if task and any(isinstance(source, TaskSource) for source in sources):
+    if task and any(source.kind == "task" for source in sources):
         task.require_verifier()
     if task and config.warmup_examples:
-        task.require_answers(f"warmup_examples = {config.warmup_examples}")
+        task.own_answer(0, f"warmup_examples = {config.warmup_examples}")
     _check_sources(sources, config.model, task, ask_hub=ask_hub)
     if overrides is None or overrides.actor is None:
         name, critic = config.model.name, config.critic.model
@@ -164,9 +163,9 @@ def _check_sources(
     """Refuse reward models and functions that are not there, or ask for columns that are not."""
     columns = task.row(0).data.keys() if task else None
     for source in sources:
-        if isinstance(source, ModelSource):
+        if source.kind == "model":
             _check_model(source.model, model, **how)
-        elif not isinstance(source, TaskSource):
+        elif source.kind != "task":
             functions.check(source, columns)
 
 

@@ -14,8 +14,7 @@ from typing import Literal, NamedTuple
 from packaging.requirements import Requirement
 
 from stretto import files
-from stretto.errors import is_installed
-from stretto.extras import plain, requirements
+from stretto.errors import is_installed, plain, requirements
 from stretto.machine import usable_cores
 from stretto.observe.progress import on_stderr
 from stretto.saying import working

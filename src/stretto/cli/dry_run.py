@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from stretto.checks import check_run, check_supervised, disk
-from stretto.config import Config, ModelConfig, TaskConfig
-from stretto.config.sections import ModelSource, RewardSource
-from stretto.config.supervised import RewardModelConfig, SftConfig
+from stretto.config import Config, ModelConfig, RewardModelConfig, SftConfig, TaskConfig
+from stretto.config.sections import RewardSource
 from stretto.machine import usable_cores, usable_gpus
-from stretto.tasks.files import is_local
+from stretto.tasks.tables import is_local
 
 if TYPE_CHECKING:
     from stretto.planner.fitting import MemoryPlan
@@ -109,7 +108,7 @@ def _many(count: int, what: str) -> str:
 
 
 def _source(source: RewardSource) -> str:
-    where = f" ({_place(source.model)})" if isinstance(source, ModelSource) else ""
+    where = f" ({_place(source.model)})" if source.kind == "model" else ""
     return f"reward: {source.name}{where}"
 
 

@@ -1,35 +1,29 @@
-"""The algorithms and what they need of a run, and the settings of the losses.
-
-The functions of the algorithms are in ``stretto.algorithms``; the settings load no torch.
-"""
+"""The algorithms and what they need of a run, and the settings of the losses. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import model_validator
-
-from stretto.config.base import Fraction, NonNegative, Positive, PositiveInt, Section
+from stretto.config.sections import Fraction, NonNegative, Positive, PositiveInt, Rules, Section
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"]
-"""The way losses of tokens become one; see :func:`~stretto.algorithms.reductions.token_weights`."""
+"""Ways to reduce losses of tokens to one: :func:`~stretto.algorithms.reductions.token_weights`."""
 Estimator = Literal["k1", "k2", "k3"]
-"""Estimators of a KL from samples; see :func:`~stretto.algorithms.kl.kl_estimate`."""
+"""Estimators of a KL from samples: :func:`~stretto.algorithms.kl.kl_estimate`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSpec:
-    """What an algorithm needs of a run, and which settings it looks at.
+    """The needs of an algorithm, and the settings that it reads.
 
     Attributes:
-        settings: dotted names of the settings that this algorithm looks at and some others do not.
+        settings: dotted names of the settings that this algorithm reads and some others do not.
         critic: whether it learns a value model.
-        group: responses to one prompt that it needs, at least.
+        group: least number of responses to one prompt.
         kl_in: where the KL to the reference enters; ``implicit``: its loss is made of it.
-        aggregation: how losses of tokens become one where the settings say 'auto'; ``None`` for
-            losses of whole responses.
+        aggregation: of losses of tokens, for 'auto'; ``None`` for losses of whole responses.
         ratio: whether the gradient of its loss depends on the old policy.
         corrects: whether its loss can carry importance weights.
         per_group: whether it trains on one pair, or on one response, of each group.
@@ -46,19 +40,13 @@ class AlgorithmSpec:
 
 
 _CLIP = ("algorithm.clip", "algorithm.clip_high")
+_VALUES = ("algorithm.gamma", "algorithm.lam", "algorithm.value_clip")
+_WHITENING = ("algorithm.whiten_advantages", "algorithm.whiten_rewards")
+_CRITIC = ("critic.init", "training.critic_lr")
 
 ALGORITHMS: Mapping[str, AlgorithmSpec] = {
     "ppo": AlgorithmSpec(
-        settings=(
-            "algorithm.gamma",
-            "algorithm.lam",
-            "algorithm.value_clip",
-            "algorithm.whiten_advantages",
-            "algorithm.whiten_rewards",
-            "critic.init",
-            "training.critic_lr",
-            *_CLIP,
-        ),
+        settings=(*_VALUES, *_WHITENING, *_CRITIC, *_CLIP),
         critic=True,
         group=1,
         aggregation="token_mean",
@@ -103,7 +91,7 @@ class AlgorithmConfig(Section):
     """beta: weight of the KL to the reference; 0 leaves the reference out. In losses that are made of the KL, their beta."""
     kl_in: Literal["auto", "reward", "loss"] = "auto"
     """Place of the KL. reward: subtracted from the reward, token by token. loss: a term of the loss. auto: the algorithm's own (for some, the loss is made of the KL)."""
-    kl_estimator: Literal["auto", "k1", "k2", "k3"] = "auto"
+    kl_estimator: Literal["auto", Estimator] = "auto"
     """k1 = log ratio, k2 = its square / 2, k3 = 1 / ratio - 1 + log ratio (Schulman 2020). auto: k1 in the reward; k3 in the loss, where k1's gradient has mean zero."""
     kl_target: NonNegative = 0.0
     """Adapt beta towards this KL (nats a response); 0 keeps beta fixed."""
@@ -117,9 +105,7 @@ class AlgorithmConfig(Section):
     """Bring per-token rewards to variance 1, keeping their mean."""
     group_std: bool = True
     """Divide advantages by the standard deviation of their group's rewards; Dr. GRPO does not."""
-    aggregation: Literal["auto", "token_mean", "sequence_mean", "sequence_sum", "fixed_length"] = (
-        "auto"
-    )
+    aggregation: Literal["auto", Aggregation] = "auto"
     """Aggregation of per-token losses. token_mean: mean over all tokens. sequence_mean: mean over each response, then over responses. sequence_sum: sum over each response, then mean over responses. fixed_length: that sum divided by rollout.max_new_tokens (Dr. GRPO). auto: the algorithm's own."""
     old_policy: Literal["auto", "behaviour", "proximal"] = "auto"
     """The policy that ratios are taken to. behaviour: the one that sampled, token by token, with the engine's log-probs. proximal: the learner's own before the step (decoupled PPO; a forward pass more where a step is several updates). auto: behaviour, but in bfloat16 and where a step is one update, responses of the learner's present weights take the learner's own log-probs, which are free and make their ratio 1."""
@@ -132,12 +118,12 @@ class AlgorithmConfig(Section):
 
     @property
     def definition(self) -> AlgorithmSpec:
-        """What the algorithm needs of a run."""
+        """The needs of the algorithm."""
         return ALGORITHMS[self.name]
 
     @property
     def kl_place(self) -> Literal["reward", "loss", "implicit"]:
-        """Place of the KL; ``implicit``: the loss is made of it."""
+        """Place of the KL; see :attr:`AlgorithmSpec.kl_in`."""
         return self.definition.kl_in if self.kl_in == "auto" else self.kl_in
 
     @property
@@ -156,65 +142,52 @@ class AlgorithmConfig(Section):
 
     @property
     def has_reference(self) -> bool:
-        """Return whether the run has a reference model."""
+        """Whether the run has a reference model."""
         return self.kl_coef > 0
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        algorithm = self.definition
-        if self.kl_target and not self.kl_coef:
-            raise ValueError(
-                "algorithm.kl_target adapts kl_coef, which is 0; give kl_coef a starting value"
-            )
-        if self.correction != "off" and self.old_policy != "proximal":
-            raise ValueError(
-                f"algorithm.correction = '{self.correction}' weighs the learner's policy before the "
-                f"step against the one that sampled, and old_policy = '{self.old_policy}' takes them "
-                "for the same; set algorithm.old_policy = 'proximal'"
-            )
-        if self.correction_cap < 1:
-            raise ValueError(
-                f"algorithm.correction_cap = {self.correction_cap} would weigh down on-policy data, "
-                "whose importance weights are 1; choose 1 or more"
-            )
-        if not algorithm.corrects and self.old_policy == "proximal":
-            raise ValueError(
-                f"algorithm.old_policy = 'proximal' has no effect on '{self.name}', whose loss has "
-                "no ratio to an old policy; leave old_policy and correction out"
-            )
-        if algorithm.aggregation is None:
-            self._check_whole_responses()
-        if algorithm.kl_in == "implicit":
-            self._check_implicit_kl()
-        return self
-
-    def _check_whole_responses(self) -> None:
-        if self.aggregation != "auto":
-            raise ValueError(
-                f"algorithm.aggregation = '{self.aggregation}' averages losses of tokens, and "
-                f"'{self.name}' has a loss of whole responses; leave aggregation out"
-            )
-        if self.correction != "off" and self.correction_level == "token":
-            raise ValueError(
-                f"'{self.name}' has a loss of whole responses, which importance weights of tokens "
-                "do not fit; set algorithm.correction_level = 'sequence'"
-            )
-
-    def _check_implicit_kl(self) -> None:
-        if not self.kl_coef:
-            raise ValueError(
-                f"algorithm.kl_coef is the beta of '{self.name}' and must be above 0; "
-                "the papers use 0.03 to 0.1"
-            )
-        if self.kl_in != "auto" or self.kl_target:
-            raise ValueError(
-                f"the loss of '{self.name}' is made of the KL to the reference, with beta = "
-                "kl_coef; leave algorithm.kl_in and kl_target out"
-            )
+    def rules(self, broken: Rules) -> None:
+        """Check that the settings of the losses fit each other."""
+        algorithm, corrects = self.definition, self.correction != "off"
+        broken["kl-target-without-coef"] = (self.kl_target and not self.kl_coef) and (
+            "algorithm.kl_target adapts kl_coef, which is 0; give kl_coef a starting value"
+        )
+        broken["correction-without-proximal"] = (corrects and self.old_policy != "proximal") and (
+            f"algorithm.correction = '{self.correction}' weighs the learner's policy against the "
+            f"one that sampled, and old_policy = '{self.old_policy}' takes them for the same; set "
+            "algorithm.old_policy = 'proximal'"
+        )
+        broken["correction-cap-below-one"] = self.correction_cap < 1 and (
+            f"algorithm.correction_cap = {self.correction_cap} would weigh down on-policy data, "
+            "whose importance weights are 1; choose 1 or more"
+        )
+        idle = not algorithm.corrects and self.old_policy == "proximal"
+        broken["old-policy-without-ratio"] = idle and (
+            f"algorithm.old_policy = 'proximal' has no effect on '{self.name}', whose loss has "
+            "no ratio to an old policy; leave old_policy and correction out"
+        )
+        whole = algorithm.aggregation is None
+        broken["aggregation-of-responses"] = (whole and self.aggregation != "auto") and (
+            f"algorithm.aggregation = '{self.aggregation}' averages losses of tokens, and "
+            f"'{self.name}' has a loss of whole responses; leave aggregation out"
+        )
+        of_tokens = corrects and self.correction_level == "token"
+        broken["token-correction-of-responses"] = (whole and of_tokens) and (
+            f"'{self.name}' has a loss of whole responses, which importance weights of tokens "
+            "do not fit; set algorithm.correction_level = 'sequence'"
+        )
+        implicit = algorithm.kl_in == "implicit"
+        broken["implicit-kl-without-beta"] = (implicit and not self.kl_coef) and (
+            f"algorithm.kl_coef is the beta of '{self.name}'; set it above 0, as 0.03 to 0.1"
+        )
+        placed = self.kl_in != "auto" or self.kl_target
+        broken["implicit-kl-placed"] = (implicit and placed) and (
+            f"the loss of '{self.name}' is made of the KL to the reference, with beta = "
+            "kl_coef; leave algorithm.kl_in and kl_target out"
+        )
 
 
 def _add_algorithms_to_help() -> None:
-    """Say in the help which algorithms look at a setting, and what 'auto' is for each of them."""
+    """Name in the help the algorithms that read a setting, and the meaning of 'auto' for each."""
     differing = {
         "name": ("rollout.samples_per_prompt: at least", "group"),
         "kl_in": ("That is", "kl_in"),

@@ -2,20 +2,19 @@
 
 One rule holds for all three. What belonged to the part that a change replaces goes with it: the rows
 of a task take their number, split and held-out rows along, and a task of another kind the rest of
-its section, so that nobody has to take back settings that the recipe gave and they did not.
+its section, so that a user need not take back settings that only the recipe gave.
 """
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
-from stretto.config.base import Section
-from stretto.config.recipes import build
+from stretto.config.recipes import build, read
 from stretto.config.run import Config
-from stretto.errors import ConfigError
+from stretto.config.sections import Section, subsection
+
+__all__ = ["changed", "difference", "merged", "read"]
 
 S = TypeVar("S", bound=Section)
 
@@ -26,34 +25,15 @@ OF_THE_ROWS = ("size", "held_out")
 
 
 def changed(config: S, changes: Mapping[str, Any], where: str) -> S:
-    """Return settings with those that ``changes`` names in their place.
+    """Return settings with ``changes``, nested as in TOML, in their place.
 
-    Args:
-        changes: some of them, nested as in TOML. Lists and tables that are values, such as
-            ``task.settings``, are replaced as a whole.
-        where: where the changes come from, for messages.
-
-    Raises:
-        ConfigError: an unknown key, or settings that contradict each other.
+    Lists and tables that are values, such as ``task.settings``, are replaced as a whole. Raises
+    ConfigError as :func:`~stretto.config.recipes.build`; messages say ``where`` changes come from.
     """
     data = config.model_dump()
     if isinstance(config, Config):
         _drop_former(data, changes)
     return build(merged(data, changes, type(config)), where, type(config))
-
-
-def read(file: str | Path) -> dict[str, Any]:
-    """Read changes from a file, such as one that ``stretto plan`` wrote.
-
-    Raises:
-        ConfigError: it cannot be read, or is not valid TOML.
-    """
-    try:
-        return tomllib.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the settings '{file}': {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"'{file}' is not valid TOML: {error}") from error
 
 
 def merged(
@@ -62,9 +42,8 @@ def merged(
     """Return the data of a section with changes in their place, section by section."""
     both = dict(base)
     for key, value in changes.items():
-        field = section.model_fields.get(key)
-        inner = field.annotation if field else None
-        if isinstance(inner, type) and issubclass(inner, Section) and isinstance(value, Mapping):
+        inner = subsection(section, key)
+        if inner and isinstance(value, Mapping):
             former = both.get(key, {})
             # What is no section stays, for the check of all settings to refuse it.
             value = merged(former, value, inner) if isinstance(former, Mapping) else former
@@ -93,11 +72,10 @@ def _drop_former(data: dict[str, Any], changes: Mapping[str, Any]) -> None:
     named, task = changes.get("task"), data["task"]
     if not isinstance(named, Mapping):
         return
-    other_rows = any(key in named and named[key] != task[key] for key in ("name", "split"))
     if named.get("kind", task["kind"]) != task["kind"]:
         data["task"] = {**{key: task[key] for key in OF_ANY_TASK}, "name": ""}
         if named["kind"] == "dataset" and not named.get("answer_column"):
             data["warmup_examples"] = 0  # it is made from the former task's answers
-    elif other_rows:
+    elif any(key in named and named[key] != task[key] for key in ("name", "split")):
         dropped = OF_THE_ROWS if "split" in named else (*OF_THE_ROWS, "split")
         data["task"] = {key: value for key, value in task.items() if key not in dropped}

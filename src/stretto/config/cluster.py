@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import model_validator
-
-from stretto.config.base import NonNegativeInt, Positive, PositiveInt, Section
+from stretto.config.sections import NonNegativeInt, Positive, PositiveInt, Rules, Section
 
 LEARNER = "learner"
 """The role that trains."""
+_DEVICE = re.compile(r"|cpu|cuda|cuda:\d+")
 
 
 def generator_names(count: int) -> list[str]:
     """Return the names of so many generators in settings, traces and messages."""
     return [f"generator {i}" for i in range(count)] if count > 1 else ["generator"]
-
-
-_DEVICE = re.compile(r"|cpu|cuda|cuda:\d+")
 
 
 class ProcessConfig(Section):
@@ -45,32 +41,27 @@ class ProcessConfig(Section):
         """Operating-system processes."""
         return self.fsdp * self.tp
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if not self.roles:
-            raise ValueError("cluster.processes: a process without roles; name some, or remove it")
-        if self.fsdp > 1 and LEARNER not in self.roles:
-            raise ValueError(
-                f"cluster.processes: fsdp = {self.fsdp} is for the learner, and these processes "
-                f"have {', '.join(self.roles)}; set tp instead, which cuts any model"
-            )
-        if self.offload and len(self.roles) == 1:
-            raise ValueError(
-                f"cluster.processes: offload moves roles that take turns, and the {self.roles[0]} "
-                "has these processes for itself; leave it out, or add roles"
-            )
-        if self.python and LEARNER in self.roles:
-            raise ValueError(
-                f"cluster.processes: python = '{self.python}' is for generators and scorers, and "
-                "these processes have the learner, which writes what this interpreter reads; start "
-                "the run with that interpreter, or leave it out"
-            )
-        if not _DEVICE.fullmatch(self.device):
-            raise ValueError(
-                f"cluster.processes: device = '{self.device}' is none that torch knows; name 'cpu', "
-                "or a GPU such as 'cuda:1'"
-            )
-        return self
+    def rules(self, broken: Rules) -> None:
+        """Check that the roles can work in these processes."""
+        broken["process-without-roles"] = not self.roles and (
+            "cluster.processes: a process without roles; name some, or remove it"
+        )
+        learns = LEARNER in self.roles
+        broken["fsdp-without-learner"] = (self.fsdp > 1 and not learns) and (
+            f"cluster.processes: fsdp = {self.fsdp} is for the learner, and these processes "
+            f"have {', '.join(self.roles)}; set tp instead, which cuts any model"
+        )
+        broken["offload-of-one-role"] = (self.offload and len(self.roles) == 1) and (
+            f"cluster.processes: offload moves roles that take turns, and the {self.roles[0]} "
+            "has these processes for itself; leave it out, or add roles"
+        )
+        broken["python-of-learner"] = (self.python and learns) and (
+            f"cluster.processes: python = '{self.python}' is for generators and scorers, and these "
+            "processes have the learner; start the run with that interpreter, or leave it out"
+        )
+        broken["unknown-device"] = not _DEVICE.fullmatch(self.device) and (
+            f"cluster.processes: unknown device = '{self.device}'; name 'cpu', or as in 'cuda:1'"
+        )
 
 
 class ClusterConfig(Section):
@@ -89,7 +80,7 @@ class ClusterConfig(Section):
     bucket_mb: PositiveInt = 64
     """MiB of weights that travel at a time; each side of a transfer has two buffers of this size."""
     probe_tolerance: Positive | Literal["auto"] = "auto"
-    """Largest difference (root mean square, in nats) between the log-probs of engine and learner on a fixed probe after each hand-over. auto: 0.001 in float32, 0.2 in bfloat16."""
+    """Largest difference (root mean square, in nats) between the log-probs of engine and learner on a fixed probe after each weight sync. auto: 0.001 in float32, 0.2 in bfloat16."""
     interface: str = ""
     """Network interface on which processes of a cluster talk; empty: the loopback with runtime = 'local', the one that leads to the driver with 'ray'."""
     address: str = ""
@@ -98,32 +89,28 @@ class ClusterConfig(Section):
     """Names of environment variables that are passed on to Ray's processes, besides those of the libraries."""
 
     def process_of(self, role: str) -> ProcessConfig:
-        """Return the settings of a role's process, as they are where none are given."""
+        """Return the settings of a role's process: the defaults where none are given."""
         named = (p for p in self.processes if role in p.roles)
         return next(named, ProcessConfig(roles=(role,)))
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        count = Counter(role for process in self.processes for role in process.roles)
-        if twice := [role for role, n in count.items() if n > 1]:
-            raise ValueError(
-                f"cluster.processes: '{twice[0]}' has {count[twice[0]]} places; name it once"
-            )
-        for process in self.processes:
-            kinds = Counter(role.split()[0] for role in process.roles)
-            if kinds["generator"] > 1:
-                raise ValueError(
-                    "cluster.processes: two generators in one process take turns and gain nothing; "
-                    "lower rollout.engines, or give each a process"
-                )
-            if kinds[LEARNER] and kinds["generator"] and process.ranks == 1:
-                raise ValueError(
-                    "cluster.processes: learner and generator in one process is what runtime = "
-                    "'inline' does; give them processes of their own, on one device where they are "
-                    "to share it"
-                )
-        if self.address not in ("", "auto", "local") and ":" not in self.address:
-            raise ValueError(
-                f"cluster.address = '{self.address}' is no address; write HOST:PORT, or 'auto'"
-            )
-        return self
+    def rules(self, broken: Rules) -> None:
+        """Check that each role has one place, and that roles may share it."""
+        places = Counter(role for process in self.processes for role in process.roles)
+        twice = next((role for role, n in places.items() if n > 1), "")
+        broken["role-placed-twice"] = twice and (
+            f"cluster.processes: '{twice}' has {places[twice]} places; name it once"
+        )
+        kinds = [(Counter(role.split()[0] for role in p.roles), p.ranks) for p in self.processes]
+        broken["generators-share-process"] = any(roles["generator"] > 1 for roles, _ in kinds) and (
+            "cluster.processes: two generators in one process take turns and gain nothing; "
+            "lower rollout.engines, or give each a process"
+        )
+        both = any(roles.keys() >= {LEARNER, "generator"} and n == 1 for roles, n in kinds)
+        broken["learner-with-generator"] = both and (
+            "cluster.processes: learner and generator in one process is what runtime = 'inline' "
+            "does; give them processes of their own, on one device where they are to share it"
+        )
+        known = self.address in ("", "auto", "local") or ":" in self.address
+        broken["no-address"] = not known and (
+            f"cluster.address = '{self.address}' is no address; write HOST:PORT, or 'auto'"
+        )

@@ -2,47 +2,39 @@
 
 A recipe is a short TOML file; what it leaves out takes its default. Its first line is a comment,
 its description. A run's own ``config.toml`` is read the same way, so that a run can be repeated or
-resumed from its folder alone.
-
-Each command that trains has recipes of its own, of the kind of settings that it takes.
+resumed from its folder alone. Each command that trains has recipes of its own, of the kind of
+settings that it takes.
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import tomli_w
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from stretto.config import Config, RewardModelConfig, Section, SftConfig
+from stretto.config.sections import subsection
 from stretto.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-__all__ = [
-    "FOLDERS",
-    "build",
-    "describe",
-    "dump",
-    "hint",
-    "load",
-    "name_of",
-    "names",
-    "setting_names",
-]
-
-
 S = TypeVar("S", bound=Section)
 
-PACKAGE = "stretto.recipes"
-"""Package that holds the recipes."""
+PACKAGED = Path(str(resources.files("stretto.recipes")))
+"""Folder of the packaged recipes."""
+
+FOLDERS: Mapping[type[Section], str] = {Config: "", SftConfig: "sft", RewardModelConfig: "reward"}
+"""Folder of the recipes of each kind of settings, below :data:`PACKAGED`."""
+
+_OWN_FILES = (("task", "name"), ("task", "held_out"), ("data", "name"), ("reward", "sources"))
+"""Settings that may name files which come with the packaged recipes."""
 
 RENAMED = {"schedule.batches_per_handover": "schedule.weight_sync_interval"}
 """Names of settings in earlier versions, with their present names."""
@@ -83,24 +75,18 @@ _ELSEWHERE = {
 ELSEWHERE = {name: ours for ours, names in _ELSEWHERE.items() for name in names.split()}
 """What TRL, verl, OpenRLHF and peft call a setting, by the last part of their name."""
 
-FOLDERS: Mapping[type[Section], str] = {Config: "", SftConfig: "sft", RewardModelConfig: "reward"}
-"""Folder of the packaged recipes of each kind of settings, below the package's."""
-
 
 def names(kind: type[Section] = Config) -> list[str]:
-    """The packaged recipes of a kind, in alphabetical order."""
-    folder = _folder(kind)
-    files = (Path(entry.name) for entry in folder.iterdir()) if folder.is_dir() else ()
-    return sorted(file.stem for file in files if file.suffix == ".toml")
+    """Return the packaged recipes of a kind, in alphabetical order."""
+    return sorted(file.stem for file in (PACKAGED / FOLDERS[kind]).glob("*.toml"))
 
 
 def describe(name: str, kind: type[Section] = Config) -> str:
-    """The one-line description of a packaged recipe.
-
-    Raises:
-        ConfigError: there is no such recipe.
-    """
-    return _packaged(name, kind).partition("\n")[0].removeprefix("#").strip()
+    """Return the description of a packaged recipe; raise ConfigError if there is no such recipe."""
+    if name not in names(kind):
+        raise _unknown_recipe(name, kind)
+    text = _packaged(name, kind).read_text(encoding="utf-8")
+    return text.partition("\n")[0].removeprefix("#").strip()
 
 
 @overload
@@ -111,36 +97,36 @@ def load(name_or_path: str | Path, kind: type[Any] = Config) -> Any:
     """Load settings from a packaged recipe, a ``.toml`` file, or a run directory.
 
     A packaged name wins over a folder of the same name in the working directory (``./name`` means
-    the folder).
-
-    Args:
-        kind: of settings: ``Config``, ``SftConfig`` or ``RewardModelConfig``.
-
-    Raises:
-        ConfigError: no such recipe or file, no valid TOML, an unknown key, or a value out of range.
+    the folder). Raises ConfigError for no such recipe or file, no valid TOML, or as :func:`build`.
     """
-    name = str(name_or_path)
+    name, path = str(name_or_path), Path(name_or_path)
     if name in names(kind):
-        return _with_own_files(_parse(_packaged(name, kind), f"recipe '{name}'", kind))
-    path = Path(name_or_path)
+        return _built(_with_own_files(read(_packaged(name, kind))), f"recipe '{name}'", kind)
     if path.is_dir():
         path = path / "config.toml"
         if not path.is_file():
             raise ConfigError(
                 f"'{name_or_path}' is a folder without a config.toml, so not a run directory; "
-                "give the folder of a run, a .toml file, or a recipe's name"
+                "give the folder of a run, a .toml file, or a recipe's name",
+                "no-run-directory",
             )
     if path.suffix != ".toml":
         raise _unknown_recipe(name, kind)
+    return _built(read(path), str(path), kind)
+
+
+def read(file: str | Path) -> dict[str, Any]:
+    """Read a TOML file of settings; raise ConfigError if it is unreadable or no valid TOML."""
     try:
-        text = path.read_text(encoding="utf-8")
+        return tomllib.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the recipe '{path}': {error}") from error
-    return _parse(text, str(path), kind)
+        raise ConfigError(f"cannot read the settings '{file}': {error}", "unreadable") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"'{file}' is not valid TOML: {error}", "invalid-toml") from error
 
 
 def name_of(name_or_path: str | Path) -> str:
-    """Short name of a recipe, after which its runs are named."""
+    """Return the short name of a recipe, after which its runs are named."""
     path = Path(name_or_path)
     if path.name == "config.toml":
         path = path.parent
@@ -155,8 +141,12 @@ def dump(config: Section) -> str:
 
 
 def setting_names(kind: type[Section] = Config) -> list[str]:
-    """The dotted name of every setting, in the order of :mod:`stretto.config`."""
-    return list(_keys_of(kind, ""))
+    """Return the dotted name of every setting, in the order of :mod:`stretto.config`."""
+    found = []
+    for key in kind.model_fields:
+        inner = subsection(kind, key)
+        found += [f"{key}.{name}" for name in setting_names(inner)] if inner else [key]
+    return found
 
 
 @overload
@@ -164,14 +154,10 @@ def build(data: Mapping[str, Any], where: str) -> Config: ...
 @overload
 def build(data: Mapping[str, Any], where: str, kind: type[S]) -> S: ...
 def build(data: Mapping[str, Any], where: str, kind: type[Any] = Config) -> Any:
-    """Make settings from nested plain data, validated.
+    """Make settings from data as TOML gives it; what is left out takes its default.
 
-    Args:
-        data: as TOML gives it; what is left out takes its default.
-        where: where the data comes from, for messages.
-
-    Raises:
-        ConfigError: an unknown key, or a value out of range; the message lists all faults.
+    Raises ConfigError for an unknown key, a value out of range, or values that contradict each
+    other; the message says ``where`` the data comes from and lists all faults.
     """
     try:
         return kind.model_validate(data)
@@ -189,86 +175,67 @@ def code_of(fault: ErrorDetails) -> str:
 def hint(key: str, kind: type[Section] = Config, *, table: bool = False) -> str:
     """Return a sentence that says which setting is probably meant by a name that none has.
 
-    Args:
-        table: whether it stands for a whole section.
+    ``table``: the name stands for a whole section.
     """
     every, leaf = setting_names(kind), key.rpartition(".")[2]
-    # A setting that exists, but in another section, is what was meant more often than a typo.
-    same_leaf = [known for known in every if known.rpartition(".")[2] == leaf]
     if now := RENAMED.get(key):
         return f"It is called '{now}' now."
     if table and "." not in key:
         return nearest(key, {name.partition(".")[0] for name in every if "." in name})
-    if not same_leaf and (ours := ELSEWHERE.get(leaf)) in every:
-        return f"It is called '{ours}' here."
-    if same_leaf:
+    # A setting that exists, but in another section, is what was meant more often than a typo.
+    if same_leaf := [known for known in every if known.rpartition(".")[2] == leaf]:
         return f"Did you mean {' or '.join(map(repr, same_leaf))}?"
-    return nearest(key, every)
+    ours = ELSEWHERE.get(leaf)
+    return f"It is called '{ours}' here." if ours in every else nearest(key, every)
 
 
-def _folder(kind: type[Section]) -> Traversable:
-    root = resources.files(PACKAGE)
-    return root.joinpath(FOLDERS[kind]) if FOLDERS[kind] else root
+def _packaged(name: str, kind: type[Section]) -> Path:
+    return PACKAGED / FOLDERS[kind] / f"{name}.toml"
 
 
-def _packaged(name: str, kind: type[Section]) -> str:
-    if name not in names(kind):
-        raise _unknown_recipe(name, kind)
-    return _folder(kind).joinpath(f"{name}.toml").read_text(encoding="utf-8")
-
-
-def _with_own_files(config: Any) -> Any:
+def _with_own_files(data: dict[str, Any]) -> dict[str, Any]:
     """Replace names of files that come with the packaged recipes by their full paths."""
-    folder = Path(str(resources.files(PACKAGE)))
 
-    def located(name: str) -> str:
-        file, colon, function = name.partition(":")
-        return f"{folder / file}{colon}{function}" if file and (folder / file).is_file() else name
+    def located(value: Any) -> Any:
+        if isinstance(value, list):
+            return list(map(located, value))
+        file, colon, function = str(value).partition(":")
+        own = PACKAGED / file
+        return f"{own}{colon}{function}" if file and own.is_file() else value
 
-    if isinstance(config, SftConfig | RewardModelConfig):
-        data = config.data.model_copy(update={"name": located(config.data.name)})
-        return config.model_copy(update={"data": data})
-    assert isinstance(config, Config)
-    own = {"name": located(config.task.name)}
-    if config.task.held_out_rows:
-        own["held_out"] = located(config.task.held_out_rows)
-    task = config.task.model_copy(update=own)
-    sources = tuple(located(source) for source in config.reward.sources)
-    reward = config.reward.model_copy(update={"sources": sources})
-    return config.model_copy(update={"task": task, "reward": reward})
+    for section, key in _OWN_FILES:
+        if key in data.get(section, ()):
+            data[section][key] = located(data[section][key])
+    return data
 
 
 def _unknown_recipe(name: str, kind: type[Section]) -> ConfigError:
     if "/" in name:
-        return ConfigError(
+        message = (
             f"there is no folder '{name}' (looked for from {Path.cwd()}); give a run's folder, a "
             ".toml file, or a recipe's name"
         )
-    known = names(kind)
-    return ConfigError(
-        f"there is no recipe '{name}'. {nearest(name, known) + ' ' if known else ''}"
-        "A path to a .toml file or to a run's folder does as well."
-    )
+    else:
+        known = names(kind)
+        message = (
+            f"there is no recipe '{name}'. {nearest(name, known) + ' ' if known else ''}"
+            "A path to a .toml file or to a run's folder does as well."
+        )
+    return ConfigError(message, "unknown-recipe")
 
 
-def _parse(text: str, where: str, kind: type[S]) -> S:
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{where} is not valid TOML: {error}") from error
+def _built(data: Mapping[str, Any], where: str, kind: type[S]) -> S:
+    """Make settings from a file's data; name the right command for those of another one."""
     try:
         return build(data, where, kind)
     except ConfigError as error:
         others = [k for k in FOLDERS if k is not kind and _fits(data, k)]
         # A single setting may stand at the wrong place, where another kind has one of its name.
         tables = {key for key, value in data.items() if isinstance(value, dict)}
-        if others and (_is_run(where) or not tables <= kind.model_fields.keys()):
-            raise _other_command(where, others, kind) from error
+        is_run = Path(where).name == "config.toml"
+        if others and (is_run or not tables <= kind.model_fields.keys()):
+            raise _other_command(where, others, kind, is_run=is_run) from error
         raise
-
-
-def _is_run(where: str) -> bool:
-    return Path(where).name == "config.toml"
 
 
 def _fits(data: Mapping[str, Any], kind: type[Section]) -> bool:
@@ -280,50 +247,36 @@ def _fits(data: Mapping[str, Any], kind: type[Section]) -> bool:
 
 
 def _other_command(
-    where: str, theirs: Sequence[type[Section]], wanted: type[Section]
+    where: str, theirs: Sequence[type[Section]], wanted: type[Section], *, is_run: bool
 ) -> ConfigError:
-    """Error for settings of another kind than a command takes, with what its user may have meant."""
-    commands = " or ".join(f"'stretto {_command(kind)}'" for kind in theirs)
-    hint = f"give it to {commands}"
-    if _is_run(where):
+    commands = " or ".join(f"'stretto {FOLDERS[kind] or 'train'}'" for kind in theirs)
+    own = FOLDERS[wanted] or "train"
+    remedy = f"give it to {commands}"
+    if is_run:
         run = Path(where).parent
-        hint = (
-            f"for its trained model, name settings of that kind first: stretto {_command(wanted)} "
-            f"RECIPE --model.name {run}"
+        remedy = (
+            f"for its trained model, name settings of that kind first: stretto {own} RECIPE "
+            f"--model.name {run}"
         )
         if wanted is Config:
-            hint += f", or to measure it: stretto eval RECIPE --model {run}"
+            remedy += f", or to measure it: stretto eval RECIPE --model {run}"
     return ConfigError(
-        f"{where} holds settings of {commands}, where those of 'stretto {_command(wanted)}' are "
-        f"taken; {hint}"
+        f"{where} holds settings of {commands}, where those of 'stretto {own}' are taken; {remedy}",
+        "settings-of-another-command",
     )
-
-
-def _command(kind: type[Section]) -> str:
-    return FOLDERS[kind] or "train"
-
-
-def _keys_of(section: type[BaseModel], prefix: str) -> Iterator[str]:
-    for name, info in section.model_fields.items():
-        kind = info.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from _keys_of(kind, f"{prefix}{name}.")
-        else:
-            yield prefix + name
 
 
 def _explain(error: ErrorDetails, kind: type[Section]) -> str:
     """Write one of pydantic's errors as a sentence with the dotted key, the value and the rule."""
-    key = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "extra_forbidden":
-        table = isinstance(error["input"], Mapping)
-        return f"unknown setting '{key}'. {hint(key, kind, table=table)}"
+    key, value = ".".join(map(str, error["loc"])), error["input"]
     context = error.get("ctx", {})
+    if error["type"] == "extra_forbidden":
+        table = isinstance(value, Mapping)
+        return f"unknown setting '{key}'. {hint(key, kind, table=table)}"
     if error["type"] == "value_error":
         return str(context["error"])
     rule = error["msg"].replace("Input should be", "must be")
-    closest = ""
-    if error["type"] == "literal_error" and isinstance(error["input"], str):
+    if error["type"] == "literal_error" and isinstance(value, str):
         choices = re.findall(r"'([^']*)'", str(context["expected"]))
-        closest = f". {nearest(error['input'], choices)}"
-    return f"{key} = {error['input']!r}: {rule}{closest}"
+        rule += f". {nearest(value, choices)}"
+    return f"{key} = {value!r}: {rule}"

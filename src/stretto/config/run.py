@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
-
-from pydantic import model_validator
+from typing import Literal
 
 from stretto.config.algorithm import ALGORITHMS, AlgorithmConfig
-from stretto.config.base import NonNegativeInt, Positive, PositiveInt, Section, Seed
 from stretto.config.cluster import LEARNER, ClusterConfig
 from stretto.config.schedule import ScheduleConfig
 from stretto.config.sections import (
     CriticConfig,
     ModelConfig,
+    NonNegativeInt,
     ObserveConfig,
+    Positive,
+    PositiveInt,
     RewardConfig,
     RolloutConfig,
+    Rules,
+    Section,
+    Seed,
     TaskConfig,
 )
 from stretto.config.training import PipelineConfig, TrainingConfig
@@ -70,9 +73,7 @@ class Config(Section):
                 f"algorithm.old_policy = 'proximal' changes no gradient of '{a.name}' without a "
                 f"correction{cost}"
             )
-        unused = [
-            name for key in PipelineConfig.model_fields if self._is_set(name := f"pipeline.{key}")
-        ]
+        unused = [f"pipeline.{k}" for k in PipelineConfig.model_fields if self.pipeline.is_set(k)]
         if unused and not self.pipeline.ranks:
             remarks.append(f"without effect while pipeline.ranks is 0: {', '.join(unused)}")
         knobs = self.schedule.knobs
@@ -83,139 +84,118 @@ class Config(Section):
             )
         return [*remarks, *self.schedule.remarks]
 
+    def _is_set(self, name: str) -> bool:
+        section, _, key = name.partition(".")
+        part: Section = getattr(self, section)
+        return part.is_set(key)
+
     @property
     def most_in_flight(self) -> int:
         """The most rollouts that are decoded at one time."""
         return self.schedule.most_in_flight(self.rollout.batch, self.rollout.samples_per_prompt)
 
+    @property
+    def longest(self) -> int:
+        """Most tokens of a prompt with its response."""
+        return self.task.max_prompt_tokens + self.rollout.max_new_tokens
+
     def require_positions(self, what: str, limit: int | None) -> None:
-        """Refuse a model that cannot read a prompt with its response, both at their limits.
+        """Raise ConfigError if a model cannot read a prompt with its response, both at their limits.
 
-        Args:
-            what: the model, as the subject of a message.
-            limit: tokens that it can read; ``None`` for any number.
-
-        Raises:
-            ConfigError: they are more.
+        ``what`` names the model; it can read ``limit`` tokens, or any number.
         """
-        prompt, response = self.task.max_prompt_tokens, self.rollout.max_new_tokens
-        if limit is not None and prompt + response > limit:
+        if limit is not None and self.longest > limit:
             raise ConfigError(
-                f"{what} has positions for {limit} tokens, and a prompt with its response may have "
-                f"{prompt + response} (task.max_prompt_tokens = {prompt}, rollout.max_new_tokens = "
-                f"{response}); lower these, or choose another model"
+                f"{what} has positions for {limit} tokens, and task.max_prompt_tokens = "
+                f"{self.task.max_prompt_tokens} and rollout.max_new_tokens = "
+                f"{self.rollout.max_new_tokens} allow {self.longest}; lower these, or choose "
+                "another model",
+                "too-few-positions",
             )
 
-    def _is_set(self, name: str) -> bool:
-        section, _, key = name.partition(".")
-        part = getattr(self, section)
-        return bool(getattr(part, key) != type(part).model_fields[key].default)
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        r, t = self.rollout, self.training
-        if r.temperature == 0:
-            raise ValueError(
-                "rollout.temperature is 0: greedy decoding has no log-probabilities to train on; "
-                "use a temperature above 0 (greedy is what 'stretto eval' does)"
-            )
-        if r.top_k or r.top_p < 1:
-            raise ValueError(
-                f"rollout.top_k = {r.top_k} and top_p = {r.top_p}: truncated sampling is refused in "
-                "training, as the learner's log-probabilities are of the full distribution; "
-                "set top_k = 0 and top_p = 1"
-            )
-        self.schedule.check(r.batch)
-        if self.schedule.asks_to_migrate and r.engines == 1:
-            raise ValueError(
-                f"schedule.migrate = {self.schedule.migrate!r} moves responses between engines, and "
-                "rollout.engines is 1; raise that, or set migrate = 'off'"
-            )
-        a = self.algorithm
-        if a.kl_target and r.batch >= 5 * a.kl_horizon:
-            raise ValueError(
-                f"algorithm.kl_horizon = {a.kl_horizon} is for steps of less than "
-                f"{5 * a.kl_horizon} responses: the adaptive beta moves by up to a fifth of itself "
-                f"a horizon, and rollout.batch = {r.batch} would take it to zero or below; raise "
-                "kl_horizon"
-            )
-        if r.batch % t.minibatches:
-            raise ValueError(
-                f"rollout.batch = {r.batch} does not split into training.minibatches = "
-                f"{t.minibatches} equal parts; choose a divisor"
-            )
-        if self.critic.init == "reward" and not self.reward.models:
-            raise ValueError(
-                "critic.init = 'reward' needs a reward model, and reward.sources has none; "
-                "add 'model:NAME' to reward.sources, or set critic.init = 'actor'"
-            )
+    def rules(self, broken: Rules) -> None:
+        """Check that the sections fit each other."""
+        r = self.rollout
+        broken["greedy-training"] = r.temperature == 0 and (
+            "rollout.temperature is 0: greedy decoding has no log-probabilities to train on; "
+            "use a temperature above 0 (greedy is what 'stretto eval' does)"
+        )
+        broken["truncated-sampling"] = (r.top_k or r.top_p < 1) and (
+            f"rollout.top_k = {r.top_k} and top_p = {r.top_p} truncate sampling, and the learner's "
+            "log-probabilities are of the full distribution; set top_k = 0 and top_p = 1"
+        )
+        broken |= self.schedule.overcommit_rules(r.batch)
+        broken["migrate-with-one-engine"] = (self.schedule.asks_to_migrate and r.engines == 1) and (
+            f"schedule.migrate = {self.schedule.migrate!r} moves responses between engines, and "
+            "rollout.engines is 1; raise that, or set migrate = 'off'"
+        )
+        unrewarded = self.critic.init == "reward" and not self.reward.models
+        broken["critic-without-reward-model"] = unrewarded and (
+            "critic.init = 'reward' needs a reward model, and reward.sources has none; "
+            "add 'model:NAME' to reward.sources, or set critic.init = 'actor'"
+        )
         several = [p for p in self.cluster.processes if p.ranks > 1]
-        if several and self.runtime == "inline":
-            raise ValueError(
-                f"cluster.processes: fsdp = {several[0].fsdp} and tp = {several[0].tp} ask for "
-                "processes, and runtime = 'inline' has none; set runtime = 'local' or 'ray'"
-            )
+        broken["ranks-without-processes"] = (several and self.runtime == "inline") and (
+            f"cluster.processes: fsdp = {several[0].fsdp} and tp = {several[0].tp} ask for "
+            "processes, and runtime = 'inline' has none; set runtime = 'local' or 'ray'"
+        )
         if r.engine == "vllm":
-            self._check_vllm()
-        self._check_algorithm()
+            self._vllm_rules(broken)
+        self._algorithm_rules(broken)
         if self.pipeline.ranks:
-            self._check_pipeline()
-        return self
+            self._pipeline_rules(broken)
 
-    def _check_vllm(self) -> None:
-        if self.runtime == "inline":
-            raise ValueError(
-                "rollout.engine = 'vllm' needs processes of its own, as vLLM decides about the "
-                "threads of the one it is in, and runtime = 'inline' has none; set runtime = "
-                "'local' (--runtime local)"
-            )
-        beside = [p for p in self.cluster.processes if LEARNER in p.roles and len(p.roles) > 1]
-        if any(role.startswith("generator") for p in beside for role in p.roles):
-            raise ValueError(
-                "cluster.processes: generators in the learner's processes read its weights where "
-                "they are, and vLLM has weights of its own; give it processes of its own, on the "
-                "same devices where they are to share them"
-            )
+    def _vllm_rules(self, broken: Rules) -> None:
+        broken["vllm-without-processes"] = self.runtime == "inline" and (
+            "rollout.engine = 'vllm' needs processes of its own, whose threads vLLM sets, and "
+            "runtime = 'inline' has none; set runtime = 'local' (--runtime local)"
+        )
+        beside = [p.roles for p in self.cluster.processes if LEARNER in p.roles]
+        generates = any(role.startswith("generator") for roles in beside for role in roles)
+        broken["vllm-beside-learner"] = generates and (
+            "cluster.processes: generators in the learner's processes read its weights, and vLLM "
+            "has weights of its own; give it processes of its own, on the same devices if need be"
+        )
 
-    def _check_algorithm(self) -> None:
-        a, r = self.algorithm, self.rollout
-        if r.samples_per_prompt < a.definition.group:
-            raise ValueError(
-                f"algorithm.name = '{a.name}' compares the responses to one prompt and needs "
-                f"rollout.samples_per_prompt of at least {a.definition.group}; got "
-                f"{r.samples_per_prompt}"
-            )
+    def _algorithm_rules(self, broken: Rules) -> None:
+        a, r, minibatches = self.algorithm, self.rollout, self.training.minibatches
+        broken["kl-horizon-too-short"] = (a.kl_target and r.batch >= 5 * a.kl_horizon) and (
+            f"algorithm.kl_horizon = {a.kl_horizon} is for steps of less than {5 * a.kl_horizon} "
+            "responses: the adaptive beta moves by up to a fifth of itself a horizon, and "
+            f"rollout.batch = {r.batch} would take it to zero or below; raise kl_horizon"
+        )
+        broken["minibatches-not-divisor"] = r.batch % minibatches and (
+            f"rollout.batch = {r.batch} does not split into training.minibatches = "
+            f"{minibatches} equal parts; choose a divisor"
+        )
+        needs = a.definition
+        broken["group-too-small"] = r.samples_per_prompt < needs.group and (
+            f"algorithm.name = '{a.name}' compares the responses to one prompt and needs "
+            f"rollout.samples_per_prompt of at least {needs.group}; got {r.samples_per_prompt}"
+        )
         groups = r.batch // r.samples_per_prompt
-        if a.definition.per_group and self.training.minibatches > groups:
-            raise ValueError(
-                f"'{a.name}' trains on one of each prompt's responses, or on one pair, and "
-                f"training.minibatches = {self.training.minibatches} splits {groups} prompts; "
-                f"lower it to {groups} or less"
-            )
-        if self.critic.freeze_steps and not a.definition.critic:
-            raise ValueError(
-                f"critic.freeze_steps = {self.critic.freeze_steps} trains the critic alone, and "
-                f"'{a.name}' has none; set it to 0"
-            )
+        broken["minibatches-beyond-groups"] = (needs.per_group and minibatches > groups) and (
+            f"'{a.name}' trains on one response or pair of each prompt, and training.minibatches "
+            f"= {minibatches} splits {groups} prompts; lower it to {groups} or less"
+        )
+        frozen = self.critic.freeze_steps
+        broken["freeze-without-critic"] = (frozen and not needs.critic) and (
+            f"critic.freeze_steps = {frozen}, and '{a.name}' has no critic; set it to 0"
+        )
 
-    def _check_pipeline(self) -> None:
-        p, t = self.pipeline, self.training
-        if not self.algorithm.definition.critic:
-            raise ValueError(
-                f"pipeline.ranks = {p.ranks} trains an actor and a critic in pipelines that fill "
-                f"each other's bubbles, and '{self.algorithm.name}' has no critic; set "
-                "pipeline.ranks = 0, or algorithm.name = 'ppo'"
-            )
-        if self.model.trust_remote_code:
-            raise ValueError(
-                f"pipeline.ranks = {p.ranks} sends stages of the model to other processes, which "
-                "cannot be done with model.trust_remote_code, as its code is known to this one "
-                "alone; set one of them to 0 or false"
-            )
-        needed, responses = p.micro_batches or p.multiple, self.rollout.batch // t.minibatches
-        if responses < needed:
-            raise ValueError(
-                f"a mini-batch has {responses} responses (rollout.batch / training.minibatches), "
-                f"and the pipelines ask for {needed} micro-batches; raise rollout.batch, or lower "
-                "training.minibatches or pipeline.micro_batches"
-            )
+    def _pipeline_rules(self, broken: Rules) -> None:
+        p, minibatches = self.pipeline, self.training.minibatches
+        broken["pipeline-without-critic"] = not self.algorithm.definition.critic and (
+            f"pipeline.ranks = {p.ranks} trains an actor and a critic, and '{self.algorithm.name}' "
+            "has no critic; set pipeline.ranks = 0, or algorithm.name = 'ppo'"
+        )
+        broken["pipeline-with-remote-code"] = self.model.trust_remote_code and (
+            f"pipeline.ranks = {p.ranks} sends stages of the model to other processes, which lack "
+            "the code of model.trust_remote_code; set one of them to 0 or false"
+        )
+        needed, responses = p.micro_batches or p.multiple, self.rollout.batch // minibatches
+        broken["fewer-responses-than-micro-batches"] = responses < needed and (
+            f"a mini-batch has {responses} responses (rollout.batch / training.minibatches), "
+            f"and the pipelines ask for {needed} micro-batches; raise rollout.batch, or lower "
+            "training.minibatches or pipeline.micro_batches"
+        )

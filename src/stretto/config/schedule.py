@@ -1,20 +1,171 @@
-"""Settings of the schedule."""
+"""Settings of the schedule: four knobs, their presets, and all that follows from them.
+
+A knob is a field of :class:`Knobs`, an entry of :data:`KNOBS`, and a setting of the same name
+(:class:`ScheduleConfig`). Whatever lists knobs or presets reads them here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from stretto.config.base import Fraction, NonNegativeInt, Positive, PositiveInt, Section
-from stretto.config.knobs import KNOBS, PRESET_HELP, PRESETS, Knobs, PresetName, ScoreOn
+from stretto.config.sections import (
+    Fraction,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    Rules,
+    Section,
+)
 
-if TYPE_CHECKING:
-    from stretto.config.sections import RolloutConfig
+ScoreOn = Literal["batch", "rollout", "chunk"]
+PresetName = Literal["sync", "oppo", "async", "rlhfuse", "stretto"]
+Need = Literal["scoring worker", "training worker", "weights", "engines"]
+"""Needs of a knob, in order: scorers that work beside generation, a learner that works beside
+generation, generators (and the critic as a scorer) with weights of their own, several engines."""
 
-_RULES: dict[str, tuple[str, ...]] = {
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """A knob: help text, needs when it is on, and values that switch it off, the usual one first."""
+
+    help: str
+    needs: tuple[Need, ...] = ()
+    off: tuple[object, ...] = (0,)
+
+
+KNOBS: Mapping[str, Knob] = {
+    "score_on": Knob(
+        "When scorers see responses: once all have ended, each when it has ended, or chunk by chunk while they are decoded.",
+        needs=("scoring worker",),
+        off=("batch",),
+    ),
+    "overcommit": Knob(
+        "Responses in flight beyond the batch (delta); the first to end are trained on, the rest is carried into the next step. auto: adapted by overcommit_rule."
+    ),
+    "lag": Knob(
+        "Versions of the weights that generation may be behind training; 1 generates for the next step while training on this one.",
+        needs=("training worker", "weights"),
+    ),
+    "migrate": Knob(
+        "Gather the last responses on few engines when this share of the batch remains. auto: chosen by simulation. Needs rollout.engines > 1.",
+        needs=("engines",),
+        off=("off", 0),
+    ),
+}
+"""Every knob, by the name of its setting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """Values of the four knobs, and what follows from them."""
+
+    score_on: ScoreOn = "batch"
+    overcommit: int | Literal["auto"] = 0
+    lag: int = 0
+    migrate: float | Literal["off", "auto"] = "off"
+
+    def on(self, name: str) -> bool:
+        """Return whether the knob of this name is on."""
+        return getattr(self, name) not in KNOBS[name].off
+
+    def works(self, name: str, engines: int) -> bool:
+        """Return whether the knob of this name is on and has the engines that it needs."""
+        return self.on(name) and (engines > 1 or "engines" not in KNOBS[name].needs)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Needs of all knobs that are on."""
+        return frozenset(need for name in KNOBS if self.on(name) for need in KNOBS[name].needs)
+
+    @property
+    def streams(self) -> bool:
+        """Whether scorers read responses chunk by chunk while these are decoded."""
+        return self.score_on == "chunk"
+
+    @property
+    def scores_early(self) -> bool:
+        """Whether scorers see responses while others are still decoded; each reward function then has a worker."""
+        return "scoring worker" in self.needs
+
+    @property
+    def trains_beside(self) -> bool:
+        """Whether the learner works while the next responses are decoded."""
+        return "training worker" in self.needs
+
+    @property
+    def copies_weights(self) -> bool:
+        """Whether generators, and the critic as a scorer, have weights of their own."""
+        return "weights" in self.needs
+
+    def overlaps(self, engines: int) -> bool:
+        """Return whether roles work at the same time; else all take turns on one worker."""
+        return self.scores_early or self.trains_beside or engines > 1
+
+    def migrates(self, engines: int) -> bool:
+        """Return whether stragglers are gathered on few engines; this needs several."""
+        return self.works("migrate", engines)
+
+    def hosts_scorers(self, engines: int) -> bool:
+        """Return whether each engine has a replica of each model scorer, which works when nothing is left to decode.
+
+        Scorers that stream have a worker of their own, as they work while all engines decode.
+        """
+        return self.migrates(engines) and not self.streams
+
+    def scores_beside(self, engines: int) -> bool:
+        """Return whether model scorers work on a worker of their own while responses are decoded."""
+        return self.scores_early and not self.hosts_scorers(engines)
+
+    def describe(self, engines: int) -> str:
+        """Describe all knobs in one line, as they work with so many engines."""
+        shown = {name: getattr(self, name) for name in KNOBS}
+        for name in KNOBS:
+            if self.on(name) and not self.works(name, engines):
+                shown[name] = f"{KNOBS[name].off[0]} (there is one engine)"
+        return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in shown.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """Values of all knobs, under a name.
+
+    Attributes:
+        parts: knobs that ``stretto compare`` can switch off one by one, by the names of these parts.
+        several_engines: it is about several engines, so it is not compared unless asked for.
+    """
+
+    knobs: Knobs
+    help: str
+    parts: Mapping[str, str] = field(default_factory=dict)
+    several_engines: bool = False
+
+
+PRESETS: Mapping[PresetName, Preset] = {
+    "sync": Preset(Knobs(), "each stage after the one before"),
+    "oppo": Preset(
+        Knobs(score_on="chunk", overcommit="auto"),
+        "stream to scorers, over-commit",
+        parts={"intra": "score_on", "inter": "overcommit"},
+    ),
+    "async": Preset(Knobs(score_on="rollout", lag=1), "one version behind"),
+    "rlhfuse": Preset(
+        Knobs(score_on="rollout", migrate="auto"), "gather stragglers", several_engines=True
+    ),
+    "stretto": Preset(
+        Knobs(score_on="chunk", overcommit="auto", lag=1, migrate="auto"), "all of it"
+    ),
+}
+"""Every preset, by name. docs/schedules.md says where they come from."""
+
+_PRESET_HELP = "What the four knobs are where they say 'preset'. " + " ".join(
+    f"{name}: {preset.help}." for name, preset in PRESETS.items()
+)
+
+_RULES: Mapping[str, tuple[str, ...]] = {
     "overcommit_start": ("equation4", "algorithm1"),
     "overcommit_window": ("equation4", "algorithm1"),
     "overcommit_increment": ("equation4",),
@@ -27,22 +178,16 @@ _RULES: dict[str, tuple[str, ...]] = {
 class Settings:
     """The settings of :class:`~stretto.schedules.schedule.Schedule`.
 
+    Those of the same names in :class:`ScheduleConfig` and
+    :class:`~stretto.config.RolloutConfig` are explained there.
+
     Attributes:
-        batch: responses a step.
-        samples_per_prompt: responses to each prompt.
-        max_new_tokens: token limit of a response.
         steps: batches in the whole run; no round is begun for steps beyond.
         drop_failures: leave a response out whose reward function failed, instead of stopping.
-        group_at_least: scored responses to one prompt without which the learner can do nothing with
-            any of them; they are then left out together.
+        group_at_least: scored responses that a prompt needs; with fewer, all are left out.
         reward_weights: factor of each reward source; ``None`` for 1 each.
-        score_on: when scorers get to see a response.
-        lag: versions that the generators may be behind the learner.
-        weight_sync_interval: steps between two hand-overs of weights.
-        max_carries: how often a rollout may be left for the next round.
-        deadline_s: how long a role may take to answer a call.
-        restarts: how many processes may come in the place of a generator's or scorer's own, each;
-            with 0 the loss of one ends the run.
+        restarts: processes that may replace each generator's or scorer's own; with 0 the loss of
+            one ends the run.
     """
 
     batch: int
@@ -60,20 +205,18 @@ class Settings:
     restarts: int = 0
 
 
+def _from_preset(knob: str) -> Any:
+    return Field(default="preset", description=KNOBS[knob].help)
+
+
 class ScheduleConfig(Section):
     """Order and overlap of the work: four knobs, and the settings that adapt them."""
 
-    preset: PresetName = Field(default="sync", description=PRESET_HELP)
-    score_on: Literal["preset", ScoreOn] = Field(
-        default="preset", description=KNOBS["score_on"].help
-    )
-    overcommit: Literal["preset", "auto"] | NonNegativeInt = Field(
-        default="preset", description=KNOBS["overcommit"].help
-    )
-    lag: Literal["preset"] | NonNegativeInt = Field(default="preset", description=KNOBS["lag"].help)
-    migrate: Literal["preset", "off", "auto"] | Fraction = Field(
-        default="preset", description=KNOBS["migrate"].help
-    )
+    preset: PresetName = Field(default="sync", description=_PRESET_HELP)
+    score_on: Literal["preset", ScoreOn] = _from_preset("score_on")
+    overcommit: Literal["preset", "auto"] | NonNegativeInt = _from_preset("overcommit")
+    lag: Literal["preset"] | NonNegativeInt = _from_preset("lag")
+    migrate: Literal["preset", "off", "auto"] | Fraction = _from_preset("migrate")
     chunk_tokens: NonNegativeInt = 0
     """Tokens that each response gets between two looks at what has ended, and that are streamed at a time; 0 tries several sizes and keeps the best."""
     chunk_window: Annotated[int, Field(gt=3)] = 50
@@ -93,11 +236,11 @@ class ScheduleConfig(Section):
     overcommit_decrement: NonNegativeInt = 1
     """Responses by which equation4 lowers delta."""
     max_carries: PositiveInt = 8
-    """Largest number of times that a response is carried into a next step; at this number, the step waits for it. Bounds delta: at most max_carries times the responses between two hand-overs."""
+    """Largest number of times that a response is carried into a next step; at this number, the step waits for it. Bounds delta: at most max_carries times the responses between two weight syncs."""
     carry: Literal["recompute", "reuse"] = "recompute"
     """Treatment of a carried response's keys and values when the weights change. recompute: computed anew. reuse: kept as they are."""
     weight_sync_interval: PositiveInt = 1
-    """Steps trained on responses of one version of the weights, before the next is handed over (the off-policy dial N). For several updates on one batch, set training.epochs."""
+    """Steps trained on responses of one version of the weights, before the next weight sync (the off-policy dial N). For several updates on one batch, set training.epochs."""
     threads: tuple[()] | tuple[PositiveInt, PositiveInt, PositiveInt] = ()
     """CPU threads of each engine, of scoring and of training where they overlap; empty shares the cores out."""
     deadline_s: Positive = 1800.0
@@ -110,96 +253,56 @@ class ScheduleConfig(Section):
         by_hand = {name: value for name, value in given.items() if value != "preset"}
         return replace(PRESETS[self.preset].knobs, **by_hand)
 
-    def settings(
-        self,
-        rollout: RolloutConfig,
-        steps: int,
-        *,
-        drop_failures: bool,
-        group_at_least: int,
-        reward_weights: Mapping[str, float] | None = None,
-        restarts: int = 0,
-    ) -> Settings:
-        """Return the settings of a run's schedule; for arguments see :class:`Settings`."""
-        return Settings(
-            rollout.batch,
-            rollout.samples_per_prompt,
-            rollout.max_new_tokens,
-            steps,
-            drop_failures,
-            group_at_least,
-            reward_weights,
-            self.knobs.score_on,
-            self.knobs.lag,
-            self.weight_sync_interval,
-            self.max_carries,
-            self.deadline_s,
-            restarts,
-        )
-
     @property
     def asks_to_migrate(self) -> bool:
-        """Return whether migration is on by its own setting, not by the preset."""
+        """Whether migration is on by its own setting, not by the preset."""
         return self.migrate != "preset" and self.knobs.on("migrate")
 
     def largest_overcommit(self, batch: int) -> int:
-        """The largest delta that a run with so many responses a step may come to."""
+        """Return the largest delta of a run with so many responses a step."""
         delta = self.knobs.overcommit
         return self.overcommit_max or batch if delta == "auto" else delta
 
     def most_in_flight(self, batch: int, samples_per_prompt: int) -> int:
-        """The most responses that are being decoded at one time.
-
-        Args:
-            samples_per_prompt: responses to each prompt, of which delta fills up the last group.
-        """
+        """Return the most responses that are decoded at one time; delta fills up the last group."""
         groups = -(-self.largest_overcommit(batch) // samples_per_prompt)
         return batch * self.weight_sync_interval + groups * samples_per_prompt
 
     def first_overcommit(self, batch: int) -> int:
-        """Delta at the start of 'auto', under the rules that look at rewards."""
+        """Return delta at the start of 'auto', under the rules that look at rewards."""
         half = self.largest_overcommit(batch) // 2
         return self.overcommit_start or max(half, self.overcommit_min)
 
-    def check(self, batch: int) -> None:
-        """See that the bounds of delta fit each other and the batch.
-
-        Raises:
-            ValueError: they do not.
-        """
+    def overcommit_rules(self, batch: int) -> Rules:
+        """Return the rules for the bounds of delta with so many responses a step."""
+        broken: Rules = {}
         low, high = self.overcommit_min, self.overcommit_max or batch
-        if low > high:
-            raise ValueError(
-                f"schedule.overcommit_min = {low} is above the largest delta, {high} "
-                "(schedule.overcommit_max, or else the batch); lower it"
-            )
+        broken["overcommit-min"] = low > high and (
+            f"schedule.overcommit_min = {low} is above the largest delta, {high} "
+            "(schedule.overcommit_max, or else the batch); lower it"
+        )
         start = self.overcommit_start or high
-        if not low <= start <= high:
-            raise ValueError(
-                f"schedule.overcommit_start = {start} is not between the smallest delta, {low} "
-                f"(schedule.overcommit_min), and the largest, {high} (schedule.overcommit_max, or "
-                "else the batch); choose one between them, or 0"
-            )
-        delta, round_size = self.largest_overcommit(batch), batch * self.weight_sync_interval
-        if delta > self.max_carries * round_size:
-            name = "overcommit_max" if self.knobs.overcommit == "auto" else "overcommit"
-            raise ValueError(
-                f"schedule.{name} = {delta} and schedule.max_carries = {self.max_carries} "
-                f"contradict each other: with {round_size} responses between two hand-overs of "
-                f"weights, the last of {delta} more are carried {-(-delta // round_size)} times; "
-                f"lower schedule.{name} to {self.max_carries * round_size}, or raise "
-                "schedule.max_carries"
-            )
+        broken["overcommit-start"] = not low <= start <= high and (
+            f"schedule.overcommit_start = {start} is not between the smallest delta, {low} "
+            f"(schedule.overcommit_min), and the largest, {high} (schedule.overcommit_max, or "
+            "else the batch); choose one between them, or 0"
+        )
+        size, carries = batch * self.weight_sync_interval, self.max_carries
+        delta = self.largest_overcommit(batch)
+        name = "overcommit_max" if self.knobs.overcommit == "auto" else "overcommit"
+        broken["overcommit-beyond-carries"] = delta > carries * size and (
+            f"with schedule.{name} = {delta} and {size} responses between two weight syncs, some "
+            f"are carried {-(-delta // size)} times, and schedule.max_carries = {carries}; lower "
+            f"schedule.{name} to {carries * size}, or raise schedule.max_carries"
+        )
+        return broken
 
     @property
     def remarks(self) -> list[str]:
         """Remarks on settings of over-commitment that have no effect."""
-        fields, delta, rule = type(self).model_fields, self.knobs.overcommit, self.overcommit_rule
-        changed = [
-            name
-            for name in fields
-            if name.startswith("overcommit_") and getattr(self, name) != fields[name].default
-        ]
+        delta, rule = self.knobs.overcommit, self.overcommit_rule
+        adapting = [key for key in type(self).model_fields if key.startswith("overcommit_")]
+        changed = list(filter(self.is_set, adapting))
         if delta != "auto":
             idle, where = changed, f"while schedule.overcommit is {delta}"
         else:

@@ -1,4 +1,4 @@
-"""Settings of models, task, reward, generation and observation."""
+"""The base of all settings, and those of models, task, reward, generation and observation."""
 
 from __future__ import annotations
 
@@ -6,15 +6,64 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
-from stretto.config.base import (
-    NonNegative,
-    NonNegativeInt,
-    Positive,
-    PositiveInt,
-    Section,
-)
+from stretto.errors import ConfigError, RuleError
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+LARGEST_SEED = 2**63 - 1
+"""TOML's largest integer, which torch and numpy take as well."""
+Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED)]
+
+Rules = dict[str, object]
+"""Rules between settings by their codes: the message of a broken one, something false for others."""
+
+
+class Section(BaseModel):
+    """A group of settings: immutable, no unknown keys."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+    def is_set(self, key: str) -> bool:
+        """Return whether a setting of this section has another value than its default."""
+        return bool(getattr(self, key) != type(self).model_fields[key].default)
+
+    def rules(self, broken: Rules) -> None:
+        """Note the rules between settings by their codes: the message of a rule that is broken."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        broken: Rules = {}
+        self.rules(broken)
+        refuse(broken)
+        return self
+
+
+def refuse(broken: Rules) -> None:
+    """Raise RuleError for the first rule that is broken."""
+    for code, message in broken.items():
+        if message:
+            raise RuleError(str(message), code)
+
+
+def subsection(section: type[Section], key: str) -> type[Section] | None:
+    """Return the class of a setting that is a section of its own; ``None`` for any other key."""
+    field = section.model_fields.get(key)
+    kind = field.annotation if field else None
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def require_seed(seed: int) -> None:
+    """Raise ConfigError for a seed out of range, where no settings check it."""
+    if not 0 <= seed <= LARGEST_SEED:
+        raise ConfigError(f"seed = {seed}: must be from 0 to {LARGEST_SEED}", "seed-range")
 
 
 class ModelConfig(Section):
@@ -84,19 +133,19 @@ class TaskConfig(Section):
 
     @field_validator("held_out", mode="before")
     @classmethod
-    def _check_held_out(cls, value: Any) -> Any:
-        if value == "":  # how earlier versions wrote it
-            return 0.0
-        if isinstance(value, int | float) and not 0 <= value < 1:
-            raise ValueError(
-                f"task.held_out = {value}: a share of the prompts must be 0 or more and less than "
-                "1, as training needs the rest; for rows of their own, name a file or a split"
-            )
-        return value
+    def _no_rows(cls, value: Any) -> Any:
+        return value or 0.0  # earlier versions wrote ''
+
+    def rules(self, broken: Rules) -> None:
+        """Check that a share of the prompts leaves some to train on."""
+        broken["held-out-share"] = not 0 <= self.held_out_share < 1 and (
+            f"task.held_out = {self.held_out}: a share of the prompts must be 0 or more and less "
+            "than 1, as training needs the rest; for rows of their own, name a file or a split"
+        )
 
     @property
     def is_procedural(self) -> bool:
-        """Whether rows are made from the seed, and not read."""
+        """Whether rows are made from the seed, not read."""
         return self.kind in ("procedural", "reasoning-gym")
 
     @property
@@ -114,50 +163,32 @@ MISSING_EOS = "missing_eos"
 """A reward source that takes a penalty off responses without an end token, in place of the rule."""
 
 
-@dataclass(frozen=True, slots=True)
-class TaskSource:
-    """The task's verifier as a source of rewards: 'task'."""
+@dataclass(frozen=True)
+class RewardSource:
+    """A source of rewards, as ``reward.sources`` names it.
+
+    Attributes:
+        kind: task: its verifier. function: 'file.py:name'. model: 'model:NAME'. object: a name to
+            which only the caller of a run can give a meaning.
+    """
 
     name: str
-
-
-@dataclass(frozen=True, slots=True)
-class FunctionSource:
-    """A function in a file: 'file.py:name'."""
-
-    name: str
-    file: Path
-    function: str
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSource:
-    """A reward model: 'model:NAME'."""
-
-    name: str
-    model: str
-
-
-@dataclass(frozen=True, slots=True)
-class NamedSource:
-    """A name that only the caller of a run can give a meaning, by bringing an object."""
-
-    name: str
-
-
-RewardSource = TaskSource | FunctionSource | ModelSource | NamedSource
+    kind: Literal["task", "function", "model", "object"] = "object"
+    model: str = ""
+    file: Path = Path()
+    function: str = ""
 
 
 def reward_source(name: str) -> RewardSource:
-    """Tell a source of rewards by its name, as ``reward.sources`` has it."""
+    """Parse a source of rewards."""
     if name == "task":
-        return TaskSource(name)
+        return RewardSource(name, "task")
     if name.startswith("model:"):
-        return ModelSource(name, name.removeprefix("model:"))
+        return RewardSource(name, "model", model=name.removeprefix("model:"))
     file, _, function = name.rpartition(":")
     if Path(file).suffix == ".py" and function.isidentifier():
-        return FunctionSource(name, Path(file), function)
-    return NamedSource(name)
+        return RewardSource(name, "function", file=Path(file), function=function)
+    return RewardSource(name)
 
 
 class RewardConfig(Section):
@@ -178,13 +209,13 @@ class RewardConfig(Section):
 
     @property
     def parsed(self) -> tuple[RewardSource, ...]:
-        """The sources, told by their names."""
+        """The sources."""
         return tuple(map(reward_source, self.sources))
 
     @property
-    def models(self) -> list[ModelSource]:
+    def models(self) -> list[RewardSource]:
         """The sources that are models."""
-        return [source for source in self.parsed if isinstance(source, ModelSource)]
+        return [source for source in self.parsed if source.kind == "model"]
 
     @property
     def factors(self) -> dict[str, float]:
@@ -192,18 +223,18 @@ class RewardConfig(Section):
         weights = self.weights or (1.0,) * len(self.sources)
         return dict(zip(self.sources, weights, strict=True))
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if not self.sources:
-            raise ValueError("reward.sources is empty; name at least one, such as 'task'")
-        if len(set(self.sources)) != len(self.sources):
-            raise ValueError(f"reward.sources names one twice: {self.sources}; use weights instead")
-        if self.weights and len(self.weights) != len(self.sources):
-            raise ValueError(
-                f"reward.weights has {len(self.weights)} numbers for {len(self.sources)} sources; "
-                "give one a source, or none"
-            )
-        return self
+    def rules(self, broken: Rules) -> None:
+        """Check the sources and their weights."""
+        broken["no-reward-source"] = not self.sources and (
+            "reward.sources is empty; name at least one, such as 'task'"
+        )
+        broken["reward-source-twice"] = len(set(self.sources)) != len(self.sources) and (
+            f"reward.sources names one twice: {self.sources}; use weights instead"
+        )
+        weights, sources = len(self.weights), len(self.sources)
+        broken["reward-weights-count"] = weights not in (0, sources) and (
+            f"reward.weights has {weights} numbers for {sources} sources; give one a source, or none"
+        )
 
 
 class RolloutConfig(Section):
@@ -239,23 +270,20 @@ class RolloutConfig(Section):
         """Whether decode steps are replayed as CUDA graphs, on CUDA."""
         return bool(self.engine_args.get("cuda_graphs", True))
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.batch % self.samples_per_prompt:
-            raise ValueError(
-                f"rollout.batch counts responses and must be a multiple of samples_per_prompt; "
-                f"got {self.batch} and {self.samples_per_prompt}"
-            )
-        if self.engine == "torch" and (unknown := set(self.engine_args) - {"cuda_graphs"}):
-            raise ValueError(
-                f"rollout.engine_args names '{min(unknown)}', and Stretto's own engine knows "
-                "cuda_graphs alone; leave it out, or set rollout.engine = 'vllm'"
-            )
-        if "" in self.stop:
-            raise ValueError(
-                "an empty string in rollout.stop would end every response at once; leave it out"
-            )
-        return self
+    def rules(self, broken: Rules) -> None:
+        """Check what generation can do by itself."""
+        broken["batch-not-groups"] = self.batch % self.samples_per_prompt and (
+            f"rollout.batch counts responses and must be a multiple of samples_per_prompt; "
+            f"got {self.batch} and {self.samples_per_prompt}"
+        )
+        unknown = set(self.engine_args) - {"cuda_graphs"} if self.engine == "torch" else ()
+        broken["unknown-engine-argument"] = unknown and (
+            f"rollout.engine_args names '{min(unknown)}', and Stretto's own engine knows "
+            "cuda_graphs alone; leave it out, or set rollout.engine = 'vllm'"
+        )
+        broken["empty-stop-string"] = "" in self.stop and (
+            "an empty string in rollout.stop would end every response at once; leave it out"
+        )
 
 
 class ObserveConfig(Section):

@@ -1,20 +1,26 @@
-"""Settings of training: the optimizer, the learner, and fused actor-critic pipelines."""
+"""Settings of training: the optimizer, the learner, actor-critic pipelines, and supervised training."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import Field
 
-from stretto.config.base import (
+from stretto.config.sections import (
     Fraction,
+    ModelConfig,
     NonNegative,
     NonNegativeInt,
+    ObserveConfig,
     Positive,
     PositiveInt,
+    Rules,
     Section,
+    Seed,
 )
+
+Trained = Literal["actor", "critic"]
 
 
 class OptimizerConfig(Section):
@@ -39,14 +45,10 @@ class OptimizerConfig(Section):
 
 
 def token_budget(setting: int, device: object) -> int:
-    """Tokens in one pass: the setting, or what suits the device where that is 0.
+    """Return the tokens of one pass: the setting, or what suits the device where that is 0.
 
     A CPU works fastest on what its caches hold, and small passes pad less; a GPU needs more to be
-    full.
-
-    Args:
-        setting: ``microbatch_tokens``.
-        device: of torch, or its name.
+    full. ``device`` is torch's, or its name.
     """
     return setting or (1024 if str(device).startswith("cpu") else 16_384)
 
@@ -63,7 +65,7 @@ class TrainingConfig(OptimizerConfig):
 
     @property
     def updates(self) -> int:
-        """Optimizer updates of a step."""
+        """Optimizer updates in a step."""
         return self.epochs * self.minibatches
 
 
@@ -83,18 +85,18 @@ class PipelineConfig(Section):
     seconds: Positive = 2.0
     """Longest search for a fused schedule; made for each new number of micro-batches, and again once latencies are measured."""
 
-    def stages(self, model: Literal["actor", "critic"]) -> int:
-        """Stages of a model's pipelines."""
+    def stages(self, model: Trained) -> int:
+        """Return the number of stages of a model's pipelines."""
         return (self.actor_stages if model == "actor" else self.critic_stages) or self.ranks
 
-    def describe_stages(self, model: Literal["actor", "critic"]) -> str:
-        """The setting and its value, for messages."""
+    def describe_stages(self, model: Trained) -> str:
+        """Return the setting and its value, for messages."""
         given = self.actor_stages if model == "actor" else self.critic_stages
         derived = "" if given else " (as many as pipeline.ranks)"
         return f"pipeline.{model}_stages = {self.stages(model)}{derived}"
 
-    def pipelines(self, model: Literal["actor", "critic"]) -> int:
-        """Number of pipelines of a model."""
+    def pipelines(self, model: Trained) -> int:
+        """Return the number of pipelines of a model."""
         return self.ranks // self.stages(model)
 
     @property
@@ -102,25 +104,135 @@ class PipelineConfig(Section):
         """Divisor that the number of micro-batches must have, so that pipelines share evenly."""
         return math.lcm(self.pipelines("actor"), self.pipelines("critic"))
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if not self.ranks:
-            return self
-        if self.ranks == 1:
-            raise ValueError(
-                "pipeline.ranks = 1 makes one stage of a model, which is no pipeline; set it to 2 or "
-                "more, or to 0 to train in this process"
-            )
-        for model, stages in (("actor", self.actor_stages), ("critic", self.critic_stages)):
-            if stages and self.ranks % stages:
-                raise ValueError(
-                    f"pipeline.{model}_stages = {stages} does not divide pipeline.ranks = "
-                    f"{self.ranks}; choose a divisor, or 0 for as many as ranks"
-                )
-        if self.micro_batches % self.multiple:
-            raise ValueError(
-                f"pipeline.micro_batches = {self.micro_batches} cannot be shared evenly by "
-                f"{self.pipelines('actor')} pipelines of the actor and {self.pipelines('critic')} "
-                f"of the critic; choose a multiple of {self.multiple}, or 0"
-            )
-        return self
+    def rules(self, broken: Rules) -> None:
+        """Check that stages and micro-batches divide evenly."""
+        broken["one-pipeline-rank"] = self.ranks == 1 and (
+            "pipeline.ranks = 1 makes one stage of a model, which is no pipeline; set it to 2 or "
+            "more, or to 0 to train in this process"
+        )
+        models: tuple[Trained, Trained] = ("actor", "critic")
+        uneven = [m for m in models if self.ranks and self.ranks % self.stages(m)]
+        broken["stages-not-divisor"] = uneven and (
+            f"pipeline.{uneven[0]}_stages = {self.stages(uneven[0])} does not divide "
+            f"pipeline.ranks = {self.ranks}; choose a divisor, or 0 for as many as ranks"
+        )
+        shares = self.ranks and not uneven
+        broken["micro-batches-not-multiple"] = (shares and self.micro_batches % self.multiple) and (
+            f"pipeline.micro_batches = {self.micro_batches} cannot be shared evenly by "
+            f"{self.pipelines('actor')} pipelines of the actor and {self.pipelines('critic')} "
+            f"of the critic; choose a multiple of {self.multiple}, or 0"
+        )
+
+
+_WITHOUT_EFFECT = ("samples", "checkpoint_minutes", "checkpoint_every")
+"""Settings of observation that supervised training refuses, as they have no effect on it."""
+
+
+class RowsConfig(Section):
+    """Rows of a file or of the hub, and how they become tokens."""
+
+    name: str = ""
+    """A .jsonl / .json / .parquet file, or a hub dataset."""
+    split: str = "train"
+    """Split of a hub dataset."""
+    size: NonNegativeInt = 0
+    """Rows to use; 0 takes all."""
+    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """Share of the rows, rounded up, that is measured on and not trained on; rows with one prompt stay together. 0 holds none out."""
+    max_tokens: PositiveInt = 1024
+    """Longer sequences, prompt counted, are left out whole, counted and reported."""
+    on_error: Literal["stop", "drop"] = "stop"
+    """Reaction to a row that cannot be used (empty, malformed, two equal sides). stop: end the run. drop: leave it out and report the number."""
+    chat: Literal["auto", "on", "off"] = "auto"
+    """Apply the tokenizer's chat template to text. auto: where the tokenizer has one, but for pairs without a prompt of their own, whose texts are taken as they are."""
+    system: str = ""
+    """System message put before the prompt; text prompts then become conversations."""
+
+    def rules(self, broken: Rules) -> None:
+        """Check that a system message can be put before prompts."""
+        broken["system-without-chat"] = (self.system and self.chat == "off") and (
+            "data.system is set, and data.chat = 'off': a system message takes a chat "
+            "template; set data.chat to 'auto', or data.system to ''"
+        )
+
+
+class DemonstrationsConfig(RowsConfig):
+    """Demonstrations that supervised fine-tuning learns from."""
+
+    messages_column: str = "messages"
+    """Column with conversations, whose assistant turns are all trained on. Without it in the data, or with '', the next two columns are read."""
+    prompt_column: str = "prompt"
+    """Column with the prompt: text, or a list of chat messages."""
+    completion_column: str = "completion"
+    """Column with the completion, which is trained on: text, or a list of chat messages."""
+
+
+class PairsConfig(RowsConfig):
+    """Pairs of responses that a reward model learns from."""
+
+    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Share of the pairs, rounded up, that is measured on and not trained on; pairs with one prompt stay together. 0 holds none out."""
+    prompt_column: str = "prompt"
+    """Column with the prompt: text or messages. Without it in the data, the two sides must share their first turns or messages, which are then the prompt. With '', the prompt is the text that both begin with."""
+    chosen_column: str = "chosen"
+    """Column with the preferred response: text or messages."""
+    rejected_column: str = "rejected"
+    """Column with the other response: text or messages."""
+
+
+class SupervisedTrainingConfig(OptimizerConfig):
+    """Optimizer of supervised training: AdamW on fp32 masters."""
+
+    lr: Positive = 1e-5
+    """Peak learning rate."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """Learning rate after the warm-up: constant, or falling to zero at the last update."""
+
+
+class SupervisedConfig(Section):
+    """Settings that both kinds of supervised training have."""
+
+    seed: Seed = 0
+    """Seed of data order, of the held-out part and of initialisation."""
+    steps: NonNegativeInt = 0
+    """Updates to take, over as many epochs as that needs; 0 takes training.epochs of them."""
+    batch: PositiveInt = 32
+    """Rows in one update."""
+    out: str = "runs"
+    """Folder in which the run gets a folder of its own."""
+    threads: NonNegativeInt = 0
+    """CPU threads for tensor work; 0 leaves torch's choice."""
+    measure_every: NonNegativeInt = 0
+    """Updates between measurements on the held-out part; 0 measures at the start and at the end only."""
+    model: ModelConfig = ModelConfig()
+    data: RowsConfig = RowsConfig()
+    training: SupervisedTrainingConfig = SupervisedTrainingConfig()
+    observe: ObserveConfig = ObserveConfig()
+
+    def rules(self, broken: Rules) -> None:
+        """Check that one setting says how long to train, and that all have an effect."""
+        broken["steps-and-epochs"] = (self.steps and self.training.epochs != 1) and (
+            f"steps = {self.steps} and training.epochs = {self.training.epochs} both say how "
+            "long to train; set one of them (steps = 0 takes whole epochs)"
+        )
+        idle = next(filter(self.observe.is_set, _WITHOUT_EFFECT), "")
+        broken["setting-without-effect"] = idle and (
+            f"observe.{idle} = {getattr(self.observe, idle)} has no effect in supervised "
+            "training, which draws no samples and writes no checkpoints; leave it out"
+        )
+
+
+class SftConfig(SupervisedConfig):
+    """Everything that supervised fine-tuning is made of."""
+
+    packing: bool = False
+    """Lay several sequences into one row of at most data.max_tokens, none of which sees another: less padding, for GPUs (on a CPU it costs more than it saves). No effect on the gradient."""
+    data: DemonstrationsConfig = DemonstrationsConfig()
+
+
+class RewardModelConfig(SupervisedConfig):
+    """Everything that the training of a reward model is made of."""
+
+    center_coef: NonNegative = 0.01
+    """Weight of (r_chosen + r_rejected)^2 in the loss, which keeps rewards around zero; 0 is off."""
+    data: PairsConfig = PairsConfig()

@@ -1,18 +1,18 @@
-"""Generation in this process, and verdicts on what was generated."""
+"""Generation in this process, outside a schedule."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from statistics import fmean
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal
 
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
-from stretto.assembly.engines import make_engine
 from stretto.assembly.models import NO_OVERRIDES, Overrides, make_actor, prepare_torch
-from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig, require_seed
-from stretto.errors import MissingExtraError, RewardError
+from stretto.assembly.roles import make_engine
+from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig
+from stretto.config.sections import require_seed
+from stretto.errors import MissingExtraError
 from stretto.models.backend import fastest_dtype, pick_device, pick_dtype
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
@@ -25,75 +25,41 @@ from stretto.scoring.responses import response_text
 from stretto.tasks.base import TaskRow
 from stretto.tasks.encode import Encoder
 from stretto.tasks.prompts import render
-from stretto.types import FinishReason, Prompt, Response, Score
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-
-@dataclass(frozen=True, slots=True)
-class Answers:
-    """A model's responses to prompts.
-
-    Attributes:
-        rollouts: finished; those of one prompt follow one another and share a group.
-    """
-
-    rollouts: Sequence[Rollout]
-
-    @property
-    def mean_tokens(self) -> float:
-        """Response tokens."""
-        return fmean(len(r) for r in self.rollouts)
-
-    @property
-    def ended(self) -> float:
-        """Share of the responses that ended before the token limit."""
-        return fmean(r.finish is FinishReason.STOP for r in self.rollouts)
+from stretto.types import Prompt
 
 
 def of_model(config: Config, model: str) -> Config:
-    """Settings with another model."""
+    """Return settings with another model."""
     return config.model_copy(update={"model": config.model.model_copy(update={"name": model})})
 
 
 def open_engine(
-    config: Config, tokenizer: PreTrainedTokenizerBase, given: Overrides = NO_OVERRIDES
+    config: Config, tokenizer: PreTrainedTokenizerBase, overrides: Overrides = NO_OVERRIDES
 ) -> tuple[Engine, nn.Module]:
     """Load the model of the settings, and open the engine that they name over it, in this process.
 
-    Where that engine's library is not installed here, Stretto's own takes its place.
-
-    Returns:
-        The engine, and the model; on the CPU if the engine has weights of its own.
-
-    Raises:
-        ModelError: the model cannot be loaded.
+    Where that engine's library is not installed here, Stretto's own takes its place. The model is
+    on the CPU if the engine has weights of its own. Raises ModelError if it cannot be loaded.
     """
-    kind = ENGINES[config.rollout.engine]
+    kind, m = ENGINES[config.rollout.engine], config.model
     try:
         kind.check()
     except MissingExtraError as error:
         on_stderr(f"{error}; here Stretto's own engine answers")
         own = config.rollout.model_copy(update={"engine": "torch", "engine_args": {}})
         config, kind = config.model_copy(update={"rollout": own}), ENGINES["torch"]
-    loading = config
     if kind.own_weights:
-        m = config.model
         dtype = str(pick_dtype(m.dtype, pick_device(m.device))).removeprefix("torch.")
-        on_cpu = m.model_copy(update={"dtype": dtype, "device": "cpu"})
-        loading = config.model_copy(update={"model": on_cpu})
-    actor = make_actor(loading.model, given, on_stderr)
-    brought = given.actor is not None
-    return make_engine(config, actor, tokenizer, config.rollout.batch, brought=brought), actor
+        m = m.model_copy(update={"dtype": dtype, "device": "cpu"})
+    actor = make_actor(m, overrides, on_stderr)
+    rows, overridden = config.rollout.batch, overrides.actor is not None
+    return make_engine(config, actor, tokenizer, rows, overridden=overridden), actor
 
 
-def answer(engine: Engine, prompts: Sequence[Prompt], per_prompt: int = 1) -> Answers:
-    """Let an engine answer prompts.
+def answer(engine: Engine, prompts: Sequence[Prompt], per_prompt: int = 1) -> list[Rollout]:
+    """Let an engine answer prompts, which have ids of their own.
 
-    Args:
-        prompts: with ids of their own; at least one.
-        per_prompt: responses to each.
+    The rollouts of one prompt follow one another and share a group.
     """
     rollouts = [
         Rollout(n * per_prompt + i, prompt, prompt.id)
@@ -103,7 +69,7 @@ def answer(engine: Engine, prompts: Sequence[Prompt], per_prompt: int = 1) -> An
     with working(on_stderr, "answering prompts", len(rollouts)) as advance:
         for _ in completed(engine, rollouts):
             advance(1)
-    return Answers(rollouts)
+    return rollouts
 
 
 def generate(
@@ -113,86 +79,42 @@ def generate(
     *,
     seed: int = 0,
     chat: Literal["auto", "on", "off"] = "auto",
-    given: Overrides = NO_OVERRIDES,
+    overrides: Overrides = NO_OVERRIDES,
 ) -> Iterator[tuple[int, str]]:
-    """Answer prompts: (index of the prompt, text), each as soon as it has ended.
+    """Yield answers to prompts, (index of the prompt, text), each as soon as it has ended.
 
-    Args:
-        chat: whether to apply the tokenizer's chat template.
-        given: model and tokenizer, where the caller has them as objects.
-
-    Raises:
-        ConfigError: the seed is out of range.
+    The overrides are model and tokenizer. Raises ConfigError if the seed is out of range.
     """
     require_seed(seed)
-    task = TaskConfig(chat=chat)
-    settings = Config.model_construct(seed=seed, model=config, rollout=options, task=task)
     prepare_torch(seed, 0)
-    tokenizer = given.tokenizer or load_tokenizer(resolve(config.name, on_stderr), say=on_stderr)
+    task = TaskConfig(chat=chat)
+    tokenizer = overrides.tokenizer or load_tokenizer(
+        resolve(config.name, on_stderr), say=on_stderr
+    )
     encoder = Encoder(tokenizer)
     rollouts = [
         Rollout(i, render(TaskRow(prompt=text), task, tokenizer, i, encoder=encoder), i)
         for i, text in enumerate(prompts)
     ]
-    if given.actor is None and config.dtype == "auto":
+    if overrides.actor is None and config.dtype == "auto":
         with working(on_stderr, "trying which type is faster"):
             dtype, because = fastest_dtype(pick_device(config.device))
         kind = str(dtype).removeprefix("torch.")
         on_stderr(f"computing in {kind}: {because}; --dtype takes another")
     longest = max(len(r.prompt.tokens) for r in rollouts)
-    room = task.model_copy(update={"max_prompt_tokens": longest})
-    engine, _ = open_engine(settings.model_copy(update={"task": room}), tokenizer, given)
+    task = task.model_copy(update={"max_prompt_tokens": longest})
+    settings = Config.model_construct(seed=seed, model=config, rollout=options, task=task)
+    engine, _ = open_engine(settings, tokenizer, overrides)
     for r in completed(engine, rollouts):
         yield r.id, response_text(tokenizer, r.tokens, r.finish, options.stop)
-
-
-class WholeScorer(Protocol):
-    """A scorer of finished rollouts."""
-
-    def admit(self, responses: Sequence[Response]) -> None:
-        """Take in responses that will be scored."""
-
-    def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]:
-        """Return the scores of these rollouts, in the order asked."""
-        ...
-
-
-def score_all(function: WholeScorer, rollouts: Sequence[Rollout], batch: int) -> list[float]:
-    """The verdict on each rollout; asked in batches, as a reward function's time limit is for one.
-
-    Raises:
-        RewardError: it failed on one, or does not apply to one.
-    """
-    values = []
-    with working(on_stderr, "scoring responses", len(rollouts)) as advance:
-        for start in range(0, len(rollouts), batch):
-            part = rollouts[start : start + batch]
-            function.admit([r.response(text=True) for r in part])
-            values += [_number(score) for score in function.finish([r.id for r in part])]
-            advance(len(part))
-    return values
-
-
-def _number(score: Score) -> float:
-    if score.failure:
-        raise RewardError(score.failure, [score.rollout_id])
-    if score.scalar is None:
-        raise RewardError(
-            f"'{score.source}' gave None for response {score.rollout_id}, so it does not "
-            "apply there; here every response needs a number",
-            [score.rollout_id],
-        )
-    return score.scalar
 
 
 def completed(
     engine: Engine, rollouts: Sequence[Rollout], chunk_tokens: int = 16
 ) -> Iterator[Rollout]:
-    """Decode rollouts to their ends, outside a schedule; each is yielded once it has finished.
+    """Decode rollouts, with ids of their own, to their ends; yield each once it has finished.
 
-    Args:
-        rollouts: with ids of their own; whatever else the engine holds must have ended.
-        chunk_tokens: decoded of each between two looks at which have finished.
+    Whatever else the engine holds must have ended. ``chunk_tokens`` lie between two looks.
     """
     by_id = {r.id: r for r in rollouts}
     engine.admit([r.response() for r in rollouts])

@@ -8,22 +8,27 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pvariance
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from stretto import tasks
 from stretto.assembly.models import load_reward_model
-from stretto.assembly.scorers import open_function, reward_scorer
+from stretto.assembly.roles import open_function, reward_scorer
 from stretto.config import Config
-from stretto.config.sections import ModelSource, TaskSource, reward_source
-from stretto.errors import ConfigError, ModelError, RewardError, TaskError
-from stretto.evaluation.answers import WholeScorer, score_all
+from stretto.config.sections import reward_source
+from stretto.errors import ConfigError, RewardError, TaskError
+from stretto.models.info import load_config
 from stretto.observe.progress import on_stderr
+from stretto.saying import working
 from stretto.schedules.rollout import Rollout
+from stretto.scoring.functions import FunctionScorer
+from stretto.scoring.models import RewardModelScorer
 from stretto.tasks.base import INDEX_KEY
-from stretto.types import FinishReason, Prompt
+from stretto.types import FinishReason, Prompt, Score
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+Gold = FunctionScorer | RewardModelScorer
+"""A source of rewards that scores whole responses."""
 
 
 def open_gold(
@@ -33,56 +38,69 @@ def open_gold(
     tokenizer: PreTrainedTokenizerBase,
     stack: ExitStack,
     ends: frozenset[int] = frozenset(),
-) -> WholeScorer:
-    """Open a source of rewards, to score whole responses.
+) -> Gold:
+    """Open a source of rewards: 'task', 'file.py:name' or 'model:NAME'.
 
     Args:
-        source: as in ``reward.sources``: 'task', 'file.py:name' or 'model:NAME'.
-        config: settings of task and models, and of the time that functions may take.
         columns: of the dataset that the prompts are of.
-        ends: tokens with which responses end that are given, see :func:`as_rollout`.
+        ends: tokens with which given responses end, see :func:`as_rollout`.
 
-    Raises:
-        ConfigError: the source has another form, or its function cannot be found or used.
-        TaskError: the task has no verifier.
-        ModelError: the reward model cannot be loaded, or has no scalar head.
+    Raises ConfigError if the source has another form, or its function cannot be found or used;
+    TaskError if the task has no verifier; ModelError if the model cannot be loaded, or has no
+    scalar head.
     """
     parsed = reward_source(source)
-    if isinstance(parsed, ModelSource):
+    if parsed.kind == "model":
         loaded = load_reward_model(config.model, parsed.model, on_stderr)
         return reward_scorer(source, config, tokenizer, on_stderr, loaded, ends=ends)
-    if not isinstance(parsed, TaskSource) and ".py:" not in source:
+    if parsed.kind != "task" and ".py:" not in source:
         raise ConfigError(
-            f"'{source}' is no source of rewards; give 'task' (its verifier), 'file.py:name' (a "
-            "function) or 'model:NAME' (a reward model)"
+            f"'{source}' is no source of rewards; give 'task', 'file.py:name' or 'model:NAME'",
+            "no-reward-source",
         )
     return open_function(parsed, config, columns, tokenizer, stack)
 
 
-def gold_scores(
-    gold: WholeScorer, source: str, rollouts: Sequence[Rollout], batch: int
-) -> list[float]:
-    """One number a response.
+def score_all(gold: Gold, rollouts: Sequence[Rollout], batch: int) -> list[float]:
+    """Return the score of each rollout; asked in batches, as a function's time limit is for one.
 
-    Raises:
-        RewardError: the source failed on a response, or gave no finite number.
+    Raises RewardError if the source failed on a response, or gave no finite number.
     """
-    scores = score_all(gold, rollouts, batch)
-    for rollout, score in zip(rollouts, scores, strict=True):
-        if not math.isfinite(score):
-            raise RewardError(
-                f"'{source}' gives {score} for the response to prompt {rollout.prompt.id} "
-                f"({rollout.prompt.text[:200]!r}), and scores are compared; correct the source",
-                [rollout.id],
-            )
-    return scores
+    values = list[float]()
+    with working(on_stderr, "scoring responses", len(rollouts)) as advance:
+        for start in range(0, len(rollouts), batch):
+            part = rollouts[start : start + batch]
+            gold.admit([r.response(text=True) for r in part])
+            values += map(_number, gold.finish([r.id for r in part]), part)
+            advance(len(part))
+    return values
+
+
+def _number(score: Score, rollout: Rollout) -> float:
+    value = score.scalar
+    if score.failure:
+        message, code = score.failure, "reward-failed"
+    elif value is None:
+        code = "reward-without-number"
+        message = (
+            f"'{score.source}' gave None for response {rollout.id}, and each needs a number here"
+        )
+    elif not math.isfinite(value):
+        code = "reward-not-finite"
+        message = (
+            f"'{score.source}' gives {value} for the response to prompt {rollout.prompt.id} "
+            f"({rollout.prompt.text[:200]!r}), and scores are compared; correct the source"
+        )
+    else:
+        return value
+    raise RewardError(message, [rollout.id], code)
 
 
 def as_rollout(number: int, prompt: Prompt, tokens: Sequence[int]) -> Rollout:
-    """A response that was given, as if it had been sampled whole.
+    """Return a given response as if it had been sampled whole.
 
-    Its finish reason is not 'stop' for one purpose: stopped responses are cut at the first stop
-    string, and one inside a given text belongs to it.
+    Its finish reason is not 'stop', as stopped responses are cut at the first stop string, and one
+    inside a given text belongs to it.
     """
     return Rollout(number, prompt, number, list(tokens), finish=FinishReason.LENGTH)
 
@@ -90,65 +108,53 @@ def as_rollout(number: int, prompt: Prompt, tokens: Sequence[int]) -> Rollout:
 def end_tokens_of(
     path: Path | str, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool = False
 ) -> frozenset[int]:
-    """The tokens that end a response of a checkpoint's model, known without its weights.
+    """Return the tokens that end a response of a checkpoint's model, known without its weights.
 
-    They are those at which an engine stops, :func:`~stretto.models.load.end_token_ids` of the
-    loaded model.
-
-    Raises:
-        ModelError: the config cannot be read.
+    An engine stops at them: they are :func:`~stretto.models.load.end_token_ids` of the loaded
+    model. Raises ModelError if the config cannot be read.
     """
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
     config: Any
     try:
         config = GenerationConfig.from_pretrained(str(path))
     except OSError:  # it has none: transformers then takes the model's config for it
-        try:
-            whole = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
-            config = whole.get_text_config(decoder=True)
-        except (OSError, ValueError) as error:
-            raise ModelError(
-                f"cannot read the config of '{path}': {error}. Give a folder with config.json, or "
-                "a hub name as owner/name"
-            ) from error
-    named = getattr(config, "eos_token_id", None)
-    ids = [*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id]
-    return frozenset(int(cast(int, i)) for i in ids if i is not None)
+        config = load_config(path, trust_remote_code).get_text_config(decoder=True)
+    named: Any = getattr(config, "eos_token_id", None)
+    own: Any = tokenizer.eos_token_id
+    ids = [*(named if isinstance(named, list) else [named]), own]
+    return frozenset(int(i) for i in ids if i is not None)
 
 
 def reference_text(task: tasks.Task, data: Mapping[str, Any], column: str) -> str:
-    """The reference response of a prompt.
+    """Return the reference response of a prompt with this data.
 
-    Args:
-        task: that the prompt is of.
-        column: of the dataset, with text or with a conversation that ends in the assistant's turn;
-            empty takes the task's own answer.
-
-    Raises:
-        TaskError: there is no such column, the cell has no response, or the task has no answers.
+    The column has text, or a conversation that ends in the assistant's turn; without a column it is
+    the task's own answer. Raises TaskError if there is no such column, response or answer.
     """
     columns = ", ".join(sorted(key for key in data if key != INDEX_KEY))
     if not column:
         answer = task.row(data[INDEX_KEY]).reference
         if answer is None:
             raise TaskError(
-                "the task has no answers of its own to compare with; name the column that holds "
-                f"the reference responses with --reference-column. The dataset has: {columns}"
+                "the task has no answers of its own to compare with; name a column with reference "
+                f"responses with --reference-column. The dataset has: {columns}",
+                "task-without-answers",
             )
         return answer
     if column not in data:
         raise TaskError(
-            f"--reference-column '{column}' is no column of the dataset, which has: {columns}"
+            f"--reference-column '{column}' is no column of the dataset, which has: {columns}",
+            "missing-column",
         )
     cell = data[column]
     if isinstance(cell, list) and cell and isinstance(cell[-1], dict):
         cell = cell[-1].get("content") if cell[-1].get("role") == "assistant" else None
     if not isinstance(cell, str) or not cell.strip():
         raise TaskError(
-            f"row {data[INDEX_KEY]}, column '{column}': a reference response is text, or a list of "
-            "messages whose last is the assistant's, and not empty; got "
-            f"{repr(data[column])[:200]}"
+            f"row {data[INDEX_KEY]}, column '{column}': a reference response is text, or messages "
+            f"of which the last is the assistant's, not empty; got {repr(data[column])[:200]}",
+            "no-reference-response",
         )
     return cell
 
@@ -160,12 +166,8 @@ class WinRate:
     Attributes:
         by: the source of the scores.
         rate: (wins + ties / 2) / samples.
-        standard_error: of the rate.
         wins: pairs in which the policy's response scores above the reference.
-        ties: pairs in which both score the same.
-        losses: pairs in which the policy's response scores below the reference.
-        score: mean score of the policy's responses.
-        reference_score: mean score of the references.
+        score: mean of the policy's responses.
     """
 
     by: str
@@ -180,24 +182,22 @@ class WinRate:
 
 def compare(by: str, scores: Sequence[float], references: Sequence[float]) -> WinRate:
     """Compare scores pair by pair; at least one pair."""
-    points = [point(a - b) for a, b in zip(scores, references, strict=True)]
-    return WinRate(
-        by=by,
-        rate=fmean(points),
-        standard_error=standard_error(points),
-        wins=points.count(1.0),
-        ties=points.count(0.5),
-        losses=points.count(0.0),
-        score=fmean(scores),
-        reference_score=fmean(references),
-    )
+    points = tally([a - b for a, b in zip(scores, references, strict=True)])
+    return WinRate(by=by, **points, score=fmean(scores), reference_score=fmean(references))
 
 
-def point(difference: float) -> float:
-    """Points of a pair: 1 for a win, one half for a tie, 0 for a loss."""
-    return 0.5 if difference == 0 else float(difference > 0)
+def tally(differences: Sequence[float]) -> dict[str, Any]:
+    """Return rate, standard error and counts of pairs: won above 0, tied at 0, lost below."""
+    points = [0.5 if d == 0 else float(d > 0) for d in differences]
+    return {
+        "rate": fmean(points),
+        "standard_error": standard_error(points),
+        "wins": points.count(1.0),
+        "ties": points.count(0.5),
+        "losses": points.count(0.0),
+    }
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Standard error of the mean: sqrt(variance / n), the variance with the denominator n."""
+    """Return the standard error of the mean: sqrt(variance / n), the variance over n."""
     return math.sqrt(pvariance(values) / len(values))

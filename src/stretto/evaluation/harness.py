@@ -33,10 +33,8 @@ class Benchmark:
     """One figure of one benchmark.
 
     Attributes:
-        task: its name.
         metric: with the harness's filter behind a comma, where it is not 'none'.
         fewshot: examples in the prompt.
-        value: of the metric.
         standard_error: of the value; ``None`` where the harness has none.
     """
 
@@ -53,15 +51,13 @@ def benchmark(
     """Run benchmarks.
 
     Args:
-        config: of device, dtype, seed, and responses decoded at a time (``rollout.batch``).
+        config: device and dtype, and responses decoded at a time (``rollout.batch``).
         model: a known name, a folder, or a hub name.
         tasks: names that the harness knows, or .yaml files that define one.
         limit: examples of each benchmark, at most; 0 takes all.
 
-    Raises:
-        MissingExtraError: lm-evaluation-harness is not installed.
-        ConfigError: a benchmark is unknown, or its data cannot be had.
-        ModelError: the model cannot be found.
+    Raises MissingExtraError if lm-evaluation-harness is not installed; ConfigError if a benchmark
+    is unknown, or its data cannot be had; ModelError if the model cannot be found.
     """
     require("lm_eval", "lm-eval", "--lm-eval")
     with working(on_stderr, "loading lm-evaluation-harness"):
@@ -74,7 +70,8 @@ def benchmark(
         if name not in manager.all_tasks:
             close = get_close_matches(name, manager.all_tasks, n=1)
             remedy = f"did you mean '{close[0]}'?" if close else "'lm-eval ls tasks' lists them"
-            raise ConfigError(f"--lm-eval: there is no benchmark '{name}'; {remedy}")
+            message = f"--lm-eval: there is no benchmark '{name}'; {remedy}"
+            raise ConfigError(message, "unknown-benchmark")
     device = pick_device(config.model.device)
     options = {
         "model": "hf",
@@ -97,25 +94,27 @@ def benchmark(
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"--lm-eval {','.join(chosen)} failed: {error}. The benchmarks' data comes from "
-                "the hub; without a network, name a .yaml file whose data is local"
+                "the hub; without a network, name a .yaml file whose data is local",
+                "benchmark-failed",
             ) from error
         figures += _figures(results)
     return figures
 
 
 def _name(file: Path) -> str:
-    """The benchmark that a file defines."""
+    """Return the benchmark that a file defines."""
     try:
         found = re.search(r"^task:\s*[\"']?([^\s\"'#]+)", file.read_text("utf-8"), re.MULTILINE)
     except OSError as error:
-        raise ConfigError(f"--lm-eval: cannot read '{file}': {error}") from error
+        raise ConfigError(f"--lm-eval: cannot read '{file}': {error}", "unreadable") from error
     if not found:
-        raise ConfigError(f"--lm-eval: '{file}' defines no benchmark: it has no line 'task: NAME'")
+        message = f"--lm-eval: '{file}' defines no benchmark: it has no line 'task: NAME'"
+        raise ConfigError(message, "no-benchmark")
     return found[1]
 
 
 def _figures(results: Mapping[str, Any]) -> list[Benchmark]:
-    """All metrics of all benchmarks, those of groups left out."""
+    """Return all metrics of all benchmarks, those of groups left out."""
     figures = []
     for task, metrics in results["results"].items():
         for key, value in metrics.items():
@@ -123,13 +122,7 @@ def _figures(results: Mapping[str, Any]) -> list[Benchmark]:
             if not which or metric.endswith("_stderr"):
                 continue
             error = metrics.get(f"{metric}_stderr,{which}")
-            figures.append(
-                Benchmark(
-                    task=task,
-                    metric=metric if which == "none" else key,
-                    fewshot=int(results["n-shot"].get(task, 0)),
-                    value=float(value),
-                    standard_error=float(error) if isinstance(error, int | float) else None,
-                )
-            )
+            standard_error = float(error) if isinstance(error, int | float) else None
+            shown, fewshot = metric if which == "none" else key, int(results["n-shot"].get(task, 0))
+            figures.append(Benchmark(task, shown, fewshot, float(value), standard_error))
     return figures

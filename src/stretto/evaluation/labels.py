@@ -11,35 +11,32 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from stretto import tasks
-from stretto.assembly.models import prepare_torch
+from transformers import PreTrainedTokenizerBase
+
+from stretto.assembly.models import NO_OVERRIDES, prepare_torch
+from stretto.assembly.parts import open_prompts
 from stretto.config import Config, PairsConfig, RewardModelConfig
-from stretto.config.sections import ModelSource, reward_source
+from stretto.config.sections import reward_source
 from stretto.errors import ConfigError, TaskError
 from stretto.evaluation.answers import answer, of_model, open_engine
-from stretto.evaluation.gold import as_rollout, end_tokens_of, gold_scores, open_gold
+from stretto.evaluation.gold import as_rollout, end_tokens_of, open_gold, score_all
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe.progress import on_stderr
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.responses import response_text
-from stretto.tasks.conversations import cells_of
 from stretto.tasks.encode import utf8
-from stretto.tasks.files import Row, read
-from stretto.tasks.pairs import read_pairs
-from stretto.tasks.prompts import PromptSource
-from stretto.tasks.responses import PromptLayout, attempt
-from stretto.tasks.tables import as_prompt
-from stretto.types import FinishReason, Message, Prompt
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from stretto.tasks.responses import PromptLayout
+from stretto.tasks.supervised import Turns, attempt, attempt_rows, cells_of, read_pairs
+from stretto.tasks.tables import Row, as_prompt, of_row, read
+from stretto.types import FinishReason, Prompt
 
 RESPONSES = "responses"
 """Column with several responses to one prompt."""
@@ -51,7 +48,6 @@ class LabelResult:
 
     Attributes:
         by: the source of the labels.
-        out: the file written.
         read: rows, or prompts answered.
         kept: rows written.
         ties: left out, as the source scores both sides the same, or they are the same text.
@@ -77,25 +73,15 @@ class LabelResult:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
-    """A prompt with its responses; of a pair, the chosen one is the first.
-
-    Attributes:
-        index: the row's place in its dataset.
-        transcript: see :class:`~stretto.tasks.pairs.Pair`.
-        labelled: whether it is a pair.
-    """
+class Candidates:
+    """A prompt with its responses; of a pair that has a label, the chosen one is the first."""
 
     index: int
-    prompt: str | tuple[Message, ...]
+    prompt: Turns
     responses: Sequence[str]
     data: Row
     transcript: bool = False
     labelled: bool = False
-
-
-_Read = tuple[_Row, Prompt, Sequence[Sequence[int]]]
-"""A row as the source reads it: with the prompt, and the tokens of each response."""
 
 
 def label_pairs(
@@ -111,49 +97,41 @@ def label_pairs(
         config: ``data`` names the file and its columns and says how prompts become tokens, as in
             the training of a reward model; ``model`` has device and dtype.
         by: 'file.py:name' or 'model:NAME'. A function sees the bytes of a response as its tokens.
-        timeout_s: that a function may take for 32 responses.
+        timeout_s: of a function, for 32 responses.
 
-    Raises:
-        ConfigError: the source or the output file cannot be used.
-        TaskError: the data cannot be read, is no preference data, or has nothing but ties.
-        RewardError: the source failed on a response.
+    Raises ConfigError if the source or the output file cannot be used; TaskError if the data cannot
+    be read, is no preference data, or has nothing but ties; RewardError if the source failed.
     """
     if by == "task":
         raise ConfigError(
             "'task' verifies responses to a task's own prompts, and preference data has others; "
-            "label with a function ('file.py:name') or a reward model ('model:NAME')"
+            "label with a function ('file.py:name') or a reward model ('model:NAME')",
+            "task-labels-pairs",
         )
     _check_out(out, config.data.name)
     run = Config(seed=config.seed, threads=config.threads, model=config.model)
     run = run.model_copy(update={"reward": run.reward.model_copy(update={"timeout_s": timeout_s})})
     prepare_torch(run.seed, run.threads)
-    rows = _read(config)
+    rows = _read(config.data)
     tokenizer, layout = _tokens_for(by, config)
-    readable, left_out = attempt(rows, lambda row: _reading(row, layout), config.data)
+    readable, left_out = attempt(rows, partial(_tokenised, layout), config.data)
     _say_left_out(left_out, config.data)
-    rows = [row for row, _, _ in readable]
     rollouts: list[Rollout] = []  # as if they had been sampled
-    for index, (row, prompt, responses) in enumerate(readable):
-        asked = replace(prompt, id=index, data=row.data)
+    for number, (row, prompt, responses) in enumerate(readable):
+        asked = Prompt(number, prompt.tokens, prompt.text, prompt.messages, row.data)
         for tokens in responses:
             rollouts.append(as_rollout(len(rollouts), asked, tokens))
+    columns = readable[0][0].data.keys()
     with ExitStack() as stack:
-        gold = open_gold(by, run, rows[0].data.keys(), tokenizer, stack)
-        scores = iter(gold_scores(gold, by, rollouts, run.rollout.batch))
-    kept = []
-    for row in rows:
-        found = _labelled(row, [next(scores) for _ in row.responses], config)
-        if found:
-            kept.append(found)
-    _write(out, kept, len(rows), by)
-    return LabelResult(
-        by=by,
-        out=out,
-        read=len(rows),
-        kept=len(kept),
-        ties=len(rows) - len(kept),
-        flipped=sum(row["flipped"] for row in kept) if rows[0].labelled else None,
-    )
+        gold = open_gold(by, run, columns, tokenizer, stack)
+        scores = iter(score_all(gold, rollouts, run.rollout.batch))
+    found = [
+        _labelled(row, [next(scores) for _ in row.responses], config.data) for row, _, _ in readable
+    ]
+    kept = [row for row in found if row]
+    _write(out, kept, len(found), by)
+    flipped = sum(row["flipped"] for row in kept) if readable[0][0].labelled else None
+    return LabelResult(by, out, len(found), len(kept), len(found) - len(kept), flipped=flipped)
 
 
 def label_responses(
@@ -171,36 +149,29 @@ def label_responses(
         prompts: the first ones that training would draw, at most so many.
         per_prompt: responses to each.
 
-    Raises:
-        ConfigError: fewer than two responses to a prompt, or the source or the output file cannot
-            be used.
-        TaskError: there is nothing but ties, or no response that ended.
-        RewardError: the source failed on a response.
+    Raises ConfigError for fewer than two responses to a prompt, or if the source or the output file
+    cannot be used; TaskError if there is nothing but ties, or no response that ended; RewardError
+    if the source failed.
     """
     if per_prompt < 2:
-        raise ConfigError(
-            f"a preference takes two responses to a prompt; got --samples {per_prompt}"
-        )
+        message = f"a preference takes two responses to a prompt; got --samples {per_prompt}"
+        raise ConfigError(message, "one-response")
     _check_out(out, config.task.name)
     config = of_model(config, policy)
     prepare_torch(config.seed, config.threads)
-    tokenizer = load_tokenizer(
-        resolve(policy, on_stderr), config.model.trust_remote_code, on_stderr
-    )
-    task = tasks.load(config.task, config.seed, on_stderr)
+    source = open_prompts(config, NO_OVERRIDES, on_stderr)
+    tokenizer, columns = source.tokenizer, source.task.row(0).data.keys()
     with ExitStack() as stack:
-        gold = open_gold(by, config, task.row(0).data.keys(), tokenizer, stack)
+        gold = open_gold(by, config, columns, tokenizer, stack)
         engine, _ = open_engine(config, tokenizer)
-        asked = PromptSource(task, config.task, tokenizer, config.seed).first(prompts)
-        rollouts = answer(engine, asked, per_prompt).rollouts
+        rollouts = answer(engine, source.first(prompts), per_prompt)
         ended = [r for r in rollouts if r.finish is FinishReason.STOP]
-        scores = gold_scores(gold, by, ended, config.rollout.batch)
+        scores = score_all(gold, ended, config.rollout.batch)
     by_id = {r.id: score for r, score in zip(ended, scores, strict=True)}
     kept, left_out = [], Counter[str]()
     for _, group in groupby(rollouts, key=lambda r: r.group):
-        found = _of_group(
-            [r for r in group if r.id in by_id], by_id, tokenizer, config.rollout.stop
-        )
+        responses = [r for r in group if r.id in by_id]
+        found = _of_group(responses, by_id, tokenizer, config.rollout.stop)
         if isinstance(found, str):
             left_out[found] += 1
         else:
@@ -208,20 +179,13 @@ def label_responses(
     read = len(kept) + left_out.total()
     if left_out["unended"] == read:
         raise TaskError(
-            f"a preference takes two responses that ended, and none of {read} prompts got two "
-            f"within rollout.max_new_tokens = {config.rollout.max_new_tokens}; raise that limit, "
-            "or --samples"
+            f"none of {read} prompts got two responses that ended within rollout.max_new_tokens = "
+            f"{config.rollout.max_new_tokens}; raise that limit, or --samples",
+            "no-ended-responses",
         )
     _write(out, kept, read, by)
-    return LabelResult(
-        by=by,
-        out=out,
-        read=read,
-        kept=len(kept),
-        ties=left_out["ties"],
-        empty=left_out["empty"],
-        unended=left_out["unended"],
-    )
+    counts = (left_out[why] for why in ("ties", "empty", "unended"))
+    return LabelResult(by, out, read, len(kept), *counts)
 
 
 def _of_group(
@@ -230,7 +194,7 @@ def _of_group(
     tokenizer: PreTrainedTokenizerBase,
     stop: Sequence[str],
 ) -> Row | Literal["ties", "empty", "unended"]:
-    """A pair out of one prompt's responses that ended, or why there is none."""
+    """Return a pair out of one prompt's responses that ended, or why there is none."""
     if len(responses) < 2:
         return "unended"
     texts = [response_text(tokenizer, r.tokens, r.finish, stop) for r in responses]
@@ -240,37 +204,38 @@ def _of_group(
     if not (found["chosen"].strip() and found["rejected"].strip()):
         return "empty"
     prompt = responses[0].prompt
-    asked = prompt.text if prompt.messages is None else list(prompt.messages)
-    return {"prompt": asked, **found}
+    return {"prompt": list(prompt.messages) if prompt.messages else prompt.text, **found}
 
 
-def best_and_worst(texts: Sequence[str], scores: Sequence[float]) -> dict[str, Any] | None:
-    """The responses with the highest and the lowest score; ``None`` where these are the same."""
+def best_and_worst(
+    texts: Sequence[str],
+    scores: Sequence[float],
+    cells: Sequence[Any] = (),
+    columns: tuple[str, str] = ("chosen", "rejected"),
+) -> dict[str, Any] | None:
+    """Return the responses with the highest and the lowest score; ``None`` if these are the same.
+
+    ``cells`` stand for the texts in the columns of the result.
+    """
     best = max(range(len(texts)), key=lambda i: scores[i])
     worst = min(range(len(texts)), key=lambda i: scores[i])
     if scores[best] == scores[worst] or texts[best] == texts[worst]:
         return None
-    return {
-        "chosen": texts[best],
-        "rejected": texts[worst],
-        "chosen_score": scores[best],
-        "rejected_score": scores[worst],
-    }
+    sides = [(cells or texts)[i] for i in (best, worst)]
+    scored = {"chosen_score": scores[best], "rejected_score": scores[worst]}
+    return {**dict(zip(columns, sides, strict=True)), **scored}
 
 
-def _read(config: RewardModelConfig) -> list[_Row]:
-    """The rows of pairs, or of prompts with several responses, as the first one says."""
-    data = config.data
-    read_rows = read(data)
-    if RESPONSES in read_rows[0] and not (
-        {data.chosen_column, data.rejected_column} <= read_rows[0].keys()
-    ):
-        numbered = enumerate(read_rows)
-        made, left_out = attempt(numbered, lambda each: _several(*each, data), data)
+def _read(data: PairsConfig) -> list[Candidates]:
+    """Return the rows of pairs, or of prompts with several responses, as the first one says."""
+    rows = read(data)
+    sides = {data.chosen_column, data.rejected_column}
+    if RESPONSES in rows[0] and not sides <= rows[0].keys():
+        made, left_out = attempt_rows(rows, partial(_several, data.prompt_column), data)
     else:
         pairs, left_out = read_pairs(data)
         made = [
-            _Row(p.index, p.prompt, (p.chosen, p.rejected), dict(p.data), p.transcript, True)
+            Candidates(p.index, p.prompt, (p.chosen, p.rejected), dict(p.data), p.transcript, True)
             for p in pairs
         ]
     _say_left_out(left_out, data)
@@ -282,97 +247,80 @@ def _say_left_out(reasons: Sequence[str], data: PairsConfig) -> None:
         on_stderr(f"{len(reasons)} rows of '{data.name}' left out; the first: {reasons[0]}")
 
 
-def _several(index: int, row: Row, data: PairsConfig) -> _Row:
-    where = f"'{data.name}', row {index}"
-    (responses,) = cells_of(row, [RESPONSES], where)
-    (prompt,) = cells_of(row, [data.prompt_column], where)
+def _several(prompt_column: str, row: Row, index: int) -> Candidates:
+    responses, prompt = cells_of(row, RESPONSES, prompt_column)
     texts = responses if isinstance(responses, list) else []
     if len(texts) < 2 or not all(isinstance(t, str) and t.strip() for t in texts):
         raise TaskError(
-            f"{where}: several responses to one prompt stand as a list of at least two texts, none "
-            f"empty, in the column '{RESPONSES}'; got {repr(responses)[:200]}"
+            "several responses to one prompt stand as a list of at least two texts, none empty, in "
+            f"the column '{RESPONSES}'; got {repr(responses)[:200]}",
+            "too-few-responses",
         )
-    return _Row(index, as_prompt(prompt, where), texts, dict(row))
+    return Candidates(index, as_prompt(prompt), texts, dict(row))
 
 
 def _tokens_for(
     by: str, config: RewardModelConfig
 ) -> tuple[PreTrainedTokenizerBase, PromptLayout | None]:
     source = reward_source(by)
-    if not isinstance(source, ModelSource):
+    if source.kind != "model":
         return byte_tokenizer(), None
     path, trust = resolve(source.model, on_stderr), config.model.trust_remote_code
     tokenizer = load_tokenizer(path, trust, on_stderr)
     return tokenizer, PromptLayout(tokenizer, end_tokens_of(path, tokenizer, trust), config.data)
 
 
-def _reading(row: _Row, layout: PromptLayout | None) -> _Read:
-    """Read a row in a reward model's tokens with a layout, or as bytes for functions."""
-    try:
-        if layout is None:
-            return row, _bytes_of(row), [tuple(utf8(text, "a text")) for text in row.responses]
-        prompt = layout.prompt(row.prompt, transcript=row.transcript)
-        return row, prompt, [layout.response(prompt, text) for text in row.responses]
-    except TaskError as error:
-        raise TaskError(f"row {row.index}: {error}") from error
+def _tokenised(
+    layout: PromptLayout | None, row: Candidates
+) -> tuple[Candidates, Prompt, Sequence[Sequence[int]]]:
+    """Return a row in a reward model's tokens with a layout, or as bytes for functions."""
+    with of_row(f"row {row.index}"):
+        if layout:
+            prompt = layout.prompt(row.prompt, transcript=row.transcript)
+            return row, prompt, [layout.response(prompt, text) for text in row.responses]
+        messages = None if isinstance(row.prompt, str) else row.prompt
+        turns = (f"{turn['role']}: {turn['content']}" for turn in messages or ())
+        text = row.prompt if isinstance(row.prompt, str) else "\n\n".join(turns)
+        prompt = Prompt(0, tuple(utf8(text)), text, messages)
+        return row, prompt, [tuple(utf8(text)) for text in row.responses]
 
 
-def _bytes_of(row: _Row) -> Prompt:
-    messages = None if isinstance(row.prompt, str) else row.prompt
-    turns = (f"{turn['role']}: {turn['content']}" for turn in messages or ())
-    text = row.prompt if isinstance(row.prompt, str) else "\n\n".join(turns)
-    return Prompt(0, tuple(utf8(text, "a text")), text, messages)
-
-
-def _labelled(row: _Row, scores: Sequence[float], config: RewardModelConfig) -> Row | None:
-    """A row as it is written; ``None`` for a tie."""
-    chosen, rejected = config.data.chosen_column, config.data.rejected_column
-    if not row.labelled:
-        found = best_and_worst(row.responses, scores)
-        if found is None:
-            return None
-        others = {key: value for key, value in row.data.items() if key != RESPONSES}
-        sides = {chosen: found.pop("chosen"), rejected: found.pop("rejected")}
-        return {**others, **sides, **found}
-    if scores[0] == scores[1]:
-        return None
-    flipped = scores[1] > scores[0]
-    cells = (row.data[chosen], row.data[rejected])
-    return {
-        **row.data,
-        chosen: cells[flipped],
-        rejected: cells[not flipped],
-        "chosen_score": max(scores),
-        "rejected_score": min(scores),
-        "flipped": flipped,
-    }
+def _labelled(row: Candidates, scores: Sequence[float], data: PairsConfig) -> Row | None:
+    """Return a row as it is written; ``None`` for a tie."""
+    columns = data.chosen_column, data.rejected_column
+    cells = [row.data[column] for column in columns] if row.labelled else row.responses
+    found = best_and_worst(row.responses, scores, cells, columns)
+    kept = {key: cell for key, cell in row.data.items() if row.labelled or key != RESPONSES}
+    flipped = {"flipped": scores[1] > scores[0]} if row.labelled else {}
+    return found and {**kept, **found, **flipped}
 
 
 def _check_out(out: Path, source: str) -> None:
-    """Check the output file before the work rather than after it.
-
-    Raises:
-        ConfigError: the file cannot be written, or is what is read.
-    """
+    """Check before the work that the output file can be written, and is not what is read."""
     if out.resolve() == Path(source).expanduser().resolve():
-        raise ConfigError(f"--out '{out}' is the file that is read; write to another")
+        message = f"--out '{out}' is the file that is read; write to another"
+        raise ConfigError(message, "output-is-input")
     if not out.parent.is_dir() or out.is_dir():
         what = "is a folder" if out.is_dir() else f"would stand in '{out.parent}', which is none"
-        raise ConfigError(f"--out '{out}' {what}; name a file in a folder that there is")
+        message = f"--out '{out}' {what}; name a file in a folder that there is"
+        raise ConfigError(message, "no-output-file")
 
 
 def _write(out: Path, rows: Sequence[Row], read: int, by: str) -> None:
     if not rows:
         raise TaskError(
-            f"nothing is left to write: '{by}' prefers no side in any of {read} rows. Label with a "
-            "source that tells responses apart, or more rows"
+            f"nothing is left to write: '{by}' prefers no side in any of {read} rows. Label with "
+            "another source, or more rows",
+            "only-ties",
         )
     try:
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
         out.write_text("".join(lines), encoding="utf-8")
     except (TypeError, UnicodeEncodeError) as error:
         raise TaskError(
-            f"the data has values that JSON Lines cannot hold: {error}; drop that column"
+            f"the data has values that JSON Lines cannot hold: {error}; drop that column",
+            "values-beyond-json",
         ) from error
     except OSError as error:
-        raise ConfigError(f"cannot write '{out}': {error}; choose another with --out") from error
+        message = f"cannot write '{out}': {error}; choose another with --out"
+        raise ConfigError(message, "unwritable-output") from error

@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 from stretto.errors import ConfigError, JudgeError, require
-from stretto.evaluation.gold import point, standard_error
+from stretto.evaluation.gold import tally
 from stretto.types import Prompt
 from stretto.workers.drive import drive
 
@@ -34,8 +34,8 @@ OPTIONS: Mapping[str, Any] = {"temperature": 0, "max_tokens": ANSWER_TOKENS}
 """Options of a question, under the names that all servers know."""
 
 REASONING_OPTIONS: Mapping[str, Any] = {"max_completion_tokens": 8 * ANSWER_TOKENS}
-"""Options for models that refuse those: they think at a temperature of their own, and their
-thoughts count as part of the answer."""
+"""Options for models that refuse those: they reason at a temperature of their own, and the
+reasoning counts as part of the answer."""
 
 Verdict = Literal["A", "B", "tie"]
 
@@ -75,9 +75,7 @@ _VERDICT = re.compile(r"verdict\W*\b(a|b|tie)\b(.*)", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class LlmJudge:
-    """A judge, and the way to ask it.
-
-    The key is taken from OPENAI_API_KEY. A server of your own mostly needs none.
+    """A judge, and the way to ask it. The key is taken from OPENAI_API_KEY.
 
     Attributes:
         model: the endpoint's name for it.
@@ -93,10 +91,8 @@ class LlmJudge:
 
     def __post_init__(self) -> None:
         if self.concurrency < 1 or not self.timeout_s > 0:
-            raise ConfigError(
-                f"the judge is asked {self.concurrency} questions at a time, with {self.timeout_s} "
-                "s for each; both must be above 0"
-            )
+            limits = f"concurrency = {self.concurrency} and timeout_s = {self.timeout_s}"
+            raise ConfigError(f"the judge's {limits} must be above 0", "judge-limits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +100,9 @@ class Judgement:
     """Pairs as an LLM judged them, both ways round.
 
     Attributes:
-        judge: the model.
         rate: (wins + ties / 2) / pairs judged.
-        standard_error: of the rate.
         wins: pairs of which both orders prefer the policy's response.
         ties: pairs that were called a tie, or on which the orders disagree.
-        losses: pairs of which both orders prefer the reference.
         consistent: share of the pairs judged with the same verdict in both orders.
         unparsable: answers without a verdict, or cut off at their token limit.
         left_out: pairs with such an answer; they count nowhere above.
@@ -129,12 +122,9 @@ class Judgement:
 def open_judge(judge: LlmJudge) -> Callable[[Sequence[JudgedPair]], Judgement]:
     """Make a function that has pairs judged, each in both orders; nothing is sent yet.
 
-    The function raises ``JudgeError`` if a question got no answer in time or was refused, or if no
-    pair has two verdicts.
-
-    Raises:
-        MissingExtraError: the library is not installed.
-        ConfigError: OpenAI's own endpoint is asked without a key.
+    The function raises JudgeError if a question got no answer in time or was refused, or if no pair
+    has two verdicts. This one raises MissingExtraError without the library, and ConfigError if
+    OpenAI's own endpoint is to be asked without a key.
     """
     require("openai", "judge", "an LLM judge")
     from openai import AsyncOpenAI
@@ -143,14 +133,11 @@ def open_judge(judge: LlmJudge) -> Callable[[Sequence[JudgedPair]], Judgement]:
     if not key and not (judge.url or os.environ.get("OPENAI_BASE_URL")):
         raise ConfigError(
             f"the judge '{judge.model}' is asked at OpenAI's endpoint, which needs a key: set "
-            "OPENAI_API_KEY, or name another endpoint with --judge-url"
+            "OPENAI_API_KEY, or name another endpoint with --judge-url",
+            "judge-without-key",
         )
-    client = AsyncOpenAI(
-        api_key=key or "none",
-        base_url=judge.url or None,
-        max_retries=RETRIES,
-        timeout=judge.timeout_s,
-    )
+    key, url, limit_s = key or "none", judge.url or None, judge.timeout_s
+    client = AsyncOpenAI(api_key=key, base_url=url, max_retries=RETRIES, timeout=limit_s)
     return partial(_judge, judge, client)
 
 
@@ -180,8 +167,9 @@ def _judge(judge: LlmJudge, client: AsyncOpenAI, pairs: Sequence[JudgedPair]) ->
 
 
 def parse(answer: str) -> Verdict | None:
-    """The verdict that an answer ends with; ``None`` where it has none, or where words follow on
-    its line ('A or B').
+    """Return the verdict that an answer ends with.
+
+    ``None`` where it has none, or where words follow on its line ('A or B').
     """
     bare = answer.strip().strip(".*`\"'").lower()
     found = [(bare, "")] if bare in ("a", "b", "tie") else _VERDICT.findall(answer)
@@ -193,29 +181,21 @@ def parse(answer: str) -> Verdict | None:
 
 
 def counted(judge: str, verdicts: Sequence[tuple[Verdict | None, Verdict | None]]) -> Judgement:
-    """Verdicts on pairs, counted.
+    """Count verdicts on pairs: first with the policy's response as A, then as B.
 
-    Args:
-        verdicts: of each pair, first with the policy's response as A, then as B.
-
-    Raises:
-        JudgeError: no pair has two verdicts.
+    Raises JudgeError if no pair has two verdicts.
     """
     first = {"A": 1, "tie": 0, "B": -1}
     judged = [(first[a], -first[b]) for a, b in verdicts if a and b]
     if not judged:
         raise JudgeError(
             f"none of {len(verdicts)} pairs got two verdicts from the judge '{judge}': its answers "
-            "do not end with 'Verdict: A', 'Verdict: B' or 'Verdict: tie'. Ask another model"
+            "do not end with 'Verdict: A', 'Verdict: B' or 'Verdict: tie'. Ask another model",
+            "judge-without-verdicts",
         )
-    points = [point(a if a == b else 0) for a, b in judged]
     return Judgement(
         judge=judge,
-        rate=fmean(points),
-        standard_error=standard_error(points),
-        wins=points.count(1.0),
-        ties=points.count(0.5),
-        losses=points.count(0.0),
+        **tally([a if a == b else 0 for a, b in judged]),
         consistent=fmean(a == b for a, b in judged),
         unparsable=sum(v is None for pair in verdicts for v in pair),
         left_out=len(verdicts) - len(judged),
@@ -223,7 +203,7 @@ def counted(judge: str, verdicts: Sequence[tuple[Verdict | None, Verdict | None]
 
 
 async def _ask(judge: LlmJudge, client: AsyncOpenAI, question: str) -> str:
-    """One answer; empty where it was cut off."""
+    """Return one answer; empty where it was cut off."""
     from openai import BadRequestError, OpenAIError
 
     messages = [{"role": "system", "content": RUBRIC}, {"role": "user", "content": question}]
@@ -239,20 +219,22 @@ async def _ask(judge: LlmJudge, client: AsyncOpenAI, question: str) -> str:
                 answer = await complete(**REASONING_OPTIONS)
     except TimeoutError as error:
         raise JudgeError(
-            f"the judge '{judge.model}' did not answer within {judge.timeout_s:g} s, retries "
-            "included; give it more with --judge-timeout, or ask less at a time with "
-            "--judge-concurrency"
+            f"the judge '{judge.model}' did not answer within {judge.timeout_s:g} s, with retries; "
+            "raise --judge-timeout, or lower --judge-concurrency",
+            "judge-timed-out",
         ) from error
     except OpenAIError as error:
         raise JudgeError(
             f"the judge '{judge.model}' at {client.base_url} failed: {error}. Check --judge, "
-            "--judge-url and OPENAI_API_KEY"
+            "--judge-url and OPENAI_API_KEY",
+            "judge-failed",
         ) from error
     choices = getattr(answer, "choices", None)
     if not choices:
         raise JudgeError(
             f"the judge '{judge.model}' at {client.base_url} answered with no chat completion: "
-            f"{str(answer)[:200]!r}. Check --judge-url, which mostly ends in /v1"
+            f"{str(answer)[:200]!r}. Check --judge-url, which mostly ends in /v1",
+            "no-chat-completion",
         )
     cut = choices[0].finish_reason == "length"
     return "" if cut else choices[0].message.content or ""

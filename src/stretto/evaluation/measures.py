@@ -1,6 +1,6 @@
-"""Measures of a policy over one set of its responses.
+"""Measures of a policy over one set of its responses to prompts that training leaves out.
 
-Shapes: N response tokens of a micro-batch; T tokens of one response.
+Rows are told apart by what they ask (:mod:`stretto.tasks.base`), never by seed or place.
 """
 
 from __future__ import annotations
@@ -9,53 +9,48 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from stretto import tasks
-from stretto.assembly.models import load_actor, prepare_torch
-from stretto.assembly.scorers import open_function
+from stretto.assembly.models import NO_OVERRIDES, Overrides, load_actor, prepare_torch
+from stretto.assembly.parts import open_prompts
 from stretto.config import Config, RowsConfig
-from stretto.config.sections import TaskSource
 from stretto.config.training import token_budget
-from stretto.errors import ConfigError
-from stretto.evaluation.answers import (
-    Answers,
-    WholeScorer,
-    answer,
-    of_model,
-    open_engine,
-    score_all,
-)
-from stretto.evaluation.gold import (
-    WinRate,
-    as_rollout,
-    compare,
-    end_tokens_of,
-    gold_scores,
-    open_gold,
-    reference_text,
-    standard_error,
-)
+from stretto.errors import ConfigError, TaskError
+from stretto.evaluation import gold
+from stretto.evaluation.answers import answer, of_model, open_engine
+from stretto.evaluation.gold import Gold, WinRate, reference_text, score_all, standard_error
 from stretto.evaluation.llm import Judgement, LlmJudge, open_judge
-from stretto.evaluation.rows import Questions, measured_on, questions
 from stretto.models.backend import pick_device
 from stretto.models.forward import microbatches, output_head, response_hidden, response_tokens
 from stretto.models.load import load_tokenizer
 from stretto.models.logits import token_logprobs
 from stretto.models.resolve import resolve
 from stretto.observe.progress import on_stderr
+from stretto.saying import silent
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import same_tokenizer
 from stretto.scoring.responses import response_text
-from stretto.tasks.base import RIGHT
+from stretto.tasks.base import RIGHT, content, is_held_out
+from stretto.tasks.prompts import PromptSource, all_too_long
 from stretto.tasks.responses import PromptLayout
+from stretto.tasks.tables import SUFFIXES
+from stretto.types import FinishReason, Prompt
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+SEED = 1000
+"""Added to the seed of a procedural task for evaluation, which draws rows of its own. They may ask
+what training's rows ask: what holds a prompt out is ``task.held_out``."""
+
+PATIENCE = 2000
+"""Rows of a procedural task (over the share held out) without a new prompt, after which it is taken
+to have no others. One of 200 equally frequent prompts is missed with a probability of 4e-5."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +61,10 @@ class Sampled:
         rows: what was read: a file, a hub dataset and its split, or a procedural task and its seed.
         samples: responses of the policy.
         skipped: rows left out, as their prompts are longer than ``task.max_prompt_tokens``.
-        mean_tokens: response tokens.
+        mean_tokens: of a response.
         ended: share of the responses that ended before the token limit.
         distinct: different prompts among those of the responses.
-        overlap: share of the prompts that training asks too; ``None`` where that is not known.
-        seen: the overlap in words.
+        overlap: share of the prompts that training asks too, if known; ``seen`` says it in words.
     """
 
     rows: str
@@ -85,13 +79,11 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult(Sampled):
-    """Greedy answers, one to a prompt, scored.
+    """Greedy answers, one to a prompt, scored by the verifier.
 
     Attributes:
-        pass_at_1: share of right answers: those with full credit from the verifier.
-        pass_at_1_standard_error: sqrt(p (1 - p) / n).
-        mean_score: mean of the verifier's scores, partial credit included.
-        mean_score_standard_error: of that mean.
+        pass_at_1: share of right answers: those with full credit; its error is sqrt(p (1 - p) / n).
+        mean_score: partial credit included.
     """
 
     pass_at_1: float
@@ -105,12 +97,10 @@ class KlToSft:
     """A policy's drift from an SFT model, measured on the policy's samples.
 
     Attributes:
-        sft: the model.
         perplexity: of the SFT model on the samples, at temperature 1: exp of the mean negative
             log-likelihood of a response token (what Noukhovitch et al. 2024 measure the KL by).
         kl: mean over responses of log pi(y) - log pi_sft(y), in nats a response, both at the
             sampling temperature: an unbiased estimate of the KL.
-        standard_error: of the KL.
     """
 
     sft: str
@@ -124,7 +114,6 @@ class Measured(Sampled):
     """Results of an evaluation of sampled responses; ``None`` for measures that were not asked for.
 
     Attributes:
-        temperature: at which they were sampled.
         win_rate: by the first source that was asked for.
         win_rates: by each source, in the order asked for.
         kl: distance from the model that the policy was trained from.
@@ -148,32 +137,24 @@ def evaluate(
         samples: prompts, at most.
         trained: settings that the model was trained with, or is to be; without them ``config``.
 
-    Raises:
-        TaskError: the task has no verifier, or no prompts to ask.
-        RewardError: the verifier failed on an answer.
-        ModelError: the model cannot be loaded.
+    Raises TaskError if the task has no verifier, or no prompts to ask; RewardError if the verifier
+    failed on an answer; ModelError if the model cannot be loaded.
     """
     greedy = config.rollout.model_copy(update={"temperature": 0.0, "samples_per_prompt": 1})
-    reward = {"sources": ("task",), "weights": (), "on_failure": "stop"}
-    read = of_model(measured_on(config), model).model_copy(
-        update={"rollout": greedy, "reward": config.reward.model_copy(update=reward)}
-    )
+    read = of_model(measured_on(config), model).model_copy(update={"rollout": greedy})
     with ExitStack() as stack:
         prepare_torch(read.seed, read.threads)
-        tokenizer = load_tokenizer(
-            resolve(model, on_stderr), read.model.trust_remote_code, on_stderr
-        )
-        task = tasks.load(read.task, read.seed, on_stderr)
-        function = open_function(
-            TaskSource("task"), read, task.row(0).data.keys(), tokenizer, stack
-        )
-        asked = questions(config, task, tokenizer, samples, trained or config)
-        engine, _ = open_engine(read, tokenizer)
-        answers = answer(engine, asked.prompts)
-        scores = score_all(function, answers.rollouts, read.rollout.batch)
+        source = open_prompts(read, NO_OVERRIDES, on_stderr)
+        columns = source.task.row(0).data.keys()
+        verifier = gold.open_gold("task", read, columns, source.tokenizer, stack)
+        prompts, facts = questions(read, source, samples, trained or config)
+        engine, _ = open_engine(read, source.tokenizer)
+        rollouts = answer(engine, prompts)
+        scores = score_all(verifier, rollouts, greedy.batch)
     right = [float(score >= RIGHT) for score in scores]
     return EvalResult(
-        **_sampled(asked, answers),
+        **facts,
+        **_sampled(rollouts),
         pass_at_1=fmean(right),
         pass_at_1_standard_error=standard_error(right),
         mean_score=fmean(scores),
@@ -197,136 +178,127 @@ def measure(
     Sampled at ``rollout.temperature``. What is quick to get wrong is looked at first.
 
     Args:
-        policy: a known name, a folder, or a hub name.
-        samples: prompts, at most.
+        policy, samples, trained: as in :func:`evaluate`.
         by: gold reward for a win-rate, as in ``reward.sources``, or several of them; all score the
             same responses.
         sft: model for the KL.
         judge: LLM judge for a win-rate.
         reference_column: with the responses to win against; empty takes the task's own answers.
-        trained: settings that the policy was trained with, or is to be; without them ``config``.
 
-    Raises:
-        ConfigError: a KL of greedy responses is asked for, or the SFT model has another tokenizer.
-        TaskError: there are no reference responses.
-        RewardError, JudgeError: a reward source or the judge failed.
-        ModelError: a model cannot be loaded.
+    Raises ConfigError if a KL of greedy responses is asked for, or the SFT model has another
+    tokenizer; TaskError without reference responses; RewardError or JudgeError if a source or the
+    judge failed; ModelError if a model cannot be loaded.
     """
     sources = ((by,) if by else ()) if isinstance(by, str) else tuple(by)
-    settings, config = config, of_model(measured_on(config), policy)
+    read = of_model(measured_on(config), policy)
+    r, trust = read.rollout, read.model.trust_remote_code
     with ExitStack() as stack:
-        prepare_torch(config.seed, config.threads)
-        path, trust = resolve(policy, on_stderr), config.model.trust_remote_code
-        tokenizer = load_tokenizer(path, trust, on_stderr)
-        ends = end_tokens_of(path, tokenizer, trust)
-        task = tasks.load(config.task, config.seed, on_stderr)
+        prepare_torch(read.seed, read.threads)
+        source = open_prompts(read, NO_OVERRIDES, on_stderr)
+        tokenizer, task = source.tokenizer, source.task
+        ends = gold.end_tokens_of(resolve(policy, on_stderr), tokenizer, trust)
         first = task.row(0).data
         if sources or judge:  # the others are looked at when it is known which they are
             reference_text(task, {**first, tasks.INDEX_KEY: 0}, reference_column)
         if sft:
-            _check_sft(sft, config, tokenizer)
+            _check_sft(sft, r.temperature, tokenizer, trust)
         ask = open_judge(judge) if judge else None
-        golds = {s: open_gold(s, config, first.keys(), tokenizer, stack, ends) for s in sources}
-        asked = questions(settings, task, tokenizer, samples, trained or settings)
-        answers, sums = _answers(config, asked, tokenizer, sums=bool(sft))
-        own, texts = answers.rollouts, list[str]()
+        golds = {s: gold.open_gold(s, read, first.keys(), tokenizer, stack, ends) for s in sources}
+        prompts, facts = questions(read, source, samples, trained or config)
+        own, sums = _answers(read, prompts, tokenizer, sums=bool(sft))
+        texts = list[str]()
         if sources or judge:
-            texts = [reference_text(task, r.prompt.data, reference_column) for r in own]
-        rates = _win_rates(golds, own, texts, tokenizer, ends, config.rollout.batch)
-        stop = config.rollout.stop
+            texts = [reference_text(task, each.prompt.data, reference_column) for each in own]
+        layout = PromptLayout(tokenizer, ends, RowsConfig()) if golds else None
+        rates = _win_rates(golds, layout, own, texts, r.batch) if layout else ()
         pairs = [
-            (r.prompt, response_text(tokenizer, r.tokens, r.finish, stop), text)
-            for r, text in zip(own, texts, strict=False)
+            (each.prompt, response_text(tokenizer, each.tokens, each.finish, r.stop), text)
+            for each, text in zip(own, texts, strict=False)
         ]
         return Measured(
-            **_sampled(asked, answers),
-            temperature=config.rollout.temperature,
+            **facts,
+            **_sampled(own),
+            temperature=r.temperature,
             win_rate=rates[0] if rates else None,
             win_rates=rates,
-            kl=_drift(config, sft, own, sums) if sft else None,
+            kl=_drift(read, sft, own, sums) if sft else None,
             judge=ask(pairs) if ask else None,
         )
 
 
-def _sampled(asked: Questions, answers: Answers) -> dict[str, Any]:
+def _sampled(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     return {
-        "rows": asked.rows,
-        "samples": len(answers.rollouts),
-        "skipped": asked.skipped,
-        "mean_tokens": answers.mean_tokens,
-        "ended": answers.ended,
-        "distinct": asked.distinct,
-        "overlap": asked.overlap,
-        "seen": asked.seen,
+        "samples": len(rollouts),
+        "mean_tokens": fmean(map(len, rollouts)),
+        "ended": fmean(r.finish is FinishReason.STOP for r in rollouts),
     }
 
 
-def _check_sft(sft: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    if not config.rollout.temperature:
-        raise ConfigError(
-            "the KL is estimated from samples, and temperature 0 is greedy; give a --temperature "
-            "above 0"
-        )
-    own = load_tokenizer(resolve(sft, on_stderr), config.model.trust_remote_code, on_stderr)
-    if not same_tokenizer(own, tokenizer):
+def _check_sft(
+    sft: str, temperature: float, tokenizer: PreTrainedTokenizerBase, trust: bool
+) -> None:
+    if not temperature:
+        message = "the KL is estimated from samples; give a --temperature above 0 (greedy)"
+        raise ConfigError(message, "kl-of-greedy-responses")
+    if not same_tokenizer(load_tokenizer(resolve(sft, on_stderr), trust, on_stderr), tokenizer):
         raise ConfigError(
             f"the KL is a sum over tokens, and the SFT model '{sft}' has another tokenizer than "
-            "the policy; give the model that the policy was trained from"
+            "the policy; give the model that the policy was trained from",
+            "sft-of-other-tokenizer",
         )
-
-
-def _answers(
-    config: Config, asked: Questions, tokenizer: PreTrainedTokenizerBase, *, sums: bool
-) -> tuple[Answers, list[float]]:
-    """The policy's responses, and where asked their log-probabilities. It is then let go, which
-    makes room for the SFT model.
-    """
-    engine, actor = open_engine(config, tokenizer)
-    answers = answer(engine, asked.prompts)
-    del engine
-    if not sums:
-        return answers, []
-    actor.to(pick_device(config.model.device))
-    return answers, _logprob_sums(actor, answers.rollouts, (config.rollout.temperature,), config)[0]
 
 
 def _win_rates(
-    golds: Mapping[str, WholeScorer],
-    own: Sequence[Rollout],
-    texts: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    ends: frozenset[int],
+    golds: Mapping[str, Gold],
+    layout: PromptLayout,
+    own: list[Rollout],
+    texts: list[str],
     batch: int,
 ) -> tuple[WinRate, ...]:
-    """The policy's responses against references; each source reads both, whole."""
-    if not golds:
-        return ()
-    layout = PromptLayout(tokenizer, ends, RowsConfig())
     given = [
-        as_rollout(r.id, r.prompt, layout.response(r.prompt, text))
+        gold.as_rollout(r.id, r.prompt, layout.response(r.prompt, text))
         for r, text in zip(own, texts, strict=True)
     ]
     return tuple(
-        compare(by, gold_scores(gold, by, own, batch), gold_scores(gold, by, given, batch))
-        for by, gold in golds.items()
+        gold.compare(by, score_all(scorer, own, batch), score_all(scorer, given, batch))
+        for by, scorer in golds.items()
     )
 
 
+def _answers(
+    config: Config, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, *, sums: bool
+) -> tuple[list[Rollout], list[float]]:
+    """Return the policy's responses, and where asked their log-probabilities.
+
+    The policy is then let go, which makes room for the SFT model.
+    """
+    engine, actor = open_engine(config, tokenizer)
+    rollouts = answer(engine, prompts)
+    del engine
+    if not sums:
+        return rollouts, []
+    actor.to(pick_device(config.model.device))
+    temperatures = (config.rollout.temperature,)
+    (found,) = _logprob_sums(actor, rollouts, temperatures, config.training.microbatch_tokens)
+    return rollouts, found
+
+
 def _drift(config: Config, sft: str, rollouts: Sequence[Rollout], own: Sequence[float]) -> KlToSft:
-    """The KL of responses to the SFT model.
+    """Return the KL of responses to the SFT model.
 
     Args:
-        own: the policy's log-probability of each at the temperature of sampling. The same forward
-            passes give the SFT model's, so that rounding does not look like drift, as it would
-            against the log-probabilities of a decoding engine.
+        own: the policy's log-probability of each. The same forward passes give the SFT model's, so
+            that rounding does not look like drift, as it would against the log-probabilities of a
+            decoding engine.
     """
-    model = load_actor(of_model(config, sft).model, on_stderr)
     temperatures = (1.0, config.rollout.temperature)
-    at_one, as_sampled = _logprob_sums(model, rollouts, temperatures, config)
+    limit = config.training.microbatch_tokens
+    model = load_actor(of_model(config, sft).model, on_stderr)
+    at_one, as_sampled = _logprob_sums(model, rollouts, temperatures, limit)
     kls = [policy - reference for policy, reference in zip(own, as_sampled, strict=True)]
     return KlToSft(
         sft=sft,
-        perplexity=math.exp(-math.fsum(at_one) / sum(len(r) for r in rollouts)),
+        perplexity=math.exp(-math.fsum(at_one) / sum(map(len, rollouts))),
         kl=fmean(kls),
         standard_error=standard_error(kls),
     )
@@ -334,15 +306,17 @@ def _drift(config: Config, sft: str, rollouts: Sequence[Rollout], own: Sequence[
 
 @torch.no_grad()
 def _logprob_sums(
-    model: nn.Module, rollouts: Sequence[Rollout], temperatures: Sequence[float], config: Config
+    model: nn.Module,
+    rollouts: Sequence[Rollout],
+    temperatures: Sequence[float],
+    microbatch_tokens: int,
 ) -> list[list[float]]:
-    """Log-probability of each response in nats, one list a temperature."""
+    """Return the log-probability of each response in nats, one list a temperature."""
     head = output_head(model)
     device = next(model.parameters()).device
-    budget = token_budget(config.training.microbatch_tokens, device)
     responses = [r.response() for r in rollouts]
     sums = [[0.0] * len(responses) for _ in temperatures]
-    for chosen in microbatches(responses, budget):
+    for chosen in microbatches(responses, token_budget(microbatch_tokens, device)):
         part = [responses[i] for i in chosen]
         hidden = response_hidden(model, part)
         tokens = response_tokens(part, hidden.device)
@@ -351,3 +325,95 @@ def _logprob_sums(
             for i, own in zip(chosen, logprobs.split([len(r) for r in part]), strict=True):
                 of_temperature[i] = own.double().sum().item()
     return sums
+
+
+def measured_on(config: Config) -> Config:
+    """Return settings under which a task gives the rows that an evaluation reads."""
+    task = config.task
+    if task.is_procedural:
+        changes = {"task": task.model_copy(update={"size": 0}), "seed": config.seed + SEED}
+        return config.model_copy(update=changes)
+    if not task.held_out_rows:
+        return config
+    is_file = Path(task.held_out_rows).suffix in SUFFIXES
+    rows = {"name" if is_file else "split": task.held_out_rows, "size": 0, "held_out": 0.0}
+    if is_file:
+        rows["split"] = "train"
+    return config.model_copy(update={"task": task.model_copy(update=rows)})
+
+
+def describe_rows(read: Config) -> str:
+    """Describe, for people, the rows that settings from :func:`measured_on` read."""
+    task = read.task
+    if task.is_procedural:
+        where = f"{task.name}, seed {read.seed}"
+    elif Path(task.name).suffix in SUFFIXES:
+        where = task.name
+    else:
+        where = f"{task.name}, split '{task.split}'"
+    share = task.held_out_share
+    return f"{where}; the {share:.0%} of its prompts that are held out" if share else where
+
+
+def questions(
+    read: Config, source: PromptSource, count: int, trained: Config
+) -> tuple[list[Prompt], dict[str, Any]]:
+    """Return the first prompts of an evaluation, at most ``count``, in its seeded order.
+
+    A procedural task gives each prompt once, other tasks as often as it is there. Beside them are
+    the facts about them that an evaluation's result has. Raises TaskError if no row is held out, or
+    all prompts are longer than ``task.max_prompt_tokens``.
+
+    Args:
+        read: settings from :func:`measured_on`.
+        source: their prompts.
+        trained: settings of what the policy is, or is to be, trained on.
+    """
+    limit, share = read.task.max_prompt_tokens, read.task.held_out_share
+    procedural, rows = read.task.is_procedural, len(source.task)
+    prompts, contents, too_long = list[Prompt](), list[str](), list[int]()
+    known, found_at, patience = set[str](), 0, PATIENCE / (share or 1)
+    for place in range(rows):
+        if len(prompts) == count or (procedural and place - found_at > patience):
+            break
+        row = source.row_by_id(place)
+        asks = content(row)
+        if (share and not is_held_out(row, share)) or (procedural and asks in known):
+            continue
+        known.add(asks)
+        found_at = place
+        prompt = source.prompt_by_id(place)
+        if len(prompt.tokens) > limit:
+            too_long.append(len(prompt.tokens))
+        else:
+            prompts.append(prompt)
+            contents.append(asks)
+    if too_long and not prompts:
+        raise all_too_long(len(too_long), min(too_long), limit)
+    if not prompts:
+        raise TaskError(
+            f"task.held_out = {share} holds out none of the {rows} rows of '{read.task.name}': too "
+            "few prompts are different. Raise it, or name rows of their own",
+            "none-held-out",
+        )
+    facts = {"rows": describe_rows(read), "skipped": len(too_long), "distinct": len(set(contents))}
+    try:
+        seen = _asked_in_training(trained, Overrides(tokenizer=source.tokenizer))
+    except TaskError as error:
+        return prompts, {**facts, "overlap": None, "seen": f"not known: {error}"}
+    both, every = sum(asks in seen for asks in contents), len(contents)
+    said = f"{both} of {every} prompts ({both / every:.1%}) are asked in training"
+    none = f"none of {every} prompts is asked in training"
+    return prompts, {**facts, "overlap": both / every, "seen": said if both else none}
+
+
+def _asked_in_training(config: Config, overrides: Overrides) -> set[str]:
+    """Return the contents of the prompts that training asks, too long ones included."""
+    if not config.task.name:
+        raise TaskError("the settings name no rows to train on")
+    r = config.rollout
+    responses = config.steps * r.batch + config.most_in_flight
+    source = open_prompts(config, overrides, silent)
+    drawn = islice(source.ids(), -(-responses // r.samples_per_prompt))
+    warmed_up = islice(source.ids(backwards=True), config.warmup_examples)
+    return {content(source.row_by_id(i)) for i in chain(drawn, warmed_up)}

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from stretto.clock import Clock, RealClock
 from stretto.models.backend import backend_of
+from stretto.protocols import Clock, RealClock
 from stretto.types import Work
 
 BUFFER_BYTES = 64 << 20

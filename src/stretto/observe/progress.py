@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import IO, Literal, TextIO
 from weakref import WeakKeyDictionary
 
-from stretto.clock import Clock, RealClock
 from stretto.config import Config, RewardModelConfig, SupervisedConfig
 from stretto.observe.display import FIGURES, History, Progress, duration, news, repeated
 from stretto.observe.run_directory import Sample
+from stretto.protocols import Clock, RealClock
 from stretto.saying import Advance, Saying
 from stretto.types import short_name
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from stretto.clock import Clock
-from stretto.protocols import DRIVER
+from stretto.protocols import DRIVER, Clock
 
 WAIT = "wait"
 """Name of the spans in which a role has nothing to do; their attribute ``cause`` says why."""

@@ -33,11 +33,11 @@ from typing import Any, Self
 import torch
 
 from stretto import files
-from stretto.clock import Clock, RealClock
 from stretto.config import ObserveConfig
 from stretto.errors import StateError, StorageError, first_line
 from stretto.observe.run_directory import KEPT
 from stretto.observe.spans import CHECKPOINT
+from stretto.protocols import Clock, RealClock
 from stretto.runtime.run import Run
 from stretto.runtime.state import DRIVER, LEARNER, Staged, Writer
 from stretto.saying import format_size

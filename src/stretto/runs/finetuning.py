@@ -23,9 +23,15 @@ from stretto.models.resolve import resolve
 from stretto.observe import Progress, Recorder, RunDirectory
 from stretto.runs.ending import saved_at_the_end
 from stretto.saying import Saying
-from stretto.tasks.conversations import example_of, read_demonstrations
-from stretto.tasks.pairs import PairTokens, read_pairs, tokens_of
-from stretto.tasks.responses import Example, PromptLayout, attempt
+from stretto.tasks.responses import Example, PromptLayout
+from stretto.tasks.supervised import (
+    PairTokens,
+    attempt,
+    example_of,
+    read_demonstrations,
+    read_pairs,
+    tokens_of,
+)
 from stretto.training import supervised
 from stretto.training.supervised import BradleyTerry, CrossEntropy, Preferences
 from stretto.training.trained import end_updates

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from stretto import files
-from stretto.assembly.learner import make_learner
-from stretto.assembly.parts import critic_rewards, open_task, trained_models
+from stretto.assembly.parts import critic_rewards, open_prompts, trained_models
+from stretto.assembly.roles import make_learner
 from stretto.config.cluster import LEARNER
 from stretto.errors import StateError
 from stretto.models.backend import pick_device
@@ -178,14 +178,14 @@ def learner(setup: RoleSetup, probe: IntArray) -> LearnerService:
     setup = setup.for_loading()
     config, overrides = setup.config, setup.overrides
     stack, notes = ExitStack(), list[str]()
-    tokenizer, task, prompts = open_task(config, overrides, notes.append)
-    rewards = critic_rewards(config, tokenizer, notes.append, in_files=overrides.in_files)
+    prompts = open_prompts(config, overrides, notes.append)
+    rewards = critic_rewards(config, prompts, overrides, notes.append)
     first = dist.get_rank() == 0
     # The first rank warms up, the others read its outcome: they wait longer than for collectives.
     waiting = dist.new_group(backend="gloo", timeout=WARMUP) if config.warmup_examples else None
     if waiting and not first:
         dist.barrier(waiting)
-    models = trained_models(config, task, prompts, rewards, stack, notes.append, overrides)
+    models = trained_models(config, prompts, rewards, stack, notes.append, overrides)
     if waiting and first:
         dist.barrier(waiting)
     frozen = frozen_mark(models.actor)

@@ -6,10 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stretto.assembly.controls import Threads, share_cores
+from stretto.assembly.controls import CoreShares, share_cores
 from stretto.config import ClusterConfig, Config
 from stretto.config.cluster import LEARNER, ProcessConfig, generator_names
-from stretto.config.sections import ModelSource
 from stretto.errors import ConfigError, nearest
 from stretto.saying import format_size
 
@@ -62,9 +61,7 @@ def shares_weights(config: Config, found: Sequence[ProcessPlacement]) -> bool:
 
 def model_scorers(config: Config, brought: Collection[str] = ()) -> list[str]:
     """Return the names of scorers that are models, some of which the caller brings, in order."""
-    names = [
-        s.name for s in config.reward.parsed if isinstance(s, ModelSource) or s.name in brought
-    ]
+    names = [s.name for s in config.reward.parsed if s.kind == "model" or s.name in brought]
     if config.algorithm.has_reference:
         names.append("reference")
     if config.algorithm.definition.critic:
@@ -153,7 +150,7 @@ def _scorer_of(role: str, models: Collection[str]) -> str:
     return name if name in models and number.isdecimal() else ""
 
 
-def _threads(roles: Sequence[RolePlacement], shares: Threads) -> int:
+def _threads(roles: Sequence[RolePlacement], shares: CoreShares) -> int:
     if any(placed.role != LEARNER and not placed.scorer for placed in roles):
         return shares.generating
     return max(shares.training if r.role == LEARNER else shares.scoring for r in roles)

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stretto.assembly.models import Overrides
-from stretto.clock import Clock
 from stretto.config import Config
 from stretto.config.cluster import LEARNER
 from stretto.errors import ConfigError, RankError, first_line
 from stretto.machine import usable_cores
 from stretto.models.backend import pick_device
+from stretto.protocols import Clock
 from stretto.rollout.registry import ENGINES
 from stretto.runtime import learner, services
 from stretto.runtime.messages import Ready, RoleSetup, probe_of

@@ -12,19 +12,17 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stretto import files
-from stretto.assembly.checks import look_at_prompts
 from stretto.assembly.controls import Migrating, controls_of, migrating_of
 from stretto.assembly.models import NO_OVERRIDES, Overrides, prepare_torch
-from stretto.assembly.parts import STARTING_FUNCTIONS, open_task
-from stretto.assembly.scorers import open_functions
-from stretto.clock import RealClock
+from stretto.assembly.parts import look_at_prompts, open_prompts
+from stretto.assembly.roles import open_functions
 from stretto.config import Config
 from stretto.config.cluster import LEARNER, generator_names
 from stretto.errors import RankError
 from stretto.models.backend import pick_device, pick_dtype
 from stretto.models.weights import copy_into
 from stretto.observe.spans import Spans
-from stretto.protocols import Generator
+from stretto.protocols import Generator, RealClock
 from stretto.runtime.clients import generator_client, learner_client, scorer_client
 from stretto.runtime.kv_transfer import KVRouter
 from stretto.runtime.messages import MoveRates
@@ -154,13 +152,13 @@ def start(
 ) -> Run:
     """Put a run together on the runtime that the settings name; its processes log to a folder."""
     prepare_torch(config.seed, config.threads)
-    tokenizer, task, prompts = open_task(config, overrides, say)
-    with working(say, STARTING_FUNCTIONS):
-        functions = open_functions(config, task.row(0).data.keys(), tokenizer, stack, overrides)
+    prompts = open_prompts(config, overrides, say)
+    with working(say, "starting the reward functions"):
+        functions = open_functions(config, prompts, stack, overrides)
     first = look_at_prompts(prompts, say)
     workers: Workers
     if config.runtime == "inline":
-        workers = ThreadWorkers(config, overrides, stack, say, task, prompts)
+        workers = ThreadWorkers(config, overrides, stack, say, prompts)
     else:
         workers = ProcessWorkers(config, overrides, stack, say, first, folder)
     executors: Mapping[str, Executor] = workers.executors

@@ -7,7 +7,6 @@ from the learner. A model's fingerprint, of all its parameters, proves that both
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from stretto.assembly.checks import check_rewards
-from stretto.assembly.engines import make_engine, scorer_slots
 from stretto.assembly.models import made_ready, make_actor, make_critic, with_adapters
-from stretto.assembly.parts import critic_rewards, open_task
-from stretto.assembly.scorers import load_reward, model_scorers, reward_scorer
-from stretto.assembly.warmup import warmed_up
+from stretto.assembly.parts import check_rewards, critic_rewards, open_prompts, warmed_up
+from stretto.assembly.roles import (
+    load_reward,
+    make_engine,
+    model_scorers,
+    reward_scorer,
+    scorer_slots,
+)
 from stretto.config.sections import reward_source
 from stretto.errors import EngineError
 from stretto.models.backend import pick_device
@@ -213,7 +215,7 @@ def generator(setup: RoleSetup, name: str, probe: IntArray) -> GeneratorService:
         config.most_in_flight,
         overrides.end_tokens,
         receiver,
-        brought=overrides.actor is not None,
+        overridden=overrides.actor is not None,
         threads=setup.threads,
     )
     here = pick_device(config.model.device)
@@ -252,7 +254,7 @@ def reward_model(setup: RoleSetup, source: str, prompts: Sequence[Prompt]) -> Sc
     setup.prepare()
     config, overrides, notes = setup.config, setup.overrides, list[str]()
     here = setup.for_loading()
-    tokenizer, _, _ = open_task(config, overrides, _quiet)
+    tokenizer = open_prompts(config, overrides, _quiet).tokenizer
     model = (config if source in overrides.reward_models else here.config).model
     loaded = load_reward(reward_source(source), model, here.overrides, notes.append)
     assert loaded is not None
@@ -312,24 +314,24 @@ def loaded_actor(setup: RoleSetup) -> tuple[nn.Module, PromptSource]:
     setup = setup.for_loading()
     model, prompts = _starting_actor(setup)
     m, seed = setup.config.model, setup.config.seed
-    return with_adapters(model, m, seed, "CAUSAL_LM", ExitStack(), brought=False), prompts
+    return with_adapters(model, m, seed, "CAUSAL_LM", None), prompts
 
 
 def _critic(setup: RoleSetup) -> nn.Module:
     config, overrides = setup.config, setup.overrides
     actor, prompts = _starting_actor(setup)
     tokenizer, m = prompts.tokenizer, config.model
-    rewards = critic_rewards(config, tokenizer, _quiet, in_files=overrides.in_files)
+    rewards = critic_rewards(config, prompts, overrides, _quiet)
     model = make_critic(m, config.critic.init, actor, tokenizer, rewards, overrides, _quiet)
-    return with_adapters(model, m, config.seed, "SEQ_CLS", ExitStack(), brought=False)
+    return with_adapters(model, m, config.seed, "SEQ_CLS", None)
 
 
 def _starting_actor(setup: RoleSetup) -> tuple[nn.Module, PromptSource]:
     """Load the actor as training starts, without adapters; the critic may be made of it."""
     config, overrides = setup.config, setup.overrides
-    _, task, prompts = open_task(config, overrides, _quiet)
+    prompts = open_prompts(config, overrides, _quiet)
     model = make_actor(config.model, overrides, _quiet)
-    warmed_up(model, config, task, prompts, overrides, _quiet)
+    warmed_up(model, config, prompts, overrides, _quiet)
     return model, prompts
 
 

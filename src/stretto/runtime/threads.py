@@ -16,11 +16,9 @@ import torch
 from torch import nn
 
 from stretto.assembly.controls import share_cores
-from stretto.assembly.engines import make_engine
-from stretto.assembly.learner import make_learner
 from stretto.assembly.models import Overrides
 from stretto.assembly.parts import trained_models
-from stretto.assembly.scorers import model_scorers, reward_models
+from stretto.assembly.roles import make_engine, make_learner, model_scorers, reward_models
 from stretto.config import Config
 from stretto.config.cluster import LEARNER, generator_names
 from stretto.models.weights import with_own_structure, with_own_weights
@@ -29,7 +27,6 @@ from stretto.runtime.messages import Ready
 from stretto.runtime.placement import RolePlacement
 from stretto.runtime.services import GeneratorService, ScorerService
 from stretto.saying import Say, working
-from stretto.tasks import Task
 from stretto.tasks.prompts import PromptSource
 from stretto.weights.channel import SharedChannel
 from stretto.workers.group import ServiceGroup
@@ -51,7 +48,6 @@ class ThreadWorkers:
         overrides: Overrides,
         stack: ExitStack,
         say: Say,
-        task: Task,
         prompts: PromptSource,
     ) -> None:
         self._config, self._opened = config, list[WorkerThread]()
@@ -59,7 +55,7 @@ class ThreadWorkers:
         stack.callback(self.close)
         knobs, engines = config.schedule.knobs, config.rollout.engines
         rewards = reward_models(config, prompts.tokenizer, overrides, say)
-        models = trained_models(config, task, prompts, rewards[0], stack, say, overrides)
+        models = trained_models(config, prompts, rewards[0], stack, say, overrides)
         actor, critic = models.actor, models.critic
         own: Callable[[nn.Module], nn.Module] = (
             with_own_weights if knobs.copies_weights else lambda model: model

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, ClassVar, Protocol
 
-from stretto.clock import Clock
 from stretto.errors import ConfigError
+from stretto.protocols import Clock
 from stretto.schedules.rollout import Rollout
 from stretto.types import Stats
 

@@ -9,9 +9,8 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from stretto.clock import Clock
 from stretto.errors import LifecycleError, RoleLostError, StalledError, StrettoError
-from stretto.protocols import Replaceable
+from stretto.protocols import Clock, Replaceable
 from stretto.schedules.waits import Phases, Waits, Work, answered
 from stretto.types import WeightsRef, short_name
 

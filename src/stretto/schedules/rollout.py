@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from stretto.errors import LifecycleError, RewardError, StateError
-from stretto.finite import is_finite
 from stretto.types import (
     Chunk,
     FinishReason,
@@ -23,6 +22,7 @@ from stretto.types import (
     Score,
     ScoreKind,
     TrainBatch,
+    is_finite,
 )
 
 FUNCTION_FAILED = "reward function failed"

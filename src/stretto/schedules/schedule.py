@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from stretto.clock import Clock
 from stretto.config.schedule import Settings
-from stretto.protocols import DRIVER, Generator, Learner, Tracer
+from stretto.protocols import DRIVER, Clock, Generator, Learner, Tracer
 from stretto.schedules.buffer import Buffer
 from stretto.schedules.chunking import ChunkSize
 from stretto.schedules.controller import Meter

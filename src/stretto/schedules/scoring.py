@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from stretto.config.knobs import ScoreOn
+from stretto.config.schedule import ScoreOn
 from stretto.errors import LifecycleError, StrettoError
 from stretto.protocols import Scorer
 from stretto.schedules.fleet import GoneError, Guard, RoleContext

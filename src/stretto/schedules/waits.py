@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from stretto.clock import Clock
 from stretto.errors import StalledError, StrettoError
-from stretto.protocols import Tracer
+from stretto.protocols import Clock, Tracer
 
 T = TypeVar("T")
 

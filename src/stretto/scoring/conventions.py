@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, ParamSpec, TypeVar
 
 from stretto.errors import ConfigError, RewardError, StrettoError, nearest
-from stretto.finite import is_finite
+from stretto.types import is_finite
 
 Sample = Mapping[str, Any]
 Send = Callable[[Mapping[str, Any]], None]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stretto.config import TaskConfig
-from stretto.config.sections import FunctionSource, RewardSource, TaskSource
+from stretto.config.sections import RewardSource
 from stretto.errors import ConfigError, EngineError, RewardError
 from stretto.scoring.conventions import recognise
 from stretto.scoring.responses import ResponseScorer, response_text
@@ -74,7 +74,7 @@ class FunctionScorer(ResponseScorer):
         self._process: FunctionProcess | LocalFunction
         if function is not None:
             self._process = LocalFunction(function)
-        elif isinstance(source, TaskSource):
+        elif source.kind == "task":
             self._payload = _task_payload
             self._process = FunctionProcess({"task": task.model_dump(), "seed": seed})
         else:
@@ -181,7 +181,7 @@ def _task_payload(response: Response, text: str) -> Payload:
 
 def locate(source: RewardSource) -> dict[str, str]:
     """Return absolute path and name of a function; raises ConfigError if there is no such file."""
-    if not isinstance(source, FunctionSource):
+    if source.kind != "function":
         raise ConfigError(
             f"reward.sources: '{source.name}' is none of 'task', 'file.py:name' and 'model:NAME'",
             "unknown-source",

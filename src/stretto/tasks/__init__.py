@@ -6,6 +6,8 @@ from stretto.config import TaskConfig
 from stretto.errors import TaskError
 from stretto.saying import Say, silent, working
 from stretto.tasks.base import INDEX_KEY, Task, TaskRow
+from stretto.tasks.procedural import ProceduralTask, ReasoningTask
+from stretto.tasks.tables import Gsm8kTask, TableTask
 
 __all__ = ["INDEX_KEY", "Task", "TaskRow", "load"]
 
@@ -22,42 +24,32 @@ def load(config: TaskConfig, seed: int, say: Say = silent) -> Task:
     """Open the task that ``config`` names.
 
     Args:
-        seed: seed of procedural tasks; rows of files and of the hub do not depend on it.
+        seed: of procedural tasks; rows of files and of the hub do not depend on it.
 
     Raises:
         TaskError: the task or one of its settings is unknown, the data cannot be read or lacks a
             column, or a setting has no effect on this kind of task.
         MissingExtraError: this kind of task needs a library that is not installed.
     """
-    for key in _WITHOUT_EFFECT[config.kind]:
-        value = getattr(config, key)
-        if value != type(config).model_fields[key].default:
-            raise TaskError(
-                f"task.{key} = {value!r} has no effect with task.kind = '{config.kind}'; "
-                f"leave task.{key} out, or choose another kind"
-            )
+    for key in filter(config.is_set, _WITHOUT_EFFECT[config.kind]):
+        raise TaskError(
+            f"task.{key} = {getattr(config, key)!r} has no effect with task.kind = "
+            f"'{config.kind}'; leave task.{key} out, or choose another kind",
+            "setting-without-effect",
+        )
     if config.is_procedural and config.held_out_rows:
         raise TaskError(
             f"task.held_out = '{config.held_out}' names rows of a file or of the hub, which "
-            f"task.kind = '{config.kind}' has not; give a share of its prompts, such as 0.2"
+            f"task.kind = '{config.kind}' has not; give a share of its prompts, such as 0.2",
+            "held-out-rows-of-made-task",
         )
     with working(say, f"reading {config.name}"):
-        return _opened(config, seed)
-
-
-def _opened(config: TaskConfig, seed: int) -> Task:
-    if config.kind == "procedural":
-        from stretto.tasks.procedural import ProceduralTask
-
-        return ProceduralTask(config, seed)
-    if config.kind == "reasoning-gym":
-        from stretto.tasks.reasoning import ReasoningTask
-
-        return ReasoningTask(config, seed)
-    if config.kind == "gsm8k":
-        from stretto.tasks.tables import Gsm8kTask
-
-        return Gsm8kTask(config)
-    from stretto.tasks.tables import TableTask
-
-    return TableTask(config)
+        match config.kind:
+            case "procedural":
+                return ProceduralTask(config, seed)
+            case "reasoning-gym":
+                return ReasoningTask(config, seed)
+            case "gsm8k":
+                return Gsm8kTask(config)
+            case "dataset":
+                return TableTask(config)

@@ -1,13 +1,19 @@
-"""A task: rows, each with a prompt, and for some tasks a verifier of the answers."""
+"""A task: rows, each with a prompt, and for some tasks a verifier of the answers.
+
+Verifiers extract an answer from a response, and may compare it as mathematics.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from typing import Any, Literal
 
 from stretto.errors import TaskError
 from stretto.types import Message
@@ -16,8 +22,27 @@ INDEX_KEY = "_index"
 """Key of the row's index in ``Prompt.data``, beside the row's own columns. Reserved."""
 
 RIGHT = 1.0
-"""A verifier's score of a right answer, and the least one: 1 of 0 and 1, or full credit of partial
-credit."""
+"""The least score of a right answer: 1 of 0 and 1, or full credit of partial credit."""
+
+SHA256 = "sha256:"
+"""The beginning of a fingerprint in a :attr:`Task.identity`."""
+
+BLOCKS = 256
+"""Most fingerprints of one task: larger ones have several rows in each."""
+
+Extraction = Literal["full", "last_number", "answer_tag"]
+
+TIME_LIMIT_S = 5
+"""Time limit for reading an expression, and for comparing two."""
+
+# A minus sign belongs to the number unless it stands right behind an operand, as in "5-3".
+# Thousands must be grouped by three, so that the list "1,2,3" ends in 3.
+_NUMBER = re.compile(
+    r"(?:(?<![\w.)\]])[-\u2212])?(?:(?<![\d,.])\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?"
+)
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+
+_encode = json.JSONEncoder(skipkeys=True, default=lambda value: type(value).__name__).encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +52,7 @@ class TaskRow:
     Attributes:
         prompt: plain text, or the messages of a conversation; nothing added to it yet.
         data: the row as it stands in the dataset; its columns are what reward functions get.
-        reference: a model answer in full where the task has one: what supervised training would
-            train on.
+        reference: a model answer in full, which supervised training would train on, if any.
         index: the row's place in its task; ``None`` for a prompt that comes from elsewhere.
         tokens: the prompt as the actor reads it, where the task has it tokenised already; then
             ``prompt`` is its text.
@@ -46,75 +70,56 @@ class Task(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
 
     @abstractmethod
     def row(self, index: int) -> TaskRow:
-        """The row at ``index``, from 0 to ``len(self) - 1``."""
+        """Return the row at ``index``, from 0 to ``len(self) - 1``."""
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """What the rows are, by which another opening of the task is known to have the same.
+        """Facts about the rows by their names, the same for another opening with the same rows.
 
-        What is said, and of what; fingerprints begin with :data:`SHA256`.
+        Fingerprints begin with :data:`SHA256`.
         """
         return {"number of rows": str(len(self))}
 
     @property
-    @abstractmethod
     def has_verifier(self) -> bool:
-        """Return whether the task can score answers by itself."""
+        """Whether the task can score answers by itself."""
+        return True
 
     def require_verifier(self) -> None:
-        """Make sure that the task has a reward function.
-
-        Raises:
-            TaskError: it has none.
-        """
+        """Raise TaskError if the task has no verifier."""
         if not self.has_verifier:
             raise TaskError(
                 "the task cannot score answers: its task.answer_column is empty. Set it, or leave "
-                "'task' out of reward.sources and score with a function or a model"
+                "'task' out of reward.sources and score with a function or a model",
+                "task-without-verifier",
             )
 
-    def require_answers(self, what: str) -> None:
-        """Make sure that the task has answers of its own.
-
-        Args:
-            what: needs them, as the subject of a message.
-
-        Raises:
-            TaskError: it has none.
-        """
-        if self.row(0).reference is None:
+    def own_answer(self, index: int, what: str) -> str:
+        """Return the task's own answer to a row, or raise TaskError: ``what`` needs one."""
+        reference = self.row(index).reference
+        if reference is None:
             raise TaskError(
                 f"{what} trains on the task's own answers, and this task has none; set "
-                "warmup_examples = 0, or name their column in task.answer_column"
+                "warmup_examples = 0, or name their column in task.answer_column",
+                "task-without-answers",
             )
+        return reference
 
     @abstractmethod
     def verify(self, index: int, response: str) -> float:
-        """Return the reward function's score of a response to a row; 1 is a right answer.
+        """Return the verifier's score of a response to a row; 1 is a right answer.
 
-        Errors of the reward function itself are passed on: an answer that could not be scored has
-        no score.
-
-        Raises:
-            TaskError: the task has no reward function.
+        Raises TaskError if the task has no verifier. Errors of the verifier itself are passed on:
+        an answer that could not be scored has no score.
         """
 
 
-SHA256 = "sha256:"
-"""The beginning of a fingerprint in a :attr:`Task.identity`."""
-
-BLOCKS = 256
-"""Most fingerprints of one task: larger ones have several rows in each."""
-
-_encode = json.JSONEncoder(skipkeys=True, default=lambda value: type(value).__name__).encode
-
-
 def fingerprint(data: Mapping[str, Any]) -> str:
-    """A short text that two processes share only if their rows hold the same data.
+    """Return a short text that two processes share only if their rows hold the same data.
 
     Values that JSON has no form for (pictures, dates) count by their type alone.
     """
@@ -122,57 +127,102 @@ def fingerprint(data: Mapping[str, Any]) -> str:
     return hashlib.sha256(_encode(plain).encode()).hexdigest()[:16]
 
 
-class RowMarks:
-    """Fingerprints of rows that come one by one, in order: of each, or of blocks of them."""
+def fingerprints(rows: Iterable[Mapping[str, Any]], count: int) -> dict[str, str]:
+    """Return fingerprints of ``count`` rows by their names: of each, or of blocks of them.
 
-    def __init__(self, rows: int) -> None:
-        self._rows, self._size = rows, max(-(-rows // BLOCKS), 1)
-        self._done, self._marks = 0, list[str]()
-        self._digest = hashlib.sha256()
-
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Take the next row; values count as in :func:`fingerprint`."""
-        self._digest.update(_encode(row).encode() + b"\n")
-        self._done += 1
-        if self._done % self._size == 0 or self._done == self._rows:
-            self._marks.append(f"{SHA256}{self._digest.hexdigest()[:16]}")
-            self._digest = hashlib.sha256()
-
-    @property
-    def named(self) -> dict[str, str]:
-        """The fingerprints, by the rows that they are of."""
-        return {self._name(i): mark for i, mark in enumerate(self._marks)}
-
-    def _name(self, block: int) -> str:
-        first = block * self._size
-        last = min(first + self._size, self._rows) - 1
-        return f"row {first}" if first == last else f"rows {first} to {last}"
+    Values count as in :func:`fingerprint`.
+    """
+    size, rest = max(-(-count // BLOCKS), 1), iter(rows)
+    marks = {}
+    for first in range(0, count, size):
+        last = min(first + size, count) - 1
+        digest = hashlib.sha256()
+        for row in islice(rest, last - first + 1):
+            digest.update(_encode(row).encode() + b"\n")
+        name = f"row {first}" if first == last else f"rows {first} to {last}"
+        marks[name] = f"{SHA256}{digest.hexdigest()[:16]}"
+    return marks
 
 
 def content(row: TaskRow) -> str:
-    """Content of a row as text, equal for rows that ask the same.
+    """Return the content of a row as text, equal for rows that ask the same.
 
-    The seed and the place of a row do not tell what it asks: the rows of procedural tasks repeat,
-    and files share rows. So a prompt is held out by its content alone, in every file, under every
-    seed and in every order.
-
-    Kinds of white space count as equal, and so do a text and a conversation of this one turn.
+    The rows of procedural tasks repeat, and files share rows, so a prompt is held out by its
+    content alone, whatever the file, the seed and the order. Kinds of white space count as equal,
+    and so do a text and a conversation of this one turn.
     """
     turns = row.prompt
-    said = (
-        [("user", turns)] if isinstance(turns, str) else [(t["role"], t["content"]) for t in turns]
-    )
-    return json.dumps([(role, " ".join(text.split())) for role, text in said])
+    if isinstance(turns, str):
+        turns = (Message(role="user", content=turns),)
+    return json.dumps([(turn["role"], " ".join(turn["content"].split())) for turn in turns])
 
 
 def is_held_out(row: TaskRow, share: float) -> bool:
-    """Return whether a row is for evaluation alone.
+    """Return whether a row is for evaluation alone, with this share of all different prompts.
 
-    Args:
-        share: share of all different prompts to hold out, from 0 (none) to 1. Prompts that a
-            smaller share holds out, a larger one does too.
+    Prompts that a smaller share holds out, a larger one does too.
     """
     if not share:
         return False
     digest = hashlib.sha256(content(row).encode(errors="replace")).digest()
     return int.from_bytes(digest[:8]) < share * 2**64
+
+
+def extract(response: str, how: Extraction) -> str | None:
+    """Return the part of ``response`` that is scored; ``None`` when there is no such part.
+
+    ``full`` is all of it without surrounding blanks. ``last_number`` is written plainly: '1,234.'
+    becomes '1234'. ``answer_tag`` is what stands in the last ``<answer>...</answer>``.
+    """
+    if how == "full":
+        return response.strip()
+    if how == "answer_tag":
+        tagged = _ANSWER.findall(response)
+        return tagged[-1].strip() if tagged else None
+    numbers = _NUMBER.findall(response)
+    return numbers[-1].replace(",", "").replace("\u2212", "-") if numbers else None
+
+
+def same_answer(reference: str, response: str, *, bare: bool) -> bool:
+    """Return whether ``response`` gives the answer ``reference``.
+
+    Equal texts are the same answer. If the reference holds no mathematics, no other text is. A
+    response that math-verify cannot read or compare is not the same answer.
+
+    Args:
+        reference: the right answer and nothing else: a number, an expression, LaTeX or a word.
+        bare: all of the response is one expression; otherwise it is searched in the text.
+
+    Raises:
+        TimeoutError: reading or comparing took longer than the time limit.
+        TaskError: called outside the main thread, where math-verify cannot keep a time limit.
+    """
+    reference, response = reference.strip(), response.strip()
+    if reference == response:
+        return True
+    if threading.current_thread() is not threading.main_thread():
+        raise TaskError(
+            "mathematical answers are compared under a time limit that only a process's main "
+            "thread can keep; score there, or in a process of its own with FunctionScorer",
+            "not-main-thread",
+        )
+    from math_verify import verify
+    from math_verify.errors import TimeoutException
+
+    try:
+        gold, answer = _parse(reference, bare=True), _parse(response, bare=bare)
+        return bool(verify(gold, answer, timeout_seconds=TIME_LIMIT_S, raise_on_error=True))
+    except TimeoutException as error:
+        raise TimeoutError(
+            f"math-verify could not compare with '{reference}' within {TIME_LIMIT_S} s"
+        ) from error
+    except Exception:
+        return False
+
+
+def _parse(text: str, *, bare: bool) -> Any:
+    from math_verify import parse
+
+    if bare and "$" not in text and "\\boxed" not in text:
+        text = f"${text}$"
+    return parse(text, parsing_timeout=TIME_LIMIT_S, raise_on_error=True)

@@ -1,22 +1,22 @@
 """Texts as tokens, in which control tokens are those that a chat template writes, and no others.
 
 A text may spell a control token: a policy can type ``</s>``, a dataset can hold ``<eos>``. A
-tokenizer takes that for the token itself, and whoever wrote the text could end a turn with it and
-begin another. Here what somebody wrote stays text: '<', '/', 's', '>'.
+tokenizer takes that for the token itself, so that a text could end a turn and begin another. Here a
+text stays text: '<', '/', 's', '>'.
 
 Before a text goes into a template, each spelling of a control token in it is *escaped*: replaced by
-as many characters that Unicode keeps for internal use (noncharacters), so that places in the text
-stay where they are. An escaped text is tokenised by a twin of the tokenizer, which knows control
-tokens by these stand-ins and by nothing else, with spellings and stand-ins exchanged. So the rest
-of the text comes out as it always does: words and spaces next to a spelling, too. A text in which
-nothing is escaped goes through the tokenizer itself.
+as many noncharacters of Unicode, so that places in the text stay where they are. An escaped text is
+tokenised by a twin of the tokenizer, which knows control tokens by these stand-ins alone, with
+spellings and stand-ins exchanged. So the rest of the text comes out as it always does: words and
+spaces next to a spelling, too. A text without escapes goes through the tokenizer itself.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -45,11 +45,8 @@ class Encoder:
     names as ``chat_control_tokens`` or else that its chat template writes with every turn. An added
     token that is neither is a word like any other.
 
-    Args:
-        tokenizer: used as it is, and not changed.
-
     Attributes:
-        tokenizer: the same.
+        tokenizer: used as it is, and not changed.
         found: spellings of control tokens that were met in texts so far.
     """
 
@@ -57,7 +54,9 @@ class Encoder:
         self.tokenizer = tokenizer
         self._control = _control_tokens(tokenizer)
         self._names = _stand_ins(self._control)
-        self._other = self._names | {name: text for text, name in self._names.items()}
+        spelled = {name: text for text, name in self._names.items()}
+        self._other = self._names | spelled
+        self._plain = {text: text for text in self._names} | spelled
         self._spelling = _any_of(self._names)
         self._either = _any_of(self._other)
         # Anything that is not in the vocabulary becomes the unknown token; that controls nothing.
@@ -65,15 +64,13 @@ class Encoder:
         self.found: set[str] = set()
 
     def escape(self, text: str) -> str:
-        """Put stand-ins of the same length for what spells control tokens in somebody's text.
+        """Replace what spells control tokens in a text by stand-ins of the same length.
 
-        A noncharacter becomes the replacement character: it could be taken for a stand-in.
-
-        Raises:
-            TaskError: the text is no valid Unicode.
+        A noncharacter becomes the replacement character: it could be taken for a stand-in. Raises
+        TaskError if the text is no valid Unicode.
         """
         if not text.isascii():
-            utf8(text, "a text")
+            utf8(text)
             text = _NONCHARACTER.sub("\ufffd", text)
         if not self._spelling.search(text):
             return text
@@ -81,16 +78,15 @@ class Encoder:
         return self._spelling.sub(lambda m: self._names[m[0]], text)
 
     def plain(self, escaped: str) -> str:
-        """An escaped text as people read it; the inverse of :meth:`escape`."""
+        """Return an escaped text as people read it; the inverse of :meth:`escape`."""
         if not _is_escaped(escaped):
             return escaped
-        return self._either.sub(lambda m: self._spelled(m[0]), escaped)
+        return self._either.sub(lambda m: self._plain[m[0]], escaped)
 
     def chat(self, turns: Iterable[Message], *, unfinished: bool = False, **options: Any) -> str:
-        """A conversation in the tokenizer's chat template, its contents escaped.
+        """Return a conversation in the tokenizer's chat template, its contents escaped.
 
         Args:
-            turns: role and content of each.
             unfinished: put :data:`MARK` behind the last content.
             options: of ``apply_chat_template``.
 
@@ -98,35 +94,24 @@ class Encoder:
             jinja2.TemplateError: the template refuses the conversation.
             TaskError: a content is no valid Unicode.
         """
-        conversation = self.escaped(turns)
+        conversation = self._escaped(turns)
         if unfinished:
             conversation[-1]["content"] += MARK
         return str(self.tokenizer.apply_chat_template(conversation, tokenize=False, **options))
 
-    def escaped(self, turns: Iterable[Message]) -> list[dict[str, str]]:
-        """Turns with role and content escaped.
-
-        Raises:
-            TaskError: one is no valid Unicode.
-        """
-        return [
-            {"role": self.escape(turn["role"]), "content": self.escape(turn["content"])}
-            for turn in turns
-        ]
+    def _escaped(self, turns: Iterable[Message]) -> list[dict[str, str]]:
+        return [{key: self.escape(turn[key]) for key in ("role", "content")} for turn in turns]
 
     def marked(self, turns: Iterable[Message]) -> tuple[list[int], list[bool]]:
-        """A conversation in tokens, and of each whether the chat template marks it as said by the
-        assistant (its blocks ``{% generation %}``).
-
-        Raises:
-            jinja2.TemplateError, TaskError: as :meth:`chat`.
+        """Return the tokens of a conversation, and whether the chat template marks each as said by
+        the assistant (its blocks ``{% generation %}``); raise errors as :meth:`chat`.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
         tokenizer = self.tokenizer
         render: Any = render_jinja_template  # whose annotations leave its second result out
         rendered, spans = render(
-            [self.escaped(turns)],
+            [self._escaped(turns)],
             chat_template=tokenizer.get_chat_template(),
             return_assistant_tokens_mask=True,
             **tokenizer.special_tokens_map,
@@ -136,10 +121,9 @@ class Encoder:
         return ids, said
 
     def ids(self, escaped: str, *, special: bool = False) -> list[int]:
-        """The tokens of an escaped text.
+        """Return the tokens of an escaped text, or of a part of one.
 
         Args:
-            escaped: by :meth:`escape`, or out of :meth:`chat`; whole or in part.
             special: add the special tokens that the tokenizer puts around any text.
         """
         if not _is_escaped(escaped):
@@ -151,11 +135,10 @@ class Encoder:
         return list(self._twin.encode(self._exchanged(escaped), add_special_tokens=special).ids)
 
     def pieces(self, escaped: str, *, special: bool = False) -> Pieces:
-        """Tokens of an escaped text with the place of each in it; for fast tokenizers only."""
+        """Return the tokens of an escaped text with their places; for fast tokenizers only."""
         if not _is_escaped(escaped):
-            encoded = self.tokenizer(
-                escaped, add_special_tokens=special, return_offsets_mapping=True
-            )
+            options = {"add_special_tokens": special, "return_offsets_mapping": True}
+            encoded = self.tokenizer(escaped, **options)
             ids, spans = list(encoded["input_ids"]), list(encoded["offset_mapping"])
             if self._are_written(ids, escaped, special):
                 return ids, spans
@@ -182,9 +165,6 @@ class Encoder:
     def _exchanged(self, escaped: str) -> str:
         return self._either.sub(lambda m: self._other[m[0]], escaped)
 
-    def _spelled(self, found: str) -> str:
-        return found if found in self._names else self._other[found]
-
     def _by_parts(self, escaped: str, special: bool) -> list[int]:
         """Encode the parts between control tokens one by one, for tokenizers without a twin.
 
@@ -208,26 +188,37 @@ def _is_escaped(text: str) -> bool:
     return not text.isascii() and bool(_NONCHARACTER.search(text))
 
 
-def utf8(text: str, where: str) -> bytes:
-    """The bytes of a text.
+def utf8(text: str) -> bytes:
+    """Return the bytes of a text.
 
-    Args:
-        where: where the text stands, for the message.
-
-    Raises:
-        TaskError: it has half of a surrogate pair, which JSON can hold and no tokenizer takes.
+    Raises TaskError if it has half of a surrogate pair, which JSON can hold and no tokenizer takes.
     """
     try:
         return text.encode()
     except UnicodeEncodeError as error:
         raise TaskError(
-            f"{where} must be valid Unicode, and character {error.start} of it is half of a "
-            f"surrogate pair ({text[error.start]!r}); correct the text, or drop it"
+            f"a text must be valid Unicode, and character {error.start} of it is half of a "
+            f"surrogate pair ({text[error.start]!r}); correct the text, or drop it",
+            "invalid-unicode",
+        ) from error
+
+
+@contextmanager
+def template_accepts(turns: Iterable[Message]) -> Iterator[None]:
+    """Turn a chat template's refusal of a conversation into a TaskError."""
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except TemplateError as error:
+        raise TaskError(
+            f"the tokenizer's chat template refuses the messages {str(list(turns))[:500]}: {error}",
+            "template-refuses",
         ) from error
 
 
 def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Ids of the tokens that a text must not be able to spell, by their spelling."""
+    """Return the ids of the tokens that a text must not be able to spell, by their spelling."""
     added = tokenizer.added_tokens_decoder
     control = {token.content: i for i, token in added.items() if token.special}
     named: Any = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
@@ -239,15 +230,14 @@ def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 
 def _turn_marks(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[str]) -> Sequence[str]:
-    """The tokens, among those given, that the chat template writes with every turn."""
+    """Return the tokens, among those given, that the chat template writes with every turn."""
     tokens = list(tokens)
     if not (tokens and tokenizer.chat_template):
         return ()
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     try:
-        once, twice = (
-            str(tokenizer.apply_chat_template(turns * n, tokenize=False)) for n in (1, 2)
-        )
+        shown = tokenizer.apply_chat_template
+        once, twice = (str(shown(turns * n, tokenize=False)) for n in (1, 2))
     except Exception:  # a template may do anything; what it makes of real turns is seen there
         return ()
     return [token for token in tokens if twice.count(token) > once.count(token)]
@@ -263,7 +253,8 @@ def _stand_ins(control: Iterable[str]) -> dict[str, str]:
         if name is None:
             raise ModelError(
                 f"the tokenizer has more special tokens of {len(text)} characters than can be told "
-                "from text; choose another model"
+                "from text; choose another model",
+                "too-many-special-tokens",
             )
         names[text] = "".join(name)
     return names
@@ -275,9 +266,9 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 def _renamed(backend: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
-    """A copy of a tokenizer with other spellings of some tokens, whose ids stay.
+    """Return a copy of a tokenizer with other spellings of some tokens, whose ids stay.
 
-    Of the model's vocabulary too: one that looks up whole words or pieces finds control tokens
+    The model's vocabulary changes too: one that looks up whole words or pieces finds control tokens
     there, whether or not they are looked for in the text first.
     """
     from tokenizers import Tokenizer

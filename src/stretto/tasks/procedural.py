@@ -1,23 +1,24 @@
-"""Problems made from a seed, with their verifiers: sums and differences, words spelled backward.
+"""Problems made from a seed, with their verifiers.
 
-Questions and scores are those of reasoning-gym's datasets of the same names, but need no other
-library. ``chain_sum`` has the same settings and rows, ``spell_backward`` has fewer words.
+Sums and words spelled backward are here: questions and scores of reasoning-gym's datasets of the
+same names, without that library. ``chain_sum`` has the same settings and rows, ``spell_backward``
+has fewer words. All others are reasoning-gym's own.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache, partial
+from importlib import metadata
 from random import Random
 from typing import Any
 
 from stretto.config import TaskConfig
-from stretto.errors import TaskError, nearest
-from stretto.tasks.answers import extract
-from stretto.tasks.base import Task, TaskRow
+from stretto.errors import TaskError, nearest, require
+from stretto.tasks.base import Task, TaskRow, extract
 
 SEED_STRIDE = 1_000_003
 """Row i of a dataset is drawn with its seed + i: runs of seeds 0 and 1 must not share rows."""
@@ -65,10 +66,8 @@ class ChainSum:
         signs = ["+", *(rng.choice("+-") for _ in range(terms - 1))]
         total = sum(int(sign + str(n)) for sign, n in zip(signs, numbers, strict=True))
         chain = " ".join(f"{sign} {n}" for sign, n in zip(signs, numbers, strict=True))
-        problem = chain.removeprefix("+ ")
-        return f"State the final answer to the following arithmetic problem: {problem} =", str(
-            total
-        )
+        problem = f"{chain.removeprefix('+ ')} ="
+        return f"State the final answer to the following arithmetic problem: {problem}", str(total)
 
     def score(self, answer: str, right: str) -> float:
         """Score 1 for the same number; else the answer's share that the right digits are."""
@@ -106,23 +105,16 @@ class ProceduralTask(Task):
     def __init__(self, config: TaskConfig, seed: int) -> None:
         self._problem = _problem(config)
         self._size, self._extract = config.size or DEFAULT_SIZE, config.extract
-        seed = seed * SEED_STRIDE % 2**32
-        self._made = lru_cache(maxsize=4096)(partial(self._problem.make, seed))
+        self._made = lru_cache(maxsize=4096)(partial(self._problem.make, _row_seed(seed)))
 
     def __len__(self) -> int:
-        """Number of rows."""
         return self._size
 
     def row(self, index: int) -> TaskRow:
-        """The row at ``index``; made now."""
+        """Return the row at ``index``; made now."""
         question, answer = self._made(index)
         data = {"question": question, "answer": answer}
         return TaskRow(prompt=question, data=data, reference=answer, index=index)
-
-    @property
-    def has_verifier(self) -> bool:
-        """Return true: every problem has its answer."""
-        return True
 
     def verify(self, index: int, response: str) -> float:
         """Score a response from 0 to 1; one without an answer has 0."""
@@ -130,37 +122,97 @@ class ProceduralTask(Task):
         return self._problem.score(answer, self._made(index)[1]) if answer else 0.0
 
 
-def check_names(config: TaskConfig, known: Iterable[str]) -> None:
-    """Make sure that a procedural task has all the settings that it is given.
+class ReasoningTask(Task):
+    """A dataset of reasoning-gym by name, judged by its own verifier.
 
-    Raises:
-        TaskError: it lacks one, or one is not to be set there.
+    The rows of a few datasets follow the iteration order of Python sets, and so differ from one
+    process to the next unless the environment fixes PYTHONHASHSEED.
     """
+
+    def __init__(self, config: TaskConfig, seed: int) -> None:
+        self._dataset = _reasoning_dataset(config, seed)
+        self._extract = config.extract
+        # A row may be slow to make, and is asked for once a response.
+        self._entry = lru_cache(maxsize=4096)(self._dataset.__getitem__)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def row(self, index: int) -> TaskRow:
+        """Return the row at ``index``; made now."""
+        entry = self._entry(index)
+        answer = entry["answer"] if isinstance(entry["answer"], str) else None
+        return TaskRow(prompt=entry["question"], data=dict(entry), reference=answer, index=index)
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """Number of rows, and the version of what makes them; the settings say the rest."""
+        return {**super().identity, "reasoning-gym": metadata.version("reasoning-gym")}
+
+    def verify(self, index: int, response: str) -> float:
+        """Return the dataset's own score, mostly from 0 to 1; it gets a missing answer as None."""
+        answer = extract(response, self._extract)
+        return float(self._dataset.score_answer(answer, self._entry(index)))
+
+
+def _row_seed(seed: int) -> int:
+    return seed * SEED_STRIDE % 2**32
+
+
+def _check_names(config: TaskConfig, kind: Any) -> None:
+    """Make sure that a dataclass of settings has all those that a task is given."""
+    known = {field.name for field in dataclasses.fields(kind)} - {"seed", "size"}
     for key in config.settings:
         if key in ("seed", "size"):
             remedy = "set task.size" if key == "size" else "it comes from the run's seed"
-            raise TaskError(f"task.settings must not hold '{key}'; {remedy}")
+            raise TaskError(f"task.settings must not hold '{key}'; {remedy}", "setting-elsewhere")
         if key not in known:
             raise TaskError(
-                f"task.settings: '{config.name}' has no setting '{key}'. {nearest(key, known)}"
+                f"task.settings: '{config.name}' has no setting '{key}'. {nearest(key, known)}",
+                "unknown-task-setting",
             )
 
 
 def _problem(config: TaskConfig) -> ChainSum | SpellBackward:
-    """The kind of problem, with its settings checked."""
+    """Return the kind of problem, with its settings checked."""
     if config.name not in PROBLEMS:
         raise TaskError(
             f"task.name = '{config.name}' is none of the procedural tasks. "
-            f"{nearest(config.name, PROBLEMS)} reasoning-gym has more: task.kind = 'reasoning-gym'"
+            f"{nearest(config.name, PROBLEMS)} reasoning-gym has more: task.kind = 'reasoning-gym'",
+            "unknown-task",
         )
     kind: Any = PROBLEMS[config.name]
-    check_names(config, [field.name for field in dataclasses.fields(kind)])
+    _check_names(config, kind)
     problem: ChainSum | SpellBackward = kind(**config.settings)
     limits = list(dataclasses.asdict(problem).items())
     for (low, least), (high, most) in zip(limits[::2], limits[1::2], strict=True):
         if not (type(least) is type(most) is int and 0 < least <= most):
             raise TaskError(
                 f"task.settings: {low} and {high} of '{config.name}' must be whole numbers above "
-                f"0, the second no less than the first; got {least!r} and {most!r}"
+                f"0, the second no less than the first; got {least!r} and {most!r}",
+                "task-setting-range",
             )
     return problem
+
+
+def _reasoning_dataset(config: TaskConfig, seed: int) -> Any:
+    """Make the dataset, with every name in the settings checked first."""
+    require("reasoning_gym", "tasks", "task.kind = 'reasoning-gym'")
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    if config.name not in DATASETS:
+        raise TaskError(
+            f"task.name = '{config.name}' is not a dataset of reasoning-gym. "
+            f"{nearest(config.name, DATASETS)}",
+            "unknown-task",
+        )
+    _check_names(config, DATASETS[config.name][1])
+    size, seed = config.size or DEFAULT_SIZE, _row_seed(seed)
+    try:
+        return reasoning_gym.create_dataset(config.name, size=size, seed=seed, **config.settings)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise TaskError(
+            f"task.settings: '{config.name}' refuses {dict(config.settings)}: {error}",
+            "task-setting-range",
+        ) from error

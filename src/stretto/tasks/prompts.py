@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from copy import copy
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from stretto.config import TaskConfig
 from stretto.errors import StateError, TaskError
 from stretto.tasks.base import INDEX_KEY, SHA256, Task, TaskRow, is_held_out
-from stretto.tasks.encode import Encoder
+from stretto.tasks.encode import Encoder, template_accepts
 from stretto.types import Message, Prompt
 
 if TYPE_CHECKING:
@@ -26,45 +27,46 @@ def render(
     prompt_id: int = 0,
     *,
     encoder: Encoder | None = None,
+    section: Literal["task", "data"] = "task",
 ) -> Prompt:
-    """One row as the actor reads it.
+    """Return one row as the actor reads it.
 
     A conversation gets the tokenizer's chat template with the generation prompt, which brings its
     own special tokens; plain text gets the special tokens that the tokenizer puts around any text.
     What the row spells of such tokens is text. A row that brings its tokens is read as it is.
     ``Prompt.data`` is the row's data with its index under ``INDEX_KEY``.
 
+    Raises TaskError if the prompt needs a chat template and there is none or it is switched off,
+    the template refuses the messages, no tokens come out, or the text is no valid Unicode.
+
     Args:
         encoder: of the tokenizer, where the caller keeps one.
-
-    Raises:
-        TaskError: the prompt needs a chat template and there is none or it is switched off, the
-            template refuses the messages, no tokens come out, or the text is no valid Unicode.
+        section: of the settings, for messages.
     """
     encoder = encoder or Encoder(tokenizer)
-    turns = None if row.tokens else _conversation(row, config, tokenizer)
-    text: str
-    tokens: list[int]
-    if row.tokens:
-        text, tokens = str(row.prompt), list(row.tokens)
-    elif turns is None:
-        assert isinstance(row.prompt, str)
-        text = _with_instruction(row.prompt, config)
-        tokens = encoder.ids(encoder.escape(text), special=True)
-    else:
-        read = _templated(turns, encoder)
+    turns = None if row.tokens else _conversation(row, config, tokenizer, section)
+    if turns is not None:
+        with template_accepts(turns):
+            read = encoder.chat(turns, add_generation_prompt=True)
         text, tokens = encoder.plain(read), encoder.ids(read)
+    elif row.tokens:
+        text, tokens = str(row.prompt), list(row.tokens)
+    else:
+        text = _with_instruction(str(row.prompt), config)
+        tokens = encoder.ids(encoder.escape(text), special=True)
     if not tokens:
-        raise TaskError(f"row {row.index}: the prompt {text!r} has no tokens; give it some text")
+        message = f"row {row.index}: the prompt {text!r} has no tokens; give it some text"
+        raise TaskError(message, "prompt-without-tokens")
     data = row.data if row.index is None else {**row.data, INDEX_KEY: row.index}
     return Prompt(id=prompt_id, tokens=tuple(tokens), text=text, messages=turns, data=data)
 
 
 def all_too_long(rows: int, shortest: int, limit: int) -> TaskError:
-    """The error of a task whose prompts are all longer than ``limit``; lengths in tokens."""
+    """Make the error for a task whose prompts are all longer than ``limit``, in tokens."""
     return TaskError(
         f"all {rows} prompts are longer than task.max_prompt_tokens = {limit} (the shortest has "
-        f"{shortest} tokens); raise that limit"
+        f"{shortest} tokens); raise that limit",
+        "prompts-too-long",
     )
 
 
@@ -73,9 +75,6 @@ class PromptSource:
 
     A prompt's id is its place in that stream, so that it can be made again from the id alone.
     Prompts that are held out or too long are left out; their ids stay unused.
-
-    State: the place of the next prompt, and how many were left out. Everything else follows from
-    the task, the settings and the seed.
 
     Attributes:
         skipped: prompts left out so far because they are longer than ``task.max_prompt_tokens``.
@@ -86,22 +85,19 @@ class PromptSource:
     def __init__(
         self, task: Task, config: TaskConfig, tokenizer: PreTrainedTokenizerBase, seed: int
     ) -> None:
-        self._task, self._config, self._seed = task, config, seed
-        self.tokenizer = tokenizer
+        self.task, self.tokenizer, self._config, self._seed = task, tokenizer, config, seed
         self._encoder = Encoder(tokenizer)
         self.found = self._encoder.found
-        self._place = 0
-        self.skipped = 0
+        self._place = self.skipped = 0
         self._order = lru_cache(maxsize=2)(self._make_order)  # this epoch's, and the one before
 
     def next(self) -> Prompt:
-        """The next prompt to train on: not held out, and short enough.
+        """Return the next prompt to train on: not held out, and short enough.
 
-        Raises:
-            TaskError: the task has none, or a prompt cannot be rendered.
+        Raises TaskError if there is none, or if a prompt cannot be rendered.
         """
         limit, shortest = self._config.max_prompt_tokens, 0
-        for _ in range(len(self._task)):
+        for _ in range(len(self.task)):
             place, self._place = self._place, self._place + 1
             if self.is_held_out(place):
                 continue
@@ -113,36 +109,29 @@ class PromptSource:
             shortest = min(length, shortest or length)
         if not shortest:
             raise self._all_held_out()
-        raise all_too_long(len(self._task), shortest, limit)
+        raise all_too_long(len(self.task), shortest, limit)
 
     def first(self, count: int) -> list[Prompt]:
-        """The first prompts to train on, each row once; at most ``count``.
+        """Return the first prompts to train on, each row once, at most ``count``.
 
-        Raises:
-            TaskError: as :meth:`next`.
+        Raises TaskError as :meth:`next`.
         """
-        limit = self._config.max_prompt_tokens
-        found, lengths = list[Prompt](), list[int]()
-        for prompt_id in self.ids():
-            prompt = self.prompt_by_id(prompt_id)
-            lengths.append(len(prompt.tokens))
-            if lengths[-1] <= limit:
-                found.append(prompt)
-            if len(found) == count:
-                break
-        if not found:
-            raise all_too_long(len(lengths), min(lengths), limit)
+        stream = copy(self)
+        stream._place = 0
+        found = [stream.next()]
+        while len(found) < count and (prompt := stream.next()).id < len(self.task):
+            found.append(prompt)
         return found
 
     def prompt_by_id(self, prompt_id: int) -> Prompt:
-        """The prompt that has, had or will have this id."""
+        """Return the prompt that has, had or will have this id."""
         row = self.row_by_id(prompt_id)
         return render(row, self._config, self.tokenizer, prompt_id, encoder=self._encoder)
 
     def row_by_id(self, prompt_id: int) -> TaskRow:
-        """The row that the prompt with this id is made of."""
-        epoch, place = divmod(prompt_id, len(self._task))
-        return self._task.row(int(self._order(epoch)[place]))
+        """Return the row that the prompt with this id is made of."""
+        epoch, place = divmod(prompt_id, len(self.task))
+        return self.task.row(int(self._order(epoch)[place]))
 
     def is_held_out(self, prompt_id: int) -> bool:
         """Return whether the prompt with this id is for evaluation alone."""
@@ -150,13 +139,11 @@ class PromptSource:
         return share > 0 and is_held_out(self.row_by_id(prompt_id), share)
 
     def ids(self, *, backwards: bool = False) -> Iterator[int]:
-        """Ids of one epoch's prompts to train on, the long ones too: the first epoch's, in its
-        order or from its end on.
+        """Yield the ids of the first epoch's prompts to train on, the long ones too, in its order.
 
-        Raises:
-            TaskError: all prompts are held out.
+        Raises TaskError if all prompts are held out.
         """
-        every = range(len(self._task))
+        every = range(len(self.task))
         found = False
         for prompt_id in reversed(every) if backwards else every:
             if not self.is_held_out(prompt_id):
@@ -167,102 +154,76 @@ class PromptSource:
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """What the rows are, and how the actor reads the first of them; see
-        :attr:`stretto.tasks.Task.identity`."""
+        """The task's identity, and how the actor reads the first row."""
         tokens = np.array(self.first(1)[0].tokens, np.int32)
         digest = hashlib.sha256(tokens.tobytes()).hexdigest()[:16]
-        return {**self._task.identity, "tokens of the first prompt": f"{SHA256}{digest}"}
+        return {**self.task.identity, "tokens of the first prompt": f"{SHA256}{digest}"}
 
     def state_dict(self) -> dict[str, Any]:
-        """Place of the stream, with the number of rows and the seed of its order, as plain data."""
-        return {
-            "place": self._place,
-            "skipped": self.skipped,
-            "rows": len(self._task),
-            "seed": self._seed,
-        }
+        """Return the place of the stream, the number of rows and the seed of their order."""
+        order = {"rows": len(self.task), "seed": self._seed}
+        return {"place": self._place, "skipped": self.skipped, **order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where :meth:`state_dict` stood.
-
-        Raises:
-            StateError: the rows or the seed are others, and with them the order.
-        """
-        for key, value in (("rows", len(self._task)), ("seed", self._seed)):
+        """Go on where :meth:`state_dict` stood; StateError if rows or seed are others."""
+        for key, value in (("rows", len(self.task)), ("seed", self._seed)):
             if state[key] != value:
                 raise StateError(
                     f"the prompts' saved order is of {key} = {state[key]}, and this run's of {key} "
-                    f"= {value}; resume with the same task and seed"
+                    f"= {value}; resume with the same task and seed",
+                    "other-prompts",
                 )
         self._place, self.skipped = state["place"], state["skipped"]
 
     def _all_held_out(self) -> TaskError:
         return TaskError(
-            f"task.held_out = {self._config.held_out} holds all {len(self._task)} rows out, and "
-            "leaves none to train on: too few prompts are different. Lower it, or set it to 0"
+            f"task.held_out = {self._config.held_out} holds all {len(self.task)} rows out, and "
+            "leaves none to train on: too few prompts are different. Lower it, or set it to 0",
+            "all-held-out",
         )
 
     def _make_order(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         generator = np.random.default_rng([self._seed % 2**64, epoch])
-        return generator.permutation(len(self._task))
+        return generator.permutation(len(self.task))
 
 
 def _conversation(
-    row: TaskRow, config: TaskConfig, tokenizer: PreTrainedTokenizerBase
+    row: TaskRow, config: TaskConfig, tokenizer: PreTrainedTokenizerBase, section: str
 ) -> tuple[Message, ...] | None:
-    """The row's prompt as messages, the settings' own included; ``None`` where it is plain text."""
-    is_chat, has_template = not isinstance(row.prompt, str), bool(tokenizer.chat_template)
-    because = (
-        "the prompt is a list of messages"
-        if is_chat
-        else "task.system is set"
-        if config.system
-        else "task.chat = 'on'"
-        if config.chat == "on"
-        else ""
-    )
-    if because and config.chat == "off":
+    """Return the row's prompt as messages, the settings' own included; ``None`` for plain text."""
+    own, because = row.prompt, ""
+    if not isinstance(own, str):
+        because = "the prompt is a list of messages"
+    elif config.system:
+        because = f"{section}.system is set"
+    elif config.chat == "on":
+        because = f"{section}.chat = 'on'"
+    if not because and (config.chat == "off" or not tokenizer.chat_template):
+        return None
+    if config.chat == "off":
         raise TaskError(
-            f"task.chat = 'off', but {because}, which takes a chat template; set task.chat to "
-            "'auto', or use text prompts without a system message"
+            f"{section}.chat = 'off', but {because}, which takes a chat template; set "
+            f"{section}.chat to 'auto', or use text prompts without a system message",
+            "chat-is-off",
         )
-    if because and not has_template:
+    if not tokenizer.chat_template:
         raise TaskError(
             f"{because}, and the tokenizer has no chat template; use text prompts without "
-            "task.system and with task.chat = 'off', or a model that was made for chat"
+            f"{section}.system and with {section}.chat = 'off', or a model that was made for chat",
+            "no-chat-template",
         )
-    if not because and (config.chat == "off" or not has_template):
-        return None
-    return _messages(row, config)
-
-
-def _messages(row: TaskRow, config: TaskConfig) -> tuple[Message, ...]:
-    """System message, the prompt's own messages, and the instruction at the end of the last."""
-    if isinstance(row.prompt, str):
-        own: tuple[Message, ...] = (Message(role="user", content=row.prompt),)
-    else:
-        own = row.prompt
-    if config.system and own[0]["role"] == "system":
+    *before, last = (Message(role="user", content=own),) if isinstance(own, str) else own
+    if config.system and [*before, last][0]["role"] == "system":
+        where = "the prompt" if row.index is None else f"row {row.index}"
         raise TaskError(
-            f"task.system is set, and row {row.index} brings a system message of its own; "
-            "leave task.system empty"
+            f"{section}.system is set, and {where} brings a system message of its own; "
+            f"leave {section}.system empty",
+            "two-system-messages",
         )
     system = (Message(role="system", content=config.system),) if config.system else ()
-    last = Message(role=own[-1]["role"], content=_with_instruction(own[-1]["content"], config))
-    return (*system, *own[:-1], last)
+    last = Message(role=last["role"], content=_with_instruction(last["content"], config))
+    return (*system, *before, last)
 
 
 def _with_instruction(text: str, config: TaskConfig) -> str:
     return f"{text}\n{config.instruction}" if config.instruction else text
-
-
-def _templated(turns: tuple[Message, ...], encoder: Encoder) -> str:
-    """The conversation in the chat template, escaped."""
-    from jinja2 import TemplateError
-
-    try:
-        return encoder.chat(turns, add_generation_prompt=True)
-    except TemplateError as error:
-        raise TaskError(
-            f"the tokenizer's chat template refuses the messages {list(turns)}: {error}"
-        ) from error

@@ -1,20 +1,156 @@
-"""Tasks out of rows that were read from somewhere: any dataset, and GSM8K."""
+"""Rows of a local file or of a hub dataset, as they stand there, and the tasks made of them."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
 
-from stretto.config import TaskConfig
-from stretto.errors import TaskError, nearest
-from stretto.tasks.answers import extract, same_answer
-from stretto.tasks.base import INDEX_KEY, RowMarks, Task, TaskRow
+from stretto.config import RowsConfig, TaskConfig
+from stretto.errors import TaskError, nearest, require
+from stretto.tasks.base import INDEX_KEY, Task, TaskRow, extract, fingerprints, same_answer
 from stretto.tasks.encode import utf8
-from stretto.tasks.files import read
 from stretto.types import Message
 
+Row = dict[str, Any]
+
+SUFFIXES = (".jsonl", ".json", ".parquet")
+
 _FINAL = re.compile(r"####\s*(\S.*?)\s*$", re.MULTILINE)
+
+
+def read(config: TaskConfig | RowsConfig) -> Sequence[Row]:
+    """Return the rows that ``config.name`` stands for, cut to ``config.size`` where that is set.
+
+    Local files are read afresh each time and need neither a network nor a cache. Raises TaskError
+    if the file or dataset is missing, cannot be read, or is too short; MissingExtraError if the
+    library that reads it is not installed.
+    """
+    section = "task" if isinstance(config, TaskConfig) else "data"
+    if is_local(config.name):
+        path = Path(config.name).expanduser()
+        if config.split != "train":
+            raise TaskError(
+                f"{section}.split = '{config.split}' has no effect on the local file '{path}'; "
+                f"leave {section}.split out, or name the split's own file",
+                "setting-without-effect",
+            )
+        rows = _read_file(path)
+    else:
+        rows = _read_hub(config)
+    if not len(rows):
+        raise TaskError(f"'{config.name}' holds no rows; it needs at least one", "no-rows")
+    if config.size > len(rows):
+        raise TaskError(
+            f"{section}.size = {config.size}, but '{config.name}' holds {len(rows)} rows; "
+            f"set {section}.size to that or less, or to 0 for all",
+            "too-few-rows",
+        )
+    if config.size:
+        rows = rows[: config.size] if isinstance(rows, list) else rows.select(range(config.size))
+    return cast(Sequence[Row], rows)
+
+
+def is_local(name: str) -> bool:
+    """Return whether a dataset's name means a file, there or not, rather than a hub dataset."""
+    path = Path(name).expanduser()
+    named = path.suffix in SUFFIXES or name.startswith(("/", "./", "../", "~"))
+    return named or path.exists()
+
+
+class _ArrowRows(Sequence[Row]):
+    """Rows of an Arrow table, made when they are asked for; as a dataset of the hub."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+
+    def select(self, rows: range) -> Sequence[Row]:
+        return _ArrowRows(self._table.slice(rows.start, len(rows)))
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._table.slice(index, 1).to_pylist()[0]
+
+    def __iter__(self) -> Iterator[Row]:
+        for batch in self._table.to_batches():
+            yield from batch.to_pylist()
+
+
+def _read_file(path: Path) -> Any:
+    if not path.is_file():
+        raise TaskError(f"there is no file '{path}' (looked for from {Path.cwd()})", "missing-file")
+    if path.suffix not in SUFFIXES:
+        raise TaskError(f"'{path}' must end in one of {', '.join(SUFFIXES)}", "unknown-suffix")
+    if path.suffix != ".parquet":
+        # Not through a table: that would turn texts that look like dates into dates, and give
+        # every row the columns of all others.
+        return _read_json(path)
+    require("pyarrow", "parquet", f"'{path}'")
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return _ArrowRows(pyarrow.parquet.read_table(path))
+    except pyarrow.ArrowException as error:
+        message = f"'{path}' cannot be read as parquet: {error}"
+        raise TaskError(message, "invalid-parquet") from error
+
+
+def _read_json(path: Path) -> list[Row]:
+    """Read JSON Lines, or one JSON list, as the first character says."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TaskError(f"'{path}' must be UTF-8: {error}", "not-utf8") from error
+    if text.lstrip().startswith("["):
+        rows = _decode(text, str(path))
+    else:
+        lines = enumerate(text.split("\n"), start=1)
+        rows = [_decode(line, f"{path}, line {n}") for n, line in lines if line.strip()]
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            shown = json.dumps(row)[:80]
+            message = f"'{path}': row {number} must be an object with columns; got {shown}"
+            raise TaskError(message, "row-not-object")
+    return list(rows)
+
+
+def _decode(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise TaskError(f"{where}: not valid JSON ({error})", "invalid-json") from error
+
+
+def _read_hub(config: TaskConfig | RowsConfig) -> Any:
+    """Read a hub dataset; one of several configurations is named behind a colon."""
+    require("datasets", "hub", f"'{config.name}', a dataset of the hub,")
+    import datasets
+
+    name, _, configuration = config.name.partition(":")
+    try:
+        return datasets.load_dataset(name, configuration or None, split=config.split)
+    except Exception as error:  # the library raises whatever its network stack raises
+        raise TaskError(
+            f"the dataset '{config.name}' (split '{config.split}') cannot be loaded from the hub: "
+            f"{error}. Give a local {', '.join(SUFFIXES)} file, a hub name as 'owner/name', or "
+            "'owner/name:configuration' where it has several",
+            "hub-dataset",
+        ) from error
+
+
+@contextmanager
+def of_row(name: str) -> Iterator[None]:
+    """Name a row in a TaskError about it."""
+    try:
+        yield
+    except TaskError as error:
+        raise TaskError(f"{name}: {error}", error.code) from error
 
 
 class TableTask(Task):
@@ -27,79 +163,74 @@ class TableTask(Task):
         self._config = config
         self._prompt_column, self._answer_column = self._columns()
         self._rows = read(config)
-        self._marks = RowMarks(len(self._rows))
-        for index, row in enumerate(self._rows):
-            where = f"'{config.name}', row {index}"
-            self._check_columns(row, where)
-            as_prompt(row[self._prompt_column], f"{where}, column '{self._prompt_column}'")
-            if self._answer_column:
-                self._answer(row, where)
-            self._marks.add(row)
+        self._fingerprints = fingerprints(self._checked_rows(), len(self._rows))
 
     def _columns(self) -> tuple[str, str]:
         return self._config.prompt_column, self._config.answer_column
 
+    def _checked_rows(self) -> Iterator[Row]:
+        for index, row in enumerate(self._rows):
+            where = f"'{self._config.name}', row {index}"
+            with of_row(where):
+                self._check_columns(row)
+                if self._answer_column:
+                    self._answer(row)
+            with of_row(f"{where}, column '{self._prompt_column}'"):
+                as_prompt(row[self._prompt_column])
+            yield row
+
+    def _check_columns(self, row: Row) -> None:
+        for column in filter(None, (self._prompt_column, self._answer_column)):
+            if column not in row:
+                every = ", ".join(sorted(row))
+                message = f"no column '{column}'. {nearest(column, row)} Its columns: {every}"
+                raise TaskError(message, "missing-column")
+        if INDEX_KEY in row:
+            message = f"the column name '{INDEX_KEY}' is reserved; rename it"
+            raise TaskError(message, "reserved-column")
+
     def __len__(self) -> int:
-        """Number of rows."""
         return len(self._rows)
 
     def row(self, index: int) -> TaskRow:
-        """The row at ``index``."""
-        row = self._rows[index]
-        return TaskRow(
-            prompt=as_prompt(row[self._prompt_column], f"row {index}"),
-            data=dict(row),
-            reference=str(row[self._answer_column]) if self._answer_column else None,
-            index=index,
-        )
+        """Return the row at ``index``."""
+        row, answers = self._rows[index], self._answer_column
+        reference = str(row[answers]) if answers else None
+        return TaskRow(as_prompt(row[self._prompt_column]), dict(row), reference, index)
 
     @property
     def identity(self) -> Mapping[str, str]:
         """Number of rows, and fingerprints of them."""
-        return {**super().identity, **self._marks.named}
+        return {**super().identity, **self._fingerprints}
 
     @property
     def has_verifier(self) -> bool:
-        """Return whether there is a column of right answers."""
+        """Whether there is a column of right answers."""
         return bool(self._answer_column)
 
     def verify(self, index: int, response: str) -> float:
         """Score a response: 1 if its answer is the row's, as text or as mathematics; else 0.
 
-        Raises:
-            TaskError: there is no answer column, or this is not the process's main thread.
-            TimeoutError: the comparison took too long.
+        Raises TaskError if there is no answer column, or this is not the process's main thread;
+        TimeoutError if the comparison took too long.
         """
         self.require_verifier()
         answer, bare = self._extract(response)
         if answer is None:
             return 0.0
-        reference = self._answer(self._rows[index], f"row {index}")
-        return float(same_answer(reference, answer, bare=bare))
+        return float(same_answer(self._answer(self._rows[index]), answer, bare=bare))
 
     def _extract(self, response: str) -> tuple[str | None, bool]:
         how = self._config.extract
         return extract(response, how), how != "full"
 
-    def _answer(self, row: Mapping[str, Any], where: str) -> str:
-        """The right answer and nothing else."""
+    def _answer(self, row: Row) -> str:
+        """Return the right answer and nothing else."""
         answer = row[self._answer_column]
         if not isinstance(answer, str | int | float) or not str(answer).strip():
-            raise TaskError(
-                f"{where}: the answer in column '{self._answer_column}' must be text or a number; "
-                f"got {answer!r}"
-            )
+            where = f"the answer in column '{self._answer_column}'"
+            raise TaskError(f"{where} must be text or a number; got {answer!r}", "answer-not-text")
         return str(answer)
-
-    def _check_columns(self, row: Mapping[str, Any], where: str) -> None:
-        for column in filter(None, (self._prompt_column, self._answer_column)):
-            if column not in row:
-                raise TaskError(
-                    f"{where} has no column '{column}'. {nearest(column, row)} "
-                    f"Its columns: {', '.join(sorted(row))}"
-                )
-        if INDEX_KEY in row:
-            raise TaskError(f"{where}: the column name '{INDEX_KEY}' is reserved; rename it")
 
 
 class Gsm8kTask(TableTask):
@@ -118,42 +249,44 @@ class Gsm8kTask(TableTask):
             return final[-1], True
         return super()._extract(response)
 
-    def _answer(self, row: Mapping[str, Any], where: str) -> str:
-        final = _FINAL.findall(super()._answer(row, where))
+    def _answer(self, row: Row) -> str:
+        final = _FINAL.findall(super()._answer(row))
         if not final:
             raise TaskError(
-                f"{where}: GSM8K's answers end in a line '#### N', and this one does not: "
-                f"{row[self._answer_column]!r}. For other datasets use task.kind = 'dataset'"
+                "GSM8K's answers end in a line '#### N', and this one does not: "
+                f"{row[self._answer_column]!r}. For other datasets use task.kind = 'dataset'",
+                "no-gsm8k-answer",
             )
         return str(final[-1])
 
 
-def as_prompt(value: Any, where: str) -> str | tuple[Message, ...]:
-    """A cell of the prompt column, as text or messages.
+def as_prompt(value: Any) -> str | tuple[Message, ...]:
+    """Return a cell of the prompt column as text or messages.
 
-    Raises:
-        TaskError: it is neither, is empty, is no valid Unicode, or ends in the assistant's turn.
+    Raises TaskError if it is neither, is empty, no valid Unicode, or ends in the assistant's turn.
     """
     if isinstance(value, str) and value.strip():
-        utf8(value, where)
+        utf8(value)
         return value
-    if messages := as_messages(value):
-        for message in messages:
-            utf8(message["role"] + message["content"], where)
-        if messages[-1]["role"] != "assistant":
-            return messages
+    messages = as_messages(value)
+    if not messages:
         raise TaskError(
-            f"{where}: a prompt ends with a turn to be answered, and this one ends with the "
-            "assistant's; drop that message"
+            "a prompt must be text, or a list of messages with 'role' and 'content' and nothing "
+            f"else; got {repr(value)[:200]}",
+            "prompt-not-text",
         )
-    raise TaskError(
-        f"{where}: a prompt must be text, or a list of messages with 'role' and 'content' and "
-        f"nothing else; got {repr(value)[:200]}"
-    )
+    for message in messages:
+        utf8(message["role"] + message["content"])
+    if messages[-1]["role"] == "assistant":
+        raise TaskError(
+            "the assistant's turn ends this prompt, and leaves none to answer; drop that message",
+            "prompt-ends-with-assistant",
+        )
+    return messages
 
 
 def as_messages(value: Any) -> tuple[Message, ...]:
-    """A cell as messages; empty where it is something else."""
+    """Return a cell as messages; empty where it is something else."""
     if not isinstance(value, list) or not all(map(_is_message, value)):
         return ()
     return tuple(Message(role=m["role"], content=m["content"]) for m in value)

@@ -17,8 +17,7 @@ from stretto.algorithms.registry import prepare
 from stretto.algorithms.rewards import make_rewards
 from stretto.api import changed
 from stretto.assembly import models
-from stretto.assembly.engines import make_engine
-from stretto.assembly.scorers import model_scorers, reward_scorer
+from stretto.assembly.roles import make_engine, model_scorers, reward_scorer
 from stretto.config import Config
 from stretto.models.heads import reward_model_from, scalar_head
 from stretto.models.load import load_tokenizer

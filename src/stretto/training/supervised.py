@@ -26,8 +26,8 @@ from stretto.errors import ModelError, TaskError
 from stretto.models import forward
 from stretto.models.heads import apply_scalar_head
 from stretto.models.logits import token_logprobs
-from stretto.tasks.pairs import PairTokens
 from stretto.tasks.responses import Example
+from stretto.tasks.supervised import PairTokens
 from stretto.training.trained import LearningRate, TrainedModel
 from stretto.types import Stats
 

@@ -15,13 +15,14 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerControl, TrainerState
 
 from stretto import api, files
-from stretto.assembly.engines import make_engine
 from stretto.assembly.models import Overrides, made_ready
+from stretto.assembly.roles import make_engine
 from stretto.config import Config, recipes
 from stretto.config.sections import MISSING_EOS
 from stretto.config.training import token_budget
 from stretto.errors import ConfigError, StateError, StrettoError
-from stretto.evaluation.answers import answer, score_all
+from stretto.evaluation.answers import answer
+from stretto.evaluation.gold import score_all
 from stretto.models.load import save_model
 from stretto.models.weights import require_trainable
 from stretto.observe import Progress, RunDirectory, Sample, make_progress
@@ -197,7 +198,7 @@ class PPOTrainer:
         prompts = [render(task.row(i), config.task, tokenizer, i) for i in rows]
         ends = self._overrides().end_tokens
         engine = make_engine(config, actor, tokenizer, rollout.batch, ends)
-        answers = answer(engine, prompts).rollouts
+        answers = answer(engine, prompts)
         scores = score_all(scorer, answers, rollout.batch)
         return [
             {

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from stretto.clock import Clock, RealClock
 from stretto.errors import RankError, RoleLostError, StrettoError
+from stretto.protocols import Clock, RealClock
 from stretto.types import Reply, Work
 from stretto.workers.ranks import Ranks
 from stretto.workers.services import Service, ServiceTensors, offloaded_of

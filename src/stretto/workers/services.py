@@ -7,9 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
-from stretto.clock import Clock, RealClock
 from stretto.models.offload import OffloadedTensors
-from stretto.protocols import RemoteMethod, remote_methods
+from stretto.protocols import Clock, RealClock, RemoteMethod, remote_methods
 from stretto.types import Reply, Work
 
 T = TypeVar("T")

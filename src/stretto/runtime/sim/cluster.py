@@ -16,8 +16,8 @@ from typing import Annotated, Literal, Self, TypeVar
 from pydantic import Field, model_validator
 
 from stretto.assembly.controls import Migrating
-from stretto.config import ScheduleConfig, Section, Seed, changes, recipes
-from stretto.config.base import NonNegative, NonNegativeInt, PositiveInt
+from stretto.config import ScheduleConfig, changes, recipes
+from stretto.config.sections import NonNegative, NonNegativeInt, PositiveInt, Section, Seed, refuse
 from stretto.errors import ConfigError, RuleError
 from stretto.runtime.sim import costs
 from stretto.runtime.sim.faults import Faults
@@ -213,7 +213,7 @@ class Cluster(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        self.schedule.check(self.workload.batch)
+        refuse(self.schedule.overcommit_rules(self.workload.batch))
         if self.schedule.asks_to_migrate and len(self.generators) == 1:
             raise RuleError(
                 f"schedule.migrate = {self.schedule.migrate!r} moves responses between generators, "

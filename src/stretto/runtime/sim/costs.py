@@ -12,8 +12,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from stretto.config import NonNegative, NonNegativeInt, Section
-from stretto.config.base import Positive
+from stretto.config.sections import NonNegative, NonNegativeInt, Positive, Section
 
 Share = Annotated[float, Field(gt=0, le=1)]
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from stretto.config import Fraction, NonNegative, Section
+from stretto.config.sections import Fraction, NonNegative, Section
 from stretto.errors import RoleLostError
 from stretto.runtime.sim.lengths import uniform
 from stretto.types import Score

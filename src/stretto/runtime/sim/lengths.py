@@ -16,8 +16,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from stretto.config import Fraction, NonNegative, PositiveInt, Section
-from stretto.config.base import Positive
+from stretto.config.sections import Fraction, NonNegative, Positive, PositiveInt, Section
 from stretto.errors import RuleError
 
 _NORMAL = NormalDist()

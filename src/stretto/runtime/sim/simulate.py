@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any, TypeVar
 
 from stretto.assembly.controls import controls
-from stretto.config import RolloutConfig
+from stretto.config.schedule import Settings
 from stretto.observe.idle import TimeSheet
 from stretto.observe.spans import Span, Spans, Window
 from stretto.protocols import DRIVER, RECORDS, Generator, Learner, Tracer
@@ -138,11 +138,10 @@ async def _simulate(cluster: Cluster, limit: int, advance: Advance) -> SimResult
 def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule:
     """Make the schedule that the description asks for; call it in a running loop."""
     w, engines, schedule = cluster.workload, len(cluster.generators), cluster.schedule
-    rollout = RolloutConfig(
-        batch=w.batch, samples_per_prompt=w.samples_per_prompt, max_new_tokens=w.max_new_tokens
-    )
-    settings = schedule.settings(
-        rollout,
+    settings = Settings(
+        w.batch,
+        w.samples_per_prompt,
+        w.max_new_tokens,
         w.steps,
         drop_failures=w.on_failure == "drop",
         group_at_least=w.group_at_least,

@@ -1,0 +1,313 @@
+"""Rows to learn from: demonstrations, and preferences between two responses to one prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import takewhile
+from typing import Any, TypeVar
+
+from stretto.config import DemonstrationsConfig, PairsConfig, RowsConfig
+from stretto.errors import TaskError
+from stretto.tasks.responses import Example, PromptLayout
+from stretto.tasks.tables import Row, as_messages, as_prompt, of_row, read
+from stretto.types import Message
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+Turns = str | tuple[Message, ...]
+"""Text, or the messages of a conversation."""
+
+_KEYS = "'role' and 'content' and nothing else"
+
+TURN = "\n\nAssistant:"
+"""Mark before each response in transcripts such as those of Bai et al. (2022)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """A prompt, and what follows it: text, or messages of which the assistant's are learned."""
+
+    prompt: Turns
+    completion: Turns
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two responses to one prompt, of which ``chosen`` was preferred.
+
+    Attributes:
+        index: the row's place in its dataset.
+        transcript: whether the prompt is the common beginning of two texts, which carry turns of
+            their own.
+        data: the row as it stands.
+    """
+
+    prompt: Turns
+    chosen: str
+    rejected: str
+    index: int = 0
+    transcript: bool = False
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PairTokens:
+    """A pair as a reward model reads it: a response behind the prompt, with its end token."""
+
+    prompt: tuple[int, ...]
+    chosen: tuple[int, ...]
+    rejected: tuple[int, ...]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longer side, prompt counted."""
+        return len(self.prompt) + max(len(self.chosen), len(self.rejected))
+
+
+def attempt(
+    items: Iterable[T], make: Callable[[T], U], config: RowsConfig
+) -> tuple[list[U], list[str]]:
+    """Make something of each item; where one cannot be used, do what ``data.on_error`` says.
+
+    Returns what was made, and for each item left out the reason. Raises TaskError, with the code of
+    the first reason, if items are not to be left out, or if none can be used.
+    """
+    made, errors = list[U](), list[TaskError]()
+    for item in items:
+        try:
+            made.append(make(item))
+        except TaskError as error:
+            errors.append(error)
+    if errors and not made:
+        raise TaskError(
+            f"none of the {len(errors)} rows of '{config.name}' can be used; correct them, or the "
+            f"columns that data names. The first: {errors[0]}",
+            errors[0].code,
+        )
+    if errors and config.on_error == "stop":
+        others = f" ({len(errors)} rows cannot be used)" if len(errors) > 1 else ""
+        raise TaskError(
+            f"{errors[0]}{others}. Correct the data, or leave rows out: data.on_error = 'drop'",
+            errors[0].code,
+        )
+    return made, list(map(str, errors))
+
+
+def attempt_rows(
+    rows: Iterable[Row], make: Callable[[Row, int], U], config: RowsConfig
+) -> tuple[list[U], list[str]]:
+    """Make something of each row and its index, as :func:`attempt`."""
+
+    def named(row: tuple[int, Row]) -> U:
+        with of_row(f"'{config.name}', row {row[0]}"):
+            return make(row[1], row[0])
+
+    return attempt(enumerate(rows), named, config)
+
+
+def cells_of(row: Row, *columns: str) -> list[Any]:
+    """Return the cells of a row in the named columns; raise TaskError if the row lacks one."""
+    for column in columns:
+        if column not in row:
+            raise TaskError(
+                f"no column '{column}'; its columns: {_listed(row)}. Name the one that is meant "
+                "with the data.*_column settings",
+                "missing-column",
+            )
+    return [row[column] for column in columns]
+
+
+def _listed(row: Row) -> str:
+    return ", ".join(map(repr, sorted(row)))
+
+
+def read_demonstrations(config: DemonstrationsConfig) -> tuple[list[Demonstration], list[str]]:
+    """Return the rows of a dataset, and the reasons why others are left out.
+
+    The first row says which columns are read. Raises TaskError if the data cannot be read, lacks
+    the columns, or as :func:`attempt`.
+    """
+    rows = read(config)
+    if config.messages_column and config.messages_column in rows[0]:
+        return attempt_rows(rows, partial(_dialogue, config.messages_column), config)
+    columns = config.prompt_column, config.completion_column
+    if any(column not in rows[0] for column in columns):
+        wanted = f"'{columns[0]}' and '{columns[1]}'"
+        if config.messages_column:
+            wanted = f"'{config.messages_column}', or {wanted}"
+        raise TaskError(
+            f"'{config.name}' has no column {wanted}, but {_listed(rows[0])}. Name them with "
+            "data.messages_column, or data.prompt_column and data.completion_column",
+            "missing-column",
+        )
+    return attempt_rows(rows, partial(_answered, columns), config)
+
+
+def example_of(row: Demonstration, layout: PromptLayout) -> Example:
+    """Return a demonstration in a model's tokens; errors are those of the layout."""
+    with of_row(f"row {row.index}"):
+        return layout.example(layout.prompt(row.prompt), row.completion)
+
+
+def _dialogue(column: str, row: Row, index: int) -> Demonstration:
+    """Read a conversation: its prompt is all before the assistant's first turn."""
+    (cell,) = cells_of(row, column)
+    messages = as_messages(cell)
+    if not messages:
+        message = f"a conversation is a list of messages with {_KEYS}; got {repr(cell)[:200]}"
+        raise TaskError(message, "no-conversation")
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns:
+        message = f"no turn is the assistant's, so nothing is learned ({_roles(messages)})"
+        raise TaskError(message, "no-assistant-turn")
+    if not turns[0]:
+        raise TaskError("a conversation begins with what the assistant answers to", "no-prompt")
+    _check_said(messages)
+    return Demonstration(messages[: turns[0]], messages[turns[0] :], index)
+
+
+def _answered(columns: tuple[str, str], row: Row, index: int) -> Demonstration:
+    """Read a prompt and its completion."""
+    asked, completion = cells_of(row, *columns)
+    prompt = as_prompt(asked)
+    if isinstance(completion, str) and completion.strip():
+        return Demonstration(prompt, completion, index)
+    messages = as_messages(completion)
+    if not messages or messages[-1]["role"] != "assistant":
+        raise TaskError(
+            "a completion is text, or a list of messages that ends with the assistant's; got "
+            f"{repr(completion)[:200]}",
+            "no-completion",
+        )
+    _check_said(messages)
+    if isinstance(prompt, str):
+        prompt = (Message(role="user", content=prompt),)
+    return Demonstration(prompt, messages, index)
+
+
+def _check_said(messages: Sequence[Message]) -> None:
+    if any(m["role"] == "assistant" and not m["content"].strip() for m in messages):
+        raise TaskError("a turn of the assistant is empty", "empty-response")
+
+
+def _roles(messages: Sequence[Message]) -> str:
+    return ", ".join(message["role"] for message in messages) or "nothing"
+
+
+def read_pairs(config: PairsConfig) -> tuple[list[Pair], list[str]]:
+    """Return the rows of a dataset as pairs, and the reasons why others are left out.
+
+    A row cannot be used that lacks a column, or whose sides are equal, empty, or not answers to one
+    prompt. Raises TaskError if the data cannot be read, or as :func:`attempt`.
+    """
+    rows, asked = read(config), config.prompt_column
+    columns = config.chosen_column, config.rejected_column
+    with of_row(f"'{config.name}'"):
+        cells_of(rows[0], *columns)  # without them nothing can be left out
+    named = asked in rows[0]
+    if asked and not named and config.is_set("prompt_column"):
+        raise TaskError(
+            f"'{config.name}' has no data.prompt_column = '{asked}', but {_listed(rows[0])}; name "
+            "the prompt's column, or set it to '' where both sides begin with the prompt",
+            "missing-column",
+        )
+
+    def make(row: Row, index: int) -> Pair:
+        chosen, rejected, *prompt = cells_of(row, *columns, *([asked] if named else []))
+        a, b = _side(chosen, "chosen"), _side(rejected, "rejected")
+        if a == b:
+            raise TaskError("chosen and rejected are equal, which prefers neither", "equal-sides")
+        transcript = not named and isinstance(a, str)
+        sides = _sides(as_prompt(prompt[0]) if named else None, a, b, row, turns=bool(asked))
+        for name, text in zip(("chosen", "rejected"), sides[1:], strict=True):
+            if not text.strip():
+                raise TaskError(f"the {name} response is empty", "empty-response")
+        return Pair(*sides, index, transcript, row)
+
+    return attempt_rows(rows, make, config)
+
+
+def tokens_of(pair: Pair, layout: PromptLayout) -> PairTokens:
+    """Return a pair in a model's tokens; TaskError if both sides are the same tokens."""
+    with of_row(f"row {pair.index}"):
+        prompt = layout.prompt(pair.prompt, transcript=pair.transcript)
+        chosen, rejected = (layout.response(prompt, r) for r in (pair.chosen, pair.rejected))
+        if chosen == rejected:
+            message = "chosen and rejected are the same tokens, which prefers neither"
+            raise TaskError(message, "equal-sides")
+    return PairTokens(prompt.tokens, chosen, rejected)
+
+
+def _side(value: Any, name: str) -> Turns:
+    side = value if isinstance(value, str) else as_messages(value)
+    if not side:
+        raise TaskError(
+            f"the {name} side must be text that is not empty, or a list of messages with {_KEYS}; "
+            f"got {repr(value)[:200]}",
+            "no-side",
+        )
+    return side
+
+
+def _sides(
+    prompt: Turns | None, a: Turns, b: Turns, row: Row, *, turns: bool
+) -> tuple[Turns, str, str]:
+    """Return prompt and responses; ``turns``: texts without a prompt must share a turn."""
+    if isinstance(a, str) and isinstance(b, str):
+        if prompt is not None:
+            return prompt, a, b
+        at = _common_text(a, b, row, turns=turns)
+        return a[:at], a[at:], b[at:]
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return _common_messages(prompt, a, b)
+    raise TaskError("one side is text and the other messages; make both the same", "mixed-sides")
+
+
+def _common_text(chosen: str, rejected: str, row: Row, *, turns: bool) -> int:
+    """Return the end of the prompt that two texts begin with: behind the last turn mark they share.
+
+    Without a mark, unless ``turns`` asks for one: before the last white space that they share.
+    """
+    same = takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))
+    common = "".join(character for character, _ in same)
+    if TURN in common:
+        return common.rindex(TURN) + len(TURN)
+    if turns:
+        raise TaskError(
+            f"no column has the prompt, and the two sides share no turn ({TURN!r}); name one of "
+            f"{_listed(row)} in data.prompt_column, or set it to '' where both texts begin with "
+            "the prompt",
+            "no-shared-turn",
+        )
+    for at in range(len(common), 0, -1):
+        blank = chosen[at : at + 1].isspace() and rejected[at : at + 1].isspace()
+        if blank and common[:at].strip():
+            return at
+    raise TaskError(
+        "the two sides do not begin with the same prompt; name the prompt's column with "
+        "data.prompt_column",
+        "no-shared-prompt",
+    )
+
+
+def _common_messages(
+    prompt: Turns | None, chosen: tuple[Message, ...], rejected: tuple[Message, ...]
+) -> tuple[Turns, str, str]:
+    """Return prompt and responses. Sides of several messages are whole conversations."""
+    shared = len(list(takewhile(lambda m: m[0] == m[1], zip(chosen, rejected, strict=False))))
+    a, b = chosen[shared:], rejected[shared:]
+    if any(len(r) != 1 or r[0]["role"] != "assistant" for r in (a, b)):
+        raise TaskError(
+            "the two sides differ in one turn of the assistant, the last; after "
+            f"{shared} messages in common these have {_roles(a)} and {_roles(b)}",
+            "sides-differ-in-turns",
+        )
+    asked = chosen[:shared] or prompt
+    if asked is None:
+        message = "the sides hold responses only; name the prompt's column with data.prompt_column"
+        raise TaskError(message, "no-shared-prompt")
+    return asked, a[0]["content"], b[0]["content"]
