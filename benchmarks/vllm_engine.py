@@ -31,7 +31,7 @@ keep_freed_memory()  # before torch is imported, as the command line does
 import torch
 
 from _shared import parse, random_prompts
-from stretto.assembly.roles import make_engine
+from stretto.assembly.roles import RoleFactory
 from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig
 from stretto.machine import Machine
 from stretto.models.load import load_causal_lm
@@ -54,7 +54,9 @@ def vllm_engine(model: Any, config: RolloutConfig, args: argparse.Namespace) -> 
     )
     ends = frozenset[int]()
     tokenizer: Any = None  # no response ends
-    return make_engine(settings, model, tokenizer, args.prompts, ends, threads=args.threads)
+    return RoleFactory(settings, print).make_engine(
+        model, tokenizer, args.prompts, ends, threads=args.threads
+    )
 
 
 def measure(args: argparse.Namespace) -> dict[str, list[float]]:

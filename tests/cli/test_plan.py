@@ -24,7 +24,7 @@ from stretto.api.planning import (
     write,
 )
 from stretto.cli.main import main as stretto
-from stretto.config import Config, changes, recipes
+from stretto.config import Config, ScheduleConfig, changes, recipes
 from stretto.errors import ConfigError
 from stretto.models.shapes import shape_of
 from stretto.planner.candidates import candidates, memory_by_phase
@@ -261,7 +261,7 @@ def test_options_of_the_command_are_written(
 
 
 def test_every_variant_has_its_schedule() -> None:
-    found = variants_of(Config())
+    found = variants_of(ScheduleConfig())
     assert tuple(found) == PLANNED
     assert found["async-overcommit"].knobs.lag == 1
     assert found["async-overcommit"].knobs.overcommit == "auto"

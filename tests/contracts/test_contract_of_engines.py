@@ -54,7 +54,7 @@ def own(**options: Any) -> Engine:
 
 def vllm_itself(**_: Any) -> Engine:
     """Greedy, as its samples depend on their company; the process is vLLM's from here on."""
-    from stretto.assembly.roles import make_engine
+    from stretto.assembly.roles import RoleFactory
 
     options = {"block_size": 32}
     config = Config.model_construct(
@@ -65,7 +65,7 @@ def vllm_itself(**_: Any) -> Engine:
     )
     tokenizer: Any = None
     model, ends = llama(hidden=64), frozenset({END})
-    return make_engine(config, model, tokenizer, 4, ends, overridden=True)
+    return RoleFactory(config, print).make_engine(model, tokenizer, 4, ends, overridden=True)
 
 
 SUBJECTS: dict[str, Callable[..., Any]] = {

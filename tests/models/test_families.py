@@ -20,7 +20,7 @@ from engine_helpers import EXPERTS, GROUPED, from_config, plain_logprobs
 from helpers import told
 from raising import raises
 from scorer_helpers import stream
-from stretto.assembly.roles import scorer_slots
+from stretto.assembly.roles import RoleFactory
 from stretto.config import Config, ModelConfig, RolloutConfig
 from stretto.errors import EngineError, ModelError
 from stretto.evaluation.answers import completed
@@ -142,7 +142,7 @@ def streamed(model: Any, made: Sequence[Rollout]) -> list[Any]:
     """Log-probabilities by a reference that reads responses while they grow."""
     said: list[str] = []
     settings = {"schedule": {"preset": "stretto"}, "rollout": {"batch": 4, "max_new_tokens": NEW}}
-    slots = scorer_slots(Config.model_validate(settings), model, said.append)
+    slots = RoleFactory(Config.model_validate(settings), said.append).scorer_slots(model)
     scorer = reference_scorer(model, 1.0, 16, slots=slots, say=said.append)
     assert scorer.info.streams
     assert said == []
@@ -307,7 +307,8 @@ def test_a_reference_that_takes_no_masks_scores_whole(name: str, tmp_path: Path)
     for r in made:
         r.tokens, r.logprobs, r.versions = [5, 6, 7], [-1.0] * 3, [0] * 3
     said: list[str] = []
-    slots = scorer_slots(Config.model_validate({"schedule": {"preset": "stretto"}}), model, print)
+    streaming = Config.model_validate({"schedule": {"preset": "stretto"}})
+    slots = RoleFactory(streaming, print).scorer_slots(model)
     scorer = reference_scorer(model, 1.0, 64, slots=slots, say=said.append)
     (line,) = said
     assert line.startswith("'reference' scores rollouts whole, at their end: ")

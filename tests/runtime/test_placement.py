@@ -33,6 +33,11 @@ def shown(found: list[ProcessPlacement]) -> list[tuple[tuple[str, ...], int, str
     return [(tuple(placed.role for placed in p.roles), p.threads, p.device) for p in found]
 
 
+def remarks_on(settings: Config, cores: int, gpus: int) -> list[str]:
+    knobs, engines = settings.schedule.knobs, settings.rollout.engines
+    return remarks(knobs, engines, places(settings, cores, gpus), cores, gpus)
+
+
 def test_each_role_has_a_process_and_all_cores_where_nothing_overlaps() -> None:
     found = places(config(reward={"sources": ("model:./rm", "task")}), 8, 0)
     roles = ["learner", "generator", "model:./rm", "reference", "critic"]
@@ -150,11 +155,11 @@ def test_contradictions_are_refused_with_the_settings(settings: Any, message: st
 
 def test_waste_is_remarked_on() -> None:
     crowded = config(schedule={"preset": "oppo"}, reward={"sources": ("model:a", "model:b")})
-    (line,) = remarks(crowded, places(crowded, 2, 0), 2, 0)
+    (line,) = remarks_on(crowded, 2, 0)
     assert line.startswith("7 threads of 6 processes share 2 cores: put scorers together")
-    assert not remarks(config(), places(config(), 2, 0), 2, 0)  # they take turns
+    assert not remarks_on(config(), 2, 0)  # they take turns
     together = config(cluster={"scorers": "together"})
-    (line,) = remarks(together, places(together, 8, 4), 8, 4)
+    (line,) = remarks_on(together, 8, 4)
     assert line == "1 of 4 GPUs have no role"
 
 
@@ -163,11 +168,11 @@ def test_offload_that_gains_nothing_is_remarked_on() -> None:
     cluster = {"processes": [process]}
     taking_turns = config(cluster=cluster)
     assert places(taking_turns, 2, 2)[0].offload
-    assert not remarks(taking_turns, places(taking_turns, 2, 2), 2, 2)
-    (line,) = remarks(taking_turns, places(taking_turns, 2, 0), 2, 0)
+    assert not remarks_on(taking_turns, 2, 2)
+    (line,) = remarks_on(taking_turns, 2, 0)
     assert line.startswith("offload: the roles of 'learner+generator+reference+critic' work on the")
     chunks = config(cluster=cluster, schedule={"preset": "oppo"})
-    (line,) = remarks(chunks, places(chunks, 2, 2), 2, 2)
+    (line,) = remarks_on(chunks, 2, 2)
     assert line.startswith("offload: with score_on = 'chunk' the roles of ")
 
 
@@ -189,13 +194,13 @@ def test_the_table_says_what_each_process_holds() -> None:
     found = places(fused, 2, 0)
     sizes = {"learner": 32_000_000, "actor": 2_000_000, "reference": 2_000_000, "critic": 3_000_000}
     assert [memory(p, sizes) for p in found] == [32_000_000, 7_000_000, 7_000_000]
-    lines = table(fused, found, sizes).splitlines()
+    lines = table(fused.schedule.knobs, found, sizes).splitlines()
     assert lines[1].split() == ["learner", "cpu", "2", "32", "MB"]
     assert lines[2].split()[-4:] == ["cpu", "1", "7", "MB"]
     assert lines[2].lstrip().startswith("generator 0, reference 0, critic 0")
     assert "KV cache, and for the learner 2 copies of the trained weights" in lines[-1]
     behind = config(rollout={"engines": 2}, schedule={"preset": "async"})
-    assert "3 copies" in table(behind, places(behind, 2, 0), sizes)
+    assert "3 copies" in table(behind.schedule.knobs, places(behind, 2, 0), sizes)
 
 
 def test_roles_share_the_ranks_of_a_learner() -> None:
@@ -211,8 +216,8 @@ def test_roles_share_the_ranks_of_a_learner() -> None:
     ]
     assert place.devices == ("cpu",) * 4
     assert learner_layout(one.cluster) == ShardLayout(2, 2)
-    assert shares_weights(one, [place])
-    assert "copies" not in table(one, [place], {})
+    assert shares_weights(one.schedule.knobs, [place])
+    assert "copies" not in table(one.schedule.knobs, [place], {})
     assert memory(place, {"learner": 100, "actor": 10, "reference": 7, "critic": 11}) == 32
 
 
@@ -228,7 +233,7 @@ def test_weights_are_shared_with_those_that_are_never_behind(
     roles: list[str], schedule: dict[str, Any], expected: bool
 ) -> None:
     c = config(cluster={"processes": [{"roles": roles, "fsdp": 2}]}, schedule=schedule)
-    assert shares_weights(c, places(c, 8, 0)) == expected
+    assert shares_weights(c.schedule.knobs, places(c, 8, 0)) == expected
 
 
 def test_generators_between_which_rollouts_move_have_equally_many_ranks() -> None:
@@ -258,7 +263,7 @@ def test_a_learner_in_shards_has_a_rank_each() -> None:
     found = places(sharded, 8, 4)
     assert [p.devices for p in found[:3]] == [("cuda:0", "cuda:1"), ("cuda:2",), ("cuda:3",)]
     assert memory(found[0], {"learner": 101}) == 51
-    lines = table(sharded, found, {"learner": 100}).splitlines()
+    lines = table(sharded.schedule.knobs, found, {"learner": 100}).splitlines()
     assert [line.split("  ")[1] for line in lines[1:3]] == ["learner, rank 0", "learner, rank 1"]
     there = config(cluster={"processes": [{**by_hand, "device": "cuda:2"}]})
     assert places(there, 8, 4)[0].devices == ("cuda:2", "cuda:3")

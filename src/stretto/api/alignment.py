@@ -20,7 +20,15 @@ from pydantic import TypeAdapter
 
 from stretto.api import training
 from stretto.api.settings import changed, settled
-from stretto.config import Config, PairsConfig, RewardConfig, RewardModelConfig, SftConfig, recipes
+from stretto.config import (
+    Config,
+    ModelConfig,
+    PairsConfig,
+    RewardConfig,
+    RewardModelConfig,
+    SftConfig,
+    recipes,
+)
 from stretto.errors import ConfigError, StateError, TaskError
 from stretto.files import explained, write_whole
 from stretto.observe.lock import locked
@@ -347,16 +355,18 @@ def check_opens(stages: Stages, reference_column: str = "") -> None:
     from stretto.models.load import load_tokenizer
     from stretto.models.resolve import resolve
 
-    def tokenizer_of(stage: SftConfig | RewardModelConfig | Config) -> PreTrainedTokenizerBase:
-        model = stage.model
+    def tokenizer_of(model: ModelConfig) -> PreTrainedTokenizerBase:
         return load_tokenizer(resolve(model.name, on_stderr), model.trust_remote_code, on_stderr)
 
     start = stages.sft.model.name
-    tokenizer = tokenizer_of(stages.sft)
+    tokenizer = tokenizer_of(stages.sft.model)
     for stage in (stages.reward, stages.train):
         if (name := stage.model.name) != start:
             # One vocabulary holds the other, as tokens may be added (such as for padding).
-            ours, theirs = tokenizer.get_vocab().items(), tokenizer_of(stage).get_vocab().items()
+            ours, theirs = (
+                tokenizer.get_vocab().items(),
+                tokenizer_of(stage.model).get_vocab().items(),
+            )
             if not (ours <= theirs or theirs <= ours):
                 raise ConfigError(
                     f"all stages start from one model, '{start}' of sft.toml, and '{name}' "

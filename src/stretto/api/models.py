@@ -252,7 +252,7 @@ def _measured(
     config = config_of(settings)
     rows = {} if dataset is None else of_rows(config.task, str(dataset))
     config = changed(config, rows, changes)
-    chosen = model_of(model, settings, config)
+    chosen = model_of(model, settings, config.model.name)
     with working(on_stderr, CHECKING):
         check_measured(config, chosen, **asked)
     with working(on_stderr, LOADING):

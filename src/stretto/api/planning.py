@@ -119,14 +119,14 @@ def spec_of(config: Config, options: PlanOptions) -> tuple[PlanSpec, list[str]]:
         samples_per_prompt=config.rollout.samples_per_prompt,
         group_at_least=config.algorithm.definition.group,
         max_new_tokens=config.rollout.max_new_tokens,
-        **_lengths(config, options, assumed),
+        **_lengths(config.rollout.max_new_tokens, options, assumed),
     )
     spec = PlanSpec(
         models,
         workload,
         on,
         options.gpus,
-        variants_of(config),
+        variants_of(config.schedule),
         options.on_paper,
         epochs=config.training.epochs,
         updates=config.training.updates,
@@ -135,10 +135,10 @@ def spec_of(config: Config, options: PlanOptions) -> tuple[PlanSpec, list[str]]:
     return spec, assumed
 
 
-def variants_of(config: Config) -> dict[str, ScheduleConfig]:
+def variants_of(own: ScheduleConfig) -> dict[str, ScheduleConfig]:
     """Return the schedules that are tried, with the settings' own for what they leave open."""
-    own = {**VARIANTS, "async-overcommit": {"preset": "async", "overcommit": "auto"}}
-    schedules = {name: schedule_of(config.schedule, name, own) for name in PLANNED}
+    variants = {**VARIANTS, "async-overcommit": {"preset": "async", "overcommit": "auto"}}
+    schedules = {name: schedule_of(own, name, variants) for name in PLANNED}
     return {
         name: recipes.build(schedule, f"variant '{name}'", ScheduleConfig)
         for name, schedule in schedules.items()
@@ -164,7 +164,7 @@ def settings_of(config: Config, candidate: Candidate, spec: PlanSpec) -> dict[st
     if layout.gpus == 1:
         rollout = {"engines": 1, "slots": slots}
         return {"runtime": "inline", **data, "rollout": rollout, "cluster": {"processes": []}}
-    scorers = model_scorers(config)
+    scorers = model_scorers(config.algorithm, config.reward)
     generators = 1 if layout.colocated else layout.generator.data
     names = generator_names(generators)
     beside = {"all": [*names, *scorers], "learner": scorers}.get(layout.sharing, [])
@@ -263,7 +263,7 @@ def _shape(model: ModelConfig, name: str) -> Shape:
             ) from unknown
 
 
-def _lengths(config: Config, options: PlanOptions, assumed: list[str]) -> Mapping[str, Any]:
+def _lengths(limit: int, options: PlanOptions, assumed: list[str]) -> Mapping[str, Any]:
     from stretto.runtime.sim.lengths import Lognormal, Uniform
 
     if options.like:
@@ -271,7 +271,7 @@ def _lengths(config: Config, options: PlanOptions, assumed: list[str]) -> Mappin
 
         recorded = Recording.read(options.like).cluster().workload
         return {name: getattr(recorded, name) for name in ("prompt_tokens", "response_tokens")}
-    limit, mean = config.rollout.max_new_tokens, options.prompt_tokens or PROMPT
+    mean = options.prompt_tokens or PROMPT
     if not options.prompt_tokens:
         assumed.append(f"prompts of {mean} tokens on average (--prompt-tokens, or --like RUN)")
     if mean < 1:

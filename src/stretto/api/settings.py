@@ -87,15 +87,15 @@ def of_rows(task: TaskConfig, name: str) -> dict[str, Any]:
     return {"task": {"name": name, "kind": kind}}
 
 
-def model_of(model: str | Path, settings: Settings, config: Config) -> str:
+def model_of(model: str | Path, settings: Settings, own: str) -> str:
     """Return ``model``, or else the run that ``settings`` is, whose folder stands for its trained
-    model, or else the settings' own model.
+    model, or else the settings' ``own`` model.
     """
     if model:
         return str(model)
     if isinstance(settings, Config) or str(settings) in recipes.names():
-        return config.model.name
-    return str(settings) if Path(settings).is_dir() else config.model.name
+        return own
+    return str(settings) if Path(settings).is_dir() else own
 
 
 def trained_with(model: str | Path, settings: Settings, config: Config) -> Config:

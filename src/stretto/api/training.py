@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, overload
 
 from stretto.api.settings import R, Settings, changed, check_resumable, config_of, of_rows, settled
 from stretto.checks import check_run, check_supervised, disk
-from stretto.config import Config, RewardModelConfig, SftConfig, SupervisedConfig, recipes
+from stretto.config import (
+    Config,
+    ModelConfig,
+    RewardModelConfig,
+    SftConfig,
+    SupervisedConfig,
+    recipes,
+)
 from stretto.config.training import token_budget
 from stretto.errors import (
     ConfigError,
@@ -199,26 +206,28 @@ def _memory_explained(config: Config | SupervisedConfig) -> Iterator[None]:
         if short is None:
             raise
         what = f" ({first_line(short)})" if str(short) else ""
+        tokens, slots = config.training.microbatch_tokens, 0
+        if isinstance(config, Config):
+            slots = config.rollout.slots or config.rollout.batch
         raise OutOfMemoryError(
-            f"out of memory{what}. Less is taken with {_remedies(config)}", "out-of-memory"
+            f"out of memory{what}. Less is taken with {_remedies(config.model, tokens, slots)}",
+            "out-of-memory",
         ) from error
 
 
-def _remedies(config: Config | SupervisedConfig) -> str:
+def _remedies(model: ModelConfig, microbatch_tokens: int, slots: int) -> str:
     """Return options that take less memory, of those that the settings have not taken yet."""
-    model, found = config.model, list[str]()
+    found = list[str]()
     on_gpu = model.device != "cpu" and usable_gpus()
-    tokens = token_budget(config.training.microbatch_tokens, "cuda" if on_gpu else "cpu")
+    tokens = token_budget(microbatch_tokens, "cuda" if on_gpu else "cpu")
     if tokens > _FEW_TOKENS:
         found.append(f"--training.microbatch-tokens {max(tokens // 4, _FEW_TOKENS)}")
     if not model.gradient_checkpointing:
         found.append("--model.gradient-checkpointing")
     if not model.lora_rank:
         found.append("--model.lora-rank 16")
-    if isinstance(config, Config):
-        slots = config.rollout.slots or config.rollout.batch
-        if slots > _FEW_SLOTS:
-            found.append(f"--rollout.slots {max(slots // 4, _FEW_SLOTS)}")
+    if slots > _FEW_SLOTS:
+        found.append(f"--rollout.slots {max(slots // 4, _FEW_SLOTS)}")
     return f"{', '.join([*found, 'or'])} a smaller model"
 
 

@@ -18,8 +18,8 @@ from torch import nn
 from stretto import tasks
 from stretto.assembly import models
 from stretto.assembly.models import Overrides
-from stretto.assembly.roles import reward_scorer
-from stretto.config import Config, RewardConfig
+from stretto.assembly.roles import RoleFactory
+from stretto.config import Config, PipelineConfig, RewardConfig
 from stretto.errors import ConfigError
 from stretto.models.forward import positions, unwrapped
 from stretto.models.load import end_token_ids, load_tokenizer, set_checkpointing
@@ -90,10 +90,10 @@ def trained_models(
     ends = overrides.end_tokens
     ends = end_token_ids(unwrapped(base), tokenizer) if ends is None else ends
     _check_ends(config.reward, config.rollout.stop, ends)
-    check_positions(config, "the actor", base, generating=True)
+    config.require_positions("the actor", positions(base, generating=True))
     check_rewards(config, rewards, prompts.first(FIRST))
     check_lora(base, m)
-    _check_cuts(config, base, rewards)
+    _check_cuts(config.pipeline, config.critic.init, base, rewards)
     warmed_up(base, config, prompts, overrides, say)
     critic = None
     if config.algorithm.definition.critic:
@@ -109,8 +109,9 @@ def trained_models(
             reference.requires_grad_(False)
         else:  # under LoRA the actor is its own reference, without its adapters
             reference = actor if m.lora_rank else models.frozen_copy(base)
-    check_positions(config, "the critic", critic)
-    check_positions(config, "the reference", reference)
+    for name, model in (("critic", critic), ("reference", reference)):
+        if model is not None:
+            config.require_positions(f"the {name}", positions(model))
     for model in filter(None, (actor, critic)):
         set_checkpointing(model, m)
     return PolicyModels(actor, critic, reference, ends)
@@ -124,18 +125,7 @@ def critic_rewards(
         return []
     source = config.reward.models[0]
     loaded = models.load_reward_model(config.model, source.model, say, in_files=overrides.in_files)
-    return [reward_scorer(source.name, config, prompts.tokenizer, say, loaded)]
-
-
-def check_positions(
-    config: Config, what: str, model: nn.Module | None, *, generating: bool = False
-) -> None:
-    """Raise ConfigError if a model, ``what``, cannot read a prompt with its response.
-
-    For ``generating`` see :func:`~stretto.models.forward.positions`.
-    """
-    if model is not None:
-        config.require_positions(what, positions(model, generating=generating))
+    return [RoleFactory(config, say).reward_scorer(source.name, prompts.tokenizer, loaded)]
 
 
 def _check_ends(rule: RewardConfig, stop: Collection[str], end_tokens: Collection[int]) -> None:
@@ -158,19 +148,20 @@ def check_rewards(
     """
     for reward in rewards:
         if reward.same_tokenizer:
-            check_positions(config, f"reward model '{reward.name}'", reward.model)
+            config.require_positions(f"reward model '{reward.name}'", positions(reward.model))
         else:
             reward.require_room(prompts)
 
 
-def _check_cuts(config: Config, actor: nn.Module, rewards: Sequence[RewardModelScorer]) -> None:
+def _check_cuts(
+    pipeline: PipelineConfig, init: str, actor: nn.Module, rewards: Sequence[RewardModelScorer]
+) -> None:
     """Check before the warm-up that models can be cut; a critic of another kind comes later."""
-    if not config.pipeline.ranks:
+    if not pipeline.ranks:
         return
-    check_stages(config.pipeline, "actor", actor)
-    if config.critic.init in ("actor", "reward"):
-        critic = actor if config.critic.init == "actor" else rewards[0].model
-        check_stages(config.pipeline, "critic", critic)
+    check_stages(pipeline, "actor", actor)
+    if init in ("actor", "reward"):
+        check_stages(pipeline, "critic", actor if init == "actor" else rewards[0].model)
 
 
 def warmed_up(
@@ -185,7 +176,19 @@ def warmed_up(
     number, file = config.warmup_examples, overrides.warmup
     if not number:
         return
-    key = _warmup_key(model, config, prompts.task) if file else ""
+    training = config.training.model_dump(mode="json", exclude={"ratio_tolerance"})
+    # Neither threads nor devices, nor versions of libraries, which change but the rounding: all
+    # processes of a run take the same file, and so does a run that is resumed.
+    depends_on = {
+        "model": fingerprint(model.named_parameters()) if file else "",
+        "rows": dict(prompts.task.identity),
+        "task": config.task.model_dump(mode="json"),
+        "seed": config.seed,
+        "examples": number,
+        "lr": config.warmup_lr,
+        "training": training,
+    }
+    key = hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()
     if file and file.exists():
         loss = take(model, key, file)
         say(f"warmed up already on {number} examples ({loss:.3f} nats a token): {file}")
@@ -196,24 +199,6 @@ def warmed_up(
     if file:
         keep(model, loss, key, file)
     say(f"warmed up on {number} examples: {loss:.3f} nats a token")
-
-
-def _warmup_key(model: nn.Module, config: Config, task: tasks.Task) -> str:
-    """Return a hash of all that a warm-up depends on.
-
-    Neither threads nor devices, nor versions of libraries, which change but the rounding: all
-    processes of a run take the same file, and so does a run that is resumed.
-    """
-    known = {
-        "model": fingerprint(model.named_parameters()),
-        "rows": dict(task.identity),
-        "task": config.task.model_dump(mode="json"),
-        "seed": config.seed,
-        "examples": config.warmup_examples,
-        "lr": config.warmup_lr,
-        "training": config.training.model_dump(mode="json", exclude={"ratio_tolerance"}),
-    }
-    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 
 def warmup_examples(number: int, prompts: PromptSource) -> list[Response]:

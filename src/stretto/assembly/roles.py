@@ -49,66 +49,6 @@ MEMORY_SHARE = 0.15
 _NO_FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 
 
-def make_engine(
-    config: Config,
-    actor: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: int,
-    end_tokens: frozenset[int] | None = None,
-    channel: WeightChannel | None = None,
-    *,
-    overridden: bool = False,
-    threads: int = 0,
-) -> Engine:
-    """Make the engine that the settings name, with the actor's weights.
-
-    Args:
-        actor: on the CPU, for an engine with weights of its own.
-        rows: most rollouts decoded at a time.
-        end_tokens: that end a response; without them the model's and the tokenizer's do.
-        channel: brings new weights, if any. An engine with weights of its own has none before the
-            first :meth:`~stretto.rollout.base.Engine.load`; without a channel, the actor's.
-        overridden: the actor is an object of the caller's, not what the settings name.
-        threads: of the CPU, for an engine that decides about them; 0 leaves its choice.
-    """
-    r, kind = config.rollout, ENGINES[config.rollout.engine]
-    check_engine(config, kind.capabilities)
-    device = pick_device(config.model.device)
-    first = SharedChannel() if kind.own_weights and channel is None else None
-    with tempfile.TemporaryDirectory(prefix="engine-") as scratch:
-        plain, folder, dtype = unwrapped(actor), "", next(actor.parameters()).dtype
-        if kind.own_weights:
-            dtype = pick_dtype(config.model.dtype, device)
-            folder = scratch if overridden else str(resolve(config.model.name, silent))
-            if overridden:
-                plain.config.architectures = [type(plain).__name__]
-                plain.config.save_pretrained(scratch)
-        if end_tokens is None:
-            end_tokens = end_token_ids(plain, tokenizer)
-        settings = EngineSettings(
-            rollout=r,
-            seed=config.seed,
-            end_tokens=end_tokens,
-            stop=StopStrings(r.stop, tokenizer) if r.stop else None,
-            rows=r.slots or rows,
-            carry=config.schedule.carry,
-            channel=first or channel,
-            longest=config.longest,
-            folder=folder,
-            dtype=dtype,
-            device=device,
-            threads=threads,
-            trust_remote_code=config.model.trust_remote_code,
-        )
-        engine = kind.open(actor, settings)
-    if first:
-        trained = trained_names(actor)
-        ref = WeightsRef("actor", 0, fingerprint_of(actor), first.name)
-        first.put(ref, {n: p.detach() for n, p in actor.named_parameters() if n in trained})
-        engine.load(ref)
-    return engine
-
-
 def check_engine(config: Config, able: Capabilities) -> None:
     """Raise ConfigError if the schedule or the algorithm asks more of an engine than it can do."""
     knobs = config.schedule.knobs
@@ -131,86 +71,6 @@ def check_engine(config: Config, able: Capabilities) -> None:
         )
 
 
-def scorer_slots(config: Config, model: nn.Module, say: Say) -> int:
-    """Return how many rollouts a scorer can follow in its memory share; 0 if it does not stream."""
-    if not config.schedule.knobs.streams:
-        return 0
-    device = next(model.parameters()).device
-    budget = int(MEMORY_SHARE * backend_of(device).free_bytes())
-    try:
-        fit = slots_within(model, config.longest, budget)
-    except (EngineError, ModelError):  # the scorer will say so
-        return config.most_in_flight
-    slices, _ = slices_of(model)
-    if slices:  # what is free differs from rank to rank, and all must read the same rollouts
-        fit = slices.least(fit, device)
-    if not fit:
-        say(
-            f"no response of up to {config.longest} tokens fits into a scorer's share of free "
-            f"memory ({budget >> 20} MiB): whole responses are scored, once they have ended"
-        )
-    return min(config.most_in_flight, fit)
-
-
-def open_function(
-    source: RewardSource,
-    config: Config,
-    columns: Collection[str],
-    tokenizer: PreTrainedTokenizerBase,
-    stack: ExitStack,
-    functions: Mapping[str, Callable[..., Any]] = _NO_FUNCTIONS,
-) -> FunctionScorer:
-    """Open a reward source that is code, in a process of its own unless a function overrides it.
-
-    ``columns`` are those of the prompts' dataset. Raises ConfigError if the function cannot be
-    found or used, TaskError if the task has no verifier.
-    """
-    scorer = FunctionScorer(
-        source,
-        config.task,
-        config.seed,
-        tokenizer,
-        stop=config.rollout.stop,
-        timeout_s=config.reward.timeout_s,
-        columns=columns,
-        function=functions.get(source.name),
-    )
-    stack.callback(scorer.close)
-    return scorer
-
-
-def open_functions(
-    config: Config, prompts: PromptSource, stack: ExitStack, overrides: Overrides
-) -> list[FunctionScorer]:
-    """Open all reward sources of a run that are code; see :func:`open_function`."""
-    columns, tokenizer = prompts.task.row(0).data.keys(), prompts.tokenizer
-    return [
-        open_function(source, config, columns, tokenizer, stack, overrides.functions)
-        for source in config.reward.parsed
-        if not (source.kind == "model" or source.name in overrides.reward_models)
-    ]
-
-
-def reward_scorer(
-    name: str,
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    say: Say,
-    loaded: Reward,
-    *,
-    slots: int = 0,
-    ends: frozenset[int] = frozenset(),
-) -> RewardModelScorer:
-    """Make the scorer of a reward source that is a model; ModelError if it has no scalar head.
-
-    It follows ``slots`` rollouts while they are decoded; ``ends`` end responses that are given.
-    """
-    budget, stop = _budget(config), config.rollout.stop
-    return RewardModelScorer(
-        name, *loaded, tokenizer, budget, stop, slots=slots, given_ends=ends, say=say
-    )
-
-
 def load_reward(
     source: RewardSource, config: ModelConfig, overrides: Overrides, say: Say
 ) -> Reward | None:
@@ -223,102 +83,248 @@ def load_reward(
     return load_reward_model(config, source.model, say, in_files=overrides.in_files)
 
 
-def reward_models(
-    config: Config, tokenizer: PreTrainedTokenizerBase, overrides: Overrides, say: Say
-) -> list[list[RewardModelScorer]]:
-    """Make the scorers of the reward models, one of each for every replica of the model scorers.
+class RoleFactory:
+    """Makes the roles of a run, as its settings ask; what a user should know of them is printed."""
 
-    Replicas share the models.
-    """
-    engines = config.rollout.engines
-    count = engines if config.schedule.knobs.hosts_scorers(engines) else 1
-    replicas: list[list[RewardModelScorer]] = [[] for _ in range(count)]
-    for source in config.reward.parsed:
-        if loaded := load_reward(source, config.model, overrides, say):
-            slots = scorer_slots(config, loaded[0], say)
-            for replica in replicas:
-                scorer = reward_scorer(source.name, config, tokenizer, say, loaded, slots=slots)
-                replica.append(scorer)
-    return replicas
+    def __init__(self, config: Config, say: Say) -> None:
+        self._config, self._say = config, say
+        device = pick_device(config.model.device)
+        self._budget = token_budget(config.training.microbatch_tokens, device)
 
+    def make_engine(
+        self,
+        actor: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        rows: int,
+        end_tokens: frozenset[int] | None = None,
+        channel: WeightChannel | None = None,
+        *,
+        overridden: bool = False,
+        threads: int = 0,
+    ) -> Engine:
+        """Make the engine that the settings name, with the actor's weights.
 
-def model_scorers(
-    config: Config,
-    reference: nn.Module | None,
-    critic: nn.Module | None,
-    channel: WeightChannel | None,
-    say: Say,
-) -> list[ModelScorer]:
-    """Make the scorers of reference and critic, if any; the channel brings the critic's weights."""
-    budget, temperature = _budget(config), config.rollout.temperature
-    scorers: list[ModelScorer] = []
-    if reference is not None:
-        slots = scorer_slots(config, reference, say)
-        scorers.append(reference_scorer(reference, temperature, budget, slots=slots, say=say))
-    if critic is not None:
-        slots = scorer_slots(config, critic, say)
-        scorers.append(critic_scorer(critic, budget, slots=slots, say=say, channel=channel))
-    return scorers
+        Args:
+            actor: on the CPU, for an engine with weights of its own.
+            rows: most rollouts decoded at a time.
+            end_tokens: that end a response; without them the model's and the tokenizer's do.
+            channel: brings new weights, if any. An engine with weights of its own has none before
+                the first :meth:`~stretto.rollout.base.Engine.load`; without a channel, the actor's.
+            overridden: the actor is an object of the caller's, not what the settings name.
+            threads: of the CPU, for an engine that decides about them; 0 leaves its choice.
+        """
+        config, r = self._config, self._config.rollout
+        kind = ENGINES[r.engine]
+        check_engine(config, kind.capabilities)
+        device = pick_device(config.model.device)
+        first = SharedChannel() if kind.own_weights and channel is None else None
+        with tempfile.TemporaryDirectory(prefix="engine-") as scratch:
+            plain, folder, dtype = unwrapped(actor), "", next(actor.parameters()).dtype
+            if kind.own_weights:
+                dtype = pick_dtype(config.model.dtype, device)
+                folder = scratch if overridden else str(resolve(config.model.name, silent))
+                if overridden:
+                    plain.config.architectures = [type(plain).__name__]
+                    plain.config.save_pretrained(scratch)
+            if end_tokens is None:
+                end_tokens = end_token_ids(plain, tokenizer)
+            settings = EngineSettings(
+                rollout=r,
+                seed=config.seed,
+                end_tokens=end_tokens,
+                stop=StopStrings(r.stop, tokenizer) if r.stop else None,
+                rows=r.slots or rows,
+                carry=config.schedule.carry,
+                channel=first or channel,
+                longest=config.longest,
+                folder=folder,
+                dtype=dtype,
+                device=device,
+                threads=threads,
+                trust_remote_code=config.model.trust_remote_code,
+            )
+            engine = kind.open(actor, settings)
+        if first:
+            trained = trained_names(actor)
+            ref = WeightsRef("actor", 0, fingerprint_of(actor), first.name)
+            first.put(ref, {n: p.detach() for n, p in actor.named_parameters() if n in trained})
+            engine.load(ref)
+        return engine
 
+    def scorer_slots(self, model: nn.Module) -> int:
+        """Return how many rollouts a scorer can follow in its memory share; 0 without streaming."""
+        config = self._config
+        if not config.schedule.knobs.streams:
+            return 0
+        device = next(model.parameters()).device
+        budget = int(MEMORY_SHARE * backend_of(device).free_bytes())
+        try:
+            fit = slots_within(model, config.longest, budget)
+        except (EngineError, ModelError):  # the scorer will say so
+            return config.most_in_flight
+        slices, _ = slices_of(model)
+        if slices:  # what is free differs from rank to rank, and all must read the same rollouts
+            fit = slices.least(fit, device)
+        if not fit:
+            self._say(
+                f"no response of up to {config.longest} tokens fits into a scorer's share of free "
+                f"memory ({budget >> 20} MiB): whole responses are scored, once they have ended"
+            )
+        return min(config.most_in_flight, fit)
 
-def _budget(config: Config) -> int:
-    return token_budget(config.training.microbatch_tokens, pick_device(config.model.device))
+    def open_function(
+        self,
+        source: RewardSource,
+        columns: Collection[str],
+        tokenizer: PreTrainedTokenizerBase,
+        stack: ExitStack,
+        functions: Mapping[str, Callable[..., Any]] = _NO_FUNCTIONS,
+    ) -> FunctionScorer:
+        """Open a reward source that is code, in a process of its own unless a function is given.
 
+        ``columns`` are those of the prompts' dataset. Raises ConfigError if the function cannot be
+        found or used, TaskError if the task has no verifier.
+        """
+        config = self._config
+        scorer = FunctionScorer(
+            source,
+            config.task,
+            config.seed,
+            tokenizer,
+            stop=config.rollout.stop,
+            timeout_s=config.reward.timeout_s,
+            columns=columns,
+            function=functions.get(source.name),
+        )
+        stack.callback(scorer.close)
+        return scorer
 
-def make_learner(
-    config: Config,
-    actor: nn.Module,
-    critic: nn.Module | None,
-    stack: ExitStack,
-    *,
-    snapshots: Sequence[str],
-    channel: SharedChannel,
-    threads: int,
-    lends: bool = False,
-    grid: Grid | None = None,
-) -> tuple[PolicyLearner, Ranks | None]:
-    """Make the learner, and the ranks that train for it, where there are any.
+    def open_functions(
+        self, prompts: PromptSource, stack: ExitStack, overrides: Overrides
+    ) -> list[FunctionScorer]:
+        """Open all reward sources of a run that are code; see :meth:`open_function`."""
+        columns, tokenizer = prompts.task.row(0).data.keys(), prompts.tokenizer
+        return [
+            self.open_function(source, columns, tokenizer, stack, overrides.functions)
+            for source in self._config.reward.parsed
+            if not (source.kind == "model" or source.name in overrides.reward_models)
+        ]
 
-    Args:
-        snapshots: models of which the channel takes copies to the roles that follow.
-        threads: CPU threads of training, for the ranks together.
-        lends: roles that follow read shards themselves, not copies.
-        grid: the ranks that hold shards of the models, this process among them, if any do.
-    """
-    t = config.training
-    updates, warmup = config.steps * t.updates, t.warmup_steps * t.updates
-    frozen = min(config.critic.freeze_steps, config.steps) * t.updates
-    rates: dict[Name, LearningRate] = {
-        "actor": LearningRate(t.lr, updates - frozen, warmup),
-        "critic": LearningRate(t.critic_lr, updates, warmup),
-    }
-    losses = Losses(config.algorithm, config.rollout.temperature)
-    ranks: Ranks | None = None
-    first: Trained
-    second: Trained | None
-    backprop: Backprop
-    if config.pipeline.ranks and critic is not None and grid is None:
-        # Imported here, as planning brings a compiler that nothing else needs.
-        from stretto.training import pipelined
+    def reward_scorer(
+        self,
+        name: str,
+        tokenizer: PreTrainedTokenizerBase,
+        loaded: Reward,
+        *,
+        slots: int = 0,
+        ends: frozenset[int] = frozenset(),
+    ) -> RewardModelScorer:
+        """Make the scorer of a reward source that is a model; ModelError if it has no scalar head.
 
-        staged = pipelined.start(actor, critic, config, rates, threads)
-        stack.callback(staged.ranks.close)
-        first, second = staged.models["actor"], staged.models["critic"]
-        backprop, ranks = staged, staged.ranks
-    elif grid is not None:
-        from stretto.training.sharded import ShardedBackprop, ShardedModel
+        It follows ``slots`` rollouts while they are decoded; ``ends`` end responses that are given.
+        """
+        stop = self._config.rollout.stop
+        return RewardModelScorer(
+            name,
+            *loaded,
+            tokenizer,
+            self._budget,
+            stop,
+            slots=slots,
+            given_ends=ends,
+            say=self._say,
+        )
 
-        shards = ShardedModel(actor, grid, rates["actor"], t, lends=lends)
-        others = ShardedModel(critic, grid, rates["critic"], t, lends=lends) if critic else None
-        first, second = shards, others
-        backprop = ShardedBackprop(shards, others, losses, t.microbatch_tokens)
-    else:
-        whole = TrainedModel(actor, rates["actor"], t)
-        other = TrainedModel(critic, rates["critic"], t) if critic else None
-        first, second = whole, other
-        backprop = LocalBackprop(whole, other, losses, t.microbatch_tokens)
-    factors = config.reward.factors
-    learner = PolicyLearner(
-        first, second, backprop, config, factors, snapshots=snapshots, channel=channel
-    )
-    return learner, ranks
+    def reward_models(
+        self, tokenizer: PreTrainedTokenizerBase, overrides: Overrides
+    ) -> list[list[RewardModelScorer]]:
+        """Make the scorers of the reward models, one of each for every replica of the model
+        scorers. Replicas share the models.
+        """
+        engines = self._config.rollout.engines
+        count = engines if self._config.schedule.knobs.hosts_scorers(engines) else 1
+        replicas: list[list[RewardModelScorer]] = [[] for _ in range(count)]
+        for source in self._config.reward.parsed:
+            if loaded := load_reward(source, self._config.model, overrides, self._say):
+                slots = self.scorer_slots(loaded[0])
+                for replica in replicas:
+                    scorer = self.reward_scorer(source.name, tokenizer, loaded, slots=slots)
+                    replica.append(scorer)
+        return replicas
+
+    def model_scorers(
+        self,
+        reference: nn.Module | None,
+        critic: nn.Module | None,
+        channel: WeightChannel | None,
+    ) -> list[ModelScorer]:
+        """Make the scorers of reference and critic, if any; a channel brings weights for the
+        critic.
+        """
+        budget, say, scorers = self._budget, self._say, list[ModelScorer]()
+        if reference is not None:
+            slots, temperature = self.scorer_slots(reference), self._config.rollout.temperature
+            scorers.append(reference_scorer(reference, temperature, budget, slots=slots, say=say))
+        if critic is not None:
+            slots = self.scorer_slots(critic)
+            scorers.append(critic_scorer(critic, budget, slots=slots, say=say, channel=channel))
+        return scorers
+
+    def make_learner(
+        self,
+        actor: nn.Module,
+        critic: nn.Module | None,
+        stack: ExitStack,
+        *,
+        snapshots: Sequence[str],
+        channel: SharedChannel,
+        threads: int,
+        lends: bool = False,
+        grid: Grid | None = None,
+    ) -> tuple[PolicyLearner, Ranks | None]:
+        """Make the learner, and the ranks that train for it, where there are any.
+
+        Args:
+            snapshots: models of which the channel takes copies to the roles that follow.
+            threads: CPU threads of training, for the ranks together.
+            lends: roles that follow read shards themselves, not copies.
+            grid: the ranks that hold shards of the models, this process among them, if any do.
+        """
+        config = self._config
+        t = config.training
+        updates, warmup = config.steps * t.updates, t.warmup_steps * t.updates
+        frozen = min(config.critic.freeze_steps, config.steps) * t.updates
+        rates: dict[Name, LearningRate] = {
+            "actor": LearningRate(t.lr, updates - frozen, warmup),
+            "critic": LearningRate(t.critic_lr, updates, warmup),
+        }
+        losses = Losses(config.algorithm, config.rollout.temperature)
+        ranks: Ranks | None = None
+        first: Trained
+        second: Trained | None
+        backprop: Backprop
+        if config.pipeline.ranks and critic is not None and grid is None:
+            # Imported here, as planning brings a compiler that nothing else needs.
+            from stretto.training import pipelined
+
+            staged = pipelined.start(actor, critic, config, rates, threads)
+            stack.callback(staged.ranks.close)
+            first, second = staged.models["actor"], staged.models["critic"]
+            backprop, ranks = staged, staged.ranks
+        elif grid is not None:
+            from stretto.training.sharded import ShardedBackprop, ShardedModel
+
+            shards = ShardedModel(actor, grid, rates["actor"], t, lends=lends)
+            others = ShardedModel(critic, grid, rates["critic"], t, lends=lends) if critic else None
+            first, second = shards, others
+            backprop = ShardedBackprop(shards, others, losses, t.microbatch_tokens)
+        else:
+            whole = TrainedModel(actor, rates["actor"], t)
+            other = TrainedModel(critic, rates["critic"], t) if critic else None
+            first, second = whole, other
+            backprop = LocalBackprop(whole, other, losses, t.microbatch_tokens)
+        factors = config.reward.factors
+        learner = PolicyLearner(
+            first, second, backprop, config, factors, snapshots=snapshots, channel=channel
+        )
+        return learner, ranks

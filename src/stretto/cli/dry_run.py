@@ -85,8 +85,8 @@ def _processes(config: Config, plan: MemoryPlan) -> Iterator[str]:
     frozen = dict.fromkeys(("actor", "critic", "reference"), wide * plan.parameters)
     trained = {"learner": sizes["actor"] + sizes["critic"], "reward": sizes["reward"]}
     yield f"Processes (runtime = '{config.runtime}'):"
-    yield table(config, found, frozen | trained)
-    yield from remarks(config, found, usable_cores(), gpus)
+    yield table(config.schedule.knobs, found, frozen | trained)
+    yield from remarks(config.schedule.knobs, config.rollout.engines, found, usable_cores(), gpus)
     if loads := fitting.planned(config, found, wide):
         yield "Memory of each device by phase, on paper (cpu: of all processes on this machine):"
         yield fitting.table(loads)

@@ -113,7 +113,7 @@ def run_eval(arguments: Sequence[str]) -> int:
     if own.temperature is not None:
         rollout = config.rollout.model_copy(update={"temperature": own.temperature})
         config = config.model_copy(update={"rollout": rollout})
-    name = model_of(own.model, own.recipe, config)
+    name = model_of(own.model, own.recipe, config.model.name)
     model, by_row = trained_model(name), own.sampled or not tasks
     sources = [own.win_rate_by] if own.win_rate_by else []
     with working(on_stderr, CHECKING):

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from stretto.assembly.models import NO_OVERRIDES, Overrides, make_actor, prepare_torch
-from stretto.assembly.roles import make_engine
+from stretto.assembly.roles import RoleFactory
 from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig
 from stretto.config.sections import require_seed
 from stretto.errors import MissingExtraError
@@ -53,7 +53,8 @@ def open_engine(
         m = m.model_copy(update={"dtype": dtype, "device": "cpu"})
     actor = make_actor(m, overrides, on_stderr)
     rows, overridden = config.rollout.batch, overrides.actor is not None
-    return make_engine(config, actor, tokenizer, rows, overridden=overridden), actor
+    factory = RoleFactory(config, on_stderr)
+    return factory.make_engine(actor, tokenizer, rows, overridden=overridden), actor
 
 
 def answer(engine: Engine, prompts: Sequence[Prompt], per_prompt: int = 1) -> list[Rollout]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stretto import tasks
 from stretto.assembly.models import load_reward_model
-from stretto.assembly.roles import open_function, reward_scorer
+from stretto.assembly.roles import RoleFactory
 from stretto.config import Config
 from stretto.config.sections import reward_source
 from stretto.errors import ConfigError, RewardError, TaskError
@@ -49,16 +49,16 @@ def open_gold(
     TaskError if the task has no verifier; ModelError if the model cannot be loaded, or has no
     scalar head.
     """
-    parsed = reward_source(source)
+    parsed, factory = reward_source(source), RoleFactory(config, on_stderr)
     if parsed.kind == "model":
         loaded = load_reward_model(config.model, parsed.model, on_stderr)
-        return reward_scorer(source, config, tokenizer, on_stderr, loaded, ends=ends)
+        return factory.reward_scorer(source, tokenizer, loaded, ends=ends)
     if parsed.kind != "task" and ".py:" not in source:
         raise ConfigError(
             f"'{source}' is no source of rewards; give 'task', 'file.py:name' or 'model:NAME'",
             "no-reward-source",
         )
-    return open_function(parsed, config, columns, tokenizer, stack)
+    return factory.open_function(parsed, columns, tokenizer, stack)
 
 
 def score_all(gold: Gold, rollouts: Sequence[Rollout], batch: int) -> list[float]:

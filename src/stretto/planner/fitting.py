@@ -198,7 +198,10 @@ def loads(
     adapters: int | None = None,
 ) -> list[Load]:
     """Return the memory of each device, of :func:`known_shapes` with ``width`` bytes a weight."""
-    at_once, kept = config.schedule.knobs.overlaps(config.rollout.engines), published(config, found)
+    at_once, kept = (
+        config.schedule.knobs.overlaps(config.rollout.engines),
+        published(config.schedule.knobs, found),
+    )
     by_device: dict[str, Load] = {}
     for place in found:
         bucket = config.cluster.bucket_mb << 20

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from stretto import files
 from stretto.assembly.parts import critic_rewards, open_prompts, trained_models
-from stretto.assembly.roles import make_learner
+from stretto.assembly.roles import RoleFactory
 from stretto.config.cluster import LEARNER
 from stretto.errors import StateError
 from stretto.models.backend import pick_device
@@ -191,8 +191,7 @@ def learner(setup: RoleSetup, probe: IntArray) -> LearnerService:
     frozen = frozen_mark(models.actor)
     keep = 1 if setup.shares_weights else config.schedule.knobs.lag + 2
     sender = setup.shared[SENDER] = WeightSender(device, config.cluster.bucket_mb << 20, keep)
-    made, _ = make_learner(
-        config,
+    made, _ = RoleFactory(config, notes.append).make_learner(
         models.actor,
         models.critic,
         stack,

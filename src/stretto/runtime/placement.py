@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stretto.assembly.controls import CoreShares, share_cores
-from stretto.config import ClusterConfig, Config
+from stretto.config import AlgorithmConfig, ClusterConfig, Config, RewardConfig
 from stretto.config.cluster import LEARNER, ProcessConfig, generator_names
+from stretto.config.schedule import Knobs
 from stretto.errors import ConfigError, nearest
 from stretto.saying import format_size
 
@@ -52,19 +53,21 @@ def learner_layout(cluster: ClusterConfig) -> ShardLayout:
     return ShardLayout(process.fsdp, process.tp)
 
 
-def shares_weights(config: Config, found: Sequence[ProcessPlacement]) -> bool:
+def shares_weights(knobs: Knobs, found: Sequence[ProcessPlacement]) -> bool:
     """Return whether all that follow the learner are in its process, and never behind it."""
     elsewhere = [placed for process in found[1:] for placed in process.roles]
     followers = [placed for placed in elsewhere if placed.scorer in ("", "critic")]
-    return not followers and not config.schedule.knobs.lag
+    return not followers and not knobs.lag
 
 
-def model_scorers(config: Config, brought: Collection[str] = ()) -> list[str]:
+def model_scorers(
+    algorithm: AlgorithmConfig, reward: RewardConfig, brought: Collection[str] = ()
+) -> list[str]:
     """Return the names of scorers that are models, some of which the caller brings, in order."""
-    names = [s.name for s in config.reward.parsed if s.kind == "model" or s.name in brought]
-    if config.algorithm.has_reference:
+    names = [s.name for s in reward.parsed if s.kind == "model" or s.name in brought]
+    if algorithm.has_reference:
         names.append("reference")
-    if config.algorithm.definition.critic:
+    if algorithm.definition.critic:
         names.append("critic")
     return names
 
@@ -73,11 +76,12 @@ def places(
     config: Config, cores: int, gpus: int, brought: Collection[str] = ()
 ) -> list[ProcessPlacement]:
     """Place all roles, the learner's process first; raise ConfigError if one has no place."""
-    models, knobs = model_scorers(config, brought), config.schedule.knobs
-    engines = config.rollout.engines
+    models = model_scorers(config.algorithm, config.reward, brought)
+    knobs, engines = config.schedule.knobs, config.rollout.engines
+    hosted = knobs.hosts_scorers(engines)
     shares = share_cores(config.schedule, engines, cores) if knobs.overlaps(engines) else None
     found: list[ProcessPlacement] = []
-    for process in _processes(config, models):
+    for process in _processes(config.cluster, engines, models, hosted=hosted):
         roles = _roles(process, engines, models)
         ranks, threads = process.ranks, process.threads
         if not threads and shares:
@@ -101,17 +105,19 @@ def places(
     return found
 
 
-def _processes(config: Config, models: Sequence[str]) -> list[ProcessConfig]:
+def _processes(
+    cluster: ClusterConfig, engines: int, models: Sequence[str], *, hosted: bool
+) -> list[ProcessConfig]:
     """Return the processes that the settings list, and those of all other roles by the rule."""
-    engines, rule = config.rollout.engines, config.cluster.scorers
+    rule = cluster.scorers
     if rule == "auto":
-        rule = "generators" if config.schedule.knobs.hosts_scorers(engines) else "apart"
+        rule = "generators" if hosted else "apart"
     others = (LEARNER, *generator_names(engines))
-    listed = [role for process in config.cluster.processes for role in process.roles]
+    listed = [role for process in cluster.processes for role in process.roles]
     _check_listed(listed, others, models)
     named = {_scorer_of(role, models) or role for role in listed}
     free = [name for name in models if name not in named]
-    processes = list(config.cluster.processes)
+    processes = list(cluster.processes)
     processes += [ProcessConfig(roles=(role,)) for role in others if role not in named]
     if rule == "apart":
         processes += [ProcessConfig(roles=(name,)) for name in free]
@@ -183,11 +189,13 @@ def _check_listed(listed: Sequence[str], others: Sequence[str], models: Sequence
             )
 
 
-def remarks(config: Config, found: Sequence[ProcessPlacement], cores: int, gpus: int) -> list[str]:
+def remarks(
+    knobs: Knobs, engines: int, found: Sequence[ProcessPlacement], cores: int, gpus: int
+) -> list[str]:
     """Return remarks on a placement that is possible, and wasteful."""
-    notes, knobs = [], config.schedule.knobs
+    notes = []
     busy = sum((p.threads or cores) * len(p.devices) for p in found if p.device == "cpu")
-    if knobs.overlaps(config.rollout.engines) and busy > 2 * cores:
+    if knobs.overlaps(engines) and busy > 2 * cores:
         notes.append(
             f"{busy} threads of {len(found)} processes share {cores} cores: put scorers together "
             "(cluster.scorers = 'together'), or give processes fewer (cluster.processes)"
@@ -216,12 +224,12 @@ def memory(process: ProcessPlacement, role_bytes: Mapping[str, int]) -> int:
     return -(-sum(role_bytes.get(model, 0) for model in models) // len(process.devices))
 
 
-def published(config: Config, found: Sequence[ProcessPlacement]) -> int:
+def published(knobs: Knobs, found: Sequence[ProcessPlacement]) -> int:
     """Return how many versions of the trained weights the learner keeps copies of."""
-    return 0 if shares_weights(config, found) else config.schedule.knobs.lag + 2
+    return 0 if shares_weights(knobs, found) else knobs.lag + 2
 
 
-def table(config: Config, found: Sequence[ProcessPlacement], role_bytes: Mapping[str, int]) -> str:
+def table(knobs: Knobs, found: Sequence[ProcessPlacement], role_bytes: Mapping[str, int]) -> str:
     """Return the placement as a table, with the memory of each process."""
     wide = max(len("roles"), *(len(roles) for process in found for roles in _ranks(process)))
     lines = [f"  {'roles':<{wide}}  {'device':<8} {'threads':>7}  {'weights and states':>18}"]
@@ -229,7 +237,7 @@ def table(config: Config, found: Sequence[ProcessPlacement], role_bytes: Mapping
         size, threads = format_size(memory(process, role_bytes)), process.threads or "all"
         for roles, device in zip(_ranks(process), process.devices, strict=True):
             lines.append(f"  {roles:<{wide}}  {device:<8} {threads:>7}  {size:>18}")
-    copies = published(config, found)
+    copies = published(knobs, found)
     on_their_way = f", and for the learner {copies} copies of the trained weights on their way"
     lines.append(
         f"  On top come {PROCESS_BYTES >> 20} MiB a process, activations, the KV cache"

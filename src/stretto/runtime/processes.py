@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stretto.assembly.models import Overrides
-from stretto.config import Config
+from stretto.assembly.models import Device, Overrides
+from stretto.config import ClusterConfig, Config
 from stretto.config.cluster import LEARNER
 from stretto.errors import ConfigError, RankError, first_line
 from stretto.machine import usable_cores
@@ -76,10 +76,14 @@ class ProcessWorkers:
             opened=None,
             warmup=overrides.warmup or Path(scratch).absolute() / "warmup.safetensors",
         )
-        self._launcher = (RayLauncher if config.runtime == "ray" else Launcher)(config, say)
+        self._launcher = (RayLauncher if config.runtime == "ray" else Launcher)(
+            config.cluster, config.model.device, say
+        )
         cores, gpus = config.threads or torch.get_num_threads(), self._launcher.gpus
         self._processes = places(config, cores, gpus, overrides.reward_models)
-        for line in remarks(config, self._processes, usable_cores(), gpus):
+        for line in remarks(
+            config.schedule.knobs, config.rollout.engines, self._processes, usable_cores(), gpus
+        ):
             say(line)
         ours = [r.role for p in self._processes if not p.python for r in p.roles]
         if config.runtime == "local" and any(role.startswith("generator") for role in ours):
@@ -183,7 +187,7 @@ class ProcessWorkers:
             self._overrides,
             process.threads,
             self._launcher.devices(process),
-            shares_weights=shares_weights(self._config, self._processes),
+            shares_weights=shares_weights(self._config.schedule.knobs, self._processes),
             offload=process.offload,
         )
         makes = {placed.role: self._make(placed, setup) for placed in process.roles}
@@ -256,9 +260,9 @@ class Launcher:
     interface = ""  # network interface of the processes' groups; empty for that of the host
     host = "127.0.0.1"  # address of this process for the others; known once it is prepared
 
-    def __init__(self, config: Config, say: Say) -> None:
-        self._config, self._say = config.cluster, say
-        on_gpus = pick_device(config.model.device).type == "cuda"
+    def __init__(self, config: ClusterConfig, device: Device, say: Say) -> None:
+        self._config, self._say = config, say
+        on_gpus = pick_device(device).type == "cuda"
         self.gpus = torch.cuda.device_count() if on_gpus else 0  # 0 places all on CPUs
 
     def prepare(self, processes: Sequence[ProcessPlacement], stack: ExitStack) -> None:
@@ -283,12 +287,12 @@ class Launcher:
 class RayLauncher(Launcher):
     """A launcher of processes on a Ray cluster: one placement group, a bundle for each process."""
 
-    def __init__(self, config: Config, say: Say) -> None:
-        super().__init__(config, say)
-        self.interface = config.cluster.interface
+    def __init__(self, config: ClusterConfig, device: Device, say: Say) -> None:
+        super().__init__(config, device, say)
+        self.interface = config.interface
         self._cluster: RayCluster | None = None
         self._positions: dict[str, list[int]] = {}
-        if config.cluster.address and config.model.device != "cpu":
+        if config.address and device != "cpu":
             from stretto.workers.ray_cluster import find
 
             found = find()

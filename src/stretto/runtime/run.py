@@ -15,7 +15,7 @@ from stretto import files
 from stretto.assembly.controls import Migrating, controls_of, migrating_of
 from stretto.assembly.models import NO_OVERRIDES, Overrides, prepare_torch
 from stretto.assembly.parts import look_at_prompts, open_prompts
-from stretto.assembly.roles import open_functions
+from stretto.assembly.roles import RoleFactory
 from stretto.config import Config
 from stretto.config.cluster import LEARNER, generator_names
 from stretto.errors import RankError
@@ -154,7 +154,7 @@ def start(
     prepare_torch(config.seed, config.threads)
     prompts = open_prompts(config, overrides, say)
     with working(say, "starting the reward functions"):
-        functions = open_functions(config, prompts, stack, overrides)
+        functions = RoleFactory(config, say).open_functions(prompts, stack, overrides)
     first = look_at_prompts(prompts, say)
     workers: Workers
     if config.runtime == "inline":

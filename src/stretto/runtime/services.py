@@ -16,13 +16,7 @@ from torch import nn
 
 from stretto.assembly.models import made_ready, make_actor, make_critic, with_adapters
 from stretto.assembly.parts import check_rewards, critic_rewards, open_prompts, warmed_up
-from stretto.assembly.roles import (
-    load_reward,
-    make_engine,
-    model_scorers,
-    reward_scorer,
-    scorer_slots,
-)
+from stretto.assembly.roles import RoleFactory, load_reward
 from stretto.config.sections import reward_source
 from stretto.errors import EngineError
 from stretto.models.backend import pick_device
@@ -208,8 +202,7 @@ def generator(setup: RoleSetup, name: str, probe: IntArray) -> GeneratorService:
     own_weights = ENGINES[config.rollout.engine].own_weights
     model, prompts = loaded_actor(setup.on_host() if own_weights else setup)
     receiver = follow_whole(model, setup) if own_weights else follow(model, setup)
-    engine = make_engine(
-        config,
+    engine = RoleFactory(config, _quiet).make_engine(
         model,
         prompts.tokenizer,
         config.most_in_flight,
@@ -233,7 +226,7 @@ def reference(setup: RoleSetup) -> ScorerService:
     else:
         model, _ = loaded_actor(setup)
     marks = _marks_of(model)
-    (scorer,) = model_scorers(config, cut(model, setup), None, None, notes.append)
+    (scorer,) = RoleFactory(config, notes.append).model_scorers(cut(model, setup), None, None)
     offloaded = setup.offloaded("reference", scorer.model.parameters)
     return ScorerService(scorer, notes, marks=marks, offloaded=offloaded)
 
@@ -244,7 +237,7 @@ def critic(setup: RoleSetup) -> ScorerService:
     config, notes = setup.config, list[str]()
     model = _critic(setup.for_loading())
     receiver = follow(model, setup)
-    (scorer,) = model_scorers(config, None, model, receiver, notes.append)
+    (scorer,) = RoleFactory(config, notes.append).model_scorers(None, model, receiver)
     offloaded = setup.offloaded("critic", model.parameters)
     return ScorerService(scorer, notes, receiver, offloaded=offloaded)
 
@@ -259,8 +252,9 @@ def reward_model(setup: RoleSetup, source: str, prompts: Sequence[Prompt]) -> Sc
     loaded = load_reward(reward_source(source), model, here.overrides, notes.append)
     assert loaded is not None
     cut(loaded[0], setup)
-    slots = scorer_slots(config, loaded[0], notes.append)
-    scorer = reward_scorer(source, config, tokenizer, notes.append, loaded, slots=slots)
+    factory = RoleFactory(config, notes.append)
+    slots = factory.scorer_slots(loaded[0])
+    scorer = factory.reward_scorer(source, tokenizer, loaded, slots=slots)
     check_rewards(config, [scorer], prompts)
     return ScorerService(scorer, notes, offloaded=setup.offloaded(source, scorer.model.parameters))
 

@@ -18,7 +18,7 @@ from torch import nn
 from stretto.assembly.controls import share_cores
 from stretto.assembly.models import Overrides
 from stretto.assembly.parts import trained_models
-from stretto.assembly.roles import make_engine, make_learner, model_scorers, reward_models
+from stretto.assembly.roles import RoleFactory
 from stretto.config import Config
 from stretto.config.cluster import LEARNER, generator_names
 from stretto.models.weights import with_own_structure, with_own_weights
@@ -54,7 +54,8 @@ class ThreadWorkers:
         self._end_ranks: Callable[[], None] = lambda: None
         stack.callback(self.close)
         knobs, engines = config.schedule.knobs, config.rollout.engines
-        rewards = reward_models(config, prompts.tokenizer, overrides, say)
+        factory = RoleFactory(config, say)
+        rewards = factory.reward_models(prompts.tokenizer, overrides)
         models = trained_models(config, prompts, rewards[0], stack, say, overrides)
         actor, critic = models.actor, models.critic
         own: Callable[[nn.Module], nn.Module] = (
@@ -70,16 +71,15 @@ class ThreadWorkers:
             rows = config.most_in_flight
             for i, name in enumerate(generator_names(engines)):
                 model = with_own_structure(generating) if i else generating
-                engine = make_engine(
-                    config, model, prompts.tokenizer, rows, models.end_tokens, channel
-                )
+                ends = models.end_tokens
+                engine = factory.make_engine(model, prompts.tokenizer, rows, ends, channel)
                 service = GeneratorService(engine)
                 self.executors[name] = ThreadExecutor(service, self._threads[name])
         self.scorers: list[RolePlacement] = []
         for i, replica in enumerate(rewards):
             host = i if knobs.hosts_scorers(engines) else None
             values = own(critic) if critic else None
-            made = model_scorers(config, models.reference, values, channel, say)
+            made = factory.model_scorers(models.reference, values, channel)
             for scorer in (*replica, *made):
                 role = scorer.info.name if host is None else f"{scorer.info.name} {i}"
                 self.scorers.append(RolePlacement(role, scorer.info.name, host))
@@ -87,8 +87,7 @@ class ThreadWorkers:
                 self.executors[role] = ThreadExecutor(ScorerService(scorer), thread)
         trained = ["actor", "critic"] if critic else ["actor"]
         with working(say, "starting the learner"):  # maybe with processes of its own
-            learner, ranks = make_learner(
-                config,
+            learner, ranks = factory.make_learner(
                 actor,
                 critic,
                 stack,

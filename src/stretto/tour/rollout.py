@@ -17,7 +17,7 @@ from stretto.algorithms.registry import prepare
 from stretto.algorithms.rewards import make_rewards
 from stretto.api import changed
 from stretto.assembly import models
-from stretto.assembly.roles import make_engine, model_scorers, reward_scorer
+from stretto.assembly.roles import RoleFactory
 from stretto.config import Config
 from stretto.models.heads import reward_model_from, scalar_head
 from stretto.models.load import load_tokenizer
@@ -102,10 +102,11 @@ def walk(folder: Path, say: Callable[[str], None] = print) -> Iterator[WalkStep]
         for weight in (w for w in actor.parameters() if w.dim() > 1):
             weight.add_(MOVED * weight.std() * torch.randn(weight.shape, generator=random))
     judge = reward_model_from(models.frozen_copy(reference), seed=1), tokenizer
-    reward = reward_scorer(REWARD, config, tokenizer, say, judge, slots=slots)
+    factory = RoleFactory(config, say)
+    reward = factory.reward_scorer(REWARD, tokenizer, judge, slots=slots)
     critic = models.make_critic(m, config.critic.init, actor, tokenizer, [reward], given, say)
-    scorers = [reward, *model_scorers(config, reference, critic, None, say)]
-    engine = make_engine(config, actor, tokenizer, slots)
+    scorers = [reward, *factory.model_scorers(reference, critic, None)]
+    engine = factory.make_engine(actor, tokenizer, slots)
     yield WalkStep(
         f"Four models of {sum(p.numel() for p in actor.parameters()):,} parameters from scratch. "
         f"The actor has been moved from the reference by {MOVED:.0%} of each matrix's spread, as "

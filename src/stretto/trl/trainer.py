@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, TrainerControl, TrainerState
 
 from stretto import api, files
 from stretto.assembly.models import Overrides, made_ready
-from stretto.assembly.roles import make_engine
+from stretto.assembly.roles import RoleFactory
 from stretto.config import Config, recipes
 from stretto.config.sections import MISSING_EOS
 from stretto.config.training import token_budget
@@ -26,6 +26,7 @@ from stretto.evaluation.gold import score_all
 from stretto.models.load import save_model
 from stretto.models.weights import require_trainable
 from stretto.observe import Progress, RunDirectory, Sample, make_progress
+from stretto.observe.progress import on_stderr
 from stretto.runs import TrainResult
 from stretto.scoring.models import RewardModelScorer
 from stretto.tasks.prompts import render
@@ -197,7 +198,7 @@ class PPOTrainer:
         rows = range(min(most, len(task)))
         prompts = [render(task.row(i), config.task, tokenizer, i) for i in rows]
         ends = self._overrides().end_tokens
-        engine = make_engine(config, actor, tokenizer, rollout.batch, ends)
+        engine = RoleFactory(config, on_stderr).make_engine(actor, tokenizer, rollout.batch, ends)
         answers = answer(engine, prompts)
         scores = score_all(scorer, answers, rollout.batch)
         return [
