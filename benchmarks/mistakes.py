@@ -33,21 +33,24 @@ CONFIG = {
 }
 
 
-def weights(layers: int = 2, hidden: int = 64, words: int = 259) -> bytes:
-    """Return a safetensors file's header for a model of sizes, with weights of no bytes each.
+def weights(layers: int = 2, hidden: int = 64, words: int = 259) -> tuple[bytes, int]:
+    """Return a safetensors file's header for a model of sizes, and the bytes of its weights.
 
-    Only shapes are read of it.
+    Only shapes are read of the file, so a sparse one will do.
     """
     shapes = {"model.embed_tokens.weight": [words, hidden]}
     for i in range(layers):
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             shapes[f"model.layers.{i}.self_attn.{name}.weight"] = [hidden, hidden]
-    tensors = {n: {"dtype": "F32", "shape": s, "data_offsets": [0, 0]} for n, s in shapes.items()}
+    tensors, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + 4 * shape[0] * shape[1]
+        tensors[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
     header = json.dumps(tensors).encode()
-    return len(header).to_bytes(8, "little") + header
+    return len(header).to_bytes(8, "little") + header, end
 
 
-FILES: dict[str, str | bytes] = {
+FILES: dict[str, str | tuple[bytes, int]] = {
     "rows.jsonl": LINES,
     "empty.jsonl": "",
     "broken.jsonl": LINES + "{'prompt': 1}\n",
@@ -79,14 +82,14 @@ FILES: dict[str, str | bytes] = {
     "short/model.safetensors": weights(),
     "short/tokenizer.json": "{}",
     "damaged/config.json": json.dumps(CONFIG),
-    "damaged/model.safetensors": weights()[:200],
+    "damaged/model.safetensors": (weights()[0][:200], 0),
     "damaged/tokenizer.json": "{}",
     "encoder/config.json": json.dumps({"model_type": "t5", "is_encoder_decoder": True}),
     "encoder/model.safetensors": weights(),
     "untyped/config.json": "{}",
     "untyped/model.safetensors": weights(),
     "huge/config.json": json.dumps(CONFIG | {"max_position_embeddings": 4096}),
-    "huge/model.safetensors": weights(layers=4000, hidden=8192),
+    "huge/model.safetensors": weights(layers=100, hidden=16384),
     "huge/tokenizer.json": "{}",
     "run-001/config.toml": 'model.name = "tiny"\n',
     "pairs.jsonl": '{"chosen": "a b", "rejected": "a b"}\n',
@@ -139,7 +142,7 @@ MISTAKES = (
     Mistake("generate without prompt", "generate", ("there is no prompt",)),
     # Settings in files
     Mistake("no file", "train nosuch.toml", ("cannot read", "nosuch.toml")),
-    Mistake("broken TOML", "train bad.toml", ("bad.toml is not valid TOML",)),
+    Mistake("broken TOML", "train bad.toml", ("'bad.toml' is not valid TOML",)),
     Mistake("unknown setting", "train typo.toml", ("'stpes'", "'steps'")),
     Mistake("unknown section", "train section.toml", ("'rolout'", "'rollout'")),
     Mistake("setting of TRL", "train trl.toml", ("'training.learning_rate'", "'training.lr'")),
@@ -151,7 +154,7 @@ MISTAKES = (
     Mistake("mini-batches", "train tiny --training.minibatches 7", ("does not split",)),
     Mistake("group", "train tiny --algorithm.name grpo", ("at least 2", "got 1")),
     Mistake("greedy", "train tiny --rollout.temperature 0", ("temperature is 0",)),
-    Mistake("truncated", "train tiny --rollout.top-k 5", ("truncated sampling",)),
+    Mistake("truncated", "train tiny --rollout.top-k 5", ("truncate sampling",)),
     Mistake("weights", "train tiny --reward.weights 1 2", ("2 numbers for 1 sources",)),
     Mistake("held out", "train tiny --task.held-out 1.5", ("less than 1",)),
     Mistake("one engine", "train tiny --schedule.migrate 0.5", ("rollout.engines is 1",)),
@@ -217,7 +220,7 @@ MISTAKES = (
     Mistake("model file", "train tiny --model.name file", ("is a file",)),
     Mistake("no weights", "train tiny --model.name config-only", ("no *.safetensors",)),
     Mistake("no tokenizer", "train tiny --model.name no-tokenizer", ("tokenizer",)),
-    Mistake("damaged", "train tiny --model.name damaged", ("damaged", "download it again")),
+    Mistake("damaged", "train tiny --model.name damaged", ("damaged", "download the model again")),
     Mistake("encoder", "train tiny --model.name encoder", ("t5", "decoder-only")),
     Mistake("no type", "train tiny --model.name untyped", ("model_type",)),
     Mistake("context", "train tiny --model.name short", ("positions for 128",)),
@@ -277,7 +280,10 @@ def write_files(folder: Path) -> None:
     for name, content in FILES.items():
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(content.encode() if isinstance(content, str) else content)
+        start, rest = (content.encode(), 0) if isinstance(content, str) else content
+        with file.open("wb") as opened:
+            opened.write(start)
+            opened.truncate(len(start) + rest)  # sparse
 
 
 def main() -> None:

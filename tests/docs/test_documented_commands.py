@@ -36,7 +36,7 @@ LONG = {
     "stretto.cli.compare.settled": "a comparison",
     "stretto.cli.plan.planning.plan": "a search for plans",
     "stretto.cli.plan.calibrating.calibrate": "measurements",
-    "stretto.cli.pipeline._solve": "a search for a schedule",
+    "stretto.pipelines.solve.solve": "a search for a schedule",
     "stretto.cli.tour._print": "the tour",
 }
 """What commands call once all is checked, and begins what takes long."""

@@ -752,7 +752,7 @@ def test_simulated_steps_and_seeds_are_as_asked(
         (
             "[schedule]\novercommit_max = 32",
             "0",
-            "variant 'oppo': schedule.overcommit_max = 32 and",
+            "variant 'oppo': with schedule.overcommit_max = 32",
         ),
     ],
 )
@@ -811,7 +811,7 @@ def test_a_recorded_run_is_replayed_under_other_schedules(
     assert again["sync"]["step_s"][0] < 14.5  # each of two generators has one of two responses
     capsys.readouterr()
     assert status([*arguments, "--placement", "absent.toml"]) == 2
-    assert "cannot read the recipe 'absent.toml'" in capsys.readouterr().err
+    assert "cannot read the settings 'absent.toml'" in capsys.readouterr().err
     assert status([*arguments, "--seeds", "1"]) == 2
     assert "depend on no seed; leave it out" in capsys.readouterr().err
 

@@ -510,7 +510,7 @@ import os, sys
 from types import SimpleNamespace
 import numpy as np
 from stretto.config import TaskConfig
-from stretto.config.sections import NamedSource, reward_source
+from stretto.config.sections import RewardSource, reward_source
 from stretto.scoring.functions import FunctionScorer
 from stretto.types import FinishReason, Prompt, Response
 
@@ -853,7 +853,7 @@ def test_a_child_of_an_object_does_not_go_on_as_the_trainer() -> None:
             if child:
                 os.waitpid(child, 0)
             return [float(len(c)) for c in completions]
-        print(judged(NamedSource("mine"), function=f), flush=True)
+        print(judged(RewardSource("mine"), function=f), flush=True)
     """
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM + textwrap.dedent(program)],

@@ -166,8 +166,12 @@ class WinRate:
     Attributes:
         by: the source of the scores.
         rate: (wins + ties / 2) / samples.
+        standard_error: of the rate.
         wins: pairs in which the policy's response scores above the reference.
+        ties: pairs with equal scores.
+        losses: all other pairs.
         score: mean of the policy's responses.
+        reference_score: mean of the reference responses.
     """
 
     by: str

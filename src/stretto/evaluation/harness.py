@@ -33,8 +33,10 @@ class Benchmark:
     """One figure of one benchmark.
 
     Attributes:
+        task: of the harness.
         metric: with the harness's filter behind a comma, where it is not 'none'.
         fewshot: examples in the prompt.
+        value: as the harness reports it.
         standard_error: of the value; ``None`` where the harness has none.
     """
 

@@ -48,6 +48,7 @@ class LabelResult:
 
     Attributes:
         by: the source of the labels.
+        out: the file.
         read: rows, or prompts answered.
         kept: rows written.
         ties: left out, as the source scores both sides the same, or they are the same text.

@@ -100,8 +100,11 @@ class Judgement:
     """Pairs as an LLM judged them, both ways round.
 
     Attributes:
+        judge: the LLM.
         rate: (wins + ties / 2) / pairs judged.
+        standard_error: of the rate.
         wins: pairs of which both orders prefer the policy's response.
+        losses: pairs of which both orders prefer the reference.
         ties: pairs that were called a tie, or on which the orders disagree.
         consistent: share of the pairs judged with the same verdict in both orders.
         unparsable: answers without a verdict, or cut off at their token limit.

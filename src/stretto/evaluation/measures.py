@@ -64,7 +64,8 @@ class Sampled:
         mean_tokens: of a response.
         ended: share of the responses that ended before the token limit.
         distinct: different prompts among those of the responses.
-        overlap: share of the prompts that training asks too, if known; ``seen`` says it in words.
+        overlap: share of the prompts that training asks too, if known.
+        seen: the same in words.
     """
 
     rows: str
@@ -82,8 +83,10 @@ class EvalResult(Sampled):
     """Greedy answers, one to a prompt, scored by the verifier.
 
     Attributes:
-        pass_at_1: share of right answers: those with full credit; its error is sqrt(p (1 - p) / n).
+        pass_at_1: share of right answers: those with full credit.
+        pass_at_1_standard_error: sqrt(p (1 - p) / n).
         mean_score: partial credit included.
+        mean_score_standard_error: of that mean.
     """
 
     pass_at_1: float
@@ -97,10 +100,12 @@ class KlToSft:
     """A policy's drift from an SFT model, measured on the policy's samples.
 
     Attributes:
+        sft: the SFT model.
         perplexity: of the SFT model on the samples, at temperature 1: exp of the mean negative
             log-likelihood of a response token (what Noukhovitch et al. 2024 measure the KL by).
         kl: mean over responses of log pi(y) - log pi_sft(y), in nats a response, both at the
             sampling temperature: an unbiased estimate of the KL.
+        standard_error: of ``kl``.
     """
 
     sft: str
@@ -114,6 +119,7 @@ class Measured(Sampled):
     """Results of an evaluation of sampled responses; ``None`` for measures that were not asked for.
 
     Attributes:
+        temperature: of sampling.
         win_rate: by the first source that was asked for.
         win_rates: by each source, in the order asked for.
         kl: distance from the model that the policy was trained from.

@@ -222,7 +222,7 @@ class RowSpan:
 
     @property
     def predicting(self) -> list[int]:
-        """Those of the row's places that lie here."""
+        """The row's places that lie in this span."""
         places = self.row.predicting
         return places[bisect_left(places, self.start) : bisect_left(places, self.stop)]
 

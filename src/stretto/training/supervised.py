@@ -243,12 +243,21 @@ def _check_packing(model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Preferences:
-    """Metrics of a reward model on pairs."""
+    """Metrics of a reward model on pairs.
 
-    loss: float  # mean -log sigmoid(r_chosen - r_rejected), in nats a pair
-    accuracy: float  # share of pairs whose chosen response has the higher reward; a tie is half
-    margin: float  # mean r_chosen - r_rejected
-    reward_mean: float  # over all responses, as the deviation is
+    Attributes:
+        loss: mean -log sigmoid(r_chosen - r_rejected), in nats a pair.
+        accuracy: share of pairs whose chosen response has the higher reward; a tie counts half.
+        margin: mean r_chosen - r_rejected.
+        reward_mean: mean reward of all responses, chosen and rejected.
+        reward_std: standard deviation of the same.
+        pairs: number of pairs.
+    """
+
+    loss: float
+    accuracy: float
+    margin: float
+    reward_mean: float
     reward_std: float
     pairs: int
 

@@ -88,8 +88,10 @@ class WorkerThread:
         """Have the thread end after the calls that were asked for."""
         self._calls.put(None)
 
-    def join(self, seconds: float) -> None:
+    def join(self, seconds: float) -> bool:
+        """Wait at most so long for the thread to end; return whether it has."""
         self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _work(self, threads: int) -> None:
         if threads:
