@@ -21,7 +21,6 @@ from stretto.api.planning import (
     settings_of,
     spec_of,
     variants_of,
-    write,
 )
 from stretto.cli.main import main as stretto
 from stretto.config import Config, ScheduleConfig, changes, recipes
@@ -169,11 +168,11 @@ def test_memory_is_no_less_than_what_train_counts() -> None:
         assert counted <= planned * 1.02
 
 
-def test_a_plan_on_paper_is_not_written(tmp_path: Path) -> None:
+def test_a_plan_on_paper_has_no_settings() -> None:
     spec, _ = spec_of(PPO, asked(8))
     only = (c for c in candidates(spec) if c.on_paper)
     with raises(ConfigError, "plan-on-paper", "a learner's processes hold one generator"):
-        write(tmp_path / "plan.toml", PPO, next(only), spec)
+        settings_of(PPO, next(only), spec)
 
 
 def overlaid(config: Config, file: Path | str) -> Config:

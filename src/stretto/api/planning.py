@@ -194,22 +194,13 @@ def check_writable(file: str | Path) -> None:
         raise ConfigError(problem, "file-not-writable")
 
 
-def write(
-    file: str | Path,
-    config: Config,
-    candidate: Candidate,
-    spec: PlanSpec,
-    start: Config | None = None,
-) -> None:
-    """Write the settings of a plan, for ``stretto train RECIPE --overrides FILE``.
-
-    Settings of ``config`` that differ from those of the recipe, ``start``, are written, too. Raises
-    ConfigError if ``stretto train`` cannot run the plan, or the file cannot be written.
+def write(file: str | Path, plan: Plan, candidate: Candidate, also: Mapping[str, Any]) -> None:
+    """Write the settings of a candidate, for ``stretto train RECIPE --overrides FILE``, and those
+    that were ``also`` changed in the recipe. Raises ConfigError if ``stretto train`` cannot run the
+    candidate, or the file cannot be written.
     """
-    data = settings_of(config, candidate, spec)
-    if start is not None:
-        data = changes.merged(changes.difference(start, config), data)
-    changes.changed(config, data, "the plan")  # it is one that train takes
+    data = changes.merged(also, settings_of(plan.config, candidate, plan.spec))
+    changes.changed(plan.config, data, "the plan")  # it is one that train takes
     text = f"# {candidate.layout.gpus} GPUs, by 'stretto plan'\n{tomli_w.dumps(data)}"
     try:
         Path(file).write_text(text, encoding="utf-8")

@@ -123,7 +123,10 @@ def execute(run: Begun[Any], *, progress: Progress | None = None) -> Any:
             f"the trained model is in {ended.model}. More steps go on from there (--steps)"
         )
         return ended
-    with _memory_explained(config), ending_in_order(), ExitStack() as stack:
+    tokens, slots = config.training.microbatch_tokens, 0
+    if isinstance(config, Config):
+        slots = config.rollout.slots or config.rollout.batch
+    with _memory_explained(config.model, tokens, slots), ending_in_order(), ExitStack() as stack:
         stack.enter_context(run_dir.locked(display.note))
         try:
             with stack:  # a folder that is removed is let go of first
@@ -197,7 +200,7 @@ def _opening(
 
 
 @contextmanager
-def _memory_explained(config: Config | SupervisedConfig) -> Iterator[None]:
+def _memory_explained(model: ModelConfig, tokens: int, slots: int) -> Iterator[None]:
     """Raise OutOfMemoryError, with what a run can do about it, in place of torch's or Python's."""
     try:
         yield
@@ -206,11 +209,8 @@ def _memory_explained(config: Config | SupervisedConfig) -> Iterator[None]:
         if short is None:
             raise
         what = f" ({first_line(short)})" if str(short) else ""
-        tokens, slots = config.training.microbatch_tokens, 0
-        if isinstance(config, Config):
-            slots = config.rollout.slots or config.rollout.batch
         raise OutOfMemoryError(
-            f"out of memory{what}. Less is taken with {_remedies(config.model, tokens, slots)}",
+            f"out of memory{what}. Less is taken with {_remedies(model, tokens, slots)}",
             "out-of-memory",
         ) from error
 

@@ -29,7 +29,7 @@ class Migrating:
 
 
 def migrating_of(
-    config: Config, *, prefill_tokens_per_s: float, transfer_tokens_per_s: float | None
+    config: Config, prefill_tokens_per_s: float, transfer_tokens_per_s: float | None
 ) -> Migrating:
     """Return the facts for moving stragglers, from measured rates of an engine.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, count, islice
@@ -91,7 +91,7 @@ def trained_models(
     ends = end_token_ids(unwrapped(base), tokenizer) if ends is None else ends
     _check_ends(config.reward, config.rollout.stop, ends)
     config.require_positions("the actor", positions(base, generating=True))
-    check_rewards(config, rewards, prompts.first(FIRST))
+    RoleFactory(config, say).check_rewards(rewards, prompts.first(FIRST))
     check_lora(base, m)
     _check_cuts(config.pipeline, config.critic.init, base, rewards)
     warmed_up(base, config, prompts, overrides, say)
@@ -117,17 +117,6 @@ def trained_models(
     return PolicyModels(actor, critic, reference, ends)
 
 
-def critic_rewards(
-    config: Config, prompts: PromptSource, overrides: Overrides, say: Say
-) -> list[RewardModelScorer]:
-    """Return the reward model that the critic starts from; none where it starts otherwise."""
-    if config.critic.init != "reward" or not config.algorithm.definition.critic:
-        return []
-    source = config.reward.models[0]
-    loaded = models.load_reward_model(config.model, source.model, say, in_files=overrides.in_files)
-    return [RoleFactory(config, say).reward_scorer(source.name, prompts.tokenizer, loaded)]
-
-
 def _check_ends(rule: RewardConfig, stop: Collection[str], end_tokens: Collection[int]) -> None:
     if not (end_tokens or stop or rule.missing_eos == "off"):
         raise ConfigError(
@@ -136,21 +125,6 @@ def _check_ends(rule: RewardConfig, stop: Collection[str], end_tokens: Collectio
             "tokenizer_config.json, name a string in rollout.stop, or set missing_eos = 'off'",
             "nothing-ends-responses",
         )
-
-
-def check_rewards(
-    config: Config, rewards: Iterable[RewardModelScorer], prompts: Sequence[Prompt]
-) -> None:
-    """Raise ConfigError or ModelError for a reward model with too few positions for what it scores.
-
-    A model with a tokenizer of its own may make more tokens of a response than the actor. How many
-    is not known beforehand; a response that then does not fit is a failure of its own.
-    """
-    for reward in rewards:
-        if reward.same_tokenizer:
-            config.require_positions(f"reward model '{reward.name}'", positions(reward.model))
-        else:
-            reward.require_room(prompts)
 
 
 def _check_cuts(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -12,13 +12,14 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from stretto.assembly.models import Overrides, Reward, load_reward_model, made_ready
-from stretto.config import Config, ModelConfig
+from stretto.config import AlgorithmConfig, Config, ModelConfig, RolloutConfig
+from stretto.config.schedule import Knobs
 from stretto.config.sections import RewardSource
 from stretto.config.training import token_budget
 from stretto.errors import ConfigError, EngineError, ModelError
 from stretto.models.backend import backend_of, pick_device, pick_dtype
 from stretto.models.cached import slots_within
-from stretto.models.forward import unwrapped
+from stretto.models.forward import positions, unwrapped
 from stretto.models.load import end_token_ids
 from stretto.models.lora import trained_names
 from stretto.models.resolve import resolve
@@ -36,7 +37,7 @@ from stretto.training.backprop import Backprop, LocalBackprop
 from stretto.training.learner import PolicyLearner
 from stretto.training.losses import Losses
 from stretto.training.trained import LearningRate, Trained, TrainedModel
-from stretto.types import Capabilities, WeightsRef
+from stretto.types import Capabilities, Prompt, WeightsRef
 from stretto.weights.channel import SharedChannel, WeightChannel
 from stretto.workers.ranks import Ranks
 
@@ -49,11 +50,12 @@ MEMORY_SHARE = 0.15
 _NO_FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 
 
-def check_engine(config: Config, able: Capabilities) -> None:
+def check_engine(
+    able: Capabilities, knobs: Knobs, rollout: RolloutConfig, algorithm: AlgorithmConfig
+) -> None:
     """Raise ConfigError if the schedule or the algorithm asks more of an engine than it can do."""
-    knobs = config.schedule.knobs
     early = [name for name in ("score_on", "overcommit") if knobs.on(name)]
-    early += ["migrate"] if knobs.migrates(config.rollout.engines) else []
+    early += ["migrate"] if knobs.migrates(rollout.engines) else []
     if knobs.score_on == "rollout":
         early.remove("score_on")  # whole responses are enough for that
     if early and not able.interruptible:
@@ -62,10 +64,10 @@ def check_engine(config: Config, able: Capabilities) -> None:
             "cannot; set schedule.preset = 'sync' or 'async'",
             "engine-not-interruptible",
         )
-    if able.logprobs == "raw" and config.algorithm.old_policy != "proximal":
+    if able.logprobs == "raw" and algorithm.old_policy != "proximal":
         raise ConfigError(
             "the engine gives log-probabilities without rollout.temperature = "
-            f"{config.rollout.temperature}; set algorithm.old_policy = 'proximal', which takes the "
+            f"{rollout.temperature}; set algorithm.old_policy = 'proximal', which takes the "
             "learner's own",
             "engine-with-raw-logprobs",
         )
@@ -115,7 +117,7 @@ class RoleFactory:
         """
         config, r = self._config, self._config.rollout
         kind = ENGINES[r.engine]
-        check_engine(config, kind.capabilities)
+        check_engine(kind.capabilities, config.schedule.knobs, r, config.algorithm)
         device = pick_device(config.model.device)
         first = SharedChannel() if kind.own_weights and channel is None else None
         with tempfile.TemporaryDirectory(prefix="engine-") as scratch:
@@ -251,6 +253,34 @@ class RoleFactory:
                     scorer = self.reward_scorer(source.name, tokenizer, loaded, slots=slots)
                     replica.append(scorer)
         return replicas
+
+    def critic_rewards(
+        self, tokenizer: PreTrainedTokenizerBase, overrides: Overrides
+    ) -> list[RewardModelScorer]:
+        """Return the reward model that the critic starts from; none where it starts otherwise."""
+        config = self._config
+        if config.critic.init != "reward" or not config.algorithm.definition.critic:
+            return []
+        name, model = config.reward.models[0].name, config.reward.models[0].model
+        in_files = overrides.in_files
+        loaded = load_reward_model(config.model, model, self._say, in_files=in_files)
+        return [self.reward_scorer(name, tokenizer, loaded)]
+
+    def check_rewards(
+        self, rewards: Iterable[RewardModelScorer], prompts: Sequence[Prompt]
+    ) -> None:
+        """Raise ConfigError or ModelError for a reward model with too few positions for what it
+        scores.
+
+        A model with a tokenizer of its own may make more tokens of a response than the actor. How
+        many is not known beforehand; a response that then does not fit is a failure of its own.
+        """
+        for reward in rewards:
+            if reward.same_tokenizer:
+                most = positions(reward.model)
+                self._config.require_positions(f"reward model '{reward.name}'", most)
+            else:
+                reward.require_room(prompts)
 
     def model_scorers(
         self,

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from stretto.api import calibrating, planning
 from stretto.api.planning import Plan, PlanOptions
 from stretto.cli.settings import Recipe, leading_recipe, parse_with_config
-from stretto.config import Config, recipes
+from stretto.config import changes, recipes
 from stretto.errors import ConfigError
 from stretto.observe import make_progress
 from stretto.observe.progress import on_stderr
@@ -53,29 +53,25 @@ def run(arguments: Sequence[str]) -> int:
     start = recipes.load(recipe or "arithmetic")
     config, own = parse_with_config("plan", arguments, start, Options, _offered())
     if own.calibrate:
-        return _calibrate(config, own.calibrate, arguments)
+        command, say = shlex.join(["stretto", "plan", *arguments]), Saying(make_progress("auto"))
+        calibrating.calibrate(config, own.calibrate, command=command, say=say)
+        print(f"wrote {own.calibrate}: stretto plan {recipe} --gpus N --hardware {own.calibrate}")
+        return 0
     if own.write:
         planning.check_writable(own.write)
     plan = planning.plan(config, own, say=on_stderr)
     print("\n".join(_lines(plan, own.gpus, recipes.name_of(recipe))))
     if own.write:
-        _write(plan, own.write, recipe, start)
+        _write(plan, own.write, recipe, changes.difference(start, config))
     return 0
 
 
-def _calibrate(config: Config, file: str, arguments: Sequence[str]) -> int:
-    command = shlex.join(["stretto", "plan", *arguments])
-    calibrating.calibrate(config, file, command=command, say=Saying(make_progress("auto")))
-    print(f"wrote {file}: stretto plan {leading_recipe(arguments)} --gpus N --hardware {file}")
-    return 0
-
-
-def _write(plan: Plan, file: str, recipe: str, start: Config) -> None:
+def _write(plan: Plan, file: str, recipe: str, also: Mapping[str, Any]) -> None:
     best = plan.found.runnable
     if best is None:
         problem = f"'{file}' is not written: 'stretto train' can run none of these; give more GPUs"
         raise ConfigError(problem, "plan-on-paper")
-    planning.write(file, plan.config, best.candidate, plan.spec, start)
+    planning.write(file, plan, best.candidate, also)
     print(f"wrote {file}: stretto train {recipe} --overrides {file}")
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from stretto import files
-from stretto.assembly.parts import critic_rewards, open_prompts, trained_models
+from stretto.assembly.parts import open_prompts, trained_models
 from stretto.assembly.roles import RoleFactory
 from stretto.config.cluster import LEARNER
 from stretto.errors import StateError
@@ -179,7 +179,8 @@ def learner(setup: RoleSetup, probe: IntArray) -> LearnerService:
     config, overrides = setup.config, setup.overrides
     stack, notes = ExitStack(), list[str]()
     prompts = open_prompts(config, overrides, notes.append)
-    rewards = critic_rewards(config, prompts, overrides, notes.append)
+    factory = RoleFactory(config, notes.append)
+    rewards = factory.critic_rewards(prompts.tokenizer, overrides)
     first = dist.get_rank() == 0
     # The first rank warms up, the others read its outcome: they wait longer than for collectives.
     waiting = dist.new_group(backend="gloo", timeout=WARMUP) if config.warmup_examples else None
@@ -191,7 +192,7 @@ def learner(setup: RoleSetup, probe: IntArray) -> LearnerService:
     frozen = frozen_mark(models.actor)
     keep = 1 if setup.shares_weights else config.schedule.knobs.lag + 2
     sender = setup.shared[SENDER] = WeightSender(device, config.cluster.bucket_mb << 20, keep)
-    made, _ = RoleFactory(config, notes.append).make_learner(
+    made, _ = factory.make_learner(
         models.actor,
         models.critic,
         stack,

@@ -63,7 +63,8 @@ class ProcessWorkers:
         first: Sequence[Prompt],  # some of the run's
         folder: Path | None,  # of the run
     ) -> None:
-        _check(config, overrides)
+        lora, stages = config.model.lora_rank > 0, config.pipeline.ranks
+        _check(config.cluster, stages, overrides, lora=lora, runtime=config.runtime)
         self._config, self._stack, self._say, self._first = config, stack, say, first
         self._logs = folder / "logs" if folder else None
         # Processes on other machines see the run's folder, and not this machine's temporary one.
@@ -370,12 +371,14 @@ class MemoryWatch:
         return {f"memory/{name}_gb": n / 1e9 for name, n in used.items() if n}
 
 
-def _check(config: Config, overrides: Overrides) -> None:
-    """Refuse what only a run in one process can do."""
-    layout = learner_layout(config.cluster)
-    if layout.ranks > 1 and config.pipeline.ranks:
+def _check(
+    config: ClusterConfig, stages: int, overrides: Overrides, *, lora: bool, runtime: str
+) -> None:
+    """Refuse what only a run in one process can do; ``stages``: ranks of a pipeline."""
+    layout = learner_layout(config)
+    if layout.ranks > 1 and stages:
         raise ConfigError(
-            f"pipeline.ranks = {config.pipeline.ranks} trains through stages, and "
+            f"pipeline.ranks = {stages} trains through stages, and "
             f"cluster.processes divides the learner by fsdp = {layout.fsdp} and tp = {layout.tp}; "
             "set one or the other",
             "stages-and-shards",
@@ -387,9 +390,9 @@ def _check(config: Config, overrides: Overrides) -> None:
             "its folder, or set both to 1",
             "object-in-shards",
         )
-    if config.model.lora_rank and overrides.actor is not None:
+    if lora and overrides.actor is not None:
         raise ConfigError(
-            f"runtime = '{config.runtime}' trains adapters in another process, and cannot merge "
+            f"runtime = '{runtime}' trains adapters in another process, and cannot merge "
             "them into a model that the caller brings as an object; name its folder, or set "
             "runtime = 'inline'",
             "adapters-of-object",

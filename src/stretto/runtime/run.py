@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stretto import files
-from stretto.assembly.controls import Migrating, controls_of, migrating_of
+from stretto.assembly.controls import controls_of, migrating_of
 from stretto.assembly.models import NO_OVERRIDES, Overrides, prepare_torch
 from stretto.assembly.parts import look_at_prompts, open_prompts
 from stretto.assembly.roles import RoleFactory
@@ -189,7 +189,10 @@ def start(
         stack.callback(memory.close)
     knobs = config.schedule.knobs
     migrates = knobs.migrates(len(names))
-    migrating = _migrating(config, executors, kv_router) if migrates else None
+    migrating = None
+    if migrates:
+        speeds = _speeds(config.rollout.engines, executors, kv_router)
+        migrating = migrating_of(config, *speeds)
     schedule = Schedule(
         prompts.next,
         generators,
@@ -247,15 +250,13 @@ def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
-def _migrating(
-    config: Config, executors: Mapping[str, Executor], kv_router: KVRouter | None
-) -> Migrating:
-    """Return the facts for moving stragglers, with measured speeds of reading and of moving."""
-    one, other, *_ = generator_names(config.rollout.engines)
+def _speeds(
+    engines: int, executors: Mapping[str, Executor], kv_router: KVRouter | None
+) -> tuple[float, float | None]:
+    """Measure the tokens a second that an engine reads, and that are moved from one to another."""
+    one, other, *_ = generator_names(engines)
     rates: MoveRates = executors[one].ask("rates")
     moving: float | None = COPY_GAIN * rates.prefill_tokens_per_s
     if kv_router:
         moving = kv_router.bytes_per_s(one, other) / rates.kv_bytes if rates.kv_bytes else None
-    return migrating_of(
-        config, prefill_tokens_per_s=rates.prefill_tokens_per_s, transfer_tokens_per_s=moving
-    )
+    return rates.prefill_tokens_per_s, moving

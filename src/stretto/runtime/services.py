@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from stretto.assembly.models import made_ready, make_actor, make_critic, with_adapters
-from stretto.assembly.parts import check_rewards, critic_rewards, open_prompts, warmed_up
+from stretto.assembly.parts import open_prompts, warmed_up
 from stretto.assembly.roles import RoleFactory, load_reward
 from stretto.config.sections import reward_source
 from stretto.errors import EngineError
@@ -255,7 +255,7 @@ def reward_model(setup: RoleSetup, source: str, prompts: Sequence[Prompt]) -> Sc
     factory = RoleFactory(config, notes.append)
     slots = factory.scorer_slots(loaded[0])
     scorer = factory.reward_scorer(source, tokenizer, loaded, slots=slots)
-    check_rewards(config, [scorer], prompts)
+    factory.check_rewards([scorer], prompts)
     return ScorerService(scorer, notes, offloaded=setup.offloaded(source, scorer.model.parameters))
 
 
@@ -315,7 +315,7 @@ def _critic(setup: RoleSetup) -> nn.Module:
     config, overrides = setup.config, setup.overrides
     actor, prompts = _starting_actor(setup)
     tokenizer, m = prompts.tokenizer, config.model
-    rewards = critic_rewards(config, prompts, overrides, _quiet)
+    rewards = RoleFactory(config, _quiet).critic_rewards(tokenizer, overrides)
     model = make_critic(m, config.critic.init, actor, tokenizer, rewards, overrides, _quiet)
     return with_adapters(model, m, config.seed, "SEQ_CLS", None)
 
