@@ -12,17 +12,9 @@ from urllib.parse import urlsplit
 
 from stretto import files, tasks
 from stretto.checks import functions
-from stretto.config import (
-    ClusterConfig,
-    Config,
-    CriticConfig,
-    ModelConfig,
-    ObserveConfig,
-    PipelineConfig,
-    RewardModelConfig,
-    SftConfig,
-)
+from stretto.config import Config, ModelConfig, ObserveConfig, RewardModelConfig, SftConfig
 from stretto.config.sections import RewardSource, TaskConfig, reward_source
+from stretto.config.training import PipelineConfig
 from stretto.errors import ConfigError, ModelError, TaskError, require
 from stretto.machine import usable_cores, usable_gpus
 from stretto.models.info import TOKENIZERS, ModelInfo, model_info
@@ -78,7 +70,8 @@ def check_run(
             config.require_positions("the actor", info.positions)
             if config.model.lora_rank:
                 info.adapter_parameters(config.model.lora_rank, config.model.lora_targets)
-            _check_cuts(info, config.cluster, config.pipeline, config.critic)
+            _check_slices(info, *(process.tp for process in config.cluster.processes))
+            _check_stages(info, config.pipeline, alike=config.critic.init == "actor")
         if critic and config.algorithm.definition.critic:
             _check_model(critic, config.model, ask_hub=ask_hub)
         if ask_hub:
@@ -230,20 +223,20 @@ def _check_model(
     return info
 
 
-def _check_cuts(
-    info: ModelInfo, cluster: ClusterConfig, pipeline: PipelineConfig, critic: CriticConfig
-) -> None:
-    """Refuse an actor that does not split into the slices or stages asked for."""
+def _check_slices(info: ModelInfo, *slices: int) -> None:
     heads = info.number("num_attention_heads", "n_head")
     kv_heads = info.number("num_key_value_heads") or heads
-    for process in cluster.processes:
+    for parts in slices:
         for count, what in ((heads, "attention heads"), (kv_heads, "key-value heads")):
-            if count and count % process.tp:
-                raise undivided(process.tp, count, f"{what} of '{info.name}'")
+            if count and count % parts:
+                raise undivided(parts, count, f"{what} of '{info.name}'")
+
+
+def _check_stages(info: ModelInfo, pipeline: PipelineConfig, *, alike: bool) -> None:
+    """Refuse an actor, and a critic that is ``alike``, with fewer layers than stages."""
     for name in ("actor", "critic") if pipeline.ranks else ():
         stages = pipeline.stages(name)
-        same_body = name == "actor" or critic.init == "actor"
-        if same_body and info.layers and info.layers < stages:
+        if (name == "actor" or alike) and info.layers and info.layers < stages:
             raise ModelError(
                 f"{pipeline.describe_stages(name)}: '{info.name}' has {info.layers} layers, "
                 f"too few for {stages} stages; use at most {info.layers}"

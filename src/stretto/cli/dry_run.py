@@ -7,15 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from stretto.checks import check_run, check_supervised, disk
-from stretto.config import (
-    Config,
-    ModelConfig,
-    PipelineConfig,
-    RewardModelConfig,
-    SftConfig,
-    TaskConfig,
-)
+from stretto.config import Config, ModelConfig, RewardModelConfig, SftConfig, TaskConfig
 from stretto.config.sections import RewardSource
+from stretto.config.training import PipelineConfig
 from stretto.machine import usable_cores, usable_gpus
 from stretto.tasks.tables import is_local
 
