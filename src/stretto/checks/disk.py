@@ -35,9 +35,8 @@ def written(config: Config | SupervisedConfig) -> tuple[int, int] | None:
 
 
 def check(sizes: tuple[int, int] | None, folder: Path, *, resuming: bool = False) -> None:
-    """Refuse a run whose checkpoint and model, of sizes from :func:`written`, do not fit on the
-    disk of its folder, or of the one that its folder will be in. A run that is resumed can do
-    without another checkpoint.
+    """Refuse a run whose :func:`written` sizes do not fit on the disk of its folder, or of the one
+    that its folder will be in. A run that is resumed can do without another checkpoint.
     """
     if sizes is None:
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from stretto.checks import check_run, check_supervised, disk
 from stretto.config import Config, ModelConfig, RewardModelConfig, SftConfig, TaskConfig
@@ -68,8 +68,7 @@ def _model(model: ModelConfig) -> Iterator[str]:
 
 
 def _pipelines(p: PipelineConfig) -> Iterator[str]:
-    names: tuple[Literal["actor", "critic"], ...] = ("actor", "critic") if p.ranks else ()
-    for name in names:
+    for name in ("actor", "critic") if p.ranks else ():
         yield f"{name}: {_many(p.pipelines(name), 'pipeline')} of {_many(p.stages(name), 'stage')}"
 
 

@@ -191,8 +191,7 @@ def measure(
     """
     sources = ((by,) if by else ()) if isinstance(by, str) else tuple(by)
     read = of_model(measured_on(config), policy)
-    r, trust = read.rollout, read.model.trust_remote_code
-    limit = read.training.microbatch_tokens
+    r, trust, limit = read.rollout, read.model.trust_remote_code, read.training.microbatch_tokens
     with ExitStack() as stack:
         prepare_torch(read.seed, read.threads)
         source = open_prompts(read, NO_OVERRIDES, on_stderr)

@@ -117,7 +117,7 @@ class PlainProgress(Progress):
 def headline(config: Config | SupervisedConfig, model: str = "", where: str = "") -> str:
     """Describe what will run, in three lines, with facts about the model and the place of the
     results, and remark on settings that work otherwise than one might expect."""
-    remarks: Sequence[str] = ()
+    remarks = config.remarks if isinstance(config, Config) else ()
     if isinstance(config, Config):
         rollout, schedule, training = config.rollout, config.schedule, config.training
         prompts = rollout.batch // rollout.samples_per_prompt
@@ -131,19 +131,14 @@ def headline(config: Config | SupervisedConfig, model: str = "", where: str = ""
         )
         knobs = schedule.knobs.describe(rollout.engines)
         last = f"schedule: {schedule.preset}: {knobs}; runtime {config.runtime}"
-        remarks = config.remarks
     else:
-        what, step, last = _supervised(config)
+        pairs = isinstance(config, RewardModelConfig)
+        kind = "a reward model" if pairs else "supervised fine-tuning"
+        length = f"{config.steps} steps" if config.steps else f"{config.training.epochs} epoch(s)"
+        what, step = f"{kind} from {config.model.name}", f"{length} on {config.data.name}"
+        last = f"a step: {config.batch} {'pairs' if pairs else 'sequences'}"
     lines = [what + (model and f": {model}"), step, last + (where and f"; {where}")]
     return "\n".join([*lines, *(f"note: {text}" for text in remarks)])
-
-
-def _supervised(config: SupervisedConfig) -> tuple[str, str, str]:
-    pairs = isinstance(config, RewardModelConfig)
-    what, rows = ("a reward model", "pairs") if pairs else ("supervised fine-tuning", "sequences")
-    length = f"{config.steps} steps" if config.steps else f"{config.training.epochs} epoch(s)"
-    step = f"a step: {config.batch} {rows}"
-    return f"{what} from {config.model.name}", f"{length} on {config.data.name}", step
 
 
 class _Stderr:

@@ -83,10 +83,7 @@ def memory_plan(
 def plan_for(
     model: ModelConfig, algorithm: AlgorithmConfig | None = None, reward: RewardConfig | None = None
 ) -> MemoryPlan:
-    """Return the plan of a run, of supervised training without an algorithm.
-
-    Raises ModelError if the architecture of its model is unknown.
-    """
+    """Return a run's plan (supervised without an algorithm); ModelError for an unknown model."""
     parameters, adapters = measure(model)
     models = {"actor" if algorithm else "model": parameters}
     if algorithm and algorithm.definition.critic:
@@ -264,28 +261,20 @@ class RunMemory:
         adapters: int | None = None,
     ) -> list[Load]:
         """Return the memory of each device, of known shapes with ``width`` bytes a weight."""
-        kept, bucket = published(self.config, found), self.config.cluster.bucket_mb << 20
+        c, kept = self.config, published(self.config, found)
+        at_once, bucket = c.schedule.knobs.overlaps(c.rollout.engines), c.cluster.bucket_mb << 20
         by_device: dict[str, Load] = {}
         for place in found:
             holds = DeviceMemory(width=width, bucket=bucket, adapters=adapters)
             holds.put("processes", PROCESS_BYTES)
             self._put_roles(holds, place, shapes, kept)
             for device in place.devices:
-                load = by_device.setdefault(device, Load(device=device, at_once=self._at_once))
+                load = by_device.setdefault(device, Load(device=device, at_once=at_once))
                 load.add(holds)
         return list(by_device.values())
 
-    @property
-    def _at_once(self) -> bool:
-        """Whether phases may go on side by side."""
-        return self.config.schedule.knobs.overlaps(self.config.rollout.engines)
-
     def _put_roles(
-        self,
-        holds: DeviceMemory,
-        place: ProcessPlacement,
-        shapes: Mapping[str, Shape],
-        versions: int,
+        self, holds: DeviceMemory, place: ProcessPlacement, shapes: Mapping[str, Shape], kept: int
     ) -> None:
         c, process = self.config, self.config.cluster.process_of(LEARNER)
         mesh, rests = Mesh(process.fsdp, process.tp), place.offload and place.device != "cpu"
@@ -295,14 +284,15 @@ class RunMemory:
                 trained = ("actor", "critic") if c.algorithm.definition.critic else ("actor",)
                 models = [shapes[role] for role in trained if role in shapes]
                 # Moments, and masters that are not the weights.
-                moments = ("training",) if self._at_once else ("scoring", "training")
+                at_once = c.schedule.knobs.overlaps(c.rollout.engines)
+                moments = ("training",) if at_once else ("scoring", "training")
                 holds.put_learner(
                     models,
                     mesh,
                     tokens,
                     models,
                     checkpointing=c.model.gradient_checkpointing,
-                    versions=versions,
+                    versions=kept,
                     copies=process.ranks == 1,
                     moments=moments if rests else (),
                 )

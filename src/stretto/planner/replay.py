@@ -178,12 +178,11 @@ class Recording:
     def role_devices(self) -> dict[str, list[RoleDevices]]:
         """Return where replicas of each role work, all functions as :data:`FUNCTION`."""
         reads = {role_of(span) for span in self.spans if span.attributes.get("tokens")}
-        sources = (*self.config.reward.sources, *_KINDS)
-        models = [source for source in sources if short_name(source) in reads]
+        models = [s for s in (*self.config.reward.sources, *_KINDS) if short_name(s) in reads]
         cores = self.config.threads or max(self.machine.threads, 1)
         if self.config.runtime != "inline":
             return self._in_processes(cores, models)
-        return self._in_threads(cores, [short_name(source) for source in models])
+        return self._in_threads(cores, [short_name(s) for s in models])
 
     def _in_threads(self, cores: int, models: Sequence[str]) -> dict[str, list[RoleDevices]]:
         """Place the roles in one process: all on one worker, on one each if they overlap."""

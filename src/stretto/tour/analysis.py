@@ -107,10 +107,8 @@ def flows(
 def scorers_of(reward: RewardConfig, algorithm: AlgorithmConfig) -> dict[str, ScoreKind]:
     """Return the scorers of a run, and what each of them gives."""
     found: dict[str, ScoreKind] = dict.fromkeys(reward.sources, "reward")
-    if algorithm.has_reference:
-        found["reference"] = "logprobs"
-    if algorithm.definition.critic:
-        found["critic"] = "values"
+    found |= {"reference": "logprobs"} if algorithm.has_reference else {}
+    found |= {"critic": "values"} if algorithm.definition.critic else {}
     return found
 
 

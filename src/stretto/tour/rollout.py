@@ -169,12 +169,8 @@ def _generation_and_scoring(
 
 def _learning(a: AlgorithmConfig, reward: RewardConfig, batch: TrainBatch) -> Iterator[WalkStep]:
     """Take scores to advantages, as the learner does, a term at a time."""
-    columns: dict[str, Any] = {
-        "lengths": batch.lengths,
-        "ended": batch.ended,
-        "tokens": batch.tokens,
-    }
-    columns |= {"log pi": batch.logprobs, "versions": batch.versions}
+    columns: dict[str, Any] = {"lengths": batch.lengths, "ended": batch.ended}
+    columns |= {"tokens": batch.tokens, "log pi": batch.logprobs, "versions": batch.versions}
     columns |= {"log pi_ref": batch.per_token["logprobs"], "V": batch.per_token["values"]}
     yield WalkStep(
         f"The learner is sent: B = {len(batch)} responses in columns, one after the other, "
