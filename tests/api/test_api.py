@@ -418,8 +418,8 @@ def test_benchmarks_go_to_the_harness(tiny_folder: Path, monkeypatch: pytest.Mon
     asked: dict[str, Any] = {}
     figure = evaluation.Benchmark("arc_easy", "acc", 0, 0.25, None)
 
-    def benchmark(config: Config, **rest: Any) -> list[evaluation.Benchmark]:
-        asked.update(rest, batch=config.rollout.batch)
+    def benchmark(config: ModelConfig, **rest: Any) -> list[evaluation.Benchmark]:
+        asked.update(rest)
         return [figure]
 
     monkeypatch.setattr(evaluation, "benchmark", benchmark)

@@ -58,19 +58,19 @@ def test_a_run_that_fits_is_not_refused(monkeypatch: pytest.MonkeyPatch, tmp_pat
     """With half of the checkpoint to spare, which the model is less than."""
     needed = 36 * PARAMETERS
     free_bytes(monkeypatch, needed)
-    disk.check(tiny(), tmp_path / "runs")
+    disk.check(written(tiny()), tmp_path / "runs")
     free_bytes(monkeypatch, needed - 1)
     sizes = ("4.147 MB free", "needs 4.147 MB", "460.8 kB for its model", "2.765 MB")
     remedies = ("--out", "--observe.checkpoint-minutes 0")
     with raises(StorageError, "disk-too-small", *sizes, *remedies):
-        disk.check(tiny(), tmp_path / "runs")
+        disk.check(written(tiny()), tmp_path / "runs")
     alone = 4 * PARAMETERS
     for config, resuming in ((tiny(observe={"checkpoint_minutes": 0}), False), (tiny(), True)):
         free_bytes(monkeypatch, alone)
-        disk.check(config, tmp_path, resuming=resuming)
+        disk.check(written(config), tmp_path, resuming=resuming)
         free_bytes(monkeypatch, alone - 1)
         with raises(StorageError, "disk-too-small", "460.8 kB for its model. Make room"):
-            disk.check(config, tmp_path, resuming=resuming)
+            disk.check(written(config), tmp_path, resuming=resuming)
 
 
 def test_one_that_does_not_fit_leaves_no_folder(
@@ -105,8 +105,8 @@ def test_a_start_says_what_checkpoints_take_and_how_many_are_kept(
         file = tmp_path / "checkpoints" / f"step-{step}" / "learner" / "rank"
         file.parent.mkdir(parents=True)
         file.write_bytes(bytes(size))
-    assert disk.said(tiny(), tmp_path) == f"checkpoints: {said}"
-    assert disk.said(tiny(observe={"checkpoint_minutes": 0}), tmp_path) == ""
+    assert disk.said(written(tiny()), tmp_path) == f"checkpoints: {said}"
+    assert disk.said(written(tiny(observe={"checkpoint_minutes": 0})), tmp_path) == ""
 
 
 def test_so_does_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:

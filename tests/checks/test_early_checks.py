@@ -13,7 +13,7 @@ from stretto.config import Config, changes, recipes
 from stretto.config.sections import reward_source
 from stretto.errors import ConfigError, TaskError
 from stretto.machine import free_memory
-from stretto.planner.fitting import plan_for, require
+from stretto.planner.fitting import RunMemory, plan_for
 
 ROWS = '{"prompt": "a", "answer": "b"}\n' * 3
 
@@ -81,12 +81,12 @@ def test_wrong_reward_functions_are_refused_without_running_them(
 
 def test_a_run_that_fits_is_not_refused_and_one_that_does_not_says_what_takes_less() -> None:
     config = tiny()
-    needed = plan_for(config).mixed.total()
-    require(config, needed, "here")
+    needed = plan_for(config.model, config.algorithm, config.reward).mixed.total()
+    RunMemory(config).require(needed, "here")
     # Actor and critic 16 bytes a parameter, the reference 4; without a critic, and with adapters.
     facts = ("'tiny' takes 4.147 MB", "actor 1.843 MB", "here has 4.147 MB free", "rloo")
     with raises(ConfigError, None, *facts):
-        require(config, needed - 1, "here")
+        RunMemory(config).require(needed - 1, "here")
     rloo = tiny(algorithm={"name": "rloo"}, rollout={"samples_per_prompt": 2})
     assert "rloo" not in str(refusal(rloo))
     assert "lora" not in str(refusal(tiny(model={"lora_rank": 2})))
@@ -94,7 +94,7 @@ def test_a_run_that_fits_is_not_refused_and_one_that_does_not_says_what_takes_le
 
 def refusal(config: Config) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
-        require(config, 0, "here")
+        RunMemory(config).require(0, "here")
     return caught.value
 
 

@@ -27,7 +27,7 @@ from stretto.config import Config, ScheduleConfig, changes, recipes
 from stretto.errors import ConfigError
 from stretto.models.shapes import shape_of
 from stretto.planner.candidates import candidates, memory_by_phase
-from stretto.planner.fitting import loads
+from stretto.planner.fitting import RunMemory
 from stretto.planner.hardware import GPUS, read_hardware
 from stretto.runtime.placement import PROCESS_BYTES, places
 
@@ -161,7 +161,7 @@ def test_memory_is_no_less_than_what_train_counts() -> None:
         config = changes.changed(PPO, settings_of(PPO, candidate, spec), "the plan")
         assert spec.models.critic is not None
         shapes = {"actor": spec.models.actor, "critic": spec.models.critic}
-        first = loads(config, places(config, 8, 6), shapes, 2)[0]
+        first = RunMemory(config).loads(places(config, 8, 6), shapes, 2)[0]
         counted = sum(first.held.values()) - PROCESS_BYTES
         counted += max(sum(work.values()) for work in first.work.values())
         planned = sum(memory_by_phase(spec, candidate)["weight sync"].values())

@@ -197,7 +197,8 @@ def replayed(of: RolloutRecord) -> Rollout:
 def test_bytes_of_a_step_are_those_of_the_messages_that_roles_exchange() -> None:
     actor, critic = nn.Linear(10, 5, bias=False), nn.Linear(4, 1)
     records, config = [record(0, 5, 2), record(1, 7, 3)], load_recipe("tiny")
-    counted = analysis.flows(records, config, {"actor": actor, "critic": critic})
+    scorers = analysis.scorers_of(config.reward, config.algorithm)
+    counted = analysis.flows(records, scorers, {"actor": actor, "critic": critic})
     made = [replayed(each) for each in records]
     asked = [Rollout(r.id, r.prompt, r.group).response() for r in made]
     chunks = [
@@ -225,12 +226,13 @@ def test_bytes_of_a_step_are_those_of_the_messages_that_roles_exchange() -> None
 
 
 def test_stages_are_means_without_the_first_step() -> None:
-    config = load_recipe("tiny", training__epochs=4)
+    config = load_recipe("tiny")
+    scorers = analysis.scorers_of(config.reward, config.algorithm)
     seconds = {"gen": 1.0, "score/task": 0.5, "score/reference": 2.0, "score/critic": 3.0}
     step = {f"timing_s/{name}": s for name, s in (seconds | {"update": 4.0, "step": 12.0}).items()}
     metrics = [dict.fromkeys(step, 100.0) | {"step": 1}, step | {"step": 2}, step | {"step": 3}]
     records = [record(0, 900, 900), record(1, 6, 2, step=2), record(2, 8, 4, step=3)]
-    found = analysis.phase_costs(metrics, records, config, parameters=1000)
+    found = analysis.phase_costs(metrics, records, scorers, parameters=1000, epochs=4)
     assert [(s.name, s.seconds, s.tokens, s.operations) for s in found] == [
         ("generation", 1.0, 3.0, 2 * 1000 * 10),
         ("score: task", 0.5, 3.0, 0),

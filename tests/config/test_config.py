@@ -24,7 +24,7 @@ from stretto.config.sections import LARGEST_SEED
 from stretto.errors import ConfigError, ModelError
 from stretto.models.info import measure
 from stretto.observe.progress import headline
-from stretto.planner.fitting import fewest_gpus, format_plan, memory_plan, plan_for
+from stretto.planner.fitting import MemoryPlan, fewest_gpus, format_plan, memory_plan, plan_for
 
 
 def write(folder: Path, text: str) -> Path:
@@ -298,6 +298,11 @@ def test_counts_as_people_write_them(text: str, count: int | None) -> None:
     assert parse_parameters(text) == count
 
 
+def plan_of(settings: dict[str, Any]) -> MemoryPlan:
+    config = recipes.build(settings, "here")
+    return plan_for(config.model, config.algorithm, config.reward)
+
+
 def test_the_tiny_model_and_the_plan_of_its_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,14 +315,14 @@ def test_the_tiny_model_and_the_plan_of_its_run(
     parameters = AutoModelForCausalLM.from_pretrained(resolve("tiny")).num_parameters()
     assert measure(config.model) == (parameters, None)
     settings = {"model": {"name": "tiny", "dtype": "float32"}, "algorithm": {"kl_coef": 0.0}}
-    plan = plan_for(recipes.build(settings, "here"))
+    plan = plan_of(settings)
     assert list(plan.mixed) == ["actor", "critic"]
     settings |= {"algorithm": {"kl_coef": 0.1}, "reward": {"sources": ["model:x"]}}
-    plan = plan_for(recipes.build(settings, "here"))
+    plan = plan_of(settings)
     assert list(plan.mixed) == ["actor", "critic", "reference", "reward"]
     assert plan.mixed["reference"] == 4 * parameters
     settings |= {"algorithm": {"name": "rloo"}, "rollout": {"samples_per_prompt": 2}}
-    plan = plan_for(recipes.build(settings, "here"))
+    plan = plan_of(settings)
     assert list(plan.mixed) == ["actor", "reference", "reward"]
     assert "(all trained in actor)" in format_plan(plan)
 
@@ -448,7 +453,7 @@ def test_reward_models_count_with_their_own_size() -> None:
     tiny = {"model": {"name": "tiny", "dtype": "float32"}, "algorithm": {"kl_coef": 0}}
     sizes = {}
     for source in ("model:tiny", "model:smollm2-135m"):
-        plan = plan_for(recipes.build({**tiny, "reward": {"sources": [source]}}, "here"))
+        plan = plan_of({**tiny, "reward": {"sources": [source]}})
         sizes[source] = plan.mixed["reward"]
     assert sizes["model:smollm2-135m"] == 4 * 134_515_008
     assert sizes["model:tiny"] == 4 * 115_200

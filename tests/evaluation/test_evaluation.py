@@ -276,7 +276,8 @@ def test_what_is_read_is_said(config: Config) -> None:
         changed = Config.model_validate(
             config.model_dump() | {"task": config.task.model_dump() | task}
         )
-        return describe_rows(measured_on(changed))
+        read = measured_on(changed)
+        return describe_rows(read.task, read.seed)
 
     name = config.task.name
     assert of() == name
@@ -285,8 +286,8 @@ def test_what_is_read_is_said(config: Config) -> None:
     hub = {"name": "owner/name:main"}
     assert of(**hub) == "owner/name:main, split 'train'"
     assert of(**hub, held_out="test") == "owner/name:main, split 'test'"
-    tiny = recipes.load("tiny")
-    assert describe_rows(measured_on(tiny)) == f"{tiny.task.name}, seed 1000"
+    tiny = measured_on(recipes.load("tiny"))
+    assert describe_rows(tiny.task, tiny.seed) == f"{tiny.task.name}, seed 1000"
 
 
 def test_the_task_judges_its_own_answers_right(config: Config, policy: Path) -> None:
@@ -714,24 +715,26 @@ def test_benchmarks_get_the_examples_of_the_table(
     monkeypatch.setitem(sys.modules, "lm_eval", fake)
     (tmp_path / "own.yaml").write_text("dataset_path: json\ntask: own\n")
     names = ["mmlu", "gsm8k", str(tmp_path / "own.yaml")]
-    figures = evaluation.benchmark(config, model=str(tiny_folder), tasks=names, limit=7)
+    asked: dict[str, Any] = {"model": str(tiny_folder), "batch": 4}
+    figures = evaluation.benchmark(config.model, tasks=names, limit=7, **asked)
     assert [(c["tasks"], c["num_fewshot"], c["limit"]) for c in calls] == [
         (["mmlu", "own"], None, 7),
         (["gsm8k"], 5, 7),
     ]
     assert calls[0]["model_args"]["pretrained"] == str(tiny_folder)
+    assert calls[0]["batch_size"] == 4
     assert figures == [
         evaluation.Benchmark("mmlu", "acc", 3, 0.25, 0.125),
         evaluation.Benchmark("own", "acc", 3, 0.25, 0.125),
         evaluation.Benchmark("gsm8k", "exact_match,strict-match", 5, 0.5, None),
     ]
     with raises(ConfigError, "unknown-benchmark", "'mmlo'", "'mmlu'"):
-        evaluation.benchmark(config, model=str(tiny_folder), tasks=["mmlo"])
+        evaluation.benchmark(config.model, **asked, tasks=["mmlo"])
     with raises(ConfigError, "unreadable", "nowhere.yaml"):
-        evaluation.benchmark(config, model=str(tiny_folder), tasks=["nowhere.yaml"])
+        evaluation.benchmark(config.model, **asked, tasks=["nowhere.yaml"])
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with raises(MissingExtraError, "missing-library", "pip install 'lm_eval>=0.4.5'"):
-        evaluation.benchmark(config, model=str(tiny_folder), tasks=["gsm8k"])
+        evaluation.benchmark(config.model, **asked, tasks=["gsm8k"])
 
 
 # -- the command ---------------------------------------------------------------------------------

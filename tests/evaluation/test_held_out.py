@@ -37,7 +37,7 @@ def asked(config: Config, count: int = 200, trained: Config | None = None) -> Si
     read = measured_on(config)
     task = tasks.load(read.task, read.seed)
     source = PromptSource(task, read.task, byte_tokenizer(), read.seed)
-    prompts, facts = questions(read, source, count, trained or config)
+    prompts, facts = questions(source, count, trained or config)
     return SimpleNamespace(prompts=prompts, **facts)
 
 

@@ -14,7 +14,7 @@ from stretto.errors import ConfigError
 from stretto.models.load import load_causal_lm
 from stretto.models.lora import add_lora
 from stretto.models.shapes import Shape
-from stretto.planner.fitting import Load, check, known_shapes, loads, planned, table
+from stretto.planner.fitting import Load, RunMemory, check, known_shapes, table
 from stretto.planner.memory import CACHE, FROZEN, SYNC
 from stretto.runtime.placement import PROCESS_BYTES, places
 
@@ -29,7 +29,10 @@ ROOT = 32 * 8 + 8
 
 def found(gpus: int = 0, width: int = 4, **settings: Any) -> dict[str, Load]:
     config = Config.model_validate({"runtime": "local", **settings})
-    return {load.device: load for load in loads(config, places(config, 8, gpus), SHAPES, width)}
+    return {
+        load.device: load
+        for load in RunMemory(config).loads(places(config, 8, gpus), SHAPES, width)
+    }
 
 
 def test_each_role_takes_what_it_holds() -> None:
@@ -74,7 +77,7 @@ def test_shards_and_slices_hold_their_parts() -> None:
 def test_adapters_are_trained_and_travel_alone(width: int, lag: int, copies: int) -> None:
     """The weights beside them stay as they are; adapters have four bytes whatever the type."""
     config = Config.model_validate({"runtime": "local", "schedule": {"lag": lag}})
-    counted = loads(config, places(config, 8, 4), SHAPES, width, 100)
+    counted = RunMemory(config).loads(places(config, 8, 4), SHAPES, width, 100)
     by_device = {load.device: load for load in counted}
     learner, generator, reference, scorer = (by_device[f"cuda:{i}"] for i in range(4))
     actor = 2 * LAYER + ROOT
@@ -97,7 +100,7 @@ def test_a_learner_of_adapters_shares_frozen_weights_out_and_gathers_no_gradient
     )
     found = places(config, 8, 5)
     (adapted, *_), (whole, *_) = (
-        loads(config, found, {"actor": SHAPE, "reference": SHAPE}, 2, adapters)
+        RunMemory(config).loads(found, {"actor": SHAPE, "reference": SHAPE}, 2, adapters)
         for adapters in (100, None)
     )
     actor = 2 * LAYER + ROOT
@@ -112,12 +115,12 @@ def test_a_run_with_adapters_is_planned(tiny_folder: Path) -> None:
     """Rank 2 on all linear layers: 2 (inputs + outputs) of each, as peft counts them."""
     model = {"name": str(tiny_folder), "lora_rank": 2}
     config = Config.model_validate({"runtime": "local", "model": model})
-    _, adapters = known_shapes(config)
+    _, adapters = known_shapes(config.model, config.critic, config.reward)
     assert adapters is not None
     actor = load_causal_lm(tiny_folder, torch.float32, torch.device("cpu"))
     wrapped = add_lora(actor, config.model, "CAUSAL_LM")
     assert adapters == sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
-    (load,) = planned(config, places(config, 8, 0), 4)
+    (load,) = RunMemory(config).planned(places(config, 8, 0), 4)
     assert load.held["learner's states"] == 16 * 2 * adapters
 
 
@@ -161,7 +164,7 @@ def test_what_cannot_fit_is_refused_and_what_might_not_is_remarked_on() -> None:
 def test_models_that_are_not_known_are_not_counted() -> None:
     """A critic from elsewhere may be small: nothing is refused on a guess."""
     config = Config.model_validate({"runtime": "local"})
-    (load,) = loads(config, places(config, 8, 0), {"actor": SHAPE, "reference": SHAPE}, 4)
+    (load,) = RunMemory(config).loads(places(config, 8, 0), {"actor": SHAPE, "reference": SHAPE}, 4)
     assert load.held["learner's states"] == 16 * (2 * LAYER + ROOT)
     assert "critic's weights" not in load.held
     assert set(load.certain) == {"learner's states", "published weights"}  # of a CPU

@@ -178,7 +178,7 @@ def settings(**changes: Any) -> Config:
 
 def crowded(config: Config) -> Cluster:
     """The run's processes, which share two cores."""
-    seats = Recording(config, [], READ, TWO_CORES).role_devices(config)
+    seats = Recording(config, [], READ, TWO_CORES).role_devices()
 
     def at(role: str) -> dict[str, Any]:
         return {"devices": seats[role][0].devices, "threads": seats[role][0].threads}
@@ -246,7 +246,7 @@ def test_roles_sit_where_the_placement_says() -> None:
     asynchronous = ScheduleConfig(preset="async")
     config = settings(schedule=asynchronous, cluster=by_hand, rollout={"engines": 2})
     machine = Machine("a CPU", 8, 8, ("a GPU", "a GPU"), "2.0")
-    seats = Recording(config, [], READ, machine).role_devices(config)
+    seats = Recording(config, [], READ, machine).role_devices()
     # GPU 1 has the learner by hand; the processes after it are dealt to 1, 0 and 1.
     assert {role: [s.devices for s in found] for role, found in seats.items()} == {
         "learner": [(0,)],
@@ -261,12 +261,12 @@ def test_roles_sit_where_the_placement_says() -> None:
 
 def test_functions_work_beside_all_others_and_a_run_without_overlap_has_one_worker() -> None:
     inline = settings().model_copy(update={"runtime": "inline"})
-    (one,) = Recording(inline, [], READ, TWO_CORES).role_devices(inline)["generator"]
+    (one,) = Recording(inline, [], READ, TWO_CORES).role_devices()["generator"]
     assert (one.devices, one.threads) == ((0,), 2)
-    seats = Recording(inline, [], READ, TWO_CORES).role_devices(inline)
+    seats = Recording(inline, [], READ, TWO_CORES).role_devices()
     assert all(found == [one] for found in seats.values())
     local = settings(schedule=ScheduleConfig(preset="oppo"))
-    (function,) = Recording(local, [], READ, TWO_CORES).role_devices(local)[FUNCTION]
+    (function,) = Recording(local, [], READ, TWO_CORES).role_devices()[FUNCTION]
     assert (function.devices, function.threads) == ((), 1)
 
 

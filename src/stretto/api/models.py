@@ -155,7 +155,8 @@ def benchmark(
     config, chosen = _measured(settings, model, None, changes, rows=False)
     from stretto import evaluation
 
-    return evaluation.benchmark(config, model=chosen, tasks=tasks, limit=limit)
+    batch = config.rollout.batch
+    return evaluation.benchmark(config.model, model=chosen, tasks=tasks, batch=batch, limit=limit)
 
 
 def generate(

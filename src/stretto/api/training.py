@@ -93,7 +93,7 @@ def begin(
             else:
                 check_supervised(config)
             if overrides is None or overrides.actor is None:
-                disk.check(config, folder, resuming=bool(resume))
+                disk.check(disk.written(config), folder, resuming=bool(resume))
     run_dir = run_dir or RunDirectory.create(config.out, name, config)
     return Begun(config, run_dir, bool(resume), overrides, task)
 
@@ -157,7 +157,7 @@ def _train(run: Begun[Any], display: Progress) -> Any:
             o = overrides  # models among them are not looked at
             objects = o and (o.critic or o.reference or o.reward_models)
             if isinstance(config, Config) and (config.runtime == "inline" or not objects):
-                lines += fitting.check_devices(config)
+                lines += fitting.RunMemory(config).check_devices()
         run_dir.save_machine(Machine.here())
         text = _opening(config, run_dir, actor, resuming=run.resuming)
     display.start(text)
@@ -191,7 +191,7 @@ def _opening(
             if adapters is not None:
                 size += f", of which adapters train {format_count(adapters)}"
         dtype, device = str(config.model.dtype), pick_device(config.model.device).type
-        where = "; ".join(filter(None, (where, disk.said(config, run_dir.path))))
+        where = "; ".join(filter(None, (where, disk.said(disk.written(config), run_dir.path))))
     else:
         weight = next(actor.parameters())
         size = f"{format_count(sum(p.numel() for p in actor.parameters()))} parameters"

@@ -20,8 +20,9 @@ def written(config: Config | SupervisedConfig) -> tuple[int, int] | None:
     is trained, and where generation lags behind, the weights that it works with. The warm-up's
     outcome counts with the model.
     """
+    reinforced = (config.algorithm, config.reward) if isinstance(config, Config) else ()
     try:
-        plan = plan_for(config)
+        plan = plan_for(config.model, *reinforced)
     except ModelError:
         return None
     weights, checkpoint = width(config.model) * plan.parameters, 0
@@ -33,11 +34,10 @@ def written(config: Config | SupervisedConfig) -> tuple[int, int] | None:
     return checkpoint, weights * (2 if config.warmup_examples else 1)
 
 
-def check(config: Config | SupervisedConfig, folder: Path, *, resuming: bool = False) -> None:
-    """Refuse a run whose checkpoint and model do not fit on the disk of its folder, or of the one
+def check(sizes: tuple[int, int] | None, folder: Path, *, resuming: bool = False) -> None:
+    """Refuse a run whose :func:`written` sizes do not fit on the disk of its folder, or of the one
     that its folder will be in. A run that is resumed can do without another checkpoint.
     """
-    sizes = written(config)
     if sizes is None:
         return
     (checkpoint, model), free = sizes, files.free(folder)
@@ -56,9 +56,8 @@ def check(config: Config | SupervisedConfig, folder: Path, *, resuming: bool = F
         )
 
 
-def said(config: Config | SupervisedConfig, folder: Path) -> str:
+def said(sizes: tuple[int, int] | None, folder: Path) -> str:
     """Say what checkpoints take in a run's folder, and for how many the disk has room."""
-    sizes = written(config)
     if sizes is None or not sizes[0]:
         return ""
     size, free = sizes[0], files.free(folder)

@@ -14,6 +14,7 @@ from stretto import files, tasks
 from stretto.checks import functions
 from stretto.config import Config, ModelConfig, ObserveConfig, RewardModelConfig, SftConfig
 from stretto.config.sections import RewardSource, TaskConfig, reward_source
+from stretto.config.training import PipelineConfig
 from stretto.errors import ConfigError, ModelError, TaskError, require
 from stretto.machine import usable_cores, usable_gpus
 from stretto.models.info import TOKENIZERS, ModelInfo, model_info
@@ -65,11 +66,16 @@ def check_run(
         name, critic = config.model.name, config.critic.model
         tokenizer = overrides is None or overrides.tokenizer is None
         info = _check_model(name, config.model, tokenizer=tokenizer, ask_hub=ask_hub)
-        _check_actor(config, info)
+        if info:
+            config.require_positions("the actor", info.positions)
+            if config.model.lora_rank:
+                info.adapter_parameters(config.model.lora_rank, config.model.lora_targets)
+            _check_slices(info, *(process.tp for process in config.cluster.processes))
+            _check_stages(info, config.pipeline, alike=config.critic.init == "actor")
         if critic and config.algorithm.definition.critic:
             _check_model(critic, config.model, ask_hub=ask_hub)
         if ask_hub:
-            fitting.check_here(config)
+            fitting.RunMemory(config).check_here()
     return task
 
 
@@ -217,24 +223,22 @@ def _check_model(
     return info
 
 
-def _check_actor(config: Config, info: ModelInfo | None) -> None:
-    if info is None:
-        return
-    config.require_positions("the actor", info.positions)
-    if config.model.lora_rank:
-        info.adapter_parameters(config.model.lora_rank, config.model.lora_targets)
+def _check_slices(info: ModelInfo, *slices: int) -> None:
     heads = info.number("num_attention_heads", "n_head")
     kv_heads = info.number("num_key_value_heads") or heads
-    for process in config.cluster.processes:
+    for parts in slices:
         for count, what in ((heads, "attention heads"), (kv_heads, "key-value heads")):
-            if count and count % process.tp:
-                raise undivided(process.tp, count, f"{what} of '{info.name}'")
-    for name in ("actor", "critic") if config.pipeline.ranks else ():
-        stages = config.pipeline.stages(name)
-        same_body = name == "actor" or config.critic.init == "actor"
-        if same_body and info.layers and info.layers < stages:
+            if count and count % parts:
+                raise undivided(parts, count, f"{what} of '{info.name}'")
+
+
+def _check_stages(info: ModelInfo, pipeline: PipelineConfig, *, alike: bool) -> None:
+    """Refuse an actor, and a critic that is ``alike``, with fewer layers than stages."""
+    for name in ("actor", "critic") if pipeline.ranks else ():
+        stages = pipeline.stages(name)
+        if (name == "actor" or alike) and info.layers and info.layers < stages:
             raise ModelError(
-                f"{config.pipeline.describe_stages(name)}: '{info.name}' has {info.layers} layers, "
+                f"{pipeline.describe_stages(name)}: '{info.name}' has {info.layers} layers, "
                 f"too few for {stages} stages; use at most {info.layers}"
             )
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from stretto.checks import check_run, check_supervised, disk
 from stretto.config import Config, ModelConfig, RewardModelConfig, SftConfig, TaskConfig
 from stretto.config.sections import RewardSource
+from stretto.config.training import PipelineConfig
 from stretto.machine import usable_cores, usable_gpus
 from stretto.tasks.tables import is_local
 
@@ -31,14 +32,14 @@ def describe_run(config: Config) -> str:
         f"{config.schedule.largest_overcommit(r.batch)}), each of at most "
         f"{config.task.max_prompt_tokens:,} + {r.max_new_tokens:,} tokens",
         *_model(config.model),
-        *_pipelines(config),
+        *_pipelines(config.pipeline),
         *map(_source, config.reward.parsed),
     ]
     if not config.task.is_procedural:
         lines.append(f"prompts: {config.task.name} ({_data(config.task.name)})")
     lines.append(f"evaluation: {_held_out(config.task)}")
-    lines += filter(None, [disk.said(config, Path(config.out))])
-    plan = plan_for(config)
+    lines += filter(None, [disk.said(disk.written(config), Path(config.out))])
+    plan = plan_for(config.model, config.algorithm, config.reward)
     return "\n".join([*lines, format_plan(plan), *_processes(config, plan)])
 
 
@@ -57,7 +58,7 @@ def describe_supervised(config: SftConfig | RewardModelConfig) -> str:
         *_model(config.model),
         f"data: {data}, {config.data.held_out:.0%} of it held out",
     ]
-    return "\n".join([*lines, format_plan(plan_for(config))])
+    return "\n".join([*lines, format_plan(plan_for(config.model))])
 
 
 def _model(model: ModelConfig) -> Iterator[str]:
@@ -66,10 +67,8 @@ def _model(model: ModelConfig) -> Iterator[str]:
         yield f"LoRA of rank {model.lora_rank} on {', '.join(model.lora_targets)}"
 
 
-def _pipelines(config: Config) -> Iterator[str]:
-    p = config.pipeline
-    names: tuple[Literal["actor", "critic"], ...] = ("actor", "critic") if p.ranks else ()
-    for name in names:
+def _pipelines(p: PipelineConfig) -> Iterator[str]:
+    for name in ("actor", "critic") if p.ranks else ():
         yield f"{name}: {_many(p.pipelines(name), 'pipeline')} of {_many(p.stages(name), 'stage')}"
 
 
@@ -87,7 +86,7 @@ def _processes(config: Config, plan: MemoryPlan) -> Iterator[str]:
     yield f"Processes (runtime = '{config.runtime}'):"
     yield table(config.schedule.knobs, found, frozen | trained)
     yield from remarks(config.schedule.knobs, config.rollout.engines, found, usable_cores(), gpus)
-    if loads := fitting.planned(config, found, wide):
+    if loads := fitting.RunMemory(config).planned(found, wide):
         yield "Memory of each device by phase, on paper (cpu: of all processes on this machine):"
         yield fitting.table(loads)
         yield from fitting.check(loads, fitting.capacity)

@@ -133,7 +133,8 @@ def run_eval(arguments: Sequence[str]) -> int:
             print(f"{label:<12} {text}")
         figures = _figures(result)
     if tasks:
-        found = evaluation.benchmark(config, model=model, tasks=tasks, limit=own.lm_eval_limit)
+        limits = {"batch": config.rollout.batch, "limit": own.lm_eval_limit}
+        found = evaluation.benchmark(config.model, model=model, tasks=tasks, **limits)
         for f in found:
             error = "" if f.standard_error is None else f" ± {f.standard_error:.4f}"
             print(f"{f.task:<12} {f.value:.4f}{error}  {f.metric}, {f.fewshot}-shot")

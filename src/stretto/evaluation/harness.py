@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from stretto.config import Config
+from stretto.config import ModelConfig
 from stretto.errors import ConfigError, require
 from stretto.models.backend import pick_device, pick_dtype
 from stretto.models.resolve import resolve
@@ -48,14 +48,15 @@ class Benchmark:
 
 
 def benchmark(
-    config: Config, *, model: str, tasks: Sequence[str], limit: int = 0
+    config: ModelConfig, *, model: str, tasks: Sequence[str], batch: int, limit: int = 0
 ) -> list[Benchmark]:
     """Run benchmarks.
 
     Args:
-        config: device and dtype, and responses decoded at a time (``rollout.batch``).
+        config: device and dtype.
         model: a known name, a folder, or a hub name.
         tasks: names that the harness knows, or .yaml files that define one.
+        batch: responses decoded at a time.
         limit: examples of each benchmark, at most; 0 takes all.
 
     Raises MissingExtraError if lm-evaluation-harness is not installed; ConfigError if a benchmark
@@ -74,16 +75,16 @@ def benchmark(
             remedy = f"did you mean '{close[0]}'?" if close else "'lm-eval ls tasks' lists them"
             message = f"--lm-eval: there is no benchmark '{name}'; {remedy}"
             raise ConfigError(message, "unknown-benchmark")
-    device = pick_device(config.model.device)
+    device = pick_device(config.device)
     options = {
         "model": "hf",
         "model_args": {
             "pretrained": str(resolve(model, on_stderr)),
-            "dtype": str(pick_dtype(config.model.dtype, device)).removeprefix("torch."),
-            "trust_remote_code": config.model.trust_remote_code,
+            "dtype": str(pick_dtype(config.dtype, device)).removeprefix("torch."),
+            "trust_remote_code": config.trust_remote_code,
         },
         "device": str(device),
-        "batch_size": config.rollout.batch,
+        "batch_size": batch,
         "limit": limit or None,
         "task_manager": manager,
         "log_samples": False,

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from stretto import tasks
 from stretto.assembly.models import NO_OVERRIDES, Overrides, load_actor, prepare_torch
 from stretto.assembly.parts import open_prompts
-from stretto.config import Config, RowsConfig
+from stretto.config import Config, ModelConfig, RowsConfig, TaskConfig
 from stretto.config.training import token_budget
 from stretto.errors import ConfigError, TaskError
 from stretto.evaluation import gold
@@ -153,7 +153,7 @@ def evaluate(
         source = open_prompts(read, NO_OVERRIDES, on_stderr)
         columns = source.task.row(0).data.keys()
         verifier = gold.open_gold("task", read, columns, source.tokenizer, stack)
-        prompts, facts = questions(read, source, samples, trained or config)
+        prompts, facts = questions(source, samples, trained or config)
         engine, _ = open_engine(read, source.tokenizer)
         rollouts = answer(engine, prompts)
         scores = score_all(verifier, rollouts, greedy.batch)
@@ -197,7 +197,7 @@ def measure(
     """
     sources = ((by,) if by else ()) if isinstance(by, str) else tuple(by)
     read = of_model(measured_on(config), policy)
-    r, trust = read.rollout, read.model.trust_remote_code
+    r, trust, limit = read.rollout, read.model.trust_remote_code, read.training.microbatch_tokens
     with ExitStack() as stack:
         prepare_torch(read.seed, read.threads)
         source = open_prompts(read, NO_OVERRIDES, on_stderr)
@@ -210,7 +210,7 @@ def measure(
             _check_sft(sft, r.temperature, tokenizer, trust)
         ask = open_judge(judge) if judge else None
         golds = {s: gold.open_gold(s, read, first.keys(), tokenizer, stack, ends) for s in sources}
-        prompts, facts = questions(read, source, samples, trained or config)
+        prompts, facts = questions(source, samples, trained or config)
         own, sums = _answers(read, prompts, tokenizer, sums=bool(sft))
         texts = list[str]()
         if sources or judge:
@@ -227,7 +227,7 @@ def measure(
             temperature=r.temperature,
             win_rate=rates[0] if rates else None,
             win_rates=rates,
-            kl=_drift(read, sft, own, sums) if sft else None,
+            kl=_drift(of_model(read, sft).model, own, sums, r.temperature, limit) if sft else None,
             judge=ask(pairs) if ask else None,
         )
 
@@ -289,21 +289,22 @@ def _answers(
     return rollouts, found
 
 
-def _drift(config: Config, sft: str, rollouts: Sequence[Rollout], own: Sequence[float]) -> KlToSft:
+def _drift(
+    sft: ModelConfig, rollouts: Sequence[Rollout], own: list[float], temperature: float, limit: int
+) -> KlToSft:
     """Return the KL of responses to the SFT model.
 
     Args:
         own: the policy's log-probability of each. The same forward passes give the SFT model's, so
             that rounding does not look like drift, as it would against the log-probabilities of a
             decoding engine.
+        limit: tokens of a micro-batch.
     """
-    temperatures = (1.0, config.rollout.temperature)
-    limit = config.training.microbatch_tokens
-    model = load_actor(of_model(config, sft).model, on_stderr)
-    at_one, as_sampled = _logprob_sums(model, rollouts, temperatures, limit)
+    model = load_actor(sft, on_stderr)
+    at_one, as_sampled = _logprob_sums(model, rollouts, (1.0, temperature), limit)
     kls = [policy - reference for policy, reference in zip(own, as_sampled, strict=True)]
     return KlToSft(
-        sft=sft,
+        sft=sft.name,
         perplexity=math.exp(-math.fsum(at_one) / sum(map(len, rollouts))),
         kl=fmean(kls),
         standard_error=standard_error(kls),
@@ -348,11 +349,10 @@ def measured_on(config: Config) -> Config:
     return config.model_copy(update={"task": task.model_copy(update=rows)})
 
 
-def describe_rows(read: Config) -> str:
-    """Describe, for people, the rows that settings from :func:`measured_on` read."""
-    task = read.task
+def describe_rows(task: TaskConfig, seed: int) -> str:
+    """Describe, for people, the rows that a task gives."""
     if task.is_procedural:
-        where = f"{task.name}, seed {read.seed}"
+        where = f"{task.name}, seed {seed}"
     elif Path(task.name).suffix in SUFFIXES:
         where = task.name
     else:
@@ -362,7 +362,7 @@ def describe_rows(read: Config) -> str:
 
 
 def questions(
-    read: Config, source: PromptSource, count: int, trained: Config
+    source: PromptSource, count: int, trained: Config
 ) -> tuple[list[Prompt], dict[str, Any]]:
     """Return the first prompts of an evaluation, at most ``count``, in its seeded order.
 
@@ -371,12 +371,11 @@ def questions(
     all prompts are longer than ``task.max_prompt_tokens``.
 
     Args:
-        read: settings from :func:`measured_on`.
-        source: their prompts.
+        source: prompts of settings from :func:`measured_on`.
         trained: settings of what the policy is, or is to be, trained on.
     """
-    limit, share = read.task.max_prompt_tokens, read.task.held_out_share
-    procedural, rows = read.task.is_procedural, len(source.task)
+    task, rows = source.config, len(source.task)
+    limit, share, procedural = task.max_prompt_tokens, task.held_out_share, task.is_procedural
     prompts, contents, too_long = list[Prompt](), list[str](), list[int]()
     known, found_at, patience = set[str](), 0, PATIENCE / (share or 1)
     for place in range(rows):
@@ -398,11 +397,12 @@ def questions(
         raise all_too_long(len(too_long), min(too_long), limit)
     if not prompts:
         raise TaskError(
-            f"task.held_out = {share} holds out none of the {rows} rows of '{read.task.name}': too "
+            f"task.held_out = {share} holds out none of the {rows} rows of '{task.name}': too "
             "few prompts are different. Raise it, or name rows of their own",
             "none-held-out",
         )
-    facts = {"rows": describe_rows(read), "skipped": len(too_long), "distinct": len(set(contents))}
+    said = describe_rows(task, source.seed)
+    facts = {"rows": said, "skipped": len(too_long), "distinct": len(set(contents))}
     try:
         seen = _asked_in_training(trained, Overrides(tokenizer=source.tokenizer))
     except TaskError as error:

@@ -118,32 +118,27 @@ def headline(config: Config | SupervisedConfig, model: str = "", where: str = ""
     """Describe what will run, in three lines, with facts about the model and the place of the
     results, and remark on settings that work otherwise than one might expect."""
     remarks = config.remarks if isinstance(config, Config) else ()
-    what, step, last = _reinforced(config) if isinstance(config, Config) else _supervised(config)
+    if isinstance(config, Config):
+        rollout, schedule, training = config.rollout, config.schedule, config.training
+        prompts = rollout.batch // rollout.samples_per_prompt
+        rewards = ", ".join(short_name(source) for source in config.reward.sources)
+        what = f"{config.algorithm.name} with {config.model.name}"
+        step = (
+            f"{config.steps} steps on {config.task.kind} {config.task.name}, rewards by {rewards}; "
+            f"a step: {rollout.batch} responses ({prompts} prompts x {rollout.samples_per_prompt})"
+            f", {training.epochs} epoch(s) x {training.minibatches} mini-batch(es) of "
+            f"{rollout.batch // training.minibatches}"
+        )
+        knobs = schedule.knobs.describe(rollout.engines)
+        last = f"schedule: {schedule.preset}: {knobs}; runtime {config.runtime}"
+    else:
+        pairs = isinstance(config, RewardModelConfig)
+        kind = "a reward model" if pairs else "supervised fine-tuning"
+        length = f"{config.steps} steps" if config.steps else f"{config.training.epochs} epoch(s)"
+        what, step = f"{kind} from {config.model.name}", f"{length} on {config.data.name}"
+        last = f"a step: {config.batch} {'pairs' if pairs else 'sequences'}"
     lines = [what + (model and f": {model}"), step, last + (where and f"; {where}")]
     return "\n".join([*lines, *(f"note: {text}" for text in remarks)])
-
-
-def _reinforced(config: Config) -> tuple[str, str, str]:
-    rollout, schedule, training = config.rollout, config.schedule, config.training
-    prompts = rollout.batch // rollout.samples_per_prompt
-    rewards = ", ".join(short_name(source) for source in config.reward.sources)
-    return (
-        f"{config.algorithm.name} with {config.model.name}",
-        f"{config.steps} steps on {config.task.kind} {config.task.name}, rewards by {rewards}; "
-        f"a step: {rollout.batch} responses ({prompts} prompts x {rollout.samples_per_prompt}), "
-        f"{training.epochs} epoch(s) x {training.minibatches} mini-batch(es) of "
-        f"{rollout.batch // training.minibatches}",
-        f"schedule: {schedule.preset}: {schedule.knobs.describe(rollout.engines)}; runtime "
-        f"{config.runtime}",
-    )
-
-
-def _supervised(config: SupervisedConfig) -> tuple[str, str, str]:
-    pairs = isinstance(config, RewardModelConfig)
-    what, rows = ("a reward model", "pairs") if pairs else ("supervised fine-tuning", "sequences")
-    length = f"{config.steps} steps" if config.steps else f"{config.training.epochs} epoch(s)"
-    step = f"a step: {config.batch} {rows}"
-    return f"{what} from {config.model.name}", f"{length} on {config.data.name}", step
 
 
 class _Stderr:

@@ -1,7 +1,7 @@
 """The memory that a run's settings ask for: tables of it, and the refusal of what cannot fit.
 
 A plan of the models (:class:`MemoryPlan`) counts weights, gradients and optimizer states by numbers
-of parameters; the memory of each device by phase (:func:`planned`) counts what comes on top.
+of parameters; the memory of each device by phase (:class:`RunMemory`) counts what comes on top.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from stretto.config import Config, ModelConfig, SupervisedConfig
+from stretto.config import AlgorithmConfig, Config, CriticConfig, ModelConfig, RewardConfig
 from stretto.config.cluster import LEARNER
 from stretto.config.training import token_budget
 from stretto.errors import ConfigError, ModelError
@@ -80,20 +80,20 @@ def memory_plan(
     return MemoryPlan(parameters, adapters or parameters, counted(2, 6), mixed)
 
 
-def plan_for(config: Config | SupervisedConfig) -> MemoryPlan:
-    """Return the plan of a run; raises ModelError if the architecture of its model is unknown."""
-    parameters, adapters = measure(config.model)
-    models = {"model": parameters}
-    if isinstance(config, Config):
-        models = {"actor": parameters}
-        if config.algorithm.definition.critic:
-            models["critic"] = parameters
-        # Beside adapters it is the actor with these switched off.
-        if config.algorithm.has_reference and not config.model.lora_rank:
-            models["reference"] = parameters
-        if rewards := config.reward.models:
-            models["reward"] = sum(_parameters(source.model, parameters) for source in rewards)
-    return memory_plan(parameters, adapters, models=models, frozen_bytes=width(config.model))
+def plan_for(
+    model: ModelConfig, algorithm: AlgorithmConfig | None = None, reward: RewardConfig | None = None
+) -> MemoryPlan:
+    """Return a run's plan (supervised without an algorithm); ModelError for an unknown model."""
+    parameters, adapters = measure(model)
+    models = {"actor" if algorithm else "model": parameters}
+    if algorithm and algorithm.definition.critic:
+        models["critic"] = parameters
+    # Beside adapters it is the actor with these switched off.
+    if algorithm and algorithm.has_reference and not model.lora_rank:
+        models["reference"] = parameters
+    if reward and reward.models:
+        models["reward"] = sum(_parameters(source.model, parameters) for source in reward.models)
+    return memory_plan(parameters, adapters, models=models, frozen_bytes=width(model))
 
 
 def _parameters(name: str, otherwise: int) -> int:
@@ -166,19 +166,21 @@ class Load(DeviceMemory):
         return Counter({what: size for what, size in self.held.items() if what != CACHE})
 
 
-def known_shapes(config: Config) -> tuple[dict[str, Shape], int | None]:
+def known_shapes(
+    model: ModelConfig, critic: CriticConfig, reward: RewardConfig
+) -> tuple[dict[str, Shape], int | None]:
     """Return known shapes by role or reward source, and parameters of a model's LoRA adapters.
 
     Raises ModelError if the actor's shape cannot be told, or how many parameters adapters have.
     """
-    actor, init = described(config.model.name).shape, config.critic.init
-    _, adapters = measure(config.model)
-    if config.model.lora_rank and adapters is None:
-        raise ModelError(f"the layers of '{config.model.name}' are not known by name")
-    rewards = {source.name: _valued(source.model) for source in config.reward.models}
+    actor = described(model.name).shape
+    _, adapters = measure(model)
+    if model.lora_rank and adapters is None:
+        raise ModelError(f"the layers of '{model.name}' are not known by name")
+    rewards = {source.name: _valued(source.model) for source in reward.models}
     starts = {"actor": actor.valued(), "reward": next(iter(rewards.values()), None)}
-    critic = starts[init] if init in starts else _valued(init)
-    found = {"actor": actor, "reference": actor, "critic": critic, **rewards}
+    valued = starts[critic.init] if critic.init in starts else _valued(critic.init)
+    found = {"actor": actor, "reference": actor, "critic": valued, **rewards}
     return {role: shape for role, shape in found.items() if shape}, adapters
 
 
@@ -188,72 +190,6 @@ def _valued(name: str) -> Shape | None:
         return described(name).shape.valued()
     except (ModelError, ConfigError):
         return None
-
-
-def loads(
-    config: Config,
-    found: Sequence[ProcessPlacement],
-    shapes: Mapping[str, Shape],
-    width: int,
-    adapters: int | None = None,
-) -> list[Load]:
-    """Return the memory of each device, of :func:`known_shapes` with ``width`` bytes a weight."""
-    at_once, kept = (
-        config.schedule.knobs.overlaps(config.rollout.engines),
-        published(config.schedule.knobs, found),
-    )
-    by_device: dict[str, Load] = {}
-    for place in found:
-        bucket = config.cluster.bucket_mb << 20
-        holds = DeviceMemory(width=width, bucket=bucket, adapters=adapters)
-        holds.put("processes", PROCESS_BYTES)
-        _put_roles(holds, config, place, shapes, kept)
-        for device in place.devices:
-            load = by_device.setdefault(device, Load(device=device, at_once=at_once))
-            load.add(holds)
-    return list(by_device.values())
-
-
-def _put_roles(
-    holds: DeviceMemory,
-    config: Config,
-    place: ProcessPlacement,
-    shapes: Mapping[str, Shape],
-    versions: int,
-) -> None:
-    process = config.cluster.process_of(LEARNER)
-    mesh, rests = Mesh(process.fsdp, process.tp), place.offload and place.device != "cpu"
-    tokens = token_budget(config.training.microbatch_tokens, place.device)
-    at_once = config.schedule.knobs.overlaps(config.rollout.engines)
-    for seat in place.roles:
-        if seat.role == LEARNER:
-            trained = ("actor", "critic") if config.algorithm.definition.critic else ("actor",)
-            models = [shapes[role] for role in trained if role in shapes]
-            holds.put_learner(
-                models,
-                mesh,
-                tokens,
-                models,
-                checkpointing=config.model.gradient_checkpointing,
-                versions=versions,
-                copies=process.ranks == 1,
-                # Moments, and masters that are not the weights.
-                moments=(("training",) if at_once else ("scoring", "training")) if rests else (),
-            )
-        elif model := shapes.get(seat.scorer or "actor"):
-            generates = not seat.scorer
-            rows = -(-config.most_in_flight // config.rollout.engines)
-            holds.put_inference(
-                f"{seat.role}'s weights",
-                model,
-                len(place.devices),
-                config.rollout.prefill_tokens if generates else tokens,
-                mesh if generates or seat.scorer == "critic" else None,
-                rows=config.rollout.slots or rows if generates else None,
-                positions=config.task.max_prompt_tokens + config.rollout.max_new_tokens,
-                logits=seat.scorer == "reference",
-                rests=rests and not generates,
-            )
 
 
 def check(found: Sequence[Load], capacity: Callable[[str], int]) -> Iterator[str]:
@@ -290,17 +226,6 @@ def capacity(device: str) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
-def planned(config: Config, found: Sequence[ProcessPlacement], width: int) -> list[Load]:
-    """Return the memory of each device; nothing for unknown models, or on other machines."""
-    if config.cluster.address:
-        return []
-    try:
-        shapes, adapters = known_shapes(config)
-    except ModelError:
-        return []
-    return loads(config, found, shapes, width, adapters)
-
-
 def table(found: Sequence[Load]) -> str:
     """Return the memory of each device by phase, as a table."""
     lines = [f"  {'device':<8}" + "".join(f"  {name:>11}" for name in PHASES) + "  most of it"]
@@ -311,59 +236,135 @@ def table(found: Sequence[Load]) -> str:
     return "\n".join(lines)
 
 
-def check_here(config: Config) -> None:
-    """Raise ConfigError for a run in this process whose models exceed the memory that is free."""
-    if config.runtime == "inline" and (config.model.device == "cpu" or not usable_gpus()):
-        require(config, free_memory(), "this machine")
+@dataclass(frozen=True)
+class RunMemory:
+    """The memory that a run of reinforcement learning asks for."""
+
+    config: Config
+
+    def planned(self, found: Sequence[ProcessPlacement], width: int) -> list[Load]:
+        """Return the memory of each device; nothing for unknown models, or on other machines."""
+        c = self.config
+        if c.cluster.address:
+            return []
+        try:
+            shapes, adapters = known_shapes(c.model, c.critic, c.reward)
+        except ModelError:
+            return []
+        return self.loads(found, shapes, width, adapters)
+
+    def loads(
+        self,
+        found: Sequence[ProcessPlacement],
+        shapes: Mapping[str, Shape],
+        width: int,
+        adapters: int | None = None,
+    ) -> list[Load]:
+        """Return the memory of each device, of known shapes with ``width`` bytes a weight."""
+        c, kept = self.config, published(self.config.schedule.knobs, found)
+        at_once, bucket = c.schedule.knobs.overlaps(c.rollout.engines), c.cluster.bucket_mb << 20
+        by_device: dict[str, Load] = {}
+        for place in found:
+            holds = DeviceMemory(width=width, bucket=bucket, adapters=adapters)
+            holds.put("processes", PROCESS_BYTES)
+            self._put_roles(holds, place, shapes, kept)
+            for device in place.devices:
+                load = by_device.setdefault(device, Load(device=device, at_once=at_once))
+                load.add(holds)
+        return list(by_device.values())
+
+    def _put_roles(
+        self, holds: DeviceMemory, place: ProcessPlacement, shapes: Mapping[str, Shape], kept: int
+    ) -> None:
+        c, process = self.config, self.config.cluster.process_of(LEARNER)
+        mesh, rests = Mesh(process.fsdp, process.tp), place.offload and place.device != "cpu"
+        tokens = token_budget(c.training.microbatch_tokens, place.device)
+        for seat in place.roles:
+            if seat.role == LEARNER:
+                trained = ("actor", "critic") if c.algorithm.definition.critic else ("actor",)
+                models = [shapes[role] for role in trained if role in shapes]
+                # Moments, and masters that are not the weights.
+                at_once = c.schedule.knobs.overlaps(c.rollout.engines)
+                moments = ("training",) if at_once else ("scoring", "training")
+                holds.put_learner(
+                    models,
+                    mesh,
+                    tokens,
+                    models,
+                    checkpointing=c.model.gradient_checkpointing,
+                    versions=kept,
+                    copies=process.ranks == 1,
+                    moments=moments if rests else (),
+                )
+            elif model := shapes.get(seat.scorer or "actor"):
+                generates = not seat.scorer
+                rows = -(-c.most_in_flight // c.rollout.engines)
+                holds.put_inference(
+                    f"{seat.role}'s weights",
+                    model,
+                    len(place.devices),
+                    c.rollout.prefill_tokens if generates else tokens,
+                    mesh if generates or seat.scorer == "critic" else None,
+                    rows=c.rollout.slots or rows if generates else None,
+                    positions=c.longest,
+                    logits=seat.scorer == "reference",
+                    rests=rests and not generates,
+                )
+
+    def check_here(self) -> None:
+        """Raise ConfigError for a run in this process whose models exceed the free memory."""
+        c = self.config
+        if c.runtime == "inline" and (c.model.device == "cpu" or not usable_gpus()):
+            self.require(free_memory(), "this machine")
+
+    def check_devices(self) -> list[str]:
+        """Return remarks on what might not fit on the devices; ConfigError for what cannot."""
+        import torch
+
+        from stretto.models.backend import pick_device, pick_dtype
+
+        c = self.config
+        on_gpu = c.model.device != "cpu" and torch.cuda.is_available()
+        if c.runtime == "inline":
+            if on_gpu:
+                self.require(torch.cuda.mem_get_info()[0], torch.cuda.get_device_name())
+            return []
+        if c.cluster.address:  # devices of other machines
+            return []
+        width = pick_dtype(c.model.dtype, pick_device(c.model.device)).itemsize
+        gpus = torch.cuda.device_count() if on_gpu else 0
+        found = places(c, c.threads or torch.get_num_threads(), gpus)
+        return list(check(self.planned(found, width), capacity))
+
+    def require(self, free: int, where: str) -> None:
+        """Raise ConfigError if weights, gradients and optimizer states exceed what is free."""
+        model, algorithm, reward = self.config.model, self.config.algorithm, self.config.reward
+        try:
+            plan = plan_for(model, algorithm, reward)
+        except ModelError:  # its files are not here to be counted
+            return
+        if plan.mixed.total() > free:
+            parts = ", ".join(f"{role} {format_size(size)}" for role, size in plan.mixed.items())
+            raise ConfigError(
+                f"'{model.name}' takes {format_size(plan.mixed.total())} for weights, gradients "
+                f"and optimizer states ({parts}), and {where} has {format_size(free)} free. Choose "
+                f"{_remedies(model, algorithm, reward)}",
+                "memory-exceeded",
+            )
 
 
-def check_devices(config: Config) -> list[str]:
-    """Return remarks on what might not fit on a run's devices; ConfigError for what cannot."""
-    import torch
-
-    from stretto.models.backend import pick_device, pick_dtype
-
-    on_gpu = config.model.device != "cpu" and torch.cuda.is_available()
-    if config.runtime == "inline":
-        if on_gpu:
-            require(config, torch.cuda.mem_get_info()[0], torch.cuda.get_device_name())
-        return []
-    if config.cluster.address:  # devices of other machines
-        return []
-    width = pick_dtype(config.model.dtype, pick_device(config.model.device)).itemsize
-    gpus = torch.cuda.device_count() if on_gpu else 0
-    found = places(config, config.threads or torch.get_num_threads(), gpus)
-    return list(check(planned(config, found, width), capacity))
-
-
-def require(config: Config, free: int, where: str) -> None:
-    """Raise ConfigError if a run's weights, gradients and optimizer states exceed what is free."""
-    try:
-        plan = plan_for(config)
-    except ModelError:  # its files are not here to be counted
-        return
-    if plan.mixed.total() > free:
-        parts = ", ".join(f"{role} {format_size(size)}" for role, size in plan.mixed.items())
-        raise ConfigError(
-            f"'{config.model.name}' takes {format_size(plan.mixed.total())} for weights, gradients "
-            f"and optimizer states ({parts}), and {where} has {format_size(free)} free. Choose "
-            f"{_remedies(config)}",
-            "memory-exceeded",
-        )
-
-
-def _remedies(config: Config) -> str:
-    def size(**changes: object) -> str:
-        return format_size(plan_for(config.model_copy(update=changes)).mixed.total())
+def _remedies(model: ModelConfig, algorithm: AlgorithmConfig, reward: RewardConfig) -> str:
+    def size(model: ModelConfig, algorithm: AlgorithmConfig) -> str:
+        return format_size(plan_for(model, algorithm, reward).mixed.total())
 
     found = ["a smaller model"]
-    if not config.model.lora_rank:
-        lora = config.model.model_copy(update={"lora_rank": 16})
-        found.append(f"LoRA (--model.lora-rank 16: {size(model=lora)})")
-    if config.algorithm.definition.critic:
-        rloo = config.algorithm.model_copy(update={"name": "rloo"})
+    if not model.lora_rank:
+        lora = model.model_copy(update={"lora_rank": 16})
+        found.append(f"LoRA (--model.lora-rank 16: {size(lora, algorithm)})")
+    if algorithm.definition.critic:
+        rloo = algorithm.model_copy(update={"name": "rloo"})
         found.append(
             "an algorithm without a critic (--algorithm.name rloo --rollout.samples-per-prompt 2: "
-            f"{size(algorithm=rloo)})"
+            f"{size(model, rloo)})"
         )
     return ", or ".join(found)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from stretto.assembly.controls import share_cores
-from stretto.config import Config, recipes
+from stretto.config import ClusterConfig, Config, ScheduleConfig, recipes
 from stretto.config.cluster import LEARNER
 from stretto.errors import ConfigError, StateError, StrettoError
 from stretto.machine import Machine
@@ -73,18 +73,17 @@ class Recording:
         # Earlier versions did not write it.
         machine = run.read_machine() if run.machine_file.is_file() else Machine("", 0, 0, (), "")
         config, rollouts = recipes.load(run.path), run.read_rollouts(in_flight=True)
-        metrics = run.read_metrics()
-        chunks = _chosen(config, metrics, "schedule/chunk_tokens")
-        deltas = _chosen(config, metrics, "schedule/overcommit")
-        return cls(config, rollouts, spans, machine, chunks, deltas)
+        schedule, metrics = config.schedule, run.read_metrics()
+        rounds = (_chosen(schedule, metrics, name) for name in ("chunk_tokens", "overcommit"))
+        return cls(config, rollouts, spans, machine, *rounds)
 
     @cached_property
     def costs(self) -> Calibration:
         """What work costs alone, without what roles at work side by side took from each other."""
-        roles = self.role_devices(self.config)
+        roles = self.role_devices()
         functions = roles[FUNCTION][0].threads
         threads = defaultdict(lambda: functions, {role: r[0].threads for role, r in roles.items()})
-        return calibrate(self.spans, threads, self._cores(self.config))
+        return calibrate(self.spans, threads, self._cores)
 
     def cluster(self, config: Config | None = None) -> Cluster:
         """Describe the roles of the run, with the recorded costs, lengths and rewards.
@@ -92,21 +91,25 @@ class Recording:
         ``config`` is the run's, maybe with another schedule, runtime or placement. Raises
         ConfigError if the placement is impossible, StateError if too little was recorded.
         """
-        config = config or self.config
         if not any(r.finish for r in self.rollouts):
             problem = "a run is replayed from its rollouts, and it has none; let it take more steps"
             raise StateError(problem, "no-rollouts")
-        had, wanted = _cuts(self.config), _cuts(config)
+        if config is None or config == self.config:
+            return self._with(self.costs)
+        had, wanted = _cuts(self.config.cluster), _cuts(config.cluster)
         if wanted != had:
             raise ConfigError(
                 f"in the run roles had fsdp and tp {had or 'of 1'}, and its records do not say "
                 f"what {wanted or 'one rank each'} would take; record a run with these",
                 "cuts-not-recorded",
             )
-        costs, roles = self.costs, self.role_devices(config)
+        return replace(self, config=config, chunks=(), deltas=())._with(self.costs)
+
+    def _with(self, costs: Calibration) -> Cluster:
+        config, roles = self.config, self.role_devices()
         (learner,) = roles[LEARNER]
         return Cluster(
-            cores=self._cores(config),
+            cores=self._cores,
             call_s=costs.call_s,
             driver=costs.driver,
             generators=tuple(
@@ -119,34 +122,27 @@ class Recording:
                 )
                 for role in roles["generator"]
             ),
-            scorers=_scorers(config, costs, roles),
+            scorers=tuple(self._scorers(costs, roles)),
             learner=LearnerRole(
                 devices=learner.devices,
                 threads=learner.threads,
                 trains=("actor", "critic") if config.algorithm.definition.critic else ("actor",),
                 cost=costs.learner,
             ),
-            workload=self._workload(config),
+            # Rewards are the sum of these sources, and will be summed up again.
+            workload=self._workload(sum(name not in _KINDS for name in costs.scorers)),
             schedule=config.schedule,
         )
 
-    def role_devices(self, config: Config) -> dict[str, list[RoleDevices]]:
-        """Return where replicas of each role work, all functions as :data:`FUNCTION`."""
-        reads = {role_of(span) for span in self.spans if span.attributes.get("tokens")}
-        models = [s for s in (*config.reward.sources, *_KINDS) if short_name(s) in reads]
-        if config.runtime != "inline":
-            return _in_processes(config, self.machine, models)
-        return _in_threads(config, self.machine.threads, map(short_name, models))
+    @property
+    def _cores(self) -> int:
+        elsewhere = self.config.runtime == "ray" and self.config.cluster.address
+        return 0 if elsewhere else self.machine.cores
 
-    def _cores(self, config: Config) -> int:
-        return 0 if config.runtime == "ray" and config.cluster.address else self.machine.cores
-
-    def _workload(self, config: Config) -> Workload:
-        rollouts = self.rollouts
+    def _workload(self, sources: int) -> Workload:
+        config, rollouts = self.config, self.rollouts
         lengths = {r.id: r.tokens for r in rollouts if r.finish}
         so_far = {r.id: r.tokens for r in rollouts if not r.finish}
-        # Rewards are the sum of these sources, and will be summed up again.
-        sources = sum(name not in _KINDS for name in self.costs.scorers)
         by_id = {r.id: r.reward / max(sources, 1) for r in rollouts if r.reward is not None}
         mean = sum(by_id.values()) / len(by_id) if by_id else 0.0
         return Workload(
@@ -158,90 +154,90 @@ class Recording:
             prompt_tokens=Replayed.from_ledger({r.prompt: r.prompt_tokens for r in rollouts}),
             response_tokens=Replayed.from_ledger(lengths, so_far),
             learning=LearningCurve(first=mean, last=mean, versions=0, spread=0),
-            chunks=self.chunks if config == self.config else (),
-            deltas=self.deltas if config == self.config else (),
+            chunks=self.chunks,
+            deltas=self.deltas,
             rewards=tuple(by_id.get(i) for i in range(1 + max(by_id, default=-1))),
             on_failure=config.reward.on_failure,
             seed=config.seed,
         )
 
+    def _scorers(
+        self, costs: Calibration, roles: Mapping[str, Sequence[RoleDevices]]
+    ) -> Iterator[ScorerRole]:
+        budget = self.config.training.microbatch_tokens or CPU_TOKEN_BUDGET
+        worthwhile = worthwhile_tokens(budget, streaming=self.config.schedule.knobs.streams)
+        for name, cost in costs.scorers.items():
+            common: dict[str, Any] = {"name": name, "kind": _KINDS.get(name, "reward")}
+            common |= {"cost": cost, "load_s": costs.loads_s.get(name, 0.0)}
+            if not isinstance(cost, SampleCost):
+                common["follows"] = "critic" if name == "critic" else ""
+                common["worthwhile_tokens"] = worthwhile
+            for replica in roles.get(name, roles[FUNCTION]):
+                yield ScorerRole(**common, **replica._asdict())
 
-def _scorers(
-    config: Config, costs: Calibration, roles: Mapping[str, Sequence[RoleDevices]]
-) -> tuple[ScorerRole, ...]:
-    budget = config.training.microbatch_tokens or CPU_TOKEN_BUDGET
-    worthwhile = worthwhile_tokens(budget, streaming=config.schedule.knobs.streams)
-    found = []
-    for name, cost in costs.scorers.items():
-        common: dict[str, Any] = {"name": name, "kind": _KINDS.get(name, "reward"), "cost": cost}
-        common["load_s"] = costs.loads_s.get(name, 0.0)
-        if not isinstance(cost, SampleCost):
-            common["follows"] = "critic" if name == "critic" else ""
-            common["worthwhile_tokens"] = worthwhile
-        replicas = roles.get(name, roles[FUNCTION])
-        found += [ScorerRole(**common, **replica._asdict()) for replica in replicas]
-    return tuple(found)
+    def role_devices(self) -> dict[str, list[RoleDevices]]:
+        """Return where replicas of each role work, all functions as :data:`FUNCTION`."""
+        reads = {role_of(span) for span in self.spans if span.attributes.get("tokens")}
+        models = [s for s in (*self.config.reward.sources, *_KINDS) if short_name(s) in reads]
+        cores = self.config.threads or max(self.machine.threads, 1)
+        if self.config.runtime != "inline":
+            return self._in_processes(cores, models)
+        return self._in_threads(cores, [short_name(s) for s in models])
+
+    def _in_threads(self, cores: int, models: Sequence[str]) -> dict[str, list[RoleDevices]]:
+        """Place the roles in one process: all on one worker, on one each if they overlap."""
+        engines, schedule = self.config.rollout.engines, self.config.schedule
+        if not schedule.knobs.overlaps(engines):
+            one = [RoleDevices((0,), cores)]
+            return {"generator": one, **dict.fromkeys(models, one), LEARNER: one, FUNCTION: one}
+        threads = share_cores(schedule, engines, cores)
+        if schedule.knobs.hosts_scorers(engines):
+            scoring = [RoleDevices((i,), threads.scoring, i) for i in range(engines)]
+        else:
+            scoring = [RoleDevices((engines,), threads.scoring)]
+        return {
+            "generator": [RoleDevices((i,), threads.generating) for i in range(engines)],
+            **dict.fromkeys(models, scoring),
+            LEARNER: [RoleDevices((engines + 1,), threads.training)],
+            FUNCTION: [RoleDevices((), 1)],
+        }
+
+    def _in_processes(self, cores: int, models: Sequence[str]) -> dict[str, list[RoleDevices]]:
+        """Place the roles over processes, as the run's placement says."""
+        from stretto.runtime.placement import places  # imports torch
+
+        config = self.config
+        named = ((p.device.partition(":")[2], p.fsdp) for p in config.cluster.processes)
+        gpus = max(len(self.machine.gpus), *(int(first) + n for first, n in named if first), 0)
+        if config.model.device == "cpu":
+            gpus = 0
+        roles: defaultdict[str, list[RoleDevices]] = defaultdict(list)
+        devices: dict[str, int] = {}
+        for place in places(config, cores, gpus, models):
+            # Processes on one GPU take turns; others have a device of their own, and share cores.
+            keys = [place.name] if place.device == "cpu" else place.devices
+            used = tuple(devices.setdefault(key, len(devices)) for key in keys)
+            threads = (place.threads or cores) * len(place.devices)
+            for seat in place.roles:
+                role = short_name(seat.scorer) or (LEARNER if seat.role == LEARNER else "generator")
+                roles[role].append(RoleDevices(used, threads, seat.host))
+        for role in models:
+            roles[short_name(role)].sort(key=lambda replica: replica.host or 0)
+        roles[FUNCTION] = [RoleDevices((), 1)]
+        return dict(roles)
 
 
-def _chosen(config: Config, metrics: Sequence[Mapping[str, Any]], name: str) -> tuple[int, ...]:
-    if any(m.get(name) is None for m in metrics):
+def _chosen(schedule: ScheduleConfig, metrics: list[dict[str, Any]], name: str) -> tuple[int, ...]:
+    key = f"schedule/{name}"
+    if any(m.get(key) is None for m in metrics):
         return ()
-    rounds = metrics[:: config.schedule.weight_sync_interval]
-    return tuple(int(m[name]) for m in rounds)[config.schedule.knobs.lag :]
+    rounds = metrics[:: schedule.weight_sync_interval]
+    return tuple(int(m[key]) for m in rounds)[schedule.knobs.lag :]
 
 
-def _cuts(config: Config) -> dict[str, tuple[int, int]]:
-    several = (p for p in config.cluster.processes if p.ranks > 1)
+def _cuts(cluster: ClusterConfig) -> dict[str, tuple[int, int]]:
+    several = (p for p in cluster.processes if p.ranks > 1)
     return {role: (p.fsdp, p.tp) for p in several for role in p.roles}
-
-
-def _in_threads(
-    config: Config, threads_here: int, models: Iterable[str]
-) -> dict[str, list[RoleDevices]]:
-    """Place the roles of a run in one process: all on one worker, on one each if they overlap."""
-    engines, knobs = config.rollout.engines, config.schedule.knobs
-    cores = config.threads or max(threads_here, 1)
-    if not knobs.overlaps(engines):
-        one = [RoleDevices((0,), cores)]
-        return {"generator": one, **dict.fromkeys(models, one), LEARNER: one, FUNCTION: one}
-    threads = share_cores(config.schedule, engines, cores)
-    if knobs.hosts_scorers(engines):
-        scoring = [RoleDevices((i,), threads.scoring, i) for i in range(engines)]
-    else:
-        scoring = [RoleDevices((engines,), threads.scoring)]
-    return {
-        "generator": [RoleDevices((i,), threads.generating) for i in range(engines)],
-        **dict.fromkeys(models, scoring),
-        LEARNER: [RoleDevices((engines + 1,), threads.training)],
-        FUNCTION: [RoleDevices((), 1)],
-    }
-
-
-def _in_processes(
-    config: Config, machine: Machine, models: Collection[str]
-) -> dict[str, list[RoleDevices]]:
-    """Place the roles of a run over processes, as its placement says."""
-    from stretto.runtime.placement import places  # imports torch
-
-    named = ((p.device.partition(":")[2], p.fsdp) for p in config.cluster.processes)
-    gpus = max(len(machine.gpus), *(int(number) + n for number, n in named if number), 0)
-    if config.model.device == "cpu":
-        gpus = 0
-    cores = config.threads or max(machine.threads, 1)
-    roles: defaultdict[str, list[RoleDevices]] = defaultdict(list)
-    devices: dict[str, int] = {}
-    for place in places(config, cores, gpus, models):
-        # Processes on one GPU take turns; others have a device of their own, and share cores.
-        keys = [place.name] if place.device == "cpu" else place.devices
-        used = tuple(devices.setdefault(key, len(devices)) for key in keys)
-        threads = (place.threads or cores) * len(place.devices)
-        for seat in place.roles:
-            role = short_name(seat.scorer) or (LEARNER if seat.role == LEARNER else "generator")
-            roles[role].append(RoleDevices(used, threads, seat.host))
-    for role in models:
-        roles[short_name(role)].sort(key=lambda replica: replica.host or 0)
-    roles[FUNCTION] = [RoleDevices((), 1)]
-    return dict(roles)
 
 
 WARM_STEPS, LEAST_STEPS, MOST_STEPS = 3, 5, 200

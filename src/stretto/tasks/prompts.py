@@ -78,14 +78,14 @@ class PromptSource:
 
     Attributes:
         skipped: prompts left out so far because they are longer than ``task.max_prompt_tokens``.
-        tokenizer: the actor's.
+        config, seed, tokenizer: settings of the rows, seed of their order, the actor's tokenizer.
         found: spellings of control tokens in prompts so far; they are read as text.
     """
 
     def __init__(
         self, task: Task, config: TaskConfig, tokenizer: PreTrainedTokenizerBase, seed: int
     ) -> None:
-        self.task, self.tokenizer, self._config, self._seed = task, tokenizer, config, seed
+        self.task, self.tokenizer, self.config, self.seed = task, tokenizer, config, seed
         self._encoder = Encoder(tokenizer)
         self.found = self._encoder.found
         self._place = self.skipped = 0
@@ -96,7 +96,7 @@ class PromptSource:
 
         Raises TaskError if there is none, or if a prompt cannot be rendered.
         """
-        limit, shortest = self._config.max_prompt_tokens, 0
+        limit, shortest = self.config.max_prompt_tokens, 0
         for _ in range(len(self.task)):
             place, self._place = self._place, self._place + 1
             if self.is_held_out(place):
@@ -126,7 +126,7 @@ class PromptSource:
     def prompt_by_id(self, prompt_id: int) -> Prompt:
         """Return the prompt that has, had or will have this id."""
         row = self.row_by_id(prompt_id)
-        return render(row, self._config, self.tokenizer, prompt_id, encoder=self._encoder)
+        return render(row, self.config, self.tokenizer, prompt_id, encoder=self._encoder)
 
     def row_by_id(self, prompt_id: int) -> TaskRow:
         """Return the row that the prompt with this id is made of."""
@@ -135,7 +135,7 @@ class PromptSource:
 
     def is_held_out(self, prompt_id: int) -> bool:
         """Return whether the prompt with this id is for evaluation alone."""
-        share = self._config.held_out_share
+        share = self.config.held_out_share
         return share > 0 and is_held_out(self.row_by_id(prompt_id), share)
 
     def ids(self, *, backwards: bool = False) -> Iterator[int]:
@@ -161,12 +161,12 @@ class PromptSource:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place of the stream, the number of rows and the seed of their order."""
-        order = {"rows": len(self.task), "seed": self._seed}
+        order = {"rows": len(self.task), "seed": self.seed}
         return {"place": self._place, "skipped": self.skipped, **order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where :meth:`state_dict` stood; StateError if rows or seed are others."""
-        for key, value in (("rows", len(self.task)), ("seed", self._seed)):
+        for key, value in (("rows", len(self.task)), ("seed", self.seed)):
             if state[key] != value:
                 raise StateError(
                     f"the prompts' saved order is of {key} = {state[key]}, and this run's of {key} "
@@ -177,13 +177,13 @@ class PromptSource:
 
     def _all_held_out(self) -> TaskError:
         return TaskError(
-            f"task.held_out = {self._config.held_out} holds all {len(self.task)} rows out, and "
+            f"task.held_out = {self.config.held_out} holds all {len(self.task)} rows out, and "
             "leaves none to train on: too few prompts are different. Lower it, or set it to 0",
             "all-held-out",
         )
 
     def _make_order(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        generator = np.random.default_rng([self._seed % 2**64, epoch])
+        generator = np.random.default_rng([self.seed % 2**64, epoch])
         return generator.permutation(len(self.task))
 
 

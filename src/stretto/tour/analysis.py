@@ -16,7 +16,7 @@ from torch import nn
 
 from stretto.api import simulated
 from stretto.api.runs import Job
-from stretto.config import Config, recipes
+from stretto.config import AlgorithmConfig, RewardConfig, recipes
 from stretto.files import write_whole
 from stretto.models.backend import pick_device, pick_dtype
 from stretto.models.heads import critic_from_actor
@@ -45,9 +45,12 @@ def page(run: RunDirectory, kept: bool) -> Iterator[str]:
     models: dict[str, nn.Module] = {"actor": actor}
     if config.algorithm.definition.critic:
         models["critic"] = critic_from_actor(actor)
-    yield from _data_flow([r for r in rollouts if r.step == config.steps], config, models)
+    scorers = scorers_of(config.reward, config.algorithm)
+    last = [r for r in rollouts if r.step == config.steps]
+    yield from _data_flow(last, flows(last, scorers, models))
     parameters = sum(p.numel() for p in models["actor"].parameters())
-    yield from _compute(phase_costs(metrics, rollouts, config, parameters), config, parameters)
+    found = phase_costs(metrics, rollouts, scorers, parameters, config.training.epochs)
+    yield from _compute(found, parameters, config.training.epochs)
     yield from _placements(run, median(step[STEP_TIME] for step in metrics[1:]))
     own = f"{run.path} --placement {run.path / 'two.toml'}"
     further = own if kept else "RUN, on a run that --out FOLDER keeps"
@@ -58,9 +61,8 @@ def page(run: RunDirectory, kept: bool) -> Iterator[str]:
 
 
 def _data_flow(
-    records: Sequence[RolloutRecord], config: Config, models: Mapping[str, nn.Module]
+    records: Sequence[RolloutRecord], found: Mapping[tuple[str, str, str], int]
 ) -> Iterator[str]:
-    found = flows(records, config, models)
     tokens, prompts = sum(r.tokens for r in records), sum(r.prompt_tokens for r in records)
     yield paragraph(
         f"(a) Data flow of the last step, {len(records)} responses: {prompts:,} tokens of prompts "
@@ -74,7 +76,9 @@ def _data_flow(
 
 
 def flows(
-    records: Sequence[RolloutRecord], config: Config, models: Mapping[str, nn.Module]
+    records: Sequence[RolloutRecord],
+    scorers: Mapping[str, ScoreKind],
+    models: Mapping[str, nn.Module],
 ) -> dict[tuple[str, str, str], int]:
     """Return the bytes of the arrays that roles send in a step, by sender, receiver and content;
     token ids of prompts are counted as an array. ``models`` are those that are trained, by name."""
@@ -86,7 +90,7 @@ def flows(
     }
     # Ids, prompts, prompt ids, lengths, ends; then tokens, log-probs and versions.
     batch = 3 * 8 * n + prompts + n + 3 * a_token
-    for source, kind in _scorers(config):
+    for source, kind in scorers.items():
         what = {"reward": "rewards", "logprobs": "log-probs", "values": "values"}[kind]
         answers = n * _WORD if kind == "reward" else a_token
         batch += answers + (n if kind == "reward" else 0)  # and whether a reward applies
@@ -100,13 +104,12 @@ def flows(
     return found
 
 
-def _scorers(config: Config) -> Iterator[tuple[str, ScoreKind]]:
-    for source in config.reward.sources:
-        yield source, "reward"
-    if config.algorithm.has_reference:
-        yield "reference", "logprobs"
-    if config.algorithm.definition.critic:
-        yield "critic", "values"
+def scorers_of(reward: RewardConfig, algorithm: AlgorithmConfig) -> dict[str, ScoreKind]:
+    """Return the scorers of a run, and what each of them gives."""
+    found: dict[str, ScoreKind] = dict.fromkeys(reward.sources, "reward")
+    found |= {"reference": "logprobs"} if algorithm.has_reference else {}
+    found |= {"critic": "values"} if algorithm.definition.critic else {}
+    return found
 
 
 # -- compute -------------------------------------------------------------------------------------
@@ -125,8 +128,9 @@ class PhaseCost(NamedTuple):
 def phase_costs(
     metrics: Sequence[Mapping[str, Any]],
     rollouts: Sequence[RolloutRecord],
-    config: Config,
+    scorers: Mapping[str, ScoreKind],
     parameters: int,
+    epochs: int,
 ) -> list[PhaseCost]:
     """Return the phases of a run's mean step, without the first one, which warms up; the critic is
     counted as large as the actor."""
@@ -141,12 +145,12 @@ def phase_costs(
     read = sampled + sum(r.prompt_tokens for r in of_steps) / len(steps)
     forward = FORWARD * parameters * read
     found = [PhaseCost("generation", seconds("gen"), sampled, forward)]
-    for source, kind in _scorers(config):
+    for source, kind in scorers.items():
         name = short_name(source)
         cost = (sampled, 0.0) if kind == "reward" else (read, forward)
         found.append(PhaseCost(f"score: {name}", seconds(f"score/{name}"), *cost))
-    trained = 2 if config.algorithm.definition.critic else 1
-    passes = config.training.epochs * read
+    trained = 2 if "critic" in scorers else 1
+    passes = epochs * read
     learned = TRAINING * parameters * trained * passes
     found.append(PhaseCost("training", seconds("update"), passes, learned))
     return [*found, PhaseCost("the rest", seconds("step") - sum(c.seconds for c in found), 0, 0)]
@@ -161,7 +165,7 @@ def against_supervised(found: Sequence[PhaseCost], epochs: int) -> tuple[float, 
     return (inference + training) / supervised, (inference + training / epochs) / supervised
 
 
-def _compute(found: Sequence[PhaseCost], config: Config, parameters: int) -> Iterator[str]:
+def _compute(found: Sequence[PhaseCost], parameters: int, epochs: int) -> Iterator[str]:
     whole = sum(cost.seconds for cost in found)
     yield paragraph(
         "(b) Compute of a step, measured, means without the first step. Operations are counted: "
@@ -177,7 +181,7 @@ def _compute(found: Sequence[PhaseCost], config: Config, parameters: int) -> Ite
     yield aligned(rows)
     token_s = {cost.name: cost.seconds / cost.tokens for cost in found if cost.tokens}
     times = token_s["generation"] / token_s["score: reference"]
-    as_it_is, once = against_supervised(found, config.training.epochs)
+    as_it_is, once = against_supervised(found, epochs)
     yield paragraph(
         f"A token takes {times:.0f} times as long to sample as to score: scorers read a response "
         "in one pass, sampling makes a pass for each token. In operations the step is "

@@ -18,7 +18,7 @@ from stretto.algorithms.rewards import make_rewards
 from stretto.api import changed
 from stretto.assembly import models
 from stretto.assembly.roles import RoleFactory
-from stretto.config import Config
+from stretto.config import AlgorithmConfig, Config, RewardConfig
 from stretto.models.heads import reward_model_from, scalar_head
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import quiet_transformers
@@ -126,7 +126,7 @@ def walk(folder: Path, say: Callable[[str], None] = print) -> Iterator[WalkStep]
     asked = [prompt for prompt in prompts for _ in range(SAMPLES)]
     rollouts = [Rollout(i, prompt, prompt.id) for i, prompt in enumerate(asked)]
     yield from _generation_and_scoring(engine, scorers, rollouts)
-    yield from _learning(config, train_batch(rollouts))
+    yield from _learning(config.algorithm, config.reward, train_batch(rollouts))
 
 
 def _generation_and_scoring(
@@ -168,21 +168,17 @@ def _generation_and_scoring(
     )
 
 
-def _learning(config: Config, batch: TrainBatch) -> Iterator[WalkStep]:
+def _learning(a: AlgorithmConfig, reward: RewardConfig, batch: TrainBatch) -> Iterator[WalkStep]:
     """Take scores to advantages, as the learner does, a term at a time."""
-    columns: dict[str, Any] = {
-        "lengths": batch.lengths,
-        "ended": batch.ended,
-        "tokens": batch.tokens,
-    }
-    columns |= {"log pi": batch.logprobs, "versions": batch.versions}
+    columns: dict[str, Any] = {"lengths": batch.lengths, "ended": batch.ended}
+    columns |= {"tokens": batch.tokens, "log pi": batch.logprobs, "versions": batch.versions}
     columns |= {"log pi_ref": batch.per_token["logprobs"], "V": batch.per_token["values"]}
     yield WalkStep(
         f"The learner is sent: B = {len(batch)} responses in columns, one after the other, "
         f"N = {len(batch.tokens)} tokens; nothing is padded.",
         {**columns, "r(x, y)": batch.rewards[REWARD]},
     )
-    a, data = config.algorithm, collate(batch, config.reward.factors)
+    data = collate(batch, reward.factors)
     assert data.ref_logprobs is not None
     assert data.values is not None
     yield WalkStep(
@@ -191,7 +187,7 @@ def _learning(config: Config, batch: TrainBatch) -> Iterator[WalkStep]:
         {"mask": data.mask, "log pi": data.logprobs, "V": data.values},
     )
     kl = torch.where(data.mask, kl_estimate(data.logprobs, data.ref_logprobs, a.estimator), 0.0)
-    rewards = make_rewards(data, config.reward, a, a.kl_coef)
+    rewards = make_rewards(data, reward, a, a.kl_coef)
     yield WalkStep(
         f"Rewards: KL_t = log pi - log pi_ref; r_t = -beta KL_t with beta = {a.kl_coef:g}, and at "
         "the last token of a response its score r(x, y) on top.",
@@ -204,7 +200,7 @@ def _learning(config: Config, batch: TrainBatch) -> Iterator[WalkStep]:
         "R_t = A_t + V(s_t).",
         {"A_t": advantages, "R_t": returns},
     )
-    ready = prepare(data, a, config.reward, a.kl_coef)
+    ready = prepare(data, a, reward, a.kl_coef)
     yield WalkStep(
         "The training batch: A_t whitened over all tokens (mean 0, variance 1), for the policy "
         "loss -min(rho A, clip(rho, 1 - eps, 1 + eps) A) with rho = pi / pi_old and "
