@@ -35,7 +35,7 @@ from stretto.errors import (
     StrettoError,
     TaskError,
 )
-from stretto.evaluation.answers import answer, generate, of_model, open_engine
+from stretto.evaluation.answers import answer, generate, open_engine
 from stretto.evaluation.gold import compare, end_tokens_of, reference_text
 from stretto.evaluation.harness import FEWSHOT
 from stretto.evaluation.llm import Verdict, counted, open_judge, parse
@@ -118,7 +118,7 @@ def config(tiny_folder: Path, tmp_path: Path) -> Config:
 
 def sampled(config: Config, policy: Path) -> list[Rollout]:
     """What a measure samples: randomness depends on the seed alone."""
-    config = of_model(config, str(policy))
+    config = config.with_model(str(policy))
     task, tokenizer = tasks.load(config.task, config.seed), load_tokenizer(policy)
     prompts = PromptSource(task, config.task, tokenizer, config.seed).first(SAMPLES)
     return answer(open_engine(config, tokenizer)[0], prompts)
@@ -392,7 +392,7 @@ def test_a_score_that_is_no_number_stops_the_comparison(
         def finish(self, ids: list[int]) -> list[Score]:
             return [Score(i, "task", "reward", np.array([math.nan], np.float32)) for i in ids]
 
-    monkeypatch.setattr("stretto.evaluation.gold.open_function", lambda *_: NoNumbers())
+    monkeypatch.setattr("stretto.assembly.roles.RoleFactory.open_function", lambda *_: NoNumbers())
     with raises(RewardError, "reward-not-finite", "nan"):
         evaluation.measure(config, policy=str(policy), samples=3, by="task")
 

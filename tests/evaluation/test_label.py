@@ -16,7 +16,7 @@ from stretto import evaluation, tasks
 from stretto.cli.main import main
 from stretto.config import Config, PairsConfig, RewardModelConfig
 from stretto.errors import ConfigError, RewardError, StrettoError, TaskError
-from stretto.evaluation.answers import answer, of_model, open_engine
+from stretto.evaluation.answers import answer, open_engine
 from stretto.evaluation.labels import best_and_worst
 from stretto.models.load import load_tokenizer
 from stretto.scoring.responses import response_text
@@ -355,7 +355,7 @@ def test_responses_that_did_not_end_are_left_out(
     result = evaluation.label_responses(
         config, policy=str(tiny_folder), by=by, out=out, prompts=6, per_prompt=3
     )
-    own = of_model(config, str(tiny_folder))
+    own = config.with_model(str(tiny_folder))
     task, tokenizer = tasks.load(own.task, own.seed), load_tokenizer(tiny_folder)
     asked = PromptSource(task, own.task, tokenizer, own.seed).first(6)
     rollouts = answer(open_engine(own, tokenizer)[0], asked, 3)

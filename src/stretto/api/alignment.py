@@ -349,7 +349,7 @@ def check_opens(stages: Stages, reference_column: str = "") -> None:
     responses (see :func:`stretto.measure`) and the gold reward are opened.
     """
     from stretto import tasks
-    from stretto.evaluation.answers import of_model
+    from stretto.assembly.roles import RoleFactory
     from stretto.evaluation.gold import open_gold, reference_text
     from stretto.evaluation.measures import measured_on
     from stretto.models.load import load_tokenizer
@@ -374,7 +374,7 @@ def check_opens(stages: Stages, reference_column: str = "") -> None:
                     "all three",
                     "stages-differ-in-tokenizer",
                 )
-    config = of_model(stages.train, start)
+    config = stages.train.with_model(start)
     measured = measured_on(config)
     task = tasks.load(config.task, config.seed)
     questions = tasks.load(measured.task, measured.seed)
@@ -383,7 +383,7 @@ def check_opens(stages: Stages, reference_column: str = "") -> None:
     _check_layouts(stages, task.row(0), tokenizer)
     columns = task.row(0).data.keys() & first.keys()
     with ExitStack() as stack:
-        open_gold(stages.gold, measured, columns, tokenizer, stack)
+        open_gold(stages.gold, RoleFactory(measured, on_stderr), columns, tokenizer, stack)
 
 
 def _check_layouts(stages: Stages, row: TaskRow, tokenizer: PreTrainedTokenizerBase) -> None:

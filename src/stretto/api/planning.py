@@ -13,7 +13,15 @@ from tyro.conf import arg
 
 from stretto.api.runs import REPLACED, VARIANTS, schedule_of
 from stretto.api.settings import Settings, config_of
-from stretto.config import Config, ModelConfig, ScheduleConfig, changes, recipes
+from stretto.config import (
+    AlgorithmConfig,
+    Config,
+    ModelConfig,
+    RewardConfig,
+    ScheduleConfig,
+    changes,
+    recipes,
+)
 from stretto.errors import ConfigError, StrettoError
 from stretto.models.shapes import SHAPES, Shape, shape_of
 from stretto.planner.hardware import GPUS, Hardware, read_hardware
@@ -107,7 +115,9 @@ def spec_of(config: Config, options: PlanOptions) -> tuple[PlanSpec, list[str]]:
     assumed: list[str] = []
     if config.model.lora_rank:
         assumed.append("all weights are trained, not LoRA adapters alone")
-    models, functions = _models(config, options, assumed)
+    models, functions = _models(
+        config.model, config.reward, config.algorithm, config.critic.init, options, assumed
+    )
     on = _hardware(options)
     if not options.hardware:
         assumed.append(
@@ -209,12 +219,17 @@ def write(file: str | Path, plan: Plan, candidate: Candidate, also: Mapping[str,
 
 
 def _models(
-    config: Config, options: PlanOptions, assumed: list[str]
+    model: ModelConfig,
+    rewards: RewardConfig,
+    algorithm: AlgorithmConfig,
+    init: str,
+    options: PlanOptions,
+    assumed: list[str],
 ) -> tuple[ModelShapes, list[str]]:
-    actor = _shape(config.model, options.model_shape)
-    sources = config.reward.sources
-    named = [source.removeprefix("model:") for source in sources if source.startswith("model:")]
-    functions = [source for source in sources if not source.startswith("model:")]
+    """Return the shapes of the models, and the reward functions; ``init`` is the critic's."""
+    actor = _shape(model, options.model_shape)
+    named = [source.model for source in rewards.models]
+    functions = [source.name for source in rewards.parsed if source.kind != "model"]
     reward = None
     if named:
         name = options.reward_shape or named[0]
@@ -228,11 +243,10 @@ def _models(
         if len(named) > 1:
             assumed.append(f"of {len(named)} reward models only '{named[0]}' is planned for")
     critic = None
-    if config.algorithm.definition.critic:
+    if algorithm.definition.critic:
         others = {"actor": actor.valued(), "reward": reward or actor.valued()}
-        init = config.critic.init
         critic = others.get(init) or _shape(ModelConfig(name=init), "").valued()
-    reference = actor if config.algorithm.has_reference else None
+    reference = actor if algorithm.has_reference else None
     return ModelShapes(actor, critic, reference, reward), functions
 
 

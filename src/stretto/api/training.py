@@ -19,6 +19,7 @@ from stretto.config import (
     RewardModelConfig,
     SftConfig,
     SupervisedConfig,
+    TaskConfig,
     recipes,
 )
 from stretto.config.training import token_budget
@@ -299,16 +300,17 @@ def train(
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / DATASET
         _write(rows, file)
-        run = begin(_named_rows(config, file), name, overrides=overrides)
+        config = config.model_copy(update=_rows_in(config.task, file))
+        run = begin(config, name, overrides=overrides)
         kept = run.run_dir.path.absolute() / DATASET
         shutil.copyfile(file, kept)
-    run = replace(run, config=_named_rows(config, kept))
+    run = replace(run, config=config.model_copy(update=_rows_in(config.task, kept)))
     run.run_dir.save_config(run.config)
     return execute(run, progress=progress)
 
 
-def _named_rows(config: Config, file: Path) -> Config:
-    return config.model_copy(update={"task": config.task.model_copy(update={"name": str(file)})})
+def _rows_in(task: TaskConfig, file: Path) -> Mapping[str, TaskConfig]:
+    return {"task": task.model_copy(update={"name": str(file)})}
 
 
 def resume(run: str | Path, *, progress: Progress | None = None, **changes: Any) -> TrainResult:

@@ -89,7 +89,7 @@ class RoleFactory:
     """Makes the roles of a run, as its settings ask; what a user should know of them is printed."""
 
     def __init__(self, config: Config, say: Say) -> None:
-        self._config, self._say = config, say
+        self.config, self._say = config, say
         device = pick_device(config.model.device)
         self._budget = token_budget(config.training.microbatch_tokens, device)
 
@@ -115,7 +115,7 @@ class RoleFactory:
             overridden: the actor is an object of the caller's, not what the settings name.
             threads: of the CPU, for an engine that decides about them; 0 leaves its choice.
         """
-        config, r = self._config, self._config.rollout
+        config, r = self.config, self.config.rollout
         kind = ENGINES[r.engine]
         check_engine(kind.capabilities, config.schedule.knobs, r, config.algorithm)
         device = pick_device(config.model.device)
@@ -155,7 +155,7 @@ class RoleFactory:
 
     def scorer_slots(self, model: nn.Module) -> int:
         """Return how many rollouts a scorer can follow in its memory share; 0 without streaming."""
-        config = self._config
+        config = self.config
         if not config.schedule.knobs.streams:
             return 0
         device = next(model.parameters()).device
@@ -187,7 +187,7 @@ class RoleFactory:
         ``columns`` are those of the prompts' dataset. Raises ConfigError if the function cannot be
         found or used, TaskError if the task has no verifier.
         """
-        config = self._config
+        config = self.config
         scorer = FunctionScorer(
             source,
             config.task,
@@ -208,7 +208,7 @@ class RoleFactory:
         columns, tokenizer = prompts.task.row(0).data.keys(), prompts.tokenizer
         return [
             self.open_function(source, columns, tokenizer, stack, overrides.functions)
-            for source in self._config.reward.parsed
+            for source in self.config.reward.parsed
             if not (source.kind == "model" or source.name in overrides.reward_models)
         ]
 
@@ -225,7 +225,7 @@ class RoleFactory:
 
         It follows ``slots`` rollouts while they are decoded; ``ends`` end responses that are given.
         """
-        stop = self._config.rollout.stop
+        stop = self.config.rollout.stop
         return RewardModelScorer(
             name,
             *loaded,
@@ -243,11 +243,11 @@ class RoleFactory:
         """Make the scorers of the reward models, one of each for every replica of the model
         scorers. Replicas share the models.
         """
-        engines = self._config.rollout.engines
-        count = engines if self._config.schedule.knobs.hosts_scorers(engines) else 1
+        engines = self.config.rollout.engines
+        count = engines if self.config.schedule.knobs.hosts_scorers(engines) else 1
         replicas: list[list[RewardModelScorer]] = [[] for _ in range(count)]
-        for source in self._config.reward.parsed:
-            if loaded := load_reward(source, self._config.model, overrides, self._say):
+        for source in self.config.reward.parsed:
+            if loaded := load_reward(source, self.config.model, overrides, self._say):
                 slots = self.scorer_slots(loaded[0])
                 for replica in replicas:
                     scorer = self.reward_scorer(source.name, tokenizer, loaded, slots=slots)
@@ -258,7 +258,7 @@ class RoleFactory:
         self, tokenizer: PreTrainedTokenizerBase, overrides: Overrides
     ) -> list[RewardModelScorer]:
         """Return the reward model that the critic starts from; none where it starts otherwise."""
-        config = self._config
+        config = self.config
         if config.critic.init != "reward" or not config.algorithm.definition.critic:
             return []
         name, model = config.reward.models[0].name, config.reward.models[0].model
@@ -278,7 +278,7 @@ class RoleFactory:
         for reward in rewards:
             if reward.same_tokenizer:
                 most = positions(reward.model)
-                self._config.require_positions(f"reward model '{reward.name}'", most)
+                self.config.require_positions(f"reward model '{reward.name}'", most)
             else:
                 reward.require_room(prompts)
 
@@ -293,7 +293,7 @@ class RoleFactory:
         """
         budget, say, scorers = self._budget, self._say, list[ModelScorer]()
         if reference is not None:
-            slots, temperature = self.scorer_slots(reference), self._config.rollout.temperature
+            slots, temperature = self.scorer_slots(reference), self.config.rollout.temperature
             scorers.append(reference_scorer(reference, temperature, budget, slots=slots, say=say))
         if critic is not None:
             slots = self.scorer_slots(critic)
@@ -320,7 +320,7 @@ class RoleFactory:
             lends: roles that follow read shards themselves, not copies.
             grid: the ranks that hold shards of the models, this process among them, if any do.
         """
-        config = self._config
+        config = self.config
         t = config.training
         updates, warmup = config.steps * t.updates, t.warmup_steps * t.updates
         frozen = min(config.critic.freeze_steps, config.steps) * t.updates

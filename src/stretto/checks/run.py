@@ -42,7 +42,12 @@ def check_run(
     setting, a library, a device, a model, the data, a reward function or the memory is at fault, or
     where the hub, if it is to be asked, does not answer for what must be fetched from it.
     """
-    _check_libraries(config)
+    _check_observation(config.observe)
+    if config.runtime == "ray":
+        require("ray", "ray", "runtime = 'ray'")
+    if config.rollout.engine == "vllm" and not any(p.python for p in config.cluster.processes):
+        require("vllm", "vllm", "rollout.engine = 'vllm'")
+    _check_pipeline(config.pipeline.ranks)
     _check_device(config.model)
     gpus = usable_gpus()
     if config.runtime == "local":
@@ -107,14 +112,8 @@ def check_measured(
     _check_sources([*map(reward_source, sources)], config.model, task, tokenizer=False)
 
 
-def _check_libraries(config: Config) -> None:
-    _check_observation(config.observe)
-    if config.runtime == "ray":
-        require("ray", "ray", "runtime = 'ray'")
-    elsewhere = any(process.python for process in config.cluster.processes)
-    if config.rollout.engine == "vllm" and not elsewhere:
-        require("vllm", "vllm", "rollout.engine = 'vllm'")
-    if ranks := config.pipeline.ranks:
+def _check_pipeline(ranks: int) -> None:
+    if ranks:
         require("numba", "pipelines", f"pipeline.ranks = {ranks}")
 
 

@@ -23,7 +23,7 @@ from stretto.cli.settings import (
     parse_with_recipe,
     value_of,
 )
-from stretto.config import Config, ModelConfig, RewardModelConfig, recipes
+from stretto.config import ModelConfig, RewardModelConfig, recipes
 from stretto.errors import ConfigError, require
 from stretto.models.resolve import trained_model
 from stretto.observe import RunDirectory
@@ -128,7 +128,13 @@ def run_eval(arguments: Sequence[str]) -> int:
         from stretto import evaluation
     figures: dict[str, Any] = {}
     if by_row:
-        result = _measure(config, own, model)
+        samples, trained = own.samples or SAMPLES, trained_with(own.model, own.recipe, config)
+        result: EvalResult | Measured
+        if own.sampled:
+            asked = {"policy": model, "samples": samples, "trained": trained, **_measures(own)}
+            result = evaluation.measure(config, **asked)
+        else:
+            result = evaluation.evaluate(config, model=model, samples=samples, trained=trained)
         for label, text in _lines(config.task.kind, result):
             print(f"{label:<12} {text}")
         figures = _figures(result)
@@ -152,27 +158,17 @@ def run_eval(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _measure(config: Config, own: EvalOptions, model: str) -> EvalResult | Measured:
-    from stretto import evaluation
-
-    trained, samples = trained_with(own.model, own.recipe, config), own.samples or SAMPLES
-    if not own.sampled:
-        return evaluation.evaluate(config, model=model, samples=samples, trained=trained)
+def _measures(own: EvalOptions) -> dict[str, Any]:
+    """Return arguments of :func:`stretto.evaluation.measure`: what is measured of responses."""
     judge = None
     if own.judge:
+        from stretto import evaluation
+
         asked = {"concurrency": own.judge_concurrency, "timeout_s": own.judge_timeout}
         limits: dict[str, Any] = {name: limit for name, limit in asked.items() if limit is not None}
         judge = evaluation.LlmJudge(own.judge, own.judge_url, **limits)
-    return evaluation.measure(
-        config,
-        policy=model,
-        samples=samples,
-        by=own.win_rate_by,
-        sft=own.sft,
-        judge=judge,
-        reference_column=own.reference_column,
-        trained=trained,
-    )
+    column = own.reference_column
+    return {"by": own.win_rate_by, "sft": own.sft, "judge": judge, "reference_column": column}
 
 
 def _lines(task: str, r: EvalResult | Measured) -> Iterator[tuple[str, str]]:

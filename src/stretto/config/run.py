@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
 from stretto.config.algorithm import ALGORITHMS, AlgorithmConfig
 from stretto.config.cluster import LEARNER, ClusterConfig
@@ -93,6 +93,10 @@ class Config(Section):
     def most_in_flight(self) -> int:
         """The most rollouts that are decoded at one time."""
         return self.schedule.most_in_flight(self.rollout.batch, self.rollout.samples_per_prompt)
+
+    def with_model(self, name: str) -> Self:
+        """Return the same settings with another model."""
+        return self.model_copy(update={"model": self.model.model_copy(update={"name": name})})
 
     @property
     def longest(self) -> int:

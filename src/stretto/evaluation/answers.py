@@ -28,11 +28,6 @@ from stretto.tasks.prompts import render
 from stretto.types import Prompt
 
 
-def of_model(config: Config, model: str) -> Config:
-    """Return settings with another model."""
-    return config.model_copy(update={"model": config.model.model_copy(update={"name": model})})
-
-
 def open_engine(
     config: Config, tokenizer: PreTrainedTokenizerBase, overrides: Overrides = NO_OVERRIDES
 ) -> tuple[Engine, nn.Module]:

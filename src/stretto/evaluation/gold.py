@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 from stretto import tasks
 from stretto.assembly.models import load_reward_model
 from stretto.assembly.roles import RoleFactory
-from stretto.config import Config
 from stretto.config.sections import reward_source
 from stretto.errors import ConfigError, RewardError, TaskError
 from stretto.models.info import load_config
@@ -33,7 +32,7 @@ Gold = FunctionScorer | RewardModelScorer
 
 def open_gold(
     source: str,
-    config: Config,
+    factory: RoleFactory,
     columns: Collection[str],
     tokenizer: PreTrainedTokenizerBase,
     stack: ExitStack,
@@ -49,9 +48,9 @@ def open_gold(
     TaskError if the task has no verifier; ModelError if the model cannot be loaded, or has no
     scalar head.
     """
-    parsed, factory = reward_source(source), RoleFactory(config, on_stderr)
+    parsed = reward_source(source)
     if parsed.kind == "model":
-        loaded = load_reward_model(config.model, parsed.model, on_stderr)
+        loaded = load_reward_model(factory.config.model, parsed.model, on_stderr)
         return factory.reward_scorer(source, tokenizer, loaded, ends=ends)
     if parsed.kind != "task" and ".py:" not in source:
         raise ConfigError(

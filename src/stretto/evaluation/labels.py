@@ -21,10 +21,11 @@ from transformers import PreTrainedTokenizerBase
 
 from stretto.assembly.models import NO_OVERRIDES, prepare_torch
 from stretto.assembly.parts import open_prompts
+from stretto.assembly.roles import RoleFactory
 from stretto.config import Config, PairsConfig, RewardModelConfig
 from stretto.config.sections import reward_source
 from stretto.errors import ConfigError, TaskError
-from stretto.evaluation.answers import answer, of_model, open_engine
+from stretto.evaluation.answers import answer, open_engine
 from stretto.evaluation.gold import as_rollout, end_tokens_of, open_gold, score_all
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
@@ -124,7 +125,7 @@ def label_pairs(
             rollouts.append(as_rollout(len(rollouts), asked, tokens))
     columns = readable[0][0].data.keys()
     with ExitStack() as stack:
-        gold = open_gold(by, run, columns, tokenizer, stack)
+        gold = open_gold(by, RoleFactory(run, on_stderr), columns, tokenizer, stack)
         scores = iter(score_all(gold, rollouts, run.rollout.batch))
     found = [
         _labelled(row, [next(scores) for _ in row.responses], config.data) for row, _, _ in readable
@@ -158,12 +159,12 @@ def label_responses(
         message = f"a preference takes two responses to a prompt; got --samples {per_prompt}"
         raise ConfigError(message, "one-response")
     _check_out(out, config.task.name)
-    config = of_model(config, policy)
+    config = config.with_model(policy)
     prepare_torch(config.seed, config.threads)
     source = open_prompts(config, NO_OVERRIDES, on_stderr)
     tokenizer, columns = source.tokenizer, source.task.row(0).data.keys()
     with ExitStack() as stack:
-        gold = open_gold(by, config, columns, tokenizer, stack)
+        gold = open_gold(by, RoleFactory(config, on_stderr), columns, tokenizer, stack)
         engine, _ = open_engine(config, tokenizer)
         rollouts = answer(engine, source.first(prompts), per_prompt)
         ended = [r for r in rollouts if r.finish is FinishReason.STOP]

@@ -21,11 +21,12 @@ from transformers import PreTrainedTokenizerBase
 from stretto import tasks
 from stretto.assembly.models import NO_OVERRIDES, Overrides, load_actor, prepare_torch
 from stretto.assembly.parts import open_prompts
+from stretto.assembly.roles import RoleFactory
 from stretto.config import Config, ModelConfig, RowsConfig, TaskConfig
 from stretto.config.training import token_budget
 from stretto.errors import ConfigError, TaskError
 from stretto.evaluation import gold
-from stretto.evaluation.answers import answer, of_model, open_engine
+from stretto.evaluation.answers import answer, open_engine
 from stretto.evaluation.gold import Gold, WinRate, reference_text, score_all, standard_error
 from stretto.evaluation.llm import Judgement, LlmJudge, open_judge
 from stretto.models.backend import pick_device
@@ -147,14 +148,15 @@ def evaluate(
     failed on an answer; ModelError if the model cannot be loaded.
     """
     greedy = config.rollout.model_copy(update={"temperature": 0.0, "samples_per_prompt": 1})
-    read = of_model(measured_on(config), model).model_copy(update={"rollout": greedy})
+    read = measured_on(config).with_model(model).model_copy(update={"rollout": greedy})
     with ExitStack() as stack:
         prepare_torch(read.seed, read.threads)
         source = open_prompts(read, NO_OVERRIDES, on_stderr)
         columns = source.task.row(0).data.keys()
-        verifier = gold.open_gold("task", read, columns, source.tokenizer, stack)
+        factory, tokenizer = RoleFactory(read, on_stderr), source.tokenizer
+        verifier = gold.open_gold("task", factory, columns, tokenizer, stack)
         prompts, facts = questions(source, samples, trained or config)
-        engine, _ = open_engine(read, source.tokenizer)
+        engine, _ = open_engine(read, tokenizer)
         rollouts = answer(engine, prompts)
         scores = score_all(verifier, rollouts, greedy.batch)
     right = [float(score >= RIGHT) for score in scores]
@@ -196,7 +198,7 @@ def measure(
     judge failed; ModelError if a model cannot be loaded.
     """
     sources = ((by,) if by else ()) if isinstance(by, str) else tuple(by)
-    read = of_model(measured_on(config), policy)
+    read = measured_on(config).with_model(policy)
     r, trust, limit = read.rollout, read.model.trust_remote_code, read.training.microbatch_tokens
     with ExitStack() as stack:
         prepare_torch(read.seed, read.threads)
@@ -209,7 +211,8 @@ def measure(
         if sft:
             _check_sft(sft, r.temperature, tokenizer, trust)
         ask = open_judge(judge) if judge else None
-        golds = {s: gold.open_gold(s, read, first.keys(), tokenizer, stack, ends) for s in sources}
+        factory, columns = RoleFactory(read, on_stderr), first.keys()
+        golds = {s: gold.open_gold(s, factory, columns, tokenizer, stack, ends) for s in sources}
         prompts, facts = questions(source, samples, trained or config)
         own, sums = _answers(read, prompts, tokenizer, sums=bool(sft))
         texts = list[str]()
@@ -227,7 +230,7 @@ def measure(
             temperature=r.temperature,
             win_rate=rates[0] if rates else None,
             win_rates=rates,
-            kl=_drift(of_model(read, sft).model, own, sums, r.temperature, limit) if sft else None,
+            kl=_drift(read.with_model(sft).model, own, sums, r.temperature, limit) if sft else None,
             judge=ask(pairs) if ask else None,
         )
 
@@ -403,23 +406,17 @@ def questions(
         )
     said = describe_rows(task, source.seed)
     facts = {"rows": said, "skipped": len(too_long), "distinct": len(set(contents))}
-    try:
-        seen = _asked_in_training(trained, Overrides(tokenizer=source.tokenizer))
+    r, responses = trained.rollout, trained.steps * trained.rollout.batch + trained.most_in_flight
+    try:  # to name what training asks, too long prompts included
+        if not trained.task.name:
+            raise TaskError("the settings name no rows to train on")
+        training = open_prompts(trained, Overrides(tokenizer=source.tokenizer), silent)
+        drawn = islice(training.ids(), -(-responses // r.samples_per_prompt))
+        warmed_up = islice(training.ids(backwards=True), trained.warmup_examples)
+        seen = {content(training.row_by_id(i)) for i in chain(drawn, warmed_up)}
     except TaskError as error:
         return prompts, {**facts, "overlap": None, "seen": f"not known: {error}"}
     both, every = sum(asks in seen for asks in contents), len(contents)
     said = f"{both} of {every} prompts ({both / every:.1%}) are asked in training"
     none = f"none of {every} prompts is asked in training"
     return prompts, {**facts, "overlap": both / every, "seen": said if both else none}
-
-
-def _asked_in_training(config: Config, overrides: Overrides) -> set[str]:
-    """Return the contents of the prompts that training asks, too long ones included."""
-    if not config.task.name:
-        raise TaskError("the settings name no rows to train on")
-    r = config.rollout
-    responses = config.steps * r.batch + config.most_in_flight
-    source = open_prompts(config, overrides, silent)
-    drawn = islice(source.ids(), -(-responses // r.samples_per_prompt))
-    warmed_up = islice(source.ids(backwards=True), config.warmup_examples)
-    return {content(source.row_by_id(i)) for i in chain(drawn, warmed_up)}

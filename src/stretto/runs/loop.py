@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from stretto.assembly.models import NO_OVERRIDES, Overrides
-from stretto.config import Config
+from stretto.config import Config, ModelConfig
+from stretto.config.sections import RewardSource
 from stretto.errors import StalledError, StateError, StorageError
 from stretto.models.info import identity
 from stretto.observe import Progress, Recorder, RunDirectory, Sample
@@ -63,7 +64,8 @@ def train(
             if not state[INPUTS]:
                 say("the checkpoint has no fingerprints of rows and models: they are not compared")
         inputs = Inputs(state[INPUTS] if state else {})
-        inputs.take_models(config, overrides, say)
+        critic = config.critic.model if config.algorithm.definition.critic else ""
+        inputs.take_models(config.model, critic, config.reward.models, overrides, say)
         overrides = replace(
             overrides,
             looks_at=partial(inputs.take_rows, config.task.name),
@@ -197,18 +199,24 @@ class Inputs:
             )
         self.found[subject] = own
 
-    def take_models(self, config: Config, overrides: Overrides, say: Say) -> None:
+    def take_models(
+        self,
+        model: ModelConfig,
+        critic: str,
+        rewards: Iterable[RewardSource],
+        overrides: Overrides,
+        say: Say,
+    ) -> None:
         """Take note of the models that are loaded by name; the reference is the actor at the
         start."""
-        named = [("reward.sources", s.name, s.model) for s in config.reward.models]
+        named = [("reward.sources", s.name, s.model) for s in rewards]
         named = [each for each in named if each[1] not in overrides.reward_models]
-        critic = config.critic.model if config.algorithm.definition.critic else ""
         if critic and overrides.critic is None:
             named.insert(0, ("critic.init", critic, critic))
         if overrides.actor is None:
-            named.insert(0, ("model.name", config.model.name, config.model.name))
-        for setting, name, model in named:
-            own = identity(model, config.model.trust_remote_code, say)
+            named.insert(0, ("model.name", model.name, model.name))
+        for setting, name, path in named:
+            own = identity(path, model.trust_remote_code, say)
             self.take(f"{setting} = '{name}'", own)
 
     def take_rows(self, name: str, prompts: PromptSource) -> None:
