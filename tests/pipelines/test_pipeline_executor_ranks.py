@@ -22,6 +22,7 @@ from pipeline_helpers import problem_of
 from pipeline_misbehaving import Misbehaving
 from pipeline_models import critic_of, language_model
 from pipeline_workers import Batch, Trainer
+from raising import raises
 from rank_helpers import alive, require_gone
 from stretto.errors import LearnerError, RankError
 from stretto.pipelines.executor.stages import StageLayout, cut
@@ -50,7 +51,7 @@ def test_calls_answer_by_rank(ranks: Ranks) -> None:
     assert ranks.call("threads") == [3, 3]
     ranks.close()
     ranks.close()
-    with pytest.raises(RankError, match="the ranks have been ended; start new ones"):
+    with raises(RankError, "ranks-ended"):
         ranks.call("greet", "you")
     require_none_left()
 
@@ -84,11 +85,8 @@ def test_a_failure_ends_all_and_has_its_cause(ranks: Ranks, how: str, said: str)
 
 
 def test_a_death_after_an_error_does_not_hide_it(ranks: Ranks) -> None:
-    with pytest.raises(
-        RankError,
-        match=r"rank 1 of 2 was killed by SIGABRT in the middle of 'both'; rank 0 had raised: "
-        r"ValueError: the true cause \(pipeline_misbehaving.py, .*\). All ranks",
-    ) as caught:
+    cause = "rank 0 had raised: ValueError: the true cause (pipeline_misbehaving.py"
+    with raises(RankError, "rank-died", "rank 1 of 2", "SIGABRT", "'both'", cause) as caught:
         ranks.call("both")
     assert caught.value.__notes__[0].startswith("On rank 0:\nTraceback")
 
@@ -146,20 +144,18 @@ def test_arguments_are_packed_one_by_one(ranks: Ranks, monkeypatch: pytest.Monke
 def test_what_cannot_be_packed_is_named_and_ends_the_ranks(ranks: Ranks) -> None:
     with pytest.raises(pickle.PicklingError, match=r"local object .*<lambda>"):
         ranks.call_each("take", [(1,), (lambda: 0,)])
-    with pytest.raises(RankError, match="start new ones"):
+    with raises(RankError, "ranks-ended"):
         ranks.call("pid")
     require_none_left()
 
 
 def test_the_first_to_fail_is_named_even_if_another_is_heard_before(ranks: Ranks) -> None:
-    with pytest.raises(RankError, match="rank 1 of 2 failed in 'late': SlowError: early on rank 1"):
+    with raises(RankError, "rank-failed", "rank 1 of 2", "'late': SlowError: early on rank 1"):
         ranks.call("late")
 
 
 def test_a_rank_that_cannot_start_is_named() -> None:
-    with pytest.raises(
-        RankError, match=r"rank \d of 2 failed in its start: TypeError: Misbehaving"
-    ):
+    with raises(RankError, "rank-failed", "of 2", "TypeError: Misbehaving"):
         Ranks(2, Misbehaving, ())
     require_none_left()
 
@@ -178,9 +174,7 @@ def test_a_rank_killed_in_the_middle_of_a_step_ends_the_step() -> None:
     ranks.call("step", schedule, batches, batches)
     ranks.call("doom")
     begun = time.monotonic()
-    with pytest.raises(
-        RankError, match=r"rank 1 of 2 was killed by SIGKILL .* in the middle of 'st"
-    ):
+    with raises(RankError, "rank-died", "rank 1 of 2", "SIGKILL", "'step'"):
         ranks.call("step", schedule, batches, batches)
     assert time.monotonic() - begun < LIMIT_S
     require_none_left()
@@ -189,7 +183,7 @@ def test_a_rank_killed_in_the_middle_of_a_step_ends_the_step() -> None:
 def test_close_ends_ranks_at_work(ranks: Ranks) -> None:
     timer = threading.Timer(0.5, ranks.close)
     timer.start()
-    with pytest.raises(RankError, match="the ranks were ended in the middle of a long wait"):
+    with raises(RankError, "ranks-ended"):
         ranks.call("hang")
     timer.join()
     require_none_left()

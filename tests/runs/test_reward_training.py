@@ -166,38 +166,37 @@ def test_columns_go_by_the_names_given(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("row", "code", "facts"),
     [
-        (
-            {"chosen": "a", "worse": "b"},
-            "no column 'rejected'; its columns: 'chosen', 'worse'",
-        ),
-        ({"prompt": "q", "chosen": "a", "rejected": "a"}, "row 0: chosen and rejected are equal"),
-        ({"prompt": "q", "chosen": " ", "rejected": "a"}, "row 0: the chosen response is empty"),
-        ({"prompt": "q", "chosen": "a", "rejected": ""}, "row 0: the rejected side must be text"),
-        ({"prompt": "q", "chosen": "a", "rejected": None}, "row 0: the rejected side .*got None"),
-        ({"prompt": "", "chosen": "a", "rejected": "b"}, "row 0: a prompt must be text"),
-        ({"chosen": "What?", "rejected": "Why?"}, "the two sides share no turn"),
+        ({"chosen": "a", "worse": "b"}, "missing-column", ["'rejected'", "'chosen', 'worse'"]),
+        ({"prompt": "q", "chosen": "a", "rejected": "a"}, "equal-sides", ["row 0"]),
+        ({"prompt": "q", "chosen": " ", "rejected": "a"}, "empty-response", ["row 0", "chosen"]),
+        ({"prompt": "q", "chosen": "a", "rejected": ""}, "no-side", ["row 0", "rejected"]),
+        ({"prompt": "q", "chosen": "a", "rejected": None}, "no-side", ["row 0", "None"]),
+        ({"prompt": "", "chosen": "a", "rejected": "b"}, "prompt-not-text", ["row 0"]),
+        ({"chosen": "What?", "rejected": "Why?"}, "no-shared-turn", []),
         (
             {"chosen": [says("assistant", "4")], "rejected": [says("assistant", "5")]},
-            "the sides hold responses only; name the prompt's column",
+            "no-shared-prompt",
+            [],
         ),
         (
             {"chosen": [ASKED, says("assistant", "4")], "rejected": [ASKED]},
-            "after 1 messages in common these have assistant and nothing",
+            "sides-differ-in-turns",
+            ["after 1 messages", "assistant and nothing"],
         ),
-        ({"chosen": [ASKED, says("assistant", "4")], "rejected": "5"}, "one side is text and the"),
+        ({"chosen": [ASKED, says("assistant", "4")], "rejected": "5"}, "mixed-sides", []),
     ],
 )
 def test_bad_pairs_are_refused_with_their_place(
-    tmp_path: Path, row: dict[str, Any], message: str
+    tmp_path: Path, row: dict[str, Any], code: str, facts: list[str]
 ) -> None:
-    with pytest.raises(TaskError, match=message):
+    with raises(TaskError, code, *facts):
         read_one(tmp_path, row)
 
 
 def test_texts_with_nothing_in_common_have_no_prompt(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match="do not begin with the same prompt; name the"):
+    with raises(TaskError, "no-shared-prompt"):
         read_one(tmp_path, {"chosen": "What?", "rejected": "Why?"}, prompt_column="")
 
 
@@ -310,7 +309,7 @@ def test_sides_that_become_the_same_tokens_are_refused() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHATML.replace("m['content']", "m['content'].strip()")
     layout = PromptLayout(tokenizer, frozenset({EOS}), PairsConfig())
-    with pytest.raises(TaskError, match="row 7: chosen and rejected are the same tokens"):
+    with raises(TaskError, "equal-sides", "row 7"):
         tokens_of(Pair("q", "yes", "yes ", index=7), layout)
 
 
@@ -390,7 +389,7 @@ def test_an_architecture_without_a_classifier_is_refused() -> None:
 
     shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "pad_token_id": 0}
     config = CohereConfig(vocab_size=61, hidden_size=16, intermediate_size=8, **shape)
-    with pytest.raises(ModelError, match="no sequence classifier for CohereForCausalLM"):
+    with raises(ModelError, "no-classifier", "CohereForCausalLM"):
         reward_model_from(CohereForCausalLM(config), seed=0)
 
 
