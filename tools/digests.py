@@ -5,9 +5,10 @@
 
 Trains the recipes `tiny` and `tiny-tail` for a few steps under every preset of the schedule and
 under every algorithm, on one thread. Each run is made twice; one that does not repeat itself on
-this machine is shown as such and not compared. A digest is a SHA-256 over the trained model's
-tensors, over what became of each rollout, or over the metrics that are no times. Takes about three
-minutes.
+this machine is shown as such and not compared. Where roles overlap, timing may give one of two
+results: make such a variant again, with --only, before a difference is believed. A digest is a
+SHA-256 over the trained model's tensors, over what became of each rollout, or over the metrics that
+are no times. Takes about three minutes.
 """
 
 from __future__ import annotations
