@@ -11,6 +11,8 @@ VLLM   := .venv-vllm
 RECIPE ?= arithmetic
 # Options for pip that choose a build of torch, such as an index with CPU builds.
 TORCH_FROM ?=
+# Tests wait for other processes half of their time: at least four at a time.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(max(4, os.cpu_count()))')
 
 .PHONY: train test slow vllm check docs hooks clean
 
@@ -29,7 +31,7 @@ train: $(VENV)/.installed
 	$(BIN)/stretto train $(RECIPE)
 
 test: check docs
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 slow: $(VENV)/.developing
 	$(BIN)/python -m pytest -m slow

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ def disturb(
     while process.poll() is None and not list(out.glob("*/metrics.jsonl")):
         time.sleep(0.1)
     while process.poll() is None:
-        time.sleep(draw.uniform(0.2, 2 * args.every))
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(draw.uniform(0.2, 2 * args.every))
         victims = sorted(victims_of(process.pid).items())
         if not victims or process.poll() is not None:
             continue

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from stretto.models.tiny import make_tiny
+from stretto.models.backend import sleep_when_waiting
+
+sleep_when_waiting()  # before torch is imported: several workers share the cores
+
+from stretto.models.tiny import make_tiny  # noqa: E402
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # tests share some of its tables
 pytest.register_assert_rewrite("run_helpers")  # its assertions say what differs, too
