@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-from stretto.models.backend import sleep_when_waiting
+# Several tests at a time share the cores, and threads that spin hold the others up.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-sleep_when_waiting()  # before torch is imported: several workers share the cores
-
-from stretto.models.tiny import make_tiny  # noqa: E402
+from stretto.models.tiny import make_tiny
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # tests share some of its tables
 pytest.register_assert_rewrite("run_helpers")  # its assertions say what differs, too
