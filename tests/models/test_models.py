@@ -174,7 +174,13 @@ def test_device_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     with raises(ConfigError, "no-cuda", "model.device = 'cuda'"):
         pick_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert pick_device("auto") == pick_device("cuda") == torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert pick_device("auto") == pick_device("cuda") == torch.device("cuda", 0)
+    assert pick_device("cuda:3") == torch.device("cuda", 3)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)  # as a rank has set it
+    assert pick_device("auto") == pick_device("cuda") == torch.device("cuda", 2)
+    assert pick_device("cuda:3") == torch.device("cuda", 3)
     assert pick_device("cpu") == CPU
 
     monkeypatch.setattr("platform.machine", lambda: "x86_64")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 import tomllib
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from raising import raises
-from stretto.config import ClusterConfig, Config
+from stretto.config import ClusterConfig, Config, recipes
 from stretto.errors import ConfigError
 from stretto.models.shards import ShardLayout
 from stretto.runtime.placement import (
@@ -23,6 +25,7 @@ from stretto.runtime.placement import (
     shares_weights,
     table,
 )
+from stretto.runtime.processes import RayLauncher, gpu_share
 
 
 def config(**settings: Any) -> Config:
@@ -273,3 +276,39 @@ def test_a_learner_in_shards_has_a_rank_each() -> None:
         config(cluster={"processes": [{"roles": ["reference"], "fsdp": 2}]})
     with pytest.raises(ValidationError, match="ask for processes, and"):
         config(runtime="inline", cluster={"processes": [by_hand]})
+
+
+def test_on_ray_each_rank_that_uses_a_gpu_has_one_and_others_have_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ten ranks, two of them on the CPU, and eight GPUs."""
+    opened = list[Any]()
+
+    def cluster(bundles: Any, **_: Any) -> Any:
+        opened.extend(bundles)
+        return SimpleNamespace(close=lambda: None, host="h")
+
+    monkeypatch.setattr("stretto.workers.ray_cluster.RayCluster", cluster)
+    launcher = RayLauncher(ClusterConfig(), "cpu", print)
+    launcher.gpus = 8
+    generators = [{"roles": [f"generator {i}"]} for i in range(4)]
+    scorers = [{"roles": [name], "device": "cpu"} for name in ("reference", "critic")]
+    processes = [{"roles": ["learner"], "fsdp": 4}, *generators, *scorers]
+    settings = config(rollout={"engines": 4}, cluster={"processes": processes})
+    found = places(settings, 8, 8)
+    gpus = [device for process in found for device in process.devices if device != "cpu"]
+    assert gpus == [f"cuda:{i}" for i in range(8)]
+    with ExitStack() as stack:
+        launcher.prepare(found, stack)
+    assert [bundle.gpus for bundle in opened] == [1.0] * 8 + [0.0] * 2
+    assert gpu_share(16, 8) == gpu_share(9, 8) == 0.5
+    assert gpu_share(3, 0) == 0.0
+
+
+def test_a_gpus_number_is_refused_on_ray() -> None:
+    processes = [{"roles": ["learner"], "device": "cuda:1"}]
+    data = {"runtime": "ray", "cluster": {"processes": processes}}
+    with raises(ConfigError, "device-number-on-ray", "cuda:1"):
+        recipes.build(data, "here")
+    processes[0]["device"] = "cpu"
+    recipes.build(data, "here")

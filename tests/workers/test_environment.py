@@ -1,9 +1,17 @@
-"""Which variables go along to ranks, and which of their values are said."""
+"""Variables that go along to ranks, which of their values are said, and the GPU that ranks use."""
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+
 from raising import raises
 from stretto.errors import ConfigError
+from stretto.workers.rank import Rank, RankSpec
 from stretto.workers.ray_cluster import described, forwarded
 
 
@@ -46,3 +54,19 @@ def test_secrets_are_named_and_not_shown() -> None:
         "TOKENIZERS_PARALLELISM=false, VLLM_API_KEY, WANDB_API_KEY, WANDB_KEYS"
     )
     assert described({}) == "environment of the ranks: nothing"
+
+
+def test_a_call_aside_works_on_the_ranks_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a thread of its own, and threads begin at the first GPU."""
+    used = list[tuple[str, str]]()
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda name: used.append((name, threading.current_thread().name))
+    )
+    monkeypatch.setattr("stretto.workers.rank.DriverConnection", lambda *_: None)
+    for device in ("cpu", "cuda:3"):
+        rank = Rank(RankSpec(1, 2, device=device), None)  # type: ignore[arg-type]
+        rank.make(lambda index: SimpleNamespace(own=lambda: index), ())
+        with ThreadPoolExecutor(1, thread_name_prefix="aside") as pool:
+            assert pool.submit(rank.aside, "own", ()).result() == 1
+            assert pool.submit(rank.aside, "used_bytes", ()).result() > 0
+    assert used == [("cuda:3", "aside_0")]

@@ -143,6 +143,11 @@ class Config(Section):
             f"cluster.processes: fsdp = {several[0].fsdp} and tp = {several[0].tp} ask for "
             "processes, and runtime = 'inline' has none; set runtime = 'local' or 'ray'"
         )
+        numbered = [p.device for p in self.cluster.processes if p.device.startswith("cuda:")]
+        broken["device-number-on-ray"] = (numbered and self.runtime == "ray") and (
+            f"cluster.processes: device = '{numbered[0]}' names a GPU of this machine, and with "
+            "runtime = 'ray' Ray gives each rank its own; leave device out, or set it to 'cpu'"
+        )
         if r.engine == "vllm":
             self._vllm_rules(broken)
         self._algorithm_rules(broken)

@@ -57,18 +57,28 @@ def sleep_when_waiting() -> None:
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_TURNS)
 
 
-def pick_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    """Return the device to compute on; raises ConfigError if CUDA is asked for and missing."""
+def pick_device(name: str) -> torch.device:
+    """Return the device to compute on: of a name in the settings, or in a placement ("cuda:3").
+
+    A GPU has its number, as threads other than the main one begin at the first GPU, and as
+    communicators are known by it. Raises ConfigError if CUDA is asked for and missing.
+    """
     import torch
 
     available = torch.cuda.is_available()
-    if name == "cuda" and not available:
+    if name.startswith("cuda") and not available:
         raise ConfigError(
-            "model.device = 'cuda' needs a CUDA device, and torch sees none. "
+            f"model.device = '{name}' needs a CUDA device, and torch sees none. "
             "Use --model.device auto or cpu, or install a torch build for your GPU",
             "no-cuda",
         )
-    return torch.device("cuda" if available and name != "cpu" else "cpu")
+    if name == "cpu" or not available:
+        return torch.device("cpu")
+    if name.startswith("cuda:"):
+        return torch.device(name)
+    # Asking for the current one would make a context, which a process may not want to have.
+    index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+    return torch.device("cuda", index)
 
 
 def pick_dtype(name: Literal["auto", "float32", "bfloat16"], device: torch.device) -> torch.dtype:

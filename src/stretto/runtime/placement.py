@@ -88,7 +88,7 @@ def places(
             threads = _threads(roles, shares)
         if not threads and ranks > 1:
             threads = config.threads or cores
-        first = sum(len(other.devices) for other in found)
+        first = sum(device != "cpu" for other in found for device in other.devices)
         found.append(
             ProcessPlacement(
                 "+".join(placed.role.replace("/", "_") for placed in roles),

@@ -250,7 +250,7 @@ class ProcessWorkers:
             devices |= zip(names, process.devices, strict=True)
             threads |= dict.fromkeys(names if process.threads else (), process.threads)
             apart.update(names if process.python else ())
-        if self._launcher.gpus < len(devices):
+        if self._launcher.gpus < sum(device != "cpu" for device in devices.values()):
             devices = dict.fromkeys(devices, "")  # they share as they come
         check(self._facts, threads, devices, apart)
 
@@ -303,8 +303,10 @@ class RayLauncher(Launcher):
         from stretto.workers.ray_cluster import Bundle, RayCluster
 
         ranks = [process for process in processes for _ in process.devices]
+        on_gpus = [process for process in ranks if process.device != "cpu"]
+        share = gpu_share(len(on_gpus), self.gpus)
         bundles = [
-            Bundle(float(max(process.threads, 1)), gpus_each(process.device, len(ranks), self.gpus))
+            Bundle(float(max(process.threads, 1)), share if process in on_gpus else 0.0)
             for process in ranks
         ]
         for i, process in enumerate(ranks):
@@ -334,11 +336,11 @@ class RayLauncher(Launcher):
         return ActorProcesses(specs, self._cluster, places, python=process.python)
 
 
-def gpus_each(device: str, processes: int, gpus: int) -> float:
-    """Return the share of GPUs of a process on a device: one, or an even part of too few."""
-    if not device.startswith("cuda") or not gpus:
+def gpu_share(ranks: int, gpus: int) -> float:
+    """Return the GPUs of each rank that works on one: one, or an even part of too few."""
+    if not ranks or not gpus:
         return 0.0
-    return 1.0 if gpus >= processes else 1.0 / math.ceil(processes / gpus)
+    return 1.0 if gpus >= ranks else 1.0 / math.ceil(ranks / gpus)
 
 
 class MemoryWatch:

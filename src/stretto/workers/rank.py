@@ -110,6 +110,10 @@ class Rank:
             return stacks()
         if method == "used_bytes":
             return psutil.Process().memory_info().rss
+        if self._spec.device.startswith("cuda"):  # a thread begins at the first GPU
+            import torch
+
+            torch.cuda.set_device(self._spec.device)
         return self.call(method, arguments)
 
 
