@@ -72,10 +72,10 @@ def main() -> None:
         furthest = max(abs(a - b) for a, b in zip(rewards, first, strict=True))
         cells = "".join(f" {rewards[step]:.4f} |" for step in shown)
         seconds = median(m["timing_s/step"] for m in metrics[1:])
-        handover = median(m["handover/actor_s"] for m in metrics[1:])
+        handover = median(m["weight_sync/actor_s"] for m in metrics[1:])
         print(
             f"| {name} |{cells} {fmean(rewards):.4f} | {furthest:.4f} | {seconds:.2f} "
-            f"| {handover:.3f} | {metrics[-1]['handover/actor_mb']:.2f} |",
+            f"| {handover:.3f} | {metrics[-1]['weight_sync/actor_mb']:.2f} |",
             flush=True,
         )
 

@@ -28,7 +28,7 @@ from stretto.workers.threads import ThreadExecutor
 S = TypeVar("S", SftConfig, RewardModelConfig)
 
 UNTIMED = ("timing_s/", "perf/", "time_s", "utilisation/", "idle_s/")
-OF_PROCESSES = ("cluster/", "handover/", "memory/")
+OF_PROCESSES = ("cluster/", "weight_sync/", "memory/")
 """Metrics that runs over processes have besides."""
 SMALL_SIZES = Sizes(
     length=16,

@@ -39,7 +39,7 @@ from stretto.workers.connection import NotConnectedError
 from stretto.workers.forkserver import NAME
 
 TIMES = ("timing_s/", "time_s", "perf/", "utilisation/", "idle_s/", "pipeline/")
-OF_PROCESSES = ("cluster/", "handover/", "memory/")
+OF_PROCESSES = ("cluster/", "weight_sync/", "memory/")
 COPIES = {"processes": [{"roles": [f"reference {i}", f"critic {i}"]} for i in range(2)]}
 """Two copies of the scorers, which share their work."""
 RLOO = {
@@ -412,7 +412,7 @@ def test_a_role_that_dies_is_replaced_and_nothing_changes(
     assert killer.done
     last = disturbed.read_metrics()[-1]
     assert (last["cluster/deaths"], last["cluster/restarts"]) == (1.0, 1.0)
-    assert last["handover/logprob_gap"] < 1e-3
+    assert last["weight_sync/logprob_gap"] < 1e-3
     assert any(f"{role} was lost: " in note and "(restart 1 of 2)" in note for note in killer.notes)
     assert sum(m.get(f"idle_s/{role}/down", 0.0) for m in disturbed.read_metrics()) > 0
     assert {"utilisation/all devices", "perf/throughput_per_device"} <= last.keys()

@@ -59,9 +59,9 @@ def check(run_dir: RunDirectory, steps: int = 3, batch: int = 4) -> list[dict[st
     metrics = run_dir.read_metrics()
     assert [m["step"] for m in metrics] == list(range(1, steps + 1))
     for m in metrics:
-        assert m["handover/logprob_gap"] < FLOAT32
-        assert abs(m["handover/logprob_gap_mean"]) <= m["handover/logprob_gap"]
-        assert m["handover/logprob_gap"] <= m["handover/logprob_gap_max"] < FLOAT32
+        assert m["weight_sync/logprob_gap"] < FLOAT32
+        assert abs(m["weight_sync/logprob_gap_mean"]) <= m["weight_sync/logprob_gap"]
+        assert m["weight_sync/logprob_gap"] <= m["weight_sync/logprob_gap_max"] < FLOAT32
     rollouts = run_dir.read_rollouts()
     assert len({r.id for r in rollouts}) == len(rollouts) == steps * batch
     return [dict(m) for m in metrics]

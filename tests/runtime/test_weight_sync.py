@@ -126,11 +126,11 @@ def test_followers_load_what_the_learner_offers_and_it_is_measured(sync: WeightS
     assert all(isinstance(reply, Reply) for reply in got.values())
     assert has_them(one)
     assert has_them(two)
-    assert sync.metrics["handover/actor_mb"] == pytest.approx(4016 / 1e6)
-    assert sync.metrics["handover/retries"] == 0
-    assert sync.metrics["handover/logprob_gap"] == pytest.approx(5e-4, rel=1e-3)
-    assert sync.metrics["handover/logprob_gap_mean"] == pytest.approx(-5e-4, rel=1e-3)
-    assert sync.metrics["handover/logprob_gap_max"] == pytest.approx(5e-4, rel=1e-3)
+    assert sync.metrics["weight_sync/actor_mb"] == pytest.approx(4016 / 1e6)
+    assert sync.metrics["weight_sync/retries"] == 0
+    assert sync.metrics["weight_sync/logprob_gap"] == pytest.approx(5e-4, rel=1e-3)
+    assert sync.metrics["weight_sync/logprob_gap_mean"] == pytest.approx(-5e-4, rel=1e-3)
+    assert sync.metrics["weight_sync/logprob_gap_max"] == pytest.approx(5e-4, rel=1e-3)
 
 
 def test_another_plan_is_refused_before_anything_travels(
@@ -148,7 +148,7 @@ def test_one_that_is_lost_does_not_keep_the_others_from_it(sync: WeightSync, fau
     assert isinstance(got["one"], Reply)
     assert has_them(one)
     assert isinstance(got["two"], RoleLostError)
-    assert sync.metrics["handover/retries"] == 1
+    assert sync.metrics["weight_sync/retries"] == 1
 
 
 def test_one_that_hangs_is_given_up(sync: WeightSync) -> None:

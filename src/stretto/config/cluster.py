@@ -75,7 +75,7 @@ class ClusterConfig(Section):
     """How often each generator or scorer is started again when its process dies, hangs beyond schedule.deadline_s or raises; 0 ends the run at the first."""
     start_timeout_s: Positive = 600.0
     """Seconds in which a process must have started and joined its group."""
-    handover_timeout_s: Positive = 60.0
+    weight_sync_timeout_s: Positive = 60.0
     """Seconds in which weights must have arrived; then the transfer is broken off and tried once more. At most a quarter of schedule.deadline_s."""
     bucket_mb: PositiveInt = 64
     """MiB of weights that travel at a time; each side of a transfer has two buffers of this size."""

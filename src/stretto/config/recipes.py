@@ -36,7 +36,10 @@ FOLDERS: Mapping[type[Section], str] = {Config: "", SftConfig: "sft", RewardMode
 _OWN_FILES = (("task", "name"), ("task", "held_out"), ("data", "name"), ("reward", "sources"))
 """Settings that may name files which come with the packaged recipes."""
 
-RENAMED = {"schedule.batches_per_handover": "schedule.weight_sync_interval"}
+RENAMED = {
+    "schedule.batches_per_handover": "schedule.weight_sync_interval",
+    "cluster.handover_timeout_s": "cluster.weight_sync_timeout_s",
+}
 """Names of settings in earlier versions, with their present names."""
 
 _ELSEWHERE = {

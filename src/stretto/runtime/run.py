@@ -166,7 +166,7 @@ def start(
     meeting = None
     if workers.meeting:
         # Two tries, and finding out what hangs, come before the schedule gives up.
-        patience_s = min(config.cluster.handover_timeout_s, config.schedule.deadline_s / 4)
+        patience_s = min(config.cluster.weight_sync_timeout_s, config.schedule.deadline_s / 4)
         (host, backend), (store, port) = workers.meeting, open_store(workers.meeting[0])
         stack.callback(lambda: store)  # which ends when nothing holds it
         meeting = Meeting(host, port, backend, patience_s)

@@ -254,8 +254,8 @@ class WeightSync:
             else:
                 self._compare(offers[0], outcome)
         self._record(ref, start_s, sum(offer.size for offer in offers))
-        retries = self.metrics.get("handover/retries", 0.0)
-        self.metrics["handover/retries"] = retries + tries - 1
+        retries = self.metrics.get("weight_sync/retries", 0.0)
+        self.metrics["weight_sync/retries"] = retries + tries - 1
         return outcomes
 
     def _offers(self, ref: WeightsRef) -> list[Offer]:
@@ -313,15 +313,15 @@ class WeightSync:
     def _compare(self, offer: Offer, loaded: Reply[Loaded]) -> None:
         ours, theirs = offer.probe, loaded.value.probe
         if ours is not None and theirs is not None:
-            self.metrics["handover/logprob_gap"] = difference(ours, theirs)
-            self.metrics["handover/logprob_gap_mean"] = float((ours - theirs).mean())
-            self.metrics["handover/logprob_gap_max"] = float(abs(ours - theirs).max())
+            self.metrics["weight_sync/logprob_gap"] = difference(ours, theirs)
+            self.metrics["weight_sync/logprob_gap_mean"] = float((ours - theirs).mean())
+            self.metrics["weight_sync/logprob_gap_max"] = float(abs(ours - theirs).max())
 
     def _record(self, ref: WeightsRef, start_s: float, size: int) -> None:
         end_s = time.perf_counter()
         self._tracer.add(WEIGHT_SYNC, "send", start_s, end_s, model=ref.model, version=ref.version)
-        self.metrics[f"handover/{ref.model}_s"] = end_s - start_s
-        self.metrics[f"handover/{ref.model}_mb"] = size / 1e6
+        self.metrics[f"weight_sync/{ref.model}_s"] = end_s - start_s
+        self.metrics[f"weight_sync/{ref.model}_mb"] = size / 1e6
 
 
 def _outcome(name: str, future: Future[Reply[Loaded]]) -> Outcome:
