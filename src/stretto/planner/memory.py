@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -147,9 +147,7 @@ class DeviceMemory:
     """
 
     held: Counter[str] = field(default_factory=Counter)
-    work: Mapping[str, Counter[str]] = field(
-        default_factory=lambda: {phase: Counter() for phase in PHASES}
-    )
+    work: Mapping[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     scored: Counter[str] = field(default_factory=Counter)
     width: int = HALF
     bucket: int = BUCKET
@@ -157,7 +155,11 @@ class DeviceMemory:
 
     def during(self, *phases: str) -> Counter[str]:
         """Return what takes memory while these phases go on side by side."""
-        return sum((self.work[phase] for phase in phases), self.held)
+        found = dict(self.held)
+        for phase in phases:
+            for what, size in self.work[phase].items():
+                found[what] = found.get(what, 0) + size
+        return Counter({what: size for what, size in found.items() if size > 0})
 
     def put(self, what: str, size: float, *phases: str) -> None:
         """Count bytes in some phases, or all the time where none is named."""
@@ -282,10 +284,11 @@ class DeviceMemory:
 
     def _put_pass(self, activations: float, logits: float) -> None:
         """Count a pass that scores: of all of them, whichever takes the most of each kind."""
-        taken = Counter(activations=round(activations), logits=round(logits))
-        more = (self.scored | taken) - self.scored
-        self.scored.update(more)
-        self.work["scoring"].update(more)
+        for what, size in (("activations", round(activations)), ("logits", round(logits))):
+            more = size - self.scored[what]
+            if more > 0:
+                self.scored[what] += more
+                self.work["scoring"][what] += more
 
     def _put_buckets(self, shape: Shape, mesh: Mesh) -> None:
         size = bucket_bytes(shape, mesh, width=self.width, bucket=self.bucket)
