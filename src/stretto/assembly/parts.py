@@ -150,19 +150,20 @@ def warmed_up(
     number, file = config.warmup_examples, overrides.warmup
     if not number:
         return
-    training = config.training.model_dump(mode="json", exclude={"ratio_tolerance"})
-    # Neither threads nor devices, nor versions of libraries, which change but the rounding: all
-    # processes of a run take the same file, and so does a run that is resumed.
-    depends_on = {
-        "model": fingerprint(model.named_parameters()) if file else "",
-        "rows": dict(prompts.task.identity),
-        "task": config.task.model_dump(mode="json"),
-        "seed": config.seed,
-        "examples": number,
-        "lr": config.warmup_lr,
-        "training": training,
-    }
-    key = hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()
+    key = ""
+    if file:
+        # Neither threads nor devices, nor versions of libraries, which change but the rounding: all
+        # processes of a run take the same file, and so does a run that is resumed.
+        depends_on = {
+            "model": fingerprint(model.named_parameters()),
+            "rows": dict(prompts.task.identity),
+            "task": config.task.model_dump(mode="json"),
+            "seed": config.seed,
+            "examples": number,
+            "lr": config.warmup_lr,
+            "training": config.training.model_dump(mode="json", exclude={"ratio_tolerance"}),
+        }
+        key = hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()
     if file and file.exists():
         loss = take(model, key, file)
         say(f"warmed up already on {number} examples ({loss:.3f} nats a token): {file}")

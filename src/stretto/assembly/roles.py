@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -90,8 +91,11 @@ class RoleFactory:
 
     def __init__(self, config: Config, say: Say) -> None:
         self.config, self._say = config, say
-        device = pick_device(config.model.device)
-        self._budget = token_budget(config.training.microbatch_tokens, device)
+
+    @cached_property
+    def _budget(self) -> int:
+        device = pick_device(self.config.model.device)
+        return token_budget(self.config.training.microbatch_tokens, device)
 
     def make_engine(
         self,

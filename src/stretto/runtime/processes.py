@@ -303,10 +303,9 @@ class RayLauncher(Launcher):
         from stretto.workers.ray_cluster import Bundle, RayCluster
 
         ranks = [process for process in processes for _ in process.devices]
-        on_gpus = [process for process in ranks if process.device != "cpu"]
-        share = gpu_share(len(on_gpus), self.gpus)
+        share = gpu_share(sum(process.device != "cpu" for process in ranks), self.gpus)
         bundles = [
-            Bundle(float(max(process.threads, 1)), share if process in on_gpus else 0.0)
+            Bundle(float(max(process.threads, 1)), 0.0 if process.device == "cpu" else share)
             for process in ranks
         ]
         for i, process in enumerate(ranks):
