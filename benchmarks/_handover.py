@@ -40,7 +40,7 @@ class Side:
     def put(self, ref: WeightsRef) -> Reply[str]:
         """Offer the weights; return the mark of their plan."""
         self.sender.put(ref, self.tensors)
-        return Reply(self.sender.plan(ref)[0])
+        return Reply(self.sender.plan(ref).mark)
 
     def send(self, ref: WeightsRef, route: Route) -> Reply[float]:
         """Send them; return the seconds."""
@@ -51,16 +51,15 @@ class Side:
     def load(self, ref: WeightsRef, mark: str, route: Route) -> Reply[float]:
         """Receive them into the tensors that are here; return the seconds."""
         start_s = time.perf_counter()
-        self.receiver.expect(ref, [mark], [route])
+        self.receiver.expect(ref, mark, route)
         for name, part in self.receiver.get(ref).items():
-            self.tensors[name].copy_(part.tensor)
+            self.tensors[name][part.to].copy_(part.tensor)
         return Reply(time.perf_counter() - start_s)
 
     def plain(self, route: Route) -> Reply[float]:
         """Broadcast each tensor into its place, without buckets or proof; return the seconds."""
-        place = route.meeting
-        timeout = timedelta(seconds=place.timeout_s)
-        store = dist.TCPStore(place.host, place.port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+        timeout = timedelta(seconds=route.timeout_s)
+        store = dist.TCPStore(route.host, route.port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
         own = dist.PrefixStore(route.prefix, store)  # type: ignore[attr-defined]
         group: Any = dist.ProcessGroupGloo(own, route.rank, route.size, timeout)
         options = dist.BroadcastOptions()

@@ -47,7 +47,7 @@ def measure(followers: int, args: argparse.Namespace) -> tuple[float, float]:
     ]
     learner, *others = (GroupExecutor(group, "side") for group in groups)
     store, port = open_store("127.0.0.1")
-    meeting = Meeting("127.0.0.1", port, "gloo", 120.0)
+    meeting = Meeting("127.0.0.1", port, 120.0)
     ways = meeting.routes("weights/actor", 1, followers + 1)
     ours, plain = [], []
     with ThreadPoolExecutor(followers + 1) as pool:

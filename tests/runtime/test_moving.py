@@ -14,6 +14,7 @@ from stretto.models.cached import RowCache
 from stretto.runtime.kv_transfer import SAMPLE_BYTES, KVHandle, KVRouter, KVStore
 from stretto.types import KVTransfer, Prompt, Reply, Response
 from stretto.weights.transfer import Meeting, open_store
+from stretto.workers.rank import Facts
 
 CPU = torch.device("cpu")
 
@@ -26,6 +27,9 @@ def cache(seed: int, tokens: int) -> RowCache:
 
 class FakeGenerator:
     """A generator's process, in this one."""
+
+    generation = 0
+    facts = (Facts("here", 1, {}, 1, ""),)
 
     def __init__(self, name: str) -> None:
         self.kv_store = KVStore(name, CPU)
@@ -52,7 +56,7 @@ class FakeGenerator:
 def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     store, port = open_store("127.0.0.1")
-    yield Meeting("127.0.0.1", port, "gloo", 2.0)
+    yield Meeting("127.0.0.1", port, 2.0)
     del store
 
 

@@ -77,7 +77,7 @@ def learner_service(state: dict[str, Any]) -> LearnerService:
     model = {"masters": state, "optimizer": optimizer, "schedule": {}}
     learner: Any = SimpleNamespace(state_dict=lambda: {"models": {"actor": model}})
     prompts: Any = None
-    return LearnerService(learner, SharedChannel(), prompts, Ready({}, "", ()))
+    return LearnerService(learner, SharedChannel(), prompts, Ready({}, "", (), torch.float32))
 
 
 def test_copies_on_one_machine_share_its_memory() -> None:

@@ -20,6 +20,7 @@ from stretto.runtime.messages import Loaded, Offer
 from stretto.runtime.weight_sync import (
     TRIES,
     Action,
+    Tolerance,
     WeightSync,
     difference,
     proved,
@@ -28,6 +29,7 @@ from stretto.runtime.weight_sync import (
 from stretto.types import FloatArray, Reply, WeightsRef
 from stretto.weights.broadcast import WeightReceiver, WeightSender
 from stretto.weights.transfer import Meeting, open_store
+from stretto.workers.rank import Facts
 
 CPU = torch.device("cpu")
 REF = WeightsRef("actor", 1, "x", "broadcast")
@@ -38,6 +40,8 @@ PROBE: FloatArray = np.array([[-1.0, -2.0]], np.float32)
 class FakeLearner:
     """A learner's executor, in this process."""
 
+    facts = (Facts("here", 1, {}, 1, ""),)
+
     def __init__(self) -> None:
         self.sender = WeightSender(CPU, 1024, keep=2)
         self.sender.put(REF, NEW)
@@ -45,7 +49,8 @@ class FakeLearner:
 
     def aside_on_all(self, method: str, ref: WeightsRef, *rest: Any, timeout_s: float) -> list[Any]:
         if method == "offer":
-            return [Offer(*self.sender.plan(ref), PROBE)]
+            plan = self.sender.plan(ref)
+            return [Offer(plan.mark, plan.size, PROBE)]
         self.sends += 1
         (route,) = rest[0]
         return [self.sender.send(ref, route)]
@@ -59,7 +64,8 @@ class FakeFollower:
         probe: its log-probs.
     """
 
-    generation, size = 0, 1
+    generation = 0
+    facts = (Facts("here", 1, {}, 1, ""),)
 
     def shares_ranks(self, other: object) -> bool:
         return False
@@ -88,7 +94,7 @@ class FakeFollower:
         if fault in ("hangs", "waits"):
             self.released.wait(30)
         for name, part in self.receiver.get(ref).items():
-            self.weights[name].copy_(part.tensor)
+            self.weights[name][part.to].copy_(part.tensor)
             if fault == "corrupts":
                 part.tensor.add_(1)
         return Reply(Loaded("other" if fault == "corrupts" else self.receiver.mark, self.probe))
@@ -103,8 +109,8 @@ def learner(monkeypatch: pytest.MonkeyPatch) -> FakeLearner:
 @pytest.fixture
 def sync(learner: FakeLearner) -> Iterator[WeightSync]:
     store, port = open_store("127.0.0.1")
-    meeting = Meeting("127.0.0.1", port, "gloo", 1.5)
-    made = WeightSync(learner, meeting, 1e-3, Spans(RealClock()))  # type: ignore[arg-type]
+    meeting, tolerance = Meeting("127.0.0.1", port, 1.5), Tolerance("auto", torch.float32)
+    made = WeightSync(learner, meeting, tolerance, Spans(RealClock()))  # type: ignore[arg-type]
     yield made
     made.close()
     del store

@@ -21,7 +21,7 @@ from stretto.errors import EngineError, TransferError
 from stretto.types import WeightsRef
 from stretto.weights import transfer
 from stretto.weights.broadcast import WeightReceiver, WeightSender
-from stretto.weights.transfer import Meeting, Route, open_store
+from stretto.weights.transfer import Meeting, Route, Wire, open_store
 
 CPU = torch.device("cpu")
 REF = WeightsRef("actor", 3, "x", "broadcast")
@@ -48,11 +48,14 @@ def run(calls: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
 
 
 def routes(port: int, size: int, timeout_s: float = 20.0, epoch: int = 1) -> list[Route]:
-    return Meeting("127.0.0.1", port, "gloo", timeout_s).routes("weights/actor", epoch, size)
+    return Meeting("127.0.0.1", port, timeout_s).routes("weights/actor", epoch, size)
 
 
 def taken(receiver: WeightReceiver, ref: WeightsRef = REF) -> dict[str, Tensor]:
-    return {name: part.tensor.clone() for name, part in receiver.get(ref).items()}
+    found = {name: torch.zeros_like(tensor) for name, tensor in tensors(0.0).items()}
+    for name, part in receiver.get(ref).items():
+        found[name][part.to] = part.tensor
+    return found
 
 
 def test_followers_get_what_was_sent_and_can_prove_it() -> None:
@@ -62,11 +65,11 @@ def test_followers_get_what_was_sent_and_can_prove_it() -> None:
     for factor in (1.0, -2.0):  # the second time over the same group
         ref = replace(REF, version=int(factor))
         sender.put(ref, tensors(factor))
-        mark, size = sender.plan(ref)
-        assert size == 32 + 32 + 160  # 28, 24 and 160 bytes, rounded up to 16
+        plan = sender.plan(ref)
+        assert plan.size == 32 + 32 + 160  # 28, 24 and 160 bytes, rounded up to 16
         ways = routes(port, 3)
         for receiver, way in zip(receivers, ways[1:], strict=True):
-            receiver.expect(ref, [mark], [way])
+            receiver.expect(ref, plan.mark, way)
         got = run(
             {
                 "send": lambda ref=ref, way=ways[0]: sender.send(ref, way),
@@ -83,11 +86,11 @@ def test_followers_get_what_was_sent_and_can_prove_it() -> None:
 def test_a_group_stays_while_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups take longer to make than small models take to travel."""
     store, port = open_store("127.0.0.1")
-    meeting, made = Meeting("127.0.0.1", port, "gloo", 20.0), list[str]()
+    meeting, made = Meeting("127.0.0.1", port, 20.0), list[str]()
 
-    def join(route: Route, *rest: Any) -> Any:
+    def join(wire: Wire, store: Any, route: Route, *rest: Any) -> Any:
         made.append(f"{route.prefix} {route.rank}")
-        return joined(route, *rest)
+        return joined(wire, store, route, *rest)
 
     joined = transfer._join
     monkeypatch.setattr(transfer, "_join", join)
@@ -101,7 +104,7 @@ def test_a_group_stays_while_others_are_made(monkeypatch: pytest.MonkeyPatch) ->
             ref = replace(REF, model=model)
             sender.put(ref, tensors(3.0))
             ways = meeting.routes(model, 1 if model == "actor" else epoch, 2)
-            receiver.expect(ref, [sender.plan(ref)[0]], [ways[1]])
+            receiver.expect(ref, sender.plan(ref).mark, ways[1])
             got = run(
                 {
                     "send": lambda ref=ref, way=ways[0]: sender.send(ref, way),
@@ -118,16 +121,16 @@ def test_a_follower_that_has_vanished_costs_no_more_than_the_deadline() -> None:
     store, port = open_store("127.0.0.1")
     sender, receiver = WeightSender(CPU, 64, keep=2), WeightReceiver(tensors(0.0), CPU, 64)
     sender.put(REF, tensors(1.0))
-    mark, _ = sender.plan(REF)
+    mark = sender.plan(REF).mark
     ways = routes(port, 3, timeout_s=1.0)  # the third member never comes
-    receiver.expect(REF, [mark], [ways[1]])
+    receiver.expect(REF, mark, ways[1])
     start_s = time.monotonic()
     got = run({"send": lambda: sender.send(REF, ways[0]), "one": lambda: taken(receiver)})
     assert isinstance(got["send"], TransferError)
     assert isinstance(got["one"], TransferError)
     assert time.monotonic() - start_s < 15
     ways = routes(port, 2, epoch=2)  # once more, without it
-    receiver.expect(REF, [mark], [ways[1]])
+    receiver.expect(REF, mark, ways[1])
     got = run({"send": lambda: sender.send(REF, ways[0]), "one": lambda: taken(receiver)})
     assert got["one"]["a"].equal(tensors(1.0)["a"])
     del store
@@ -135,12 +138,13 @@ def test_a_follower_that_has_vanished_costs_no_more_than_the_deadline() -> None:
 
 def test_a_follower_that_raises_in_the_middle_is_waited_for_until_the_deadline() -> None:
     store, port = open_store("127.0.0.1")
-    large = {name: torch.ones(4 << 20) for name in "abcd"}  # more than a socket holds
-    sender, receiver = WeightSender(CPU, 64, keep=2), WeightReceiver(large, CPU, 64)
+    size = 16 << 20  # bytes, more than a socket holds
+    large = {name: torch.ones(size // 4) for name in "abcd"}
+    sender, receiver = WeightSender(CPU, size, keep=2), WeightReceiver(large, CPU, size)
     sender.put(REF, large)
-    mark, _ = sender.plan(REF)
+    mark = sender.plan(REF).mark
     ways = routes(port, 2, timeout_s=2.0)
-    receiver.expect(REF, [mark], [ways[1]])
+    receiver.expect(REF, mark, ways[1])
 
     def fails() -> None:
         for name, _ in receiver.get(REF).items():
@@ -193,9 +197,9 @@ def test_an_abort_ends_a_wait_at_once() -> None:
     store, port = open_store("127.0.0.1")
     sender, receiver = WeightSender(CPU, 64, keep=2), WeightReceiver(tensors(0.0), CPU, 64)
     sender.put(REF, tensors(1.0))
-    mark, _ = sender.plan(REF)
+    mark = sender.plan(REF).mark
     (_, way) = routes(port, 2, timeout_s=3.0)
-    receiver.expect(REF, [mark], [way])
+    receiver.expect(REF, mark, way)
     threading.Timer(0.5, receiver.abort).start()
     got = run({"one": lambda: taken(receiver)})
     assert isinstance(got["one"], TransferError)
@@ -206,7 +210,7 @@ def test_control_comes_before_any_tensor() -> None:
     sender, receiver = WeightSender(CPU, 64, keep=2), WeightReceiver(tensors(0.0), CPU, 64)
     way = routes(1, 2)[1]
     with raises(EngineError, "other-plan", "other"):
-        receiver.expect(REF, ["other"], [way])
+        receiver.expect(REF, "other", way)
     with raises(EngineError, "version-not-announced", "version 3 of the actor"):
         receiver.get(REF)
     for version in range(3):

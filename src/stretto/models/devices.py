@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -80,6 +81,17 @@ class Backend:
         for to, source in pairs:
             to.copy_(source)
 
+    def on(self, stream: Any, begun: Any) -> AbstractContextManager[object]:
+        """Return a context whose work goes to a stream, after what has begun."""
+        return nullcontext()
+
+    def read_on(self, stream: Any, tensor: Tensor) -> Tensor:
+        """Return a tensor of another stream, whose memory stays until this one has read it."""
+        return tensor
+
+    def synchronize(self) -> None:
+        """Wait until the current stream has done all that it was given."""
+
     def capture(self, run: Callable[[], Outputs], pool: Any) -> tuple[Any, Outputs]:
         """Capture ``run``, in a pool of CUDA graphs' memory; return the graph and its outputs."""
         raise NotImplementedError
@@ -123,9 +135,21 @@ class CudaBackend(Backend):
     def begun(self) -> Any:
         return torch.cuda.current_stream(self.device).record_event()
 
-    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], stream: Any, begun: Any) -> None:
+    @contextmanager
+    def on(self, stream: Any, begun: Any) -> Iterator[None]:
         with torch.cuda.stream(stream):
             stream.wait_event(begun)
+            yield
+
+    def read_on(self, stream: Any, tensor: Tensor) -> Tensor:
+        tensor.record_stream(stream)
+        return tensor
+
+    def synchronize(self) -> None:
+        torch.cuda.current_stream(self.device).synchronize()
+
+    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], stream: Any, begun: Any) -> None:
+        with self.on(stream, begun):
             for to, source in pairs:
                 to.copy_(source, non_blocking=True)
         # The host waits, so that a buffer which is let go of afterwards is free at once.

@@ -41,7 +41,7 @@ from stretto.training.losses import Losses, MicroBatch
 from stretto.training.trained import LearningRate, TrainedModel, WholeModel
 from stretto.types import Prompt, Response, WeightsRef
 from stretto.weights.broadcast import WeightReceiver, WeightSender
-from stretto.weights.transfer import Backend, Meeting, Route, open_store
+from stretto.weights.transfer import Meeting, Route, Wire, open_store
 from stretto.workers.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -376,12 +376,12 @@ def broadcasts(
     They use NCCL where there is a GPU for each, as runs do; else gloo.
     """
     several = device.type == "cuda" and torch.cuda.device_count() > 1
-    backend: Backend = "nccl" if several else "gloo"
+    wire: Wire = "nccl" if several else "gloo"
     devices = ["cpu"] * 2
     if device.type == "cuda":
         devices = ["cuda:0", "cuda:1" if several else "cuda:0"]
     store, port = open_store("127.0.0.1")
-    meeting = Meeting("127.0.0.1", port, backend, TIMEOUT_S)
+    meeting = Meeting("127.0.0.1", port, TIMEOUT_S)
     ranks = Ranks(
         2,
         SyncPeer,
@@ -394,12 +394,12 @@ def broadcasts(
     try:
         for number, megabytes in enumerate(sizes.moves):
             count = max(1, megabytes * 10**6 // HALF // TENSOR)
-            routes = meeting.routes("weights", number, 2)
+            routes = meeting.routes("weights", number, 2, wire)
             seconds = max(ranks.call("sync", count, routes, number, sizes.repeats))
             size = float(HALF * count * TENSOR)
-            yield Point("broadcast", f"{size / 1e6:.0f} MB by {backend}", seconds, size=size)
+            yield Point("broadcast", f"{size / 1e6:.0f} MB by {wire}", seconds, size=size)
         (seconds, _) = ranks.call("reduce", sizes.repeats)
-        yield Point("reduce", f"4 kB by {backend}", seconds)
+        yield Point("reduce", f"4 kB by {wire}", seconds)
     finally:
         ranks.close()
         del store
@@ -425,13 +425,13 @@ class SyncPeer:
         receiver = WeightReceiver(tensors, device, BUCKET)
         ref = WeightsRef("actor", version, "", "broadcast")
         sender.put(ref, tensors)
-        mark, route = sender.plan(ref)[0], routes[self._rank]
+        mark, route = sender.plan(ref).mark, routes[self._rank]
 
         def once() -> None:
             if self._rank == 0:
                 sender.send(ref, route)
             else:
-                receiver.expect(ref, [mark], [route])
+                receiver.expect(ref, mark, route)
                 for name, part in receiver.get(ref).items():
                     tensors[name][part.to].copy_(part.tensor)
 

@@ -11,7 +11,6 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,7 +21,7 @@ from stretto.errors import RankError, TransferError
 from stretto.models.cached import RowCache
 from stretto.types import KVTransfer, Reply, Response
 from stretto.weights.buckets import BucketPlan
-from stretto.weights.transfer import Meeting, Route, Transfers
+from stretto.weights.transfer import Meeting, Route, Transfers, choose_wires
 from stretto.workers.threads import Executor
 
 BUCKET_BYTES = 16 << 20  # of keys and values that travel at a time
@@ -46,7 +45,7 @@ class KVStore:
     def __init__(self, name: str, device: torch.device, rank: int = 0) -> None:
         self._name, self._device, self._rank, self._count = name, device, rank, 0
         self._giving, self._taking = Transfers(device), Transfers(device)
-        self._kept: dict[int, dict[str, torch.Tensor]] = {}
+        self._kept: dict[int, tuple[dict[str, torch.Tensor], Any]] = {}
 
     def keep(self, transfers: Sequence[KVTransfer]) -> list[KVTransfer]:
         """Keep what transfers bring along, and put tickets in its place."""
@@ -68,14 +67,15 @@ class KVStore:
 
     def _bundle(self, tensors: dict[str, torch.Tensor]) -> tuple[int, BucketPlan]:
         self._count += 1
-        self._kept[self._count] = tensors
+        self._kept[self._count] = tensors, self._giving.begun()
         return self._count, BucketPlan.of(tensors.items(), BUCKET_BYTES)
 
     def ship(self, bundle: int, route: Route) -> None:
-        tensors = self._kept.pop(bundle, None)
-        if tensors is None:
+        if bundle not in self._kept:
             raise TransferError(f"{self._name} does not keep the bundle {bundle}")
-        self._giving.send(self._own(route), BucketPlan.of(tensors.items(), BUCKET_BYTES), tensors)
+        tensors, begun = self._kept.pop(bundle)
+        what = BucketPlan.of(tensors.items(), BUCKET_BYTES)
+        self._giving.send(self._own(route), what, lambda part: tensors[part.name], begun)
 
     def fetch(self, transfers: Sequence[KVTransfer]) -> list[KVTransfer]:
         """Put keys and values in the place of tickets; nothing where they do not come."""
@@ -99,7 +99,7 @@ class KVStore:
 
     def measure(self, route: Route, what: BucketPlan) -> float:
         start_s = time.perf_counter()
-        for _ in self._taking.receive(self._own(route), what, []):
+        for _ in self._taking.receive(self._own(route), what):
             pass
         return time.perf_counter() - start_s
 
@@ -110,8 +110,8 @@ class KVStore:
         if ticket.route is None:
             return {}
         try:
-            arriving = self._taking.receive(self._own(ticket.route), ticket.what, [])
-            return {name: tensor.to(self._device, copy=True) for name, tensor in arriving}
+            arriving = self._taking.receive(self._own(ticket.route), ticket.what)
+            return {part.name: tensor.to(self._device, copy=True) for part, tensor in arriving}
         except TransferError:
             return {}
 
@@ -129,6 +129,7 @@ class KVRouter:
 
     def __init__(self, meeting: Meeting) -> None:
         self._meeting, self._count = meeting, 0
+        self._groups: dict[tuple[str, str], tuple[int, tuple[int, int]]] = {}
         self._generators: dict[str, Executor] = {}
         self._takers: dict[str, asyncio.Lock] = {}
 
@@ -149,11 +150,11 @@ class KVRouter:
             if (ticket := transfer.cache) is not None:
                 bundles = by_giver.setdefault(ticket.giver, {})
                 if ticket.bundle not in bundles:
-                    bundles[ticket.bundle] = self._new_routes(ticket.giver, name)
+                    bundles[ticket.bundle] = self._routes(ticket.giver, name)
                 ticket = replace(ticket, route=bundles[ticket.bundle][1])
             told.append(replace(transfer, cache=ticket))
         async with self._takers[name]:
-            shipping = [asyncio.to_thread(self._ship, *sent) for sent in by_giver.items()]
+            shipping = [asyncio.to_thread(self._ship, name, *sent) for sent in by_giver.items()]
             reply, *_ = await asyncio.gather(
                 self._generators[name].call("accept", responses, told), *shipping
             )
@@ -162,21 +163,34 @@ class KVRouter:
 
     def bytes_per_s(self, giver: str, taker: str) -> float:
         """Measure how fast keys and values travel from one generator to another. Blocks."""
-        ways, seconds = self._new_routes(giver, taker), 0.0
+        ways, seconds = self._routes(giver, taker), 0.0
         for _ in range(2):  # in the first they meet
             bundle, what = self._generators[giver].ask("sample")
             with ThreadPoolExecutor(1) as pool:
-                shipped = pool.submit(self._ship, giver, {bundle: ways})
+                shipped = pool.submit(self._ship, taker, giver, {bundle: ways})
                 seconds = self._generators[taker].ask("measure", ways[1], what)
                 shipped.result()
         return SAMPLE_BYTES / seconds
 
-    def _ship(self, giver: str, bundles: Mapping[int, Sequence[Route]]) -> None:
+    def _ship(self, taker: str, giver: str, bundles: Mapping[int, Sequence[Route]]) -> None:
         limit_s = self._meeting.timeout_s + 1.0
         for bundle, (route, _) in bundles.items():
-            with suppress(RankError, TransferError):
+            try:
                 self._generators[giver].aside_on_all("ship", bundle, route, timeout_s=limit_s)
+            except (RankError, TransferError):
+                self._groups.pop((giver, taker), None)  # the next bundle goes by another
 
-    def _new_routes(self, giver: str, taker: str) -> list[Route]:
-        self._count += 1
-        return self._meeting.routes(f"bundles/{giver}/{taker}", self._count, 2)
+    def _routes(self, giver: str, taker: str) -> list[Route]:
+        """Return both ways to the group of two generators, which lasts until one is another."""
+        one, two = self._generators[giver], self._generators[taker]
+        lives = one.generation, two.generation
+        epoch, before = self._groups.get((giver, taker), (0, None))
+        if lives != before:
+            self._count += 1
+            epoch = self._count
+            self._groups[giver, taker] = epoch, lives
+        pairs = [([g], {"taker": [t]}) for g, t in zip(one.facts, two.facts, strict=True)]
+        wires = {choose_wires(*pair)["taker"][0] for pair in pairs}
+        wire = wires.pop() if len(wires) == 1 else "gloo"
+        sends, takes = self._meeting.routes(f"bundles/{giver}/{taker}", epoch, 2, wire)
+        return [sends, replace(takes, beside=(0,))]

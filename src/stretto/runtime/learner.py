@@ -27,7 +27,7 @@ from stretto.runtime.state import claim_of, copied, fit
 from stretto.tasks.prompts import PromptSource
 from stretto.training import shard_files
 from stretto.training.learner import PolicyLearner
-from stretto.training.sharded import Grid
+from stretto.training.sharded import Grid, ShardedModel
 from stretto.training.trained import TrainedModel
 from stretto.types import FloatArray, IntArray, Prompt, Reply, Response, WeightsRef
 from stretto.weights.broadcast import WeightSender
@@ -93,11 +93,14 @@ class LearnerService(Service):
     def offer(self, ref: WeightsRef) -> Offer:
         """Say by which plan a version travels; on the side."""
         assert isinstance(self._channel, WeightSender)
-        mark, size = self._channel.plan(ref)
-        return Offer(mark, size, self._probed.get(ref.version) if ref.model == "actor" else None)
+        plan = self._channel.plan(ref)
+        probe = self._probed.get(ref.version) if ref.model == "actor" else None
+        return Offer(plan.mark, plan.size, probe)
 
     def send(self, ref: WeightsRef, routes: Sequence[Route]) -> str:
-        """Send this rank's parts of a version; on the side, while training may go on."""
+        """Send this rank's parts of a version by its route; on the side, while training may go
+        on.
+        """
         assert isinstance(self._channel, WeightSender)
         return self._channel.send(ref, routes[self._rank])
 
@@ -202,7 +205,10 @@ def learner(setup: RoleSetup, probe: IntArray) -> LearnerService:
         lends=setup.shares_weights,
         grid=Grid(device.type, learner_layout(config.cluster)) if ranks > 1 else None,
     )
-    ready = Ready({}, frozen, notes)
+    for name, model in made.trained.items():
+        if isinstance(model, ShardedModel):
+            sender.divide(name, model.trained_wholes, learner_layout(config.cluster))
+    ready = Ready({}, frozen, notes, made.trained["actor"].dtype)
     service = LearnerService(made, sender, prompts, ready, probe, dist.get_rank(), ranks)
     service.offloaded = _offloaded(made, setup)
     service._ready = replace(ready, refs=service.offered())

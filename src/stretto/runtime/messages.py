@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -80,6 +81,7 @@ class Ready:
     refs: Mapping[str, WeightsRef]  # tickets for the trained weights, as training starts
     frozen: str  # fingerprint of the actor's parameters that are not trained
     notes: Sequence[str]  # lines for people
+    dtype: torch.dtype  # in which the learner computes
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ class Offer:
     """The message of the learner before its weights travel."""
 
     mark: str  # of the plan by which they do
-    size: int  # bytes
+    size: int  # bytes, of all ranks
     probe: FloatArray | None  # log-probs of the probe under the actor's, [n, t]
 
 

@@ -38,7 +38,6 @@ from stretto.runtime.placement import (
 from stretto.saying import Say, working
 from stretto.types import Prompt, short_name
 from stretto.weights.broadcast import WeightSender
-from stretto.weights.transfer import Backend
 from stretto.workers.forkserver import ForkedProcesses, server_of
 from stretto.workers.group import GroupExecutor, Host, ServiceGroup
 from stretto.workers.rank import Facts, RankSpec, check
@@ -137,11 +136,9 @@ class ProcessWorkers:
         }
 
     @property
-    def meeting(self) -> tuple[str, Backend]:
-        """Where transfers meet, and how they go: NCCL where every process has a GPU of its own."""
-        devices = [device for process in self._processes for device in process.devices]
-        apart = len(set(devices)) == len(devices) and "cpu" not in devices
-        return self._launcher.host, "nccl" if apart else "gloo"
+    def meeting(self) -> str:
+        """The host on which transfers meet."""
+        return self._launcher.host
 
     @property
     def _warms_up(self) -> bool:

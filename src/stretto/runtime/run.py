@@ -19,7 +19,6 @@ from stretto.assembly.roles import RoleFactory
 from stretto.config import Config
 from stretto.config.cluster import LEARNER, generator_names
 from stretto.errors import RankError
-from stretto.models.backend import pick_device, pick_dtype
 from stretto.models.weights import copy_into
 from stretto.observe.spans import Spans
 from stretto.protocols import Generator, RealClock
@@ -32,13 +31,12 @@ from stretto.runtime.services import ScorerService
 from stretto.runtime.state import DRIVER, Staged, copied, write
 from stretto.runtime.state import LEARNER as LEARNER_FOLDER
 from stretto.runtime.threads import ThreadWorkers
-from stretto.runtime.weight_sync import WeightSync
+from stretto.runtime.weight_sync import Tolerance, WeightSync
 from stretto.saying import Say, working
 from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import ScorerReplica
 from stretto.scoring.functions import FunctionScorer
 from stretto.tasks.prompts import PromptSource
-from stretto.training.agreement import LIMITS, is_coarse
 from stretto.types import short_name
 from stretto.weights.transfer import Meeting, open_store
 from stretto.workers.rank import stacks
@@ -167,13 +165,11 @@ def start(
     if workers.meeting:
         # Two tries, and finding out what hangs, come before the schedule gives up.
         patience_s = min(config.cluster.weight_sync_timeout_s, config.schedule.deadline_s / 4)
-        (host, backend), (store, port) = workers.meeting, open_store(workers.meeting[0])
+        store, port = open_store(workers.meeting)
         stack.callback(lambda: store)  # which ends when nothing holds it
-        meeting = Meeting(host, port, backend, patience_s)
-    dtype = pick_dtype(config.model.dtype, pick_device(config.model.device))
-    tolerance = config.cluster.probe_tolerance
-    allowed = LIMITS[is_coarse(dtype)] if tolerance == "auto" else tolerance
-    sync = WeightSync(executors[LEARNER], meeting, allowed, spans)
+        meeting = Meeting(workers.meeting, port, patience_s, config.schedule.deadline_s / 4)
+    tolerance = Tolerance(config.cluster.probe_tolerance, workers.ready.dtype)
+    sync = WeightSync(executors[LEARNER], meeting, tolerance, spans, say)
     stack.callback(sync.close)
     kv_router = KVRouter(meeting) if meeting else None
     names = generator_names(config.rollout.engines)

@@ -60,11 +60,12 @@ class Follower(Service):
 
     receiver: Receiver | None = None
 
-    def expect(self, ref: WeightsRef, marks: Sequence[str], routes: Sequence[Route]) -> None:
-        """Prepare to receive weights by plans and the first rank's routes; on the side, on all."""
+    def expect(self, ref: WeightsRef, mark: str, route: Route) -> None:
+        """Prepare to receive weights by a plan and the first rank's route; on the side, on all."""
         assert isinstance(self.receiver, WeightReceiver)
-        own = [replace(route, rank=route.rank + dist.get_rank()) for route in routes]
-        self.receiver.expect(ref, marks, own)
+        here = dist.get_rank()
+        beside = route.beside[here : here + 1]
+        self.receiver.expect(ref, mark, replace(route, rank=route.rank + here, beside=beside))
 
     def abort(self) -> None:
         if isinstance(self.receiver, WeightReceiver):

@@ -98,7 +98,11 @@ class ThreadWorkers:
         if ranks is not None:  # if one dies while nothing is asked of it, the run ends at once
             self._end_ranks = ranks.close
             ranks.watch(self._fail)
-        self.ready = Ready(learner.offer() if knobs.copies_weights else {}, "", ())
+        refs, dtype = (
+            learner.offer() if knobs.copies_weights else {},
+            learner.trained["actor"].dtype,
+        )
+        self.ready = Ready(refs, "", (), dtype)
         training = LearnerService(learner, channel, prompts, self.ready)
         self.executors[LEARNER] = ThreadExecutor(training, self._threads[LEARNER])
 

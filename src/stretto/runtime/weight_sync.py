@@ -14,25 +14,37 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
-from typing import Any, cast
+from statistics import median
+from typing import Any, Literal, cast
 
 import numpy as np
+import torch
 
 from stretto.errors import EngineError, RankError, RoleLostError, TransferError
 from stretto.observe.spans import WEIGHT_SYNC
 from stretto.protocols import Replaceable, Tracer
 from stretto.runtime.clients import Client
 from stretto.runtime.messages import Loaded, Offer
+from stretto.saying import Say
+from stretto.training.agreement import FLOORS, LIMITS, is_coarse
 from stretto.types import FloatArray, Reply, WeightsRef
-from stretto.weights.transfer import Meeting, Route
+from stretto.weights.transfer import Meeting, Route, Wire, choose_wires
 from stretto.workers.threads import Executor, WorkerThread
 
 CONTROL_S = 30.0  # a process that does not answer on the side within these is taken to hang
 TRIES = 2  # attempts at a transfer, at most
+SLOW = 10.0  # times as long as transfers usually take, and one is broken off
+LEAST_BYTES_PER_S: dict[Wire, float] = {"gloo": 50e6, "nccl": 500e6, "ipc": 500e6}
+"""The slowest that a wire is taken to be before it is measured."""
+ROUNDING = 4.0
+"""The probe may differ by so many times what it did after the first sync: its few tokens are not
+sampled, and rounding grows as the model finds them less likely."""
 
 Outcome = Reply[Loaded] | Exception
 """What came of a follower's part in a transfer."""
@@ -108,6 +120,38 @@ def difference(one: FloatArray, two: FloatArray) -> float:
     return math.sqrt(squares.mean())
 
 
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """The ways of one transfer: those of the learner's ranks by wire, and each follower's first."""
+
+    sending: dict[Wire, list[Route]]
+    taking: dict[str, Route]
+
+
+class Tolerance:
+    """The largest difference of the probe that passes, in nats: a given one, or one for weights of
+    a type: at first the limit of the type, then what the first sync shows to be rounding.
+    """
+
+    def __init__(self, given: float | Literal["auto"], dtype: torch.dtype) -> None:
+        self._given, self._coarse = given, is_coarse(dtype)
+        self._first: float | None = None
+
+    @property
+    def value(self) -> float:
+        if self._given != "auto":
+            return self._given
+        limit = LIMITS[self._coarse]
+        if self._first is None:
+            return limit
+        return min(ROUNDING * self._first + FLOORS[self._coarse], limit)
+
+    def calibrate(self, gaps: Iterable[float]) -> None:
+        """Take differences that have passed, of all followers after the first sync."""
+        if self._first is None:
+            self._first = max(gaps, default=None)
+
+
 class WeightSync:
     """The sync of weights: in turn in the learner's own ranks, to all others at once."""
 
@@ -115,18 +159,23 @@ class WeightSync:
         self,
         learner: Executor,
         meeting: Meeting | None,  # none where all followers are in the learner's ranks
-        tolerance: float,
+        tolerance: Tolerance,
         tracer: Tracer,
+        say: Say = lambda _: None,
     ) -> None:
         self._learner, self._meeting, self._tolerance = learner, meeting, tolerance
-        self._tracer = tracer
+        self._tracer, self._say = tracer, say
         self._followers: dict[str, Executor] = {}
         self._models: dict[str, str] = {}
         self._timeout_s = meeting.timeout_s if meeting else CONTROL_S
         self._control_s = min(CONTROL_S, self._timeout_s)
         self._thread = WorkerThread("weights", 0)
         self._epoch = 0
-        self._groups: dict[str, tuple[int, list[tuple[str, int]]]] = {}  # epoch, members; by model
+        # By model and wire: number and members of the group, and the last syncs' seconds a byte.
+        self._groups: dict[tuple[str, Wire], tuple[int, list[tuple[str, int]]]] = {}
+        self._paces: dict[Wire, deque[float]] = {}
+        self._said: set[str] = set()
+        self._probes: deque[tuple[int, FloatArray]] = deque(maxlen=2)  # of the last two versions
         self.metrics: dict[str, float] = {}  # of the last syncs
 
     def follow(self, name: str, follower: Executor, model: str) -> partial[Any]:
@@ -217,8 +266,11 @@ class WeightSync:
         if not offers:
             return loaded
         self._record(ref, start_s, loaded.value.moved)
-        self._compare(offers[0], loaded)
-        return proved(name, loaded, ref, offers[0], "", self._tolerance)
+        gap = self._compare(offers[0], loaded)
+        outcome = proved(name, loaded, ref, offers[0], "", self._tolerance.value)
+        if gap is not None and outcome is loaded:
+            self._tolerance.calibrate([gap])
+        return outcome
 
     # -- followers elsewhere -------------------------------------------------------------------
 
@@ -228,8 +280,8 @@ class WeightSync:
             return {}
         start_s, tries = time.perf_counter(), 0
         answer: Any = None
-        offers, routes = list[Offer](), dict[str, list[Route]]()
-        steps = transfer_steps(ref, names, self._tolerance)
+        offers, routes, wires = list[Offer](), Routes({}, {}), self._wires(ref.model)
+        steps = transfer_steps(ref, names, self._tolerance.value)
         while True:
             try:
                 action, asked = steps.send(answer)
@@ -239,27 +291,35 @@ class WeightSync:
             match action:
                 case Action.OFFER:
                     answer = offers = self._offers(ref)
-                    routes, tries = self._routes(ref, len(offers), asked), tries + 1
+                    by_wire = {name: wires[name] for name in asked}
+                    routes, tries = self._routes(ref, offers[0].size, by_wire), tries + 1
                 case Action.ANNOUNCE:
-                    marks = [offer.mark for offer in offers]
-                    answer = self._aside(asked[0], "expect", ref, marks, routes[asked[0]])
+                    route = routes.taking[asked[0]]
+                    answer = self._aside(asked[0], "expect", ref, offers[0].mark, route)
                 case Action.SEND:
-                    answer = self._send(ref, routes[""], asked)
-                case Action.ABORT:
-                    self._groups.pop(ref.model, None)  # it is broken: the next one is another
+                    answer = self._send(ref, routes, asked, offers[0].size)
+                case Action.ABORT:  # its group is broken: the next one is another
+                    self._groups.pop((ref.model, wires[asked[0]]), None)
                     answer = self._aside(asked[0], "abort")
-        for outcome in outcomes.values():
+        gaps = []
+        for name, outcome in outcomes.items():
             if isinstance(outcome, Exception):
-                self._groups.pop(ref.model, None)
-            else:
-                self._compare(offers[0], outcome)
-        self._record(ref, start_s, sum(offer.size for offer in offers))
+                self._groups.pop((ref.model, wires[name]), None)
+            elif (gap := self._compare(offers[0], outcome)) is not None:
+                gaps.append(gap)
+        self._tolerance.calibrate(gaps)
+        self._record(ref, start_s, offers[0].size)
         retries = self.metrics.get("weight_sync/retries", 0.0)
         self.metrics["weight_sync/retries"] = retries + tries - 1
         return outcomes
 
     def _offers(self, ref: WeightsRef) -> list[Offer]:
-        return self._learner.aside_on_all("offer", ref, timeout_s=self._control_s)
+        """Return the offers of the learner's ranks, which all know the same plan."""
+        offers = self._learner.aside_on_all("offer", ref, timeout_s=self._control_s)
+        probe = offers[0].probe
+        if probe is not None and ref.version not in [version for version, _ in self._probes]:
+            self._probes.append((ref.version, probe))
+        return offers
 
     def _aside(self, name: str, method: str, *args: Any) -> Exception | None:
         try:
@@ -269,53 +329,115 @@ class WeightSync:
         return None
 
     def _send(
-        self, ref: WeightsRef, routes: Sequence[Route], names: Sequence[str]
+        self, ref: WeightsRef, routes: Routes, names: Sequence[str], size: int
     ) -> tuple[str, dict[str, Outcome]]:
         """Have the learner send and followers load, at once; return the mark, and what came."""
-        limit_s = self._timeout_s + self._control_s
-        pool = ThreadPoolExecutor(len(names) + 1)
-        sending = pool.submit(self._learner.aside_on_all, "send", ref, routes, timeout_s=limit_s)
+        start_s = time.perf_counter()
+        patience_s = max(each[0].timeout_s for each in routes.sending.values())
+        limit_s = patience_s + self._control_s
+        pool = ThreadPoolExecutor(len(names) + len(routes.sending))
+        sending = {
+            wire: pool.submit(self._learner.aside_on_all, "send", ref, each, timeout_s=limit_s)
+            for wire, each in routes.sending.items()
+        }
         loading = {n: pool.submit(self._followers[n].ask, "load", ref) for n in names}
-        wait(loading.values(), timeout=limit_s)
+        if late := wait(loading.values(), timeout=patience_s / 2).not_done:
+            behind = ", ".join(name for name, future in loading.items() if future in late)
+            self._say(
+                f"version {ref.version} of the {ref.model} is on its way to {behind} for "
+                f"{patience_s / 2:.0f} s; it is broken off after {patience_s:.0f} s"
+            )
+            wait(late, timeout=limit_s - patience_s / 2)
         pool.shutdown(wait=False)  # a thread waits for one that hangs until that one is ended
-        failure = sending.exception()
-        if failure is not None and not isinstance(failure, TransferError):
-            raise failure
-        if failure is not None:
-            self._groups.pop(ref.model, None)
-        outcomes = {name: _outcome(name, future) for name, future in loading.items()}
-        return "" if failure else " ".join(sending.result()), outcomes
+        mark = ""
+        for wire, future in sending.items():
+            failure = future.exception()
+            if failure is not None and not isinstance(failure, TransferError):
+                raise failure
+            if failure is not None:
+                self._groups.pop((ref.model, wire), None)
+                continue
+            mark = " ".join(future.result())
+            pace = (time.perf_counter() - start_s) / max(size, 1)
+            self._paces.setdefault(wire, deque(maxlen=9)).append(pace)
+        return mark, {name: _outcome(name, future) for name, future in loading.items()}
 
-    def _routes(
-        self, ref: WeightsRef, senders: int, names: Sequence[str]
-    ) -> dict[str, list[Route]]:
-        """Return the ways to the groups of the learner's ranks, its own as "", by follower."""
-        members = [(name, self._followers[name].generation) for name in names]
-        epoch, before = self._groups.get(ref.model, (0, []))
-        if members != before:
-            self._epoch += 1
-            epoch = self._epoch
-            self._groups[ref.model] = epoch, members
+    def _patience_s(self, wire: Wire, size: int) -> float:
+        """Return the seconds that so many bytes may take: more than the settings' where they have
+        taken longer before, or may on a slow wire.
+        """
         assert self._meeting is not None
-        sizes = {"": 1, **{name: self._followers[name].size for name in names}}
-        groups = [
-            self._meeting.routes(f"weights/{ref.model}/{rank}", epoch, sum(sizes.values()))
-            for rank in range(senders)
-        ]
-        ways, first = dict[str, list[Route]](), 0
-        for name, size in sizes.items():
-            ways[name] = [group[first] for group in groups]
-            first += size
-        return ways
+        if wire in self._paces:
+            usual_s = SLOW * median(self._paces[wire]) * size
+        else:
+            usual_s = size / LEAST_BYTES_PER_S[wire]
+        return max(self._timeout_s, min(usual_s, self._meeting.most_s))
+
+    def _routes(self, ref: WeightsRef, size: int, wires: Mapping[str, Wire]) -> Routes:
+        """Return the ways to one group for each wire, of the learner's ranks and of followers."""
+        assert self._meeting is not None
+        sources, routes = self._learner.facts, Routes({}, {})
+        by_wire: dict[Wire, list[str]] = {}
+        for name, wire in wires.items():
+            by_wire.setdefault(wire, []).append(name)
+        for wire, group in by_wire.items():
+            members = [(name, self._followers[name].generation) for name in group]
+            epoch, before = self._groups.get((ref.model, wire), (0, []))
+            if members != before:  # others keep theirs
+                self._epoch += 1
+                epoch = self._epoch
+                self._groups[ref.model, wire] = epoch, members
+            ranks = [len(self._followers[name].facts) for name in group]
+            ways = self._meeting.routes(
+                f"weights/{ref.model}/{wire}",
+                epoch,
+                len(sources) + sum(ranks),
+                wire,
+                len(sources),
+                self._patience_s(wire, size),
+            )
+            routes.sending[wire] = ways[: len(sources)]
+            first = len(sources)
+            gpus = [place.device_id for place in sources]
+            for name, count in zip(group, ranks, strict=True):
+                there = [place.device_id for place in self._followers[name].facts]
+                beside = tuple(gpus.index(gpu) for gpu in there) if wire == "ipc" else ()
+                routes.taking[name] = replace(ways[first], beside=beside)
+                first += count
+        return routes
+
+    def _wires(self, model: str) -> dict[str, Wire]:
+        """Return the wire to each follower of a model elsewhere; say each choice between GPUs."""
+        sources = self._learner.facts
+        followers = {
+            name: self._followers[name].facts
+            for name, follows in self._models.items()
+            if follows == model and not self._is_here(name)
+        }
+        chosen = choose_wires(sources, followers)
+        on_gpus = any(
+            place.device_id for places in (sources, *followers.values()) for place in places
+        )
+        for name, (wire, why) in chosen.items() if on_gpus else ():
+            line = f"weights of the {model} go to the {name} by {wire}: {why}"
+            if line not in self._said:
+                self._said.add(line)
+                self._say(line)
+        return {name: wire for name, (wire, _) in chosen.items()}
 
     # -- metrics -------------------------------------------------------------------------------
 
-    def _compare(self, offer: Offer, loaded: Reply[Loaded]) -> None:
+    def _compare(self, offer: Offer, loaded: Reply[Loaded]) -> float | None:
+        """Note by how much a follower's probe differs, and return it."""
         ours, theirs = offer.probe, loaded.value.probe
-        if ours is not None and theirs is not None:
-            self.metrics["weight_sync/logprob_gap"] = difference(ours, theirs)
-            self.metrics["weight_sync/logprob_gap_mean"] = float((ours - theirs).mean())
-            self.metrics["weight_sync/logprob_gap_max"] = float(abs(ours - theirs).max())
+        if ours is None or theirs is None:
+            return None
+        gap = self.metrics["weight_sync/logprob_gap"] = difference(ours, theirs)
+        self.metrics["weight_sync/logprob_gap_mean"] = float((ours - theirs).mean())
+        self.metrics["weight_sync/logprob_gap_max"] = float(abs(ours - theirs).max())
+        if len(self._probes) > 1 and (moved := difference(*(p for _, p in self._probes))):
+            self.metrics["weight_sync/logprob_gap_of_update"] = gap / moved
+        return gap
 
     def _record(self, ref: WeightsRef, start_s: float, size: int) -> None:
         end_s = time.perf_counter()

@@ -226,6 +226,12 @@ class ShardedModel(TrainedModel):
 
     # -- weights and state -----------------------------------------------------------------------
 
+    @property
+    def trained_wholes(self) -> dict[str, FullParameter]:
+        """The trained parameters before they were divided, in the model's order."""
+        trained = set(self._names)
+        return {name: whole for name, whole in self.wholes.items() if name in trained}
+
     def shard(self, name: str) -> Tensor:
         """Return what this rank holds of a parameter; it shares memory."""
         return _local(self.parameters[name].detach())

@@ -9,9 +9,17 @@ import torch
 from torch import Tensor
 
 from stretto.errors import EngineError
-from stretto.models.shards import Bounds, TensorPart, full_bounds, overlap, within
+from stretto.models.shards import (
+    Bounds,
+    FullParameter,
+    ShardLayout,
+    TensorPart,
+    full_bounds,
+    overlap,
+    within,
+)
 from stretto.types import WeightsRef
-from stretto.weights.buckets import BucketPlan, combined
+from stretto.weights.buckets import BucketPlan, PackedTensor, combined
 from stretto.weights.channel import SharedChannel
 from stretto.weights.transfer import Route, Transfers
 
@@ -26,23 +34,46 @@ class WeightSender(SharedChannel):
     def __init__(self, device: torch.device, bucket_bytes: int, keep: int) -> None:
         super().__init__()
         self._bucket_bytes, self._count, self._transfers = bucket_bytes, keep, Transfers(device)
+        self._sources: dict[str, tuple[list[dict[str, Bounds]], dict[str, torch.dtype]]] = {}
+        self._begun: dict[tuple[str, int], Any] = {}  # work of the device that made a version
+
+    def divide(self, model: str, trained: Mapping[str, FullParameter], layout: ShardLayout) -> None:
+        """Send a model's parameters from all ranks of a layout, each its own parts."""
+        own = [layout.own(trained, rank) for rank in range(layout.ranks)]
+        self._sources[model] = own, {name: full.dtype for name, full in trained.items()}
 
     def put(self, ref: WeightsRef, tensors: Mapping[str, Tensor]) -> None:
         """Keep the tensors for their followers, and forget the oldest."""
         super().put(ref, tensors)
+        self._begun[ref.model, ref.version] = self._transfers.begun()
         versions = self._offered[ref.model]
+        for version in sorted(versions)[: -self._count]:
+            self._begun.pop((ref.model, version), None)
         self._keep(ref.model, {v: versions[v] for v in sorted(versions)[-self._count :]})
 
-    def plan(self, ref: WeightsRef) -> tuple[str, int]:
-        """Return the mark of the plan by which a ticket's tensors travel, and its bytes."""
-        found = BucketPlan.of(self.kept(ref).items(), self._bucket_bytes)
-        return found.mark, found.size
+    def plan(self, ref: WeightsRef) -> BucketPlan:
+        """Return the plan by which a ticket's tensors travel."""
+        return self._planned(ref)[0]
 
     def send(self, ref: WeightsRef, route: Route) -> str:
-        """Send a ticket's tensors; return the mark of what was sent, empty for nothing."""
-        tensors = self.kept(ref)
-        plan = BucketPlan.of(tensors.items(), self._bucket_bytes)
-        return self._transfers.send(route, plan, tensors) if plan.buckets else ""
+        """Send this rank's parts of a ticket's tensors; return the mark of what was sent."""
+        (plan, sources), tensors = self._planned(ref), self.kept(ref)
+        own = sources[route.rank]
+
+        def tensor_of(part: PackedTensor) -> Tensor:
+            return tensors[part.name][within(part.bounds, own[part.name])]
+
+        begun = self._begun.get((ref.model, ref.version))
+        return self._transfers.send(route, plan, tensor_of, begun)
+
+    def _planned(self, ref: WeightsRef) -> tuple[BucketPlan, Sequence[Mapping[str, Bounds]]]:
+        if ref.model in self._sources:
+            sources, dtypes = self._sources[ref.model]
+        else:
+            tensors = self.kept(ref)
+            sources = [{name: full_bounds(tensor.shape) for name, tensor in tensors.items()}]
+            dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        return BucketPlan.of_sources(sources, dtypes, self._bucket_bytes), sources
 
 
 class WeightReceiver:
@@ -65,29 +96,27 @@ class WeightReceiver:
         own: Mapping[str, Bounds] | None = None,
     ) -> None:
         self._own = {name: full_bounds(tensor.shape) for name, tensor in tensors.items()}
-        self._sources = sources or [self._own]
+        sources = sources or [self._own]
         self._own |= own or {}
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-        self._plans = [
-            BucketPlan.of_boxes(source, dtypes, bucket_bytes) for source in self._sources
-        ]
+        self._plan = BucketPlan.of_sources(sources, dtypes, bucket_bytes)
+        self._count = len(sources)
         self._transfers = Transfers(device)
-        self._expected: tuple[WeightsRef, Sequence[Route]] | None = None
+        self._expected: tuple[WeightsRef, Route] | None = None
         self.mark = ""
 
-    def expect(self, ref: WeightsRef, marks: Sequence[str], routes: Sequence[Route]) -> None:
-        """Prepare to receive a ticket's tensors from each rank of the learner, by plans with these
-        marks; raises EngineError if this side has others.
+    def expect(self, ref: WeightsRef, mark: str, route: Route) -> None:
+        """Prepare to receive a ticket's tensors, by a plan with this mark; raises EngineError if
+        this side has another.
         """
-        own = [plan.mark for plan in self._plans]
-        if list(marks) != own:
+        if mark != self._plan.mark:
             raise EngineError(
-                f"version {ref.version} of the {ref.model} travels by the plan {' '.join(marks)}, "
-                f"and the receiver has {' '.join(own)}: both sides must hold the same model, "
-                "with the same adapters and types",
+                f"version {ref.version} of the {ref.model} travels by the plan {mark}, and the "
+                f"receiver has {self._plan.mark}: both sides must hold the same model, with the "
+                "same adapters and types",
                 "other-plan",
             )
-        self._expected = ref, routes
+        self._expected = ref, route
 
     def get(self, ref: WeightsRef) -> Mapping[str, Any]:
         """Return parts of the expected ticket's tensors, which arrive as they are read."""
@@ -96,19 +125,19 @@ class WeightReceiver:
                 f"version {ref.version} of the {ref.model} was not announced to the receiver",
                 "version-not-announced",
             )
-        (_, routes), self._expected = self._expected, None
-        return Arriving(self._own, lambda: self._receive(routes))
+        (_, route), self._expected = self._expected, None
+        return Arriving(self._own, lambda: self._receive(route))
 
-    def _receive(self, routes: Sequence[Route]) -> Iterator[tuple[str, TensorPart]]:
-        marks: list[str] = []
-        for source, plan, route in zip(self._sources, self._plans, routes, strict=True):
-            sums: list[int] = []
-            for name, tensor in self._transfers.receive(route, plan, sums) if plan.buckets else ():
-                sent, own = source[name], self._own[name]
-                if common := overlap(sent, own):
-                    yield name, TensorPart(tensor[within(common, sent)], within(common, own))
-            marks.append(combined(sums) if plan.buckets else "")
-        self.mark = " ".join(marks)
+    def _receive(self, route: Route) -> Iterator[tuple[str, TensorPart]]:
+        sums: list[list[Tensor]] = [[] for _ in range(self._count)]
+        for part, tensor in self._transfers.receive(route, self._plan, sums):
+            own = self._own[part.name]
+            if common := overlap(part.bounds, own):
+                yield (
+                    part.name,
+                    TensorPart(tensor[within(common, part.bounds)], within(common, own)),
+                )
+        self.mark = " ".join(map(combined, sums))
 
     def abort(self) -> None:
         """Break off a transfer that may be under way; from any thread."""

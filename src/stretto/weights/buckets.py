@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from stretto.models.shards import Bounds, shape
+from stretto.models.shards import Bounds, full_bounds, shape
 
 ALIGNMENT = 16
 """Bytes to which a tensor's place is rounded up, so that it can be viewed as any type."""
@@ -20,26 +21,41 @@ _BLOCK = 4096
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """The place of a tensor in a bucket, from one byte to another."""
+    """A part of a parameter, which one of several sources sends, and its bytes in a bucket."""
 
     name: str
-    shape: tuple[int, ...]
+    bounds: Bounds  # in the parameter
     dtype: torch.dtype
-    start: int
-    end: int
+    source: int = 0
+    start: int = 0
+    end: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the part."""
+        return math.prod(shape(self.bounds)) * self.dtype.itemsize
 
     def of(self, flat: Tensor) -> Tensor:
-        """Return the tensor's view of the bucket's bytes [bytes]."""
-        return flat[self.start : self.end].view(self.dtype).view(self.shape)
+        """Return the part's view of the bucket's bytes [bytes]."""
+        return flat[self.start : self.end].view(self.dtype).view(shape(self.bounds))
 
 
 Bucket = tuple[PackedTensor, ...]
-"""The tensors that travel together."""
+"""The parts that travel together, those of each source side by side."""
 
 
 def size_of(bucket: Bucket) -> int:
     """Return a bucket's bytes, a multiple of :data:`ALIGNMENT`."""
-    return -(-bucket[-1].end // ALIGNMENT) * ALIGNMENT
+    return _aligned(bucket[-1].end) if bucket else 0
+
+
+def segments(bucket: Bucket) -> dict[int, slice]:
+    """Return where in a bucket the bytes of each source are that sends any."""
+    found: dict[int, slice] = {}
+    for part in bucket:
+        first = found.get(part.source, slice(part.start, 0))
+        found[part.source] = slice(first.start, _aligned(part.end))
+    return {source: place for source, place in found.items() if place.start < place.stop}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,26 +69,31 @@ class BucketPlan:
         """Put tensors, of which only shapes and types are looked at, into buckets of at most so
         many bytes, in their order. No tensor is cut: a larger one has its own bucket.
         """
-        buckets: list[Bucket] = []
-        for name, tensor in tensors:
-            start = size_of(buckets[-1]) if buckets else 0
-            if not buckets or start + tensor.nbytes > bucket_bytes:
-                buckets.append(())
-                start = 0
-            end = start + tensor.nbytes
-            buckets[-1] += (PackedTensor(name, tuple(tensor.shape), tensor.dtype, start, end),)
-        return cls(tuple(buckets))
+        return cls(
+            _filled(
+                (PackedTensor(n, full_bounds(t.shape), t.dtype) for n, t in tensors), bucket_bytes
+            )
+        )
 
     @classmethod
-    def of_boxes(
-        cls, boxes: Mapping[str, Bounds], dtypes: Mapping[str, torch.dtype], bucket_bytes: int
+    def of_sources(
+        cls,
+        sources: Sequence[Mapping[str, Bounds]],
+        dtypes: Mapping[str, torch.dtype],
+        bucket_bytes: int,
     ) -> BucketPlan:
-        """Put parts of tensors into buckets."""
-        tensors = (
-            (name, torch.empty(shape(box), dtype=dtypes[name], device="meta"))
-            for name, box in boxes.items()
+        """Put the parts that each source sends into buckets, parameter by parameter in the order of
+        ``dtypes``, so that a receiver has a parameter whole before most of the next have come.
+        Parts larger than a bucket are cut by rows.
+        """
+        parts = (
+            cut
+            for name, dtype in dtypes.items()
+            for source, bounds in enumerate(sources)
+            if name in bounds
+            for cut in _by_rows(PackedTensor(name, bounds[name], dtype, source), bucket_bytes)
         )
-        return cls.of(tensors, bucket_bytes)
+        return cls(_filled(parts, bucket_bytes))
 
     @property
     def size(self) -> int:
@@ -86,33 +107,64 @@ class BucketPlan:
 
     @property
     def mark(self) -> str:
-        """A short hash of all names, shapes, types and places: equal plans have equal ones."""
+        """A short hash of all names, places and types: equal plans have equal ones."""
         return _short_hash(self.buckets)
 
 
-@torch.no_grad()
-def pack(bucket: Bucket, tensors: Mapping[str, Tensor], flat: Tensor) -> None:
-    """Copy a bucket's tensors to their places in ``flat`` [bytes]; gaps become zero."""
+def _filled(parts: Iterable[PackedTensor], bucket_bytes: int) -> tuple[Bucket, ...]:
+    buckets: list[list[PackedTensor]] = []
     end = 0
-    for place in bucket:
-        flat[end : place.start].zero_()
-        place.of(flat).copy_(tensors[place.name])
-        end = place.end
-    flat[end:].zero_()
+    for part in parts:
+        if not buckets or end + part.nbytes > bucket_bytes:
+            buckets.append([])
+            end = 0
+        buckets[-1].append(part)
+        end = _aligned(end + part.nbytes)
+    return tuple(map(_placed, buckets))
 
 
-def checksum(flat: Tensor) -> int:
-    """Return a number that tells bytes [n] from almost all others, at memory's speed."""
+def _placed(parts: list[PackedTensor]) -> Bucket:
+    found: list[PackedTensor] = []
+    for part in sorted(parts, key=lambda part: part.source):
+        start = _aligned(found[-1].end) if found else 0
+        found.append(replace(part, start=start, end=start + part.nbytes))
+    return tuple(found)
+
+
+def _by_rows(part: PackedTensor, bucket_bytes: int) -> Iterator[PackedTensor]:
+    if part.nbytes <= bucket_bytes:
+        yield part
+        return
+    (first, last), *rest = part.bounds
+    rows = max(bucket_bytes * (last - first) // part.nbytes, 1)
+    for start in range(first, last, rows):
+        yield replace(part, bounds=((start, min(start + rows, last)), *rest))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+@torch.no_grad()
+def pack(bucket: Bucket, tensor_of: Callable[[PackedTensor], Tensor], flat: Tensor) -> None:
+    """Copy a source's parts of a bucket to their places in ``flat`` [bytes]; gaps become zero."""
+    for part in bucket:
+        flat[part.end : _aligned(part.end)].zero_()
+        part.of(flat).copy_(tensor_of(part))
+
+
+def checksum(flat: Tensor) -> Tensor:
+    """Return a number [] that tells bytes [n] from almost all others, at memory's speed."""
     words = flat.view(torch.int64)
     whole = len(words) // _BLOCK * _BLOCK
     sums = torch.cat([words[:whole].view(-1, _BLOCK).sum(1), words[whole:].sum().view(1)])
     places = torch.arange(1, 2 * len(sums), 2, device=flat.device)  # odd: none loses a bit
-    return int((sums * places).sum().item())
+    return (sums * places).sum()
 
 
-def combined(checksums: Sequence[int]) -> str:
-    """Return one short mark of all buckets' checksums, in order."""
-    return _short_hash(list(checksums))
+def combined(checksums: Sequence[Tensor]) -> str:
+    """Return one short mark of all buckets' checksums, in order; empty for none."""
+    return _short_hash(torch.stack(list(checksums)).tolist()) if checksums else ""
 
 
 def _short_hash(data: object) -> str:

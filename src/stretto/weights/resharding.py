@@ -22,7 +22,6 @@ from stretto.models.shards import (
     FullParameter,
     ShardLayout,
     TensorPart,
-    full_bounds,
     overlap,
     shape,
     within,
@@ -69,9 +68,8 @@ class Resharding:
         pairs = product(range(shards.ranks), range(slices.ranks))
         self._between = {pair: transfers(wholes, shards, slices, *pair) for pair in pairs}
         self.moved = sum(t.size for (s, r), all_ in self._between.items() if s != r for t in all_)
-        boxes = {name: full_bounds(whole.shape) for name, whole in wholes.items()}
-        dtypes = {name: whole.dtype for name, whole in wholes.items()}
-        buckets = BucketPlan.of_boxes(boxes, dtypes, bucket_bytes).buckets
+        empty = ((n, torch.empty(w.shape, dtype=w.dtype, device="meta")) for n, w in wholes.items())
+        buckets = BucketPlan.of(empty, bucket_bytes).buckets
         self._names = [{tensor.name for tensor in bucket} for bucket in buckets]
         self._sent = shards.own(wholes, self._rank)
         self._held = {name: slices.bounds(whole, self._rank) for name, whole in wholes.items()}

@@ -10,6 +10,7 @@ from typing import Any
 from stretto.errors import RankError, RoleLostError, StrettoError
 from stretto.protocols import Clock, RealClock
 from stretto.types import Reply, Work
+from stretto.workers.rank import Facts
 from stretto.workers.ranks import Ranks
 from stretto.workers.services import Service, ServiceTensors, offloaded_of
 from stretto.workers.threads import Executor, WorkerThread
@@ -182,8 +183,8 @@ class GroupExecutor:
         return isinstance(other, GroupExecutor) and self._group is other._group
 
     @property
-    def size(self) -> int:
-        return len(self._group.ranks.facts)
+    def facts(self) -> Sequence[Facts]:
+        return self._group.ranks.facts
 
     def ask(self, method: str, *args: Any) -> Any:
         return self._group.ask(self._service, method, *args)
@@ -194,8 +195,9 @@ class GroupExecutor:
         def call(rank: int) -> Any:
             return ranks.aside(rank, "aside", self._service, method, *args, timeout_s=timeout_s)
 
-        with ThreadPoolExecutor(self.size) as pool:
-            return list(pool.map(call, range(self.size)))
+        size = len(self.facts)
+        with ThreadPoolExecutor(size) as pool:
+            return list(pool.map(call, range(size)))
 
     def _lost(self, error: RankError) -> RoleLostError:
         lost = RoleLostError(self._service, str(error), error.code)

@@ -9,12 +9,15 @@ from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
 from stretto.errors import LifecycleError
 from stretto.types import Reply
+
+if TYPE_CHECKING:
+    from stretto.workers.rank import Facts
 
 T = TypeVar("T")
 
@@ -133,8 +136,8 @@ class Executor(Protocol):
         """How many processes of the service have died or been ended before the present one."""
 
     @property
-    def size(self) -> int:
-        """How many ranks hold the service."""
+    def facts(self) -> Sequence[Facts]:
+        """What each rank that holds the service has found at its place."""
 
     async def call(self, method: str, *args: Any) -> Reply[Any]:
         """Call a method of the service; return its reply, with times by this process's clock.
@@ -159,7 +162,8 @@ class Executor(Protocol):
 class ThreadExecutor:
     """An executor that calls a service of this process on a thread, maybe shared with others."""
 
-    generation, size = 0, 1
+    generation = 0
+    facts: Sequence[Facts] = ()
 
     def __init__(self, service: Any, thread: WorkerThread) -> None:
         self.service, self._thread = service, thread
