@@ -159,7 +159,7 @@ class StandIn:
     def wake(self, what: Sequence[str]) -> None:
         self.slept += what
 
-    def load(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load(self, tensors: Iterable[tuple[str, Tensor]], version: int, adapters: str = "") -> None:
         assert not self.busy
         self.slept.append("load")
         self.loaded = dict(tensors)

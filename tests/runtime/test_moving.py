@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from stretto.errors import TransferError
 from stretto.models.cached import RowCache
 from stretto.runtime.kv_transfer import SAMPLE_BYTES, KVHandle, KVRouter, KVStore
 from stretto.types import KVTransfer, Prompt, Reply, Response
@@ -28,15 +29,17 @@ def cache(seed: int, tokens: int) -> RowCache:
 class FakeGenerator:
     """A generator's process, in this one."""
 
-    generation = 0
+    generation: int = 0
     facts = (Facts("here", 1, {}, 1, ""),)
 
     def __init__(self, name: str) -> None:
         self.kv_store = KVStore(name, CPU)
         self.accepted: list[KVTransfer] = []
-        self.gone = False
+        self.gone = self.fails = False
 
     def aside_on_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        if self.fails:
+            raise TransferError("broken off")
         return [None if self.gone else getattr(self.kv_store, method)(*args)]
 
     def ask(self, method: str, *args: Any) -> Any:
@@ -100,6 +103,31 @@ def test_without_caches_nothing_is_sent(meeting: Meeting) -> None:
 def test_where_a_giver_is_gone_tokens_are_prefilled_again(meeting: Meeting) -> None:
     got = moved(meeting, [KVTransfer(4, cache(0, 3), 3)], gone=True)
     assert got == [KVTransfer(4, None, 0)]
+
+
+def test_a_pair_of_generators_has_one_group_until_one_is_another_or_it_breaks(
+    meeting: Meeting,
+) -> None:
+    giver, taker = FakeGenerator("generator 0"), FakeGenerator("generator 1")
+    kv_router = KVRouter(meeting)
+    kv_router.serve("generator 0", giver)  # type: ignore[arg-type]
+    accept = kv_router.serve("generator 1", taker)  # type: ignore[arg-type]
+
+    def moved_once() -> int:
+        tickets = giver.kv_store.keep([KVTransfer(4, cache(0, 3), 3)])
+        asyncio.run(accept(responses([4]), tickets))
+        return kv_router._count
+
+    assert [moved_once(), moved_once()] == [1, 1]
+    assert taker.accepted[0].cache is not None
+    taker.generation = 1
+    taker.kv_store = KVStore("generator 1", CPU)
+    assert moved_once() == 2
+    giver.fails = True
+    assert moved_once() == 2  # it breaks
+    giver.fails = False
+    assert moved_once() == 3
+    assert taker.accepted[0].cache is not None
 
 
 def test_the_way_between_two_generators_is_measured(meeting: Meeting) -> None:

@@ -91,7 +91,7 @@ def test_stragglers_move_between_two_instances(tiny_folder: Path, tmp_path: Path
     assert [s for s in run_dir.trace.read().spans if s.name == "migrate"]
 
 
-def test_adapters_are_trained_and_handed_over_merged(tiny_folder: Path, tmp_path: Path) -> None:
+def test_adapters_are_trained_and_synced(tiny_folder: Path, tmp_path: Path) -> None:
     check(run(vllm_settings(tiny_folder, model={"lora_rank": 2}), tmp_path)[0])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,20 +38,24 @@ NEW = {"w": torch.arange(1000.0), "b": torch.ones(7, dtype=torch.bfloat16)}
 PROBE: FloatArray = np.array([[-1.0, -2.0]], np.float32)
 
 
+def place(gpu: str) -> Facts:
+    return Facts("here", 1, {}, 1, gpu)
+
+
 class FakeLearner:
     """A learner's executor, in this process."""
 
-    facts = (Facts("here", 1, {}, 1, ""),)
+    facts: tuple[Facts, ...] = (place(""),)
 
     def __init__(self) -> None:
         self.sender = WeightSender(CPU, 1024, keep=2)
         self.sender.put(REF, NEW)
-        self.sends = 0
+        self.probe, self.sends = PROBE, 0
 
     def aside_on_all(self, method: str, ref: WeightsRef, *rest: Any, timeout_s: float) -> list[Any]:
         if method == "offer":
             plan = self.sender.plan(ref)
-            return [Offer(plan.mark, plan.size, PROBE)]
+            return [Offer(plan.mark, plan.size, self.probe)]
         self.sends += 1
         (route,) = rest[0]
         return [self.sender.send(ref, route)]
@@ -64,8 +69,8 @@ class FakeFollower:
         probe: its log-probs.
     """
 
-    generation = 0
-    facts = (Facts("here", 1, {}, 1, ""),)
+    generation: int = 0
+    facts: tuple[Facts, ...] = (place(""),)
 
     def shares_ranks(self, other: object) -> bool:
         return False
@@ -200,6 +205,116 @@ def test_at_the_start_every_error_is_raised(sync: WeightSync) -> None:
         sync.load_all({"actor": REF})
     sync.follow("one", FakeFollower(), "actor")  # type: ignore[arg-type]
     sync.load_all({"actor": REF})
+
+
+def test_a_group_lasts_until_one_of_its_members_is_another(sync: WeightSync) -> None:
+    """Groups are numbered: the same for the same members, and for another wire one of its own."""
+    one, two = FakeFollower(), FakeFollower()
+    for _ in range(2):
+        outcomes(sync, one=one, two=two)
+        assert sync._groups["actor", "gloo"] == (1, [("one", 0), ("two", 0)])
+    two.generation = 1
+    two.receiver = WeightReceiver(two.weights, CPU, 1024)
+    got = outcomes(sync, one=one, two=two)
+    assert all(isinstance(reply, Reply) for reply in got.values())
+    assert sync._groups["actor", "gloo"] == (2, [("one", 0), ("two", 1)])
+
+
+def test_followers_on_gpus_have_a_group_for_each_wire(
+    learner: FakeLearner, sync: WeightSync
+) -> None:
+    """And each choice is said once. A follower's rank reads beside the learner's on its GPU."""
+    said: list[str] = []
+    sync._say = said.append
+    learner.facts = (place("a"), place("b"))
+    others = {"shared": place("b"), "own": place("c"), "cpu": place("")}
+    for name, found in others.items():
+        follower = FakeFollower()
+        follower.facts = (found,)
+        sync.follow(name, follower, "actor")  # type: ignore[arg-type]
+    wires = sync._wires("actor")
+    assert wires == {"shared": "ipc", "own": "nccl", "cpu": "gloo"}
+    assert sync._wires("actor") == wires
+    assert said == [
+        "weights of the actor go to the shared by ipc: it shares the learner's GPUs",
+        "weights of the actor go to the own by nccl: it has GPUs of its own",
+        "weights of the actor go to the cpu by gloo: it works on a CPU",
+    ]
+    routes = sync._routes(REF, 1000, wires)
+    assert {wire: len(ways) for wire, ways in routes.sending.items()} == dict.fromkeys(
+        ("ipc", "nccl", "gloo"), 2
+    )
+    assert {name: way.beside for name, way in routes.taking.items()} == {
+        "shared": (1,),
+        "own": (),
+        "cpu": (),
+    }
+    assert {(way.rank, way.size, way.sources) for way in routes.taking.values()} == {(2, 3, 2)}
+
+
+def test_many_bytes_have_longer_and_as_long_as_they_usually_take(sync: WeightSync) -> None:
+    """The setting is 1.5 s; before it is measured, gloo is taken to bring 50 MB/s at least."""
+    assert sync._meeting
+    sync._meeting = replace(sync._meeting, most_s=450.0)
+    assert sync._patience_s("gloo", 1000) == 1.5
+    assert sync._patience_s("gloo", 10**9) == 20.0
+    assert sync._patience_s("gloo", 64 * 10**9) == 450.0  # what the schedule allows
+    outcomes(sync, one=FakeFollower())
+    (pace,) = sync._paces["gloo"]
+    assert sync._patience_s("gloo", 10**6) == pytest.approx(max(1.5, min(450.0, 1e7 * pace)))
+
+
+def test_one_that_is_late_is_spoken_of_at_half_the_time(sync: WeightSync) -> None:
+    said: list[str] = []
+    sync._say = said.append
+    follower = FakeFollower("waits")
+    threading.Timer(1.0, follower.released.set).start()  # of 1.5 s
+    got = outcomes(sync, one=follower)
+    assert isinstance(got["one"], Reply)
+    assert len(said) == 1
+    assert "version 1 of the actor is on its way to one" in said[0]
+
+
+def test_the_first_sync_shows_what_is_rounding() -> None:
+    """In float32 at most 1e-3 passes; then four times the first difference, and 1e-4."""
+    tolerance = Tolerance("auto", torch.float32)
+    assert tolerance.value == 1e-3
+    tolerance.calibrate([])
+    assert tolerance.value == 1e-3
+    tolerance.calibrate([1e-6, 2e-6])
+    assert tolerance.value == pytest.approx(8e-6 + 1e-4)
+    tolerance.calibrate([1.0])
+    assert tolerance.value == pytest.approx(8e-6 + 1e-4)
+    coarse = Tolerance("auto", torch.bfloat16)
+    coarse.calibrate([0.02])
+    assert coarse.value == pytest.approx(0.09)
+    coarse = Tolerance("auto", torch.bfloat16)
+    coarse.calibrate([0.15])
+    assert coarse.value == 0.2
+    given = Tolerance(0.5, torch.float32)
+    given.calibrate([0.0])
+    assert given.value == 0.5
+
+
+def test_the_difference_is_told_relative_to_what_the_update_changed(
+    learner: FakeLearner, sync: WeightSync
+) -> None:
+    """The update moves log-probs by 0.1 each; a follower that is 5e-5 off is off by 5e-4 of it,
+    and one that stayed behind by all of it.
+    """
+    outcomes(sync, one=FakeFollower())
+    assert "weight_sync/logprob_gap_of_update" not in sync.metrics
+    second = replace(REF, version=2)
+    learner.sender.put(second, NEW)
+    learner.probe = PROBE + np.float32(0.1)
+    sync.follow("one", FakeFollower(probe=learner.probe + np.float32(5e-5)), "actor")  # type: ignore[arg-type]
+    assert isinstance(sync.transfer(second, ["one"])["one"], Reply)
+    assert sync.metrics["weight_sync/logprob_gap_of_update"] == pytest.approx(5e-4, rel=1e-2)
+    stale = replace(REF, version=3)
+    learner.sender.put(stale, NEW)
+    learner.probe = PROBE + np.float32(0.1005)  # 5e-4 further: within the limit, and refused now
+    sync.follow("one", FakeFollower(probe=PROBE + np.float32(0.1)), "actor")  # type: ignore[arg-type]
+    assert sync.transfer(stale, ["one"])["one"].code == "probe-differs"  # type: ignore[union-attr]
 
 
 # -- those that wait for it ----------------------------------------------------------------------

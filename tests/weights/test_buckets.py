@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stretto.weights.buckets import BucketPlan, checksum, combined, pack, size_of
+from stretto.models.shards import Bounds
+from stretto.weights.buckets import BucketPlan, checksum, combined, pack, segments, size_of
 
 
 def named(*shapes: tuple[str, tuple[int, ...], torch.dtype]) -> dict[str, torch.Tensor]:
@@ -30,6 +31,31 @@ def test_tensors_keep_their_order_and_none_is_cut() -> None:
     assert [size_of(b) for b in found.buckets] == [32, 400, 16]
     assert (found.size, found.largest) == (448, 400)
     assert [(s.start, s.end) for s in found.buckets[0]] == [(0, 6), (16, 32)]
+
+
+def test_parts_of_several_sources_travel_parameter_by_parameter() -> None:
+    """Two sources hold rows of [4, 4] float32 (32 bytes each), one holds [2]; buckets of 64 bytes.
+
+    Of [10, 4], 80 bytes a source are cut into rows of 16 bytes: four to a bucket, and one.
+    """
+    sources: list[dict[str, Bounds]] = [
+        {"a": ((0, 2), (0, 4)), "norm": ((0, 2),), "large": ((0, 5), (0, 4))},
+        {"a": ((2, 4), (0, 4)), "large": ((5, 10), (0, 4))},
+    ]
+    dtypes = dict.fromkeys(("a", "norm", "large"), torch.float32)
+    plan = BucketPlan.of_sources(sources, dtypes, 64)
+    found = [[(p.name, p.source, p.bounds[0]) for p in bucket] for bucket in plan.buckets]
+    assert found == [
+        [("a", 0, (0, 2)), ("a", 1, (2, 4))],
+        [("norm", 0, (0, 2))],
+        [("large", 0, (0, 4))],
+        [("large", 0, (4, 5))],
+        [("large", 1, (5, 9))],
+        [("large", 1, (9, 10))],
+    ]
+    assert plan.largest == 64
+    assert segments(plan.buckets[0]) == {0: slice(0, 32), 1: slice(32, 64)}
+    assert segments(plan.buckets[1]) == {0: slice(0, 16)}
 
 
 def test_what_is_packed_is_seen_again_bit_for_bit() -> None:

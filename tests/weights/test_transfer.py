@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from datetime import timedelta
+from functools import partial
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,10 +22,12 @@ from torch import Tensor
 
 from raising import raises
 from stretto.errors import EngineError, TransferError
+from stretto.models.shards import FullParameter, ShardLayout, index
 from stretto.types import WeightsRef
 from stretto.weights import transfer
 from stretto.weights.broadcast import WeightReceiver, WeightSender
-from stretto.weights.transfer import Meeting, Route, Wire, open_store
+from stretto.weights.transfer import Meeting, Route, Wire, choose_wires, open_store
+from stretto.workers.rank import Facts
 
 CPU = torch.device("cpu")
 REF = WeightsRef("actor", 3, "x", "broadcast")
@@ -217,3 +223,226 @@ def test_control_comes_before_any_tensor() -> None:
         sender.put(replace(REF, version=version), tensors(1.0))
     with raises(EngineError, "version-not-kept", "version 0", [1, 2]):
         sender.plan(replace(REF, version=0))
+
+
+# -- several sources ------------------------------------------------------------------------------
+
+FULL = {
+    "rows": FullParameter((7, 3), torch.float32),
+    "norm": FullParameter((5,), torch.bfloat16),
+    "large": FullParameter((40, 4), torch.float32),
+}
+LAYOUT = ShardLayout(fsdp=3)
+
+
+def whole(factor: float) -> dict[str, Tensor]:
+    sizes = {name: math.prod(full.shape) for name, full in FULL.items()}
+    return {
+        name: (torch.arange(sizes[name]) * factor).view(full.shape).to(full.dtype)
+        for name, full in FULL.items()
+    }
+
+
+def sources(factor: float, bucket: int) -> list[WeightSender]:
+    """A sender for each rank of the layout, with a version of the weights."""
+    found, values = [], whole(factor)
+    for rank in range(LAYOUT.ranks):
+        sender = WeightSender(CPU, bucket, keep=2)
+        sender.divide("actor", FULL, LAYOUT)
+        own = LAYOUT.own(FULL, rank)
+        sender.put(REF, {name: values[name][index(bounds)] for name, bounds in own.items()})
+        found.append(sender)
+    return found
+
+
+def receiver_of(bucket: int) -> WeightReceiver:
+    own = [LAYOUT.own(FULL, rank) for rank in range(LAYOUT.ranks)]
+    return WeightReceiver(whole(0.0), CPU, bucket, own)
+
+
+def filled(receiver: WeightReceiver) -> dict[str, Tensor]:
+    found = {name: torch.zeros_like(tensor) for name, tensor in whole(0.0).items()}
+    for name, part in receiver.get(REF).items():
+        found[name][part.to] = part.tensor
+    return found
+
+
+def synced(
+    ways: list[Route], senders: list[WeightSender], receivers: list[WeightReceiver]
+) -> list[dict[str, Tensor]]:
+    """Send over a group to all its other members; return what each received."""
+    for receiver, way in zip(receivers, ways[len(senders) :], strict=True):
+        receiver.expect(REF, senders[0].plan(REF).mark, way)
+    sends = {f"send {i}": partial(sender.send, REF, ways[i]) for i, sender in enumerate(senders)}
+    takes = {f"take {i}": partial(filled, receiver) for i, receiver in enumerate(receivers)}
+    got = run({**sends, **takes})
+    assert {r.mark for r in receivers} == {" ".join(got[name] for name in sends)}
+    return [got[name] for name in takes]
+
+
+@pytest.mark.parametrize("bucket", [64, 1 << 20])
+def test_several_sources_send_their_parts_over_one_group(
+    monkeypatch: pytest.MonkeyPatch, bucket: int
+) -> None:
+    made, joined = list[int](), transfer._join
+
+    def join(wire: Wire, store: Any, route: Route, *rest: Any) -> Any:
+        made.append(route.rank)
+        return joined(wire, store, route, *rest)
+
+    monkeypatch.setattr(transfer, "_join", join)
+    store, port = open_store("127.0.0.1")
+    ways = Meeting("127.0.0.1", port, 20.0).routes("weights/actor", 1, 5, sources=3)
+    senders, receivers = sources(3.0, bucket), [receiver_of(bucket) for _ in range(2)]
+    for _ in range(2):
+        for values in synced(ways, senders, receivers):
+            assert all(values[name].equal(tensor) for name, tensor in whole(3.0).items())
+    assert sorted(made) == [0, 1, 2, 3, 4]  # and none for each source
+    del store
+
+
+# -- wires ----------------------------------------------------------------------------------------
+
+
+def place(gpu: str) -> Facts:
+    return Facts("node", 1, {}, 1, gpu)
+
+
+def test_each_follower_gets_the_fastest_wire_that_works() -> None:
+    learner = [place("a"), place("b")]
+    chosen = choose_wires(
+        learner,
+        {
+            "own": [place("c"), place("d")],
+            "shared": [place("b")],
+            "other": [place("d")],  # which the first has in the group already
+            "split": [place("a"), place("e")],
+            "twice": [place("f"), place("f")],
+            "cpu": [place("")],
+        },
+    )
+    assert {name: wire for name, (wire, _) in chosen.items()} == {
+        "own": "nccl",
+        "shared": "ipc",
+        "other": "gloo",
+        "split": "gloo",
+        "twice": "gloo",
+        "cpu": "gloo",
+    }
+    assert chosen["cpu"][1] == "it works on a CPU"
+    assert choose_wires([place("")], {"one": [place("c")]})["one"][0] == "gloo"
+    assert choose_wires([place("a"), place("a")], {"one": [place("c")]})["one"][0] == "gloo"
+
+
+class Recorder:
+    """A device's backend that notes what happens on which stream, and in which order."""
+
+    def __init__(self) -> None:
+        self.events, self.current = list[str](), "main"
+
+    def new_stream(self) -> str:
+        return "weights"
+
+    def begun(self) -> str:
+        return f"{self.current} had begun"
+
+    @contextmanager
+    def on(self, stream: str, begun: str) -> Iterator[None]:
+        self.events.append(f"{stream} waits until {begun}")
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def read_on(self, stream: str, tensor: Tensor) -> Tensor:
+        self.events.append(f"{self.current} reads, kept for {stream}")
+        return tensor
+
+    def synchronize(self) -> None:
+        self.events.append(f"{self.current} done")
+
+
+def test_weights_are_read_and_sent_on_a_stream_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It waits for the work that made them, and none waits for it."""
+    recorder = Recorder()
+    monkeypatch.setattr(transfer, "backend_of", lambda _: recorder)
+    store, port = open_store("127.0.0.1")
+    sender, receiver = WeightSender(CPU, 64, keep=1), WeightReceiver(tensors(0.0), CPU, 64)
+    sender.put(REF, tensors(1.0))
+    exchange = transfer._Group.exchange
+
+    def noted(group: Any, *args: Any) -> Any:
+        if threading.current_thread() is sending:
+            recorder.events.append(f"{recorder.current} sends")
+        return exchange(group, *args)
+
+    monkeypatch.setattr(transfer._Group, "exchange", noted)
+    ways = routes(port, 2)
+    receiver.expect(REF, sender.plan(REF).mark, ways[1])
+    sending = threading.Thread(target=lambda: sender.send(REF, ways[0]))
+    sending.start()
+    assert taken(receiver)["a"].equal(tensors(1.0)["a"])
+    sending.join()
+    first, *others = recorder.events
+    assert first == "weights waits until main had begun"
+    assert set(others) == {"weights reads, kept for weights", "weights sends"}
+    del store
+
+
+class FakeNccl:
+    """NCCL as gloo does it: what is done is asked for, and waits are for a stream."""
+
+    made: ClassVar[list[tuple[int, int, torch.device]]] = []
+
+    class Options:
+        _timeout = None
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        self._group: Any = torch.distributed.ProcessGroupGloo(
+            store, rank, size, timedelta(seconds=9)
+        )
+        self._rank, self._size = rank, size
+        assert options._timeout.total_seconds() == 40  # after this side's own 20
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.made.append((self._rank, self._size, device))
+
+    def _set_sequence_number_for_group(self) -> None:
+        self._group._set_sequence_number_for_group()
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> Any:
+        return self._group.broadcast(tensors, options)
+
+    def abort(self) -> None:
+        self._group.abort()
+
+
+def test_nccl_is_asked_on_the_rank_s_own_device_and_fills_up_what_is_read_beside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three sources share their buckets by NCCL; each of two followers reads those of the source
+    on its GPU, which it opens by a ticket.
+    """
+    memory = dict[str, Tensor]()
+
+    def export(buffer: Tensor) -> str:
+        memory[str(buffer.data_ptr())] = buffer
+        return str(buffer.data_ptr())
+
+    FakeNccl.made.clear()
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", FakeNccl, raising=False)
+    monkeypatch.setattr(transfer, "exported", export)
+    monkeypatch.setattr(transfer, "opened", lambda ticket, _: memory[ticket.decode()])
+    store, port = open_store("127.0.0.1")
+    ways = Meeting("127.0.0.1", port, 20.0).routes("weights/actor", 1, 5, "ipc", 3)
+    ways[3:] = [replace(ways[3], beside=(2,)), replace(ways[4], beside=(0,))]
+    for values in synced(ways, sources(3.0, 64), [receiver_of(64), receiver_of(64)]):
+        assert all(values[name].equal(tensor) for name, tensor in whole(3.0).items())
+    assert sorted(FakeNccl.made, key=str) == [(rank, 3, CPU) for rank in range(3)]
+    FakeNccl.made.clear()
+    ways = Meeting("127.0.0.1", port, 20.0).routes("weights/actor", 2, 5, "nccl", 3)
+    for values in synced(ways, sources(5.0, 64), [receiver_of(64), receiver_of(64)]):
+        assert all(values[name].equal(tensor) for name, tensor in whole(5.0).items())
+    assert sorted(FakeNccl.made, key=str) == [(rank, 5, CPU) for rank in range(5)]
+    del store

@@ -15,6 +15,7 @@ from stretto.models.shards import ShardLayout, TensorPart, index
 from stretto.models.tensor_parallel import full_parameters
 from stretto.models.weights import fingerprint_of
 from stretto.rollout.vllm.engine import source_of
+from stretto.weights.buckets import BucketPlan
 
 
 def other(model: Any, seed: int = 5) -> dict[str, Tensor]:
@@ -79,10 +80,36 @@ def test_a_tensor_is_handed_on_before_the_next_one_arrives() -> None:
         assert (len(came), came[-1]) == (count, name)
 
 
+def test_of_parts_that_come_from_four_ranks_one_parameter_is_held() -> None:
+    """Bytes of parameters that have begun to come and are not handed on, at each part."""
+    model = llama()
+    wholes, layout = full_parameters(model, {}), ShardLayout(fsdp=4)
+    sources = [layout.own(wholes, rank) for rank in range(4)]
+    dtypes = {name: full.dtype for name, full in wholes.items()}
+    named, waiting, held = dict(model.named_parameters()), dict[str, int](), list[int]()
+
+    class Arriving(dict[str, Any]):
+        def items(self) -> Any:
+            for bucket in BucketPlan.of_sources(sources, dtypes, 256).buckets:
+                for part in sorted(bucket, key=lambda part: part.source):
+                    waiting.setdefault(part.name, named[part.name].nbytes)
+                    held.append(sum(waiting.values()))
+                    place = index(part.bounds)
+                    yield part.name, TensorPart(named[part.name].detach()[place], place)
+
+    for name, tensor in source_of(llama()).tensors(Arriving()):
+        assert tensor.equal(named[name])
+        del waiting[name]
+    largest = max(p.nbytes for p in model.parameters())
+    assert not waiting
+    assert max(held) <= largest + 4 * 256  # a bucket's small parameters may begin together
+
+
 def test_adapters_are_merged_under_the_names_of_the_plain_model() -> None:
     settings = ModelConfig(lora_rank=2, lora_targets=("q_proj", "embed_tokens"))
     learner = add_lora(llama(tied=False), settings, "CAUSAL_LM")
-    source = source_of(add_lora(llama(tied=False), settings, "CAUSAL_LM"))
+    with pytest.warns(UserWarning, match="embed_tokens has one"):
+        source = source_of(add_lora(llama(tied=False), settings, "CAUSAL_LM"))
     new = other(learner)
     came = dict(source.tensors(new))
     assert source.fingerprint() == fingerprint_of(learner)
@@ -93,3 +120,43 @@ def test_adapters_are_merged_under_the_names_of_the_plain_model() -> None:
         torch.testing.assert_close(came[name], p.detach())
     again = dict(source.tensors(new))
     assert all(again[n].equal(t) for n, t in came.items())
+
+
+def test_adapters_that_vllm_takes_are_written_as_they_are() -> None:
+    """The weights below come once; the folder has what PEFT would load."""
+    from peft import PeftModel
+
+    settings = ModelConfig(lora_rank=2)
+    learner = add_lora(llama(), settings, "CAUSAL_LM")
+    source = source_of(add_lora(llama(), settings, "CAUSAL_LM"))
+    new = other(learner)
+    came = dict(source.tensors(new))
+    plain = llama()
+    assert {name: came[name].equal(p) for name, p in plain.named_parameters()} == dict.fromkeys(
+        came, True
+    )
+    assert source.fingerprint() == fingerprint_of(learner)
+    assert source.lora_rank == 2
+    again = other(learner, seed=6)
+    assert not dict(source.tensors(again))
+    there = PeftModel.from_pretrained(plain, source.adapters)
+    found = {name.replace(".default", ""): p for name, p in there.named_parameters()}
+    assert all(found[n.replace(".default", "")].equal(p) for n, p in again.items())
+
+
+def test_a_small_update_survives_as_adapters_alone() -> None:
+    """B of one step at 1e-5 on weights of bfloat16: below half a unit in their last place.
+
+    As adapters both factors are rounded, each by at most 2^-9 of itself: their product is within
+    2^-7 of the update's norm. Merged, a weight of 0.02 moves only where the update exceeds half of
+    2^-13, while its standard deviation is some 8e-6: only the smallest weights take any of it.
+    """
+    drawn = torch.Generator().manual_seed(0)
+    weight = (0.02 * torch.randn(512, 512, generator=drawn)).bfloat16().float()
+    a = torch.randn(16, 512, generator=drawn) / 512**0.5
+    b = 1e-5 * torch.randn(512, 16, generator=drawn).sign()
+    update = 2.0 * b @ a
+    as_adapters = 2.0 * b.bfloat16().float() @ a.bfloat16().float()
+    merged = (weight + update).bfloat16().float() - weight
+    assert (as_adapters - update).norm() < 2**-7 * update.norm()
+    assert (merged * update).sum() < 0.5 * update.square().sum()

@@ -1,6 +1,6 @@
 """Run the engine over vLLM, and write down what came of it; see ``test_vllm_itself.py``.
 
-Usage: vllm_checks.py FOLDER RESULT.json
+Usage: vllm_checks.py FOLDER RESULT.json [adapters]
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def settings_of(folder: Path, config: RolloutConfig) -> EngineSettings:
     )
 
 
-def opened(folder: Path, config: RolloutConfig) -> LlmRequests:
-    return open_requests(settings_of(folder, config), KV_BYTES)
+def opened(folder: Path, config: RolloutConfig, lora_rank: int = 0) -> LlmRequests:
+    return open_requests(settings_of(folder, config), KV_BYTES, lora_rank)
 
 
 class Learner:
@@ -232,26 +232,38 @@ def broken(engine: VllmEngine, learner: Learner, found: dict[str, Any]) -> None:
     found["after_broken_gap"] = gap(engine, model(7))
 
 
-def lora(requests: LlmRequests, config: RolloutConfig, found: dict[str, Any]) -> None:
+def adapters(folder: Path, config: RolloutConfig, found: dict[str, Any]) -> None:
+    """Two syncs of a model in adapters, over an engine that has the weights below by the first."""
+
     def adapted() -> Any:
-        return add_lora(model(), ModelConfig(lora_rank=2), "CAUSAL_LM")
+        return add_lora(model(), ModelConfig(lora_rank=3), "CAUSAL_LM")
 
-    learner, ours = Learner(), adapted()
-    engine = engine_of(requests, config, learner, source_of(adapted()))
+    learner, ours, source = Learner(), adapted(), source_of(adapted())
+    engine = engine_of(opened(folder, config, source.lora_rank), config, learner, source)
     drawn = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for name, p in ours.named_parameters():
-            if "lora_B" in name:
-                p.copy_(torch.randn(p.shape, generator=drawn))
-    learner.sync(engine, ours)
-    found["lora_gap"], found["lora_change"] = gap(engine, ours), gap(engine, model())
+    found["gaps"], found["changes"] = [], []
+    for _ in range(2):
+        with torch.no_grad():
+            for name, p in ours.named_parameters():
+                if "lora_B" in name:
+                    p.copy_(torch.randn(p.shape, generator=drawn))
+        if engine.version:
+            found["changes"].append(gap(engine, ours))
+        learner.sync(engine, ours)
+        found["gaps"].append(gap(engine, ours))
+    found["changes"].append(gap(engine, model()))
+    sampled(engine, ours, found)
 
 
-def main(folder: Path, result: Path) -> None:
+def main(folder: Path, result: Path, part: str = "") -> None:
     """Check, and write what was found."""
     found: dict[str, Any] = {}
     model().config.save_pretrained(folder)
     config, learner = rollout_config(), Learner()
+    if part == "adapters":
+        adapters(folder, config, found)
+        result.write_text(json.dumps(found))
+        return
     try:
         check_options({"block_size": 16, "seed": 3})
     except ConfigError as error:
@@ -270,10 +282,9 @@ def main(folder: Path, result: Path) -> None:
     prefixes(engine, learner, model(1), found)
     seeds(engine, learner, found)
     broken(engine, learner, found)
-    lora(requests, config, found)
     greedy(requests, found)
     result.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

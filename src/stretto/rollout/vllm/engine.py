@@ -8,9 +8,11 @@ A rollout goes on, here or in another engine, as a new request whose prompt is a
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -42,6 +44,9 @@ from stretto.types import (
 from stretto.weights.channel import fetched
 
 Memory = Literal["weights", "kv_cache"]
+
+MOST_RANK = 512
+"""The largest rank of adapters that vLLM takes."""
 
 SEEDS = 1 << 63
 """Seeds are below this number: what the libraries behind vLLM take."""
@@ -91,7 +96,7 @@ class VllmEngine(Engine):
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         token_bytes = int(2 * config.num_hidden_layers * kv_heads * width * settings.dtype.itemsize)
         source = source_of(model)
-        return cls(open_requests(settings, token_bytes), source, settings)
+        return cls(open_requests(settings, token_bytes, source.lora_rank), source, settings)
 
     def load(self, weights: WeightsRef) -> None:
         """Load new weights, and begin a new salt.
@@ -104,7 +109,7 @@ class VllmEngine(Engine):
         self._held = {row.id: row for row in rows}
         arriving = fetched(self.settings.channel, weights)
         self._wake("weights")
-        self._requests.load(self._source.tensors(arriving), weights.version)
+        self._requests.load(self._source.tensors(arriving), weights.version, self._source.adapters)
         self._wake("kv_cache")  # when the copies of the weights are gone
         require_fingerprint(weights, self._source.fingerprint(), "the engine")
         self.version = weights.version
@@ -222,6 +227,8 @@ class VllmEngine(Engine):
 class FullWeights:
     """What vLLM loads of a model without adapters: frozen weights, and those that travel."""
 
+    adapters, lora_rank = "", 0
+
     def __init__(self, model: nn.Module) -> None:
         trained = trained_names(model)
         named = dict(model.named_parameters())
@@ -259,7 +266,11 @@ class FullWeights:
 
 
 class MergedWeights:
-    """What vLLM loads of a model in adapters (LoRA): adapters travel, and their sum is loaded."""
+    """What vLLM loads of a model in adapters (LoRA) that it does not take as such: their sum with
+    the weights below, rounded to the model's type.
+    """
+
+    adapters, lora_rank = "", 0
 
     def __init__(self, model: nn.Module) -> None:
         self._model: Any = model
@@ -269,28 +280,93 @@ class MergedWeights:
         """Yield all tensors, after the adapters have arrived."""
         for name, part in arriving.items():
             copy_into(self._model, {name: part})
-        inside = self._model.get_base_model()
-        layers = {n: m for n, m in inside.named_modules() if hasattr(m, "get_delta_weight")}
-        for name, weight in inside.named_parameters():
-            layer, _, tail = name.rpartition(".base_layer.")
-            if tail == "weight" and layer in layers:
-                delta = sum(
-                    layers[layer].get_delta_weight(adapter).float()
-                    for adapter in layers[layer].active_adapters
-                    if adapter in layers[layer].scaling
-                )
-                yield f"{layer}.weight", (weight.float() + delta).to(weight.dtype)
-            elif ".lora_" not in name:
-                yield name.replace(".base_layer.", "."), weight.detach().clone()
+        yield from self._below()
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the model with its adapters."""
         return fingerprint_of(self._model)
 
+    def _below(self) -> Iterator[tuple[str, Tensor]]:
+        inside = self._model.get_base_model()
+        layers = {n: m for n, m in inside.named_modules() if hasattr(m, "get_delta_weight")}
+        for name, weight in inside.named_parameters():
+            layer, _, tail = name.rpartition(".base_layer.")
+            if tail == "weight" and layer in layers:
+                yield f"{layer}.weight", self._sum(layers[layer], weight)
+            elif ".lora_" not in name:
+                yield name.replace(".base_layer.", "."), weight.detach().clone()
+
+    def _sum(self, layer: Any, weight: Tensor) -> Tensor:
+        found = (a for a in layer.active_adapters if a in layer.scaling)
+        delta: Tensor = sum(layer.get_delta_weight(adapter).float() for adapter in found)
+        return (weight.float() + delta).to(weight.dtype)
+
+
+class AdapterWeights(MergedWeights):
+    """What vLLM loads of a model in adapters (LoRA): the weights below once, and then the adapters,
+    which it keeps apart. Rounding the sum would lose most of a small update (docs/vllm.md).
+
+    Attributes:
+        adapters: folder to which the adapters are written, as PEFT does.
+        lora_rank: their rank.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._folder = TemporaryDirectory(prefix="adapters-")
+        self.adapters = self._folder.name
+        self.lora_rank = max(config.r for config in self._model.peft_config.values())
+        self._loaded = False
+
+    @torch.no_grad()
+    def tensors(self, arriving: Mapping[str, Tensor | TensorPart]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights below the first time, after the adapters have arrived."""
+        for name, part in arriving.items():
+            copy_into(self._model, {name: part})
+        # What is tied is in no adapter, and peft would ask the hub about it.
+        self._model.save_pretrained(self.adapters, save_embedding_layers=False)
+        if not self._loaded:
+            yield from self._below()
+            self._loaded = True
+
+    def _sum(self, layer: Any, weight: Tensor) -> Tensor:
+        return weight.detach().clone()
+
 
 Source = FullWeights | MergedWeights
 
 
-def source_of(model: nn.Module) -> Source:
+def source_of(model: Any) -> Source:
     """Return the source of the weights of a model on the CPU; one in adapters is changed."""
-    return MergedWeights(model) if hasattr(model, "peft_config") else FullWeights(model)
+    if not hasattr(model, "peft_config"):
+        return FullWeights(model)
+    if why := _why_merged(model):
+        warnings.warn(
+            f"vLLM gets the adapters merged into the weights: {why}. In bfloat16 that rounds small "
+            "updates away",
+            stacklevel=2,
+        )
+        return MergedWeights(model)
+    return AdapterWeights(model)
+
+
+def _why_merged(model: Any) -> str:
+    """Return why vLLM cannot have a model's adapters as they are; empty where it can."""
+    configs = list(model.peft_config.values())
+    if len(configs) > 1:
+        return "there are several"
+    (config,) = configs
+    if getattr(config, "use_dora", False):
+        return "vLLM has no DoRA"
+    if config.modules_to_save or getattr(config, "bias", "none") != "none":
+        return "they have whole layers or biases"
+    if config.r > MOST_RANK or config.rank_pattern or config.alpha_pattern:
+        return f"they have several ranks, or one above {MOST_RANK}"
+    inside = model.get_base_model()
+    around = {id(inside.get_input_embeddings()), id(inside.get_output_embeddings())}
+    for name, module in inside.named_modules():
+        if hasattr(module, "get_delta_weight") and (
+            id(module) in around or not isinstance(module.get_base_layer(), nn.Linear)
+        ):
+            return f"{name} has one"
+    return ""

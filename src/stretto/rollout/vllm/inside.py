@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -59,6 +60,9 @@ class ChannelTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
         # It warns of layers without weights of their own; what is missing is looked for below.
         logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
         # Before that, as layers with one weight (tied) then wait for it each by itself.
+        self._wrapped = list(_adapted(self.model))
+        for parent, name, layer in self._wrapped:  # its loader knows no layers in adapters
+            setattr(parent, name, layer.base_layer)
         self._wanted = {name for name, _ in self.model.named_parameters()}
         self._tied = list(_tied(self.model))
         initialize_layerwise_reload(self.model)
@@ -92,9 +96,19 @@ class ChannelTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
         finalize_layerwise_reload(self.model, self.model_config)
         for layer in self._tied:
             layer.quant_method.process_weights_after_loading(layer)
+        for parent, name, layer in self._wrapped:
+            setattr(parent, name, layer)
 
     def shutdown(self) -> None:
         """Do nothing: the channel was not opened here."""
+
+
+def _adapted(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, Any]]:
+    """Yield layers in adapters, each with the module that has it, and its name there."""
+    for parent in model.modules():
+        for name, layer in parent.named_children():
+            if isinstance(layer, BaseLayerWithLoRA):
+                yield parent, name, layer
 
 
 def _tied(model: torch.nn.Module) -> Iterator[Any]:

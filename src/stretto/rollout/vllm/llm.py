@@ -11,7 +11,8 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal, NamedTuple
+from itertools import chain
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ OURS = frozenset(
         "max_logprobs", "async_scheduling", "generation_config", "weight_transfer_config",
         "trust_remote_code", "tensor_parallel_size", "pipeline_parallel_size",
         "data_parallel_size", "distributed_executor_backend", "enable_prefix_caching",
-        "enable_lora", "speculative_config", "seed",
+        "enable_lora", "max_lora_rank", "max_loras", "speculative_config", "seed",
     }
 )  # fmt: skip
 """Engine arguments that follow from other settings, or that the engine could not do without."""
@@ -87,11 +88,20 @@ def installed() -> Version | None:
     return None
 
 
-def open_requests(settings: EngineSettings, kv_bytes_per_token: int) -> LlmRequests:
-    """Start vLLM in this process, with random weights; raises EngineError if it does not start."""
+def open_requests(
+    settings: EngineSettings, kv_bytes_per_token: int, lora_rank: int = 0
+) -> LlmRequests:
+    """Start vLLM in this process, with random weights, and for adapters of a rank if it is not 0;
+    raises EngineError if it does not start.
+    """
     check_version()
     _prepare_environment(settings)
     arguments = _arguments(settings, kv_bytes_per_token)
+    if lora_rank:
+        from vllm.config.lora import MaxLoRARanks
+
+        rank = min(rank for rank in get_args(MaxLoRARanks) if rank >= lora_rank)
+        arguments |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -197,6 +207,7 @@ class LlmRequests:
     def __init__(self, engine: Any, settings: EngineSettings, kv_bytes_per_token: int) -> None:
         self._engine, self._settings = engine, settings
         self._probes = 0
+        self._lora: Any = None  # the adapters that all requests use
         self.longest, self.kv_bytes_per_token = settings.longest, kv_bytes_per_token
         self.seeds_positions = bool(engine.vllm_config.use_v2_model_runner)
         self.sleeps = bool(settings.rollout.engine_args.get("enable_sleep_mode"))
@@ -254,12 +265,21 @@ class LlmRequests:
                 found[place] = output.outputs[0].logprobs.logprobs[-1]  # after the sampled one's
         return found
 
-    def load(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take new weights, whole tensors by their names in the model's files."""
-        tell = self._engine.collective_rpc
-        tell("start_weight_update")
-        tell("update_weights", args=({"tensors": tensors},))
-        tell("finish_weight_update")
+    def load(self, tensors: Iterable[tuple[str, Tensor]], version: int, adapters: str = "") -> None:
+        """Take new weights, whole tensors by their names in the model's files, if there are any;
+        then the adapters that are in a folder.
+        """
+        coming = iter(tensors)
+        if first := next(coming, None):
+            tell = self._engine.collective_rpc
+            tell("start_weight_update")
+            tell("update_weights", args=({"tensors": chain([first], coming)},))
+            tell("finish_weight_update")
+        if adapters:
+            from vllm.lora.request import LoRARequest
+
+            self._lora = LoRARequest("actor", 1, adapters)
+            self._engine.add_lora(LoRARequest("actor", 1, adapters, load_inplace=True))
         self._engine.set_weight_version(str(version))
 
     def sleep(self) -> None:
@@ -283,4 +303,4 @@ class LlmRequests:
             **given,
         )
         prompt = {"prompt_token_ids": list(tokens), "cache_salt": salt}
-        self._engine.add_request(request, prompt, parameters)
+        self._engine.add_request(request, prompt, parameters, lora_request=self._lora)
