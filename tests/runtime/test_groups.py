@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import pickle
 import resource
 import signal
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.rollout.vllm import llm
 from stretto.runtime.kv_transfer import KVRouter
+from stretto.runtime.run import Run, start
 from stretto.types import FinishReason, Prompt, Reply, Response, Score, TrainBatch, WeightsRef, Work
 from stretto.weights.channel import SharedChannel, fetched
 from stretto.workers.connection import NotConnectedError
@@ -620,9 +624,6 @@ def test_a_channel_hands_on_the_tensors_of_a_ticket() -> None:
 
 def test_the_schedules_state_is_plain_data(tiny_folder: Path, tmp_path: Path) -> None:
     """No tensors: weights travel by tickets."""
-    from contextlib import ExitStack
-
-    from stretto.runtime.run import start
     from stretto.workers.drive import drive
 
     config = settings(tiny_folder, schedule={"preset": "async"}, steps=3)
@@ -639,3 +640,39 @@ def test_the_schedules_state_is_plain_data(tiny_folder: Path, tmp_path: Path) ->
         drive(body())
         run.workers.close()
     assert json.loads(json.dumps(states[0], default=list))["weights"].keys() == {"actor", "critic"}
+
+
+def test_a_sharded_learner_trains_while_a_follower_sleeps(tiny_folder: Path) -> None:
+    """Two of its ranks send to a generator that is stopped; a step is taken, and then it wakes."""
+    processes = [{"roles": ["learner"], "fsdp": 2}]
+    changes = {**RLOO, "schedule": {"preset": "async"}, "cluster": {"processes": processes}}
+    config = settings(tiny_folder, runtime="local", **changes)
+    tokens, logprobs = np.full(8, 65, np.int32), np.full(8, -3.0, np.float32)
+    ids, whole = np.arange(4), np.full(4, True)
+    rewards = {s.name: np.arange(4, dtype=np.float32) for s in config.reward.parsed}
+    batch = TrainBatch(
+        ids, ((66, 67),) * 4, ids // 2, np.full(4, 2), whole, tokens, logprobs,
+        np.full(8, -1, np.int32),  # of no version that engine and learner must agree on
+        rewards, dict.fromkeys(rewards, whole), {"logprobs": logprobs},
+    )  # fmt: skip
+    events: list[str] = []
+
+    async def slept(run: Run) -> None:
+        trainer, generator = (run.workers.executors[n] for n in ("learner", "generator"))
+        ref = trainer.ask("publish").value["actor"]
+        os.kill(generator.facts[0].pid, signal.SIGSTOP)
+        try:
+            syncing = asyncio.ensure_future(
+                asyncio.to_thread(run.sync.transfer, ref, ["generator"])
+            )
+            syncing.add_done_callback(lambda _: events.append("synced"))
+            await trainer.call("train", batch)
+            events.append("trained")
+        finally:
+            os.kill(generator.facts[0].pid, signal.SIGCONT)
+        outcome = (await syncing)["generator"]
+        assert isinstance(outcome, Reply), outcome
+
+    with ExitStack() as stack:
+        asyncio.run(slept(start(config, stack, lambda _: None)))
+    assert events == ["trained", "synced"]

@@ -76,11 +76,11 @@ class ClusterConfig(Section):
     start_timeout_s: Positive = 600.0
     """Seconds in which a process must have started and joined its group."""
     weight_sync_timeout_s: Positive = 60.0
-    """Seconds in which weights must have arrived; then the transfer is broken off and tried once more. At most a quarter of schedule.deadline_s."""
+    """Seconds in which weights must have arrived, or ten times as long as they usually take; then the transfer is broken off and tried once more. At most a quarter of schedule.deadline_s."""
     bucket_mb: PositiveInt = 64
     """MiB of weights that travel at a time; each side of a transfer has two buffers of this size."""
     probe_tolerance: Positive | Literal["auto"] = "auto"
-    """Largest difference (root mean square, in nats) between the log-probs of engine and learner on a fixed probe after each weight sync. auto: 0.001 in float32, 0.2 in bfloat16."""
+    """Largest difference (root mean square, in nats) between the log-probs of engine and learner on a fixed probe after each weight sync. auto: four times that of the first sync, and at most 0.001 in float32, 0.2 in bfloat16."""
     interface: str = ""
     """Network interface on which processes of a cluster talk; empty: the loopback with runtime = 'local', the one that leads to the driver with 'ray'."""
     address: str = ""
