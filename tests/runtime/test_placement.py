@@ -301,8 +301,28 @@ def test_on_ray_each_rank_that_uses_a_gpu_has_one_and_others_have_none(
     with ExitStack() as stack:
         launcher.prepare(found, stack)
     assert [bundle.gpus for bundle in opened] == [1.0] * 8 + [0.0] * 2
+    opened.clear()
+    processes = [{"roles": ["learner"], "fsdp": 2, "tp": 2}, {"roles": ["generator"], "tp": 4}]
+    found = places(config(cluster={"processes": [*processes, *scorers]}), 8, 8)
+    with ExitStack() as stack:
+        launcher.prepare(found, stack)
+    # Ranks that share out layers have one bundle, which Ray puts on one node.
+    assert [bundle.gpus for bundle in opened] == [2.0, 2.0, 4.0, 0.0, 0.0]
+    assert launcher._positions[found[0].name] == [0, 0, 1, 1]
+    assert launcher._positions[found[1].name] == [2] * 4
     assert gpu_share(16, 8) == gpu_share(9, 8) == 0.5
     assert gpu_share(3, 0) == 0.0
+
+
+def test_a_driver_without_gpus_counts_those_of_its_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = SimpleNamespace(gpus=16.0)
+    monkeypatch.setattr("stretto.workers.ray_cluster.find", lambda: found)
+    assert RayLauncher(ClusterConfig(address="auto"), "cuda", print).gpus == 16
+    assert RayLauncher(ClusterConfig(address="auto"), "cpu", print).gpus == 0
+    with raises(ConfigError, "no-cuda"):
+        RayLauncher(ClusterConfig(), "cuda", print)
 
 
 def test_a_gpus_number_is_refused_on_ray() -> None:

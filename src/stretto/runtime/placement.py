@@ -39,6 +39,7 @@ class ProcessPlacement:
     devices: tuple[str, ...]  # of each rank, as torch names it
     offload: bool = False  # roles leave tensors in the host's memory while others of them work
     python: str = ""  # interpreter of the ranks; empty for this one
+    tp: int = 1  # neighbouring ranks, which share out layers and belong on one machine
 
     @property
     def device(self) -> str:
@@ -97,6 +98,7 @@ def places(
                 tuple(_device(process.device, rank, first + rank, gpus) for rank in range(ranks)),
                 process.offload,
                 process.python,
+                process.tp,
             )
         )
     _check_devices(found, gpus)

@@ -260,8 +260,7 @@ class Launcher:
 
     def __init__(self, config: ClusterConfig, device: Device, say: Say) -> None:
         self._config, self._say = config, say
-        on_gpus = pick_device(device).type == "cuda"
-        self.gpus = torch.cuda.device_count() if on_gpus else 0  # 0 places all on CPUs
+        self.gpus = self._count_gpus(device)  # 0 places all on CPUs
 
     def prepare(self, processes: Sequence[ProcessPlacement], stack: ExitStack) -> None:
         """Make ready for these processes: libraries are imported while this process goes on."""
@@ -281,32 +280,33 @@ class Launcher:
     def launch(self, process: ProcessPlacement, specs: Sequence[RankSpec]) -> Launched:
         return ForkedProcesses(specs, python=process.python)
 
+    def _count_gpus(self, device: Device) -> int:
+        return torch.cuda.device_count() if pick_device(device).type == "cuda" else 0
+
 
 class RayLauncher(Launcher):
-    """A launcher of processes on a Ray cluster: one placement group, a bundle for each process."""
+    """A launcher of processes on a Ray cluster: one placement group, a bundle for each rank, or for
+    those that share out layers: a bundle is on one node.
+    """
 
     def __init__(self, config: ClusterConfig, device: Device, say: Say) -> None:
         super().__init__(config, device, say)
         self.interface = config.interface
         self._cluster: RayCluster | None = None
         self._positions: dict[str, list[int]] = {}
-        if config.address and device != "cpu":
-            from stretto.workers.ray_cluster import find
-
-            found = find()
-            self.gpus = int(found.gpus) if found else 0
 
     def prepare(self, processes: Sequence[ProcessPlacement], stack: ExitStack) -> None:
         from stretto.workers.ray_cluster import Bundle, RayCluster
 
-        ranks = [process for process in processes for _ in process.devices]
-        share = gpu_share(sum(process.device != "cpu" for process in ranks), self.gpus)
-        bundles = [
-            Bundle(float(max(process.threads, 1)), 0.0 if process.device == "cpu" else share)
-            for process in ranks
-        ]
-        for i, process in enumerate(ranks):
-            self._positions.setdefault(process.name, []).append(i)
+        on_gpus = [len(process.devices) for process in processes if process.device != "cpu"]
+        share, bundles = gpu_share(sum(on_gpus), self.gpus), list[Bundle]()
+        for process in processes:
+            gpus = 0.0 if process.device == "cpu" else share * process.tp
+            bundle = Bundle(float(max(process.threads, 1) * process.tp), gpus)
+            first = len(bundles)
+            bundles += [bundle] * (len(process.devices) // process.tp)
+            ranks = range(len(process.devices))
+            self._positions[process.name] = [first + rank // process.tp for rank in ranks]
         here = not self._config.address
         self._cluster = cluster = RayCluster(
             bundles,
@@ -329,7 +329,16 @@ class RayLauncher(Launcher):
 
         assert self._cluster is not None
         places = self._positions[process.name]
-        return ActorProcesses(specs, self._cluster, places, python=process.python)
+        return ActorProcesses(specs, self._cluster, places, 1 / process.tp, process.python)
+
+    def _count_gpus(self, device: Device) -> int:
+        """Count those of the cluster: the driver's own machine may have none."""
+        if not self._config.address or device == "cpu":
+            return super()._count_gpus(device)
+        from stretto.workers.ray_cluster import find
+
+        found = find()
+        return int(found.gpus) if found else 0
 
 
 def gpu_share(ranks: int, gpus: int) -> float:
