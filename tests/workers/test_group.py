@@ -22,7 +22,15 @@ from helpers import ManualClock
 from raising import raises
 from stretto.errors import ConfigError, EngineError, RankError, RoleLostError
 from stretto.types import Reply, Work
-from stretto.workers.group import GroupExecutor, Host, Makes, ServiceGroup, ahead
+from stretto.workers.group import (
+    GroupExecutor,
+    Host,
+    Makes,
+    ServiceGroup,
+    ahead,
+    amount,
+    deadline_s,
+)
 from stretto.workers.rank import Facts, check
 from stretto.workers.ranks import Ranks
 from stretto.workers.services import Service
@@ -62,6 +70,11 @@ class Counter(Service):
 
     def release(self) -> None:
         self.released.set()
+
+    def stall(self) -> Reply[None]:
+        """Have the next :meth:`hold` wait again."""
+        self.released.clear()
+        return Reply(None)
 
     def warn(self) -> Reply[None]:
         import warnings
@@ -152,6 +165,32 @@ def test_a_bug_ends_the_process_and_its_traceback_is_a_note(group: ServiceGroup)
     asyncio.run(body())
 
 
+def test_a_call_that_takes_far_longer_than_others_is_taken_to_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of one kind: 20 times the median, for as much work, once five are known; at half a line."""
+    assert deadline_s([1.0] * 4, 10.0) is None
+    assert deadline_s([1.0, 2.0, 9.0, 1.0, 2.0], 100.0) == 20 * 2.0 * 100
+    assert deadline_s([1e-3] * 5, 1.0) == 300.0
+    assert amount("decode", (128, 0)) == 128
+    assert amount("extend", ([],)) == 1
+    monkeypatch.setattr("stretto.workers.group.QUICK_S", 0.5)
+    said: list[str] = []
+    group = ServiceGroup("counter", partial(launch, {"two": (Counter, (2,))}, say=said.append))
+    try:
+        executor = GroupExecutor(group, "two")
+        executor.aside_on_all("release", timeout_s=60.0)
+        for _ in range(5):
+            executor.ask("hold")
+        assert not said
+        executor.ask("stall")
+        with raises(RankError, "rank-silent", "0.5 s"):
+            executor.ask("hold")
+    finally:
+        group.close()
+    assert said == ["the process of the counter: 'call' has taken 0.25 s; it may 0.5 s"]
+
+
 def test_a_process_at_work_answers_on_the_side(group: ServiceGroup) -> None:
     two = GroupExecutor(group, "two")
     worker = threading.Thread(target=lambda: two.ask("hold"))
@@ -228,7 +267,7 @@ class Drifting:
     def __init__(self, clock: ManualClock) -> None:
         self.clock = clock
 
-    def call(self, method: str, *args: Any) -> list[Any]:
+    def call(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         if method == "now":
             return [self.clock.now() * 1.01]
         self.clock.advance(0.25)

@@ -244,7 +244,7 @@ class ScheduleConfig(Section):
     threads: tuple[()] | tuple[PositiveInt, PositiveInt, PositiveInt] = ()
     """CPU threads of each engine, of scoring and of training where they overlap; empty shares the cores out."""
     deadline_s: Positive = 1800.0
-    """Seconds that a role may take to answer one call. After that the run ends and names the role."""
+    """Seconds that a role may take to answer one call, and an engine for each 4,096 tokens that it is to decode in one. After that the run ends and names the role. Over processes, a call that takes 20 times as long as usual, and 300 seconds, is taken to hang before."""
 
     @property
     def knobs(self) -> Knobs:

@@ -211,13 +211,17 @@ class Guard:
         """Return whether the role may be given work."""
         return self.member.serves
 
-    async def ask(self, work: Awaitable[T], rollout_ids: Iterable[int] = ()) -> T:
-        """Return what the role answers; raise GoneError if it is lost or late, and replaced."""
+    async def ask(
+        self, work: Awaitable[T], rollout_ids: Iterable[int] = (), deadlines: float = 1.0
+    ) -> T:
+        """Return what the role answers; raise GoneError if it is lost or late, and replaced. Long
+        work has several ``deadlines``.
+        """
         if not self._fleet.restarts:
-            return await self._answered(work, rollout_ids)
+            return await self._answered(work, rollout_ids, deadlines)
         life = self.member.lives
         try:
-            answer = await self._answered(work, rollout_ids)
+            answer = await self._answered(work, rollout_ids, deadlines)
         except (RoleLostError, StalledError) as error:
             if self._is_at(life):
                 self._note_loss(error)
@@ -264,8 +268,11 @@ class Guard:
                 break
         self.member.note("loaded")
 
-    async def _answered(self, work: Awaitable[T], rollout_ids: Iterable[int] = ()) -> T:
-        return await answered(work, self._context.deadline_s, self.name, rollout_ids)
+    async def _answered(
+        self, work: Awaitable[T], rollout_ids: Iterable[int] = (), deadlines: float = 1.0
+    ) -> T:
+        limit_s = deadlines * self._context.deadline_s
+        return await answered(work, limit_s, self.name, rollout_ids)
 
     def _newest(self) -> WeightsRef | None:
         return self.weights or self._fleet.held.get(self._follows)

@@ -17,6 +17,9 @@ from stretto.schedules.rollout import Rollout
 from stretto.schedules.waits import Work
 from stretto.types import Chunk, WeightsRef
 
+DEADLINE_TOKENS = 4096
+"""Tokens of each rollout that an engine may take ``schedule.deadline_s`` for."""
+
 
 class _Engine:
     """A generator, the rollouts that it holds, and what is on its way to it."""
@@ -159,9 +162,9 @@ class Pool:
     async def _decode(self, engine: _Engine, max_tokens: int, stop_after: int) -> Sequence[Chunk]:
         held, start_s = engine.held, self._context.clock.now()
         try:
-            chunks, steps = await engine.guard.ask(
-                engine.generator.decode(max_tokens, stop_after), held
-            )
+            decoding = engine.generator.decode(max_tokens, stop_after)
+            deadlines = max(1.0, max_tokens / DEADLINE_TOKENS)
+            chunks, steps = await engine.guard.ask(decoding, held, deadlines)
         except GoneError:
             return ()
         if not chunks:

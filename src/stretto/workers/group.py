@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from statistics import median
 from typing import Any
 
 from stretto.errors import RankError, RoleLostError, StrettoError
@@ -16,6 +18,9 @@ from stretto.workers.services import Service, ServiceTensors, offloaded_of
 from stretto.workers.threads import Executor, WorkerThread
 
 SAMPLES = 5  # round trips by which the distance of two clocks is measured
+SLOW = 20.0  # times as long as usual, and a call is taken to hang
+QUICK_S = 300.0  # in which no call is
+KNOWN, LATEST = 5, 31  # calls after which the usual time is known, and those that tell it
 
 Makes = Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]]
 """How each service is made, by name: an importable function, and its arguments."""
@@ -68,14 +73,18 @@ class ServiceGroup:
         self.replaceable = replaceable
         self.generation = 0  # groups that have died or been ended before this one
         self._restarting = asyncio.Lock()
+        self._paces: dict[tuple[str, str], deque[float]] = {}  # seconds of calls, by their amount
         self._closed, self._ahead_s = False, 0.0
         self._open()
 
     def ask(self, service: str, method: str, *args: Any) -> Any:
         """Return a method's result; a reply with times by this process's clock. Blocks."""
-        sent_s = self._clock.now()
-        answers = self.ranks.call("call", service, method, args)
+        paces = self._paces.setdefault((service, method), deque(maxlen=LATEST))
+        size, sent_s = amount(method, args), self._clock.now()
+        limit_s = deadline_s(paces, size)
+        answers = self.ranks.call("call", service, method, args, timeout_s=limit_s)
         came_s = self._clock.now()
+        paces.append((came_s - sent_s) / size)
         answer = next((a for a in answers if isinstance(a, StrettoError)), answers[0])
         if isinstance(answer, StrettoError):
             raise answer
@@ -134,6 +143,20 @@ class ServiceGroup:
             return after_s - before_s, (before_s + after_s) / 2 - theirs_s
 
         return min(trip() for _ in range(SAMPLES))[1]  # by the shortest one
+
+
+def amount(method: str, args: Sequence[Any]) -> float:
+    """Return by what the time of a call grows: tokens to decode or to train on, or nothing."""
+    if method == "decode":
+        return float(args[0])
+    return float(max(args[0].total_tokens, 1)) if method == "train" else 1.0
+
+
+def deadline_s(paces: Sequence[float], size: float) -> float | None:
+    """Return the seconds that a call may take, by those of others and its own amount; ``None``
+    before enough of them are known.
+    """
+    return max(QUICK_S, SLOW * median(paces) * size) if len(paces) >= KNOWN else None
 
 
 def ahead(known_s: float, works: Sequence[Work], sent_s: float, came_s: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -88,6 +89,7 @@ class Ranks:
         self._calling, self._closed = Lock(), False
         self._died: RankError | None = None
         self._tell: Callable[[RankError], None] = lambda _: None
+        self._say = say
         self._connections: list[RankConnection] = []
         made = _step("make", make, arguments)
         until_s = time.monotonic() + timeout_s
@@ -118,9 +120,11 @@ class Ranks:
                 self.close()
                 raise
 
-    def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on all ranks at once; return the results. RankError has what was raised."""
-        return self._call(method, repeat(_step("call", method, args), self._size))
+    def call(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+        """Call a method on all ranks at once; return the results. RankError has what was raised, or
+        says which did not answer in time; at half of it a line does.
+        """
+        return self._call(method, repeat(_step("call", method, args), self._size), timeout_s)
 
     def call_each(self, method: str, per_rank: Iterable[tuple[Any, ...]]) -> list[Any]:
         """Call a method with arguments of its own for each rank, which are sent one by one."""
@@ -183,12 +187,15 @@ class Ranks:
         for rank, connection in enumerate(connections):
             self._connections.append(RankConnection(connection, say, partial(ended, rank)))
 
-    def _call(self, method: str, messages: Iterable[memoryview]) -> list[Any]:
+    def _call(
+        self, method: str, messages: Iterable[memoryview], timeout_s: float | None = None
+    ) -> list[Any]:
         with self._calling:
             if self._closed:
                 raise self._died or _ended()
             try:
-                return self._take(self._words.get(method, f"'{method}'"), messages)
+                until_s = None if timeout_s is None else time.monotonic() + timeout_s
+                return self._take(self._words.get(method, f"'{method}'"), messages, until_s)
             except BaseException:  # Ctrl-C too: ranks in the middle of work are of no more use
                 self.close()
                 raise
@@ -202,9 +209,18 @@ class Ranks:
             raise _ended()
         silent = {future: rank for rank, future in enumerate(asked)}
         raised: list[tuple[int, Failed]] = []
+        limit_s = math.inf if until_s is None else until_s - time.monotonic()
+        half_s = time.monotonic() + limit_s / 2  # when a line is said
         while silent:
             left_s = None if until_s is None else max(0.0, until_s - time.monotonic())
+            if until_s is not None and half_s < until_s:
+                left_s = max(0.0, half_s - time.monotonic())
             done = wait(silent, left_s, FIRST_COMPLETED).done
+            if not done and until_s is not None and half_s < until_s:
+                late = ", ".join(map(self._name, sorted(silent.values())))
+                self._say(f"{late}: {doing} has taken {limit_s / 2:.3g} s; it may {limit_s:.3g} s")
+                half_s = math.inf
+                continue
             if not done:
                 break
             for future in [future for future in silent if future in done]:
@@ -224,7 +240,7 @@ class Ranks:
             raise _explained(error, rank, failed)
         if silent:
             ranks = sorted(silent.values())
-            what = f"did not come to the end of {doing} in {self._timeout_s:g} s"
+            what = f"did not come to the end of {doing} in {limit_s:.3g} s"
             error = self._error(ranks[0], what, "rank-silent")
             error.add_note(f"Silent: rank {', '.join(map(str, ranks))}.\n{self.stacks()}")
             raise error
