@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from helpers import llama
 from stretto.config import ModelConfig
@@ -103,6 +106,24 @@ def test_of_parts_that_come_from_four_ranks_one_parameter_is_held() -> None:
     largest = max(p.nbytes for p in model.parameters())
     assert not waiting
     assert max(held) <= largest + 4 * 256  # a bucket's small parameters may begin together
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_experts_come_as_they_are_in_files(kind: str, tmp_path: Path) -> None:
+    """transformers keeps a layer's experts in two tensors, and files have three an expert."""
+    config = AutoConfig.for_model(
+        kind, vocab_size=13, hidden_size=8, intermediate_size=12, moe_intermediate_size=6,
+        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, num_experts=3,
+        num_local_experts=3, num_experts_per_tok=2, head_dim=4, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    files = load_file(tmp_path / "model.safetensors")
+    source = source_of(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    came = dict(source.tensors({n: p.detach() for n, p in model.named_parameters()}))
+    assert came.keys() == files.keys() != dict(model.named_parameters()).keys()
+    assert all(came[name].equal(tensor) for name, tensor in files.items())
+    assert source.fingerprint() == fingerprint_of(model)
 
 
 def test_adapters_are_merged_under_the_names_of_the_plain_model() -> None:

@@ -224,6 +224,32 @@ class VllmEngine(Engine):
         return chunk
 
 
+class _FileNames:
+    """The names and shapes that a model's parameters have in its files, which is what vLLM's
+    loaders know: transformers keeps the experts of a layer in one, for example.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model: Any = model
+        empty = {n: p.detach().to("meta") for n, p in model.named_parameters() if ".lora_" not in n}
+        self._same = {n.replace(".base_layer.", ".") for n in empty} == self._revert(
+            {n.replace(".base_layer.", "."): p for n, p in empty.items()}
+        ).keys()
+
+    def __call__(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield what a parameter is in files."""
+        if self._same:
+            yield name, tensor
+        else:
+            yield from self._revert({name: tensor}).items()
+
+    def _revert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        found: dict[str, Tensor] = revert_weight_conversion(self._model, tensors)
+        return found
+
+
 class FullWeights:
     """What vLLM loads of a model without adapters: frozen weights, and those that travel."""
 
@@ -234,13 +260,13 @@ class FullWeights:
         named = dict(model.named_parameters())
         self._shapes = {n: tuple(p.shape) for n, p in named.items()}
         self._still = {n: final(p) for n, p in named.items() if n not in trained}
-        self._running = RunningFingerprint(named)
+        self._running, self._as_in_files = RunningFingerprint(named), _FileNames(model)
 
     def tensors(self, arriving: Mapping[str, Tensor | TensorPart]) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors, each the taker's: those that do not change, then those that arrive."""
         for name, tensor in chain(self._still.items(), self._full(arriving)):
             self._running.take(name, tensor)
-            yield name, tensor
+            yield from self._as_in_files(name, tensor)
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the learner's model, of what was yielded last."""
@@ -274,6 +300,7 @@ class MergedWeights:
 
     def __init__(self, model: nn.Module) -> None:
         self._model: Any = model
+        self._as_in_files = _FileNames(self._model.get_base_model())
 
     @torch.no_grad()
     def tensors(self, arriving: Mapping[str, Tensor | TensorPart]) -> Iterator[tuple[str, Tensor]]:
@@ -292,9 +319,10 @@ class MergedWeights:
         for name, weight in inside.named_parameters():
             layer, _, tail = name.rpartition(".base_layer.")
             if tail == "weight" and layer in layers:
-                yield f"{layer}.weight", self._sum(layers[layer], weight)
+                yield from self._as_in_files(f"{layer}.weight", self._sum(layers[layer], weight))
             elif ".lora_" not in name:
-                yield name.replace(".base_layer.", "."), weight.detach().clone()
+                plain = name.replace(".base_layer.", ".")
+                yield from self._as_in_files(plain, weight.detach().clone())
 
     def _sum(self, layer: Any, weight: Tensor) -> Tensor:
         found = (a for a in layer.active_adapters if a in layer.scaling)
