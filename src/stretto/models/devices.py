@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from threading import Lock
 from typing import Any
 
 import psutil
@@ -81,8 +82,14 @@ class Backend:
             to.copy_(source)
 
     def capture(self, run: Callable[[], Outputs], pool: Any) -> tuple[Any, Outputs]:
-        """Capture ``run``, in a pool of CUDA graphs' memory; return the graph and its outputs."""
+        """Capture ``run``, in a pool of CUDA graphs' memory; return the graph and its outputs.
+        Raises RuntimeError where that cannot be; the thread's stream is then what it was.
+        """
         raise NotImplementedError
+
+
+_CAPTURES = Lock()
+"""Held during a capture: torch allows one at a time in a process."""
 
 
 class CudaBackend(Backend):
@@ -132,15 +139,19 @@ class CudaBackend(Backend):
         stream.synchronize()
 
     def capture(self, run: Callable[[], Outputs], pool: Any) -> tuple[Any, Outputs]:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # lazy allocations and library handles come before capture
-            for _ in range(2):
-                run()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            outputs = run()
+        before = torch.cuda.current_stream()
+        # torch leaves its own stream in place where a capture fails at its end: hence the second.
+        with _CAPTURES, torch.cuda.stream(before):
+            side = torch.cuda.Stream()
+            side.wait_stream(before)
+            with torch.cuda.stream(side):  # lazy allocations and handles come before the capture
+                for _ in range(2):
+                    run()
+            before.wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            # The default mode would fail where a scorer or learner uses the GPU in another thread.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                outputs = run()
         return graph, outputs
 
 
