@@ -89,8 +89,8 @@ class TorchEngine(Engine):
         own = ModelPass(model, SlotCache(2), config)
         with torch.inference_mode():
             check_cache(own, own.next_logits, own.head.logits)
-        self._device = next(model.parameters()).device
-        self._backend = backend_of(self._device)
+        self.device = next(model.parameters()).device
+        self._backend = backend_of(self.device)
         self._cache = SlotCache(0)
         self._pass = ModelPass(model, self._cache, config)
         self._packed = PackedLinears(backbone(model), unwrapped(model).get_output_embeddings())
@@ -119,7 +119,7 @@ class TorchEngine(Engine):
 
     @torch.inference_mode()
     def logprobs(self, sequences: IntArray) -> FloatArray:
-        ids, found = torch.from_numpy(sequences.astype(np.int64)).to(self._device), []
+        ids, found = torch.from_numpy(sequences.astype(np.int64)).to(self.device), []
         if self._probe is None or self._probe.cache.slots != len(ids):
             self._probe = ModelPass(self.model, SlotCache(len(ids)), self._config)
         self._probe.cache.reserve(ids.shape[1])
@@ -178,7 +178,7 @@ class TorchEngine(Engine):
 
     @torch.inference_mode()
     def _read_prompt(self, tokens: int) -> None:
-        ids = torch.ones(1, tokens, dtype=torch.long, device=self._device)
+        ids = torch.ones(1, tokens, dtype=torch.long, device=self.device)
         hidden = backbone(self.model)(input_ids=ids, use_cache=False).last_hidden_state
         hidden[0, -1, 0].item()
 
@@ -209,7 +209,7 @@ class TorchEngine(Engine):
         for _ in range(coming):
             row = self._waiting.popleft()
             if row.kv:
-                self._cache.put(len(self._rows), row.kv, self._device)
+                self._cache.put(len(self._rows), row.kv, self.device)
                 row.kv = None
             self._rows.append(row)
 
@@ -257,7 +257,7 @@ class TorchEngine(Engine):
             [row.seed for row in rows],
             [row.generated for row in rows],
         )
-        inputs = StepInputs(*(torch.tensor(c, device=self._device) for c in columns))
+        inputs = StepInputs(*(torch.tensor(c, device=self.device) for c in columns))
         read = max(row.cached for row in rows if row.ready) + 1
         self.context_tokens += read * len(rows)
         tokens, logprobs = (x.tolist() for x in self._step_pass(inputs, read))
