@@ -29,6 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from _shared import parse
 from stretto.algorithms.experience import LossInputs
 from stretto.config import Config
+from stretto.models.forward import flat_places
 from stretto.models.heads import critic_from_actor
 from stretto.pipelines.baselines import serial_1f1b
 from stretto.pipelines.executor.instructions import Timings, makespan_us, profile
@@ -104,9 +105,9 @@ def make_batch(args: argparse.Namespace, seed: int, micro_batches: int) -> Micro
     )
     return MicroBatch(
         tokens=ids[:, :-1].clone(),
-        places=[range(PROMPT - 1, args.tokens - 1)] * b,
+        places=flat_places([range(PROMPT - 1, args.tokens - 1)] * b, args.tokens - 1),
         targets=ids[:, PROMPT:].reshape(-1),
-        inputs=inputs,
+        inputs=inputs.located(),
     )
 
 

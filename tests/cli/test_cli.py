@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from stretto import __version__, evaluation, runs
-from stretto.cli import doctor
+from stretto.cli import contracts, doctor
 from stretto.cli.main import COMMANDS, main
 from stretto.cli.train import COMMON
 from stretto.config import Config, ModelConfig, SftConfig, recipes
@@ -591,6 +592,37 @@ def test_doctor_fails_when_something_required_is_broken(
     assert "[BROKEN] peft          not installed; pip install 'peft>=0.18'" in text
     assert "[BROKEN] torch         1.9, but " in text
     assert text.endswith("2 broken; nothing can be trained before that is repaired\n")
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_doctor_checks_the_gpu_that_there_is(
+    kept: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run("doctor", "--gpu") == 1
+    assert "[BROKEN] cuda          torch sees no GPU" in capsys.readouterr().out
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"the GPU {device}")
+    found = [("chunks", True, "the same"), ("CUDA graphs", kept, "other tokens")]
+    monkeypatch.setattr(contracts, "checked", lambda device: iter(found))
+    assert run("doctor", "--gpu") == (0 if kept else 1)
+    state = "  ok  " if kept else "BROKEN"
+    assert capsys.readouterr().out.splitlines()[:3] == [
+        "[  ok  ] cuda:0        the GPU cuda:0",
+        "[  ok  ] chunks        the same",
+        f"[{state}] CUDA graphs   other tokens",
+    ]
+
+
+def test_contracts_are_kept_on_a_cpu_and_broken_ones_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = list(contracts.checked(torch.device("cpu")))
+    assert [name for name, kept, _ in found if kept] == [c.name for c in contracts.CONTRACTS]
+    monkeypatch.setattr(contracts, "EXACT", -1.0)  # no difference is as small
+    broken = {name: text for name, kept, text in contracts.checked(torch.device("cpu")) if not kept}
+    assert set(broken) == {"learner", "new weights", "streaming"}
+    assert all(text.startswith("EngineError: ") for text in broken.values())
 
 
 def _without(missing: str, versions: Any, **other: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -16,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from raising import raises
@@ -23,7 +26,7 @@ from stretto.config import ModelConfig
 from stretto.errors import ConfigError, ModelError
 from stretto.models import resolve as resolving
 from stretto.models.backend import pick_device, pick_dtype
-from stretto.models.devices import cpu_has_bfloat16
+from stretto.models.devices import Backend, CudaBackend, cpu_has_bfloat16
 from stretto.models.info import ModelInfo, described, measure
 from stretto.models.load import (
     architecture,
@@ -566,3 +569,27 @@ def test_the_real_wheel(cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
     output = model.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :]
     assert "The capital of France is Paris." in any_tokenizer.decode(output)
     assert output[-1] == 2
+
+
+def test_a_gpu_squares_gradients_without_copies_in_float64() -> None:
+    """As many numbers in float64 as there are tensors, and the sum that the copies give."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(300, 7), (5,), (0,), (64, 64)]
+    tensors = [torch.randn(shape, generator=generator) for shape in shapes]
+    made = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            out = func(*args, **(kwargs or {}))
+            made.extend([t.numel() for t in pytree.tree_leaves(out) if t.dtype == torch.float64])
+            return out
+
+    backend = CudaBackend(torch.device("cpu"))
+    with Sizes():
+        got = backend.sum_of_squares(tensors)
+    assert max(made) == len(tensors)
+    exact = math.fsum(x * x for t in tensors for x in t.flatten().tolist())
+    assert got.item() == pytest.approx(exact, rel=1e-12)
+    plain = Backend(torch.device("cpu")).sum_of_squares(tensors)
+    assert plain.item() == pytest.approx(exact, rel=1e-12)
+    assert backend.sum_of_squares([]).item() == 0

@@ -39,6 +39,7 @@ from rounding import rounding
 from stretto.config import ModelConfig, RolloutConfig, TrainingConfig
 from stretto.errors import EngineError, StrettoError
 from stretto.evaluation.answers import completed
+from stretto.models import devices
 from stretto.models.cached import SlotCache
 from stretto.models.devices import Backend, PackedLinears
 from stretto.models.load import load_causal_lm
@@ -816,7 +817,16 @@ class EagerGraph:
 
 
 class EagerBackend(Backend):
+    graphs = True
+
+    def __init__(self, most: int = sys.maxsize) -> None:
+        super().__init__(torch.device("cpu"))
+        self.captures, self._most = 0, most
+
     def capture(self, run: Callable[[], Any], pool: Any) -> tuple[Any, Any]:
+        if self.captures == self._most:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
+        self.captures += 1
         graph = EagerGraph(run)
         return graph, graph.outputs
 
@@ -826,7 +836,7 @@ def test_graphed_decode_is_eager_decode() -> None:
     config = RolloutConfig(temperature=0.9)
     slots = SlotCache(6)
     steps = ModelPass(model(), slots, config)
-    graphed = GraphedDecode(steps, EagerBackend(torch.device("cpu")))
+    graphed = GraphedDecode(steps, EagerBackend())
     slots.reserve(40)
     prompts = random_prompts([9, 30, 2, 17, 25, 300])
     for n in (1, 3, 5, 6, 2):
@@ -844,6 +854,102 @@ def test_graphed_decode_is_eager_decode() -> None:
         active = at < slots.capacity
         assert got[0][active].tolist() == expected[0][active].tolist()
         assert torch.allclose(got[1][active], expected[1][active], rtol=0, atol=1e-5)
+
+
+def test_slots_and_lengths_are_reserved_once_where_graphs_hold_their_addresses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompts = random_prompts([3, 9, 40, 11, 250, 2])
+    plain = run(engine(llama()), prompts)
+    backend = EagerBackend()
+    monkeypatch.setattr("stretto.rollout.engine.backend_of", lambda device: backend)
+    e = engine(llama(), own={"longest": 250 + LIMIT})
+    made = rollouts(prompts)
+    e.admit(told(made[:2]))
+    first = e.decode(2).chunks
+    place = e._cache._keys[0].data_ptr()
+    e.admit(told(made[2:]))  # more rows, and longer ones
+    take(first, {r.id: r for r in made})
+    finish(e, made)
+    assert [r.tokens for r in made] == [r.tokens for r in plain]
+    assert e._cache._keys[0].data_ptr() == place
+    # Rows of 2, 7 (all slots), 4 and 1 at a time; up to 256 positions, then up to all.
+    assert backend.captures <= 2 * 4
+
+
+@torch.inference_mode()
+def test_graphs_are_bounded_and_the_one_used_longest_ago_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("stretto.rollout.engine.MOST_GRAPHS", 2)
+    slots, backend = SlotCache(8), EagerBackend()
+    graphed = GraphedDecode(ModelPass(model(), slots, RolloutConfig()), backend)
+    slots.reserve(16)
+
+    def captures_after(n: int) -> int:
+        graphed(StepInputs(*torch.ones(4, n, dtype=torch.long)), 2)
+        return backend.captures
+
+    # Graphs of 1 and 2 rows; 4 rows take the place of 2, as 1 was used after it.
+    assert [captures_after(n) for n in (1, 2, 1, 4, 1, 2)] == [1, 2, 2, 3, 3, 4]
+
+
+def test_steps_that_cannot_be_captured_run_eagerly_and_that_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = random_prompts([3, 9, 40, 11, 2])
+    plain = run(engine(llama()), prompts)
+    backend = EagerBackend(most=0)
+    monkeypatch.setattr("stretto.rollout.engine.backend_of", lambda device: backend)
+    got = run(engine(llama()), prompts)
+    assert [r.tokens for r in got] == [r.tokens for r in plain]
+    assert [record.getMessage() for record in caplog.records] == [
+        "decode steps run without CUDA graphs, as one could not be captured: "
+        "operation not permitted when stream is capturing"
+    ]
+
+
+def test_a_capture_minds_its_own_thread_alone_and_leaves_the_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    current: list[Any] = []
+    modes = []
+
+    class Stream:
+        def wait_stream(self, other: Any) -> None:
+            pass
+
+    @contextmanager
+    def stream(name: Any) -> Iterator[None]:
+        before, current[0] = current[0], name
+        try:
+            yield
+        finally:
+            current[0] = before
+
+    class Graph:
+        def __init__(self, graph: Any, pool: Any, capture_error_mode: str) -> None:
+            assert devices._CAPTURES.locked()
+            modes.append(capture_error_mode)
+
+        def __enter__(self) -> None:
+            current[0] = "capture's"
+
+        def __exit__(self, *error: object) -> None:  # as torch's, which then leaves its stream
+            raise RuntimeError("the capture is invalid")
+
+    main = Stream()
+    current.append(main)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "graph", Graph)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
+    with pytest.raises(RuntimeError, match="invalid"):
+        devices.CudaBackend(torch.device("cuda", 0)).capture(lambda: (torch.ones(1),), None)
+    assert modes == ["thread_local"]
+    assert current == [main]
+    assert not devices._CAPTURES.locked()
 
 
 @pytest.mark.gpu

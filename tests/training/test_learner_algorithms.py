@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import masking_utils
 
 from helpers import (
     critic_of,
@@ -38,6 +40,7 @@ from stretto.config.algorithm import ALGORITHMS
 from stretto.errors import LearnerError
 from stretto.models.weights import fingerprint
 from stretto.schedules.rollout import Rollout, train_batch
+from stretto.training import backprop
 from stretto.training.collate import collate
 from stretto.training.learner import PolicyLearner
 from stretto.types import Score
@@ -132,6 +135,47 @@ def test_steps_do_not_depend_on_the_split_or_the_order(name: str) -> None:
             assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
         for n in weights:
             torch.testing.assert_close(found[n], weights[n], rtol=0, atol=1e-6)
+
+
+class NoHostSync(TorchDispatchMode):
+    """Refuses what would make the host wait for a GPU: results whose shape or value it needs, and
+    tensors that are made of Python's numbers.
+    """
+
+    REFUSED = ("nonzero", "masked_select", "_local_scalar_dense", "is_nonzero", "equal", "unique")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert not name.startswith(self.REFUSED), name
+        assert name != "lift_fresh", "a tensor is made of numbers"
+        if name.startswith(("index", "_index_put", "_unsafe_index")):
+            indices = [i for i in args[1] if i is not None] if isinstance(args[1], list) else []
+            assert not any(i.dtype == torch.bool for i in indices), name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_passes_of_micro_batches_make_no_host_wait(
+    variant: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes, made = backprop._passes, []
+    # transformers' own look at position ids, once a pass and before its first layer.
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+
+    def spied(*given: Any) -> Any:
+        with NoHostSync():
+            made.append(given)
+            return passes(*given)
+
+    monkeypatch.setattr(backprop, "_passes", spied)
+    actor = llama(dtype=dtype)
+    algorithm = VARIANTS[variant] | {"entropy_coef": 0.01}
+    if variant in ("ppo", "grpo"):
+        algorithm |= CORRECTED
+    learner = learner_of(algorithm, actor, training={"microbatch_tokens": 60})
+    train_on(learner, make_batch(actor, algorithm))
+    assert len(made) == len(learner.trained)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

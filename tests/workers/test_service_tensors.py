@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -146,3 +147,50 @@ def test_replies_tell_of_copies_and_errors_come_through() -> None:
 def test_services_without_shelves_are_left_alone() -> None:
     services = Host(0, {"plain": (Plain, ())})
     assert services.call("plain", "work", ()) == Reply(1)
+
+
+class Gpu:
+    """A GPU of one stream, which works through what it was given, and its host's clock."""
+
+    def __init__(self) -> None:
+        self.now_s, self.free_s = 0.0, 0.0
+
+    def now(self) -> float:
+        return self.now_s
+
+    def launch(self, seconds: float) -> None:
+        self.now_s += 0.25  # what a launch takes the host
+        self.free_s = max(self.now_s, self.free_s) + seconds
+
+
+def test_a_gpus_span_is_its_work_and_not_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another role's work comes first on the stream, and the call returns at once."""
+    gpu = Gpu()
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: Gpu) -> None:
+            self.at_s = max(stream.now_s, stream.free_s)
+
+        def synchronize(self) -> None:
+            gpu.now_s = max(gpu.now_s, self.at_s)
+
+        def elapsed_time(self, end: Event) -> float:
+            return 1e3 * (end.at_s - self.at_s)
+
+    class Worker:
+        device = torch.device("cuda", 0)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: gpu)
+    gpu.launch(2.0)  # until 2.25
+    reply = Service(Worker(), gpu)._timed("prefill", lambda: gpu.launch(3.0), lambda _: {})
+    assert [(w.start_s, w.end_s) for w in reply.work] == [(2.25, 5.25)]
+    gpu.now_s = 8.0  # the GPU has nothing to do
+    reply = Service(Worker(), gpu)._timed("prefill", lambda: gpu.launch(3.0), lambda _: {})
+    assert [(w.start_s, w.end_s) for w in reply.work] == [(8.0, 11.25)]
+    Worker.device = torch.device("cpu")
+    reply = Service(Worker(), gpu)._timed("prefill", lambda: gpu.launch(0.0), lambda _: {})
+    assert [(w.start_s, w.end_s) for w in reply.work] == [(11.25, 11.5)]

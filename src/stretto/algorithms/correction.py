@@ -47,8 +47,8 @@ def settled(
         settings.correction_level,
         settings.correction_cap,
     )
-    figures = {"correction/weight_mean": weights[inputs.mask]}
-    metrics = Metrics(weighted_sums(inputs.means[inputs.mask], figures))
+    figures = {"correction/weight_mean": inputs.of_tokens(weights)}
+    metrics = Metrics(weighted_sums(inputs.of_tokens(inputs.means), figures))
     return replace(inputs, old_logprobs=old, advantages=inputs.advantages * weights), metrics
 
 

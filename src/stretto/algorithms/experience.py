@@ -67,6 +67,8 @@ class LossInputs:
     fresh: Tensor | None = None  # [b] bool
     own: Tensor | None = None  # [b] bool
     tensors: Mapping[str, Tensor] = field(default_factory=dict)  # see Targets
+    places: Tensor | None = None  # [N] of the response tokens among b * T; None: not looked for
+    fresh_places: Tensor | None = None  # [n] of those in fresh rows
 
     def each(self, change: Callable[[Tensor], Tensor]) -> LossInputs:
         """Return the same inputs with each tensor changed."""
@@ -80,7 +82,19 @@ class LossInputs:
 
     def pick(self, rows: Sequence[int] | slice) -> LossInputs:
         """Return some rows, with the weights that they have here."""
-        return self.each(lambda tensor: tensor[rows])
+        bare = replace(self, places=None, fresh_places=None)
+        return bare.each(lambda tensor: tensor[rows])
+
+    def located(self) -> LossInputs:
+        """Return the same inputs with the places of tokens. Where the mask is on a GPU, the host
+        waits to learn how many there are: locate them on the CPU.
+        """
+
+        def places(mask: Tensor) -> Tensor:
+            return mask.flatten().nonzero()[:, 0]
+
+        fresh = None if self.fresh is None else places(self.mask & self.fresh[:, None])
+        return replace(self, places=places(self.mask), fresh_places=fresh)
 
     def weighted(self, averaging: Aggregation, longest: int) -> LossInputs:
         """Return the same rows, weighted as all that an optimizer step trains on."""
@@ -90,6 +104,12 @@ class LossInputs:
             means=token_weights(self.mask, "token_mean"),
             response_weights=response_weights(self.mask),
         )
+
+    def of_tokens(self, x: Tensor) -> Tensor:
+        """Pick the entries of response tokens: [b, T] to [N], one response after another."""
+        places = self.located().places if self.places is None else self.places
+        assert places is not None
+        return x.flatten().index_select(0, places)
 
     def of_response(self, per_token: Tensor) -> Tensor:
         """Sum over each response: [b, T] to [b]. The log-prob of a response is one such sum."""

@@ -38,16 +38,15 @@ def clipped_surrogate(logprobs: Tensor, inputs: LossInputs, low: float, high: fl
 
     ``policy/clipfrac_avg`` is the share of tokens whose clipped branch is the larger loss.
     """
-    mask = inputs.mask
-    w, adv = inputs.weights[mask], inputs.advantages[mask]
+    w, adv = inputs.of_tokens(inputs.weights), inputs.of_tokens(inputs.advantages)
 
-    ratio = bounded_ratio(logprobs[mask] - inputs.old_logprobs[mask])
+    ratio = bounded_ratio(inputs.of_tokens(logprobs - inputs.old_logprobs))
     unclipped = ratio * adv
     clipped = ratio.clamp(1 - low, 1 + high) * adv
     loss = -(w * torch.minimum(unclipped, clipped)).sum()
 
     figures = {"policy/clipfrac_avg": clipped < unclipped}
-    return policy_term(loss, weighted_sums(inputs.means[mask], figures))
+    return policy_term(loss, weighted_sums(inputs.of_tokens(inputs.means), figures))
 
 
 def policy_term(loss: Tensor, sums: dict[str, Tensor]) -> LossTerm:
@@ -57,8 +56,9 @@ def policy_term(loss: Tensor, sums: dict[str, Tensor]) -> LossTerm:
 
 def entropy_bonus(entropy: Tensor, inputs: LossInputs, coef: float) -> LossTerm:
     """``-coef * sum_t w_t H_t`` of the entropies [b, T], with ``policy/entropy_avg`` in nats."""
-    w, per_token = inputs.weights[inputs.mask], entropy[inputs.mask]
-    sums = weighted_sums(inputs.means[inputs.mask], {"policy/entropy_avg": per_token})
+    per_token = inputs.of_tokens(entropy if coef else entropy.detach())  # saves its gradient
+    w, means = inputs.of_tokens(inputs.weights), inputs.of_tokens(inputs.means)
+    sums = weighted_sums(means, {"policy/entropy_avg": per_token})
     return LossTerm(-coef * (w * per_token).sum(), Metrics(sums))
 
 
@@ -70,23 +70,23 @@ def kl_penalty(logprobs: Tensor, inputs: LossInputs, coef: float, estimator: Est
             "with the reference, or set algorithm.kl_coef = 0",
             "reference-missing",
         )
-    mask = inputs.mask
-    per_token = kl_estimate(logprobs[mask], inputs.ref_logprobs[mask], estimator)
-    sums = weighted_sums(inputs.means[mask], {"loss/kl_avg": per_token})
-    return LossTerm(coef * (inputs.weights[mask] * per_token).sum(), Metrics(sums))
+    own, reference = inputs.of_tokens(logprobs), inputs.of_tokens(inputs.ref_logprobs)
+    per_token = kl_estimate(own, reference, estimator)
+    w, means = inputs.of_tokens(inputs.weights), inputs.of_tokens(inputs.means)
+    sums = weighted_sums(means, {"loss/kl_avg": per_token})
+    return LossTerm(coef * (w * per_token).sum(), Metrics(sums))
 
 
 def drift(logprobs: Tensor, inputs: LossInputs) -> Metrics:
     """Measure how far the policy is from the old one: ``policy/approxkl_avg`` (half the mean
     squared log ratio), ``val/ratio`` and its extremes.
     """
-    mask = inputs.mask
-    log_ratio = logprobs.detach()[mask] - inputs.old_logprobs[mask]
+    log_ratio = inputs.of_tokens(logprobs.detach() - inputs.old_logprobs)
     ratio = log_ratio.exp()
     figures = {"policy/approxkl_avg": log_ratio.square() / 2, "val/ratio": ratio}
     any_tokens = ratio.numel() > 0  # the least of nothing does not exist
     return Metrics(
-        sums=weighted_sums(inputs.means[mask], figures),
+        sums=weighted_sums(inputs.of_tokens(inputs.means), figures),
         minima={"val/ratio_min": ratio.amin()} if any_tokens else {},
         maxima={"val/ratio_max": ratio.amax()} if any_tokens else {},
     )
@@ -101,15 +101,15 @@ def disagreement(logprobs: Tensor, inputs: LossInputs) -> Metrics:
     """
     if inputs.fresh is None or inputs.behaviour_logprobs is None:
         return Metrics()
-    chosen = inputs.mask & inputs.fresh[:, None]
-    difference = (logprobs.detach()[chosen] - inputs.behaviour_logprobs[chosen]).double()
+    places = inputs.fresh_places if inputs.places is not None else inputs.located().fresh_places
+    difference = (logprobs.detach() - inputs.behaviour_logprobs).flatten()[places].double()
     if not difference.numel():
         return Metrics()
     return Metrics(
         sums={
             SUM: difference.sum(),
             SQUARES: difference.square().sum(),
-            TOKENS: difference.new_tensor(difference.numel()),
+            TOKENS: difference.new_full((), difference.numel()),
         },
         maxima={"sampling/logp_difference_max": difference.abs().amax()},
     )

@@ -50,9 +50,9 @@ def value_loss(values: Tensor, inputs: LossInputs, settings: AlgorithmConfig) ->
     ``algorithm.value_clip`` is eps; 0 leaves the plain squared error. ``val/clipfrac_avg`` is the
     share of tokens whose clipped branch is the larger loss.
     """
-    mask, eps = inputs.mask, settings.value_clip
-    values, weights = values[mask], inputs.weights[mask]
-    returns, old_values = inputs.tensors["returns"][mask], inputs.tensors["old_values"][mask]
+    eps, weights = settings.value_clip, inputs.of_tokens(inputs.weights)
+    of_batch = (values, inputs.tensors["returns"], inputs.tensors["old_values"])
+    values, returns, old_values = map(inputs.of_tokens, of_batch)
 
     squares = (values - returns).square()
     clipped = squares

@@ -70,4 +70,5 @@ def best_targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> T
 
 def best_loss(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> LossTerm:
     """``-sum_t w_t log pi(y_t)``: the cross-entropy of the best responses."""
-    return policy_term(-(inputs.weights[inputs.mask] * logprobs[inputs.mask]).sum(), {})
+    w, own = inputs.of_tokens(inputs.weights), inputs.of_tokens(logprobs)
+    return policy_term(-(w * own).sum(), {})

@@ -24,9 +24,8 @@ def targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Target
 
 def policy_loss(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> LossTerm:
     """``-sum_t w_t A log pi(y_t)``; with weights of 1 / B that is ``-mean A log pi(y)``."""
-    mask = inputs.mask
-    per_token = inputs.advantages[mask] * logprobs[mask]
-    return policy_term(-(inputs.weights[mask] * per_token).sum(), {})
+    per_token = inputs.of_tokens(inputs.advantages) * inputs.of_tokens(logprobs)
+    return policy_term(-(inputs.of_tokens(inputs.weights) * per_token).sum(), {})
 
 
 def copg_loss(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> LossTerm:
@@ -34,9 +33,9 @@ def copg_loss(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -
 
     Contrastive policy gradient (Flet-Berliac et al. 2024), as asynchronous RLHF writes it.
     """
-    mask = inputs.mask
-    per_token = inputs.advantages[mask] * (logprobs[mask] - inputs.old_logprobs[mask])
-    return policy_term(-(inputs.weights[mask] * per_token).sum(), {})
+    log_ratio = inputs.of_tokens(logprobs - inputs.old_logprobs)
+    per_token = inputs.of_tokens(inputs.advantages) * log_ratio
+    return policy_term(-(inputs.of_tokens(inputs.weights) * per_token).sum(), {})
 
 
 def proximal_loss(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> LossTerm:

@@ -52,18 +52,36 @@ def _found(good: bool, topic: str, text: str, note: str) -> Finding:
     return Finding("ok", topic, text) if good else Finding("note", topic, note)
 
 
-def command() -> int:
+def command(*, gpu: bool = False) -> int:
     """Say what this machine has, what is installed, and what would not work and why.
 
     Exit status 1 when something required is broken.
+
+    Args:
+        gpu: check instead, on the first GPU, that engines and scorers keep their contracts.
     """
     broken = 0
-    with working(on_stderr, "looking at this machine"):
-        for state, topic, text in examine():
+    with working(on_stderr, "checking the GPU" if gpu else "looking at this machine"):
+        for state, topic, text in check_gpu() if gpu else examine():
             broken += state == "broken"
             print(f"[{_MARKS[state]}] {topic:<13} {text}", flush=True)
     print(f"{broken} broken; nothing can be trained before that is repaired" if broken else "ready")
     return 1 if broken else 0
+
+
+def check_gpu() -> Iterator[Finding]:
+    """Yield whether there is a GPU, and what its engines and scorers do."""
+    import torch
+
+    if not torch.cuda.is_available():
+        yield Finding("broken", "cuda", "torch sees no GPU, so there is nothing to check")
+        return
+    from stretto.cli.contracts import checked
+
+    device = torch.device("cuda", 0)
+    yield Finding("ok", "cuda:0", torch.cuda.get_device_name(device))
+    for name, kept, text in checked(device):
+        yield Finding("ok" if kept else "broken", name, text)
 
 
 def examine() -> Iterator[Finding]:

@@ -251,13 +251,15 @@ class RowCache:
 class SlotCache(Cache):
     """Keys and values of every layer, [S, h, C + 1, d] each, allocated when first seen.
 
-    The last position of a slot is scratch for padding, and never read.
+    The last position of a slot is scratch for padding, and never read. ``moves`` counts how often
+    they went to new memory.
     """
 
     def __init__(self, slots: int) -> None:
         super().__init__(layers=[])
         self.slots = slots
         self.capacity = 0
+        self.moves = 0
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._rows: slice | Tensor = slice(0, 0)
@@ -270,21 +272,22 @@ class SlotCache(Cache):
         if positions <= self.capacity:
             return
         self.capacity = _grained(positions)
+        self.moves += 1
         for store in (self._keys, self._values):
             for layer, old in enumerate(store):
                 store[layer] = old.new_zeros(*old.shape[:2], self.capacity + 1, old.shape[3])
                 store[layer][:, :, : old.shape[2] - 1] = old[:, :, :-1]
 
-    def hold(self, rows: int, most: int) -> bool:
-        """Have ``rows`` slots or more, up to ``most``; return whether they moved to new memory."""
+    def hold(self, rows: int, most: int) -> None:
+        """Have ``rows`` slots or more, up to ``most``; what is stored stays."""
         if rows <= self.slots:
-            return False
+            return
         self.slots = min(most, max(rows, self.slots * 3 // 2))
+        self.moves += 1
         for store in (self._keys, self._values):
             for layer, old in enumerate(store):
                 store[layer] = old.new_zeros(self.slots, *old.shape[1:])
                 store[layer][: len(old)] = old
-        return True
 
     @property
     def token_bytes(self) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from threading import Lock
 from typing import Any
 
 import psutil
@@ -92,9 +94,29 @@ class Backend:
     def synchronize(self) -> None:
         """Wait until the current stream has done all that it was given."""
 
+    def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the sum of the squares of all elements, [] in float64."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for tensor in tensors:
+            total += tensor.double().square().sum()
+        return total
+
+    def timer(self) -> Callable[[], float]:
+        """Begin to time what this thread has the device do from now on. The function returned waits
+        for that, and gives the seconds; infinity where calls return when their work is done, so
+        that a clock tells.
+        """
+        return lambda: math.inf
+
     def capture(self, run: Callable[[], Outputs], pool: Any) -> tuple[Any, Outputs]:
-        """Capture ``run``, in a pool of CUDA graphs' memory; return the graph and its outputs."""
+        """Capture ``run``, in a pool of CUDA graphs' memory; return the graph and its outputs.
+        Raises RuntimeError where that cannot be; the thread's stream is then what it was.
+        """
         raise NotImplementedError
+
+
+_CAPTURES = Lock()
+"""Held during a capture: torch allows one at a time in a process."""
 
 
 class CudaBackend(Backend):
@@ -155,16 +177,40 @@ class CudaBackend(Backend):
         # The host waits, so that a buffer which is let go of afterwards is free at once.
         stream.synchronize()
 
+    def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Add up in float64 without copies in it: a GPU converts as it reads, in one kernel for
+        many tensors. A CPU would round otherwise, and be no faster.
+        """
+        if not tensors:
+            return super().sum_of_squares(tensors)
+        return torch.stack(torch._foreach_norm(list(tensors), 2, torch.float64)).square().sum()
+
+    def timer(self) -> Callable[[], float]:
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = torch.cuda.current_stream(self.device)
+        begun.record(stream)
+
+        def seconds() -> float:
+            ended.record(stream)
+            ended.synchronize()
+            return float(begun.elapsed_time(ended)) / 1e3
+
+        return seconds
+
     def capture(self, run: Callable[[], Outputs], pool: Any) -> tuple[Any, Outputs]:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # lazy allocations and library handles come before capture
-            for _ in range(2):
-                run()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            outputs = run()
+        before = torch.cuda.current_stream()
+        # torch leaves its own stream in place where a capture fails at its end: hence the second.
+        with _CAPTURES, torch.cuda.stream(before):
+            side = torch.cuda.Stream()
+            side.wait_stream(before)
+            with torch.cuda.stream(side):  # lazy allocations and handles come before the capture
+                for _ in range(2):
+                    run()
+            before.wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            # The default mode would fail where a scorer or learner uses the GPU in another thread.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                outputs = run()
         return graph, outputs
 
 

@@ -121,10 +121,15 @@ def inputs(responses: Sequence[Response]) -> list[list[int]]:
     return [[*r.prompt.tokens, *r.tokens[:-1].tolist()] for r in responses]
 
 
+def flat_places(places: Sequence[Sequence[int]], width: int) -> Tensor:
+    """Return places [N] in rows of a width, one row after another, on the CPU."""
+    flat = [row * width + at for row, own in enumerate(places) for at in own]
+    return torch.tensor(flat, dtype=torch.long)
+
+
 def states_at(hidden: Tensor, places: Sequence[Sequence[int]]) -> Tensor:
     """Pick states [N, H] out of [b, L, H]: those of the first row's places, then the next row's."""
-    flat = [row * hidden.shape[1] + at for row, own in enumerate(places) for at in own]
-    return hidden.flatten(0, 1)[torch.tensor(flat, dtype=torch.long, device=hidden.device)]
+    return hidden.flatten(0, 1)[flat_places(places, hidden.shape[1]).to(hidden.device)]
 
 
 def response_hidden(model: nn.Module, responses: Sequence[Response]) -> Tensor:

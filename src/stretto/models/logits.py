@@ -110,30 +110,34 @@ class _TokenLogprobs(torch.autograd.Function):
         log_total = total.log()
         lse = top + log_total
         entropy = log_total - weighted / total
+        ctx.set_materialize_grads(False)  # no gradient is then told from one of zeros by the host
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
         ctx.head, ctx.temperature = head, temperature
         return chosen - log_total, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_logprob, grad_entropy = grads
         hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
+        if grad_logprob is None:
+            grad_logprob = torch.zeros_like(lse)
         head, temperature = ctx.head, ctx.temperature
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.zeros(hidden.shape, dtype=lse.dtype, device=hidden.device)
         d_weight = torch.empty_like(weight) if need_weight else None
         d_bias = torch.empty_like(bias) if bias is not None and need_bias else None
-        has_entropy = bool((grad_entropy != 0).any())
         for start, stop in _slices(hidden.shape[0], weight.shape[0], hidden.device.type):
             z = head.logits(hidden, start, stop)
             log_p = (z / temperature).sub_(lse[:, None])
             p = torch.exp(log_p)
             slope = -grad_logprob[:, None].expand_as(p)
-            if has_entropy:
+            if grad_entropy is not None:
                 slope = slope - grad_entropy[:, None] * (log_p + entropy[:, None])
             ds = p.mul_(slope)
-            here = ((targets >= start) & (targets < stop)).nonzero()[:, 0]
-            ds[here, targets[here] - start] += grad_logprob[here]
+            here = ((targets >= start) & (targets < stop))[:, None]
+            at = (targets - start).clamp(0, stop - start - 1)[:, None]
+            chosen = ds.gather(1, at)
+            ds.scatter_(1, at, torch.where(here, chosen + grad_logprob[:, None], chosen))
             ds.mul_(head.scale / temperature)
             if head.softcap:
                 ds.mul_(1 - (z / head.softcap).square_())

@@ -10,9 +10,11 @@ no logits, and a prompt, a carried response and a fresh set of weights are all t
 
 from __future__ import annotations
 
-from collections import deque
+import logging
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.config import RolloutConfig
-from stretto.errors import EngineError
+from stretto.errors import EngineError, first_line
 from stretto.models.backend import backend_of
 from stretto.models.cached import CachedPass, RowCache, SlotCache, check_cache
 from stretto.models.devices import Backend, PackedLinears
@@ -28,8 +30,15 @@ from stretto.models.forward import backbone, output_head, positions, unwrapped
 from stretto.models.weights import load_weights
 from stretto.rollout.base import Engine, EngineSettings, Row
 from stretto.rollout.sampling import sample, stream_seed, uniform
+from stretto.saying import Say
 from stretto.types import Capabilities, FloatArray, IntArray, KVTransfer, Response, WeightsRef
 from stretto.weights.channel import fetched
+
+Graph = tuple[Any, "StepInputs", tuple[Tensor, ...]]
+"""A CUDA graph, the tensors that it reads, and those that it writes: tokens, log-probabilities."""
+
+warn: Say = logging.getLogger(__name__).warning
+"""Logs an engine's message, if nothing else shows it."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -80,13 +89,14 @@ class TorchEngine(Engine):
         own = ModelPass(model, SlotCache(2), config)
         with torch.inference_mode():
             check_cache(own, own.next_logits, own.head.logits)
-        self._device = next(model.parameters()).device
-        self._backend = backend_of(self._device)
+        self.device = next(model.parameters()).device
+        self._backend = backend_of(self.device)
         self._cache = SlotCache(0)
         self._pass = ModelPass(model, self._cache, config)
         self._packed = PackedLinears(backbone(model), unwrapped(model).get_output_embeddings())
-        self._graphs = config.cuda_graphs and self._backend.graphs
         self._step_pass: Callable[[StepInputs, int], tuple[Tensor, Tensor]] = self._pass.decode
+        if config.cuda_graphs and self._backend.graphs:
+            self._step_pass = GraphedDecode(self._pass, self._backend)
         self._waiting: deque[SlotRow] = deque()
         self._rows: list[SlotRow] = []  # a row's index is its slot
 
@@ -109,7 +119,7 @@ class TorchEngine(Engine):
 
     @torch.inference_mode()
     def logprobs(self, sequences: IntArray) -> FloatArray:
-        ids, found = torch.from_numpy(sequences.astype(np.int64)).to(self._device), []
+        ids, found = torch.from_numpy(sequences.astype(np.int64)).to(self.device), []
         if self._probe is None or self._probe.cache.slots != len(ids):
             self._probe = ModelPass(self.model, SlotCache(len(ids)), self._config)
         self._probe.cache.reserve(ids.shape[1])
@@ -168,7 +178,7 @@ class TorchEngine(Engine):
 
     @torch.inference_mode()
     def _read_prompt(self, tokens: int) -> None:
-        ids = torch.ones(1, tokens, dtype=torch.long, device=self._device)
+        ids = torch.ones(1, tokens, dtype=torch.long, device=self.device)
         hidden = backbone(self.model)(input_ids=ids, use_cache=False).last_hidden_state
         hidden[0, -1, 0].item()
 
@@ -187,14 +197,19 @@ class TorchEngine(Engine):
 
     def _fill_slots(self) -> None:
         coming = min(len(self._waiting), self._slots - len(self._rows))
-        moved = coming and self._cache.hold(len(self._rows) + coming, self._slots)
-        if moved and self._graphs:  # the graphs so far write to freed memory
-            self._step_pass = GraphedDecode(self._pass, self._backend)
+        if not coming:
+            return
+        slots = len(self._rows) + coming
+        longest_prompt = max(len(row.prompt) for row in islice(self._waiting, coming))
+        tokens = longest_prompt + self._config.max_new_tokens
+        if self._backend.graphs:  # each growth would drop them, and needs room for both caches
+            slots, tokens = self._slots, max(tokens, self.settings.longest)
+        self._cache.hold(slots, self._slots)
+        self._cache.reserve(tokens)
         for _ in range(coming):
             row = self._waiting.popleft()
-            self._cache.reserve(len(row.prompt) + self._config.max_new_tokens)
             if row.kv:
-                self._cache.put(len(self._rows), row.kv, self._device)
+                self._cache.put(len(self._rows), row.kv, self.device)
                 row.kv = None
             self._rows.append(row)
 
@@ -242,7 +257,7 @@ class TorchEngine(Engine):
             [row.seed for row in rows],
             [row.generated for row in rows],
         )
-        inputs = StepInputs(*(torch.tensor(c, device=self._device) for c in columns))
+        inputs = StepInputs(*(torch.tensor(c, device=self.device) for c in columns))
         read = max(row.cached for row in rows if row.ready) + 1
         self.context_tokens += read * len(rows)
         tokens, logprobs = (x.tolist() for x in self._step_pass(inputs, read))
@@ -334,39 +349,62 @@ class ModelPass(CachedPass):
         return self.head.finish(self._output(hidden[:, 0]))
 
 
-class GraphedDecode:
-    """Decode steps replayed as CUDA graphs, one for each (rows, read) rounded up."""
+MOST_GRAPHS = 32
+"""CUDA graphs of an engine at a time; the one that was replayed longest ago goes first."""
 
-    def __init__(self, model: ModelPass, backend: Backend) -> None:
-        self._model, self._backend = model, backend
-        self._graphs: dict[tuple[int, int], tuple[Any, StepInputs, tuple[Tensor, ...]]] = {}
-        self._capacity = -1
+
+class GraphedDecode:
+    """Decode steps replayed as CUDA graphs, one for each (rows, read) rounded up. Where a step
+    cannot be captured, as the routing of most experts, that is said, and all steps run eagerly.
+    """
+
+    def __init__(self, model: ModelPass, backend: Backend, say: Say = warn) -> None:
+        self._model, self._backend, self._say = model, backend, say
+        self._graphs: OrderedDict[tuple[int, int], Graph] = OrderedDict()
+        self._moves, self._eager = -1, False
         self._pool: Any = None
 
     def __call__(self, inputs: StepInputs, read: int) -> tuple[Tensor, Tensor]:
         """Decode as :meth:`ModelPass.decode` does."""
         cache = self._model.cache
-        if cache.capacity != self._capacity:  # the cache moved: old graphs write to freed memory
+        if cache.moves != self._moves:  # graphs so far write to freed memory
             self._graphs.clear()
-            self._pool, self._capacity = None, cache.capacity
+            self._pool, self._moves = None, cache.moves
         n = len(inputs.ids)
-        rows = min(1 << (n - 1).bit_length(), cache.slots)
-        width = min(-(-read // 256) * 256, cache.capacity)
-        if (rows, width) not in self._graphs:
-            self._graphs[rows, width] = self._build(rows, width)
-        graph, static, (tokens, logprobs) = self._graphs[rows, width]
+        key = (
+            min(1 << (n - 1).bit_length(), cache.slots),
+            min(-(-read // 256) * 256, cache.capacity),
+        )
+        if key not in self._graphs and not self._eager:
+            self._capture(key)
+        if self._eager:
+            return self._model.decode(inputs, read)
+        self._graphs.move_to_end(key)
+        graph, static, (tokens, logprobs) = self._graphs[key]
         static.positions.fill_(cache.capacity)
         for target, source in zip(static, inputs, strict=True):
             target[:n].copy_(source)
         graph.replay()
         return tokens[:n], logprobs[:n]
 
-    def _build(self, rows: int, width: int) -> tuple[Any, StepInputs, tuple[Tensor, ...]]:
+    def _capture(self, key: tuple[int, int]) -> None:
+        rows, width = key
         device = self._model.device
         static = StepInputs(*(torch.zeros(rows, dtype=torch.long, device=device) for _ in range(4)))
         static.positions.fill_(self._model.cache.capacity)
-        graph, outputs = self._backend.capture(
-            lambda: self._model.decode(static, width), self._pool
-        )
+        try:
+            graph, outputs = self._backend.capture(
+                lambda: self._model.decode(static, width), self._pool
+            )
+        except RuntimeError as error:
+            self._eager = True
+            self._graphs.clear()
+            self._say(
+                f"decode steps run without CUDA graphs, as one could not be captured: "
+                f"{first_line(error)}"
+            )
+            return
         self._pool = graph.pool()
-        return graph, static, outputs
+        self._graphs[key] = graph, static, outputs
+        if len(self._graphs) > MOST_GRAPHS:
+            self._graphs.popitem(last=False)

@@ -75,6 +75,11 @@ class ModelScorer(ResponseScorer):
         self._rows = self._open_rows(slots) if slots else None
 
     @property
+    def device(self) -> torch.device:
+        """The device that the model is on."""
+        return next(self.model.parameters()).device
+
+    @property
     def info(self) -> ScorerInfo:
         streams = self._rows is not None
         worthwhile = worthwhile_tokens(self._budget, streaming=streams)

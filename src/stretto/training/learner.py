@@ -82,6 +82,11 @@ class PolicyLearner:
         self._coarse = is_coarse(actor.dtype)
         self._version, self._steps, self._moved = 0, 0, False
 
+    @property
+    def device(self) -> torch.device:
+        """The device that the actor is trained on."""
+        return self._actor.device
+
     def train(self, batch: TrainBatch) -> TrainOutput:
         """Take one step. Raises LearnerError if the batch is too small for its mini-batches, its
         numbers are not finite, or engine and learner disagree about on-policy data.

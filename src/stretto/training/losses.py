@@ -34,16 +34,17 @@ class MicroBatch:
     """
 
     tokens: Tensor  # [b, L] ids of prompts and responses, right-padded
-    places: Sequence[Sequence[int]]  # of the states in each sequence that predict sampled tokens
+    places: Tensor  # [N] among all b * L states, of those that predict sampled tokens
     targets: Tensor  # [N], the sampled tokens
     inputs: LossInputs  # of the same responses
 
     @classmethod
     def of(cls, responses: Sequence[Response], of_losses: LossInputs) -> MicroBatch:
         """Make a micro-batch on the CPU."""
-        places = [forward.predicting_response(r) for r in responses]
         tokens = forward.pad_right(forward.inputs(responses), CPU)
-        return cls(tokens, places, forward.response_tokens(responses, CPU), of_losses)
+        own = [forward.predicting_response(r) for r in responses]
+        places = forward.flat_places(own, tokens.shape[1])
+        return cls(tokens, places, forward.response_tokens(responses, CPU), of_losses.located())
 
     @classmethod
     def blank(cls, like: MicroBatch) -> MicroBatch:
@@ -58,13 +59,14 @@ class MicroBatch:
         return replace(
             self,
             tokens=self.tokens.to(device),
+            places=self.places.to(device),
             targets=self.targets.to(device),
             inputs=self.inputs.each(lambda tensor: tensor.to(device)),
         )
 
     def states(self, hidden: Tensor) -> Tensor:
         """Pick the states [N, H] that predict sampled tokens out of all [b, L, H]."""
-        return forward.states_at(hidden, self.places)
+        return hidden.flatten(0, 1)[self.places]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +83,9 @@ class Losses:
         entropy bonus and, where it is in the loss, the KL. Its metrics also say how far the policy
         is from the old one, and the engine from the learner.
         """
-        a, mask = self.algorithm, batch.inputs.mask
+        a = self.algorithm
         both = token_logprobs(head, states, batch.targets, self.temperature)
-        logprobs, entropy = (_at_responses(flat, mask) for flat in both)
+        logprobs, entropy = (_at_responses(flat, batch.inputs) for flat in both)
         of_losses, metrics = settled(batch.inputs, logprobs.detach(), a)
         metrics += policy.drift(logprobs, of_losses) + policy.disagreement(logprobs, of_losses)
         term = FUNCTIONS[a.name].policy_loss(logprobs, of_losses, a)
@@ -96,10 +98,12 @@ class Losses:
         """Return the algorithm's value loss, from the states [N, H] before each sampled token."""
         value_loss = FUNCTIONS[self.algorithm.name].value_loss
         assert value_loss is not None
-        values = _at_responses(apply_scalar_head(critic, states), batch.inputs.mask)
+        values = _at_responses(apply_scalar_head(critic, states), batch.inputs)
         return value_loss(values, batch.inputs, self.algorithm)
 
 
-def _at_responses(flat: Tensor, mask: Tensor) -> Tensor:
+def _at_responses(flat: Tensor, inputs: LossInputs) -> Tensor:
     """Lay out a number of each sampled token, [N], as [b, T], 0 outside the mask."""
-    return flat.new_zeros(mask.shape).masked_scatter(mask, flat)
+    mask, places = inputs.mask, inputs.places
+    assert places is not None
+    return flat.new_zeros(mask.numel()).index_copy(0, places, flat).view(mask.shape)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -32,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from stretto.algorithms.reductions import Metrics
 from stretto.config import OptimizerConfig
 from stretto.config.training import token_budget
+from stretto.models.backend import backend_of
 from stretto.models.forward import backbone, by_token_budget, output_head, unwrapped
 from stretto.models.load import save_model
 from stretto.models.logits import OutputHead
@@ -187,13 +189,15 @@ class ShardedModel(TrainedModel):
     def _norm(self) -> float:
         """Return the norm of the gradients of all ranks, each counted once. A collective."""
         # Of what all ranks of a slice have [0] or share out [1]; of what is whole [0] or cut [1].
-        squares = torch.zeros(2, 2, dtype=torch.float64, device=self.device)
+        groups: dict[tuple[bool, bool], list[Tensor]] = defaultdict(list)
         for name, weight, master in zip(self._names, self._weights, self._masters, strict=True):
             if master.grad is not None:
                 cut = self.wholes[name].dim is not None
-                squares[int(isinstance(weight, DTensor)), int(cut)] += (
-                    master.grad.double().square().sum()
-                )
+                groups[isinstance(weight, DTensor), cut].append(master.grad)
+        add_up = backend_of(self.device).sum_of_squares
+        squares = torch.stack(
+            [torch.stack([add_up(groups[i, j]) for j in (False, True)]) for i in (False, True)]
+        )
         dist.all_reduce(squares[1], group=self.grid.rows)
         of_slices = squares[:, 1].sum()
         if self.grid.slices:

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 BLOCK = 1 << 20
-"""Elements added at a time where types differ: torch converts them in a buffer of its own."""
+"""Elements that a CPU adds at a time where types differ: it converts them in a buffer; a GPU does
+so as it reads."""
 
 
 @contextmanager
@@ -315,7 +316,8 @@ class TrainedModel(Trained):
             assert master.grad is not None
             assert weight.grad is not None
             totals, parts = master.grad.view(-1), weight.grad.reshape(-1)
-            for total, part in zip(totals.split(BLOCK), parts.split(BLOCK), strict=True):
+            block = BLOCK if totals.device.type == "cpu" else max(len(totals), 1)
+            for total, part in zip(totals.split(block), parts.split(block), strict=True):
                 total.add_(part)
             weight.grad = None
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
+from stretto.models.backend import backend_of
 from stretto.models.offload import OffloadedTensors
 from stretto.protocols import Clock, RealClock, RemoteMethod, remote_methods
 from stretto.types import Reply, Work
@@ -69,9 +70,14 @@ class Service:
     def _timed(
         self, name: str, call: Callable[[], T], about: Callable[[T], Mapping[str, Any]]
     ) -> Reply[T]:
+        device = getattr(self.worker, "device", None)
+        seconds = backend_of(device).timer() if device else None
         start_s = self._clock.now()
         value = call()
         attributes = about(value)
+        if seconds:  # on a GPU a call returns before its work is done, and may have to wait first
+            took_s = seconds()
+            start_s = max(start_s, self._clock.now() - took_s)
         return Reply(value, (Work(name, start_s, self._clock.now(), attributes),))
 
 

@@ -1,0 +1,256 @@
+"""Contracts of engines and scorers, checked on a device with a small random model.
+
+The suite in tests/contracts has all of them; these are the ones that a device could break.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from stretto.config import RolloutConfig
+from stretto.errors import EngineError
+from stretto.evaluation.answers import completed
+from stretto.models.backend import backend_of
+from stretto.models.heads import critic_from_actor, scalar_head
+from stretto.models.weights import fingerprint
+from stretto.rollout.base import EngineSettings
+from stretto.rollout.engine import TorchEngine
+from stretto.schedules.rollout import Rollout
+from stretto.scoring.base import ModelScorer
+from stretto.scoring.models import critic_scorer, reference_scorer
+from stretto.training.trained import WholeModel
+from stretto.types import Chunk, Prompt, WeightsRef
+from stretto.weights.channel import SharedChannel
+
+EXACT = 1e-3
+"""Largest difference of log-probabilities and values in float32, in nats where they are some."""
+ROUNDED = 0.2
+"""Largest root mean square difference in bfloat16, in nats; as the probe's after a weight sync."""
+
+_SMALL: Mapping[str, Any] = {
+    "vocab_size": 640,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,  # so that the tokens of a response depend on one another
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """A contract: ``check`` says what it has found on a device, or raises EngineError."""
+
+    name: str
+    check: Callable[[torch.device], str]
+
+
+def random_model(
+    shape: Mapping[str, Any], device: torch.device, dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    """Return a Qwen2 of a shape with random weights, the same each time, as the engine takes it."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    gpus = [device] if device.type == "cuda" else []
+    config = Qwen2Config(**shape, dtype=dtype)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # a large model in float32 may not fit
+    try:
+        with torch.random.fork_rng(gpus), device:
+            torch.manual_seed(0)
+            model: nn.Module = Qwen2ForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    backend_of(device).use_fastest_attention(model)
+    return model.eval()
+
+
+def random_rollouts(count: int, vocabulary: int, longest: int, shortest: int = 1) -> list[Rollout]:
+    """Return rollouts without a response, of prompts of random lengths."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(shortest, longest + 1, count)
+    prompts = [rng.integers(vocabulary, size=n).tolist() for n in lengths]
+    return [Rollout(i, Prompt(i, tuple(p), ""), i) for i, p in enumerate(prompts)]
+
+
+def decoded(engine: TorchEngine, rollouts: Sequence[Rollout], chunk: int) -> list[Rollout]:
+    """Return the same rollouts once they have ended."""
+    list(completed(engine, rollouts, chunk))
+    return list(rollouts)
+
+
+def logprob_gap(model: nn.Module, rollouts: Sequence[Rollout]) -> float:
+    """Return the root mean square difference, in nats, between the engine's log-probabilities of
+    the sampled tokens and a learner's.
+    """
+    longest = max(map(len, rollouts))
+    mask = torch.tensor([[at < len(r) for at in range(longest)] for r in rollouts])
+    learners = WholeModel(model).logprobs([r.response() for r in rollouts], mask, 1.0)[mask]
+    engines = torch.tensor([x for r in rollouts for x in r.logprobs])
+    return (learners - engines).square().mean().sqrt().item()
+
+
+def _engine(model: nn.Module, **options: Any) -> TorchEngine:
+    config = RolloutConfig(batch=6, max_new_tokens=24, prefill_tokens=64, **options)
+    channel = SharedChannel()
+    given = EngineSettings(rollout=config, seed=5, channel=channel, longest=64)
+    return TorchEngine(model, given)
+
+
+def _small(device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
+    return random_model(_SMALL, device, dtype)
+
+
+def _made(engine: TorchEngine, chunk: int = 5) -> list[Rollout]:
+    return decoded(engine, random_rollouts(8, _SMALL["vocab_size"], 40), chunk)
+
+
+def _require(good: bool, what: str) -> None:
+    if not good:
+        raise EngineError(what, "contract-broken")
+
+
+def _same_tokens(one: Sequence[Rollout], other: Sequence[Rollout], what: str) -> None:
+    differ = [a.id for a, b in zip(one, other, strict=True) if a.tokens != b.tokens]
+    _require(not differ, f"{what}: rollouts {differ} got other tokens")
+
+
+def _chunks(device: torch.device) -> str:
+    model = _small(device)
+    whole = _made(_engine(model), 100)
+    for size in (1, 3):
+        _same_tokens(_made(_engine(model), size), whole, f"chunks of {size}")
+    return "chunks of 1, 3 and 100 tokens make the same responses"
+
+
+def _moves(device: torch.device) -> str:
+    model = _small(device)
+    whole = _made(_engine(model))
+    for with_cache in (True, False):
+        one, two = _engine(model), _engine(model)
+        moved = random_rollouts(8, _SMALL["vocab_size"], 40)
+        one.admit([r.response() for r in moved])
+        by_id = {r.id: r for r in moved}
+        for chunk in one.decode(4).chunks:
+            by_id[chunk.rollout_id].append(chunk)
+        going = [r for r in moved if not r.finish]
+        two.accept([r.response() for r in going], one.export([r.id for r in going], with_cache))
+        while not all(r.finish for r in going):
+            for chunk in two.decode(5).chunks:
+                by_id[chunk.rollout_id].append(chunk)
+        while not all(r.finish for r in moved):
+            for chunk in one.decode(5).chunks:
+                by_id[chunk.rollout_id].append(chunk)
+        _same_tokens(moved, whole, "moved " + ("with" if with_cache else "without") + " its cache")
+    return "with its keys and values, and without, a rollout goes on as if it had stayed"
+
+
+def _graphs(device: torch.device) -> str:
+    if not backend_of(device).graphs:
+        return "the device has none"
+    model = _small(device)
+    graphed = _made(_engine(model))
+    eager = _made(_engine(model, engine_args={"cuda_graphs": False}))
+    _same_tokens(graphed, eager, "with CUDA graphs")
+    gap = max(
+        abs(x - y)
+        for a, b in zip(graphed, eager, strict=True)
+        for x, y in zip(a.logprobs, b.logprobs, strict=True)
+    )
+    _require(gap <= EXACT, f"log-probabilities with CUDA graphs differ by {gap:.2g} nats")
+    return f"the same tokens; log-probabilities differ by {gap:.1g} nats at most"
+
+
+def _learner(device: torch.device) -> str:
+    gaps = []
+    for dtype, most in ((torch.float32, EXACT), (torch.bfloat16, ROUNDED)):
+        model = _small(device, dtype)
+        gap = logprob_gap(model, _made(_engine(model)))
+        name = str(dtype).removeprefix("torch.")
+        _require(gap <= most, f"engine and learner differ by {gap:.2g} nats in {name}")
+        gaps.append(f"{gap:.1g} nats in {name}")
+    return f"apart by {', '.join(gaps)} (root mean square)"
+
+
+def _weights(device: torch.device) -> str:
+    model, learner = _small(device), _small(device)
+    with torch.no_grad():
+        for parameter in learner.parameters():
+            parameter.mul_(1.01)
+    engine = _engine(model)
+    new = {name: p.detach() for name, p in learner.named_parameters()}
+    channel = engine.settings.channel
+    assert isinstance(channel, SharedChannel)
+    ref = WeightsRef("actor", 1, fingerprint(new.items()), channel.name)
+    channel.put(ref, new)
+    engine.load(ref)
+    gap = logprob_gap(learner, _made(engine))
+    _require(gap <= EXACT, f"with new weights the engine is {gap:.2g} nats from the learner")
+    wrong = replace(ref, version=2, fingerprint="other")
+    channel.put(wrong, new)
+    try:
+        engine.load(wrong)
+    except EngineError:
+        return "new weights arrive, and others than the learner's are refused"
+    raise EngineError("the engine took weights that are not the learner's", "contract-broken")
+
+
+def _scorers(device: torch.device) -> str:
+    model = _small(device)
+    critic = critic_from_actor(model)
+    nn.init.normal_(next(scalar_head(critic).parameters()), std=0.1)
+    made = _made(_engine(model))
+    gap = max(
+        _streamed_gap(lambda slots: reference_scorer(model, 1.0, 256, slots=slots), made),
+        _streamed_gap(lambda slots: critic_scorer(critic, 256, slots=slots), made),
+    )
+    _require(gap <= EXACT, f"scores of streamed and whole responses differ by {gap:.2g}")
+    return f"streamed and whole scores differ by {gap:.1g} at most"
+
+
+def _streamed_gap(make: Callable[[int], ModelScorer], made: Sequence[Rollout]) -> float:
+    """Return the largest difference between scores of responses told whole and in chunks."""
+    found = []
+    for slots in (0, len(made)):
+        scorer = make(slots)
+        begun = [Rollout(r.id, r.prompt, r.group) for r in made] if slots else made
+        scorer.admit([r.response() for r in begun])
+        for start in range(0, max(map(len, made)) if slots else 0, 5):
+            scorer.extend([_chunk(r, start, start + 5) for r in made if start < len(r)])
+        found.append([s.values for s in scorer.finish([r.id for r in made])])
+    whole, streamed = found
+    return max(float(np.abs(a - b).max()) for a, b in zip(whole, streamed, strict=True))
+
+
+def _chunk(r: Rollout, start: int, stop: int) -> Chunk:
+    tokens = np.array(r.tokens[start:stop], np.int32)
+    logprobs = np.array(r.logprobs[start:stop], np.float32)
+    return Chunk(r.id, start, tokens, logprobs, 0, r.finish if stop >= len(r) else None)
+
+
+CONTRACTS = (
+    Contract("chunks", _chunks),
+    Contract("migration", _moves),
+    Contract("CUDA graphs", _graphs),
+    Contract("learner", _learner),
+    Contract("new weights", _weights),
+    Contract("streaming", _scorers),
+)
+
+
+def checked(device: torch.device) -> Iterator[tuple[str, bool, str]]:
+    """Yield each contract's name, whether the device keeps it, and what was found."""
+    for contract in CONTRACTS:
+        try:
+            yield contract.name, True, contract.check(device)
+        except Exception as error:
+            # Whatever a driver or a kernel raises is a finding.
+            yield contract.name, False, f"{type(error).__name__}: {error}"
