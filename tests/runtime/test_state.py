@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -26,6 +27,8 @@ from stretto.runs import checkpoint
 from stretto.runtime.learner import LearnerService
 from stretto.runtime.messages import Ready
 from stretto.runtime.state import Claim, copied, fit, write
+from stretto.schedules.rollout import Rollout, restored
+from stretto.types import Chunk, FinishReason, Prompt, Score
 from stretto.weights.channel import SharedChannel
 
 
@@ -39,6 +42,24 @@ def test_a_copy_does_not_change_with_what_was_copied() -> None:
     assert copy["tensor"].tolist() == [0.0, 1.0, 2.0]
     assert not copy["tensor"].requires_grad
     assert copy[7] == [1, {"a": (2, None)}]
+
+
+def test_a_rollout_is_kept_as_tensors_and_comes_back_from_the_file(tmp_path: Path) -> None:
+    """No number of it is an object of its own: 8 million in flight would stop the event loop."""
+    rollout, values = Rollout(4, Prompt(2, (7,), ""), 4), np.array([0.5, -0.25, 3.0], np.float32)
+    rollout.append(Chunk(4, 0, np.array([5, 6], np.int32), values[:2], 1))
+    rollout.append(Chunk(4, 2, np.array([150_000], np.int32), values[2:], 2, FinishReason.STOP))
+    rollout.scores = {"critic": Score(4, "critic", "values", values)}
+    taken = copied([rollout.state_dict()])
+    (state,) = taken
+    arrays = (state["tokens"], state["logprobs"], state["versions"], state["scores"][0]["values"])
+    assert [a.dtype for a in arrays] == [torch.int32, torch.float32, torch.int32, torch.float32]
+    write(tmp_path / "x.pt", taken)
+    (again,) = restored(torch.load(tmp_path / "x.pt", weights_only=True), lambda _: rollout.prompt)
+    assert again.state_dict() == rollout.state_dict()
+    assert again.tokens.tolist() == [5, 6, 150_000]
+    again = Rollout.from_state({**state, "tokens": [5, 6, 150_000]}, rollout.prompt)
+    assert again.tokens == rollout.tokens  # earlier versions wrote lists
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -1000,7 +1001,8 @@ def test_an_interruption_leaves_the_model_in_evaluation_mode() -> None:
 
 
 def finished(values: Mapping[str, Sequence[float]], length: int = 2) -> Rollout:
-    r = Rollout(4, Prompt(0, (1,), ""), 4, [1] * length, [-1.0] * length, [0] * length)
+    r = Rollout(4, Prompt(0, (1,), ""), 4, array("i", [1] * length))
+    r.logprobs, r.versions = array("f", [-1.0] * length), array("i", [0] * length)
     r.finish = FinishReason.STOP
     for name, numbers in values.items():
         kind: Any = {"critic": "values", "reference": "logprobs"}.get(name, "reward")

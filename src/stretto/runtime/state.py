@@ -22,11 +22,13 @@ that, and reads what it needs; see :mod:`stretto.training.shard_files`.
 from __future__ import annotations
 
 import socket
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
@@ -53,9 +55,11 @@ class Staged:
 
 
 def copied(state: Any) -> Any:
-    """Copy tensors to this machine's memory, and all that is around them to plain data."""
+    """Copy tensors and arrays, as tensors in this machine's memory; the rest as plain data."""
     if isinstance(state, Tensor):
         return state.detach().to("cpu", copy=True)
+    if isinstance(state, array):
+        return torch.from_numpy(np.array(state))
     if isinstance(state, Mapping):
         return {key: copied(value) for key, value in state.items()}
     if isinstance(state, list | tuple):
