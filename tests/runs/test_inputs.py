@@ -112,22 +112,6 @@ def test_a_run_whose_model_is_another_is_refused(
         runs.train(longer, run_dir=run_dir, resume=True, progress=Notes())
 
 
-def test_a_checkpoint_without_fingerprints_is_taken(tiny_folder: Path, tmp_path: Path) -> None:
-    """Earlier versions kept none."""
-    config = settings(tiny_folder)
-    run_dir, _ = run(config, tmp_path)
-    (folder,) = run_dir.checkpoints.iterdir()
-    manifest = json.loads((folder / "manifest.json").read_text())
-    del manifest["files"]["inputs.json"]
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    (folder / "inputs.json").unlink()
-    longer, notes = config.model_copy(update={"steps": 3}), Notes()
-    assert runs.train(longer, run_dir=run_dir, resume=True, progress=notes).steps == 3
-    assert "the checkpoint has no fingerprints of rows and models: they are not compared" in (
-        notes.notes
-    )
-
-
 def test_plain_facts_are_told_with_both_values() -> None:
     before = {"task": {"number of rows": "5", "reasoning-gym": "0.1.19", "row 0": "sha256:1"}}
     now = {"number of rows": "5", "reasoning-gym": "0.1.20", "row 0": "sha256:2"}

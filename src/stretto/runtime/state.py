@@ -2,21 +2,12 @@
 
 ``driver.pt`` has the state of the schedule's process::
 
-    {
-        "prompts": of the prompt source,
-        "schedule": of the schedule,
-        "weights": {
-            "followers": {model: {name: tensor}},
-            "offered": {model: {version: {name: tensor}}},
-        },
-    }
+    {"prompts": of the prompt source, "schedule": of the schedule}
 
-``followers`` are the trained weights that generators (``actor``) and the critic as a scorer
-(``critic``) work with, ``offered`` those that are published and not loaded yet. Both are there only
-where generation lags behind the learner; else a runtime takes the learner's.
-
-The folder ``learner`` has models, optimizers and counters. Every process that holds a part writes
-that, and reads what it needs; see :mod:`stretto.training.shard_files`.
+The folder ``learner`` has models, optimizers and counters. Where generation lags behind the
+learner, it also has the weights that generators and the critic as a scorer work with, and those
+that are published and not loaded yet; else a runtime takes the learner's. Every process that holds
+a part writes that, and reads what it needs; see :mod:`stretto.training.shard_files`.
 """
 
 from __future__ import annotations
@@ -34,13 +25,14 @@ import torch
 from torch import Tensor
 
 from stretto import files
+from stretto.files import FileSum
 
 DRIVER, LEARNER = "driver.pt", "learner"
 """The file and the folder of a checkpoint."""
 
-Writer = Callable[[Path], None]
-"""Writes a file or a folder, once, on any thread; raises ``OSError`` or ``StorageError`` if it
-cannot."""
+Writer = Callable[[Path], Mapping[str, FileSum]]
+"""Writes a file or a folder, once, on any thread; returns the sum of each file by its name there,
+of a single file by ``""``. Raises ``OSError`` or ``StorageError`` if it cannot."""
 
 ROOM = 0.5
 """Share of the memory that is free which a copy of the state may take."""
@@ -101,7 +93,7 @@ def _tensors(state: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def write(file: Path, state: Any) -> None:
+def write(file: Path, state: Any) -> FileSum:
     """Write tensors and plain data; raise OSError if the system refuses, or room is short."""
     files.leave_room(file, size_of(state))
     with file.open("wb") as raw:
@@ -109,6 +101,7 @@ def write(file: Path, state: Any) -> None:
             torch.save(state, raw)
         except RuntimeError as error:
             raise _system_error(error) or error from error
+    return files.sum_of(file)
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
