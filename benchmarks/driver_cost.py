@@ -5,6 +5,12 @@ and the pipes are the real ones. Timed is the driver's own processor time.
 
     python benchmarks/driver_cost.py
     python benchmarks/driver_cost.py --rollouts 10000 --generators 1 2 --chunk 16 64 256
+
+With ``--pauses`` what stops the driver's event loop is timed instead: taking the state of rollouts
+in flight for a checkpoint, and putting a batch together. Writing is a thread's, reading a resumed
+run's.
+
+    python benchmarks/driver_cost.py --pauses --rollouts 1024 --tokens 8192
 """
 
 from __future__ import annotations
@@ -13,10 +19,14 @@ import argparse
 import asyncio
 import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TypeVar
 
 import numpy as np
+import torch
 
 from _driver import IdleGenerator, IdleScorer
 from _shared import parse
@@ -25,13 +35,17 @@ from stretto.config.schedule import Settings
 from stretto.observe.spans import Spans
 from stretto.protocols import RealClock
 from stretto.runtime.clients import generator_client, scorer_client
+from stretto.runtime.state import copied, write
 from stretto.schedules.chunking import FixedChunk
 from stretto.schedules.overcommit import FixedOvercommit
+from stretto.schedules.rollout import Rollout, restored, train_batch
 from stretto.schedules.schedule import Controls, Schedule
 from stretto.schedules.scoring import ScorerReplica
-from stretto.types import Prompt, TrainBatch, TrainOutput, WeightsRef
+from stretto.types import Chunk, FinishReason, Prompt, Score, TrainBatch, TrainOutput, WeightsRef
 from stretto.workers.group import GroupExecutor, Host, Makes, ServiceGroup
 from stretto.workers.ranks import Ranks
+
+T = TypeVar("T")
 
 GENERATOR_TOKENS_PER_S = 10_000.0
 """Tokens that one generator decodes: 250 rows at 40 steps a second, such as a 7B model on a GPU."""
@@ -132,6 +146,43 @@ def rows(args: argparse.Namespace) -> Sequence[str]:
     return found
 
 
+def scored(id_: int, tokens: int) -> Rollout:
+    """Return a rollout that waits for the learner, with the scores of PPO."""
+    rollout, rng = Rollout(id_, prompts(), id_), np.random.default_rng(id_)
+    ids = rng.integers(0, 150_000, tokens, np.int32)
+    logprobs, values = rng.standard_normal((2, tokens), np.float32)
+    rollout.append(Chunk(id_, 0, ids, logprobs, 0, FinishReason.STOP))
+    rollout.scores = {
+        "reference": Score(id_, "reference", "logprobs", logprobs),
+        "critic": Score(id_, "critic", "values", values),
+        "reward": Score(id_, "reward", "reward", values[:1]),
+    }
+    return rollout
+
+
+def pauses(args: argparse.Namespace) -> Sequence[str]:
+    """Return the rows of the table of what stops the event loop, and what does not."""
+    rollouts = [scored(i, args.tokens) for i in range(args.rollouts)]
+    found = dict[str, float]()
+
+    def timed(name: str, call: Callable[[], T]) -> T:
+        start_s = time.perf_counter()
+        result = call()
+        found[name] = time.perf_counter() - start_s
+        return result
+
+    timed("a batch for the learner (event loop)", lambda: train_batch(rollouts))
+    state = timed("a checkpoint (event loop)", lambda: copied([r.state_dict() for r in rollouts]))
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "driver.pt"
+        timed("writing it (thread)", lambda: write(file, state))
+        size = file.stat().st_size
+        read = timed("reading it (resume)", lambda: torch.load(file, weights_only=True))
+    by_id = {r.prompt.id: r.prompt for r in rollouts}
+    timed("taking it up (resume)", lambda: restored(read, by_id.__getitem__))
+    return [*(f"| {name} | {s:.3f} |" for name, s in found.items()), f"| MB | {size / 1e6:.0f} |"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rollouts", type=int, default=10_000)
@@ -139,7 +190,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--generators", type=int, nargs="+", default=[2])
     parser.add_argument("--chunk", type=int, nargs="+", default=[16, 64, 256])
+    parser.add_argument("--pauses", action="store_true", help="time what stops the event loop")
     args = parse(parser, {"rollouts": 64, "tokens": 32, "chunk": [16]})
+    if args.pauses:
+        print(f"| {args.rollouts} rollouts of {args.tokens} tokens | s |\n|---|---|")
+        print("\n".join(pauses(args)))
+        return
     print(
         "| generators | chunk, tokens | scored | driver, us a chunk | ns a token | "
         "generators it can serve |"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -99,13 +100,13 @@ def make_rollouts(
     for i, (prompt, response) in enumerate(shapes):
         tokens = tuple(int(t) for t in rng.integers(vocabulary, size=prompt))
         rollout = Rollout(first_id + i, Prompt(i, tokens, ""), first_id + i)
-        rollout.tokens = [int(t) for t in rng.integers(vocabulary, size=response)]
-        rollout.versions = [0] * response
+        rollout.tokens = array("i", rng.integers(vocabulary, size=response).tolist())
+        rollout.versions = array("i", [0] * response)
         rollout.finish = FinishReason.STOP if i % 3 else FinishReason.LENGTH
         with torch.no_grad():
             new = left_padded_logprobs(actor, [rollout], temperature)[0].double().numpy()
             values = naive_values(critic, rollout).double().numpy()
-        rollout.logprobs = [float(x) for x in new + noise * rng.normal(size=response)]
+        rollout.logprobs = array("f", (new + noise * rng.normal(size=response)).tolist())
         reference = (new + noise * rng.normal(size=response)).astype(np.float32)
         old_values = (values + noise * rng.normal(size=response)).astype(np.float32)
         reward = np.array([rng.normal()], np.float32)
@@ -191,7 +192,7 @@ def ended_records(workload: Workload, steps: int) -> list[RolloutRecord]:
     made = []
     for i in range(w.batch * steps):
         rollout = Rollout(i, Prompt(i, (0,) * prompts(i), ""), i, finish=FinishReason.STOP)
-        rollout.tokens = [0] * responses(i)
+        rollout.tokens = array("i", [0] * responses(i))
         made.append(RolloutRecord.of(0, rollout, 0.5))
     return made
 

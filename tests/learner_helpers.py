@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -99,7 +100,8 @@ def make_batch(
     for rollout, prompt, (_, length) in zip(batch, PROMPTS, shapes, strict=True):
         rollout.prompt = replace(rollout.prompt, id=prompt)
         if not length:
-            rollout.tokens, rollout.logprobs, rollout.versions = [], [], []
+            rollout.tokens, rollout.logprobs = array("i"), array("f")
+            rollout.versions = array("i")
             for name in ("critic", "reference"):
                 rollout.scores[name] = replace(
                     rollout.scores[name], values=rollout.scores[name].values[:0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -142,8 +143,9 @@ def ended_rollout(
     id_: int, tokens: int = 1, state: RolloutState = RolloutState.TRAINED, **other: Any
 ) -> Rollout:
     """A rollout with a prompt of three tokens, that was trained on or rejected."""
-    made = Rollout(id_, Prompt(id_ + 50, (1, 2, 3), ""), id_, [3] * tokens, [-1.0] * tokens)
-    made.state, made.versions = state, [0] * tokens
+    made = Rollout(id_, Prompt(id_ + 50, (1, 2, 3), ""), id_)
+    made.tokens, made.versions = array("i", [3] * tokens), array("i", [0] * tokens)
+    made.logprobs, made.state = array("f", [-1.0] * tokens), state
     made.finish = FinishReason.STOP if state is RolloutState.TRAINED else None
     for name, value in other.items():
         setattr(made, name, value)

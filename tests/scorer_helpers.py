@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,8 +45,9 @@ def byte_rollout(id_: int, prompt: str, response: str, *, stop: bool = True) -> 
     messages: tuple[Message, ...] = (Message(role="user", content=prompt),)
     tokens = tuple(prompt.encode())
     rollout = Rollout(id_, Prompt(id_, tokens, prompt, messages), id_)
-    rollout.tokens = [*response.encode(), *([EOS] if stop else [])]
-    rollout.logprobs, rollout.versions = [-1.0] * len(rollout), [0] * len(rollout)
+    rollout.tokens = array("i", [*response.encode(), *([EOS] if stop else [])])
+    rollout.logprobs = array("f", [-1.0] * len(rollout))
+    rollout.versions = array("i", [0] * len(rollout))
     rollout.finish = FinishReason.STOP if stop else FinishReason.LENGTH
     return rollout
 

@@ -144,14 +144,23 @@ class ShardedRank:
     def logprobs(self, responses: Sequence[Response]) -> Any:
         return self.learner.logprobs(responses)
 
-    def write(self, folder: Path) -> None:
-        """Write this rank's pieces of the learner's state."""
+    def write(self, folder: Path, *versions: int) -> None:
+        """Write this rank's pieces of the learner's state, and of the actor as these versions."""
         rank, ranks = self._grid.rank, self._grid.layout.ranks
-        state = shard_files.packed(self.learner.state_dict(), rank, ranks)
+        actor = self.learner.trained["actor"]
+        published = {("actor", v): actor.pieces(actor.snapshot()) for v in versions}
+        state = shard_files.packed(self.learner.state_dict(), rank, ranks, published)
         shard_files.write(folder / shard_files.file_name(rank, ranks), state)
 
     def load(self, path: Path) -> None:
         self.learner.load_state_dict(shard_files.read(path))
+
+    def holds(self, path: Path, version: int) -> bool:
+        """Whether this rank's part of a version in files is its part of the actor."""
+        actor = self.learner.trained["actor"]
+        found = actor.from_pieces(shard_files.read(path)["published"]["actor", version])
+        own = actor.snapshot()
+        return own.keys() == found.keys() and all(found[n].equal(t) for n, t in own.items())
 
     def save_beside_passes(self, batch: TrainBatch, folder: Path) -> str:
         """Save again and again while a step is under way that comes to nothing; return its end."""

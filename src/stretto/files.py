@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from stretto.errors import StorageError
 
@@ -52,6 +54,19 @@ def free(path: Path) -> int:
 def size_of(folder: Path) -> int:
     """Return the bytes of all files in a folder, at any depth; 0 where it is not there."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+class FileSum(NamedTuple):
+    """The length of a file, and its SHA-256 in hexadecimal."""
+
+    size: int
+    sha256: str
+
+
+def sum_of(file: Path) -> FileSum:
+    """Read a file for its sum; right after it was written, from memory."""
+    with file.open("rb") as stream:
+        return FileSum(file.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest())
 
 
 def leave_room(path: Path, size: int) -> None:

@@ -9,6 +9,7 @@ A rollout's *staleness* is the learner's version minus the oldest version among 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -165,13 +166,13 @@ class Score:
         return float(self.values[0]) if len(self.values) else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all fields as plain data; :meth:`from_state` makes the score again."""
-        return {**asdict(self), "values": self.values.tolist()}
+        """Return all fields, values as an array; :meth:`from_state` makes the score again."""
+        return {**asdict(self), "values": array("f", np.asarray(self.values, np.float32).tobytes())}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Score:
-        """Make a score from its plain data."""
-        return cls(**{**state, "values": np.array(state["values"], np.float32)})
+        """Make a score of fields, whose values may be of any kind that numpy takes."""
+        return cls(**{**state, "values": np.asarray(state["values"], np.float32)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import tempfile
+from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,8 @@ def payload(message: Any) -> int:
 def replayed(of: RolloutRecord) -> Rollout:
     """A rollout of the recorded lengths, with the scores of the recipe's scorers."""
     prompt, n = Prompt(of.prompt, (0,) * of.prompt_tokens, ""), of.tokens
-    made = Rollout(of.id, prompt, of.group, [0] * n, [0.0] * n, [0] * n, FinishReason.STOP)
+    tokens, logprobs = array("i", [0] * n), array("f", [0.0] * n)
+    made = Rollout(of.id, prompt, of.group, tokens, logprobs, tokens, FinishReason.STOP)
     kinds: dict[str, ScoreKind] = {"task": "reward", "reference": "logprobs", "critic": "values"}
     for source, kind in kinds.items():
         values = np.zeros(1 if kind == "reward" else n, np.float32)

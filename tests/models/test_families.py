@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -305,7 +306,8 @@ def test_a_reference_that_takes_no_masks_scores_whole(name: str, tmp_path: Path)
     model = reloaded(REFUSED[name](), tmp_path)
     made = rollouts()
     for r in made:
-        r.tokens, r.logprobs, r.versions = [5, 6, 7], [-1.0] * 3, [0] * 3
+        r.tokens, r.logprobs = array("i", [5, 6, 7]), array("f", [-1.0] * 3)
+        r.versions = array("i", [0] * 3)
     said: list[str] = []
     streaming = Config.model_validate({"schedule": {"preset": "stretto"}})
     slots = RoleFactory(streaming, print).scorer_slots(model)

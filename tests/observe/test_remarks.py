@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ def responses(*scores: float | None, cut: int = 0, source: str = "task") -> list
         values = np.array([] if score is None else [score], np.float32)
         given = {source: Score(i, source, "reward", values)}
         given["reference"] = Score(i, "reference", "logprobs", np.zeros(1, np.float32))
-        made.append(Rollout(i, Prompt(i, (1,), ""), i, tokens=[5], finish=finish, scores=given))
+        tokens = array("i", [5])
+        made.append(Rollout(i, Prompt(i, (1,), ""), i, tokens, finish=finish, scores=given))
     return made
 
 

@@ -76,8 +76,8 @@ class FakeRun:
             for rollout, length in self.flight:
                 new = min(64, length - len(rollout))
                 tokens += new
-                rollout.tokens += [0] * new
-                rollout.versions += [step] * new
+                rollout.tokens.extend([0] * new)
+                rollout.versions.extend([step] * new)
             self.clock.advance(seconds)
             now_s = self.clock.now()
             self.spans.add(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -280,7 +281,7 @@ def test_records_of_one_number_of_ranks_say_nothing_of_another() -> None:
 
 def test_a_run_that_ended_nothing_cannot_be_replayed() -> None:
     config = settings()
-    record = RolloutRecord.of(1, Rollout(0, Prompt(0, (1, 2), ""), 0, tokens=[3]), None)
+    record = RolloutRecord.of(1, Rollout(0, Prompt(0, (1, 2), ""), 0, tokens=array("i", [3])), None)
     with raises(StateError, "no-rollouts"):
         Recording(config, [record], [], TWO_CORES).cluster()
 
@@ -303,7 +304,7 @@ def test_a_machine_is_kept_in_the_folder_of_a_run(tmp_path: Path) -> None:
 
 def test_rollouts_in_flight_are_kept_and_told_from_those_that_ended(tmp_path: Path) -> None:
     folder = RunDirectory.create(tmp_path, "run", Config())
-    left = Rollout(7, Prompt(7, (1, 2), ""), 7, tokens=[3, 4])
+    left = Rollout(7, Prompt(7, (1, 2), ""), 7, tokens=array("i", [3, 4]))
     folder.append_rollouts(3, [left], {})
     assert folder.read_rollouts() == []
     (record,) = folder.read_rollouts(in_flight=True)

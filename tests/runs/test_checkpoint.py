@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from helpers import full_beyond
 from raising import raises
 from stretto import files
 from stretto.errors import StateError, StorageError
+from stretto.files import FileSum
 from stretto.runs import checkpoint
 from stretto.runtime.state import write
 from stretto.training import shard_files
@@ -31,14 +33,23 @@ def pieces(step: int) -> torch.Tensor:
 
 
 def save(folder: Path, step: int, keep: int = 2) -> Path:
-    def write_learner(path: Path) -> None:
+    def write_learner(path: Path) -> dict[str, FileSum]:
         path.mkdir()
-        for name in RANKS:
-            state = {"tensors": {"tensor": pieces(step)}, "about": "{}"}
-            shard_files.write(path / name, state)
+        state = {"tensors": {"tensor": pieces(step)}, "about": "{}"}
+        return {name: shard_files.write(path / name, state) for name in RANKS}
 
-    driver = partial(write, state={"step": step, "numbers": [step, 2.5, None]})
-    return checkpoint.save(folder, step, {"driver.pt": driver, "learner": write_learner}, keep)
+    driver = {"step": step, "numbers": [step, 2.5, None]}
+    parts = {"driver.pt": writer(driver), "learner": write_learner, "inputs.json": inputs}
+    return checkpoint.save(folder, step, parts, keep)
+
+
+def writer(state: Any) -> Callable[[Path], dict[str, FileSum]]:
+    return lambda file: {"": write(file, state)}
+
+
+def inputs(file: Path) -> dict[str, FileSum]:
+    file.write_text("{}")
+    return {"": files.sum_of(file)}
 
 
 def load(folder: Path) -> tuple[int, list[str]]:
@@ -47,9 +58,13 @@ def load(folder: Path) -> tuple[int, list[str]]:
     step, parts = checkpoint.load_latest(folder, notes.append)
     assert parts.keys() == {"driver.pt", "learner", "inputs.json"}
     assert parts["driver.pt"] == {"step": step, "numbers": [step, 2.5, None]}
-    assert parts["learner"] == folder / f"step-{step:06d}" / "learner"
+    path, sums = parts["learner"]
+    assert path == folder / f"step-{step:06d}" / "learner"
+    assert sorted(sums) == sorted(RANKS)
     for name in RANKS:
-        assert load_file(parts["learner"] / name)["tensor"].equal(pieces(step))
+        content = (path / name).read_bytes()
+        assert sums[name] == (len(content), hashlib.sha256(content).hexdigest())
+        assert load_file(path / name)["tensor"].equal(pieces(step))
     return step, notes
 
 
@@ -94,9 +109,9 @@ def test_where_the_disk_is_small_the_older_one_makes_room_for_the_new(
     monkeypatch.setattr(shutil, "disk_usage", usage)
     seen: list[str] = []
 
-    def write_driver(file: Path) -> None:
+    def write_driver(file: Path) -> dict[str, FileSum]:
         seen.extend(names(tmp_path)[: len(during)])
-        file.write_bytes(b"state")
+        return inputs(file)
 
     checkpoint.save(tmp_path, 3, {"driver.pt": write_driver})
     assert seen == [f"step-{step:06d}" for step in during]
@@ -132,10 +147,9 @@ def flip(file: Path) -> None:
 DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
     ("driver.pt", empty, "driver.pt has 0 bytes"),
     (f"learner/{RANKS[0]}", truncate, f"{RANKS[0]} has "),
-    (f"learner/{RANKS[0]}", flip, f"{RANKS[0]} is not what was written: its SHA-256"),
+    ("driver.pt", flip, "driver.pt is not what was written: its SHA-256"),
     (f"learner/{RANKS[1]}", Path.unlink, f"{RANKS[1]} cannot be read: No such file"),
     ("manifest.json", truncate, "manifest.json cannot be read"),
-    ("manifest.json", flip, ""),  # which of the files it is depends on the bit
     ("manifest.json", Path.unlink, "it has no manifest.json"),
 ]
 
@@ -160,21 +174,36 @@ def test_a_damaged_one_is_passed_over_with_the_reason(
 def test_another_format_is_refused(tmp_path: Path) -> None:
     file = save(tmp_path, 1) / "manifest.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "format": 2}))
-    with raises(StateError, "damaged-checkpoint", "format 2", "4 and 3"):
+    with raises(StateError, "damaged-checkpoint", "format 2", "knows 5"):
         load(tmp_path)
 
 
-def test_the_former_format_is_read(tmp_path: Path) -> None:
-    """It had the learner's state in one file; whoever takes it up reads it."""
-    parts = {"driver.pt": {"step": 1}, "learner.pt": {"tensor": pieces(1)}}
-    writers = {name: partial(write, state=part) for name, part in parts.items()}
-    file = checkpoint.save(tmp_path, 1, writers) / "manifest.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "format": 3}))
-    step, found = checkpoint.load_latest(tmp_path, print)
-    assert step == 1
-    assert found["driver.pt"] == {"step": 1}
-    assert found["learner"] == file.parent / "learner.pt"
-    assert found["inputs.json"] == {}
+def test_the_learners_files_are_hashed_by_whoever_writes_and_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process takes the sums that it is told, and compares lengths: they may be terabytes."""
+    read: list[str] = []
+    sum_of = files.sum_of
+
+    def watched(file: Path) -> FileSum:
+        read.append(file.name)
+        return sum_of(file)
+
+    told = FileSum(1, "of a rank on another machine")
+
+    def write_learner(path: Path) -> dict[str, FileSum]:
+        path.mkdir()
+        (path / RANKS[0]).write_bytes(b"x")
+        return {RANKS[0]: told}
+
+    monkeypatch.setattr(files, "sum_of", watched)
+    parts = {"driver.pt": writer({}), "learner": write_learner, "inputs.json": inputs}
+    saved = checkpoint.save(tmp_path, 1, parts)
+    assert checkpoint.load_latest(tmp_path, print)[1]["learner"] == (
+        saved / "learner",
+        {RANKS[0]: told},
+    )
+    assert sorted(read) == ["driver.pt", "driver.pt", "inputs.json", "inputs.json"]
 
 
 def test_going_on_before_a_damaged_one_replaces_it(tmp_path: Path) -> None:
@@ -187,7 +216,7 @@ def test_going_on_before_a_damaged_one_replaces_it(tmp_path: Path) -> None:
 
 
 def test_code_cannot_come_with_one(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, 1, {"driver.pt": partial(write, state={"path": Path("x")})})
+    checkpoint.save(tmp_path, 1, {"driver.pt": writer({"path": Path("x")})})
     with raises(StateError, "damaged-checkpoint", "driver.pt", "tensors and plain data"):
         checkpoint.load_latest(tmp_path, print)
 
@@ -221,7 +250,7 @@ def test_an_older_one_goes_only_once_the_new_one_is_on_disk(
 
     monkeypatch.setattr(files, "sync", watched)
     save(tmp_path, 3)
-    made = ["driver.pt", "learner", "manifest.json", *RANKS, "step-000003.tmp"]
+    made = ["driver.pt", "inputs.json", "learner", "manifest.json", *RANKS, "step-000003.tmp"]
     assert sorted({*synced[:-1]}) == made
     assert synced[-1] == tmp_path.name  # the new name itself
     assert names(tmp_path) == ["step-000002", "step-000003"]

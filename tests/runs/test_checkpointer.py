@@ -15,9 +15,10 @@ import pytest
 
 from helpers import ManualClock
 from run_helpers import Notes, lines, run, settings
-from stretto import runs
+from stretto import files, runs
 from stretto.config import ObserveConfig
 from stretto.errors import RankError
+from stretto.files import FileSum
 from stretto.observe import RunDirectory
 from stretto.observe.spans import CHECKPOINT, Spans
 from stretto.runs import checkpoint
@@ -49,11 +50,12 @@ class Fake:
         self.staged.append(copy)
         return Staged({"driver.pt": self.write}, self.live)
 
-    def write(self, file: Path) -> None:
+    def write(self, file: Path) -> dict[str, FileSum]:
         assert self.go_on.wait(10)
         if self.raises:
             raise self.raises
         file.write_bytes(b"state")
+        return {"": files.sum_of(file)}
 
 
 class Case:
@@ -300,10 +302,10 @@ def test_a_run_on_a_full_disk_goes_on_and_says_at_its_end_what_there_is(
     """From the fourth step on there is no room for a checkpoint."""
     write = state.write
 
-    def while_there_is_room(file: Path, state: Any) -> None:
+    def while_there_is_room(file: Path, state: Any) -> FileSum:
         if int(file.parent.name[5:11]) >= 4:
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(file, state)
+        return write(file, state)
 
     monkeypatch.setattr("stretto.runtime.run.write", while_there_is_room)
     config = settings(tiny_folder, steps=6, observe={"checkpoint_every": 2})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -218,7 +219,7 @@ def rewards_of(model: Any, pair: PairTokens) -> tuple[float, float]:
 
 
 def rollout_of(prompt: Any, response: Sequence[int]) -> Rollout:
-    rollout = Rollout(0, prompt, 0, tokens=list(response))
+    rollout = Rollout(0, prompt, 0, tokens=array("i", response))
     rollout.finish = FinishReason.STOP
     return rollout
 

@@ -159,7 +159,7 @@ def resumed_and_whole(config: Config, tmp_path: Path) -> tuple[RunDirectory, Run
     step, state = checkpoint.load_latest(killed.checkpoints, print)
     assert step == 3
     rollouts = [r for group in state["driver.pt"]["schedule"]["buffer"]["groups"] for r in group]
-    assert any(r["tokens"] and r["finish"] is None for r in rollouts)
+    assert any(len(r["tokens"]) and r["finish"] is None for r in rollouts)
     again = RunDirectory.open(killed.path)
     runs.train(config, run_dir=again, resume=True, progress=NoProgress())
     return again, whole

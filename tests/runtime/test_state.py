@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import shutil
 import subprocess
 import sys
@@ -10,22 +11,27 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from helpers import full_beyond
+from raising import raises
 from run_helpers import Kill, assert_same_run, run, settings, weights
 from stretto import runs
 from stretto.config import Config, recipes
-from stretto.errors import StorageError
+from stretto.errors import StateError, StorageError
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.runs import checkpoint
 from stretto.runtime.learner import LearnerService
 from stretto.runtime.messages import Ready
 from stretto.runtime.state import Claim, copied, fit, write
+from stretto.schedules.rollout import Rollout, restored
+from stretto.training import shard_files
+from stretto.types import Chunk, FinishReason, Prompt, Score, WeightsRef
 from stretto.weights.channel import SharedChannel
 
 
@@ -39,6 +45,22 @@ def test_a_copy_does_not_change_with_what_was_copied() -> None:
     assert copy["tensor"].tolist() == [0.0, 1.0, 2.0]
     assert not copy["tensor"].requires_grad
     assert copy[7] == [1, {"a": (2, None)}]
+
+
+def test_a_rollout_is_kept_as_tensors_and_comes_back_from_the_file(tmp_path: Path) -> None:
+    """No number of it is an object of its own: 8 million in flight would stop the event loop."""
+    rollout, values = Rollout(4, Prompt(2, (7,), ""), 4), np.array([0.5, -0.25, 3.0], np.float32)
+    rollout.append(Chunk(4, 0, np.array([5, 6], np.int32), values[:2], 1))
+    rollout.append(Chunk(4, 2, np.array([150_000], np.int32), values[2:], 2, FinishReason.STOP))
+    rollout.scores = {"critic": Score(4, "critic", "values", values)}
+    taken = copied([rollout.state_dict()])
+    (state,) = taken
+    arrays = (state["tokens"], state["logprobs"], state["versions"], state["scores"][0]["values"])
+    assert [a.dtype for a in arrays] == [torch.int32, torch.float32, torch.int32, torch.float32]
+    write(tmp_path / "x.pt", taken)
+    (again,) = restored(torch.load(tmp_path / "x.pt", weights_only=True), lambda _: rollout.prompt)
+    assert again.state_dict() == rollout.state_dict()
+    assert again.tokens.tolist() == [5, 6, 150_000]
 
 
 @pytest.mark.parametrize(
@@ -57,27 +79,45 @@ def test_a_learner_writes_what_was_staged(
     memory = SimpleNamespace(available=available)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     service = learner_service({"w": tensor})
-    live, size = service.stage(copy).value
+    live, size = service.stage(copy, []).value
     tensor += 1
     assert (live, size) == (expected == [1.0, 1.0], 8)
-    service.write(tmp_path)
+    name, told = service.write(tmp_path)
     (file,) = tmp_path.iterdir()
+    assert (file.name, hashlib.sha256(file.read_bytes()).hexdigest()) == (name, told.sha256)
     assert load_file(file)["actor/masters/w"].tolist() == expected
+
+
+def test_a_learner_writes_the_versions_that_others_work_with(tmp_path: Path) -> None:
+    channel, refs = SharedChannel(), [WeightsRef("actor", v, "", "shared") for v in (2, 3)]
+    service = learner_service({"w": torch.zeros(2)}, channel)
+    for ref in refs:
+        channel.put(ref, {"w": torch.full((2,), float(ref.version), dtype=torch.bfloat16)})
+    assert service.stage(True, refs).value == (False, 16)  # 8 bytes, and 4 of each version
+    name, _ = service.write(tmp_path)
+    found = load_file(tmp_path / name)
+    assert found["actor/published/2/w"].tolist() == [2.0, 2.0]
+    assert found["actor/published/3/w"].tolist() == [3.0, 3.0]
+    assert found["actor/published/3/w"].dtype == torch.bfloat16
 
 
 def test_a_learner_tells_of_a_full_disk(tmp_path: Path) -> None:
     service = learner_service({"w": torch.zeros(4000)})
-    service.stage(False)
+    service.stage(False, [])
     with full_beyond(1000), pytest.raises(StorageError, match=r"File too large; make room"):
         service.write(tmp_path)
 
 
-def learner_service(state: dict[str, Any]) -> LearnerService:
+def learner_service(state: dict[str, Any], channel: SharedChannel | None = None) -> LearnerService:
     optimizer: dict[str, Any] = {"state": {}, "param_groups": []}
     model = {"masters": state, "optimizer": optimizer, "schedule": {}}
-    learner: Any = SimpleNamespace(state_dict=lambda: {"models": {"actor": model}})
+    actor = SimpleNamespace(pieces=lambda tensors: tensors)
+    learner: Any = SimpleNamespace(
+        state_dict=lambda: {"models": {"actor": model}}, trained={"actor": actor}
+    )
     prompts: Any = None
-    return LearnerService(learner, SharedChannel(), prompts, Ready({}, "", (), torch.float32))
+    ready = Ready({}, "", (), torch.float32)
+    return LearnerService(learner, channel or SharedChannel(), prompts, ready)
 
 
 def test_copies_on_one_machine_share_its_memory() -> None:
@@ -104,6 +144,20 @@ def test_a_file_leaves_room_for_the_model(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(OSError, match=r"x.pt takes 4.0 MB of the 6.0 MB that are free") as no:
             write(tmp_path / "x.pt", state)
         assert no.value.errno == errno.ENOSPC
+
+
+def test_a_damaged_file_of_the_learner_ends_a_resumed_run(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    config = settings(tiny_folder, steps=1)
+    run_dir, _ = run(config, tmp_path)
+    (file,) = run_dir.checkpoints.glob("*/learner/*")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    longer = config.model_copy(update={"steps": 2})
+    with raises(StateError, "damaged-file", file, "SHA-256", "remove its checkpoint"):
+        runs.train(longer, run_dir=run_dir, resume=True, progress=NoProgress())
 
 
 # -- on another runtime --------------------------------------------------------------------------
@@ -138,8 +192,8 @@ def test_a_run_goes_on_elsewhere_bit_for_bit(
         runs.train(of(config, begun), run_dir=killed, progress=Kill(3))
     step, parts = checkpoint.load_latest(killed.checkpoints, print)
     assert step == 2
-    held = parts["driver.pt"]["weights"]["followers"]
-    assert held.keys() == (set() if lag == "sync" else {"actor", "critic"})
+    held = shard_files.read(parts["learner"][0])["published"]
+    assert {model for model, _ in held} == (set() if lag == "sync" else {"actor", "critic"})
     runs.train(of(config, resumed), run_dir=killed, resume=True, progress=NoProgress())
     assert_same_run(killed, whole)
 

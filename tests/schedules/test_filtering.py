@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 
 import numpy as np
@@ -17,7 +18,8 @@ from stretto.types import FinishReason, Prompt, Score, is_finite
 
 def scored(rollout_id: int, rewards: Mapping[str, float | None], prompt: int = 0) -> Rollout:
     """A finished rollout; ``None`` is a source that does not apply."""
-    r = Rollout(rollout_id, Prompt(prompt, (1,), f"question {prompt}"), prompt, [1], [-1.0], [0])
+    r = Rollout(rollout_id, Prompt(prompt, (1,), f"question {prompt}"), prompt)
+    r.tokens, r.logprobs, r.versions = array("i", [1]), array("f", [-1.0]), array("i", [0])
     r.finish = FinishReason.STOP
     for name, reward in rewards.items():
         values = np.array([] if reward is None else [reward], np.float32)

@@ -433,7 +433,7 @@ def test_scripted_roles_check_each_token_whatever_dies(options: dict[str, Any], 
     trained = [r for step in steps for r in step.batch]
     assert len({r.id for r in trained}) == len(trained) == 16
     for r in trained:
-        assert r.tokens == [100 * r.id + t for t in range(world.length(r.id))]
+        assert r.tokens.tolist() == [100 * r.id + t for t in range(world.length(r.id))]
         assert r.scores["judge"].scalar == r.id + 0.5
         assert len(set(r.scores["critic"].values.tolist())) == 1
     assert deaths(steps)[0] >= 1

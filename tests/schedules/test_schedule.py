@@ -110,7 +110,7 @@ def test_plain_steps_run_one_stage_after_the_other() -> None:
         "17.8 publish 2",
     ]
     first = steps[0].batch
-    assert [r.tokens for r in first] == [
+    assert [r.tokens.tolist() for r in first] == [
         [0, 1, 2], [100, 101, 102, 103, 104], [200, 201], [300, 301, 302, 303]
     ]  # fmt: skip
     assert [r.scores["judge"].scalar for r in first] == [0.5, 1.5, 2.5, 3.5]
@@ -207,8 +207,8 @@ def test_the_first_to_end_make_the_batch_and_the_rest_is_carried() -> None:
     # 0..5 in flight; 5, 2, 0, 3 end first, at 4 s. Then 6 (3), 7 (20), 8 (2), 9 (4) join 1 and 4.
     assert [ids(s) for s in steps] == [[0, 2, 3, 5], [4, 6, 8, 9], [1, 10, 11, 12]]
     four = next(r for r in steps[1].batch if r.id == 4)
-    assert four.tokens == [400, 401, 402, 403, 404, 405]
-    assert four.versions == [0, 0, 0, 0, 1, 1]
+    assert four.tokens.tolist() == [400, 401, 402, 403, 404, 405]
+    assert four.versions.tolist() == [0, 0, 0, 0, 1, 1]
     assert four.carries == 1
     assert (ledger.dispatched, ledger.trained, ledger.in_flight) == (14, 12, 2)
     assert steps[0].stats["schedule/carried"] == 2

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -48,7 +49,7 @@ def rollouts(responses: Sequence[str], prompts: Sequence[Prompt] | None = None) 
     made = []
     for at, (response, prompt) in enumerate(zip(responses, prompts, strict=True)):
         rollout = Rollout(100 + at, prompt, group=at)
-        rollout.tokens, rollout.finish = [*ids(response), 1], STOP
+        rollout.tokens, rollout.finish = array("i", [*ids(response), 1]), STOP
         made.append(rollout)
     return made
 

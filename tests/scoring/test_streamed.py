@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import re
+from array import array
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -52,8 +53,8 @@ def rollouts(shapes: Sequence[tuple[int, int]], vocabulary: int = VOCABULARY) ->
     made = []
     for i, (p, length) in enumerate(shapes):
         r = Rollout(i, Prompt(p, prompts[p], ""), p)
-        r.tokens = [int(t) for t in rng.integers(3, vocabulary, size=length)]
-        r.logprobs, r.versions = [-1.0] * length, [0] * length
+        r.tokens = array("i", rng.integers(3, vocabulary, size=length).tolist())
+        r.logprobs, r.versions = array("f", [-1.0] * length), array("i", [0] * length)
         r.finish = FinishReason.STOP if i % 2 else FinishReason.LENGTH
         made.append(r)
     return made
@@ -571,8 +572,9 @@ def text_rollout(id_: int, text: str, *, chat: bool, finish: FinishReason) -> Ro
     said = "What is the weather in the north?\n"
     messages = (Message(role="user", content=said),) if chat else None
     r = Rollout(id_, Prompt(1, tuple(said.encode()), said, messages), 1)
-    r.tokens = [*text.encode(), *([EOS] if finish is FinishReason.STOP else [])]
-    r.logprobs, r.versions, r.finish = [-1.0] * len(r), [0] * len(r), finish
+    r.tokens = array("i", [*text.encode(), *([EOS] if finish is FinishReason.STOP else [])])
+    r.logprobs, r.versions = array("f", [-1.0] * len(r)), array("i", [0] * len(r))
+    r.finish = finish
     return r
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from functools import cache
 from typing import Any
 
@@ -252,7 +253,8 @@ def test_what_a_demonstration_spells_ends_nothing(template: str | None) -> None:
 def typed(text: str, prompt: Prompt, finish: FinishReason = FinishReason.STOP) -> Rollout:
     """A response of bytes, which end with the byte tokenizer's '<eos>'."""
     stopped = finish is FinishReason.STOP
-    return Rollout(1, prompt, 1, [*text.encode(), *([258] if stopped else [])], finish=finish)
+    tokens = array("i", [*text.encode(), *([258] if stopped else [])])
+    return Rollout(1, prompt, 1, tokens, finish=finish)
 
 
 def prompts_of(text: str) -> list[Prompt]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -696,7 +697,7 @@ def test_only_the_first_update_after_a_hand_over_is_checked() -> None:
 def with_older(honest: list[Rollout], other: list[Rollout]) -> list[Rollout]:
     """A batch in which responses 3 and 5 begin with tokens of older versions."""
     batch = [*honest[:3], other[3], honest[4], other[5], *honest[6:]]
-    batch[3].versions[0], batch[5].versions[:2] = 1, [0, 1]
+    batch[3].versions[0], batch[5].versions[:2] = 1, array("i", [0, 1])
     return batch
 
 
@@ -772,7 +773,7 @@ def test_in_bfloat16_a_step_of_one_update_takes_the_ratio_to_itself() -> None:
         rollouts = engine_rollouts(actor, critic, temperature=1.0)
         rng = np.random.default_rng(0)
         for r in rollouts:  # as kernels that round otherwise; here there may be none
-            r.logprobs = [x + 0.01 * rng.normal() for x in r.logprobs]
+            r.logprobs = array("f", [x + 0.01 * rng.normal() for x in r.logprobs])
         return train_on(
             make_learner(actor, critic, {"rollout": {"batch": 8}, **sections}), rollouts
         )
@@ -868,8 +869,9 @@ def test_older_data_is_learned_from_by_the_ratio_to_the_policy_that_sampled_it()
     for r, new, ratios, reward, versions in zip(
         batch, now, [[1.5, 0.5], [1.1, 0.5]], [2.0, -1.0], [[0, 1], [1, 2]], strict=True
     ):
-        r.logprobs = [x - math.log(rho) for x, rho in zip(new.tolist(), ratios, strict=True)]
-        r.versions = versions
+        shifted = [x - math.log(rho) for x, rho in zip(new.tolist(), ratios, strict=True)]
+        r.logprobs = array("f", shifted)
+        r.versions = array("i", versions)
         r.scores = {
             "task": Score(r.id, "task", "reward", torch.tensor([reward]).numpy()),
             "critic": Score(r.id, "critic", "values", torch.zeros(2).numpy()),
@@ -1000,7 +1002,8 @@ def test_an_interruption_leaves_the_model_in_evaluation_mode() -> None:
 
 
 def finished(values: Mapping[str, Sequence[float]], length: int = 2) -> Rollout:
-    r = Rollout(4, Prompt(0, (1,), ""), 4, [1] * length, [-1.0] * length, [0] * length)
+    r = Rollout(4, Prompt(0, (1,), ""), 4, array("i", [1] * length))
+    r.logprobs, r.versions = array("f", [-1.0] * length), array("i", [0] * length)
     r.finish = FinishReason.STOP
     for name, numbers in values.items():
         kind: Any = {"critic": "values", "reference": "logprobs"}.get(name, "reward")

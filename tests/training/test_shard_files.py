@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from stretto.errors import StateError
 from stretto.models.shards import TensorShard
 from stretto.schedules.rollout import train_batch
 from stretto.training.learner import PolicyLearner
-from stretto.training.shard_files import file_name, in_memory, packed, read, write
+from stretto.training.shard_files import check, file_name, in_memory, packed, read, write
 
 
 def learner(steps: int) -> PolicyLearner:
@@ -51,16 +52,7 @@ def test_what_is_read_is_what_was_written(steps: int, tmp_path: Path) -> None:
     """Before the first step AdamW has no moments."""
     state = learner(steps).state_dict()
     write(tmp_path / file_name(), packed(state))
-    assert_same(state, in_memory(read(tmp_path)))
-
-
-def test_a_former_versions_file_is_read(tmp_path: Path) -> None:
-    state = learner(1).state_dict()
-    torch.save(state, tmp_path / "learner.pt")
-    assert_same(state, read(tmp_path / "learner.pt"))
-    torch.save({"path": Path("x")}, tmp_path / "learner.pt")
-    with raises(StateError, "damaged-file"):
-        read(tmp_path / "learner.pt")
+    assert_same({**state, "published": {}}, in_memory(read(tmp_path)))
 
 
 # -- pieces --------------------------------------------------------------------------------------
@@ -102,6 +94,7 @@ def test_names_and_metadata_say_what_a_file_has(tmp_path: Path) -> None:
         "rank": 2,
         "ranks": 4,
         "pieces": {name: [[3, 4], [[2, 3], [1, 4]]] for name in names},
+        "published": [],
         "state": {
             "models": {
                 "actor": {
@@ -142,6 +135,18 @@ def test_a_part_is_read_without_the_rest(tmp_path: Path) -> None:
     assert stored.read(((2, 3), (1, 1))).shape == (1, 0)
 
 
+def test_a_file_that_changed_is_found_by_the_sum_that_its_writer_told(tmp_path: Path) -> None:
+    file = tmp_path / file_name()
+    told = write(file, packed(learner(0).state_dict()))
+    content = bytearray(file.read_bytes())
+    assert told == (len(content), hashlib.sha256(content).hexdigest())
+    check(tmp_path, [(file.name, told)])
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with raises(StateError, "damaged-file", file.name, "SHA-256"):
+        check(tmp_path, [(file.name, told)])
+
+
 # -- what is refused -----------------------------------------------------------------------------
 
 
@@ -156,7 +161,7 @@ def foreign(file: Path) -> None:
 @pytest.mark.parametrize(
     ("rank", "damage", "code", "fact"),
     [
-        (1, Path.unlink, "missing-file", "take the checkpoint before"),
+        (1, Path.unlink, "missing-file", "the one before"),
         (0, Path.unlink, "missing-file", ""),
         (3, Path.unlink, "missing-file", ""),
         (2, truncate, "damaged-file", "SafetensorError"),

@@ -220,8 +220,9 @@ def test_a_run_goes_on_with_other_ranks(
     given = algorithm_settings({"name": "ppo"}, training={"lr_schedule": "linear"})
     (batch,) = batches_of(given, 1)
     whole = whole_learner(kind, given)
-    path = tmp_path / "former.pt"
-    torch.save(whole.state_dict(), path)
+    path = tmp_path / "one"
+    path.mkdir()
+    shard_files.write(path / shard_files.file_name(), shard_files.packed(whole.state_dict()))
     for layout in ("two", "both", "three", "sliced"):
         ranks: Ranks = request.getfixturevalue(layout)
         ranks.call("make", kind, given)
@@ -266,6 +267,37 @@ def test_each_ranks_file_has_its_pieces_alone(
     before, after = (shard_files.packed(in_memory(shard_files.read(f))) for f in (one, tmp_path))
     assert before["about"] == after["about"]
     assert all(t.equal(after["tensors"][name]) for name, t in before["tensors"].items())
+
+
+@pytest.mark.parametrize(("writing", "reading"), [("both", "two"), ("two", "sliced")])
+@pytest.mark.parametrize("kind", ["plain", "lora"])
+def test_published_weights_are_written_in_pieces_and_read_by_other_ranks(
+    kind: str, writing: str, reading: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Each element is in one file; one process may read them, too."""
+    given = algorithm_settings({"name": "rloo"})
+    ranks: Ranks = request.getfixturevalue(writing)
+    ranks.call("make", kind, given)
+    (batch,) = batches_of(given, 1)
+    ranks.call("train", [batch])
+    ranks.call("write", tmp_path, 3)
+    whole = whole_learner(kind, given)
+    whole.load_state_dict(shard_files.read(tmp_path))
+    actor = whole.trained["actor"]
+    weights = actor.snapshot()
+    held = [
+        sum(t.numel() for n, t in load_file(file).items() if n.startswith("actor/published/3/"))
+        for file in tmp_path.iterdir()
+    ]
+    assert sum(held) == sum(t.numel() for t in weights.values())
+    assert max(held) < sum(held) or kind == "lora"
+    found = actor.from_pieces(shard_files.read(tmp_path)["published"]["actor", 3])
+    assert found.keys() == weights.keys()
+    assert all(t.equal(weights[name]) for name, t in found.items())
+    others: Ranks = request.getfixturevalue(reading)
+    others.call("make", kind, given)
+    others.call("load", tmp_path)
+    assert all(others.call("holds", tmp_path, 3))
 
 
 @pytest.mark.parametrize("kind", ["plain", "lora"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hmac
+import itertools
 import os
 import pickle
 import socket
@@ -11,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import AuthenticationError, Pipe
 from multiprocessing.connection import Connection
 from threading import Barrier, Event
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -19,9 +21,12 @@ from raising import raises
 from stretto.errors import RankError
 from stretto.workers.connection import (
     KEY_BYTES,
+    TO_DRIVER,
+    TO_RANK,
     DriverConnection,
     Listener,
     RankConnection,
+    SignedConnection,
     connected,
 )
 
@@ -56,6 +61,54 @@ def test_both_ends_speak_and_notice_an_end(listener: Listener) -> None:
     assert ended.wait(LIMIT_S)
     with raises(RankError, "process-ended"):
         client.aside("add", 1, 2, timeout_s=LIMIT_S)
+
+
+def test_each_message_is_signed_with_its_direction_and_number(listener: Listener) -> None:
+    """What the network could change, leave out, repeat or send back is refused."""
+    pairs = []
+    for _ in range(4):
+        rank_end = connected(listener.address, listener.key, 7, LIMIT_S)
+        pairs.append((rank_end, cast(SignedConnection, came(listener))))
+    keys = {end._key for pair in pairs for end in pair}
+    assert len(keys) == 4  # one for both ends of each
+    (rank_end, driver_end), *others = pairs
+    for message in (b"", b"one", b"x" * 100_000):
+        rank_end.send_bytes(message)
+        assert driver_end.recv_bytes() == message
+        driver_end.send_bytes(message)
+        assert rank_end.recv_bytes() == message
+    code = rank_end._code(TO_DRIVER, 3, b"two")
+    assert code == hmac.digest(rank_end._key, TO_DRIVER + bytes([3] + 7 * [0]) + b"two", "sha256")
+    for said in (
+        (code, b"too"),  # changed
+        (rank_end._code(TO_DRIVER, 2, b"x" * 100_000), b"x" * 100_000),  # repeated
+        (rank_end._code(TO_DRIVER, 4, b"two"), b"two"),  # one before it is left out
+        (driver_end._code(TO_RANK, 3, b"two"), b"two"),  # sent back
+    ):
+        driver_end._received = itertools.count(3)
+        for part in said:
+            Connection.send_bytes(rank_end, part)
+        with pytest.raises(AuthenticationError):
+            driver_end.recv_bytes()
+    for one, other in others:
+        one.close()
+        other.close()
+
+
+def test_a_message_that_was_changed_ends_the_connection_and_is_not_unpickled(
+    listener: Listener,
+) -> None:
+    for of_driver in (False, True):
+        rank_end = connected(listener.address, listener.key, 7, LIMIT_S)
+        driver_end, ended = came(listener), threading.Event()
+        if of_driver:
+            RankConnection(driver_end, lambda _: None, ended.set)
+        else:
+            DriverConnection(rank_end, lambda *_: None, ended.set)
+        for part in (b"x" * 32, bytes(8) + pickle.dumps(Bomb())):
+            Connection.send_bytes(rank_end if of_driver else driver_end, part)
+        assert ended.wait(LIMIT_S)
+    assert not Bomb.went_off.is_set()
 
 
 def test_a_rank_notices_that_its_driver_is_gone(listener: Listener) -> None:

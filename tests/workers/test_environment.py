@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,16 @@ import torch
 from raising import raises
 from stretto.errors import ConfigError
 from stretto.workers.rank import Rank, RankSpec
-from stretto.workers.ray_cluster import described, forwarded
+from stretto.workers.ray_cluster import (
+    ActorProcesses,
+    Bundle,
+    RankActor,
+    RayCluster,
+    _connect,
+    described,
+    forwarded,
+    split,
+)
 
 
 def test_only_listed_variables_are_forwarded() -> None:
@@ -54,6 +66,76 @@ def test_secrets_are_named_and_not_shown() -> None:
         "TOKENIZERS_PARALLELISM=false, VLLM_API_KEY, WANDB_API_KEY, WANDB_KEYS"
     )
     assert described({}) == "environment of the ranks: nothing"
+
+
+def test_secrets_do_not_go_through_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shows an actor's environment; a rank gets them over its connection, before it works."""
+    given = {"HF_TOKEN": "hunter2", "HF_HOME": "/data", "WANDB_BASE_URL": "https://me:hunter2@w"}
+    for name in os.environ:
+        monkeypatch.delenv(name) if name.startswith(("HF_", "WANDB_")) else None
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    passed, threads, served = list[Any](), list[threading.Thread](), list[dict[str, str]]()
+
+    class Serving:
+        def __init__(self, spec: RankSpec, connection: Any) -> None:
+            assert connection._key
+
+        def serve(self) -> None:
+            served.append({name: os.environ[name] for name in given})
+
+    class FakeActor:
+        """An actor in a thread of this process, which has not the variables."""
+
+        def options(self, **options: Any) -> FakeActor:
+            passed.append(options)
+            return self
+
+        def remote(self, *args: Any) -> Any:
+            def run() -> None:
+                RankActor().run(*args)
+
+            if args:
+                passed.append(args)
+                threads.append(threading.Thread(target=run))
+                threads[-1].start()
+            return self
+
+        @property
+        def run(self) -> FakeActor:
+            return self
+
+    fake = SimpleNamespace(
+        remote=lambda _: FakeActor(), wait=lambda *_, **__: ((), ()), is_initialized=lambda: False
+    )
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.setattr("stretto.workers.rank.Rank", Serving)
+    cluster = object.__new__(RayCluster)
+    cluster.environment, cluster.secrets = split(forwarded(os.environ))
+    cluster.alone, cluster.host, cluster.bundles = True, "127.0.0.1", (Bundle(),)
+    monkeypatch.setattr(RayCluster, "scheduling", lambda *_: None)
+    processes = ActorProcesses([RankSpec(0, 1, timeout_s=10.0)], cluster)
+    for name in cluster.secrets:
+        monkeypatch.delenv(name)
+    (connection,) = processes.connect(10.0)
+    threads[0].join(10.0)
+    assert served == [given]
+    assert "hunter2" not in repr(passed)
+    assert passed[0]["runtime_env"]["env_vars"]["HF_HOME"] == "/data"
+    connection.close()
+
+
+@pytest.mark.parametrize(("mode", "remarks"), [("token", 0), ("", 1)])
+def test_a_cluster_without_authentication_is_remarked_on(
+    mode: str, remarks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    fake = SimpleNamespace(is_initialized=lambda: False, init=lambda **_: None)
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    said = list[str]()
+    assert _connect("auto", None, None, said.append)
+    assert len(said) == remarks
 
 
 def test_a_call_aside_works_on_the_ranks_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from stretto.workers.group import (
     amount,
     deadline_s,
 )
-from stretto.workers.rank import Facts, check
+from stretto.workers.rank import Facts, check, interface_of
 from stretto.workers.ranks import Ranks
 from stretto.workers.services import Service
 
@@ -95,6 +95,9 @@ class Counter(Service):
 
     def function(self) -> Any:
         return lambda: None
+
+    def environment(self) -> Reply[dict[str, str]]:
+        return Reply(dict(os.environ))
 
     def pid(self) -> Reply[int]:
         return Reply(os.getpid())
@@ -201,6 +204,17 @@ def test_a_process_at_work_answers_on_the_side(group: ServiceGroup) -> None:
     assert group.ranks.used_bytes()[0] > 10 << 20
     two.aside_on_all("release", timeout_s=5.0)
     worker.join()
+
+
+def test_a_local_process_listens_on_the_loopback_alone(group: ServiceGroup) -> None:
+    """So do the groups of gloo and NCCL: both read the interface from the environment."""
+    pid = GroupExecutor(group, "two").ask("pid").value
+    open_ = [c for c in psutil.Process(pid).net_connections() if c.status == psutil.CONN_LISTEN]
+    assert open_
+    assert {c.laddr.ip for c in open_} == {"127.0.0.1"}
+    environment = GroupExecutor(group, "two").ask("environment").value
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        assert environment[name] == os.environ.get(name, interface_of("127.0.0.1"))
 
 
 def test_a_process_that_is_stopped_does_not_answer(group: ServiceGroup) -> None:

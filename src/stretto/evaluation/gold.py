@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -101,7 +102,7 @@ def as_rollout(number: int, prompt: Prompt, tokens: Sequence[int]) -> Rollout:
     Its finish reason is not 'stop', as stopped responses are cut at the first stop string, and one
     inside a given text belongs to it.
     """
-    return Rollout(number, prompt, number, list(tokens), finish=FinishReason.LENGTH)
+    return Rollout(number, prompt, number, array("i", tokens), finish=FinishReason.LENGTH)
 
 
 def end_tokens_of(

@@ -3,30 +3,30 @@
 ::
 
     checkpoints/step-000020/
-    ├── driver.pt        prompts, schedule, weights that generation works with (runtime/state.py)
+    ├── driver.pt        prompts and schedule (runtime/state.py)
     ├── inputs.json      fingerprints of rows and models as the run began (runs/loop.py)
-    ├── learner/         the models under training and their optimizers, a file of each process that
-    │                    holds a part of them (training/shard_files.py)
+    ├── learner/         the models under training, their optimizers, and weights that generation
+    │                    works with, a file of each process that holds a part of them
+    │                    (training/shard_files.py)
     └── manifest.json    the length and the SHA-256 of each other file
 
-Earlier versions wrote a file ``learner.pt`` in place of the folder, which is still read.
-
-A checkpoint appears under its name once all of it is on disk, and is read only if it is as it was
-written. While a run is under way the two newest are kept: the older one is read if the newest is
-damaged. One is kept where the disk has no room for another, and at the end of the run.
+Whatever writes a file tells its sum. A checkpoint appears under its name once all of it is on disk,
+and is read only if it is as it was written: this process compares all lengths and its own files
+before the run starts, the learner's processes compare theirs. While a run is under way the two
+newest are kept: the older one is read if the newest is damaged. One is kept where the disk has no
+room for another, and at the end of the run.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import re
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from pickle import UnpicklingError
 from typing import Any, Self
 
@@ -35,6 +35,7 @@ import torch
 from stretto import files
 from stretto.config import ObserveConfig
 from stretto.errors import StateError, StorageError, first_line
+from stretto.files import FileSum
 from stretto.observe.run_directory import KEPT
 from stretto.observe.spans import CHECKPOINT
 from stretto.protocols import Clock, RealClock
@@ -43,13 +44,13 @@ from stretto.runtime.state import DRIVER, LEARNER, Staged, Writer
 from stretto.saying import format_size
 
 INPUTS = "inputs.json"
-"""The file with fingerprints, which earlier versions did not write."""
+"""The file with fingerprints of rows and models."""
 
 FIRST_MINUTES = 1.0
 """Minutes after which a run has its first checkpoint, at the latest with the first step after them:
 a run that is killed early can be resumed, too."""
 
-_FORMAT, _FORMER = 4, 3
+_FORMAT = 5
 _NAME = re.compile(r"step-(\d+)")
 _MANIFEST = "manifest.json"
 
@@ -67,12 +68,11 @@ def save(folder: Path, step: int, parts: Mapping[str, Writer], keep: int = KEPT)
     with files.explained(target):
         _make_room(folder, step)
     with files.explained(target), files.new_folder(target) as scratch:
-        for name, write in parts.items():
-            write(scratch / name)
-        described = {}
-        for path in sorted(path for path in scratch.rglob("*") if path.is_file()):
-            facts = {"bytes": path.stat().st_size, "sha256": _digest(path)}
-            described[path.relative_to(scratch).as_posix()] = facts
+        described = {
+            (PurePosixPath(part) / name).as_posix(): {"bytes": found.size, "sha256": found.sha256}
+            for part, write in parts.items()
+            for name, found in write(scratch / part).items()
+        }
         manifest = {"format": _FORMAT, "step": step, "files": described}
         (scratch / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
     _remove(_superfluous(folder, step, keep))
@@ -105,7 +105,8 @@ def load_latest(folder: Path, note: Callable[[str], None]) -> tuple[int, dict[st
 
     A checkpoint is only tensors and plain data; loading it runs no code of its own. ``note`` is
     called with a line for each checkpoint that is damaged and passed over. Return the step; and by
-    name the content of ``driver.pt`` and ``inputs.json`` and the path of the learner's state.
+    name the content of ``driver.pt`` and ``inputs.json``, and the folder of the learner's state
+    with the sums of its files, which are still to be compared.
     """
     found = _found(folder)
     if not found:
@@ -140,37 +141,34 @@ class _DamagedError(Exception):
     """A checkpoint is not what was written."""
 
 
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def _found(folder: Path) -> dict[int, Path]:
     paths = folder.iterdir() if folder.is_dir() else ()
     return {int(m[1]): path for path in paths if (m := _NAME.fullmatch(path.name))}
 
 
 def _load(checkpoint: Path) -> dict[str, Any]:
-    former = _verified(checkpoint) == _FORMER
+    sums = _verified(checkpoint)
     try:
         driver = torch.load(checkpoint / DRIVER, weights_only=True, map_location="cpu")
     except UnpicklingError as error:
         raise _DamagedError(
             f"{DRIVER} holds other things than tensors and plain data: {first_line(error)}"
         ) from error
-    inputs = checkpoint / INPUTS
     return {
         DRIVER: driver,
-        LEARNER: checkpoint / (f"{LEARNER}.pt" if former else LEARNER),
-        INPUTS: json.loads(inputs.read_bytes()) if inputs.is_file() else {},
+        LEARNER: (checkpoint / LEARNER, sums),
+        INPUTS: json.loads((checkpoint / INPUTS).read_bytes()),
     }
 
 
-def _verified(checkpoint: Path) -> int:
-    """Check that all files are those that were written; return the format."""
+def _verified(checkpoint: Path) -> dict[str, FileSum]:
+    """Check that files are those that were written; return the sums of the learner's, of which only
+    the lengths are compared.
+    """
     try:
         manifest = json.loads((checkpoint / _MANIFEST).read_bytes())
-        described = {n: (int(f["bytes"]), f["sha256"]) for n, f in manifest["files"].items()}
+        listed = manifest["files"].items()
+        described = {PurePosixPath(n): FileSum(int(f["bytes"]), f["sha256"]) for n, f in listed}
         written_for = int(manifest["format"])
     except FileNotFoundError:
         raise _DamagedError(
@@ -178,21 +176,23 @@ def _verified(checkpoint: Path) -> int:
         ) from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise _DamagedError(f"{_MANIFEST} cannot be read: {error!r}") from error
-    if written_for not in (_FORMAT, _FORMER):
+    if written_for != _FORMAT:
         raise _DamagedError(
-            f"{_MANIFEST} has the format {written_for}, and this version knows {_FORMAT} and "
-            f"{_FORMER}"
+            f"{_MANIFEST} has the format {written_for}, and this version knows {_FORMAT} alone; go "
+            "on with the version of Stretto that wrote it"
         )
-    for name, (size, digest) in described.items():
+    for name, written in described.items():
         file = checkpoint / name
         try:
-            if (has := file.stat().st_size) != size:
-                raise _DamagedError(f"{file.name} has {has} bytes of the {size} that were written")
-            if _digest(file) != digest:
+            if (has := file.stat().st_size) != written.size:
+                raise _DamagedError(
+                    f"{file.name} has {has} bytes of the {written.size} that were written"
+                )
+            if name.parent.name != LEARNER and files.sum_of(file) != written:
                 raise _DamagedError(f"{file.name} is not what was written: its SHA-256 differs")
         except OSError as error:
             raise _DamagedError(f"{file.name} cannot be read: {error.strerror}") from error
-    return written_for
+    return {name.name: f for name, f in described.items() if name.parent.name == LEARNER}
 
 
 # -- during a run --------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ class Checkpointer:
         """Have a thread write, which does not keep the process alive."""
         future: Future[Path] = Future()
         keep = 1 if step == self._steps else KEPT
-        parts = {**staged.files, INPUTS: lambda file: file.write_text(self._inputs, "utf-8")}
+        parts = {**staged.files, INPUTS: self._write_inputs}
         future.set_running_or_notify_cancel()  # a cancelled wait does not stop it
 
         def work() -> None:
@@ -294,6 +294,10 @@ class Checkpointer:
 
         threading.Thread(target=work, name=CHECKPOINT, daemon=True).start()
         return future
+
+    def _write_inputs(self, file: Path) -> Mapping[str, FileSum]:
+        file.write_text(self._inputs, "utf-8")
+        return {"": files.sum_of(file)}
 
     async def _written(self) -> None:
         """Wait for what is being written, if anything is, and note what has failed."""

@@ -61,8 +61,6 @@ def train(
         if resume:
             with working(say, "reading the checkpoint"):
                 first, state = load_latest(run_dir.checkpoints, say)
-            if not state[INPUTS]:
-                say("the checkpoint has no fingerprints of rows and models: they are not compared")
         inputs = Inputs(state[INPUTS] if state else {})
         critic = config.critic.model if config.algorithm.definition.critic else ""
         inputs.take_models(config.model, critic, config.reward.models, overrides, say)

@@ -18,6 +18,7 @@ from stretto.assembly.parts import open_prompts, trained_models
 from stretto.assembly.roles import RoleFactory
 from stretto.config.cluster import LEARNER
 from stretto.errors import StateError
+from stretto.files import FileSum
 from stretto.models.backend import pick_device
 from stretto.models.offload import OffloadedTensors
 from stretto.protocols import Learner
@@ -69,7 +70,7 @@ class LearnerService(Service):
 
     @property
     def light(self) -> frozenset[str]:
-        return super().light | {"ready", "kept"}
+        return super().light | {"ready"}
 
     def ready(self) -> Ready:
         return self._ready
@@ -104,35 +105,43 @@ class LearnerService(Service):
         assert isinstance(self._channel, WeightSender)
         return self._channel.send(ref, routes[self._rank])
 
-    def stage(self, copy: bool) -> Reply[tuple[bool, int]]:
-        """Stage this rank's pieces, as a copy if all have room; return whether live, and bytes."""
-        state = shard_files.packed(self._learner.state_dict(), self._rank, self._ranks)
+    def stage(self, copy: bool, refs: Sequence[WeightsRef]) -> Reply[tuple[bool, int]]:
+        """Stage this rank's pieces, of kept versions too, as a copy if all have room; return
+        whether they are live, and the bytes of all ranks.
+        """
+        trained = self._learner.trained
+        published = {
+            (ref.model, ref.version): trained[ref.model].pieces(self._channel.kept(ref))
+            for ref in refs
+        }
+        state = shard_files.packed(self._learner.state_dict(), self._rank, self._ranks, published)
         claims = self._of_all(claim_of(state))
         copy = copy and fit(claims)
         self._staged = copied(state) if copy else state
         return Reply((not copy, sum(claim.size for claim in claims)))
 
-    def write(self, folder: Path) -> None:
-        """Write what was staged, each rank a file of its own; on the side, on all ranks."""
+    def write(self, folder: Path) -> tuple[str, FileSum]:
+        """Write what was staged, each rank a file of its own; on the side, on all ranks. Return
+        the file's name and sum.
+        """
         state, self._staged = self._staged, None
         assert state is not None
         file = folder / shard_files.file_name(self._rank, self._ranks)
         with files.explained(file):
-            shard_files.write(file, state)
-
-    def kept(self, refs: Sequence[WeightsRef]) -> Reply[list[Mapping[str, torch.Tensor]]]:
-        """Return the tensors of versions that are kept, which the first rank gathers."""
-        trained = self._learner.trained
-        return Reply([trained[ref.model].gathered(self._channel.kept(ref)) for ref in refs])
+            return file.name, shard_files.write(file, state)
 
     def load(
-        self, path: Path, kept: Sequence[tuple[WeightsRef, Mapping[str, torch.Tensor]]]
+        self, path: Path, sums: Mapping[str, FileSum], kept: Sequence[WeightsRef]
     ) -> Reply[Mapping[str, WeightsRef]]:
-        """Go on from a state, with kept versions of other weights; return the weights' tickets."""
-        self._learner.load_state_dict(self._read(path))
+        """Go on from a state in files with these sums, and keep versions of other weights in it;
+        return the tickets of its own.
+        """
+        state = self._read(path, sums)
+        self._learner.load_state_dict(state)
         refs = self.offered()
-        for ref, tensors in kept:  # the newest version, too, if weights have changed since
-            self._channel.put(ref, self._learner.trained[ref.model].divided(tensors))
+        for ref in kept:  # the newest version, too, if weights have changed since
+            stored = state[shard_files.PUBLISHED][ref.model, ref.version]
+            self._channel.put(ref, self._learner.trained[ref.model].from_pieces(stored))
         return Reply(refs)
 
     def offered(self) -> Mapping[str, WeightsRef]:
@@ -156,9 +165,11 @@ class LearnerService(Service):
         (batch,) = args
         return {"rollouts": batch.ids.tolist(), "tokens": batch.total_tokens}
 
-    def _read(self, path: Path) -> dict[str, Any]:
+    def _read(self, path: Path, sums: Mapping[str, FileSum]) -> dict[str, Any]:
+        """Read a state; each rank has a share of the files to check, which all see."""
         state, error = dict[str, Any](), None
         try:
+            shard_files.check(path, sorted(sums.items())[self._rank :: self._ranks])
             state = shard_files.read(path)
         except StateError as raised:
             error = raised

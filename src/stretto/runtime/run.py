@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stretto import files
@@ -19,6 +18,7 @@ from stretto.assembly.roles import RoleFactory
 from stretto.config import Config
 from stretto.config.cluster import LEARNER, generator_names
 from stretto.errors import RankError
+from stretto.files import FileSum
 from stretto.models.weights import copy_into
 from stretto.observe.spans import Spans
 from stretto.protocols import Generator, RealClock
@@ -37,7 +37,7 @@ from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import ScorerReplica
 from stretto.scoring.functions import FunctionScorer
 from stretto.tasks.prompts import PromptSource
-from stretto.types import short_name
+from stretto.types import WeightsRef, short_name
 from stretto.weights.transfer import Meeting, open_store
 from stretto.workers.rank import stacks
 from stretto.workers.threads import Executor, ThreadExecutor, WorkerThread
@@ -75,39 +75,33 @@ class Run:
     async def stage(self, *, copy: bool = True) -> Staged:
         """Take all that changes, between two steps, under ``weights_lock``; by default a copy."""
         prompts, schedule = copied(self.prompts.state_dict()), copied(self.schedule.state_dict())
-        held, pending = (self.schedule.held, self.schedule.pending) if self.lags else ({}, {})
-        kept = (await self.learner.call("kept", [*held.values(), *pending.values()])).value
-        followers = dict(zip(held, kept, strict=False))
-        offered = dict(zip(pending.items(), kept[len(held) :], strict=True))
+        live, size = (await self.learner.call("stage", copy, self._kept)).value
 
-        live, size = (await self.learner.call("stage", copy)).value
+        def write_driver(file: Path) -> Mapping[str, FileSum]:
+            return {"": write(file, {"prompts": prompts, "schedule": schedule})}
 
-        def write_driver(file: Path) -> None:
-            weights = {
-                "followers": {model: _on_host(tensors) for model, tensors in followers.items()},
-                "offered": {m: {ref.version: _on_host(t)} for (m, ref), t in offered.items()},
-            }
-            write(file, {"prompts": prompts, "schedule": schedule, "weights": weights})
-
-        def write_learner(folder: Path) -> None:
+        def write_learner(folder: Path) -> Mapping[str, FileSum]:
             files.leave_room(folder, size)
             folder.mkdir()
-            self.learner.aside_on_all("write", folder.absolute(), timeout_s=SAVE_S)
+            return dict(self.learner.aside_on_all("write", folder.absolute(), timeout_s=SAVE_S))
 
         return Staged({DRIVER: write_driver, LEARNER_FOLDER: write_learner}, live)
 
     async def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up ``driver.pt`` and the path of the learner's state, maybe of another runtime."""
+        """Take up ``driver.pt``, and the learner's state from files, maybe of another runtime."""
         driver = state[DRIVER]
         self.prompts.load_state_dict(driver["prompts"])
         channel = self.workers.channel
         self.schedule.load_state_dict(driver["schedule"], self.prompts.prompt_by_id, channel)
-        held, weights = self.schedule.held, driver["weights"]
-        kept = [(held[model], tensors) for model, tensors in weights["followers"].items()]
-        for model, ref in self.schedule.pending.items() if weights["offered"] else ():
-            kept.append((ref, weights["offered"][model][ref.version]))
-        newest = (await self.learner.call("load", state[LEARNER_FOLDER].absolute(), kept)).value
-        self.sync.load_all(held if weights["followers"] else newest)
+        path, sums = state[LEARNER_FOLDER]
+        newest = (await self.learner.call("load", path.absolute(), sums, self._kept)).value
+        self.sync.load_all(self.schedule.held if self._kept else newest)
+
+    @property
+    def _kept(self) -> Sequence[WeightsRef]:
+        """Tickets of weights that the learner may not have any more, and others have or will."""
+        held, pending = self.schedule.held, self.schedule.pending
+        return [*held.values(), *pending.values()] if self.lags else []
 
     def metrics(self) -> Mapping[str, float]:
         return {**self.sync.metrics, **(self.memory.metrics() if self.memory else {})}
@@ -240,10 +234,6 @@ def _replica(
         executor.ask("require", workers.ready)
     client = scorer_client(info, executor, spans, placed.role, ways)
     return ScorerReplica(client, placed.host, short_name(placed.role))
-
-
-def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
 def _speeds(

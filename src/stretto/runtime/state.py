@@ -2,43 +2,37 @@
 
 ``driver.pt`` has the state of the schedule's process::
 
-    {
-        "prompts": of the prompt source,
-        "schedule": of the schedule,
-        "weights": {
-            "followers": {model: {name: tensor}},
-            "offered": {model: {version: {name: tensor}}},
-        },
-    }
+    {"prompts": of the prompt source, "schedule": of the schedule}
 
-``followers`` are the trained weights that generators (``actor``) and the critic as a scorer
-(``critic``) work with, ``offered`` those that are published and not loaded yet. Both are there only
-where generation lags behind the learner; else a runtime takes the learner's.
-
-The folder ``learner`` has models, optimizers and counters. Every process that holds a part writes
-that, and reads what it needs; see :mod:`stretto.training.shard_files`.
+The folder ``learner`` has models, optimizers and counters. Where generation lags behind the
+learner, it also has the weights that generators and the critic as a scorer work with, and those
+that are published and not loaded yet; else a runtime takes the learner's. Every process that holds
+a part writes that, and reads what it needs; see :mod:`stretto.training.shard_files`.
 """
 
 from __future__ import annotations
 
 import socket
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
 
 from stretto import files
+from stretto.files import FileSum
 
 DRIVER, LEARNER = "driver.pt", "learner"
 """The file and the folder of a checkpoint."""
 
-Writer = Callable[[Path], None]
-"""Writes a file or a folder, once, on any thread; raises ``OSError`` or ``StorageError`` if it
-cannot."""
+Writer = Callable[[Path], Mapping[str, FileSum]]
+"""Writes a file or a folder, once, on any thread; returns the sum of each file by its name there,
+of a single file by ``""``. Raises ``OSError`` or ``StorageError`` if it cannot."""
 
 ROOM = 0.5
 """Share of the memory that is free which a copy of the state may take."""
@@ -53,9 +47,11 @@ class Staged:
 
 
 def copied(state: Any) -> Any:
-    """Copy tensors to this machine's memory, and all that is around them to plain data."""
+    """Copy tensors and arrays, as tensors in this machine's memory; the rest as plain data."""
     if isinstance(state, Tensor):
         return state.detach().to("cpu", copy=True)
+    if isinstance(state, array):
+        return torch.from_numpy(np.array(state))
     if isinstance(state, Mapping):
         return {key: copied(value) for key, value in state.items()}
     if isinstance(state, list | tuple):
@@ -97,7 +93,7 @@ def _tensors(state: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def write(file: Path, state: Any) -> None:
+def write(file: Path, state: Any) -> FileSum:
     """Write tensors and plain data; raise OSError if the system refuses, or room is short."""
     files.leave_room(file, size_of(state))
     with file.open("wb") as raw:
@@ -105,6 +101,7 @@ def write(file: Path, state: Any) -> None:
             torch.save(state, raw)
         except RuntimeError as error:
             raise _system_error(error) or error from error
+    return files.sum_of(file)
 
 
 def _system_error(error: BaseException | None) -> OSError | None:

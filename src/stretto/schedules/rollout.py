@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -59,14 +59,17 @@ _EDGES: Mapping[RolloutState, tuple[RolloutState, ...]] = {
 
 @dataclass(slots=True)
 class Rollout:
-    """A response to one prompt, from queue to gradient; tokens are only ever added."""
+    """A response to one prompt, from queue to gradient; tokens are only ever added.
+
+    Arrays take 12 bytes a token where lists take 100, and are copied at once.
+    """
 
     id: int  # stable over the run, in dispatch order
     prompt: Prompt
     group: int  # shared by the rollouts of one prompt in one draw
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # of what each token was sampled from
-    versions: list[int] = field(default_factory=list)
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))  # of its distribution
+    versions: array[int] = field(default_factory=lambda: array("i"))
     finish: FinishReason | None = None
     state: RolloutState = RolloutState.QUEUED
     scores: dict[str, Score] = field(default_factory=dict)
@@ -94,8 +97,8 @@ class Rollout:
                 f"cannot take a chunk of rollout {chunk.rollout_id} that starts at {chunk.start}",
                 "chunk-does-not-follow",
             )
-        self.tokens.extend(chunk.tokens.tolist())
-        self.logprobs.extend(chunk.logprobs.tolist())
+        self.tokens.frombytes(np.asarray(chunk.tokens, np.int32).tobytes())
+        self.logprobs.frombytes(np.asarray(chunk.logprobs, np.float32).tobytes())
         self.versions.extend([chunk.version] * len(chunk.tokens))
         self.finish = chunk.finish
 
@@ -116,15 +119,15 @@ class Rollout:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all but the prompt, as plain data; it is known by its id and a fingerprint."""
+        """Return arrays and plain data; of the prompt its id and a fingerprint."""
         return {
             "id": self.id,
             "prompt": self.prompt.id,
             "prompt_mark": _mark(self.prompt),
             "group": self.group,
-            "tokens": list(self.tokens),
-            "logprobs": list(self.logprobs),
-            "versions": list(self.versions),
+            "tokens": self.tokens[:],
+            "logprobs": self.logprobs[:],
+            "versions": self.versions[:],
             "finish": self.finish and str(self.finish),
             "state": str(self.state),
             "carries": self.carries,
@@ -146,9 +149,9 @@ class Rollout:
             id=state["id"],
             prompt=prompt,
             group=state["group"],
-            tokens=list(state["tokens"]),
-            logprobs=list(state["logprobs"]),
-            versions=list(state["versions"]),
+            tokens=array("i", np.asarray(state["tokens"], np.int32).tobytes()),
+            logprobs=array("f", np.asarray(state["logprobs"], np.float32).tobytes()),
+            versions=array("i", np.asarray(state["versions"], np.int32).tobytes()),
             finish=FinishReason(state["finish"]) if state["finish"] else None,
             state=RolloutState(state["state"]),
             carries=state["carries"],
@@ -267,9 +270,9 @@ def train_batch(rollouts: Sequence[Rollout]) -> TrainBatch:
         prompt_ids=np.array([r.prompt.id for r in rollouts], np.int64),
         lengths=np.array([len(r) for r in rollouts], np.int64),
         ended=np.array([r.finish is FinishReason.STOP for r in rollouts], np.bool_),
-        tokens=np.fromiter(chain.from_iterable(r.tokens for r in rollouts), np.int32),
-        logprobs=np.fromiter(chain.from_iterable(r.logprobs for r in rollouts), np.float32),
-        versions=np.fromiter(chain.from_iterable(r.versions for r in rollouts), np.int32),
+        tokens=np.concatenate([r.tokens for r in rollouts], dtype=np.int32),
+        logprobs=np.concatenate([r.logprobs for r in rollouts], dtype=np.float32),
+        versions=np.concatenate([r.versions for r in rollouts], dtype=np.int32),
         rewards={s: np.array([v or 0.0 for v in each], np.float32) for s, each in found.items()},
         applies={s: np.array([v is not None for v in each]) for s, each in found.items()},
         per_token={

@@ -2,13 +2,15 @@
 
 A folder has ``rank-0-of-4.safetensors`` and so on; one process writes ``rank-0-of-1``. Tensors are
 named by model, what they are, and parameter: ``actor/masters/<parameter>``,
-``actor/exp_avg/<parameter>``, ``actor/exp_avg_sq/<parameter>``. A piece that several ranks hold is
-in the file of the first. The metadata of each file are JSON under ``stretto``::
+``actor/exp_avg/<parameter>``, ``actor/exp_avg_sq/<parameter>``; and of weights that others work
+with still, or not yet, ``actor/published/<version>/<parameter>``. A piece that several ranks hold
+is in the file of the first. The metadata of each file are JSON under ``stretto``::
 
     {
         "rank": of the writer, "ranks": in all,
         "pieces": {tensor: [shape of the whole, box]},
         "state": all that is no tensor, the same in each file,
+        "published": [[model, version]],
     }
 """
 
@@ -18,9 +20,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from pickle import UnpicklingError
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,12 +31,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stretto import files
-from stretto.errors import StateError, first_line
+from stretto.errors import StateError
+from stretto.files import FileSum
 from stretto.models.shards import Bounds, TensorShard, full_bounds, overlap, shape, within
 
 STEP = "step"
 """What AdamW keeps of a parameter besides tensors like it."""
 
+Pieces = Mapping[str, Tensor | TensorShard]
+"""Tensors by parameter, whole or a rank's parts of them."""
+
+PUBLISHED = "published"
 _MASTERS, _MOMENTS = "masters", ("exp_avg", "exp_avg_sq")
 _ABOUT = "stretto"
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
@@ -48,35 +55,45 @@ def file_name(rank: int = 0, ranks: int = 1) -> str:
 # -- writing -------------------------------------------------------------------------------------
 
 
-def packed(state: Mapping[str, Any], rank: int = 0, ranks: int = 1) -> dict[str, Any]:
-    """Return a learner's state as :func:`write` takes it; tensors share memory with the state's."""
-    pieces: dict[str, TensorShard] = {}
-    models = {}
+def packed(
+    state: Mapping[str, Any],
+    rank: int = 0,
+    ranks: int = 1,
+    published: Mapping[tuple[str, int], Pieces] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Return a learner's state, and weights by model and version, as :func:`write` takes them;
+    tensors share memory with those given.
+    """
+    models, found = {}, dict[str, Tensor | TensorShard]()
     for model, own in state["models"].items():
         moments, names = own["optimizer"]["state"], [*own["masters"]]
-        tensors = {f"{model}/{_MASTERS}/{name}": own["masters"][name] for name in names}
+        found |= {f"{model}/{_MASTERS}/{name}": own["masters"][name] for name in names}
         for key in _MOMENTS:
-            tensors |= {f"{model}/{key}/{names[i]}": held[key] for i, held in moments.items()}
-        for name, t in tensors.items():
-            whole = isinstance(t, Tensor)
-            pieces[name] = TensorShard(t, tuple(t.shape), full_bounds(t.shape)) if whole else t
+            found |= {f"{model}/{key}/{names[i]}": held[key] for i, held in moments.items()}
         models[model] = {
             "names": names,
             "steps": {names[i]: float(held[STEP]) for i, held in moments.items()},
             "groups": own["optimizer"]["param_groups"],
             "schedule": own["schedule"],
         }
-    pieces = {name: p for name, p in pieces.items() if p.tensor.numel()}
+    for (model, version), held in published.items():
+        found |= {f"{model}/{PUBLISHED}/{version}/{name}": piece for name, piece in held.items()}
+    shards = {
+        name: TensorShard(p, tuple(p.shape), full_bounds(p.shape)) if isinstance(p, Tensor) else p
+        for name, p in found.items()
+    }
+    pieces = {name: p for name, p in shards.items() if p.tensor.numel()}
     about = {
         "rank": rank,
         "ranks": ranks,
         "pieces": {name: (p.shape, p.bounds) for name, p in pieces.items()},
         "state": {**state, "models": models},
+        PUBLISHED: list(published),
     }
     return {"tensors": {n: p.tensor for n, p in pieces.items()}, "about": json.dumps(about)}
 
 
-def write(file: Path, state: Mapping[str, Any]) -> None:
+def write(file: Path, state: Mapping[str, Any]) -> FileSum:
     """Write what :func:`packed` returned, and bring it to the disk; raises OSError."""
     tensors = {name: t.detach().cpu().contiguous() for name, t in state["tensors"].items()}
     try:
@@ -87,6 +104,7 @@ def write(file: Path, state: Mapping[str, Any]) -> None:
             raise OSError(str(error)) from error
         raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
     files.sync(file)  # only this machine can, where the folder is another's
+    return files.sum_of(file)
 
 
 # -- reading -------------------------------------------------------------------------------------
@@ -128,21 +146,29 @@ def in_memory(state: Any) -> Any:
     return state
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Return the state of a learner, whose tensors are :class:`Stored`.
+def check(path: Path, sums: Iterable[tuple[str, FileSum]]) -> None:
+    """Read files of a folder whole; raise StateError if one is not what was written."""
+    for name, written in sums:
+        if files.sum_of(path / name) != written:
+            raise StateError(
+                f"'{path / name}' is not what was written: its SHA-256 differs; {_REMEDY}",
+                "damaged-file",
+            )
 
-    The path is of a folder as above; or of a file of tensors and plain data with all of the state,
-    which earlier versions wrote. Raises StateError if a file is damaged, or not there.
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the state of a learner, whose tensors are :class:`Stored`, and under ``published``
+    other weights by model and version. Raises StateError if a file is damaged, or not there.
     """
-    if not path.is_dir():
-        return _read_whole(path)
     tensors, states, ranks = dict[str, Stored](), dict[int, Any](), 1
+    published: list[tuple[str, int]] = []
     for file in sorted(path.glob("*.safetensors")):
         stored, about = _opened(file)
         for name, (whole, box) in about["pieces"].items():
             found = tensors.setdefault(name, Stored(name, tuple(whole)))
             found.add(stored, tuple((start, end) for start, end in box))
         states[about["rank"]], ranks = about["state"], about["ranks"]
+        published = [(model, version) for model, version in about[PUBLISHED]]
     for rank in range(ranks):
         if rank not in states:
             missing = path / file_name(rank, ranks)
@@ -156,10 +182,14 @@ def read(path: Path) -> dict[str, Any]:
             )
     state = states[0]
     models = {model: _unpacked(model, own, tensors) for model, own in state["models"].items()}
-    return {**state, "models": models}
+    kept = {
+        (m, v): {name: tensors[f"{m}/{PUBLISHED}/{v}/{name}"] for name in models[m]["masters"]}
+        for m, v in published
+    }
+    return {**state, "models": models, PUBLISHED: kept}
 
 
-_REMEDY = "take the checkpoint before this one, or start the run anew"
+_REMEDY = "remove its checkpoint to go on from the one before, or start the run anew"
 
 
 def _opened(file: Path) -> tuple[Any, Any]:
@@ -183,15 +213,3 @@ def _unpacked(model: str, about: Mapping[str, Any], tensors: Mapping[str, Stored
         "optimizer": {"state": moments, "param_groups": about["groups"]},
         "schedule": about["schedule"],
     }
-
-
-def _read_whole(file: Path) -> dict[str, Any]:
-    try:
-        state: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu")
-    except (UnpicklingError, OSError) as error:
-        raise StateError(
-            f"'{file}' cannot be read, or holds other things than tensors and plain data: "
-            f"{first_line(error)}; {_REMEDY}",
-            "damaged-file",
-        ) from error
-    return state

@@ -43,7 +43,7 @@ from stretto.models.tensor_parallel import Slices, cut_linears, full_parameters,
 from stretto.models.weights import fingerprint_of_parts
 from stretto.training.backprop import LocalBackprop, divided
 from stretto.training.losses import Losses, MicroBatch
-from stretto.training.shard_files import Stored
+from stretto.training.shard_files import Pieces, Stored
 from stretto.training.trained import LearningRate, TrainedModel
 from stretto.types import Response, Stats
 
@@ -266,8 +266,11 @@ class ShardedModel(TrainedModel):
             found[name] = self.grid.on_first(whole, part(name).to(whole.dtype))
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
-    def divided(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return {n: t[index(self._own[n])].clone() for n, t in tensors.items() if n in self._own}
+    def pieces(self, tensors: Mapping[str, Tensor]) -> Pieces:
+        return {name: self._for_files(name, tensor) for name, tensor in tensors.items()}
+
+    def from_pieces(self, stored: Mapping[str, Stored]) -> Mapping[str, Tensor]:
+        return {name: self._from_files(name, stored[name]) for name in stored if name in self._own}
 
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         model = self.whole()

@@ -26,7 +26,7 @@ from stretto.models.load import save_model
 from stretto.models.logits import OutputHead, token_logprobs
 from stretto.models.shards import TensorShard
 from stretto.models.weights import fingerprint
-from stretto.training.shard_files import STEP, Stored
+from stretto.training.shard_files import STEP, Pieces, Stored
 from stretto.types import Response
 
 if TYPE_CHECKING:
@@ -207,9 +207,13 @@ class WholeModel:
         """Return the whole of a snapshot, on the first rank; a collective of all ranks."""
         return tensors
 
-    def divided(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return this rank's parts of what :meth:`gathered` has returned."""
+    def pieces(self, tensors: Mapping[str, Tensor]) -> Pieces:
+        """Return a snapshot as this rank's pieces of whole tensors."""
         return tensors
+
+    def from_pieces(self, stored: Mapping[str, Stored]) -> Mapping[str, Tensor]:
+        """Return this rank's part of a snapshot that is in files."""
+        return {name: tensor.read().to(self.device) for name, tensor in stored.items()}
 
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """Write model and tokenizer in Hugging Face format, whole or not at all."""

@@ -204,7 +204,7 @@ class PPOTrainer:
         return [
             {
                 "query": r.prompt.text,
-                "model response": str(tokenizer.decode(r.tokens)),
+                "model response": str(tokenizer.decode(r.tokens.tolist())),
                 "score": score,
             }
             for r, score in zip(answers, scores, strict=True)

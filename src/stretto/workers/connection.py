@@ -9,11 +9,13 @@ value. ::
                      LINE; a line for people
 
 Over a network only what proves that it has the key is let in, before anything else of it is read:
-by the handshake of :mod:`multiprocessing.connection`, in which neither end sends the key.
+by the handshake of :mod:`multiprocessing.connection`, in which neither end sends the key. From then
+on each message is signed (:class:`SignedConnection`). Pipes of this machine need neither.
 """
 
 from __future__ import annotations
 
+import hmac
 import io
 import itertools
 import os
@@ -41,6 +43,7 @@ KEY_BYTES = 32
 STEP = 0
 LINE = 2**63
 _NUMBER_BYTES = 8
+_CODE_BYTES = 32
 _HANDSHAKE_S = 10  # in which the other end has to prove its key
 _QUIET_S = 15  # after so much silence the other machine is asked whether it is still there
 
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
     Raw = Connection[Any, Any]
 else:
     Raw = Connection
+TO_RANK, TO_DRIVER = b"to the rank", b"to the driver"
 Method = Callable[[str, tuple[Any, ...]], object]
 """What is called with the name and the arguments of a method."""
 
@@ -90,11 +94,43 @@ def framed(number: int, content: object) -> memoryview:
 
 
 def _messages(connection: Raw) -> Iterator[tuple[int, memoryview]]:
-    """Yield the messages that come, until the other end has closed."""
-    with suppress(EOFError, OSError):
+    """Yield the messages that come, until the other end has closed, or one is not from there."""
+    with suppress(EOFError, OSError, AuthenticationError):
         while True:
             view = memoryview(connection.recv_bytes())
             yield int.from_bytes(view[:_NUMBER_BYTES], "little"), view[_NUMBER_BYTES:]
+
+
+class SignedConnection(Raw):
+    """An end of a connection over a network. Once it has a key, a code goes before each message:
+    HMAC-SHA256 over the direction, the message's number and the message. So what was changed, left
+    out, repeated or sent back on the way raises AuthenticationError, before it is unpickled.
+    """
+
+    _key = b""
+
+    def sign(self, key: bytes, sends: bytes, receives: bytes) -> None:
+        """Sign messages from now on; the other end has the same key, and the directions turned."""
+        self._key, self._sends, self._receives = key, sends, receives
+        self._sent, self._received = itertools.count(), itertools.count()
+
+    def send_bytes(self, buf: Any, offset: int = 0, size: int | None = None) -> None:
+        if self._key:
+            super().send_bytes(self._code(self._sends, next(self._sent), buf))
+        super().send_bytes(buf, offset, size)
+
+    def recv_bytes(self, maxlength: int | None = None) -> bytes:
+        if not self._key:
+            return super().recv_bytes(maxlength)
+        code, message = super().recv_bytes(_CODE_BYTES), super().recv_bytes(maxlength)
+        if not hmac.compare_digest(code, self._code(self._receives, next(self._received), message)):
+            raise AuthenticationError("a message on the network is not what the other end sent")
+        return message
+
+    def _code(self, direction: bytes, number: int, message: Any) -> bytes:
+        code = hmac.new(self._key, direction + number.to_bytes(_NUMBER_BYTES, "little"), "sha256")
+        code.update(message)
+        return code.digest()
 
 
 class DriverConnection:
@@ -280,7 +316,11 @@ class Listener:
             with _handshake(line) as connection:
                 deliver_challenge(connection, self.key)
                 answer_challenge(connection, self.key)
-                number: int = connection.recv()
+                said = connection.recv_bytes(_NUMBER_BYTES + KEY_BYTES)
+                own = secrets.token_bytes(KEY_BYTES)
+                connection.send_bytes(own)
+                connection.sign(_key_of(self.key, said, own), TO_RANK, TO_DRIVER)
+            number = int.from_bytes(said[:_NUMBER_BYTES], "little")
             self._connected.put((number, connection))
 
 
@@ -290,17 +330,24 @@ def listening_at(host: str) -> socket.socket:
     return socket.create_server((host, 0), family=family, backlog=1024)
 
 
-def connected(address: Address, key: bytes, number: int, timeout_s: float) -> Raw:
+def connected(address: Address, key: bytes, number: int, timeout_s: float) -> SignedConnection:
     """Connect to a listener, which knows this end by a number and lets in by its key."""
     with _handshake(socket.create_connection(address, timeout_s)) as connection:
         answer_challenge(connection, key)
         deliver_challenge(connection, key)
-        connection.send(number)
+        said = number.to_bytes(_NUMBER_BYTES, "little") + secrets.token_bytes(KEY_BYTES)
+        connection.send_bytes(said)
+        connection.sign(_key_of(key, said, connection.recv_bytes(KEY_BYTES)), TO_DRIVER, TO_RANK)
     return connection
 
 
+def _key_of(key: bytes, said: bytes, answered: bytes) -> bytes:
+    """Return the key of one connection: another for each, so that messages fit no other."""
+    return hmac.digest(key, said + answered, "sha256")
+
+
 @contextmanager
-def _handshake(line: socket.socket) -> Iterator[Raw]:
+def _handshake(line: socket.socket) -> Iterator[SignedConnection]:
     """Make a connection of a socket; the body proves the key, in time, or it is closed."""
     line.setblocking(True)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine may vanish unsaid
@@ -310,7 +357,7 @@ def _handshake(line: socket.socket) -> Iterator[Raw]:
         if hasattr(socket, option):
             line.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     _limit(line, _HANDSHAKE_S)
-    connection = Raw(line.detach())
+    connection = SignedConnection(line.detach())
     try:
         yield connection
         with socket.socket(fileno=os.dup(connection.fileno())) as same:

@@ -72,10 +72,9 @@ class Rank:
         if spec.log:
             tell_warnings(self._driver.say)
             _print_to(Path(spec.log))
-        if spec.interface:
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", spec.interface)
-        if "GLOO_SOCKET_IFNAME" not in os.environ:  # gloo takes what the machine's name resolves to
-            os.environ["GLOO_SOCKET_IFNAME"] = spec.interface or interface_of(self._driver.host)
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            if name not in os.environ:  # they listen where the machine's name, or the network, is
+                os.environ[name] = spec.interface or interface_of(self._driver.host)
         import torch
         import torch.distributed as dist
 

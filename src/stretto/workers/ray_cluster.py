@@ -80,9 +80,10 @@ class RayCluster:
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.bundles = tuple(bundles)
-        self.environment = forwarded(os.environ, also)
+        chosen = forwarded(os.environ, also)
+        self.environment, self.secrets = split(chosen)
         self._group: Any = None
-        self._started = _connect(address, cpus, gpus)
+        self._started = _connect(address, cpus, gpus, say)
         try:
             import ray
             from ray.util.placement_group import placement_group
@@ -98,7 +99,7 @@ class RayCluster:
             )
             self.alone = set(nodes.values()) == {here}  # all places are on this machine
             self.host = "127.0.0.1" if self.alone else hosts[here]
-            say(described(self.environment))
+            say(described(chosen))
         except BaseException:
             self.close()
             raise
@@ -176,9 +177,18 @@ def described(variables: Mapping[str, str]) -> str:
     shown = []
     for name, value in variables.items():
         usual = any(fnmatchcase(name, pattern) for pattern in PATTERNS)
-        secret = _SECRET.search(name.upper()) or _LOGIN.search(value)
-        shown.append(f"{name}={value}" if usual and not secret else name)
+        shown.append(f"{name}={value}" if usual and not _is_secret(name, value) else name)
     return f"environment of the ranks: {', '.join(shown) or 'nothing'}"
+
+
+def split(variables: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return what Ray may show to all who look at the cluster, as it does, and the secrets."""
+    secrets = {name: value for name, value in variables.items() if _is_secret(name, value)}
+    return {name: value for name, value in variables.items() if name not in secrets}, secrets
+
+
+def _is_secret(name: str, value: str) -> bool:
+    return bool(_SECRET.search(name.upper()) or _LOGIN.search(value))
 
 
 def code_paths(paths: Sequence[str]) -> list[str]:
@@ -218,7 +228,9 @@ def _describe() -> None:
     print(json.dumps([address, len(alive), total.get("CPU", 0.0), total.get("GPU", 0.0)]))
 
 
-def _connect(address: str, cpus: int | None, gpus: int | None) -> bool:
+def _connect(
+    address: str, cpus: int | None, gpus: int | None, say: Callable[[str], None] = lambda _: None
+) -> bool:
     """Connect to a cluster, or start one; return whether the connection is ours to close."""
     require("ray", "ray", "a cluster")
     import ray
@@ -243,6 +255,11 @@ def _connect(address: str, cpus: int | None, gpus: int | None) -> bool:
             ray.init(address=address, logging_level=logging.ERROR)
     except _MISSED as error:
         raise _no_cluster(address, first_line(error)) from error
+    if os.environ.get("RAY_AUTH_MODE") != "token":
+        say(
+            "the Ray cluster has no authentication: whoever reaches its ports can run code on it; "
+            "start it, and this run, with RAY_AUTH_MODE=token"
+        )
     return True
 
 
@@ -299,7 +316,9 @@ class RankActor:
         """Connect to the driver's listener, and be a rank until the driver goes."""
         from stretto.workers.rank import Rank  # imports torch
 
-        Rank(spec, connected(address, key, spec.index, spec.timeout_s)).serve()
+        connection = connected(address, key, spec.index, spec.timeout_s)
+        os.environ.update(json.loads(connection.recv_bytes()))
+        Rank(spec, connection).serve()
 
 
 class ActorProcesses:
@@ -317,7 +336,7 @@ class ActorProcesses:
 
         self.one_clock = cluster.alone
         self._places = places or range(len(specs))
-        self._listener = Listener(cluster.host)
+        self._listener, self._secrets = Listener(cluster.host), json.dumps(cluster.secrets).encode()
         self._actors: list[Any] = []
         self._runs: list[Any] = []
         try:
@@ -349,6 +368,8 @@ class ActorProcesses:
             while len(came) < len(self._runs):
                 if new := self._listener.next(0.2):
                     came[new[0]] = new[1]
+                    with contextlib.suppress(OSError):  # it has ended already
+                        new[1].send_bytes(self._secrets)
                     continue
                 for ended in ray.wait(self._runs, timeout=0)[0]:
                     raise NotConnectedError(self._runs.index(ended))
