@@ -24,7 +24,7 @@ from stretto.errors import ConfigError, RankError, first_line
 from stretto.machine import usable_cores
 from stretto.models.backend import pick_device
 from stretto.protocols import Clock
-from stretto.rollout.registry import ENGINES
+from stretto.rollout.registry import engine_of
 from stretto.runtime import learner, services
 from stretto.runtime.messages import Ready, RoleSetup, probe_of
 from stretto.runtime.placement import (
@@ -87,7 +87,7 @@ class ProcessWorkers:
             say(line)
         ours = [r.role for p in self._processes if not p.python for r in p.roles]
         if config.runtime == "local" and any(role.startswith("generator") for role in ours):
-            ENGINES[config.rollout.engine].check()
+            engine_of(config.rollout).check()
         self._launcher.prepare(self._processes, stack)
         self._facts: dict[str, Facts] = {}
         self._looking = Lock()
