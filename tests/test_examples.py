@@ -14,7 +14,12 @@ from typing import Any
 import pytest
 
 from stretto.cli.main import main
+from stretto.config import recipes
+from stretto.planner.choices import fitted_run
+from stretto.planner.fitting import RunMemory, known_shapes
+from stretto.planner.memory import CACHE, PHASES
 from stretto.rollout.vllm.llm import installed
+from stretto.runtime.placement import places
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -101,6 +106,23 @@ def test_vllm(tmp_path: Path) -> None:
 def test_vllms_settings_are_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "examples/vllm.toml", "--dry-run"]) == 0
     assert re.search(r"^ +generator +cpu", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("size", [16, 24, 80])
+def test_settings_for_one_gpu_fit_it_by_the_memory_plan(size: int, tmp_path: Path) -> None:
+    """By a model's true shape; and they run, with small sizes."""
+    config = recipes.load(f"examples/gpu-{size}gb.toml")
+    shapes, adapters = known_shapes(config.model, config.critic, config.reward)
+    parameters = {16: 494e6, 24: 1544e6, 80: 7616e6}  # as the models' cards count them
+    assert shapes["actor"].parameters == pytest.approx(parameters[size], rel=0.001)
+    assert (adapters is None) == (size == 16)
+    found = places(config, 8, 1)
+    fitted = fitted_run(config, found, shapes, 2, adapters, lambda _: size * 10**9)
+    (load,) = RunMemory(fitted).loads(found, shapes, 2, adapters)
+    assert load.device == "cuda:0"
+    assert all(load.phase(name).total() <= 0.9 * size * 10**9 for name in PHASES)
+    assert load.held[CACHE] >= config.rollout.slots * config.longest * 10**4
+    assert len(rewards(train(f"gpu-{size}gb", tmp_path))) == 2
 
 
 def script(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def test_gradient_checkpointing_recomputes_without_noise(tmp_path: Path) -> None
             logprobs.sum().backward()
         gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
         model.zero_grad()
-        set_checkpointing(model, ModelConfig(gradient_checkpointing=True))
+        set_checkpointing(model, ModelConfig(gradient_checkpointing="on"))
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-3, atol=1e-3)
 

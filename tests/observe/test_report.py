@@ -336,6 +336,18 @@ def test_throughput_is_the_mean_over_time_not_over_steps() -> None:
     assert payload([made()])["runs"][0]["rate"] is None
 
 
+def test_the_most_that_a_gpu_held_is_shown_by_process() -> None:
+    own = "memory/learner/peak_gb", "memory/learner/reserved_gb"
+    metrics: list[dict[str, Any]] = [
+        {"step": i, "memory/learner_gb": 9.0, own[0]: peak, own[1]: 8.0 - i}
+        for i, peak in ((1, 3.0), (2, 4.0))
+    ]
+    (shown,) = payload([made(metrics=metrics)])["runs"]
+    assert shown["gpu_memory"] == [("learner", 4.0, 7.0)]
+    (without,) = payload([made(metrics=[{"step": 1, "memory/learner_gb": 9.0}])])["runs"]
+    assert without["gpu_memory"] == []
+
+
 def test_long_curves_are_averaged() -> None:
     metrics = [
         {"step": i, "time_s": 2.0 * i, "objective/scores": float(i % 2)} for i in range(1, 4001)

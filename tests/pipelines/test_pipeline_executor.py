@@ -217,7 +217,7 @@ def test_bfloat16_and_checkpointed_layers_have_serial_gradients(two: Ranks) -> N
     batches = make_batches(RAGGED, seed=3)
     expected = serial_gradients(critic, batches)
     for model in (actor, critic):
-        set_checkpointing(model, ModelConfig(gradient_checkpointing=True))
+        set_checkpointing(model, ModelConfig(gradient_checkpointing="on"))
     load(two, layout, actor, critic)
     two.call("train")
     two.call("step", greedy(problem_of(layout, 4, 4)), batches, batches)

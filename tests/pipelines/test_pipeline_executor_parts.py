@@ -215,7 +215,7 @@ def test_saved_bytes_count_what_backward_needs() -> None:
 
 def test_checkpointed_layers_keep_their_inputs_alone() -> None:
     model = language_model("llama", layers=4)
-    set_checkpointing(model, ModelConfig(gradient_checkpointing=True))
+    set_checkpointing(model, ModelConfig(gradient_checkpointing="on"))
     stage = cut(model, 2, 0)
     plain = saved_bytes(stage, IDS)  # in evaluation mode nothing is checkpointed
     layer = IDS.numel() * 32 * 4

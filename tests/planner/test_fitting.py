@@ -7,15 +7,33 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from raising import raises
-from stretto.config import Config
+from stretto.api.settings import settled
+from stretto.config import Config, SftConfig
 from stretto.errors import ConfigError
+from stretto.models import backend
 from stretto.models.load import load_causal_lm
 from stretto.models.lora import add_lora
 from stretto.models.shapes import Shape
+from stretto.planner import choices
+from stretto.planner.choices import fitted_run
 from stretto.planner.fitting import Load, RunMemory, check, known_shapes, table
-from stretto.planner.memory import CACHE, FROZEN, SYNC
+from stretto.planner.layout import Mesh
+from stretto.planner.memory import (
+    CACHE,
+    COMMUNICATOR,
+    CONTEXT,
+    FROZEN,
+    PHASES,
+    SHARE,
+    SYNC,
+    Adapters,
+    DeviceMemory,
+)
+from stretto.rollout import registry
+from stretto.rollout.registry import choose
 from stretto.runtime.placement import PROCESS_BYTES, places
 
 SHAPE = Shape(
@@ -41,13 +59,14 @@ def test_each_role_takes_what_it_holds() -> None:
     critic = actor + 8
     by_device = found(4, rollout={"slots": 3, "max_new_tokens": 6}, task={"max_prompt_tokens": 10})
     learner, generator, reference, scorer = (by_device[f"cuda:{i}"] for i in range(4))
+    own = {"contexts": CONTEXT, "communicators": COMMUNICATOR}  # of weight syncs
     assert learner.held == {
-        "processes": PROCESS_BYTES,
+        **own,
         "learner's states": 16 * (actor + critic),
         "published weights": 2 * 4 * (actor + critic),
     }
     assert generator.held == {
-        "processes": PROCESS_BYTES,
+        **own,
         "generator's weights": 4 * actor,
         # slots; positions, keys and values of two layers; a row of logits
         CACHE: 3 * (16 * (2 * 2 * 8) * 4 + 4 * 32),
@@ -58,7 +77,8 @@ def test_each_role_takes_what_it_holds() -> None:
     assert generator.work[SYNC]["buckets"] == 2 * 4 * actor
     assert not reference.work[SYNC]
     assert learner.phase("training").total() > learner.phase("scoring").total()
-    assert generator.certain.total() == PROCESS_BYTES + 4 * actor
+    assert generator.certain.total() == CONTEXT + COMMUNICATOR + 4 * actor
+    assert reference.held["communicators"] == 0  # it gets no weights
 
 
 def test_shards_and_slices_hold_their_parts() -> None:
@@ -69,6 +89,7 @@ def test_shards_and_slices_hold_their_parts() -> None:
     held = by_device["cuda:0"].held
     slices = 2 * LAYER / 2 + ROOT
     assert held["learner's states"] == round(16 * slices / 2) + round(16 * (slices + 8) / 2)
+    assert held["communicators"] == 2 * COMMUNICATOR  # of its shards, and of its slices
     assert held["published weights"] == 0  # who follows reads the shards
     assert held["reference's weights"] == 4 * (2 * LAYER / 4 + ROOT)
 
@@ -77,13 +98,14 @@ def test_shards_and_slices_hold_their_parts() -> None:
 def test_adapters_are_trained_and_travel_alone(width: int, lag: int, copies: int) -> None:
     """The weights beside them stay as they are; adapters have four bytes whatever the type."""
     config = Config.model_validate({"runtime": "local", "schedule": {"lag": lag}})
-    counted = RunMemory(config).loads(places(config, 8, 4), SHAPES, width, 100)
+    counted = RunMemory(config).loads(places(config, 8, 4), SHAPES, width, Adapters(100, 0))
     by_device = {load.device: load for load in counted}
     learner, generator, reference, scorer = (by_device[f"cuda:{i}"] for i in range(4))
     actor = 2 * LAYER + ROOT
     assert learner.held == {
-        "processes": PROCESS_BYTES,
-        FROZEN: width * (2 * actor + 8),
+        "contexts": CONTEXT,
+        "communicators": COMMUNICATOR,
+        FROZEN: width * actor,  # the critic reads them too
         "learner's states": 16 * 2 * 100,
         "published weights": copies * 4 * 2 * 100,
     }
@@ -101,7 +123,7 @@ def test_a_learner_of_adapters_shares_frozen_weights_out_and_gathers_no_gradient
     found = places(config, 8, 5)
     (adapted, *_), (whole, *_) = (
         RunMemory(config).loads(found, {"actor": SHAPE, "reference": SHAPE}, 2, adapters)
-        for adapters in (100, None)
+        for adapters in (Adapters(100, 0), None)
     )
     actor = 2 * LAYER + ROOT
     assert adapted.held[FROZEN] == actor  # two bytes each, in two shards
@@ -119,9 +141,12 @@ def test_a_run_with_adapters_is_planned(tiny_folder: Path) -> None:
     assert adapters is not None
     actor = load_causal_lm(tiny_folder, torch.float32, torch.device("cpu"))
     wrapped = add_lora(actor, config.model, "CAUSAL_LM")
-    assert adapters == sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
+    trained = [p for p in wrapped.parameters() if p.requires_grad]
+    assert adapters.parameters == sum(p.numel() for p in trained)
+    read = [p.shape[1] for n, p in wrapped.named_parameters() if "lora_A" in n]
+    assert adapters.inputs == sum(read)
     (load,) = RunMemory(config).planned(places(config, 8, 0), 4)
-    assert load.held["learner's states"] == 16 * 2 * adapters
+    assert load.held["learner's states"] == 16 * 2 * adapters.parameters
 
 
 def test_what_rests_on_the_host_counts_in_its_phases() -> None:
@@ -168,3 +193,206 @@ def test_models_that_are_not_known_are_not_counted() -> None:
     assert load.held["learner's states"] == 16 * (2 * LAYER + ROOT)
     assert "critic's weights" not in load.held
     assert set(load.certain) == {"learner's states", "published weights"}  # of a CPU
+
+
+GB = 10**9
+QWEN = "Qwen/Qwen2.5-7B-Instruct"
+
+
+def fitted_to(gpus: int, gigabytes: int, **settings: Any) -> tuple[Config, list[Load]]:
+    """Settings that were fitted to GPUs of a size, and the memory that they then ask for."""
+    given = {"runtime": "local", "algorithm": {"name": "grpo"}, **settings}
+    given["rollout"] = {"samples_per_prompt": 4, "batch": 64, **given.get("rollout", {})}
+    config = Config.model_validate(given)
+    found = places(config, 8, gpus)
+    shapes, adapters = known_shapes(config.model, config.critic, config.reward)
+
+    def room(_: str) -> int:
+        return gigabytes * GB
+
+    config = fitted_run(config, found, shapes, 2, adapters, room)
+    return config, RunMemory(config).loads(found, shapes, 2, adapters, room)
+
+
+FSDP: dict[str, Any] = {"cluster": {"processes": [{"roles": ["learner"], "fsdp": 4}]}}
+
+
+@pytest.mark.parametrize(
+    ("set_", "expected"),
+    [
+        ({}, (16_384, "on")),
+        ({"training": {"microbatch_tokens": 2000}}, (2000, "off")),
+        ({"training": {"microbatch_tokens": 20_000}}, (20_000, "on")),
+        ({"model": {"gradient_checkpointing": True}}, (16_384, "on")),
+        ({"model": {"gradient_checkpointing": False}}, (2048, "off")),
+        ({"schedule": {"preset": "async"}}, (16_384, "on")),
+    ],
+)
+def test_passes_are_chosen_that_fit_and_what_is_set_stays(
+    set_: dict[str, Any], expected: tuple[int, str]
+) -> None:
+    """7B over 4 of 6 GPUs of 80 GB: 51 GB are there beside activations of 6.3 MB a token."""
+    model = {"name": QWEN, **set_.get("model", {})}
+    config, loads = fitted_to(6, 80, **{**FSDP, **set_, "model": model})
+    tokens, again = config.training.microbatch_tokens, config.model.gradient_checkpointing
+    assert (tokens, again) == expected
+    learner = loads[0].phase("training")
+    per_token = 28 * (2 * (6 + 2) * 3584 + 2 * 2 * (3584 + 512) + 4 * 2 * 18_944)
+    if again == "off":
+        assert learner["activations"] == max(tokens, 576) * per_token
+    if not set_:  # as docs/models.md says
+        assert (round(16_384 * per_token / GB), round(learner["activations"] / GB)) == (103, 7)
+    assert learner.total() <= 0.9 * 80 * GB
+
+
+def test_more_memory_is_used_for_larger_passes_before_it_saves_recomputation() -> None:
+    """On one GPU, with LoRA; 62 GB of 16,384 tokens' activations fit none of these but 141 GB."""
+    found = {}
+    for size in (24, 40, 80, 141):
+        config, loads = fitted_to(
+            1, size, runtime="inline", model={"name": QWEN, "lora_rank": 16}, rollout={"slots": 16}
+        )
+        (load,) = loads
+        assert load.phase("training").total() <= 0.9 * size * GB
+        found[size] = config.training.microbatch_tokens, config.model.gradient_checkpointing
+    tokens = [tokens for tokens, again in found.values() if again == "on"]
+    assert tokens == sorted(tokens) != []
+    assert found[24][1] == "on"
+    assert found[141] == (8192, "off")
+
+
+def test_peft_keeps_a_float32_input_of_each_adapted_layer() -> None:
+    """Of bfloat16 weights: three of Q, K and V, each a copy; without copies in float32 itself."""
+    inputs = 2 * (6 * 8 + 16)
+    for width, checkpointing, expected in (
+        (2, False, 4 * inputs),
+        (2, True, 2 * inputs),
+        (4, False, 0),
+    ):
+        counted = DeviceMemory(width=width, adapters=Adapters(100, inputs))
+        counted.put_learner([SHAPE], Mesh(1), 10, (), checkpointing=checkpointing, versions=0)
+        assert counted.work["training"]["adapters' inputs"] == 10 * expected
+
+
+def test_vllm_gets_what_learners_leave_on_their_gpus() -> None:
+    """7B on 8 GPUs: 8 engines of one GPU each, that sleep while the learner of 8 ranks works."""
+    learner = {"cluster": {"processes": [{"roles": ["learner"], "fsdp": 8}]}}
+    engines = {"engine": "vllm", "engines": 8}
+    kl = {"name": "grpo", "kl_coef": 0.0}
+    config, loads = fitted_to(8, 80, model={"name": QWEN}, rollout=engines, algorithm=kl, **learner)
+    assert [load.device for load in loads] == [f"cuda:{i}" for i in range(8)]
+    arguments = config.rollout.engine_args
+    share = arguments["gpu_memory_utilization"]
+    assert arguments["enable_sleep_mode"] is True
+    states, published = 16 * 7.615616512 / 8, 2 * 2 * 7.615616512 / 8
+    weights = 2 * 7.615616512
+    # In bytes: states, two versions on their way, buckets of both, contexts and communicators.
+    buckets = 2 * 2 * 2 * 0.152064 * 3.584 / 8
+    beside = states + published + buckets + 2 * 0.5 + 3 * 0.3
+    assert share == pytest.approx(0.9 - beside / 80, abs=0.02)
+    for load in loads:
+        assert load.phase("generation")[SHARE] == round(share * 80 * GB)
+        assert load.phase("training")[SHARE] == 0
+        assert all(load.phase(name).total() <= 0.9 * 80 * GB for name in PHASES)
+    assert share * 80 > weights
+    beside_, _ = fitted_to(
+        8, 80, model={"name": QWEN}, rollout=engines, algorithm=kl, schedule={"lag": 1}, **learner
+    )
+    assert beside_.rollout.engine_args["enable_sleep_mode"] is False
+    apart, _ = fitted_to(6, 80, model={"name": QWEN}, rollout={"engine": "vllm"}, **FSDP)
+    assert apart.rollout.engine_args == {}
+    given, loads = fitted_to(
+        8, 80, model={"name": QWEN}, algorithm=kl, **learner,
+        rollout={**engines, "engine_args": {"gpu_memory_utilization": 0.4}},
+    )  # fmt: skip
+    assert given.rollout.engine_args["gpu_memory_utilization"] == 0.4
+    assert loads[0].phase("generation")[SHARE] == 32 * GB
+    with raises(ConfigError, "memory-exceeded", "vLLM's weights"):
+        fitted_to(
+            8, 40, model={"name": QWEN}, rollout=engines, algorithm={"name": "ppo"}, **learner
+        )
+
+
+def test_in_one_process_roles_read_the_learners_weights() -> None:
+    """One copy for engine, critic and learner; under LoRA it is the reference's, too."""
+    actor = 2 * LAYER + ROOT
+    inline = Config.model_validate({"rollout": {"slots": 3}, "algorithm": {"name": "ppo"}})
+    for lag, adapters, expected in (
+        (0, None, {"learner's weights": 2 * (2 * actor + 8), "reference's weights": 2 * actor}),
+        (0, Adapters(100, 0), {FROZEN: 2 * actor}),
+        (
+            1,
+            Adapters(100, 0),
+            {FROZEN: 2 * actor, "generator's weights": 400, "critic's weights": 400},
+        ),
+    ):
+        config = inline.changed_in("schedule", lag=lag)
+        (load,) = RunMemory(config).loads(places(config, 8, 1), SHAPES, 2, adapters)
+        assert load.device == "cuda:0"
+        held = {what: size for what, size in load.held.items() if "weights" in what and size}
+        held.pop("published weights", None)
+        assert held == expected
+        assert load.held[CACHE] == 3 * (576 * (2 * 2 * 8) * 2 + 4 * 32)
+
+
+def test_open_settings_are_settled_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config.model_validate(
+        {
+            "runtime": "local",
+            "model": {"name": QWEN, "dtype": "bfloat16"},
+            "algorithm": {"name": "rloo"},
+            "rollout": {"samples_per_prompt": 2},
+            **FSDP,
+        }
+    )
+    said = list[str]()
+    assert settled(config, said.append) == config
+    assert not said
+    monkeypatch.setattr(backend, "pick_device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(choices, "capacity", lambda _: 80 * GB)
+    monkeypatch.setattr(registry, "installed", lambda: None)
+    on_gpus = settled(config, said.append)
+    assert on_gpus.rollout.engine == "torch"
+    assert on_gpus.training.microbatch_tokens == 16_384
+    assert on_gpus.model.gradient_checkpointing == "on"
+    engine, plan = said
+    assert engine.startswith("rollout.engine = auto takes torch: vLLM")
+    assert plan.startswith("by the memory plan of a GPU of 80 GB: training.microbatch_tokens")
+    assert settled(on_gpus, said.append) == on_gpus  # as when the run is resumed
+    assert len(said) == 2
+    sft = SftConfig.model_validate({"model": {"name": QWEN, "dtype": "bfloat16", "lora_rank": 8}})
+    tuned = settled(sft, said.append)
+    assert tuned.training.microbatch_tokens == 4096
+    unknown = config.with_model("nobody/knows-it")
+    monkeypatch.setattr(choices, "load_config", lambda *_: None)
+    kept = settled(unknown, said.append)
+    assert (kept.training, kept.model) == (unknown.training, unknown.model)
+    assert "not fitted" in said[-1]
+
+
+BESIDE = {"roles": ["learner", "generator"], "fsdp": 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "version", "engine"),
+    [
+        ({"runtime": "local"}, "0.32", "vllm"),
+        ({"runtime": "ray"}, "0.33", "vllm"),
+        ({"runtime": "local"}, "0.31", "torch"),
+        ({"runtime": "local"}, "", "torch"),
+        ({"runtime": "inline"}, "0.32", "torch"),
+        ({"runtime": "local", "rollout": {"engine_args": {"cuda_graphs": False}}}, "0.32", "torch"),
+        (
+            {"runtime": "local", "cluster": {"processes": [BESIDE]}},
+            "0.32",
+            "torch",
+        ),
+    ],
+)  # fmt: skip
+def test_vllm_generates_where_it_can(
+    settings: dict[str, Any], version: str, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Version(version) if version else None
+    monkeypatch.setattr(registry, "installed", lambda: found)
+    assert choose(Config.model_validate(settings))[0] == engine

@@ -176,7 +176,7 @@ def kept_bytes(shape: Shape, layers: int, *, checkpointing: bool) -> int:
     )
     model = LlamaModel(config).bfloat16()
     if checkpointing:
-        set_checkpointing(model, ModelConfig(gradient_checkpointing=True))
+        set_checkpointing(model, ModelConfig(gradient_checkpointing="on"))
         model.train()
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -13,7 +14,17 @@ import torch
 from safetensors.torch import load_file
 
 from raising import raises
-from run_helpers import Kill, Notes, assert_same_run, lines, run, settings, untimed, weights
+from run_helpers import (
+    Kill,
+    Notes,
+    assert_same_run,
+    lines,
+    run,
+    settings,
+    untimed,
+    weights,
+    worker_of,
+)
 from scorer_helpers import reward_model
 from stretto import evaluation, runs, tasks
 from stretto.assembly.parts import warmup_examples
@@ -26,6 +37,7 @@ from stretto.models.load import load_tokenizer
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
+from stretto.runtime.run import start
 from stretto.scoring.functions import FunctionScorer
 from stretto.tasks.prompts import PromptSource
 from stretto.types import Score, short_name
@@ -205,6 +217,30 @@ def test_how_work_is_split_changes_nothing_but_rounding(tiny_folder: Path, tmp_p
         untimed(lines(plain.metrics_file)), untimed(lines(split.metrics_file)), strict=True
     ):
         assert a == pytest.approx(b, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_in_one_process_there_is_one_copy_of_the_weights(lora_rank: int, tiny_folder: Path) -> None:
+    """Engine, learner and critic's scorer read the very same; under LoRA all roles share a body."""
+    config = settings(tiny_folder, model={"lora_rank": lora_rank, "dtype": "float32"})
+    with ExitStack() as stack:
+        started = start(config, stack, lambda _: None)
+        of = started.workers.executors
+        trained = {n: m.model for n, m in worker_of(started, "learner").trained.items()}
+        actor, critic = ({p.data_ptr(): p.nbytes for p in trained[n].parameters()} for n in trained)
+        reads = {name: worker_of(started, name).model for name in of if name != "learner"}
+        read = {n: {p.data_ptr() for p in model.parameters()} for n, model in reads.items()}
+        assert read["generator"] == actor.keys()
+        assert read["critic"] == critic.keys()
+        (base,) = (p.stat().st_size for p in tiny_folder.glob("*.safetensors"))
+        if lora_rank:
+            assert read["reference"] <= actor.keys()
+            adapters = [p for m in trained.values() for p in m.parameters() if p.requires_grad]
+            held = sum((actor | critic).values())
+            assert held <= base + sum(p.nbytes for p in adapters) + 4 * 64  # a head's first weights
+        else:
+            assert not read["reference"] & actor.keys()
+            assert not critic.keys() & actor.keys()
 
 
 def test_a_frozen_actor_starts_its_schedule_when_it_thaws(

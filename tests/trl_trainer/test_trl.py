@@ -300,7 +300,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str, Any]] = [
     ({"use_cpu": False, "no_cuda": True}, "model.device", "cpu"),
     ({"use_cpu": False}, "model.device", "auto"),
     ({"bf16": False}, "model.dtype", "float32"),
-    ({"gradient_checkpointing": True}, "model.gradient_checkpointing", True),
+    ({"gradient_checkpointing": True}, "model.gradient_checkpointing", "on"),
     ({"report_to": "none"}, "observe.trackers", ()),
     ({"report_to": ["tensorboard"]}, "observe.trackers", ("tensorboard",)),
     ({"report_to": "wandb"}, "observe.trackers", ("wandb",)),
@@ -359,7 +359,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str, Any]] = [
         "cluster.processes",
         (ProcessConfig(roles=("generator",), tp=2),),
     ),
-    ({"vllm_gpu_memory_utilization": 0.5}, "rollout.engine", "torch"),
+    ({"vllm_gpu_memory_utilization": 0.5}, "rollout.engine", "auto"),
 ]
 
 TAKEN = {name for given, _, _ in ARGUMENTS for name in given} | {

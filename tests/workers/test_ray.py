@@ -89,7 +89,7 @@ def test_ranks_answer_and_are_ended_at_work(cluster: RayCluster) -> None:
     def look() -> None:
         assert all(ranks.aside(rank, "hanging", timeout_s=LIMIT_S) for rank in range(2))
         seen.append(ranks.stacks())
-        assert all(used > 10**7 for used in ranks.used_bytes())
+        assert all(used[""] > 10**7 for used in ranks.used_bytes())
         ranks.close()
 
     looking = threading.Thread(target=look)

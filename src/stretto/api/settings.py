@@ -67,18 +67,29 @@ def config_of(settings: Settings) -> Config:
 
 
 def settled(config: R, say: Callable[[str], object]) -> R:
-    """Return a run's settings with the type that ``model.dtype = "auto"`` takes here, and say why.
-    Kept with the run, it is the same when the run is resumed or repeated.
+    """Return a run's settings with what those that are left open take here, and say why.
+
+    These are ``model.dtype``, and on GPUs ``rollout.engine`` and what the memory plan chooses. Kept
+    with the run, they are the same when the run is resumed or repeated.
     """
-    if config.model.dtype != "auto":
-        return config
     from stretto.models.backend import fastest_dtype, pick_device
 
-    dtype, because = fastest_dtype(pick_device(config.model.device), config.threads)
-    name = str(dtype).removeprefix("torch.")
-    say(f"model.dtype = auto takes {name}: {because}")
-    model = config.model.model_copy(update={"dtype": name})
-    return config.model_copy(update={"model": model})
+    device = pick_device(config.model.device)
+    if config.model.dtype == "auto":
+        dtype, because = fastest_dtype(device, config.threads)
+        name = str(dtype).removeprefix("torch.")
+        say(f"model.dtype = auto takes {name}: {because}")
+        config = config.changed_in("model", dtype=name)
+    if device.type == "cpu":
+        return config
+    from stretto.planner.choices import fitted
+    from stretto.rollout.registry import choose
+
+    if isinstance(config, Config) and config.rollout.engine == "auto":
+        engine, because = choose(config)
+        say(f"rollout.engine = auto takes {engine}: {because}")
+        config = config.changed_in("rollout", engine=engine)
+    return fitted(config, say)
 
 
 def of_rows(task: TaskConfig, name: str) -> dict[str, Any]:

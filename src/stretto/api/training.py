@@ -223,8 +223,8 @@ def _remedies(model: ModelConfig, microbatch_tokens: int, slots: int) -> str:
     tokens = token_budget(microbatch_tokens, "cuda" if on_gpu else "cpu")
     if tokens > _FEW_TOKENS:
         found.append(f"--training.microbatch-tokens {max(tokens // 4, _FEW_TOKENS)}")
-    if not model.gradient_checkpointing:
-        found.append("--model.gradient-checkpointing")
+    if model.gradient_checkpointing != "on":
+        found.append("--model.gradient-checkpointing on")
     if not model.lora_rank:
         found.append("--model.lora-rank 16")
     if slots > _FEW_SLOTS:

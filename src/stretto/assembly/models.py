@@ -171,7 +171,7 @@ def make_critic(
     if overrides.critic is not None:
         return made_ready(overrides.critic, config.device, "the critic", trained=True)
     if init == "actor":
-        return critic_from_actor(actor)
+        return critic_from_actor(actor, shares=config.lora_rank > 0)
     path = "" if init == "reward" else resolve(init, say)
     if path:
         same = same_tokenizer(load_tokenizer(path, config.trust_remote_code, say), tokenizer)

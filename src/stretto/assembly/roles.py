@@ -28,7 +28,7 @@ from stretto.models.tensor_parallel import slices_of
 from stretto.models.weights import fingerprint_of
 from stretto.pipelines.executor.stages import Name
 from stretto.rollout.base import Engine, EngineSettings, StopStrings
-from stretto.rollout.registry import ENGINES
+from stretto.rollout.registry import engine_of
 from stretto.saying import Say, silent
 from stretto.scoring.base import ModelScorer
 from stretto.scoring.functions import FunctionScorer
@@ -120,7 +120,7 @@ class RoleFactory:
             threads: of the CPU, for an engine that decides about them; 0 leaves its choice.
         """
         config, r = self.config, self.config.rollout
-        kind = ENGINES[r.engine]
+        kind = engine_of(r)
         check_engine(kind.capabilities, config.schedule.knobs, r, config.algorithm)
         device = pick_device(config.model.device)
         first = SharedChannel() if kind.own_weights and channel is None else None

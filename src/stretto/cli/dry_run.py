@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stretto.api.settings import settled
 from stretto.checks import check_run, check_supervised, disk
 from stretto.config import Config, ModelConfig, RewardModelConfig, SftConfig, TaskConfig
 from stretto.config.sections import RewardSource
@@ -23,6 +24,9 @@ def describe_run(config: Config) -> str:
     from stretto.planner.fitting import format_plan, plan_for
 
     check_run(config, ask_hub=False)
+    chosen: list[str] = []
+    if _gpus(config.model):
+        config = settled(config, chosen.append)
     r, t = config.rollout, config.training
     updates = t.epochs * t.minibatches
     lines = [
@@ -32,6 +36,7 @@ def describe_run(config: Config) -> str:
         f"{config.schedule.largest_overcommit(r.batch)}), each of at most "
         f"{config.task.max_prompt_tokens:,} + {r.max_new_tokens:,} tokens",
         *_model(config.model),
+        *chosen,
         *_pipelines(config.pipeline),
         *map(_source, config.reward.parsed),
     ]
@@ -76,20 +81,25 @@ def _processes(config: Config, plan: MemoryPlan) -> Iterator[str]:
     from stretto.planner import fitting
     from stretto.runtime.placement import places, remarks, table
 
-    if config.runtime == "inline":
+    gpus = _gpus(config.model)
+    if config.runtime == "inline" and not gpus:
         return
-    gpus = usable_gpus() if config.model.device != "cpu" else 0
     found = places(config, config.threads or usable_cores(), gpus)
     wide, sizes = fitting.width(config.model), plan.mixed
     frozen = dict.fromkeys(("actor", "critic", "reference"), wide * plan.parameters)
     trained = {"learner": sizes["actor"] + sizes["critic"], "reward": sizes["reward"]}
-    yield f"Processes (runtime = '{config.runtime}'):"
-    yield table(config.schedule.knobs, found, frozen | trained)
+    if config.runtime != "inline":
+        yield f"Processes (runtime = '{config.runtime}'):"
+        yield table(config.schedule.knobs, found, frozen | trained)
     yield from remarks(config.schedule.knobs, config.rollout.engines, found, usable_cores(), gpus)
     if loads := fitting.RunMemory(config).planned(found, wide):
         yield "Memory of each device by phase, on paper (cpu: of all processes on this machine):"
         yield fitting.table(loads)
         yield from fitting.check(loads, fitting.capacity)
+
+
+def _gpus(model: ModelConfig) -> int:
+    return usable_gpus() if model.device != "cpu" else 0
 
 
 def _held_out(task: TaskConfig) -> str:

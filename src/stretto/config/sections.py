@@ -35,6 +35,11 @@ class Section(BaseModel):
         """Return whether a setting of this section has another value than its default."""
         return bool(getattr(self, key) != type(self).model_fields[key].default)
 
+    def changed_in(self, section: str, **values: object) -> Self:
+        """Return the same settings with others, which are not checked, in one of the sections."""
+        part = getattr(self, section).model_copy(update=values)
+        return self.model_copy(update={section: part})
+
     def rules(self, broken: Rules) -> None:
         """Note the rules between settings by their codes: the message of a rule that is broken."""
 
@@ -81,10 +86,15 @@ class ModelConfig(Section):
     """LoRA scale: the update is multiplied by alpha / rank."""
     lora_targets: tuple[str, ...] = ("all-linear",)
     """Modules that get adapters, by the end of their name; 'all-linear' takes every linear layer but the head."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
+    """Recompute activations in the backward pass: less memory, about a third more time. auto: on a GPU where they would not fit, by the memory plan, even in passes of few tokens; off on a CPU."""
     trust_remote_code: bool = False
     """Allow a hub model to bring and run its own Python code."""
+
+    @field_validator("gradient_checkpointing", mode="before")
+    @classmethod
+    def _switch(cls, value: Any) -> Any:
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 class CriticConfig(Section):
@@ -240,10 +250,10 @@ class RewardConfig(Section):
 class RolloutConfig(Section):
     """Generation by the actor."""
 
-    engine: Literal["torch", "vllm"] = "torch"
-    """What generates. torch: Stretto's own engine. vllm: vLLM, in processes of its own (runtime = 'local' or 'ray')."""
+    engine: Literal["auto", "torch", "vllm"] = "auto"
+    """What generates. torch: Stretto's own engine. vllm: vLLM, in processes of its own (runtime = 'local' or 'ray'). auto: vllm where there are GPUs, such processes and vLLM, else torch."""
     engine_args: dict[str, JsonValue] = {}
-    """Arguments of the engine. torch: cuda_graphs (false runs decode steps without them on CUDA). vllm: vLLM's engine arguments by its own names, such as gpu_memory_utilization."""
+    """Arguments of the engine. torch: cuda_graphs (false runs decode steps without them on CUDA). vllm: vLLM's engine arguments by its own names, such as gpu_memory_utilization (on a GPU of other roles, what these leave by the memory plan)."""
     batch: PositiveInt = 32
     """Responses per step."""
     samples_per_prompt: PositiveInt = 1
@@ -276,7 +286,7 @@ class RolloutConfig(Section):
             f"rollout.batch counts responses and must be a multiple of samples_per_prompt; "
             f"got {self.batch} and {self.samples_per_prompt}"
         )
-        unknown = set(self.engine_args) - {"cuda_graphs"} if self.engine == "torch" else ()
+        unknown = set(self.engine_args) - {"cuda_graphs"} if self.engine != "vllm" else ()
         broken["unknown-engine-argument"] = unknown and (
             f"rollout.engine_args names '{min(unknown)}', and Stretto's own engine knows "
             "cuda_graphs alone; leave it out, or set rollout.engine = 'vllm'"

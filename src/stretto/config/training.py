@@ -41,7 +41,7 @@ class OptimizerConfig(Section):
     epochs: PositiveInt = 1
     """Passes over a batch; in supervised training, over the data."""
     microbatch_tokens: NonNegativeInt = 0
-    """Tokens (padding counted) in one pass of a training or scoring model; no effect on the gradient. 0 takes 1,024 on a CPU, 16,384 on a GPU."""
+    """Tokens (padding counted) in one pass of a training or scoring model; no effect on the gradient. 0 takes 1,024 on a CPU, and on a GPU what fits by the memory plan, 16,384 at most."""
 
 
 def token_budget(setting: int, device: object) -> int:

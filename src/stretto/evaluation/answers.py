@@ -18,7 +18,7 @@ from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
 from stretto.observe.progress import on_stderr
 from stretto.rollout.base import Engine
-from stretto.rollout.registry import ENGINES
+from stretto.rollout.registry import ENGINES, engine_of
 from stretto.saying import working
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.responses import response_text
@@ -36,7 +36,7 @@ def open_engine(
     Where that engine's library is not installed here, Stretto's own takes its place. The model is
     on the CPU if the engine has weights of its own. Raises ModelError if it cannot be loaded.
     """
-    kind, m = ENGINES[config.rollout.engine], config.model
+    kind, m = engine_of(config.rollout), config.model
     try:
         kind.check()
     except MissingExtraError as error:

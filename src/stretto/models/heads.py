@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from stretto.errors import ModelError
 from stretto.models.forward import unwrapped
 from stretto.models.mapped import copied, final_dtype
+from stretto.models.weights import with_own_structure
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,10 +51,15 @@ def apply_scalar_head(model: nn.Module, hidden: Tensor) -> Tensor:
     return values if bias is None else values + cast(Tensor, bias).float()[0]
 
 
-def critic_from_actor(actor: nn.Module) -> nn.Module:
-    """Return a sequence classifier with a copy of the actor's backbone and a zero head."""
+def critic_from_actor(actor: nn.Module, *, shares: bool = False) -> nn.Module:
+    """Return a sequence classifier with the actor's backbone and a zero head.
+
+    The backbone is a copy, or if it ``shares`` modules of its own over the very weights: adapters
+    then train it, and leave these as they are.
+    """
     lm = unwrapped(actor)
-    return _classifier(lm, copied(lm.base_model), "name a scalar model in critic.init")
+    body = with_own_structure(lm.base_model) if shares else copied(lm.base_model)
+    return _classifier(lm, body, "name a scalar model in critic.init")
 
 
 def reward_model_from(lm: nn.Module, seed: int) -> nn.Module:

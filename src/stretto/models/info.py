@@ -78,23 +78,27 @@ class ModelInfo:
 
     def adapter_parameters(self, rank: int, targets: Collection[str]) -> int | None:
         """Count the parameters of LoRA adapters; ``None`` where the weights are not here."""
+        shapes = self.adapted(targets)
+        return None if shapes is None else rank * sum(map(sum, shapes))
+
+    def adapted(self, targets: Collection[str]) -> list[tuple[int, ...]] | None:
+        """Return the shapes [outputs, inputs] of layers with adapters; ``None`` as above."""
         if not self.weights:
             return None
         layers = {n.removesuffix(".weight"): s for n, s in self.weights.items() if len(s) > 1}
         if tuple(targets) == ("all-linear",):  # those inside the blocks
             vocabulary, around = self.number("vocab_size"), ("embed", "wte", "wpe", "lm_head")
-            inside = [
+            return [
                 shape
                 for name, shape in layers.items()
                 if len(shape) == 2 and f"{name}.weight" in self.weights
                 if shape[0] != vocabulary and not any(part in name for part in around)
             ]
-            return rank * sum(map(sum, inside))
         named = self.config.get("architectures")
         kind = str(named[0]) if isinstance(named, list) and named else f"'{self.name}'"
         require_targets(targets, {**layers, "lm_head": ()}, kind)
         chosen = [n for n in layers for t in targets if n == t or n.endswith(f".{t}")]
-        return rank * sum(sum(layers[name]) for name in set(chosen))
+        return [layers[name] for name in set(chosen)]
 
     @cached_property
     def shape(self) -> Shape:

@@ -211,7 +211,7 @@ def _fault(model: PreTrainedModel) -> str:
 
 def set_checkpointing(model: torch.nn.Module, config: ModelConfig) -> None:
     """Recompute activations in the backward pass, if the settings ask for it."""
-    if config.gradient_checkpointing:
+    if config.gradient_checkpointing == "on":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # the new name is not in all of 5.x
             unwrapped(model).gradient_checkpointing_enable({"use_reentrant": False})

@@ -10,10 +10,17 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import psutil
 
-from stretto.config import AlgorithmConfig, Config, CriticConfig, ModelConfig, RewardConfig
+from stretto.config import (
+    AlgorithmConfig,
+    Config,
+    CriticConfig,
+    ModelConfig,
+    RewardConfig,
+)
 from stretto.config.cluster import LEARNER
 from stretto.config.training import token_budget
 from stretto.errors import ConfigError, ModelError
@@ -21,7 +28,17 @@ from stretto.machine import free_memory, usable_gpus
 from stretto.models.info import described, measure
 from stretto.models.shapes import Shape
 from stretto.planner.layout import Mesh
-from stretto.planner.memory import CACHE, PHASES, PUBLISHED, STATE, DeviceMemory, trained_bytes
+from stretto.planner.memory import (
+    CACHE,
+    COMMUNICATOR,
+    CONTEXT,
+    PHASES,
+    PUBLISHED,
+    STATE,
+    Adapters,
+    DeviceMemory,
+    trained_bytes,
+)
 from stretto.runtime.placement import PROCESS_BYTES, ProcessPlacement, places, published
 from stretto.saying import format_count, format_size
 
@@ -31,6 +48,8 @@ TRAINED_ROLES = frozenset({"actor", "critic", "model"})
 GPU_BYTES = 80 * 10**9
 FILLED = 0.9
 """Share of a device that can be filled: libraries and fragmentation take the rest."""
+VLLM_SHARE = 0.92
+"""vLLM's own ``gpu_memory_utilization``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,20 +187,28 @@ class Load(DeviceMemory):
 
 def known_shapes(
     model: ModelConfig, critic: CriticConfig, reward: RewardConfig
-) -> tuple[dict[str, Shape], int | None]:
-    """Return known shapes by role or reward source, and parameters of a model's LoRA adapters.
+) -> tuple[dict[str, Shape], Adapters | None]:
+    """Return known shapes by role or reward source, and a trained model's LoRA adapters.
 
     Raises ModelError if the actor's shape cannot be told, or how many parameters adapters have.
     """
-    actor = described(model.name).shape
-    _, adapters = measure(model)
-    if model.lora_rank and adapters is None:
-        raise ModelError(f"the layers of '{model.name}' are not known by name")
+    actor, adapters = described(model.name).shape, lora_adapters(model)
     rewards = {source.name: _valued(source.model) for source in reward.models}
     starts = {"actor": actor.valued(), "reward": next(iter(rewards.values()), None)}
     valued = starts[critic.init] if critic.init in starts else _valued(critic.init)
     found = {"actor": actor, "reference": actor, "critic": valued, **rewards}
     return {role: shape for role, shape in found.items() if shape}, adapters
+
+
+def lora_adapters(model: ModelConfig) -> Adapters | None:
+    """Return the LoRA adapters of a model, if it has any; ModelError if they cannot be counted."""
+    if not model.lora_rank:
+        return None
+    adapted = described(model.name).adapted(model.lora_targets)
+    if adapted is None:
+        raise ModelError(f"the layers of '{model.name}' are not known by name")
+    inputs = sum(math.prod(shape[1:]) for shape in adapted)
+    return Adapters(model.lora_rank * sum(map(sum, adapted)), inputs)
 
 
 def _valued(name: str) -> Shape | None:
@@ -253,63 +280,115 @@ class RunMemory:
             return []
         return self.loads(found, shapes, width, adapters)
 
+    def is_vllm(self, place: ProcessPlacement) -> bool:
+        """Return whether a process on a GPU holds an engine of vLLM's."""
+        generates = any(not seat.scorer and seat.role != LEARNER for seat in place.roles)
+        return generates and place.device != "cpu" and self.config.rollout.engine == "vllm"
+
+    @property
+    def at_once(self) -> bool:
+        """Whether training or scoring goes on while responses are decoded."""
+        return self.config.schedule.knobs.overlaps(1)
+
     def loads(
         self,
         found: Sequence[ProcessPlacement],
         shapes: Mapping[str, Shape],
         width: int,
-        adapters: int | None = None,
+        adapters: Adapters | None = None,
+        room: Callable[[str], int] | None = None,
     ) -> list[Load]:
-        """Return the memory of each device, of known shapes with ``width`` bytes a weight."""
+        """Return the memory of each device, of known shapes with ``width`` bytes a weight.
+
+        ``room`` tells the bytes of a GPU of which vLLM takes a share; by default :func:`capacity`.
+        """
         c, kept = self.config, published(self.config.schedule.knobs, found)
-        at_once, bucket = c.schedule.knobs.overlaps(c.rollout.engines), c.cluster.bucket_mb << 20
+        bucket = c.cluster.bucket_mb << 20
         by_device: dict[str, Load] = {}
         for place in found:
             holds = DeviceMemory(width=width, bucket=bucket, adapters=adapters)
-            holds.put("processes", PROCESS_BYTES)
-            self._put_roles(holds, place, shapes, kept)
+            if place.device == "cpu":
+                holds.put("processes", PROCESS_BYTES)
+            else:
+                holds.put("contexts", CONTEXT)
+                holds.put("communicators", COMMUNICATOR * self._communicators(place, found))
+            self._put_roles(holds, place, shapes, kept, room or capacity)
             for device in place.devices:
-                load = by_device.setdefault(device, Load(device=device, at_once=at_once))
+                load = by_device.setdefault(device, Load(device=device, at_once=self.at_once))
                 load.add(holds)
         return list(by_device.values())
 
+    def _communicators(self, place: ProcessPlacement, found: Sequence[ProcessPlacement]) -> int:
+        """Return how many NCCL groups a process is in: its own ranks', and that of weight syncs."""
+        learner = self.config.cluster.process_of(LEARNER)
+        trains = any(seat.role == LEARNER for seat in place.roles)
+        ways = (learner.fsdp, learner.tp) if trains else (len(place.devices),)
+        follows = any(seat.scorer in ("", "critic") for seat in place.roles)
+        return sum(ranks > 1 for ranks in ways) + (follows and len(found) > 1)
+
     def _put_roles(
-        self, holds: DeviceMemory, place: ProcessPlacement, shapes: Mapping[str, Shape], kept: int
+        self,
+        holds: DeviceMemory,
+        place: ProcessPlacement,
+        shapes: Mapping[str, Shape],
+        kept: int,
+        room: Callable[[str], int],
     ) -> None:
         c, process = self.config, self.config.cluster.process_of(LEARNER)
         mesh, rests = Mesh(process.fsdp, process.tp), place.offload and place.device != "cpu"
-        tokens = token_budget(c.training.microbatch_tokens, place.device)
+        inline, copies = c.runtime == "inline", process.ranks == 1
+        reads: Literal["", "frozen", "all"] = ""
+        if inline:
+            reads = "frozen" if c.schedule.knobs.copies_weights else "all"
+        tokens = self._pass_tokens(place.device)
         for seat in place.roles:
             if seat.role == LEARNER:
                 trained = ("actor", "critic") if c.algorithm.definition.critic else ("actor",)
                 models = [shapes[role] for role in trained if role in shapes]
                 # Moments, and masters that are not the weights.
-                at_once = c.schedule.knobs.overlaps(c.rollout.engines)
-                moments = ("training",) if at_once else ("scoring", "training")
+                moments = ("training",) if self.at_once else ("scoring", "training")
                 holds.put_learner(
                     models,
                     mesh,
                     tokens,
-                    models,
-                    checkpointing=c.model.gradient_checkpointing,
+                    () if inline else models,
+                    checkpointing=c.model.gradient_checkpointing == "on",
                     versions=kept,
-                    copies=process.ranks == 1,
+                    copies=copies,
+                    shared=models[1:] if copies and c.critic.init == "actor" else (),
                     moments=moments if rests else (),
                 )
             elif model := shapes.get(seat.scorer or "actor"):
-                generates = not seat.scorer
-                rows = -(-c.most_in_flight // c.rollout.engines)
+                generates, follows = not seat.scorer, seat.scorer in ("", "critic")
+                own = reads if follows else ""
+                # Engines of one process share a copy; without its adapters the actor is reference.
+                another = generates and seat.role not in ("generator", "generator 0")
+                if inline and (another or (seat.scorer == "reference" and holds.adapters)):
+                    own = "all"
+                rows, share, sleeps = -(-c.most_in_flight // c.rollout.engines), None, False
+                if generates and self.is_vllm(place):
+                    sleeps = bool(c.rollout.engine_args.get("enable_sleep_mode"))
+                    part = c.rollout.engine_args.get("gpu_memory_utilization", VLLM_SHARE)
+                    share = float(part) * room(place.device)  # type: ignore[arg-type]
                 holds.put_inference(
                     f"{seat.role}'s weights",
                     model,
                     len(place.devices),
                     c.rollout.prefill_tokens if generates else tokens,
-                    mesh if generates or seat.scorer == "critic" else None,
+                    mesh if follows and not inline else None,
                     rows=c.rollout.slots or rows if generates else None,
                     positions=c.longest,
                     logits=seat.scorer == "reference",
-                    rests=rests and not generates,
+                    rests=sleeps if generates else rests,
+                    reads=own,
+                    share=share,
                 )
+
+    def _pass_tokens(self, device: str) -> int:
+        """Return the most tokens of a pass: one response at least, and all of an update at most."""
+        c = self.config
+        tokens = token_budget(c.training.microbatch_tokens, device)
+        return max(c.longest, min(tokens, c.rollout.batch // c.training.minibatches * c.longest))
 
     def check_here(self) -> None:
         """Raise ConfigError for a run in this process whose models exceed the free memory."""
@@ -325,11 +404,9 @@ class RunMemory:
 
         c = self.config
         on_gpu = c.model.device != "cpu" and torch.cuda.is_available()
-        if c.runtime == "inline":
-            if on_gpu:
-                self.require(torch.cuda.mem_get_info()[0], torch.cuda.get_device_name())
-            return []
-        if c.cluster.address:  # devices of other machines
+        if c.runtime == "inline" and on_gpu:
+            self.require(torch.cuda.mem_get_info()[0], torch.cuda.get_device_name())
+        if c.cluster.address or (c.runtime == "inline" and not on_gpu):  # or of other machines
             return []
         width = pick_dtype(c.model.dtype, pick_device(c.model.device)).itemsize
         gpus = torch.cuda.device_count() if on_gpu else 0

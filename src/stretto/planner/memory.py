@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
+from typing import Literal
 
 from stretto.models.shapes import Shape
 from stretto.planner.hardware import Hardware
@@ -22,7 +23,7 @@ Parts = Mapping[str, float]
 SYNC = "weight sync"
 PHASES = ("generation", "scoring", "training", SYNC)
 CACHE, PUBLISHED, FROZEN = "keys and values", "published weights", "frozen weights"
-STATES = "learner's states"
+STATES, SHARE = "learner's states", "vLLM's share"
 
 HALF, SINGLE = 2, 4
 """Bytes of a bfloat16 and of a float32."""
@@ -33,6 +34,8 @@ BUCKET = 64 * 2**20
 """Bytes of a bucket in which weights travel (``cluster.bucket_mb``)."""
 VERSIONS = 3
 """Versions of the weights that a layout's learner keeps for other devices: the lag, and 2."""
+CONTEXT, COMMUNICATOR = 500 * 10**6, 300 * 10**6
+"""Bytes of a process's CUDA context, and of a NCCL communicator: usual sizes, not measured here."""
 SLICE, SLICE_ENTRIES = 256 * 2**20, 1024
 """Bytes of a slice of logits, and its vocabulary entries at least (``models/logits.py``)."""
 
@@ -47,6 +50,18 @@ def trained_bytes(
     if adapters is None:
         return state * weights / shards, 0.0
     return state * adapters / shards, width * weights / shards
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """LoRA's adapters of a model: all their parameters, and the features that all of them read."""
+
+    parameters: int
+    inputs: int
+
+    def input_bytes(self, layers: float, tokens: int, *, checkpointing: bool) -> float:
+        """Return bytes of their inputs, which peft casts to float32, and keeps for each layer."""
+        return SINGLE * tokens * self.inputs / (layers if checkpointing else 1)
 
 
 def state_bytes(shape: Shape, mesh: Mesh) -> float:
@@ -143,7 +158,7 @@ class DeviceMemory:
         scored: what passes that score take, of each kind the most.
         width: bytes of a weight in the type that is computed in.
         bucket: bytes of a bucket.
-        adapters: parameters of a trained model's LoRA adapters; ``None`` trains all weights.
+        adapters: a trained model's LoRA adapters; ``None`` trains all weights.
     """
 
     held: Counter[str] = field(default_factory=Counter)
@@ -151,7 +166,12 @@ class DeviceMemory:
     scored: Counter[str] = field(default_factory=Counter)
     width: int = HALF
     bucket: int = BUCKET
-    adapters: int | None = None
+    adapters: Adapters | None = None
+
+    @property
+    def adapter_parameters(self) -> int:
+        """Parameters of a trained model's adapters; 0 where all weights are trained."""
+        return self.adapters.parameters if self.adapters else 0
 
     def during(self, *phases: str) -> Counter[str]:
         """Return what takes memory while these phases go on side by side."""
@@ -182,6 +202,7 @@ class DeviceMemory:
         checkpointing: bool,
         versions: int,
         copies: bool = False,
+        shared: Sequence[Shape] = (),
         values: bool = False,
         moments: Sequence[str] = (),
         offload: bool = False,
@@ -193,17 +214,19 @@ class DeviceMemory:
             synced: of the models, those whose weights are sent at one time.
             versions: published versions of the weights that are kept.
             copies: weights to compute with are there all the time, beside float32 masters.
+            shared: of the models, those whose frozen weights are another one's.
             values: the critic, its last model, computes values while others score.
             moments: phases in which Adam's moments, and masters that are not the weights, are not
                 on the host. Empty: always.
             offload: all states are on the host but in their phases.
         """
-        width, adapters, on_host = self.width, self.adapters, ("training",) if offload else ()
+        width, on_host = self.width, ("training",) if offload else ()
+        adapters = self.adapter_parameters if self.adapters else None
         copied = copies and width < SINGLE and adapters is None
         for shape in models:
             weights = shape.stage(mesh.stages).held(mesh.tensor)
             states, frozen = trained_bytes(weights, adapters, mesh.data, width)
-            if adapters is not None:
+            if adapters is not None and shape not in shared:
                 self.put(FROZEN, frozen)
             if copied:
                 self.put("learner's weights", width * weights)
@@ -240,6 +263,8 @@ class DeviceMemory:
         positions: int = 0,
         logits: bool = False,
         rests: bool = False,
+        reads: Literal["", "frozen", "all"] = "",
+        share: float | None = None,
     ) -> None:
         """Count a generator, or a model that scores, whose weights tables call ``what``.
 
@@ -251,11 +276,18 @@ class DeviceMemory:
             logits: a model that scores gives log-probs.
             rests: weights are here in their phase alone: a scorer's, which are kept on the host,
                 and a generator's, which are made for each step.
+            reads: of the learner's weights in the same process, those that it has no copy of.
+            share: bytes that a generator takes for itself, all but buckets in it.
         """
-        weights = self.width * shape.held(tensor)
+        frozen = reads == "all" or (reads == "frozen" and self.adapters is not None)
+        weights = 0 if frozen else self.width * shape.held(tensor)
+        if learner or reads == "frozen":
+            weights += SINGLE * self.adapter_parameters
         if learner:
-            weights += SINGLE * (self.adapters or 0)
             self._put_buckets(shape, learner)
+        if share is not None:
+            self.put(SHARE, share, *(("generation", SYNC) if rests else ()))
+            return
         activations = layer_activation_bytes(shape, tokens, tensor) * self.width / HALF
         if rows is None:
             self.put(what, weights, *(("scoring",) if rests else ()))
@@ -277,6 +309,9 @@ class DeviceMemory:
             activations=round(kept * self.width / HALF),
             logits=round(logits_bytes(shape, tokens, gradients=True)),
         )
+        if self.adapters and self.width < SINGLE:  # float32 ones are counted already
+            inputs = self.adapters.input_bytes(shape.layers, tokens, checkpointing=checkpointing)
+            taken["adapters' inputs"] = round(inputs)
         if not copies:
             stage, gradients = shape.stage(mesh.stages), self.adapters is None
             taken["gathered"] = round(gathered_bytes(stage, mesh, gradients=gradients))
@@ -293,7 +328,7 @@ class DeviceMemory:
     def _put_buckets(self, shape: Shape, mesh: Mesh) -> None:
         size = bucket_bytes(shape, mesh, width=self.width, bucket=self.bucket)
         if self.adapters is not None:
-            size = 2 * min(self.bucket, SINGLE * self.adapters)
+            size = 2 * min(self.bucket, SINGLE * self.adapter_parameters)
         self.put("buckets", size, SYNC)
 
 

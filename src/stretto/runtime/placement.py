@@ -79,6 +79,11 @@ def places(
     """Place all roles, the learner's process first; raise ConfigError if one has no place."""
     models = model_scorers(config.algorithm, config.reward, brought)
     knobs, engines = config.schedule.knobs, config.rollout.engines
+    if config.runtime == "inline":
+        own = (LEARNER, *generator_names(engines), *models)
+        seats = tuple(RolePlacement(role, role if role in models else "") for role in own)
+        here = _device("", 0, 0, min(gpus, 1))
+        return [ProcessPlacement("stretto", seats, config.threads, (here,))]
     hosted = knobs.hosts_scorers(engines)
     shares = share_cores(config.schedule, engines, cores) if knobs.overlaps(engines) else None
     found: list[ProcessPlacement] = []

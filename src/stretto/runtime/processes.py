@@ -24,7 +24,7 @@ from stretto.errors import ConfigError, RankError, first_line
 from stretto.machine import usable_cores
 from stretto.models.backend import pick_device
 from stretto.protocols import Clock
-from stretto.rollout.registry import ENGINES
+from stretto.rollout.registry import engine_of
 from stretto.runtime import learner, services
 from stretto.runtime.messages import Ready, RoleSetup, probe_of
 from stretto.runtime.placement import (
@@ -40,7 +40,7 @@ from stretto.types import Prompt, short_name
 from stretto.weights.broadcast import WeightSender
 from stretto.workers.forkserver import ForkedProcesses, server_of
 from stretto.workers.group import GroupExecutor, Host, ServiceGroup
-from stretto.workers.rank import Facts, RankSpec, check
+from stretto.workers.rank import Facts, RankSpec, check, used_bytes
 from stretto.workers.ranks import Launched, Ranks
 from stretto.workers.threads import WorkerThread
 
@@ -87,7 +87,7 @@ class ProcessWorkers:
             say(line)
         ours = [r.role for p in self._processes if not p.python for r in p.roles]
         if config.runtime == "local" and any(role.startswith("generator") for role in ours):
-            ENGINES[config.rollout.engine].check()
+            engine_of(config.rollout).check()
         self._launcher.prepare(self._processes, stack)
         self._facts: dict[str, Facts] = {}
         self._looking = Lock()
@@ -349,12 +349,12 @@ def gpu_share(ranks: int, gpus: int) -> float:
 
 
 class MemoryWatch:
-    """Looks at the resident memory of all processes, on a thread of its own."""
+    """Looks at the memory of all processes, or of this one on a GPU, on a thread of its own."""
 
     EVERY_S = 1.0  # between two looks, at least
 
-    def __init__(self, groups: Sequence[ServiceGroup], clock: Clock) -> None:
-        self._groups, self._clock = groups, clock
+    def __init__(self, groups: Sequence[ServiceGroup], clock: Clock, here: str = "") -> None:
+        self._groups, self._clock, self._here = groups, clock, here
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="memory")
         self._look: Future[Mapping[str, float]] = self._pool.submit(self._used)
         self._since_s = clock.now()
@@ -374,8 +374,16 @@ class MemoryWatch:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _used(self) -> Mapping[str, float]:
-        used = {group.name: sum(group.ranks.used_bytes()) for group in self._groups}
-        return {f"memory/{name}_gb": n / 1e9 for name, n in used.items() if n}
+        used = {group.name: group.ranks.used_bytes() for group in self._groups}
+        if self._here:
+            used["stretto"] = [used_bytes(self._here)]
+        found = dict[str, float]()
+        for process, ranks in used.items():
+            found[f"memory/{process}_gb"] = sum(rank.get("", 0) for rank in ranks) / 1e9
+            for kind in ("allocated", "reserved", "peak"):  # ranks have a GPU each: the fullest's
+                size = max((rank.get(kind, 0) for rank in ranks), default=0)
+                found[f"memory/{process}/{kind}_gb"] = size / 1e9
+        return {name: size for name, size in found.items() if size}
 
 
 def _check(

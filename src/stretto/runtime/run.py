@@ -171,11 +171,13 @@ def start(
     replicas = [_function(f, workers.thread_of(f.info.name), spans) for f in functions]
     for placed in workers.scorers:
         replicas.append(_replica(placed, workers, sync, overrides, say, spans))
-    memory = None
+    device, memory = pick_device(config.model.device), None
     if workers.groups:
         with working(say, "syncing the first weights"):
             sync.load_all(workers.ready.refs)
-        memory = MemoryWatch(workers.groups, RealClock())
+    if workers.groups or device.type == "cuda":
+        here = "" if workers.groups else str(device)
+        memory = MemoryWatch(workers.groups, RealClock(), here)
         stack.callback(memory.close)
     knobs = config.schedule.knobs
     migrates = knobs.migrates(len(names))

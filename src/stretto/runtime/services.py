@@ -28,7 +28,7 @@ from stretto.models.tensor_parallel import Slices, cut_linears, full_parameters,
 from stretto.models.weights import fingerprint
 from stretto.protocols import Generator, Scorer
 from stretto.rollout.base import Engine
-from stretto.rollout.registry import ENGINES
+from stretto.rollout.registry import engine_of
 from stretto.runtime.kv_transfer import KVStore
 from stretto.runtime.messages import SENDER, Loaded, MoveRates, Ready, RoleSetup, frozen_mark
 from stretto.runtime.placement import learner_layout
@@ -200,7 +200,7 @@ def generator(setup: RoleSetup, name: str, probe: IntArray) -> GeneratorService:
     """Make a generator's service, in its process."""
     setup.prepare()
     config, overrides = setup.config, setup.overrides
-    own_weights = ENGINES[config.rollout.engine].own_weights
+    own_weights = engine_of(config.rollout).own_weights
     model, prompts = loaded_actor(setup.on_host() if own_weights else setup)
     receiver = follow_whole(model, setup) if own_weights else follow(model, setup)
     engine = RoleFactory(config, _quiet).make_engine(

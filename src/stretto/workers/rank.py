@@ -108,12 +108,26 @@ class Rank:
         if method == "stacks":
             return stacks()
         if method == "used_bytes":
-            return psutil.Process().memory_info().rss
+            return used_bytes(self._spec.device)
         if self._spec.device.startswith("cuda"):  # a thread begins at the first GPU
             import torch
 
             torch.cuda.set_device(self._spec.device)
         return self.call(method, arguments)
+
+
+def used_bytes(device: str) -> dict[str, int]:
+    """Return bytes of this process by metric: what is resident, and of a GPU that it has begun to
+    use what torch's tensors take, what torch has reserved, and the most that tensors took.
+    """
+    import torch
+
+    used = {"": psutil.Process().memory_info().rss}
+    if device.startswith("cuda") and torch.cuda.is_initialized():
+        used["allocated"] = torch.cuda.memory_allocated(device)
+        used["reserved"] = torch.cuda.memory_reserved(device)
+        used["peak"] = torch.cuda.max_memory_allocated(device)
+    return used
 
 
 def stacks() -> str:

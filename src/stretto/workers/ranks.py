@@ -152,12 +152,14 @@ class Ranks:
                 parts[-1] += f" {error}"
         return "\n\n".join(parts)
 
-    def used_bytes(self) -> list[int]:
-        """Return each rank's resident memory; 0 for one that does not answer."""
-        used = [0] * len(self._connections)
+    def used_bytes(self) -> list[Mapping[str, int]]:
+        """Return each rank's memory by metric (see :func:`~stretto.workers.rank.used_bytes`);
+        nothing of one that does not answer.
+        """
+        used: list[Mapping[str, int]] = [{}] * len(self._connections)
         for rank in range(len(used)):
             with contextlib.suppress(RankError):
-                used[rank] = int(self.aside(rank, "used_bytes"))
+                used[rank] = self.aside(rank, "used_bytes")
         return used
 
     def watch(self, tell: Callable[[RankError], None]) -> None:

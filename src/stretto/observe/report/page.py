@@ -119,6 +119,7 @@ def payload(runs: Sequence[LoadedRun], step: int | None = None) -> dict[str, Any
                 "steps": len(run.metrics),
                 "rate": run.mean_over_time(CURVES["samples_per_s"]),
                 "shares": own,
+                "gpu_memory": figures.gpu_memory(run),
                 "verified": figures.verified(run),
                 "lengths": _lengths(run, edges),
                 "roles": list(run.roles),

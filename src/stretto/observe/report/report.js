@@ -62,6 +62,7 @@ function summary() {
     ["mean score", (run) => withError(run.verified?.mean_score, number)],
     ["of its prompts asked in training", (run) => overlap(run.verified)],
     ["staleness", (run) => of(run, "staleness") && number(mean(of(run, "staleness")))],
+    ["GPU memory, peak of tensors (reserved)", (run) => run.gpu_memory.map(([process, peak, reserved]) => `${process} ${number(peak)} (${number(reserved)}) GB`).join(", ") || undefined],
     ["generators busy", (run) => busy(run) !== undefined ? percent(busy(run)) : undefined],
   ].map(([title, value]) => [title, D.runs.map(value)]).filter(([, cells]) => cells.some((c) => c !== undefined && c !== 0));
   at("summary").append(node("table", {},

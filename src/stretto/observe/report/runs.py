@@ -175,6 +175,17 @@ def shares(run: LoadedRun) -> list[Shares]:
     return found
 
 
+def gpu_memory(run: LoadedRun) -> list[tuple[str, float, float]]:
+    """Return by process what tensors took of a GPU, and what torch reserved, at most [GB]."""
+    most: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for m in run.metrics:
+        for key, value in m.items():
+            process, _, kind = key.removeprefix("memory/").rpartition("/")
+            if key.startswith("memory/") and process and _finite(value):
+                most[process][kind] = max(most[process][kind], value)
+    return [(name, own["peak_gb"], own["reserved_gb"]) for name, own in sorted(most.items())]
+
+
 def differing_settings(runs: Sequence[LoadedRun]) -> list[tuple[str, list[Any]]]:
     """Return settings that are not the same in all runs that have any, with each run's value;
     ``None`` for a run that does not have it. Where and how a run is shown is left out."""

@@ -1,0 +1,183 @@
+"""What settings leave to the memory plan, chosen so that it fits the GPUs."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from typing import TypeVar
+
+from stretto.config import Config, RewardModelConfig, SftConfig
+from stretto.errors import ConfigError, ModelError
+from stretto.models.info import described, load_config, model_info
+from stretto.models.resolve import is_known, resolve
+from stretto.models.shapes import Shape
+from stretto.planner.fitting import (
+    FILLED,
+    Load,
+    RunMemory,
+    capacity,
+    known_shapes,
+    lora_adapters,
+)
+from stretto.planner.layout import Mesh
+from stretto.planner.memory import CONTEXT, PHASES, SYNC, Adapters, DeviceMemory
+from stretto.runtime.placement import ProcessPlacement, places
+from stretto.saying import format_size
+
+Fitted = TypeVar("Fitted", Config, SftConfig, RewardModelConfig)
+
+PASSES = (
+    *((tokens, "off") for tokens in (16_384, 8_192, 4_096)),
+    *((tokens, "on") for tokens in (16_384, 8_192, 4_096, 2_048, 1_024)),
+)
+"""Tokens of a pass and recomputation that are tried on a GPU, in order: fewer tokens cost little
+down to some thousands, recomputation a third of the time."""
+
+
+def fitted(config: Fitted, say: Callable[[str], object]) -> Fitted:
+    """Return a run's settings with what they leave to the memory plan, and say what that is.
+
+    On GPUs these are passes (:func:`with_passes`) and vLLM's share; the config of a model that is
+    not here is fetched for them. Nothing is changed on a CPU, or for a model whose shape cannot be
+    told. GPUs of other machines are taken to be like this one.
+    """
+    import torch
+
+    from stretto.models.backend import pick_device, pick_dtype
+
+    device = pick_device(config.model.device)
+    if device.type == "cpu":
+        return config
+    m = config.model
+    width = pick_dtype(m.dtype, device).itemsize
+    try:
+        if not is_known(m.name) and model_info(m.name) is None:
+            load_config(resolve(m.name), m.trust_remote_code)
+        if isinstance(config, Config):
+            shapes, adapters = known_shapes(config.model, config.critic, config.reward)
+            elsewhere = bool(config.cluster.address)
+            gpus = sys.maxsize if elsewhere else torch.cuda.device_count()
+            found = places(config, config.threads or torch.get_num_threads(), gpus)
+            fits: Fitted = fitted_run(
+                config,
+                found,
+                shapes,
+                width,
+                adapters,
+                lambda name: capacity(str(device) if elsewhere else name),
+            )
+        else:
+            room = capacity(str(device))
+            fits = with_passes(config, lambda tried: supervised_fits(tried, width, room))
+    except ModelError as error:
+        say(f"passes are not fitted to the GPU's memory, as the model's is not known: {error}")
+        return config
+    names = ("training.microbatch_tokens", "model.gradient_checkpointing", "rollout.engine_args")
+    chosen = [
+        f"{name} = {value}"
+        for name in names[: 3 if isinstance(config, Config) else 2]
+        if (value := attrgetter(name)(fits)) != attrgetter(name)(config)
+    ]
+    if chosen:
+        size = format_size(capacity(str(device)))
+        say(f"by the memory plan of a GPU of {size}: {', '.join(chosen)}")
+    return fits
+
+
+def fitted_run(
+    config: Config,
+    found: Sequence[ProcessPlacement],
+    shapes: Mapping[str, Shape],
+    width: int,
+    adapters: Adapters | None,
+    room: Callable[[str], int],
+) -> Config:
+    """Return the settings with passes, and shares of vLLM, that fit the GPUs."""
+
+    def loads(config: Config) -> list[Load]:
+        every = RunMemory(config).loads(found, shapes, width, adapters, room)
+        return [load for load in every if load.device != "cpu"]
+
+    def fits(config: Config) -> bool:
+        return all(
+            load.phase(name).total() <= FILLED * room(load.device)
+            for load in loads(config)
+            for name in ("scoring", "training")
+        )
+
+    share = "gpu_memory_utilization"
+    beside = _vllm_beside_others(config, found)
+    if not beside:
+        return with_passes(config, fits)
+    given = {"enable_sleep_mode": not RunMemory(config).at_once, **config.rollout.engine_args}
+    left_open = share not in given
+    size = room(beside.device)
+    least = width * shapes["actor"].held(len(beside.devices)) / size
+    if left_open:
+        given[share] = 2 * least  # as much for keys and values as for weights
+    config = with_passes(config.changed_in("rollout", engine_args=given), fits)
+    if not left_open:
+        return config
+    awake = ("generation", SYNC) if given["enable_sleep_mode"] else PHASES
+    none = config.changed_in("rollout", engine_args={**given, share: 0.0})
+    others = max(
+        load.phase(name).total() / room(load.device) for load in loads(none) for name in awake
+    )
+    if FILLED - others < least:
+        raise ConfigError(
+            f"vLLM's weights take {format_size(round(least * size))} of {beside.device}, and "
+            f"other roles leave {format_size(max(round((FILLED - others) * size), 0))} of "
+            f"{format_size(size)}. Give them other GPUs (cluster.processes), more of them "
+            "(fsdp, tp), or take LoRA",
+            "memory-exceeded",
+        )
+    # vLLM looks whether so much is free when it starts.
+    given = {**given, share: math.floor(100 * (FILLED - others)) / 100}
+    return config.changed_in("rollout", engine_args=given)
+
+
+def _vllm_beside_others(
+    config: Config, found: Sequence[ProcessPlacement]
+) -> ProcessPlacement | None:
+    """Return an engine of vLLM's that is on a GPU of other roles, if any is."""
+    taken = Counter(device for place in found for device in place.devices)
+    beside = (p for p in found if any(taken[device] > 1 for device in p.devices))
+    return next(filter(RunMemory(config).is_vllm, beside), None)
+
+
+def with_passes(config: Fitted, fits: Callable[[Fitted], bool]) -> Fitted:
+    """Return settings with the first of :data:`PASSES` that fit, or the last; what is set stays.
+
+    Not set are ``training.microbatch_tokens = 0`` and ``model.gradient_checkpointing = "auto"``.
+    """
+    model, training = config.model, config.training
+    found = config
+    for tokens, again in PASSES:
+        if model.gradient_checkpointing == "auto":
+            found = found.changed_in("model", gradient_checkpointing=again)
+        if not training.microbatch_tokens:
+            found = found.changed_in("training", microbatch_tokens=tokens)
+        if fits(found):
+            break
+    return found
+
+
+def supervised_fits(config: SftConfig | RewardModelConfig, width: int, room: int) -> bool:
+    """Return whether supervised training on one GPU fits; raises as :func:`known_shapes` does."""
+    m, sides = config.model, 1 if isinstance(config, SftConfig) else 2
+    shape = described(m.name).shape
+    held = DeviceMemory(width=width, adapters=lora_adapters(m))
+    held.put("contexts", CONTEXT)
+    held.put_learner(
+        [shape if sides == 1 else shape.valued()],
+        Mesh(1),
+        max(config.training.microbatch_tokens, sides * config.data.max_tokens),
+        (),
+        checkpointing=m.gradient_checkpointing == "on",
+        versions=0,
+        copies=True,
+    )
+    return held.during("training").total() <= FILLED * room
