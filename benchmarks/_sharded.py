@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Event, Thread
@@ -40,9 +41,9 @@ def batch_of(
     for i, (prompt, response) in enumerate(lengths):
         tokens = tuple(int(t) for t in rng.integers(vocabulary, size=prompt))
         rollout = Rollout(i, Prompt(i // 2, tokens, ""), i // 2)
-        rollout.tokens = [int(t) for t in rng.integers(vocabulary, size=response)]
-        rollout.logprobs = [float(x) for x in -5 + 0.1 * rng.normal(size=response)]
-        rollout.versions, rollout.finish = [-1] * response, FinishReason.STOP
+        rollout.tokens = array("i", map(int, rng.integers(vocabulary, size=response)))
+        rollout.logprobs = array("f", map(float, -5 + 0.1 * rng.normal(size=response)))
+        rollout.versions, rollout.finish = array("i", [-1] * response), FinishReason.STOP
         numbers: dict[str, Any] = {"task": ("reward", 1)}
         if config.has_reference:
             numbers["reference"] = ("logprobs", response)

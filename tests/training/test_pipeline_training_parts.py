@@ -31,8 +31,6 @@ from stretto.training.backprop import deal
 from stretto.training.losses import MicroBatch
 from stretto.training.pipelined import Planner
 from stretto.training.shard_files import in_memory
-from stretto.training.shard_files import in_memory
-from stretto.training.shard_files import in_memory
 from stretto.training.trained import LearningRate, TrainedModel
 from stretto.workers.threads import WorkerThread
 

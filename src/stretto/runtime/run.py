@@ -19,6 +19,7 @@ from stretto.config import Config
 from stretto.config.cluster import LEARNER, generator_names
 from stretto.errors import RankError
 from stretto.files import FileSum
+from stretto.models.backend import pick_device
 from stretto.models.weights import copy_into
 from stretto.observe.spans import Spans
 from stretto.protocols import Generator, RealClock
@@ -171,12 +172,12 @@ def start(
     replicas = [_function(f, workers.thread_of(f.info.name), spans) for f in functions]
     for placed in workers.scorers:
         replicas.append(_replica(placed, workers, sync, overrides, say, spans))
-    device, memory = pick_device(config.model.device), None
+    memory = None
     if workers.groups:
         with working(say, "syncing the first weights"):
             sync.load_all(workers.ready.refs)
-    if workers.groups or device.type == "cuda":
-        here = "" if workers.groups else str(device)
+    here = "" if workers.groups else str(pick_device(config.model.device))
+    if here != "cpu":
         memory = MemoryWatch(workers.groups, RealClock(), here)
         stack.callback(memory.close)
     knobs = config.schedule.knobs

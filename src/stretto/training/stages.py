@@ -19,8 +19,6 @@ from stretto.pipelines.problem import Problem
 from stretto.pipelines.schedule import PipelineSchedule
 from stretto.training.losses import Losses, MicroBatch
 from stretto.training.shard_files import in_memory
-from stretto.training.shard_files import in_memory
-from stretto.training.shard_files import in_memory
 from stretto.training.trained import LearningRate, TrainedModel
 
 Names = Mapping[str, str]

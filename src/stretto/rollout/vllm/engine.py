@@ -298,8 +298,8 @@ class MergedWeights:
 
     adapters, lora_rank = "", 0
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model: Any = model
+    def __init__(self, model: Any) -> None:
+        self._model = model
         self._as_in_files = _FileNames(self._model.get_base_model())
 
     @torch.no_grad()
@@ -339,7 +339,7 @@ class AdapterWeights(MergedWeights):
         lora_rank: their rank.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__(model)
         self._folder = TemporaryDirectory(prefix="adapters-")
         self.adapters = self._folder.name
