@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -189,6 +190,22 @@ def test_settings_keep_what_was_decided(
     assert len(lines) == 1
     with pytest.raises(ConfigError, match="needs a CUDA device"):
         settled(kind.model_validate({"model": {"device": "cuda"}}), lines.append)
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_a_head_without_gpus_takes_the_type_of_its_clusters(
+    device: str, machine: Callable[[ProductSpeeds], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(SLOW)
+    lines: list[str] = []
+    monkeypatch.setattr("stretto.workers.ray_cluster.find", lambda: SimpleNamespace(gpus=8.0))
+    data = {"runtime": "ray", "model": {"device": device}, "cluster": {"address": "auto"}}
+    config = settled(stretto.Config.model_validate(data), lines.append)
+    assert config.model.dtype == "bfloat16"
+    assert lines == ["model.dtype = auto takes bfloat16: the run works on GPUs of other machines"]
+    monkeypatch.setattr("stretto.workers.ray_cluster.find", lambda: SimpleNamespace(gpus=0.0))
+    data["model"] = {"device": "auto"}
+    assert settled(stretto.Config.model_validate(data), lines.append).model.dtype == "float32"
 
 
 def test_a_run_keeps_its_type_when_it_is_resumed_or_repeated(

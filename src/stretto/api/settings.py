@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 from stretto.config import Config, RewardModelConfig, Section, SftConfig, TaskConfig, recipes
 from stretto.config import changes as merge
 from stretto.errors import ConfigError
+from stretto.machine import usable_gpus
 
 S = TypeVar("S", bound=Section)
 R = TypeVar("R", Config, SftConfig, RewardModelConfig)
@@ -74,6 +75,11 @@ def settled(config: R, say: Callable[[str], object]) -> R:
     """
     from stretto.models.backend import fastest_dtype, pick_device
 
+    if isinstance(config, Config) and _on_gpus_elsewhere(config):
+        if config.model.dtype == "auto":
+            say("model.dtype = auto takes bfloat16: the run works on GPUs of other machines")
+            config = config.changed_in("model", dtype="bfloat16")
+        return config
     device = pick_device(config.model.device)
     if config.model.dtype == "auto":
         dtype, because = fastest_dtype(device, config.threads)
@@ -90,6 +96,16 @@ def settled(config: R, say: Callable[[str], object]) -> R:
         say(f"rollout.engine = auto takes {engine}: {because}")
         config = config.changed_in("rollout", engine=engine)
     return fitted(config, say)
+
+
+def _on_gpus_elsewhere(config: Config) -> bool:
+    """Return whether a run's Ray cluster has GPUs, and this machine, maybe its head, has none."""
+    if not config.cluster.address or config.model.device == "cpu" or usable_gpus():
+        return False
+    from stretto.workers.ray_cluster import find
+
+    cluster = find()
+    return cluster is not None and cluster.gpus > 0
 
 
 def of_rows(task: TaskConfig, name: str) -> dict[str, Any]:

@@ -48,7 +48,6 @@ def check_run(
     if config.rollout.engine == "vllm" and not any(p.python for p in config.cluster.processes):
         require("vllm", "vllm", "rollout.engine = 'vllm'")
     _check_pipeline(config.pipeline.ranks)
-    _check_device(config.model)
     gpus = usable_gpus()
     if config.runtime == "local":
         from stretto.runtime.placement import places
@@ -58,6 +57,8 @@ def check_run(
         from stretto.workers.ray_cluster import require_answer
 
         require_answer(config.cluster.address)
+    else:  # other machines have GPUs of their own
+        _check_device(config.model)
     opened = overrides.task if overrides else None
     task = opened or _check_task(config.task, config.seed, ask_hub=ask_hub)
     objects = {*overrides.functions, *overrides.reward_models} if overrides else ()
