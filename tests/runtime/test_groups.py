@@ -676,3 +676,27 @@ def test_a_sharded_learner_trains_while_a_follower_sleeps(tiny_folder: Path) -> 
     with ExitStack() as stack:
         asyncio.run(slept(start(config, stack, lambda _: None)))
     assert events == ["trained", "synced"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["sync", "async"])
+@pytest.mark.parametrize(("fsdp", "engines"), [(8, 8), (4, 4)])
+def test_the_layouts_of_eight_gpus(
+    fsdp: int, engines: int, preset: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """A rank and an engine for each GPU, or four GPUs for each: on CPUs, one engine is killed."""
+    config = settings(
+        tiny_folder,
+        runtime="local",
+        steps=4,
+        algorithm={"name": "rloo"},
+        rollout={"batch": 16, "max_new_tokens": 6, "samples_per_prompt": 2, "engines": engines},
+        schedule={"preset": preset},
+        cluster={"processes": [{"roles": ["learner"], "fsdp": fsdp}], "scorers": "together"},
+    )
+    run = trained(config, tmp_path, Killer("generator 1"))
+    metrics = run.read_metrics()
+    assert len(metrics) == 4
+    assert metrics[-1]["cluster/restarts"] == 1
+    trained_on = [r.id for r in run.read_rollouts() if r.state == "trained"]
+    assert len(trained_on) == len(set(trained_on)) == 4 * 16
