@@ -12,16 +12,19 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import Queue
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from helpers import ManualClock
 from raising import raises
-from stretto.errors import ConfigError, EngineError, RankError, RoleLostError
+from stretto.errors import ConfigError, EngineError, RankError, RoleLostError, StrettoError
+from stretto.protocols import remote
 from stretto.types import Reply, Work
+from stretto.workers import group as group_module
 from stretto.workers.group import (
     GroupExecutor,
     Host,
@@ -215,6 +218,74 @@ def test_a_local_process_listens_on_the_loopback_alone(group: ServiceGroup) -> N
     environment = GroupExecutor(group, "two").ask("environment").value
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         assert environment[name] == os.environ.get(name, interface_of("127.0.0.1"))
+
+
+class Twin(Protocol):
+    """The role of a model of which each rank has a slice."""
+
+    @remote("work", alike=True)
+    async def work(self, how: str) -> int:
+        """Return the same on all ranks, but for what is asked for."""
+
+
+class Slice(Service):
+    """A rank's part of a service that meets in its methods, and can misbehave."""
+
+    role = Twin
+
+    def __init__(self, alone_s: float) -> None:
+        super().__init__()
+        group_module.ALONE_S, self._rank = alone_s, dist.get_rank()
+
+    def work(self, how: str) -> Reply[Any]:
+        if how == "all refuse" or (how == "one refuses early" and self._rank):
+            raise EngineError("not so", "refused")
+        dist.all_reduce(torch.ones(1))
+        if how == "one refuses late" and self._rank:
+            raise EngineError("not so", "refused")
+        return Reply([7, 2.5 if how == "unlike" and self._rank else 1.5])
+
+
+@pytest.fixture
+def slices() -> Iterator[ServiceGroup]:
+    makes: Makes = {"slice": (Slice, (0.2,))}
+    group = ServiceGroup("slices", lambda: Ranks(2, Host, (makes,), role="slices"))
+    yield group
+    group.close()
+
+
+def test_what_ranks_return_alike_comes_from_the_first_alone(slices: ServiceGroup) -> None:
+    answers = slices.ranks.call("call", "slice", "work", ("",))
+    assert answers == [Reply([7, 1.5]), Reply(None)]
+    with raises(EngineError, "refused"):  # on all: they are in step
+        slices.ask("slice", "work", "all refuse")
+    assert slices.ask("slice", "work", "").value == [7, 1.5]
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "cause"),
+    [
+        ("unlike", "rank-failed", "ranks-disagree"),
+        ("one refuses early", "rank-failed", "refused"),  # the other waits for it for ever
+        ("one refuses late", "ranks-out-of-step", "refused"),
+    ],
+)
+def test_ranks_that_are_out_of_step_are_found_at_once_and_replaced(
+    how: str, code: str, cause: str, slices: ServiceGroup
+) -> None:
+    executor = GroupExecutor(slices, "slice")
+
+    async def body() -> None:
+        with raises(RoleLostError, code) as lost:
+            await executor.call("work", how)
+        error = lost.value.__cause__
+        assert error is not None
+        assert isinstance(error.__cause__, StrettoError)
+        assert error.__cause__.code == cause
+        await executor.restart()
+        assert (await executor.call("work", "")).value == [7, 1.5]
+
+    asyncio.run(body())
 
 
 def test_a_process_that_is_stopped_does_not_answer(group: ServiceGroup) -> None:
