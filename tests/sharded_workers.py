@@ -120,7 +120,8 @@ class ShardedRank:
         """Take a step after which undivided weights are compared, with rank 1's apart by so much;
         return what this rank has of them, and what it warns of.
         """
-        sharded.COMPARED_EVERY, actor = 1, self.learner.trained["actor"]
+        actor: Any = self.learner.trained["actor"]
+        sharded.COMPARED_EVERY = 1
         names = [name for name, whole in actor.wholes.items() if whole.dim is None]
         with torch.no_grad():
             for name in names if self._grid.rank == 1 else ():

@@ -25,6 +25,7 @@ from stretto.errors import ConfigError, EngineError, RankError, RoleLostError, S
 from stretto.protocols import remote
 from stretto.types import Reply, Work
 from stretto.workers import group as group_module
+from stretto.workers import ranks as ranks_module
 from stretto.workers.group import (
     GroupExecutor,
     Host,
@@ -400,6 +401,46 @@ def test_a_process_can_be_ended_while_it_starts() -> None:
     with raises(RankError, "ranks-ended"):
         launch({"slow": (Slow, ())}, begun=begun.append, check=end)
     assert time.monotonic() - since_s < 60
+
+
+def test_each_phase_of_a_start_has_a_deadline_and_is_told_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ranks_module, "SAY_EVERY_S", 1.0)
+    said = list[str]()
+    with raises(RankError, "rank-silent", "the counter", "its start (loading)", "in 4 s"):
+        launch({"slow": (Slow, ())}, timeout_s=4.0, say=said.append)
+    loading = [line.rpartition(" (loading)")[2] for line in said if "(loading)" in line]
+    assert loading == [f" has taken {s} s; it may 4 s" for s in (1, 2, 3)]
+
+
+class Mortal(Service):
+    """A service whose process dies while it is made, as often as a file has lines left."""
+
+    def __init__(self, deaths: Path) -> None:
+        super().__init__()
+        left = deaths.read_text().splitlines()
+        deaths.write_text("\n".join(left[1:]))
+        if left:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("deaths", "restarts"), [(0, 0), (2, 2), (1, 0), (3, 2)])
+def test_a_death_while_processes_start_is_retried_as_often_as_any_other(
+    deaths: int, restarts: int, tmp_path: Path
+) -> None:
+    file, said = tmp_path / "deaths", list[str]()
+    file.write_text("dies\n" * deaths)
+    start = partial(launch, {"mortal": (Mortal, (file,))})
+    if deaths > restarts:
+        with raises(RankError, "rank-died", "SIGKILL", "its start"):
+            ServiceGroup("counter", start, restarts=restarts, say=said.append)
+    else:
+        ServiceGroup("counter", start, restarts=restarts, say=said.append).close()
+    tried = min(deaths, restarts)
+    assert [line.rpartition(" (")[2] for line in said] == [
+        f"restart {i} of {restarts})" for i in range(1, tried + 1)
+    ]
 
 
 def test_an_error_of_the_start_is_raised_as_it_is() -> None:

@@ -108,6 +108,8 @@ class ServiceGroup:
         clock: Clock | None = None,
         *,
         replaceable: bool = True,  # the ranks hold nothing that would be lost with them
+        restarts: int = 0,  # if a rank dies while they start for the first time
+        say: Callable[[str], None] = lambda _: None,  # gets a line for each of these
     ) -> None:
         self.name, self._launch, self._clock = name, launch, clock or RealClock()
         self.replaceable = replaceable
@@ -115,7 +117,15 @@ class ServiceGroup:
         self._restarting = asyncio.Lock()
         self._paces: dict[tuple[str, str], deque[float]] = {}  # seconds of calls, by their amount
         self._closed, self._ahead_s = False, 0.0
-        self._open()
+        for restart in range(1, restarts + 2):
+            try:
+                self._open()
+                break
+            except RankError as error:
+                if error.code != "rank-died" or restart > restarts:
+                    raise
+                what = str(error).partition("; mend the cause")[0]  # it goes on by itself
+                say(f"{what} (restart {restart} of {restarts})")
 
     def ask(self, service: str, method: str, *args: Any) -> Any:
         """Return a method's result; a reply with times by this process's clock. Blocks."""
