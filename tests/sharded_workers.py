@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Thread
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from helpers import VOCABULARY, critic_of, llama
@@ -17,7 +19,7 @@ from stretto.errors import LearnerError
 from stretto.models.lora import add_lora
 from stretto.models.shards import ShardLayout
 from stretto.models.tiny import byte_tokenizer
-from stretto.training import shard_files
+from stretto.training import shard_files, sharded
 from stretto.training.learner import PolicyLearner
 from stretto.training.losses import Losses
 from stretto.training.sharded import Grid, ShardedBackprop, ShardedModel
@@ -113,6 +115,21 @@ class ShardedRank:
 
     def train(self, batches: Sequence[TrainBatch]) -> list[Mapping[str, float]]:
         return [self.learner.train(batch).stats for batch in batches]
+
+    def train_apart(self, batch: TrainBatch, apart: float) -> tuple[dict[str, Tensor], list[str]]:
+        """Take a step after which undivided weights are compared, with rank 1's apart by so much;
+        return what this rank has of them, and what it warns of.
+        """
+        actor: Any = self.learner.trained["actor"]
+        sharded.COMPARED_EVERY = 1
+        names = [name for name, whole in actor.wholes.items() if whole.dim is None]
+        with torch.no_grad():
+            for name in names if self._grid.rank == 1 else ():
+                actor.shard(name).add_(apart)
+        with warnings.catch_warnings(record=True) as said:
+            self.learner.train(batch)
+        told = [str(warning.message) for warning in said if "other slices" in str(warning.message)]
+        return {name: actor.shard(name).clone() for name in names}, told
 
     def first_gradients(self, batch: TrainBatch) -> dict[str, Any]:
         """The actor's gradients, before they are clipped and used; on the first rank."""

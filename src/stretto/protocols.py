@@ -43,21 +43,28 @@ class RemoteMethod:
         light: it needs no offloaded tensors, and next to no room on the device.
         reads: it leaves offloaded tensors as they are.
         waits: it waits for offloaded tensors itself, when it comes to need them.
+        alike: all ranks with slices of a model return the same.
     """
 
     span: str = ""
     light: bool = False
     reads: bool = False
     waits: bool = False
+    alike: bool = False
 
 
 def remote(
-    span: str = "", *, light: bool = False, reads: bool = False, waits: bool = False
+    span: str = "",
+    *,
+    light: bool = False,
+    reads: bool = False,
+    waits: bool = False,
+    alike: bool = False,
 ) -> Callable[[F], F]:
     """Mark a method of a role's protocol as one that an executor carries."""
 
     def mark(method: F) -> F:
-        vars(method)["remote"] = RemoteMethod(span, light, reads, waits)
+        vars(method)["remote"] = RemoteMethod(span, light, reads, waits, alike)
         return method
 
     return mark
@@ -97,7 +104,7 @@ class Generator(Replaceable, Protocol):
     async def admit(self, responses: Sequence[Response]) -> None:
         """Queue responses for decoding. One that already has tokens goes on after them."""
 
-    @remote("gen")
+    @remote("gen", alike=True)
     async def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
         """Give every admitted rollout up to ``max_tokens`` more tokens.
 
@@ -136,7 +143,7 @@ class Scorer(Replaceable, Protocol):
     async def extend(self, chunks: Sequence[Chunk]) -> None:
         """Take more tokens of admitted rollouts, in order for each rollout."""
 
-    @remote("score", reads=True)
+    @remote("score", reads=True, alike=True)
     async def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]:
         """Score rollouts whose last chunk has been given, in the order asked, and forget them."""
 

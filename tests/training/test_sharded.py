@@ -199,6 +199,22 @@ def test_each_rank_holds_its_part_alone(two: Ranks) -> None:
     ]
 
 
+@pytest.mark.parametrize("layout", ["sliced", "both"])
+def test_weights_that_are_not_divided_stay_the_same_on_all_slices(
+    layout: str, request: pytest.FixtureRequest
+) -> None:
+    """Of ranks 0 and 1, which have the same rows of two slices."""
+    given = algorithm_settings({"name": "rloo"})
+    (batch,) = batches_of(given, 1)
+    ranks: Ranks = request.getfixturevalue(layout)
+    for apart in (0.0, 2.0**-12):
+        ranks.call("make", "plain", given)
+        (first, _), (second, said), *_ = ranks.call("train_apart", batch, apart)
+        assert first.keys() == second.keys() >= {"model.norm.weight", "model.embed_tokens.weight"}
+        assert all(tensor.equal(second[name]) for name, tensor in first.items())
+        assert len(said) == (1 if apart else 0)
+
+
 def test_logprobs_are_those_of_the_whole_model(two: Ranks, three: Ranks) -> None:
     given = algorithm_settings({"name": "rloo"})
     actor, critic = models("plain")

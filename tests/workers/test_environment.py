@@ -112,6 +112,7 @@ def test_secrets_do_not_go_through_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stretto.workers.rank.Rank", Serving)
     cluster = object.__new__(RayCluster)
     cluster.environment, cluster.secrets = split(forwarded(os.environ))
+    cluster.say = lambda _: None
     cluster.alone, cluster.host, cluster.bundles = True, "127.0.0.1", (Bundle(),)
     monkeypatch.setattr(RayCluster, "scheduling", lambda *_: None)
     processes = ActorProcesses([RankSpec(0, 1, timeout_s=10.0)], cluster)

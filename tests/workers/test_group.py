@@ -12,16 +12,20 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import Queue
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from helpers import ManualClock
 from raising import raises
-from stretto.errors import ConfigError, EngineError, RankError, RoleLostError
+from stretto.errors import ConfigError, EngineError, RankError, RoleLostError, StrettoError
+from stretto.protocols import remote
 from stretto.types import Reply, Work
+from stretto.workers import group as group_module
+from stretto.workers import ranks as ranks_module
 from stretto.workers.group import (
     GroupExecutor,
     Host,
@@ -217,6 +221,74 @@ def test_a_local_process_listens_on_the_loopback_alone(group: ServiceGroup) -> N
         assert environment[name] == os.environ.get(name, interface_of("127.0.0.1"))
 
 
+class Twin(Protocol):
+    """The role of a model of which each rank has a slice."""
+
+    @remote("work", alike=True)
+    async def work(self, how: str) -> int:
+        """Return the same on all ranks, but for what is asked for."""
+
+
+class Slice(Service):
+    """A rank's part of a service that meets in its methods, and can misbehave."""
+
+    role = Twin
+
+    def __init__(self, alone_s: float) -> None:
+        super().__init__()
+        group_module.ALONE_S, self._rank = alone_s, dist.get_rank()
+
+    def work(self, how: str) -> Reply[Any]:
+        if how == "all refuse" or (how == "one refuses early" and self._rank):
+            raise EngineError("not so", "refused")
+        dist.all_reduce(torch.ones(1))
+        if how == "one refuses late" and self._rank:
+            raise EngineError("not so", "refused")
+        return Reply([7, 2.5 if how == "unlike" and self._rank else 1.5])
+
+
+@pytest.fixture
+def slices() -> Iterator[ServiceGroup]:
+    makes: Makes = {"slice": (Slice, (0.2,))}
+    group = ServiceGroup("slices", lambda: Ranks(2, Host, (makes,), role="slices"))
+    yield group
+    group.close()
+
+
+def test_what_ranks_return_alike_comes_from_the_first_alone(slices: ServiceGroup) -> None:
+    answers = slices.ranks.call("call", "slice", "work", ("",))
+    assert answers == [Reply([7, 1.5]), Reply(None)]
+    with raises(EngineError, "refused"):  # on all: they are in step
+        slices.ask("slice", "work", "all refuse")
+    assert slices.ask("slice", "work", "").value == [7, 1.5]
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "cause"),
+    [
+        ("unlike", "rank-failed", "ranks-disagree"),
+        ("one refuses early", "rank-failed", "refused"),  # the other waits for it for ever
+        ("one refuses late", "ranks-out-of-step", "refused"),
+    ],
+)
+def test_ranks_that_are_out_of_step_are_found_at_once_and_replaced(
+    how: str, code: str, cause: str, slices: ServiceGroup
+) -> None:
+    executor = GroupExecutor(slices, "slice")
+
+    async def body() -> None:
+        with raises(RoleLostError, code) as lost:
+            await executor.call("work", how)
+        error = lost.value.__cause__
+        assert error is not None
+        assert isinstance(error.__cause__, StrettoError)
+        assert error.__cause__.code == cause
+        await executor.restart()
+        assert (await executor.call("work", "")).value == [7, 1.5]
+
+    asyncio.run(body())
+
+
 def test_a_process_that_is_stopped_does_not_answer(group: ServiceGroup) -> None:
     two = GroupExecutor(group, "two")
     pid = two.ask("pid").value
@@ -329,6 +401,46 @@ def test_a_process_can_be_ended_while_it_starts() -> None:
     with raises(RankError, "ranks-ended"):
         launch({"slow": (Slow, ())}, begun=begun.append, check=end)
     assert time.monotonic() - since_s < 60
+
+
+def test_each_phase_of_a_start_has_a_deadline_and_is_told_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ranks_module, "SAY_EVERY_S", 1.0)
+    said = list[str]()
+    with raises(RankError, "rank-silent", "the counter", "its start (loading)", "in 4 s"):
+        launch({"slow": (Slow, ())}, timeout_s=4.0, say=said.append)
+    loading = [line.rpartition(" (loading)")[2] for line in said if "(loading)" in line]
+    assert loading == [f" has taken {s} s; it may 4 s" for s in (1, 2, 3)]
+
+
+class Mortal(Service):
+    """A service whose process dies while it is made, as often as a file has lines left."""
+
+    def __init__(self, deaths: Path) -> None:
+        super().__init__()
+        left = deaths.read_text().splitlines()
+        deaths.write_text("\n".join(left[1:]))
+        if left:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("deaths", "restarts"), [(0, 0), (2, 2), (1, 0), (3, 2)])
+def test_a_death_while_processes_start_is_retried_as_often_as_any_other(
+    deaths: int, restarts: int, tmp_path: Path
+) -> None:
+    file, said = tmp_path / "deaths", list[str]()
+    file.write_text("dies\n" * deaths)
+    start = partial(launch, {"mortal": (Mortal, (file,))})
+    if deaths > restarts:
+        with raises(RankError, "rank-died", "SIGKILL", "its start"):
+            ServiceGroup("counter", start, restarts=restarts, say=said.append)
+    else:
+        ServiceGroup("counter", start, restarts=restarts, say=said.append).close()
+    tried = min(deaths, restarts)
+    assert [line.rpartition(" (")[2] for line in said] == [
+        f"restart {i} of {restarts})" for i in range(1, tried + 1)
+    ]
 
 
 def test_an_error_of_the_start_is_raised_as_it_is() -> None:

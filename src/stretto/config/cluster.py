@@ -72,9 +72,9 @@ class ClusterConfig(Section):
     processes: tuple[ProcessConfig, ...] = ()
     """Processes by hand; roles that none of them names are placed as cluster.scorers says."""
     restarts: NonNegativeInt = 2
-    """How often each generator or scorer is started again when its process dies, hangs beyond schedule.deadline_s or raises; 0 ends the run at the first."""
+    """How often each generator or scorer is started again when its process dies, hangs beyond schedule.deadline_s or raises; and any process that dies while the run starts. 0 ends the run at the first."""
     start_timeout_s: Positive = 600.0
-    """Seconds in which a process must have started and joined its group."""
+    """Seconds that each phase of a process's start may take: to get its place and connect, to join its group, to load its models. A warm-up has no limit."""
     weight_sync_timeout_s: Positive = 60.0
     """Seconds in which weights must have arrived, or ten times as long as they usually take; then the transfer is broken off and tried once more. At most a quarter of schedule.deadline_s."""
     bucket_mb: PositiveInt = 64

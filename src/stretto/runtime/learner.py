@@ -47,6 +47,7 @@ class LearnerService(Service):
 
     role = Learner
     reads = frozenset({"stage"})
+    collective = frozenset({"stage", "load"})
 
     def __init__(
         self,

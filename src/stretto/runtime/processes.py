@@ -175,7 +175,13 @@ class ProcessWorkers:
 
     def _open(self, process: ProcessPlacement) -> ServiceGroup:
         trains = any(placed.role == LEARNER for placed in process.roles)
-        group = ServiceGroup(process.name, partial(self._launch, process), replaceable=not trains)
+        group = ServiceGroup(
+            process.name,
+            partial(self._launch, process),
+            replaceable=not trains,
+            restarts=self._config.cluster.restarts,
+            say=self._say,
+        )
         self._stack.callback(group.close)
         return group
 
@@ -209,6 +215,7 @@ class ProcessWorkers:
                 role=process.name,
                 words={"call": "its work"},
                 timeout_s=self._config.cluster.start_timeout_s,
+                patient=self._warms_up,
                 logs=[self._logs / f"{name}.log" for name in names] if self._logs else [],
                 say=lambda line: self._say(f"{process.name}: {line}"),
                 check=compare,

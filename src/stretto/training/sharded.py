@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -51,6 +52,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+
+COMPARED_EVERY = 50
+"""Updates after which copies of weights that no slice divides are compared."""
 
 _NO_WEIGHT = torch.empty(0, 0)
 
@@ -112,6 +116,7 @@ class ShardedModel(TrainedModel):
         self._own = grid.layout.own(self.wholes, grid.rank)
         super().__init__(model, rate, config)
         self._gate.agree = self._all_agree
+        self._updates = 0
 
     def _share_out(self, module: nn.Module) -> None:
         """Keep this rank's rows of a module's parameters, without those of modules before it."""
@@ -184,7 +189,37 @@ class ShardedModel(TrainedModel):
             if isinstance(weight, DTensor):
                 master.grad = None if weight.grad is None else _local(weight.grad)
         self._add_up_others()
-        return super().update(self._norm())
+        norm, self._updates = super().update(self._norm()), self._updates + 1
+        if self.grid.slices and self._updates % COMPARED_EVERY == 0:
+            self._align(self.grid.slices)
+        return norm
+
+    @torch.no_grad()
+    def _align(self, slices: Slices) -> None:
+        """Compare what ranks with other slices hold too, such as embeddings, each with an optimizer
+        of its own; where it differs, all take the first one's. A collective.
+        """
+        pairs = zip(self._names, self._masters, strict=True)
+        copies = {name: master for name, master in pairs if self.wholes[name].dim is None}
+        sums = torch.stack([_bits(own).sum(dtype=torch.int64) for own in copies.values()])
+        ends = torch.stack([sums, -sums])
+        dist.all_reduce(ends, op=dist.ReduceOp.MIN, group=slices.group)
+        gaps = dict[str, float]()
+        for (name, own), least, less in zip(copies.items(), *ends.tolist(), strict=True):
+            if least != -less:
+                first = own.clone()
+                dist.broadcast(first, group=slices.group, group_src=0)
+                gaps[name] = float((first - own).abs().max()) if own.numel() else 0.0
+                own.copy_(first)
+        self._copy_back()
+        if any(gaps.values()):
+            name = max(gaps, key=gaps.__getitem__)
+            warnings.warn(
+                f"ranks with other slices held other values of {len(gaps)} parameters that are not "
+                f"divided, up to {gaps[name]:.2g} apart ('{name}'), and have the first rank's now; "
+                "see whether their GPUs and libraries are the same",
+                stacklevel=2,
+            )
 
     def _norm(self) -> float:
         """Return the norm of the gradients of all ranks, each counted once. A collective."""
@@ -315,6 +350,11 @@ def _without_weights(model: nn.Module) -> nn.Module:
         for p in model.parameters()
     }
     return copy.deepcopy(model, cast(dict[int, Any], empty))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return a float32 or float64 tensor as integers; their sum tells it from almost all others."""
+    return tensor.view(torch.int64 if tensor.dtype == torch.float64 else torch.int32)
 
 
 def _local(tensor: Any) -> Tensor:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from statistics import median
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from stretto.errors import RankError, RoleLostError, StrettoError
 from stretto.protocols import Clock, RealClock
@@ -20,6 +26,7 @@ from stretto.workers.threads import Executor, WorkerThread
 SAMPLES = 5  # round trips by which the distance of two clocks is measured
 SLOW = 20.0  # times as long as usual, and a call is taken to hang
 QUICK_S = 300.0  # in which no call is
+ALONE_S = 60.0  # that a rank with an error waits for the others, which may wait for it elsewhere
 KNOWN, LATEST = 5, 31  # calls after which the usual time is known, and those that tell it
 
 Makes = Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]]
@@ -30,7 +37,9 @@ class Host:
     """The holder of services in a rank; keeps them alive through errors that a run may survive."""
 
     def __init__(self, rank: int, makes: Makes) -> None:
-        self._services: dict[str, Service] = {}
+        self._rank, self._services = rank, dict[str, Service]()
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self._beside = dist.new_group(backend="gloo") if ranks > 1 else None
         for name, (make, arguments) in makes.items():
             self._services[name] = service = make(*arguments)
             if offloaded := offloaded_of(service):  # to make room for the next one
@@ -38,13 +47,44 @@ class Host:
         self._tensors = ServiceTensors(self._services)
 
     def call(self, service: str, method: str, args: tuple[Any, ...]) -> object:
-        """Return a method's result, or the error of Stretto that it raised; the rank lives on."""
+        """Return a method's result, or the error of Stretto that it raised; the rank lives on.
+
+        What all ranks return alike is compared, and the first rank alone has it; raises RankError
+        if it differs. Raises an error of this rank alone, after which the others wait for it.
+        """
         try:
             self._tensors.begin(service, method)
             result = self.aside(service, method, *args)
         except StrettoError as error:
             result = error
+        if self._beside and method in self._services[service].collective:
+            self._meet(result, alike := method in self._services[service].alike)
+            if alike and self._rank and isinstance(result, Reply):
+                result = Reply(None, result.work)
         return self._tensors.noted(result)
+
+    def _meet(self, result: object, alike: bool) -> None:
+        """Wait until the method has ended on all ranks; compare results by a checksum."""
+        failed = isinstance(result, StrettoError)
+        value = result.value if alike and isinstance(result, Reply) else None
+        own = torch.tensor([failed, zlib.crc32(pickle.dumps(value))])
+        found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        work = dist.all_gather(found, own, group=self._beside, async_op=True)
+        try:
+            work.wait(*[timedelta(seconds=ALONE_S)] if failed else [])
+        except RuntimeError:
+            if isinstance(result, StrettoError):
+                raise result from None
+            raise
+        gave_up, sums = torch.stack(found).T.tolist()
+        if not any(gave_up) and len(set(sums)) > 1:
+            other = next(rank for rank, checksum in enumerate(sums) if checksum != sums[0])
+            raise RankError(
+                f"rank {other} has decoded or scored otherwise than rank 0: both have the same "
+                "model and got the same. See whether their GPUs and libraries are the same",
+                other,
+                "ranks-disagree",
+            )
 
     def now(self) -> float:
         return RealClock().now()
@@ -68,6 +108,8 @@ class ServiceGroup:
         clock: Clock | None = None,
         *,
         replaceable: bool = True,  # the ranks hold nothing that would be lost with them
+        restarts: int = 0,  # if a rank dies while they start for the first time
+        say: Callable[[str], None] = lambda _: None,  # gets a line for each of these
     ) -> None:
         self.name, self._launch, self._clock = name, launch, clock or RealClock()
         self.replaceable = replaceable
@@ -75,7 +117,15 @@ class ServiceGroup:
         self._restarting = asyncio.Lock()
         self._paces: dict[tuple[str, str], deque[float]] = {}  # seconds of calls, by their amount
         self._closed, self._ahead_s = False, 0.0
-        self._open()
+        for restart in range(1, restarts + 2):
+            try:
+                self._open()
+                break
+            except RankError as error:
+                if error.code != "rank-died" or restart > restarts:
+                    raise
+                what = str(error).partition("; mend the cause")[0]  # it goes on by itself
+                say(f"{what} (restart {restart} of {restarts})")
 
     def ask(self, service: str, method: str, *args: Any) -> Any:
         """Return a method's result; a reply with times by this process's clock. Blocks."""
@@ -85,9 +135,17 @@ class ServiceGroup:
         answers = self.ranks.call("call", service, method, args, timeout_s=limit_s)
         came_s = self._clock.now()
         paces.append((came_s - sent_s) / size)
-        answer = next((a for a in answers if isinstance(a, StrettoError)), answers[0])
-        if isinstance(answer, StrettoError):
-            raise answer
+        errors = [a for a in answers if isinstance(a, StrettoError)]
+        if errors and len(errors) < len(answers) and self.replaceable:
+            self.ranks.close()
+            raise RankError(
+                f"a rank of the {self.name} failed in '{method}', and others did not: they are not "
+                f"in step any more, and have been ended: {errors[0]}",
+                code="ranks-out-of-step",
+            ) from errors[0]
+        if errors:
+            raise errors[0]
+        answer = answers[0]
         if not isinstance(answer, Reply):
             return answer
         own = [work for work in answer.work if not work.beside]

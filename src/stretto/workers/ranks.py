@@ -30,6 +30,8 @@ from stretto.workers.forkserver import ForkedProcesses
 from stretto.workers.rank import Facts, RankSpec
 
 START = "its start"
+LISTEN, JOIN, MAKE = (f"{START} ({what})" for what in ("listening", "joining its group", "loading"))
+SAY_EVERY_S = 30.0  # that a start is waited for
 PATIENCE_S = 2.0  # to wait for an answer aside of a rank that may hang
 NO_WORDS: Mapping[str, str] = MappingProxyType({})
 _END_S = 5.0  # for connections to end after their processes have been ended
@@ -73,7 +75,8 @@ class Ranks:
         threads: int = 1,  # of each rank's torch; 0 leaves its choice
         devices: Sequence[str] = (),  # as torch names them there; by default CPUs, with nccl GPUs
         interface: str = "",  # of the group; by default that by which ranks reach this process
-        timeout_s: float = 600.0,  # for the start up to the group, and for each of its collectives
+        timeout_s: float = 600.0,  # for each phase of the start, and each collective of the group
+        patient: bool = False,  # make may take as long as it does
         logs: Sequence[Path] = (),  # for what each prints, on its machine; else as launched
         patience_s: float = 1.0,  # after an error, to look whether it came of another rank's death
         role: str = "",  # of a process that is alone, for messages
@@ -92,7 +95,6 @@ class Ranks:
         self._say = say
         self._connections: list[RankConnection] = []
         made = _step("make", make, arguments)
-        until_s = time.monotonic() + timeout_s
         specs = [
             RankSpec(
                 index=rank,
@@ -112,10 +114,11 @@ class Ranks:
             try:
                 begun(self)
                 self._connect(say)
-                (address,) = self._take(START, [_step("listen")], until_s)
-                self.facts = self._take(START, repeat(_step("join", *address), size), until_s)
+                (address,) = self._start(LISTEN, [_step("listen")], timeout_s)
+                joining = repeat(_step("join", *address), size)
+                self.facts = self._start(JOIN, joining, timeout_s)
                 check(self.facts)
-                self._take(START, repeat(made, size))
+                self._start(MAKE, repeat(made, size), None if patient else timeout_s)
             except BaseException:
                 self.close()
                 raise
@@ -202,26 +205,40 @@ class Ranks:
                 self.close()
                 raise
 
-    def _take(
-        self, doing: str, messages: Iterable[memoryview], until_s: float | None = None
+    def _start(
+        self, doing: str, messages: Iterable[memoryview], timeout_s: float | None
     ) -> list[Any]:
-        """Have ranks take a step, from the first on; return the results when none has failed."""
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        return self._take(doing, messages, until_s, SAY_EVERY_S)
+
+    def _take(
+        self,
+        doing: str,
+        messages: Iterable[memoryview],
+        until_s: float | None = None,
+        every_s: float = math.inf,
+    ) -> list[Any]:
+        """Have ranks take a step, from the first on; return the results when none has failed. A
+        line says which are waited for, every so many seconds and at half of the time.
+        """
         asked = [c.step(message) for c, message in zip(self._connections, messages, strict=False)]
         if self._closed:
             raise _ended()
         silent = {future: rank for rank, future in enumerate(asked)}
         raised: list[tuple[int, Failed]] = []
-        limit_s = math.inf if until_s is None else until_s - time.monotonic()
-        half_s = time.monotonic() + limit_s / 2  # when a line is said
+        began_s = time.monotonic()
+        end_s = math.inf if until_s is None else until_s
+        limit_s = end_s - began_s
+        say_s = began_s + min(every_s, limit_s / 2)  # when a line is said
         while silent:
-            left_s = None if until_s is None else max(0.0, until_s - time.monotonic())
-            if until_s is not None and half_s < until_s:
-                left_s = max(0.0, half_s - time.monotonic())
+            next_s = min(say_s, end_s)
+            left_s = None if next_s == math.inf else max(0.0, next_s - time.monotonic())
             done = wait(silent, left_s, FIRST_COMPLETED).done
-            if not done and until_s is not None and half_s < until_s:
+            if not done and say_s < end_s:
                 late = ", ".join(map(self._name, sorted(silent.values())))
-                self._say(f"{late}: {doing} has taken {limit_s / 2:.3g} s; it may {limit_s:.3g} s")
-                half_s = math.inf
+                most = f"; it may {limit_s:.3g} s" if until_s is not None else ""
+                self._say(f"{late}: {doing} has taken {say_s - began_s:.3g} s{most}")
+                say_s += every_s
                 continue
             if not done:
                 break
@@ -235,7 +252,7 @@ class Ranks:
                     if not self._launched.one_clock:
                         answer = replace(answer, at_s=time.monotonic())
                     raised.append((rank, answer))
-                    until_s = until_s if raised[1:] else time.monotonic() + self._patience_s
+                    end_s = end_s if raised[1:] else time.monotonic() + self._patience_s
         if raised:
             rank, failed = min(raised, key=_time)
             error = self._error(rank, f"failed in {doing}: {failed.what}", "rank-failed")

@@ -82,6 +82,7 @@ class RayCluster:
         self.bundles = tuple(bundles)
         chosen = forwarded(os.environ, also)
         self.environment, self.secrets = split(chosen)
+        self.say = say
         self._group: Any = None
         self._started = _connect(address, cpus, gpus, say)
         try:
@@ -90,7 +91,7 @@ class RayCluster:
 
             wanted = [{"CPU": b.cpus} | ({"GPU": b.gpus} if b.gpus else {}) for b in self.bundles]
             self._group = placement_group(wanted, strategy="PACK")
-            self._wait(timeout_s, say)
+            self._wait(timeout_s)
             nodes = ray.util.placement_group_table(self._group)["bundles_to_node_id"]
             hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
             here = ray.get_runtime_context().get_node_id()
@@ -121,7 +122,7 @@ class RayCluster:
             self._started = False
             ray.shutdown()
 
-    def _wait(self, timeout_s: float, say: Callable[[str], None]) -> None:
+    def _wait(self, timeout_s: float) -> None:
         began_s = said_s = time.monotonic()
         while not self._group.wait(1):  # short, so that Ctrl-C is heard
             now_s = time.monotonic()
@@ -134,7 +135,7 @@ class RayCluster:
                 )
             if now_s - said_s >= _SAY_EVERY_S:
                 said_s = now_s
-                say(f"waiting for {self._needs()} of Ray: {_has()}")
+                self.say(f"waiting for {self._needs()} of Ray: {_has()}")
 
     def _needs(self) -> str:
         largest = max(self.bundles, key=lambda bundle: (bundle.gpus, bundle.cpus))
@@ -336,6 +337,7 @@ class ActorProcesses:
 
         self.one_clock = cluster.alone
         self._places = places or range(len(specs))
+        self._say = cluster.say
         self._listener, self._secrets = Listener(cluster.host), json.dumps(cluster.secrets).encode()
         self._actors: list[Any] = []
         self._runs: list[Any] = []
@@ -362,7 +364,8 @@ class ActorProcesses:
     def connect(self, timeout_s: float) -> Sequence[Raw]:
         import ray
 
-        until_s = time.monotonic() + timeout_s
+        said_s = time.monotonic()
+        until_s = said_s + timeout_s
         came: dict[int, Raw] = {}
         try:
             while len(came) < len(self._runs):
@@ -371,6 +374,10 @@ class ActorProcesses:
                     with contextlib.suppress(OSError):  # it has ended already
                         new[1].send_bytes(self._secrets)
                     continue
+                if time.monotonic() - said_s >= _SAY_EVERY_S:
+                    said_s = time.monotonic()
+                    here = f"{len(came)} of {len(self._runs)} processes"
+                    self._say(f"waiting for actors of Ray to start and connect: {here} have")
                 for ended in ray.wait(self._runs, timeout=0)[0]:
                     raise NotConnectedError(self._runs.index(ended))
                 if time.monotonic() >= until_s:

@@ -25,12 +25,16 @@ class Service:
     offloaded: OffloadedTensors | None = None  # tensors that rest while other services work
     reads: frozenset[str] = frozenset()  # methods that leave these as they are
     waits: frozenset[str] = frozenset()  # methods that wait for these when they come to need them
+    collective: frozenset[str] = frozenset()  # methods in which the service's ranks may meet
+    alike: frozenset[str] = frozenset()  # those of them that return the same on all ranks
 
     def __init__(self, worker: Any = None, clock: Clock | None = None) -> None:
         self.worker, self._clock = worker, clock or RealClock()
         methods = self._methods = remote_methods(self.role)
         self.reads |= frozenset(name for name, method in methods.items() if method.reads)
         self.waits |= frozenset(name for name, method in methods.items() if method.waits)
+        self.collective |= frozenset(name for name, method in methods.items() if method.span)
+        self.alike |= frozenset(name for name, method in methods.items() if method.alike)
         for name, method in methods.items():
             if not hasattr(type(self), name):
                 setattr(self, name, partial(self._serve, name, method))
