@@ -264,6 +264,30 @@ def test_more_memory_is_used_for_larger_passes_before_it_saves_recomputation() -
     assert found[141] == (8192, "off")
 
 
+def test_slots_are_as_many_as_fit_beside_passes() -> None:
+    """512 responses of 4,608 tokens would take 135 GB; halves of what takes too much are tried."""
+    long = {"batch": 512, "max_new_tokens": 4096}
+    given = {"runtime": "inline", "model": {"name": QWEN, "lora_rank": 16}}
+    config, (load,) = fitted_to(1, 80, rollout=long, **given)
+    slots = config.rollout.slots
+    assert 512 // slots in (4, 8, 16)
+    assert load.held[CACHE] == pytest.approx(slots * 4608 * 2 * 28 * 512 * 2, rel=0.01)
+    assert all(load.phase(name).total() <= 0.9 * 80 * GB for name in PHASES)
+    twice = config.changed_in("rollout", slots=2 * slots)
+    twice = twice.changed_in("training", microbatch_tokens=4096)
+    twice = twice.changed_in("model", gradient_checkpointing="on")
+    shapes, adapters = known_shapes(config.model, config.critic, config.reward)
+    (load,) = RunMemory(twice).loads(places(twice, 8, 1), shapes, 2, adapters)
+    assert max(load.phase(name).total() for name in PHASES) > 0.9 * 80 * GB
+    given_slots, _ = fitted_to(1, 80, rollout={**long, "slots": 512}, **given)
+    assert given_slots.rollout.slots == 512
+    few, _ = fitted_to(1, 80, **given)
+    assert few.rollout.slots == 0  # all that are in flight
+    ppo = {"algorithm": {"name": "ppo"}, "model": {"name": QWEN}}
+    apart, _ = fitted_to(7, 80, rollout={"samples_per_prompt": 1}, **ppo, **FSDP)
+    assert apart.rollout.slots == 0  # the learner does not fit, whatever an engine takes
+
+
 def test_peft_keeps_a_float32_input_of_each_adapted_layer() -> None:
     """Of bfloat16 weights: three of Q, K and V, each a copy; without copies in float32 itself."""
     inputs = 2 * (6 * 8 + 16)
