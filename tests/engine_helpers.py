@@ -152,9 +152,9 @@ class StandIn:
         assert not self.busy
         return np.array([100 * len(p) + t for p, t in zip(prefixes, tokens, strict=True)], "f4")
 
-    def sleep(self) -> None:
+    def sleep(self, level: int) -> None:
         assert not self.busy
-        self.slept.append("sleep")
+        self.slept.append(f"sleep {level}")
 
     def wake(self, what: Sequence[str]) -> None:
         self.slept += what
@@ -173,6 +173,8 @@ def stand_in_engine(
     carry: Literal["recompute", "reuse"] = "recompute",
     stop: StopStrings | None = None,
     channel: SharedChannel | None = None,
+    sleep_level: Literal[1, 2] = 1,
+    source: FullWeights | None = None,
 ) -> VllmEngine:
     requests: Any = stand_in or StandIn()
     settings = EngineSettings(
@@ -182,8 +184,9 @@ def stand_in_engine(
         stop=stop,
         carry=carry,
         channel=channel,
+        sleep_level=sleep_level,
     )
-    return VllmEngine(requests, FullWeights(STAND_IN_MODEL), settings)
+    return VllmEngine(requests, source or FullWeights(STAND_IN_MODEL), settings)
 
 
 class Virtual:

@@ -22,19 +22,22 @@ import stretto
 from helpers import llama
 from raising import raises
 from scorer_helpers import byte_rollout, reward_model, scores_of, stream
+from stretto.assembly import roles
 from stretto.assembly.models import NO_OVERRIDES, Overrides
-from stretto.assembly.roles import check_engine
+from stretto.assembly.roles import RoleFactory, check_engine
 from stretto.config import Config, recipes
 from stretto.errors import ConfigError, ModelError, RewardError, TaskError
 from stretto.models.forward import positions
 from stretto.models.load import load_causal_lm, load_sequence_classifier
 from stretto.models.tiny import byte_tokenizer
+from stretto.rollout.base import EngineSettings
 from stretto.rollout.engine import TorchEngine
 from stretto.runtime.run import Run, start
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import RewardModelScorer
 from stretto.tasks import load
 from stretto.types import FinishReason, Prompt
+from stretto.weights.channel import SharedChannel
 
 ROOM: dict[str, Any] = {
     "task": {"max_prompt_tokens": 60},
@@ -316,3 +319,36 @@ def test_an_engine_that_cannot_do_what_the_schedule_asks_is_refused(
     code = "engine-with-raw-logprobs" if "logprobs" in able else "engine-not-interruptible"
     with raises(ConfigError, code, refused):
         check_engine(*asked)
+
+
+@pytest.mark.parametrize(
+    ("settings", "synced", "level"),
+    [
+        ({}, True, 2),
+        ({}, False, 1),  # as in an evaluation, which decodes again over the same weights
+        ({"schedule": {"lag": 1}}, True, 1),
+        ({"schedule": {"migrate": "auto"}, "rollout": {"engines": 2}}, True, 1),
+        ({"rollout": {"engines": 2}}, True, 2),
+    ],
+)
+def test_an_engine_may_drop_weights_where_a_sync_comes_before_the_next_decode(
+    settings: dict[str, Any],
+    synced: bool,
+    level: int,
+    tiny_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened = list[EngineSettings]()
+
+    class Spy(TorchEngine):
+        @classmethod
+        def open(cls, model: Any, settings: EngineSettings) -> Any:
+            opened.append(settings)
+
+    monkeypatch.setattr(roles, "engine_of", lambda _: Spy)
+    config = Config.model_validate(settings)
+    model = load_causal_lm(tiny_folder, torch.float32, torch.device("cpu"))
+    channel = SharedChannel() if synced else None
+    factory = RoleFactory(config, print)
+    factory.make_engine(model, byte_tokenizer(), 4, frozenset({0}), channel)
+    assert opened[0].sleep_level == level

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +205,7 @@ QWEN = "Qwen/Qwen2.5-7B-Instruct"
 def fitted_to(gpus: int, gigabytes: int, **settings: Any) -> tuple[Config, list[Load]]:
     """Settings that were fitted to GPUs of a size, and the memory that they then ask for."""
     given = {"runtime": "local", "algorithm": {"name": "grpo"}, **settings}
-    given["rollout"] = {"samples_per_prompt": 4, "batch": 64, **given.get("rollout", {})}
+    given["rollout"] = {"batch": 64, "samples_per_prompt": 4, **given.get("rollout", {})}
     config = Config.model_validate(given)
     found = places(config, 8, gpus)
     shapes, adapters = known_shapes(config.model, config.critic, config.reward)
@@ -261,6 +264,30 @@ def test_more_memory_is_used_for_larger_passes_before_it_saves_recomputation() -
     assert found[141] == (8192, "off")
 
 
+def test_slots_are_as_many_as_fit_beside_passes() -> None:
+    """512 responses of 4,608 tokens would take 135 GB; halves of what takes too much are tried."""
+    long = {"batch": 512, "max_new_tokens": 4096}
+    given = {"runtime": "inline", "model": {"name": QWEN, "lora_rank": 16}}
+    config, (load,) = fitted_to(1, 80, rollout=long, **given)
+    slots = config.rollout.slots
+    assert 512 // slots in (4, 8, 16)
+    assert load.held[CACHE] == pytest.approx(slots * 4608 * 2 * 28 * 512 * 2, rel=0.01)
+    assert all(load.phase(name).total() <= 0.9 * 80 * GB for name in PHASES)
+    twice = config.changed_in("rollout", slots=2 * slots)
+    twice = twice.changed_in("training", microbatch_tokens=4096)
+    twice = twice.changed_in("model", gradient_checkpointing="on")
+    shapes, adapters = known_shapes(config.model, config.critic, config.reward)
+    (load,) = RunMemory(twice).loads(places(twice, 8, 1), shapes, 2, adapters)
+    assert max(load.phase(name).total() for name in PHASES) > 0.9 * 80 * GB
+    given_slots, _ = fitted_to(1, 80, rollout={**long, "slots": 512}, **given)
+    assert given_slots.rollout.slots == 512
+    few, _ = fitted_to(1, 80, **given)
+    assert few.rollout.slots == 0  # all that are in flight
+    ppo = {"algorithm": {"name": "ppo"}, "model": {"name": QWEN}}
+    apart, _ = fitted_to(7, 80, rollout={"samples_per_prompt": 1}, **ppo, **FSDP)
+    assert apart.rollout.slots == 0  # the learner does not fit, whatever an engine takes
+
+
 def test_peft_keeps_a_float32_input_of_each_adapted_layer() -> None:
     """Of bfloat16 weights: three of Q, K and V, each a copy; without copies in float32 itself."""
     inputs = 2 * (6 * 8 + 16)
@@ -275,42 +302,40 @@ def test_peft_keeps_a_float32_input_of_each_adapted_layer() -> None:
 
 
 def test_vllm_gets_what_learners_leave_on_their_gpus() -> None:
-    """7B on 8 GPUs: 8 engines of one GPU each, that sleep while the learner of 8 ranks works."""
-    learner = {"cluster": {"processes": [{"roles": ["learner"], "fsdp": 8}]}}
-    engines = {"engine": "vllm", "engines": 8}
-    kl = {"name": "grpo", "kl_coef": 0.0}
-    config, loads = fitted_to(8, 80, model={"name": QWEN}, rollout=engines, algorithm=kl, **learner)
+    """7B on 8 GPUs, as docs/vllm.md has it: engines sleep while the learner works."""
+    text = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+    (block,) = re.findall(r"```toml\n(runtime[^`]*fsdp = 8\n)```", text)
+    data = tomllib.loads(block)
+    config, loads = fitted_to(8, 80, **data)
     assert [load.device for load in loads] == [f"cuda:{i}" for i in range(8)]
     arguments = config.rollout.engine_args
     share = arguments["gpu_memory_utilization"]
+    assert isinstance(share, float)
     assert arguments["enable_sleep_mode"] is True
-    states, published = 16 * 7.615616512 / 8, 2 * 2 * 7.615616512 / 8
-    weights = 2 * 7.615616512
-    # In bytes: states, two versions on their way, buckets of both, contexts and communicators.
-    buckets = 2 * 2 * 2 * 0.152064 * 3.584 / 8
-    beside = states + published + buckets + 2 * 0.5 + 3 * 0.3
-    assert share == pytest.approx(0.9 - beside / 80, abs=0.02)
+    billions, largest = 7.615616512, 152_064 * 3584 / 1e9
+    states, published = 16 * billions / 8, 2 * 2 * billions / 8
+    buckets = 2 * 2 * (2 * largest / 8)  # two of each side
+    beside = states + published + buckets + 2 * 0.5 + 3 * 0.3  # contexts and communicators
+    assert share == math.floor(100 * (0.9 - beside / 80)) / 100
+    assert share * 80 > 2 * billions
     for load in loads:
         assert load.phase("generation")[SHARE] == round(share * 80 * GB)
         assert load.phase("training")[SHARE] == 0
         assert all(load.phase(name).total() <= 0.9 * 80 * GB for name in PHASES)
-    assert share * 80 > weights
-    beside_, _ = fitted_to(
-        8, 80, model={"name": QWEN}, rollout=engines, algorithm=kl, schedule={"lag": 1}, **learner
-    )
-    assert beside_.rollout.engine_args["enable_sleep_mode"] is False
-    apart, _ = fitted_to(6, 80, model={"name": QWEN}, rollout={"engine": "vllm"}, **FSDP)
-    assert apart.rollout.engine_args == {}
-    given, loads = fitted_to(
-        8, 80, model={"name": QWEN}, algorithm=kl, **learner,
-        rollout={**engines, "engine_args": {"gpu_memory_utilization": 0.4}},
-    )  # fmt: skip
-    assert given.rollout.engine_args["gpu_memory_utilization"] == 0.4
-    assert loads[0].phase("generation")[SHARE] == 32 * GB
+    ahead, _ = fitted_to(8, 80, **data, schedule={"lag": 1})
+    assert ahead.rollout.engine_args["enable_sleep_mode"] is False
     with raises(ConfigError, "memory-exceeded", "vLLM's weights"):
-        fitted_to(
-            8, 40, model={"name": QWEN}, rollout=engines, algorithm={"name": "ppo"}, **learner
-        )
+        fitted_to(8, 40, **data)
+
+
+def test_vllms_share_is_its_own_where_it_is_given_or_alone() -> None:
+    engine = {"engine": "vllm", "engine_args": {"gpu_memory_utilization": 0.4}}
+    config, loads = fitted_to(4, 80, model={"name": QWEN}, rollout=engine, **FSDP)
+    assert config.rollout.engine_args["gpu_memory_utilization"] == 0.4
+    assert loads[0].phase("generation")[SHARE] == 32 * GB
+    apart, loads = fitted_to(6, 80, model={"name": QWEN}, rollout={"engine": "vllm"}, **FSDP)
+    assert apart.rollout.engine_args == {}
+    assert loads[4].held[SHARE] == round(0.92 * 80 * GB)
 
 
 def test_in_one_process_roles_read_the_learners_weights() -> None:

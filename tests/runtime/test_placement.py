@@ -25,7 +25,7 @@ from stretto.runtime.placement import (
     shares_weights,
     table,
 )
-from stretto.runtime.processes import RayLauncher, gpu_share
+from stretto.runtime.processes import RayLauncher
 
 
 def config(**settings: Any) -> Config:
@@ -310,8 +310,45 @@ def test_on_ray_each_rank_that_uses_a_gpu_has_one_and_others_have_none(
     assert [bundle.gpus for bundle in opened] == [2.0, 2.0, 4.0, 0.0, 0.0]
     assert launcher._positions[found[0].name] == [0, 0, 1, 1]
     assert launcher._positions[found[1].name] == [2] * 4
-    assert gpu_share(16, 8) == gpu_share(9, 8) == 0.5
-    assert gpu_share(3, 0) == 0.0
+
+
+def test_ranks_that_are_placed_on_a_gpu_share_its_bundle_on_ray(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four of the learner, four of generators, and a reference on the first GPU. NCCL refuses two
+    ranks of one group on one GPU.
+    """
+    opened, launched = list[Any](), list[Any]()
+
+    def cluster(bundles: list[Any], **_: Any) -> Any:
+        opened.extend(bundles)
+        return SimpleNamespace(close=lambda: None, host="h")
+
+    monkeypatch.setattr("stretto.workers.ray_cluster.RayCluster", cluster)
+    monkeypatch.setattr(
+        "stretto.workers.ray_cluster.ActorProcesses",
+        lambda specs, cluster, places, share, python: launched.append((places, share)),
+    )
+    processes = [{"roles": ["learner"], "fsdp": 4, "threads": 4}]
+    processes += [{"roles": [f"generator {i}"], "device": "cuda"} for i in range(4)]
+    settings = config(
+        runtime="ray",
+        rollout={"engines": 4, "samples_per_prompt": 2},
+        algorithm={"name": "rloo"},
+        cluster={"processes": [*processes, {"roles": ["reference"], "device": "cpu"}]},
+    )
+    found = places(settings, 8, 4)
+    launcher = RayLauncher(ClusterConfig(), "cpu", print)
+    with ExitStack() as stack:
+        launcher.prepare(found, stack)
+    assert [bundle.gpus for bundle in opened] == [1.0] * 4 + [0.0]
+    for place in found:
+        launcher.launch(place, ())
+    assert launched == [
+        ([0, 1, 2, 3], 0.5),
+        *(([i], 0.5) for i in range(4)),
+        ([4], 1.0),
+    ]
 
 
 def test_a_driver_without_gpus_counts_those_of_its_cluster(

@@ -123,6 +123,8 @@ class RoleFactory:
         kind = engine_of(r)
         check_engine(kind.capabilities, config.schedule.knobs, r, config.algorithm)
         device = pick_device(config.model.device)
+        moves = config.schedule.knobs.migrates(r.engines)
+        synced = channel is not None and not (config.schedule.knobs.lag or moves)
         first = SharedChannel() if kind.own_weights and channel is None else None
         with tempfile.TemporaryDirectory(prefix="engine-") as scratch:
             plain, folder, dtype = unwrapped(actor), "", next(actor.parameters()).dtype
@@ -148,6 +150,7 @@ class RoleFactory:
                 device=device,
                 threads=threads,
                 trust_remote_code=config.model.trust_remote_code,
+                sleep_level=2 if synced else 1,
             )
             engine = kind.open(actor, settings)
         if first:

@@ -269,7 +269,7 @@ class RolloutConfig(Section):
     stop: tuple[str, ...] = ()
     """Strings that end a response, besides the end-of-sequence token."""
     slots: NonNegativeInt = 0
-    """Rollouts decoded together by an engine, each in a KV slot; 0 takes all that are in flight."""
+    """Rollouts decoded together by an engine, each in a KV slot; 0 takes all that are in flight, or of Stretto's own engine on a GPU as many as fit by the memory plan."""
     engines: PositiveInt = 1
     """Generation engines; rollouts are spread over them."""
     prefill_tokens: PositiveInt = 4096

@@ -6,6 +6,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import TypeVar
 
@@ -35,14 +36,16 @@ PASSES = (
 )
 """Tokens of a pass and recomputation that are tried on a GPU, in order: fewer tokens cost little
 down to some thousands, recomputation a third of the time."""
+BESIDE_SLOTS = 4_096
+"""Tokens of a recomputed pass for which keys and values leave room."""
 
 
 def fitted(config: Fitted, say: Callable[[str], object]) -> Fitted:
     """Return a run's settings with what they leave to the memory plan, and say what that is.
 
-    On GPUs these are passes (:func:`with_passes`) and vLLM's share; the config of a model that is
-    not here is fetched for them. Nothing is changed on a CPU, or for a model whose shape cannot be
-    told. GPUs of other machines are taken to be like this one.
+    On GPUs these are passes (:func:`with_passes`), slots and vLLM's share; the config of a model
+    that is not here is fetched for them. Nothing is changed on a CPU, or for a model whose shape
+    cannot be told. GPUs of other machines are taken to be like this one.
     """
     import torch
 
@@ -75,10 +78,12 @@ def fitted(config: Fitted, say: Callable[[str], object]) -> Fitted:
     except ModelError as error:
         say(f"passes are not fitted to the GPU's memory, as the model's is not known: {error}")
         return config
-    names = ("training.microbatch_tokens", "model.gradient_checkpointing", "rollout.engine_args")
+    names = ["training.microbatch_tokens", "model.gradient_checkpointing"]
+    if isinstance(config, Config):
+        names += ["rollout.slots", "rollout.engine_args"]
     chosen = [
         f"{name} = {value}"
-        for name in names[: 3 if isinstance(config, Config) else 2]
+        for name in names
         if (value := attrgetter(name)(fits)) != attrgetter(name)(config)
     ]
     if chosen:
@@ -95,23 +100,23 @@ def fitted_run(
     adapters: Adapters | None,
     room: Callable[[str], int],
 ) -> Config:
-    """Return the settings with passes, and shares of vLLM, that fit the GPUs."""
+    """Return the settings with passes, slots, and shares of vLLM, that fit the GPUs."""
 
     def loads(config: Config) -> list[Load]:
         every = RunMemory(config).loads(found, shapes, width, adapters, room)
         return [load for load in every if load.device != "cpu"]
 
-    def fits(config: Config) -> bool:
+    def fits(config: Config, phases: Sequence[str] = ("scoring", "training")) -> bool:
         return all(
             load.phase(name).total() <= FILLED * room(load.device)
             for load in loads(config)
-            for name in ("scoring", "training")
+            for name in phases
         )
 
     share = "gpu_memory_utilization"
     beside = _vllm_beside_others(config, found)
     if not beside:
-        return with_passes(config, fits)
+        return with_passes(_with_slots(config, partial(fits, phases=PHASES)), fits)
     given = {"enable_sleep_mode": not RunMemory(config).at_once, **config.rollout.engine_args}
     left_open = share not in given
     size = room(beside.device)
@@ -137,6 +142,25 @@ def fitted_run(
     # vLLM looks whether so much is free when it starts.
     given = {**given, share: math.floor(100 * (FILLED - others)) / 100}
     return config.changed_in("rollout", engine_args=given)
+
+
+def _with_slots(config: Config, fits: Callable[[Config], bool]) -> Config:
+    """Return settings with as many slots of Stretto's own engine as fit beside passes of few
+    tokens, by halves, where ``rollout.slots = 0`` takes too many, and fewer help.
+    """
+
+    def few(tried: Config) -> bool:
+        again = tried.model.gradient_checkpointing == "on"
+        return again and tried.training.microbatch_tokens <= BESIDE_SLOTS
+
+    passes = with_passes(config, few)
+    slots = -(-config.most_in_flight // config.rollout.engines)
+    if config.rollout.slots or config.rollout.engine == "vllm" or fits(passes):
+        return config
+    while slots := slots // 2:
+        if fits(passes.changed_in("rollout", slots=slots)):
+            return config.changed_in("rollout", slots=slots)
+    return config
 
 
 def _vllm_beside_others(

@@ -68,6 +68,8 @@ class EngineSettings:
         longest: tokens of prompt and response, at most.
         folder: of the model's config.
         threads: of the CPU; 0 leaves the engine's choice.
+        sleep_level: of an engine that sleeps while it holds no rollouts: 2 drops its weights, as a
+            weight sync comes before the next decode; 1 keeps them in the host's memory.
     """
 
     rollout: RolloutConfig
@@ -83,6 +85,7 @@ class EngineSettings:
     device: torch.device = CPU
     threads: int = 0
     trust_remote_code: bool = False
+    sleep_level: Literal[1, 2] = 1
 
     @property
     def slots(self) -> int:

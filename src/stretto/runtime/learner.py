@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -58,6 +59,7 @@ class LearnerService(Service):
         probe: IntArray | None = None,
         rank: int = 0,
         ranks: int = 1,
+        give_back: Callable[[], None] = lambda: None,  # called when a step's work is done
     ) -> None:
         super().__init__(learner)
         self._learner, self._channel, self._prompts, self._ready = learner, channel, prompts, ready
@@ -66,7 +68,7 @@ class LearnerService(Service):
             for i, row in enumerate([] if probe is None else probe)
         ]
         self._probed: dict[int, FloatArray] = {}
-        self._rank, self._ranks = rank, ranks
+        self._rank, self._ranks, self._give_back = rank, ranks, give_back
         self._staged: dict[str, Any] | None = None
 
     @property
@@ -80,6 +82,7 @@ class LearnerService(Service):
         def publish() -> Mapping[str, WeightsRef]:
             refs = self._learner.publish()
             self._read_probe(refs["actor"].version)
+            self._give_back()
             return refs
 
         return self._timed("publish", publish, lambda _: {})
@@ -189,6 +192,7 @@ class LearnerService(Service):
 def learner(setup: RoleSetup, probe: IntArray) -> LearnerService:
     """Make the learner's service, in its process, or in each of its ranks."""
     setup.prepare()
+    _grow_segments(setup)
     device, ranks = pick_device(setup.config.model.device), dist.get_world_size()
     setup = setup.for_loading()
     config, overrides = setup.config, setup.overrides
@@ -221,10 +225,24 @@ def learner(setup: RoleSetup, probe: IntArray) -> LearnerService:
         if isinstance(model, ShardedModel):
             sender.divide(name, model.trained_wholes, learner_layout(config.cluster))
     ready = Ready({}, frozen, notes, made.trained["actor"].dtype)
-    service = LearnerService(made, sender, prompts, ready, probe, dist.get_rank(), ranks)
+    rank = dist.get_rank()
+    service = LearnerService(made, sender, prompts, ready, probe, rank, ranks, setup.give_back)
     service.offloaded = _offloaded(made, setup)
     service._ready = replace(ready, refs=service.offered())
+    setup.give_back()
     return service
+
+
+def _grow_segments(setup: RoleSetup) -> None:
+    """Let the allocator's segments grow, which passes of changing sizes would leave in pieces.
+
+    Not where others are on the GPUs: they read the weights' buckets in place (CUDA IPC), and may
+    open a segment that grows only if they may trace this process. A user's own setting stays.
+    """
+    named = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    on_gpu = pick_device(setup.config.model.device).type == "cuda"
+    if on_gpu and not setup.shares_gpus and not named:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def _offloaded(learner: PolicyLearner, setup: RoleSetup) -> OffloadedTensors | None:

@@ -35,6 +35,7 @@ class RoleSetup:
     devices: Sequence[str]  # of the group's ranks
     shares_weights: bool = False  # all that follow the learner are in its process, never behind it
     offload: bool = False  # roles leave tensors in the host's memory while others work
+    shares_gpus: bool = False  # other processes work on the same GPUs
     shared: dict[str, Any] = field(default_factory=dict)  # what services leave for each other
 
     @property
@@ -62,6 +63,11 @@ class RoleSetup:
             overrides=replace(self.overrides, in_files=not config.warmup_examples),
             devices=["cpu"] * len(self.devices),
         )
+
+    def give_back(self) -> None:
+        """Return memory that torch has reserved, and does not need now, to GPUs of others, too."""
+        if self.shares_gpus:
+            torch.cuda.empty_cache()
 
     def offloaded(
         self, owner: str, find: Callable[[], Iterable[Tensor]]

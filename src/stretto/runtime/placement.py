@@ -94,13 +94,15 @@ def places(
             threads = _threads(roles, shares)
         if not threads and ranks > 1:
             threads = config.threads or cores
+        # Ray gives each rank a GPU, of whatever number.
+        given = "" if config.runtime == "ray" and process.device == "cuda" else process.device
         first = sum(device != "cpu" for other in found for device in other.devices)
         found.append(
             ProcessPlacement(
                 "+".join(placed.role.replace("/", "_") for placed in roles),
                 roles,
                 max(threads // ranks, 1) if threads else config.threads,
-                tuple(_device(process.device, rank, first + rank, gpus) for rank in range(ranks)),
+                tuple(_device(given, rank, first + rank, gpus) for rank in range(ranks)),
                 process.offload,
                 process.python,
                 process.tp,

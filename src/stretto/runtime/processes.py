@@ -6,6 +6,7 @@ import math
 import pickle
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
@@ -148,12 +149,14 @@ class ProcessWorkers:
     def _open_all(self) -> list[ServiceGroup]:
         """Open all processes. When one cannot be opened, or on Ctrl-C, the others are ended."""
         pool = ThreadPoolExecutor(len(self._processes))
+        opening: dict[str, Future[ServiceGroup]] = {}
         try:
-            opening = [pool.submit(self._open, self._processes[0])]
-            if self._warms_up:  # others read its outcome
-                opening[0].result()
-            opening += [pool.submit(self._open, process) for process in self._processes[1:]]
-            for future in as_completed(opening):
+            for process in sorted(self._processes, key=self._looks_for_memory):
+                before = self._before(process, opening)
+                opening[process.name] = pool.submit(self._open, process, before)
+                if len(opening) == 1 and self._warms_up:  # others read its outcome
+                    opening[process.name].result()
+            for future in as_completed(opening.values()):
                 future.result()
         except BaseException:
             with self._looking:
@@ -164,7 +167,24 @@ class ProcessWorkers:
         finally:
             pool.shutdown(cancel_futures=True)
             self._starting.clear()
-        return [future.result() for future in opening]
+        return [opening[process.name].result() for process in self._processes]
+
+    def _looks_for_memory(self, process: ProcessPlacement) -> bool:
+        """Return whether an engine looks at its start how much of its GPU is free, as vLLM does."""
+        generates = any(not seat.scorer and seat.role != LEARNER for seat in process.roles)
+        own = engine_of(self._config.rollout).own_weights
+        return generates and own and process.device != "cpu"
+
+    def _before(
+        self, process: ProcessPlacement, opening: Mapping[str, Future[ServiceGroup]]
+    ) -> list[Future[ServiceGroup]]:
+        """Return what must be open before: where an engine looks, all others on its GPUs, and on
+        each GPU one such engine after the other, as none may take or free memory meanwhile.
+        """
+        if not self._looks_for_memory(process):
+            return []
+        others = [p for p in self._processes if set(p.devices) & set(process.devices)]
+        return [opening[other.name] for other in others if other.name in opening]
 
     def _begun(self, ranks: Ranks) -> None:
         """Take note of a process that starts; raise RankError if no more are wanted."""
@@ -173,7 +193,11 @@ class ProcessWorkers:
                 raise RankError("the run has ended while its processes started; start it again")
             self._starting.append(ranks)
 
-    def _open(self, process: ProcessPlacement) -> ServiceGroup:
+    def _open(
+        self, process: ProcessPlacement, before: Sequence[Future[ServiceGroup]]
+    ) -> ServiceGroup:
+        for other in before:
+            other.result()
         trains = any(placed.role == LEARNER for placed in process.roles)
         group = ServiceGroup(
             process.name,
@@ -193,6 +217,7 @@ class ProcessWorkers:
             self._launcher.devices(process),
             shares_weights=shares_weights(self._config.schedule.knobs, self._processes),
             offload=process.offload,
+            shares_gpus=self._shares_gpus(process),
         )
         makes = {placed.role: self._make(placed, setup) for placed in process.roles}
         names, several = _rank_names(process), len(process.devices) > 1
@@ -229,6 +254,10 @@ class ProcessWorkers:
                 "cannot-be-pickled",
             ) from error
 
+    def _shares_gpus(self, process: ProcessPlacement) -> bool:
+        here = set(process.devices) - {"cpu"}
+        return any(here & set(other.devices) for other in self._processes if other is not process)
+
     def _make(
         self, placed: RolePlacement, setup: RoleSetup
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -254,8 +283,6 @@ class ProcessWorkers:
             devices |= zip(names, process.devices, strict=True)
             threads |= dict.fromkeys(names if process.threads else (), process.threads)
             apart.update(names if process.python else ())
-        if self._launcher.gpus < sum(device != "cpu" for device in devices.values()):
-            devices = dict.fromkeys(devices, "")  # they share as they come
         check(self._facts, threads, devices, apart)
 
 
@@ -293,7 +320,8 @@ class Launcher:
 
 class RayLauncher(Launcher):
     """A launcher of processes on a Ray cluster: one placement group, a bundle for each rank, or for
-    those that share out layers: a bundle is on one node.
+    those that share out layers: a bundle is on one node. Where processes share GPUs, each GPU is a
+    bundle, of which ranks that are placed on it have even parts.
     """
 
     def __init__(self, config: ClusterConfig, device: Device, say: Say) -> None:
@@ -301,19 +329,23 @@ class RayLauncher(Launcher):
         self.interface = config.interface
         self._cluster: RayCluster | None = None
         self._positions: dict[str, list[int]] = {}
+        self._sharing = 1  # ranks on a GPU, at most
 
     def prepare(self, processes: Sequence[ProcessPlacement], stack: ExitStack) -> None:
         from stretto.workers.ray_cluster import Bundle, RayCluster
 
-        on_gpus = [len(process.devices) for process in processes if process.device != "cpu"]
-        share, bundles = gpu_share(sum(on_gpus), self.gpus), list[Bundle]()
+        on = Counter(d for process in processes for d in process.devices if d != "cpu")
+        self._sharing = max(on.values(), default=1)
+        bundles, places = list[Bundle](), dict[object, int]()
         for process in processes:
-            gpus = 0.0 if process.device == "cpu" else share * process.tp
-            bundle = Bundle(float(max(process.threads, 1) * process.tp), gpus)
-            first = len(bundles)
-            bundles += [bundle] * (len(process.devices) // process.tp)
-            ranks = range(len(process.devices))
-            self._positions[process.name] = [first + rank // process.tp for rank in ranks]
+            positions = self._positions[process.name] = list[int]()
+            for rank, device in enumerate(process.devices):
+                shares = self._sharing > 1 and device != "cpu"
+                key = device if shares else (process.name, rank // process.tp)
+                positions.append(place := places.setdefault(key, len(bundles)))
+                cpus, gpus = bundles[place] if place < len(bundles) else (0.0, 0.0)
+                more = float(device != "cpu" and not (shares and gpus))
+                bundles[place : place + 1] = [Bundle(cpus + max(process.threads, 1), gpus + more)]
         here = not self._config.address
         self._cluster = cluster = RayCluster(
             bundles,
@@ -335,8 +367,10 @@ class RayLauncher(Launcher):
         from stretto.workers.ray_cluster import ActorProcesses
 
         assert self._cluster is not None
+        shares = self._sharing > 1 and process.device != "cpu"
+        share = 1 / (self._sharing if shares else process.tp)
         places = self._positions[process.name]
-        return ActorProcesses(specs, self._cluster, places, 1 / process.tp, process.python)
+        return ActorProcesses(specs, self._cluster, places, share, process.python)
 
     def _count_gpus(self, device: Device) -> int:
         """Count those of the cluster: the driver's own machine may have none."""
@@ -346,13 +380,6 @@ class RayLauncher(Launcher):
 
         found = find()
         return int(found.gpus) if found else 0
-
-
-def gpu_share(ranks: int, gpus: int) -> float:
-    """Return the GPUs of each rank that works on one: one, or an even part of too few."""
-    if not ranks or not gpus:
-        return 0.0
-    return 1.0 if gpus >= ranks else 1.0 / math.ceil(ranks / gpus)
 
 
 class MemoryWatch:

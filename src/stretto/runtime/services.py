@@ -6,7 +6,7 @@ from the learner. A model's fingerprint, of all its parameters, proves that both
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -151,8 +151,10 @@ class ScorerService(Follower):
         receiver: Receiver | None = None,
         marks: tuple[str, str] = ("", ""),  # fingerprints of the reference
         offloaded: OffloadedTensors | None = None,
+        give_back: Callable[[], None] = lambda: None,  # called when responses were read
     ) -> None:
         super().__init__(scorer)
+        self._give_back = give_back
         self._notes, self.receiver, self._marks = notes, receiver, marks
         self.offloaded = offloaded
 
@@ -190,6 +192,8 @@ class ScorerService(Follower):
         return {} if read is None else {"tokens": read}
 
     def _answer(self, reply: Reply[Any]) -> Reply[Any]:
+        if not self.worker.info.streams:  # a stream goes on reading
+            self._give_back()
         return reply if reply.value is not None else Reply(self.info(), reply.work)
 
 
@@ -229,7 +233,7 @@ def reference(setup: RoleSetup) -> ScorerService:
     marks = _marks_of(model)
     (scorer,) = RoleFactory(config, notes.append).model_scorers(cut(model, setup), None, None)
     offloaded = setup.offloaded("reference", scorer.model.parameters)
-    return ScorerService(scorer, notes, marks=marks, offloaded=offloaded)
+    return ScorerService(scorer, notes, marks=marks, offloaded=offloaded, give_back=setup.give_back)
 
 
 def critic(setup: RoleSetup) -> ScorerService:
@@ -240,7 +244,8 @@ def critic(setup: RoleSetup) -> ScorerService:
     receiver = follow(model, setup)
     (scorer,) = RoleFactory(config, notes.append).model_scorers(None, model, receiver)
     offloaded = setup.offloaded("critic", model.parameters)
-    return ScorerService(scorer, notes, receiver, offloaded=offloaded)
+    give_back = setup.give_back
+    return ScorerService(scorer, notes, receiver, offloaded=offloaded, give_back=give_back)
 
 
 def reward_model(setup: RoleSetup, source: str, prompts: Sequence[Prompt]) -> ScorerService:
@@ -257,7 +262,8 @@ def reward_model(setup: RoleSetup, source: str, prompts: Sequence[Prompt]) -> Sc
     slots = factory.scorer_slots(loaded[0])
     scorer = factory.reward_scorer(source, tokenizer, loaded, slots=slots)
     factory.check_rewards([scorer], prompts)
-    return ScorerService(scorer, notes, offloaded=setup.offloaded(source, scorer.model.parameters))
+    offloaded = setup.offloaded(source, scorer.model.parameters)
+    return ScorerService(scorer, notes, offloaded=offloaded, give_back=setup.give_back)
 
 
 def follow_whole(model: nn.Module, setup: RoleSetup) -> WeightReceiver:

