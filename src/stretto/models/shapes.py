@@ -155,8 +155,7 @@ _NAMES: Mapping[str, str] = {
     "Skywork/Skywork-Reward-Llama-3.1-8B-v0.2": "llama-3.1-8b",
     "microsoft/rho-math-1b-v0.1": "rho-1b",
     "realtreetune/rho-1b-sft-GSM8K": "rho-1b",
-    "Qwen/Qwen2.5-3B-Instruct": "qwen2.5-3b",
-    "Qwen/Qwen2.5-7B-Instruct": "qwen2.5-7b",
+    **{f"Qwen/Qwen2.5-{n}B-Instruct": f"qwen2.5-{n}b" for n in ("0.5", "1.5", "3", "7")},
 }
 """Names of models in settings, whose config is known before they are fetched."""
 
