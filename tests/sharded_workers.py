@@ -11,11 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from helpers import VOCABULARY, critic_of, llama
 from stretto.config import Config, ModelConfig
 from stretto.errors import LearnerError
+from stretto.models.devices import Backend
 from stretto.models.lora import add_lora
 from stretto.models.shards import ShardLayout
 from stretto.models.tiny import byte_tokenizer
@@ -92,7 +94,9 @@ class ShardedRank:
     def __init__(self, rank: int, tp: int = 1) -> None:
         self._grid = Grid("cpu", ShardLayout(dist.get_world_size() // tp, tp))
 
-    def make(self, kind: str, given: Mapping[str, Any]) -> None:
+    def make(self, kind: str, given: Mapping[str, Any], spare: Sequence[int] = ()) -> None:
+        """Make a learner; ``spare`` bytes of each rank stand for those of a GPU."""
+        Backend.spare_bytes = lambda _: spare[self._grid.rank] if spare else 0  # type: ignore[method-assign]
         config = Config.model_validate(given)
         t = config.training
         whole_actor, whole_critic = models(kind)
@@ -130,6 +134,23 @@ class ShardedRank:
             self.learner.train(batch)
         told = [str(warning.message) for warning in said if "other slices" in str(warning.message)]
         return {name: actor.shard(name).clone() for name in names}, told
+
+    def reductions(self, batches: Sequence[TrainBatch]) -> list[int]:
+        """Train; return how often FSDP has reduced gradients in each step."""
+        reduce, counts = _fsdp_param_group.foreach_reduce, list[int]()
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            counts[-1] += 1
+            return reduce(*args, **kwargs)
+
+        _fsdp_param_group.foreach_reduce = counted
+        try:
+            for batch in batches:
+                counts.append(0)
+                self.learner.train(batch)
+        finally:
+            _fsdp_param_group.foreach_reduce = reduce
+        return counts
 
     def first_gradients(self, batch: TrainBatch) -> dict[str, Any]:
         """The actor's gradients, before they are clipped and used; on the first rank."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import atexit
+import importlib
+import json
 import multiprocessing
 import os
 import runpy
@@ -11,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -86,6 +89,33 @@ def test_each_benchmark_runs(program: str, runs: dict[str, Future[Done]]) -> Non
     if outer != program:
         assert f"{FOLDER / program} --smoke" in done.stderr
     assert "|" in done.stdout
+
+
+def test_a_part_on_a_gpu_goes_on_after_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    gpu = importlib.import_module("gpu")
+
+    def part(bench: Any) -> Iterator[Any]:
+        yield gpu.attempt("a kernel", lambda: str(1 // 0))
+        yield gpu.attempt("another", lambda: "2 s")
+        raise RuntimeError("an illegal memory access\nand more lines")
+
+    monkeypatch.setitem(gpu.PARTS, "part", part)
+    gpu.work("part", argparse.Namespace(), tmp_path / "rows")
+    *rows, peak = map(json.loads, (tmp_path / "rows").read_text().splitlines())
+    assert rows == [
+        ["a kernel", "FAILED", "ZeroDivisionError: integer division or modulo by zero"],
+        ["another", "ok", "2 s"],
+        ["the rest", "FAILED", "RuntimeError: an illegal memory access"],
+    ]
+    assert peak[0].startswith("peak of ")
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    monkeypatch.setattr(gpu.torch.cuda, "device_count", lambda: 0)
+    assert gpu.main() == 2
+    assert "torch sees no GPU" in capsys.readouterr().err
 
 
 def test_a_peer_without_its_packages_says_so(tmp_path: Path) -> None:

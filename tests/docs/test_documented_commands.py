@@ -22,11 +22,13 @@ from docs_helpers import PAGES, ROOT, arguments, blocks, commands, prose, shell_
 from stretto import api, runs
 from stretto.cli.main import main
 from stretto.config import Config
+from stretto.models.shapes import known_config
 from stretto.models.tiny import make_tiny
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.planner.hardware import read_hardware
 from stretto.rollout.vllm.llm import installed
+from stretto.runtime.placement import places
 from stretto.runtime.sim.cluster import Cluster
 
 COMMANDS = [(page.stem, command) for page in PAGES for command in commands(page)]
@@ -170,6 +172,24 @@ def test_tables_of_toml_are_settings(page: Path, tmp_path: Path) -> None:
             assert read_hardware(tmp_path / "here.toml").gpu.name == table["gpu"]["name"]
         else:
             assert Config.model_validate(table) != Config(), f"block {number}"
+
+
+def test_settings_for_gpus_place_learners_and_engines() -> None:
+    """As the page says: on one GPU, on eight divided, and on eight shared."""
+    found = []
+    for block in blocks("gpu", "toml"):
+        config = Config.model_validate(tomllib.loads(block))
+        gpus = 1 if "0.5B" in config.model.name else 8
+        assert known_config(config.model.name)
+        learner, *others = places(config, cores=64, gpus=gpus)
+        assert config.rollout.engines == len(others)
+        found.append((learner.devices, [device for p in others for device in p.devices]))
+    cuda = [f"cuda:{i}" for i in range(8)]
+    assert found == [
+        (tuple(cuda[:1]), cuda[:1]),
+        (tuple(cuda[:4]), cuda[4:]),
+        (tuple(cuda), cuda),
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

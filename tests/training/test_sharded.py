@@ -76,9 +76,10 @@ def assert_same_learning(
     given: Mapping[str, Any],
     batches: Sequence[TrainBatch],
     tolerance: float = LEARNED,
+    spare: Sequence[int] = (),
 ) -> None:
     """Figures of each step, and the weights after the last."""
-    ranks.call("make", kind, given)
+    ranks.call("make", kind, given, spare)
     whole = whole_learner(kind, given)
     expected = [whole.train(batch).stats for batch in batches]
     for stats in ranks.call("train", batches):
@@ -150,6 +151,29 @@ def test_every_kind_of_model_learns_the_same(
     given = algorithm_settings({"name": "ppo", "old_policy": "proximal"}, training=training)
     ranks = request.getfixturevalue(layout)
     assert_same_learning(ranks, kind, given, batches_of(given, 2))
+
+
+@pytest.mark.parametrize("kind", ["plain", "lora", "checkpointing"])
+def test_gradients_reduced_once_a_mini_batch_are_the_same(kind: str, two: Ranks) -> None:
+    given = algorithm_settings({"name": "ppo"}, training={"microbatch_tokens": 40})
+    assert_same_learning(two, kind, given, batches_of(given), spare=[10**9] * 2)
+
+
+def test_gradients_are_reduced_once_where_all_ranks_have_room(two: Ranks) -> None:
+    """From the second update on, when the peak is known: three groups of weights, by pass."""
+    given = algorithm_settings({"name": "grpo"}, training={"microbatch_tokens": 40})
+    batches = batches_of(given)
+    counts = {}
+    for spare in ([], [10**9] * 2, [10**9, 0]):
+        two.call("make", "plain", given, spare)
+        counts[len(spare), sum(spare)], other = two.call("reductions", batches)
+        assert other == counts[len(spare), sum(spare)]
+    each, once, one_without = counts.values()
+    groups = 3  # two layers, and what is around them
+    passes = each[0] // groups
+    assert passes > 1
+    assert each == one_without == [groups * passes] * len(batches)
+    assert once == [groups * passes, groups, groups]
 
 
 def test_a_rank_without_a_response_takes_part(three: Ranks) -> None:

@@ -61,6 +61,10 @@ class Backend:
         """Return the bytes of memory that are free."""
         return int(psutil.virtual_memory().available)
 
+    def spare_bytes(self) -> int:
+        """Return the bytes that this process has never needed so far, and could have."""
+        return 0  # a CPU's memory is shared, and peaks of it are not known
+
     def random_states(self) -> dict[str, Tensor]:
         """Return the states of torch's random numbers, by device."""
         return {"cpu": torch.get_rng_state()}
@@ -142,6 +146,10 @@ class CudaBackend(Backend):
 
     def free_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self.device)[0])
+
+    def spare_bytes(self) -> int:
+        reserved = torch.cuda.memory_reserved(self.device)
+        return self.free_bytes() + reserved - torch.cuda.max_memory_allocated(self.device)
 
     def random_states(self) -> dict[str, Tensor]:
         return {**super().random_states(), str(self.device): torch.cuda.get_rng_state(self.device)}

@@ -94,7 +94,8 @@ def _passes(
 
     metrics = Metrics()
     with trained.training():
-        for batch in batches:
+        for i, batch in enumerate(batches, 1):
+            trained.before_pass(last=i == len(batches))
             _, term = trained.compute(partial(forward, batch))
             term.loss.backward()
             metrics += term.metrics

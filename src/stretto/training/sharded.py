@@ -55,6 +55,9 @@ T = TypeVar("T")
 
 COMPARED_EVERY = 50
 """Updates after which copies of weights that no slice divides are compared."""
+SPARE = 1.5
+"""Spare memory, as a multiple of what the gradients of a slice take, from which a mini-batch's are
+reduced once: allocators leave gaps, and later passes may be somewhat larger."""
 
 _NO_WEIGHT = torch.empty(0, 0)
 
@@ -75,6 +78,8 @@ class ShardedModel(TrainedModel):
 
     The model comes whole to every rank, in evaluation mode. Its layers are gathered one by one as
     they are needed, what stands around them (embeddings, output layer) for the whole pass.
+    Gradients are reduced after each pass, or once a mini-batch where a GPU has room for those of
+    the slice.
     Parameters of another type than the model's stay whole on every rank of a slice. No rank has
     more of the weights than its own part and about one layer of its slice, if they are left in
     files (:mod:`stretto.models.mapped`). One that ``lends`` publishes the shards themselves, as
@@ -117,6 +122,7 @@ class ShardedModel(TrainedModel):
         super().__init__(model, rate, config)
         self._gate.agree = self._all_agree
         self._updates = 0
+        self._reduces_once: bool | None = None  # not known before the first update
 
     def _share_out(self, module: nn.Module) -> None:
         """Keep this rank's rows of a module's parameters, without those of modules before it."""
@@ -155,6 +161,21 @@ class ShardedModel(TrainedModel):
             cast(FSDPModule, self._root).reshard()
         return result
 
+    def before_pass(self, *, last: bool) -> None:
+        # FSDP adds up the gradients of passes that it does not reduce, in float32.
+        cast(FSDPModule, self._root).set_requires_gradient_sync(last or not self._reduces_once)
+
+    def _may_reduce_once(self) -> bool:
+        """Return whether all ranks have spare room for the gradients of their whole slice. A
+        collective, after an update, when the peak of passes is known.
+        """
+        trained = (p for p in self._weights if isinstance(p, DTensor))
+        needed = sum(p.numel() * max(p.element_size(), 4) for p in trained)
+        spare = backend_of(self.device).spare_bytes() / SPARE
+        fits = torch.tensor(float(needed <= spare), device=self.device)
+        dist.all_reduce(fits, op=dist.ReduceOp.MIN)
+        return fits.item() > 0
+
     @property
     def head(self) -> OutputHead:
         linear = unwrapped(self.model).get_output_embeddings()
@@ -192,6 +213,8 @@ class ShardedModel(TrainedModel):
         norm, self._updates = super().update(self._norm()), self._updates + 1
         if self.grid.slices and self._updates % COMPARED_EVERY == 0:
             self._align(self.grid.slices)
+        if self._reduces_once is None:
+            self._reduces_once = self._may_reduce_once()
         return norm
 
     @torch.no_grad()

@@ -342,6 +342,9 @@ class TrainedModel(Trained):
         """
         return work()
 
+    def before_pass(self, *, last: bool) -> None:
+        """Prepare for a pass of a mini-batch: gradients are to be whole after its ``last`` one."""
+
     def gradients(self) -> Mapping[str, Tensor]:
         """Return the gradients collected since the last update, by name, to be changed in place;
         those that a pass has reached.
