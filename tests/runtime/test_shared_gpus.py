@@ -31,7 +31,7 @@ def workers_of(gpus: int, **settings: Any) -> ProcessWorkers:
     workers._config = Config.model_validate({"runtime": "local", **settings})
     workers._processes = places(workers._config, 8, gpus)
     workers._overrides, workers._looking = NO_OVERRIDES, Lock()
-    workers._starting, workers._given_up = [], False
+    workers._starting, workers._given_up, workers._say = [], False, print
     workers._stack = SimpleNamespace(callback=lambda _: None)  # type: ignore[assignment]
     return workers
 

@@ -191,7 +191,7 @@ def _opening(
             size = f"{format_count(parameters)} parameters"
             if adapters is not None:
                 size += f", of which adapters train {format_count(adapters)}"
-        dtype, device = str(config.model.dtype), config.model.device
+        dtype, device = str(config.model.dtype), str(config.model.device)
         if not (isinstance(config, Config) and config.cluster.address):
             device = pick_device(device).type
         where = "; ".join(filter(None, (where, disk.said(disk.written(config), run_dir.path))))
