@@ -32,7 +32,6 @@ def test_parameters_of_a_small_shape() -> None:
     assert replace(SMALL, gated=False).layer_parameters == 152 - 32
     assert SMALL.valued().parameters == P - 40 + 4
     assert replace(SMALL, tied=True).valued() == SMALL.valued()
-    assert SMALL.largest_tensor == 40
     # Layers are cut, the 84 around them are not; of these the embedding's 40 are looked up.
     assert (SMALL.held(1), SMALL.held(2)) == (388, 152 + 84)
     assert (SMALL.multiplied(1), SMALL.multiplied(2)) == (348, 152 + 44)
@@ -213,10 +212,10 @@ def test_keys_and_values_of_a_token() -> None:
 
 
 def test_two_buckets_a_side() -> None:
-    assert memory.bucket_bytes(LLAMAS["7B"], Mesh(4)) == 2 * 64 * 2**20
-    assert memory.bucket_bytes(SMALL, Mesh(4)) == 2 * 2 * 388 / 4  # all of a shard
-    shape = replace(SMALL, vocabulary=50 * 2**20)  # a matrix of 400 MiB
-    assert memory.bucket_bytes(shape, Mesh(4, 2)) == 2 * 100 * 2**20
+    assert memory.bucket_bytes(LLAMAS["7B"]) == 2 * 64 * 2**20
+    assert memory.bucket_bytes(SMALL) == 2 * 2 * 388  # all of it
+    shape = replace(SMALL, vocabulary=50 * 2**20)  # a matrix of 400 MiB, which is cut
+    assert memory.bucket_bytes(shape) == 2 * 64 * 2**20
 
 
 def test_the_memory_plan_counts_states_alike() -> None:

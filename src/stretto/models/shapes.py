@@ -85,11 +85,6 @@ class Shape:
         around = self.outputs * self.hidden + self.hidden
         return self.layers * self.layer_parameters / tensor + around
 
-    @property
-    def largest_tensor(self) -> int:
-        """Parameters of the largest matrix."""
-        return self.hidden * max(self.vocabulary, self.inner, self.hidden)
-
     def stage(self, stages: int) -> Shape:
         """Return the shape of one of ``stages`` pipeline stages, embedding and output counted."""
         return self if stages == 1 else replace(self, layers=self.layers / stages)

@@ -138,14 +138,11 @@ def row_bytes(shape: Shape, positions: int, tensor: int, width: int = HALF) -> f
     return positions * cache_bytes(shape, tensor) * width / HALF + SINGLE * shape.outputs
 
 
-def bucket_bytes(shape: Shape, mesh: Mesh, *, width: int = HALF, bucket: int = BUCKET) -> float:
-    """Return bytes of one side's two buckets when a learner's shards are synced.
-
-    A tensor larger than a bucket has one of its own; a small model has buckets as large as itself
-    (``weights/buckets.py``).
+def bucket_bytes(shape: Shape, *, width: int = HALF, bucket: int = BUCKET) -> float:
+    """Return bytes of one side's two buckets at a weight sync: what is larger is cut, and a small
+    model has buckets as large as itself (``weights/buckets.py``).
     """
-    whole = width * shape.parameters / mesh.data
-    return 2 * min(max(bucket, width * shape.largest_tensor / mesh.data), whole)
+    return 2 * min(bucket, width * shape.parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +235,7 @@ class DeviceMemory:
                 sent = width * weights if adapters is None else SINGLE * adapters
                 self.put(PUBLISHED, versions * sent / mesh.data)
         for shape in synced:
-            self._put_buckets(shape, mesh)
+            self._put_buckets(shape)
         passes = [self._pass(shape, mesh, tokens, checkpointing, copies) for shape in models]
         largest: Counter[str] = max(passes, key=Counter.total)
         self.work["training"].update(largest)
@@ -284,7 +281,7 @@ class DeviceMemory:
         if learner or reads == "frozen":
             weights += SINGLE * self.adapter_parameters
         if learner:
-            self._put_buckets(shape, learner)
+            self._put_buckets(shape)
         if share is not None:
             self.put(SHARE, share, *(("generation", SYNC) if rests else ()))
             return
@@ -325,8 +322,8 @@ class DeviceMemory:
                 self.scored[what] += more
                 self.work["scoring"][what] += more
 
-    def _put_buckets(self, shape: Shape, mesh: Mesh) -> None:
-        size = bucket_bytes(shape, mesh, width=self.width, bucket=self.bucket)
+    def _put_buckets(self, shape: Shape) -> None:
+        size = bucket_bytes(shape, width=self.width, bucket=self.bucket)
         if self.adapters is not None:
             size = 2 * min(self.bucket, SINGLE * self.adapter_parameters)
         self.put("buckets", size, SYNC)
