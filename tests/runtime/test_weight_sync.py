@@ -28,6 +28,7 @@ from stretto.runtime.weight_sync import (
     transfer_steps,
 )
 from stretto.types import FloatArray, Reply, WeightsRef
+from stretto.weights import transfer
 from stretto.weights.broadcast import WeightReceiver, WeightSender
 from stretto.weights.transfer import Meeting, open_store
 from stretto.workers.rank import Facts
@@ -256,12 +257,15 @@ def test_many_bytes_have_longer_and_as_long_as_they_usually_take(sync: WeightSyn
     """The setting is 1.5 s; before it is measured, gloo is taken to bring 50 MB/s at least."""
     assert sync._meeting
     sync._meeting = replace(sync._meeting, most_s=450.0)
-    assert sync._patience_s("gloo", 1000) == 1.5
-    assert sync._patience_s("gloo", 10**9) == 20.0
-    assert sync._patience_s("gloo", 64 * 10**9) == 450.0  # what the schedule allows
+    assert sync._patience_s("actor", "gloo", 1000) == 1.5
+    assert sync._patience_s("actor", "gloo", 10**9) == 20.0
+    assert sync._patience_s("actor", "gloo", 64 * 10**9) == 450.0  # what the schedule allows
     outcomes(sync, one=FakeFollower())
-    (pace,) = sync._paces["gloo"]
-    assert sync._patience_s("gloo", 10**6) == pytest.approx(max(1.5, min(450.0, 1e7 * pace)))
+    times = sync._times["actor", "gloo"]
+    assert len(times) == 1
+    times.extend([7.0, 7.0])
+    assert sync._patience_s("actor", "gloo", 1000) == 70.0
+    assert sync._patience_s("critic", "gloo", 1000) == 1.5
 
 
 def test_one_that_is_late_is_spoken_of_at_half_the_time(sync: WeightSync) -> None:
@@ -276,45 +280,72 @@ def test_one_that_is_late_is_spoken_of_at_half_the_time(sync: WeightSync) -> Non
 
 
 def test_the_first_sync_shows_what_is_rounding() -> None:
-    """In float32 at most 1e-3 passes; then four times the first difference, and 1e-4."""
+    """In float32 at most 1e-3 passes; then four times the first difference, and 1e-4, is usual."""
     tolerance = Tolerance("auto", torch.float32)
-    assert tolerance.value == 1e-3
     tolerance.calibrate([])
-    assert tolerance.value == 1e-3
+    assert tolerance.usual == tolerance.limit == 1e-3
     tolerance.calibrate([1e-6, 2e-6])
-    assert tolerance.value == pytest.approx(8e-6 + 1e-4)
+    assert tolerance.usual == pytest.approx(8e-6 + 1e-4)
     tolerance.calibrate([1.0])
-    assert tolerance.value == pytest.approx(8e-6 + 1e-4)
-    coarse = Tolerance("auto", torch.bfloat16)
-    coarse.calibrate([0.02])
-    assert coarse.value == pytest.approx(0.09)
-    coarse = Tolerance("auto", torch.bfloat16)
-    coarse.calibrate([0.15])
-    assert coarse.value == 0.2
-    given = Tolerance(0.5, torch.float32)
-    given.calibrate([0.0])
-    assert given.value == 0.5
+    assert (tolerance.usual, tolerance.limit) == (pytest.approx(8e-6 + 1e-4), 1e-3)
+    for gap, usual in ((0.02, 0.09), (0.15, 0.2)):
+        coarse = Tolerance("auto", torch.bfloat16)
+        coarse.calibrate([gap])
+        assert coarse.usual == pytest.approx(usual)
+    assert Tolerance(0.5, torch.float32).limit == 0.5
+
+
+def synced(sync: WeightSync, learner: FakeLearner, version: int, ours: float, theirs: float) -> Any:
+    """What comes of a sync of another version, whose log-probs have moved by so much from the
+    probe's, the learner's and the follower's.
+    """
+    ref = replace(REF, version=version)
+    learner.sender.put(ref, NEW)
+    learner.probe = PROBE + np.float32(ours)
+    follower: Any = FakeFollower(probe=PROBE + np.float32(theirs))
+    sync.follow("one", follower, "actor")
+    return sync.transfer(ref, ["one"])["one"]
 
 
 def test_the_difference_is_told_relative_to_what_the_update_changed(
     learner: FakeLearner, sync: WeightSync
 ) -> None:
-    """The update moves log-probs by 0.1 each; a follower that is 5e-5 off is off by 5e-4 of it,
-    and one that stayed behind by all of it.
-    """
-    outcomes(sync, one=FakeFollower())
+    said: list[str] = []
+    sync._say = said.append
+    assert isinstance(synced(sync, learner, 2, 0.0, 0.0), Reply)
     assert "weight_sync/logprob_gap_of_update" not in sync.metrics
-    second = replace(REF, version=2)
-    learner.sender.put(second, NEW)
-    learner.probe = PROBE + np.float32(0.1)
-    sync.follow("one", FakeFollower(probe=learner.probe + np.float32(5e-5)), "actor")  # type: ignore[arg-type]
-    assert isinstance(sync.transfer(second, ["one"])["one"], Reply)
+    assert isinstance(synced(sync, learner, 3, 0.1, 0.1 + 5e-5), Reply)
     assert sync.metrics["weight_sync/logprob_gap_of_update"] == pytest.approx(5e-4, rel=1e-2)
-    stale = replace(REF, version=3)
-    learner.sender.put(stale, NEW)
-    learner.probe = PROBE + np.float32(0.1005)  # 5e-4 further: within the limit, and refused now
-    sync.follow("one", FakeFollower(probe=PROBE + np.float32(0.1)), "actor")  # type: ignore[arg-type]
-    assert sync.transfer(stale, ["one"])["one"].code == "probe-differs"  # type: ignore[union-attr]
+    # What is beyond rounding, and within the limit, is said; it is nearer to what was sent.
+    assert isinstance(synced(sync, learner, 4, 0.2, 0.2 + 5e-4), Reply)
+    assert len(said) == 1
+    assert "differ by 0.0005 nats" in said[0]
+    # It moved by 5e-4 and the follower did not: it computes the version before.
+    assert synced(sync, learner, 5, 0.2 + 5e-4, 0.2).code == "probe-of-version-before"
+    assert synced(sync, learner, 6, 0.3, 0.2).code == "probe-differs"
+
+
+def test_one_that_cannot_open_memory_gets_its_weights_by_gloo(
+    learner: FakeLearner, sync: WeightSync, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second try; from then on the first."""
+    said: list[str] = []
+    sync._say = said.append
+
+    def refused(*_: Any) -> Any:
+        raise RuntimeError("not permitted")
+
+    monkeypatch.setattr(transfer, "exported", lambda _: "ticket")
+    monkeypatch.setattr(transfer, "opened", refused)
+    follower = FakeFollower()
+    learner.facts = follower.facts = (place("a"),)
+    assert isinstance(outcomes(sync, one=follower)["one"], Reply)
+    assert has_them(follower)
+    assert [line.partition(" by ")[2] for line in said if " by " in line] == [
+        "ipc: it shares the learner's GPUs",
+        "gloo: it cannot open memory of the learner's GPUs",
+    ]
+    assert sync._wires("actor") == {"one": "gloo"}
 
 
 # -- those that wait for it ----------------------------------------------------------------------

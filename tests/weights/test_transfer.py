@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from stretto.models.shards import FullParameter, ShardLayout, index
 from stretto.types import WeightsRef
 from stretto.weights import transfer
 from stretto.weights.broadcast import WeightReceiver, WeightSender
-from stretto.weights.transfer import Meeting, Route, Wire, choose_wires, open_store
+from stretto.weights.transfer import Meeting, Route, choose_wires, open_store
 from stretto.workers.rank import Facts
 
 CPU = torch.device("cpu")
@@ -94,12 +95,12 @@ def test_a_group_stays_while_others_are_made(monkeypatch: pytest.MonkeyPatch) ->
     store, port = open_store("127.0.0.1")
     meeting, made = Meeting("127.0.0.1", port, 20.0), list[str]()
 
-    def join(wire: Wire, store: Any, route: Route, *rest: Any) -> Any:
-        made.append(f"{route.prefix} {route.rank}")
-        return joined(wire, store, route, *rest)
+    def join(group: Any) -> None:
+        made.append(f"{group.route.prefix} {group.route.rank}")
+        joined(group)
 
-    joined = transfer._join
-    monkeypatch.setattr(transfer, "_join", join)
+    joined = transfer._Group._join
+    monkeypatch.setattr(transfer._Group, "_join", join)
     sender = WeightSender(CPU, 64, keep=2)
     models = {
         "actor": WeightReceiver(tensors(0.0), CPU, 64),
@@ -204,11 +205,50 @@ def test_an_abort_ends_a_wait_at_once() -> None:
     sender, receiver = WeightSender(CPU, 64, keep=2), WeightReceiver(tensors(0.0), CPU, 64)
     sender.put(REF, tensors(1.0))
     mark = sender.plan(REF).mark
-    (_, way) = routes(port, 2, timeout_s=3.0)
+    (_, way) = routes(port, 2, timeout_s=60.0)
     receiver.expect(REF, mark, way)
     threading.Timer(0.5, receiver.abort).start()
+    start_s = time.monotonic()
     got = run({"one": lambda: taken(receiver)})
     assert isinstance(got["one"], TransferError)
+    assert time.monotonic() - start_s < 30
+    del store
+
+
+def test_nothing_is_sent_before_all_that_receive_have_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a group that is there already, of which one member is late."""
+    store, port = open_store("127.0.0.1")
+    sender, receiver = WeightSender(CPU, 64, keep=1), WeightReceiver(tensors(0.0), CPU, 64)
+    way, other = routes(port, 2)
+    waiting, exchange, await_ = threading.Event(), transfer._Group.exchange, transfer._Group._await
+    sent: list[int] = []
+
+    def noted(group: Any, *args: Any) -> Any:
+        sent.append(group.route.rank)
+        return exchange(group, *args)
+
+    def waits(group: Any, keys: list[str]) -> None:
+        if keys == ["2/1"]:
+            waiting.set()
+        await_(group, keys)
+
+    monkeypatch.setattr(transfer._Group, "exchange", noted)
+    monkeypatch.setattr(transfer._Group, "_await", waits)
+    for version in (1, 2):
+        ref = replace(REF, version=version)
+        sender.put(ref, tensors(float(version)))
+        receiver.expect(ref, sender.plan(ref).mark, other)
+        sent.clear()
+        sending = threading.Thread(target=partial(sender.send, ref, way))
+        sending.start()
+        if version == 2:
+            assert waiting.wait(20)
+            assert not sent
+        assert taken(receiver, ref)["a"].equal(tensors(float(version))["a"])
+        sending.join()
+        assert set(sent) == {0, 1}
     del store
 
 
@@ -284,13 +324,13 @@ def synced(
 def test_several_sources_send_their_parts_over_one_group(
     monkeypatch: pytest.MonkeyPatch, bucket: int
 ) -> None:
-    made, joined = list[int](), transfer._join
+    made, joined = list[int](), transfer._Group._join
 
-    def join(wire: Wire, store: Any, route: Route, *rest: Any) -> Any:
-        made.append(route.rank)
-        return joined(wire, store, route, *rest)
+    def join(group: Any) -> None:
+        made.append(group.route.rank)
+        joined(group)
 
-    monkeypatch.setattr(transfer, "_join", join)
+    monkeypatch.setattr(transfer._Group, "_join", join)
     store, port = open_store("127.0.0.1")
     ways = Meeting("127.0.0.1", port, 20.0).routes("weights/actor", 1, 5, sources=3)
     senders, receivers = sources(3.0, bucket), [receiver_of(bucket) for _ in range(2)]
@@ -399,14 +439,12 @@ class FakeNccl:
         _timeout = None
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
-        self._group: Any = torch.distributed.ProcessGroupGloo(
-            store, rank, size, timedelta(seconds=9)
-        )
-        self._rank, self._size = rank, size
-        assert options._timeout.total_seconds() == 40  # after this side's own 20
+        self._given = store, rank, size
+        assert os.environ[transfer._WithoutWatchdog.VARIABLE] == "1"
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        self.made.append((self._rank, self._size, device))
+        self._group: Any = torch.distributed.ProcessGroupGloo(*self._given, timedelta(seconds=9))
+        self.made.append((*self._given[1:], device))
 
     def _set_sequence_number_for_group(self) -> None:
         self._group._set_sequence_number_for_group()
@@ -436,13 +474,41 @@ def test_nccl_is_asked_on_the_rank_s_own_device_and_fills_up_what_is_read_beside
     monkeypatch.setattr(transfer, "opened", lambda ticket, _: memory[ticket.decode()])
     store, port = open_store("127.0.0.1")
     ways = Meeting("127.0.0.1", port, 20.0).routes("weights/actor", 1, 5, "ipc", 3)
+    ways[:3] = [replace(way, beside=(2, 0)) for way in ways[:3]]
     ways[3:] = [replace(ways[3], beside=(2,)), replace(ways[4], beside=(0,))]
     for values in synced(ways, sources(3.0, 64), [receiver_of(64), receiver_of(64)]):
         assert all(values[name].equal(tensor) for name, tensor in whole(3.0).items())
     assert sorted(FakeNccl.made, key=str) == [(rank, 3, CPU) for rank in range(3)]
+    assert len(memory) == 4  # two buffers of each source that is read
     FakeNccl.made.clear()
     ways = Meeting("127.0.0.1", port, 20.0).routes("weights/actor", 2, 5, "nccl", 3)
     for values in synced(ways, sources(5.0, 64), [receiver_of(64), receiver_of(64)]):
         assert all(values[name].equal(tensor) for name, tensor in whole(5.0).items())
     assert sorted(FakeNccl.made, key=str) == [(rank, 5, CPU) for rank in range(5)]
+    assert transfer._WithoutWatchdog.VARIABLE not in os.environ
+    del store
+
+
+def test_memory_that_cannot_be_opened_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the next try goes another way; the source has nothing to wait for, either."""
+
+    def refused(*_: Any) -> Tensor:
+        raise RuntimeError("pidfd_getfd: Operation not permitted")
+
+    monkeypatch.setattr(transfer, "exported", lambda _: "ticket")
+    monkeypatch.setattr(transfer, "opened", refused)
+    store, port = open_store("127.0.0.1")
+    sender, receiver = WeightSender(CPU, 64, keep=1), WeightReceiver(tensors(0.0), CPU, 64)
+    sender.put(REF, tensors(1.0))
+    way, other = Meeting("127.0.0.1", port, 3.0).routes("weights/actor", 1, 2, "ipc")
+    receiver.expect(REF, sender.plan(REF).mark, replace(other, beside=(0,)))
+    got = run(
+        {
+            "send": lambda: sender.send(REF, replace(way, beside=(0,))),
+            "take": lambda: taken(receiver),
+        }
+    )
+    assert got["take"].code == "memory-not-shared"
+    assert "Operation not permitted" in str(got["take"])
+    assert got["send"].code == "transfer-broken-off"
     del store

@@ -23,7 +23,7 @@ from helpers import ManualClock
 from raising import raises
 from stretto.errors import ConfigError, EngineError, RankError, RoleLostError, StrettoError
 from stretto.protocols import remote
-from stretto.types import Reply, Work
+from stretto.types import Decoded, Reply, Work
 from stretto.workers import group as group_module
 from stretto.workers import ranks as ranks_module
 from stretto.workers.group import (
@@ -74,6 +74,9 @@ class Counter(Service):
 
     def release(self) -> None:
         self.released.set()
+
+    def decode(self, tokens: int, stop_after: int) -> Reply[Decoded]:
+        return Reply(Decoded((), stop_after))
 
     def stall(self) -> Reply[None]:
         """Have the next :meth:`hold` wait again."""

@@ -15,7 +15,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -129,27 +129,23 @@ class Routes:
 
 
 class Tolerance:
-    """The largest difference of the probe that passes, in nats: a given one, or one for weights of
-    a type: at first the limit of the type, then what the first sync shows to be rounding.
+    """The largest difference of the probe, in nats, that passes, and the usual one.
+
+    Usual is up to what the first sync shows to be rounding, times :data:`ROUNDING`. Without a given
+    limit, that of the weights' type holds.
     """
 
     def __init__(self, given: float | Literal["auto"], dtype: torch.dtype) -> None:
-        self._given, self._coarse = given, is_coarse(dtype)
-        self._first: float | None = None
+        self._coarse = is_coarse(dtype)
+        self.limit = LIMITS[self._coarse] if given == "auto" else given
+        self.usual = self.limit
+        self._calibrated = False
 
-    @property
-    def value(self) -> float:
-        if self._given != "auto":
-            return self._given
-        limit = LIMITS[self._coarse]
-        if self._first is None:
-            return limit
-        return min(ROUNDING * self._first + FLOORS[self._coarse], limit)
-
-    def calibrate(self, gaps: Iterable[float]) -> None:
+    def calibrate(self, gaps: Collection[float]) -> None:
         """Take differences that have passed, of all followers after the first sync."""
-        if self._first is None:
-            self._first = max(gaps, default=None)
+        if gaps and not self._calibrated:
+            self._calibrated = True
+            self.usual = min(ROUNDING * max(gaps) + FLOORS[self._coarse], self.limit)
 
 
 class WeightSync:
@@ -171,9 +167,10 @@ class WeightSync:
         self._control_s = min(CONTROL_S, self._timeout_s)
         self._thread = WorkerThread("weights", 0)
         self._epoch = 0
-        # By model and wire: number and members of the group, and the last syncs' seconds a byte.
+        # By model and wire: number and members of the group, and seconds of the last sendings.
         self._groups: dict[tuple[str, Wire], tuple[int, list[tuple[str, int]]]] = {}
-        self._paces: dict[Wire, deque[float]] = {}
+        self._times: dict[tuple[str, Wire], deque[float]] = {}
+        self._by_gloo: set[str] = set()  # followers that cannot open the memory of the learner's
         self._said: set[str] = set()
         self._probes: deque[tuple[int, FloatArray]] = deque(maxlen=2)  # of the last two versions
         self.metrics: dict[str, float] = {}  # of the last syncs
@@ -266,10 +263,9 @@ class WeightSync:
         if not offers:
             return loaded
         self._record(ref, start_s, loaded.value.moved)
-        gap = self._compare(offers[0], loaded)
-        outcome = proved(name, loaded, ref, offers[0], "", self._tolerance.value)
-        if gap is not None and outcome is loaded:
-            self._tolerance.calibrate([gap])
+        outcome = proved(name, loaded, ref, offers[0], "", self._tolerance.limit)
+        outcome = self._compared(name, ref, offers[0], outcome)
+        self._calibrate(offers[0], [outcome])
         return outcome
 
     # -- followers elsewhere -------------------------------------------------------------------
@@ -280,8 +276,8 @@ class WeightSync:
             return {}
         start_s, tries = time.perf_counter(), 0
         answer: Any = None
-        offers, routes, wires = list[Offer](), Routes({}, {}), self._wires(ref.model)
-        steps = transfer_steps(ref, names, self._tolerance.value)
+        offers, routes, wires = list[Offer](), Routes({}, {}), dict[str, Wire]()
+        steps = transfer_steps(ref, names, self._tolerance.limit)
         while True:
             try:
                 action, asked = steps.send(answer)
@@ -291,8 +287,9 @@ class WeightSync:
             match action:
                 case Action.OFFER:
                     answer = offers = self._offers(ref)
-                    by_wire = {name: wires[name] for name in asked}
-                    routes, tries = self._routes(ref, offers[0].size, by_wire), tries + 1
+                    here = {n: w for n, w in self._wires(ref.model).items() if n in asked}
+                    wires |= here
+                    routes, tries = self._routes(ref, offers[0].size, here), tries + 1
                 case Action.ANNOUNCE:
                     route = routes.taking[asked[0]]
                     answer = self._aside(asked[0], "expect", ref, offers[0].mark, route)
@@ -301,13 +298,11 @@ class WeightSync:
                 case Action.ABORT:  # its group is broken: the next one is another
                     self._groups.pop((ref.model, wires[asked[0]]), None)
                     answer = self._aside(asked[0], "abort")
-        gaps = []
         for name, outcome in outcomes.items():
             if isinstance(outcome, Exception):
                 self._groups.pop((ref.model, wires[name]), None)
-            elif (gap := self._compare(offers[0], outcome)) is not None:
-                gaps.append(gap)
-        self._tolerance.calibrate(gaps)
+            outcomes[name] = self._compared(name, ref, offers[0], outcome)
+        self._calibrate(offers[0], outcomes.values())
         self._record(ref, start_s, offers[0].size)
         retries = self.metrics.get("weight_sync/retries", 0.0)
         self.metrics["weight_sync/retries"] = retries + tries - 1
@@ -332,14 +327,16 @@ class WeightSync:
         self, ref: WeightsRef, routes: Routes, names: Sequence[str], size: int
     ) -> tuple[str, dict[str, Outcome]]:
         """Have the learner send and followers load, at once; return the mark, and what came."""
-        start_s = time.perf_counter()
         patience_s = max(each[0].timeout_s for each in routes.sending.values())
         limit_s = patience_s + self._control_s
         pool = ThreadPoolExecutor(len(names) + len(routes.sending))
-        sending = {
-            wire: pool.submit(self._learner.aside_on_all, "send", ref, each, timeout_s=limit_s)
-            for wire, each in routes.sending.items()
-        }
+
+        def send(each: Sequence[Route]) -> tuple[str, float]:
+            start_s = time.perf_counter()
+            marks = self._learner.aside_on_all("send", ref, each, timeout_s=limit_s)
+            return " ".join(marks), time.perf_counter() - start_s
+
+        sending = {wire: pool.submit(send, each) for wire, each in routes.sending.items()}
         loading = {n: pool.submit(self._followers[n].ask, "load", ref) for n in names}
         if late := wait(loading.values(), timeout=patience_s / 2).not_done:
             behind = ", ".join(name for name, future in loading.items() if future in late)
@@ -357,21 +354,22 @@ class WeightSync:
             if failure is not None:
                 self._groups.pop((ref.model, wire), None)
                 continue
-            mark = " ".join(future.result())
-            pace = (time.perf_counter() - start_s) / max(size, 1)
-            self._paces.setdefault(wire, deque(maxlen=9)).append(pace)
-        return mark, {name: _outcome(name, future) for name, future in loading.items()}
+            mark, seconds = future.result()
+            self._times.setdefault((ref.model, wire), deque(maxlen=9)).append(seconds)
+        outcomes = {name: _outcome(name, future) for name, future in loading.items()}
+        for name, outcome in outcomes.items():
+            if isinstance(outcome, TransferError) and outcome.code == "memory-not-shared":
+                self._by_gloo.add(name)
+        return mark, outcomes
 
-    def _patience_s(self, wire: Wire, size: int) -> float:
-        """Return the seconds that so many bytes may take: more than the settings' where they have
+    def _patience_s(self, model: str, wire: Wire, size: int) -> float:
+        """Return the seconds that a model's bytes may take: more than the settings' where they have
         taken longer before, or may on a slow wire.
         """
         assert self._meeting is not None
-        if wire in self._paces:
-            usual_s = SLOW * median(self._paces[wire]) * size
-        else:
-            usual_s = size / LEAST_BYTES_PER_S[wire]
-        return max(self._timeout_s, min(usual_s, self._meeting.most_s))
+        before = self._times.get((model, wire))
+        enough_s = SLOW * median(before) if before else size / LEAST_BYTES_PER_S[wire]
+        return max(self._timeout_s, min(enough_s, self._meeting.most_s))
 
     def _routes(self, ref: WeightsRef, size: int, wires: Mapping[str, Wire]) -> Routes:
         """Return the ways to one group for each wire, of the learner's ranks and of followers."""
@@ -394,16 +392,18 @@ class WeightSync:
                 len(sources) + sum(ranks),
                 wire,
                 len(sources),
-                self._patience_s(wire, size),
+                self._patience_s(ref.model, wire, size),
             )
-            routes.sending[wire] = ways[: len(sources)]
-            first = len(sources)
+            first, read = len(sources), list[int]()
             gpus = [place.device_id for place in sources]
             for name, count in zip(group, ranks, strict=True):
                 there = [place.device_id for place in self._followers[name].facts]
                 beside = tuple(gpus.index(gpu) for gpu in there) if wire == "ipc" else ()
                 routes.taking[name] = replace(ways[first], beside=beside)
                 first += count
+                read += beside
+            sending = [replace(way, beside=tuple(read)) for way in ways[: len(sources)]]
+            routes.sending[wire] = sending
         return routes
 
     def _wires(self, model: str) -> dict[str, Wire]:
@@ -415,6 +415,8 @@ class WeightSync:
             if follows == model and not self._is_here(name)
         }
         chosen = choose_wires(sources, followers)
+        not_shared: tuple[Wire, str] = "gloo", "it cannot open memory of the learner's GPUs"
+        chosen |= dict.fromkeys(self._by_gloo & followers.keys(), not_shared)
         on_gpus = any(
             place.device_id for places in (sources, *followers.values()) for place in places
         )
@@ -427,17 +429,42 @@ class WeightSync:
 
     # -- metrics -------------------------------------------------------------------------------
 
-    def _compare(self, offer: Offer, loaded: Reply[Loaded]) -> float | None:
-        """Note by how much a follower's probe differs, and return it."""
-        ours, theirs = offer.probe, loaded.value.probe
+    def _compared(self, name: str, ref: WeightsRef, offer: Offer, outcome: Outcome) -> Outcome:
+        """Note by how much a follower's probe differs, say what is unusual, and return the outcome,
+        or an error where the follower computes the version before.
+        """
+        if isinstance(outcome, Exception):
+            return outcome
+        ours, theirs = offer.probe, outcome.value.probe
         if ours is None or theirs is None:
-            return None
+            return outcome
         gap = self.metrics["weight_sync/logprob_gap"] = difference(ours, theirs)
         self.metrics["weight_sync/logprob_gap_mean"] = float((ours - theirs).mean())
         self.metrics["weight_sync/logprob_gap_max"] = float(abs(ours - theirs).max())
-        if len(self._probes) > 1 and (moved := difference(*(p for _, p in self._probes))):
+        before = self._probes[0][1] if len(self._probes) > 1 else None
+        if before is not None and (moved := difference(before, ours)):
             self.metrics["weight_sync/logprob_gap_of_update"] = gap / moved
-        return gap
+        if gap <= self._tolerance.usual:
+            return outcome
+        unusual = (
+            f"after the sync of version {ref.version} of the weights, the log-probs of {name} and "
+            f"the learner differ by {gap:.2g} nats (root mean square) on the probe, and "
+            f"{self._tolerance.usual:.2g} is usual"
+        )
+        if before is not None and difference(before, theirs) < gap:
+            return EngineError(
+                f"{unusual}; {name} is nearer to the version before: some of the new weights are "
+                "not in use there",
+                "probe-of-version-before",
+            )
+        self._say(unusual)
+        return outcome
+
+    def _calibrate(self, offer: Offer, outcomes: Iterable[Outcome]) -> None:
+        probes = [o.value.probe for o in outcomes if not isinstance(o, Exception)]
+        if offer.probe is not None:
+            gaps = [difference(offer.probe, probe) for probe in probes if probe is not None]
+            self._tolerance.calibrate(gaps)
 
     def _record(self, ref: WeightsRef, start_s: float, size: int) -> None:
         end_s = time.perf_counter()

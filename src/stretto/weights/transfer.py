@@ -12,12 +12,14 @@ tensors, and no other work ever waits for it: training goes on while a follower 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Lock, Thread
 from typing import Any, Literal, Protocol
 
 import torch
@@ -44,7 +46,7 @@ memory, where a follower reads a bucket from the learner's rank on its own GPU."
 CONNECTS = 5
 """How often gloo tries to connect to a peer that does not answer, each time up to its timeout."""
 
-_POLL_S = 2e-4  # between two looks whether NCCL is done
+SHORTEST_S, LONGEST_S = 2e-4, 0.02  # between two looks whether others are done
 
 
 class Place(Protocol):
@@ -124,7 +126,7 @@ class Route:
     wire: Wire
     sources: int
     timeout_s: float
-    beside: tuple[int, ...] = ()  # sources on the GPUs of a follower's ranks
+    beside: tuple[int, ...] = ()  # sources on the GPUs of followers' ranks, or of this one
 
     @property
     def prefix(self) -> str:
@@ -147,7 +149,8 @@ class Transfers:
     def __init__(self, device: torch.device) -> None:
         self._device, self._backend = device, backend_of(device)
         self._stream = self._backend.new_stream()
-        self._groups: dict[str, tuple[int, _Group]] = {}  # epoch and group, by channel
+        self._groups: dict[str, _Group] = {}  # by channel
+        self._buffers: dict[str, list[Tensor]] = {}
 
     def begun(self) -> Any:
         """Mark the work that the device has begun, for :meth:`send` to wait for."""
@@ -167,22 +170,19 @@ class Transfers:
         def read(part: PackedTensor) -> Tensor:
             return self._backend.read_on(self._stream, tensor_of(part))
 
-        until_s = time.monotonic() + route.timeout_s
         sums, under_way = list[Tensor](), dict[int, list[Any]]()
-        with self._broken_off(route), self._backend.on(self._stream, begun):
-            group = self._joined(route, until_s)
-            buffers = group.buffers(plan.largest, until_s)
+        with self._group(route) as group, self._backend.on(self._stream, begun):
+            buffers = group.buffers(plan.largest)
             for i, bucket in enumerate(plan.buckets):
-                for work in under_way.pop(i - 2, ()):
-                    group.wait(work, until_s)
+                group.wait(under_way.pop(i - 2, []))
                 flat = buffers[i % 2][: size_of(bucket)]
                 if own := segments(bucket).get(route.rank):
                     pack(tuple(p for p in bucket if p.source == route.rank), read, flat)
                     sums.append(checksum(flat[own]))
-                under_way[i] = group.exchange(flat, bucket, until_s)
-            for work in (work for works in under_way.values() for work in works):
-                group.wait(work, until_s)
-            group.finish(until_s)
+                under_way[i] = group.exchange(flat, bucket)
+            for works in under_way.values():
+                group.wait(works)
+            group.finish()
             return combined(sums)
 
     def receive(
@@ -191,21 +191,18 @@ class Transfers:
         """Receive parts by their plan; each is good until the next is asked for. Those of each
         source get the checksums of its buckets. Raises TransferError if they have not come in time.
         """
-        until_s = time.monotonic() + route.timeout_s
-        with self._broken_off(route):
-            group = self._joined(route, until_s)
-            buffers = group.buffers(plan.largest, until_s)
+        with self._group(route) as group:
+            buffers = group.buffers(plan.largest)
             coming = dict[int, list[Any]]()
 
             def ask(i: int) -> None:
                 if i < len(plan.buckets) and i not in coming:
                     flat = buffers[i % 2][: size_of(plan.buckets[i])]
-                    coming[i] = group.exchange(flat, plan.buckets[i], until_s)
+                    coming[i] = group.exchange(flat, plan.buckets[i])
 
             for i, bucket in enumerate(plan.buckets):
                 ask(i)
-                for work in coming[i]:
-                    group.wait(work, until_s)
+                group.wait(coming.pop(i))
                 if group.reads_ahead:
                     ask(i + 1)  # into the other buffer, which has been read
                 flat = buffers[i % 2][: size_of(bucket)]
@@ -213,83 +210,158 @@ class Transfers:
                     sums[source].append(checksum(flat[place]))
                 for part in bucket:
                     yield part, part.of(flat)
-            group.finish(until_s)
+            group.finish()
 
     def abort(self) -> None:
         """Break off the transfers that may be under way; from any thread."""
-        for channel in list(self._groups):
-            self._leave(channel)
+        for group in list(self._groups.values()):
+            self._leave(group)
 
-    def _leave(self, channel: str) -> None:
-        _, group = self._groups.pop(channel, (0, None))
-        if group is not None:
-            group.abort()
+    def _leave(self, group: _Group) -> None:
+        if self._groups.get(group.route.channel) is group:
+            del self._groups[group.route.channel]
+        group.abort()
 
     @contextmanager
-    def _broken_off(self, route: Route) -> Iterator[None]:
-        """Break the group off when its transfer fails, and say so."""
+    def _group(self, route: Route) -> Iterator[_Group]:
+        """Take a turn of the route's group, the channel's last one if it is that; break it off when
+        the turn fails, and say so.
+        """
+        group = self._groups.get(route.channel)
+        if group is None or group.route.epoch != route.epoch:
+            if group is not None:
+                self._leave(group)
+            buffers = self._buffers.setdefault(route.channel, [])
+            group = (_IpcGroup if route.wire == "ipc" else _Group)(route, self._device, buffers)
+            self._groups[route.channel] = group
         try:
-            yield
+            group.begin(time.monotonic() + route.timeout_s)
+            yield group
         except RuntimeError as error:  # which is what torch's groups raise
-            self._leave(route.channel)
+            self._leave(group)
             raise TransferError(
                 f"the transfer '{route.prefix}' by {route.wire}, which may take "
                 f"{route.timeout_s:g} s, was broken off: {first_line(error)}",
                 "transfer-broken-off",
             ) from error
         except BaseException:
-            self._leave(route.channel)
+            self._leave(group)
             raise
-
-    def _joined(self, route: Route, until_s: float) -> _Group:
-        """Return the route's group; the channel's last one, if it is that."""
-        if self._groups.get(route.channel, (None, None))[0] != route.epoch:
-            self._leave(route.channel)
-            make = _IpcGroup if route.wire == "ipc" else _Group
-            self._groups[route.channel] = route.epoch, make(route, self._device, until_s)
-        return self._groups[route.channel][1]
 
 
 class _Group:
-    """A group over which each source broadcasts its segment of a bucket, by gloo or NCCL."""
+    """A group over which each source sends its segments of buckets, by gloo or NCCL.
+
+    A turn is one transfer. ``buffers`` are those of the channel's groups before.
+    """
 
     reads_ahead = True  # a bucket may come while the one before is read
 
-    def __init__(self, route: Route, device: torch.device, until_s: float) -> None:
-        self._device = device if route.wire == "nccl" else torch.device("cpu")
-        self._group = _join(route.wire, _store(route, until_s), route, device, until_s)
-        self._buffers = [torch.empty(0)] * 2
+    def __init__(self, route: Route, device: torch.device, buffers: list[Tensor]) -> None:
+        self.route, self._device, self._buffers = route, device, buffers
+        self._store: Any = None
+        self._joined: Any = None  # torch's process group
+        self._broken = False
+        self._until_s, self._turns, self._exchanges = 0.0, 0, 0
 
-    def buffers(self, size: int, until_s: float) -> list[Tensor]:
+    def begin(self, until_s: float) -> None:
+        """Begin a turn, which ends by then; a source waits until all that receive have begun.
+
+        Else its kernels would wait for them on its GPU, and all that waits for the device with it.
+        """
+        route, self._until_s, self._turns = self.route, until_s, self._turns + 1
+        if self._joined is None:
+            self._store = _store(route, _left(until_s))
+            self._store.set(f"here/{route.rank}", "")
+            # Late members are waited for here, and not by gloo: see CONNECTS.
+            self._await([f"here/{rank}" for rank in range(route.size)])
+            self._join()
+        if route.sends:
+            self._await([f"{self._turns}/{rank}" for rank in range(route.sources, route.size)])
+        else:
+            self._store.set(f"{self._turns}/{route.rank}", "")
+            self._store.delete_key(f"{self._turns - 1}/{route.rank}")
+
+    def buffers(self, size: int) -> list[Tensor]:
         """Return two buffers [bytes] of at least this size."""
-        if len(self._buffers[0]) < size:
-            self._buffers = [
-                torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)
-            ]
+        on_gpu = self.route.wire != "gloo"
+        if not self._buffers or len(self._buffers[0]) < size:
+            device = self._device if on_gpu else torch.device("cpu")
+            self._buffers[:] = (
+                torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)
+            )
         return self._buffers
 
-    def exchange(self, flat: Tensor, bucket: Bucket, until_s: float) -> list[Any]:
+    def exchange(self, flat: Tensor, bucket: Bucket) -> list[Any]:
         """Begin to exchange a bucket; return what is to be waited for."""
-        return _broadcasts(self._group, flat, bucket, until_s)
+        self._exchanges += 1
+        if self.route.wire == "gloo" and self.route.sources > 1:
+            return self._sent(flat, bucket)
+        return _broadcasts(self._joined, flat, bucket, _left(self._until_s))
 
-    def wait(self, work: Any, until_s: float) -> None:
+    def wait(self, works: Sequence[Any]) -> None:
         """Wait, and have the current stream wait; raises RuntimeError if it is not done in time."""
-        if self._device.type == "cpu":
-            work.wait(_left(until_s))
-            return
-        # NCCL's own wait is for the stream alone, and its watchdog ends the process.
-        while not work.is_completed():
-            if time.monotonic() > until_s:
-                raise RuntimeError("NCCL was not done in time")
-            time.sleep(_POLL_S)
-        work.wait()
+        for work in works:
+            if self._device.type == "cpu" or self.route.wire == "gloo":
+                work.wait(_left(self._until_s))
+            else:
+                self._poll(work.is_completed)
+                work.wait()  # for the stream
+        if self._broken:  # NCCL's work counts as done then
+            raise RuntimeError("it was given up")
 
-    def finish(self, until_s: float) -> None:
+    def finish(self) -> None:
         """Return when the buffers may be used again."""
 
     def abort(self) -> None:
-        with suppress(Exception):  # of a group that is broken already
-            self._group.abort()
+        """Break off; from any thread."""
+        self._broken = True
+        with suppress(Exception):  # of a group that is broken already, or not there yet
+            self._joined.abort()
+
+    def _join(self) -> None:
+        route = self.route
+        if route.wire == "nccl":
+            self._joined = self._nccl(self._store, route.size)
+        else:
+            timeout = _left(self._until_s) / CONNECTS
+            self._joined = dist.ProcessGroupGloo(self._store, route.rank, route.size, timeout)
+            self._joined._set_sequence_number_for_group()
+
+    def _nccl(self, store: Any, size: int) -> Any:
+        """Make an NCCL communicator; raises RuntimeError if others do not come in time."""
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(days=1)
+        with _WITHOUT_WATCHDOG:
+            group: Any = dist.ProcessGroupNCCL(store, self.route.rank, size, options)
+        connected = Thread(target=_connect, args=(group, self._device), daemon=True)
+        connected.start()  # a thread, as it cannot be broken off
+        self._poll(lambda: not connected.is_alive())
+        group._set_sequence_number_for_group()
+        return group
+
+    def _sent(self, flat: Tensor, bucket: Bucket) -> list[Any]:
+        """Send from each source to those that receive; others have no use for what it sends."""
+        route, tag = self.route, self._exchanges
+        return [
+            self._joined.send([flat[place]], rank, tag)
+            if route.sends
+            else self._joined.recv([flat[place]], source, tag)
+            for source, place in segments(bucket).items()
+            for rank in (range(route.sources, route.size) if route.sends else [route.rank])
+            if not route.sends or source == route.rank
+        ]
+
+    def _await(self, keys: list[str]) -> None:
+        self._poll(lambda: self._store.check(keys))
+
+    def _poll(self, is_done: Callable[[], bool]) -> None:
+        pause_s = SHORTEST_S
+        while not is_done():
+            if self._broken or time.monotonic() > self._until_s:
+                raise RuntimeError("it was given up" if self._broken else "not all came in time")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_S)
 
 
 class _IpcGroup(_Group):
@@ -299,50 +371,88 @@ class _IpcGroup(_Group):
 
     reads_ahead = False
 
-    def __init__(self, route: Route, device: torch.device, until_s: float) -> None:
-        self._route, self._device = route, device
-        self._store, self._backend = _store(route, until_s), backend_of(device)
-        self._group = _join("gloo", self._store, route, device, until_s)
-        self._sources: Any = None
-        if route.sends and route.sources > 1:
-            beside = _prefixed("sources", self._store)
-            self._sources = _join("nccl", beside, route, device, until_s, route.sources)
-        self._buffers, self._size = [torch.empty(0)] * 2, 0
+    def __init__(self, route: Route, device: torch.device, buffers: list[Tensor]) -> None:
+        super().__init__(route, device, buffers)
+        self._backend = backend_of(device)
+        self._sources: Any = None  # NCCL's group of them
+        self._opened: list[Tensor] = []
 
-    def buffers(self, size: int, until_s: float) -> list[Tensor]:
-        if self._size >= size:
-            return self._buffers
-        self._size = size
-        if self._route.sends:
-            self._buffers = super().buffers(size, until_s)
-            for i, buffer in enumerate(self._buffers):
-                self._store.set(f"memory/{self._route.rank}/{size}/{i}", exported(buffer))
-        else:
-            (beside,) = self._route.beside
-            keys = [f"memory/{beside}/{size}/{i}" for i in range(2)]
-            self._store.wait(keys, _left(until_s))
-            self._buffers = [opened(self._store.get(key), self._device) for key in keys]
-        return self._buffers
+    def buffers(self, size: int) -> list[Tensor]:
+        if self._opened and len(self._opened[0]) >= size:
+            return self._opened
+        if self.route.sends:
+            self._opened = super().buffers(size)
+            for i, buffer in enumerate(
+                self._opened if self.route.rank in self.route.beside else ()
+            ):
+                self._store.set(f"memory/{self.route.rank}/{size}/{i}", exported(buffer))
+            return self._opened
+        (beside,) = self.route.beside
+        keys = [f"memory/{beside}/{size}/{i}" for i in range(2)]
+        self._await(keys)
+        try:
+            self._opened = [opened(self._store.get(key), self._device) for key in keys]
+        except RuntimeError as error:
+            raise TransferError(
+                f"memory of the learner's GPU cannot be opened here: {first_line(error)}",
+                "memory-not-shared",
+            ) from error
+        return self._opened
 
-    def exchange(self, flat: Tensor, bucket: Bucket, until_s: float) -> list[Any]:
+    def exchange(self, flat: Tensor, bucket: Bucket) -> list[Any]:
         if self._sources is not None:
-            for work in _broadcasts(self._sources, flat, bucket, until_s):
-                self.wait(work, until_s)
-        self.finish(until_s)
+            self.wait(_broadcasts(self._sources, flat, bucket, _left(self._until_s)))
+        self.finish()
         return []
 
-    def finish(self, until_s: float) -> None:
+    def finish(self) -> None:
         """Wait until all have filled or read what they were to."""
         self._backend.synchronize()
         options = dist.BarrierOptions()
-        options.timeout = _left(until_s)
-        self._group.barrier(options).wait(_left(until_s))
+        options.timeout = _left(self._until_s)
+        self._joined.barrier(options).wait(_left(self._until_s))
 
     def abort(self) -> None:
         super().abort()
-        if self._sources is not None:
-            with suppress(Exception):
-                self._sources.abort()
+        with suppress(Exception):
+            self._sources.abort()
+
+    def _join(self) -> None:
+        super()._join()
+        if self.route.sends and self.route.sources > 1:
+            self._sources = self._nccl(_prefixed("sources", self._store), self.route.sources)
+
+
+class _WithoutWatchdog:
+    """NCCL's watchdog ends the process when a peer has gone, or an operation takes long; here each
+    wait has a deadline of its own. Read when a group is made.
+    """
+
+    VARIABLE = "TORCH_NCCL_BLOCKING_WAIT"
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._before = os.environ.get(self.VARIABLE)
+        os.environ[self.VARIABLE] = "1"
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is None:
+            del os.environ[self.VARIABLE]
+        else:
+            os.environ[self.VARIABLE] = self._before
+        self._lock.release()
+
+
+_WITHOUT_WATCHDOG = _WithoutWatchdog()
+
+
+def _connect(group: Any, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread
+    group.eager_connect_single_device(device)
 
 
 def exported(tensor: Tensor) -> str:
@@ -377,51 +487,23 @@ def open_store(host: str) -> tuple[Any, int]:
     return store, port
 
 
-def _store(route: Route, until_s: float) -> Any:
-    """Return the route's part of the store, once all members are there."""
-    store = _prefixed(
-        route.prefix,
-        dist.TCPStore(  # type: ignore[attr-defined]
-            route.host,
-            route.port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=_left(until_s),
-        ),
+def _store(route: Route, timeout: timedelta) -> Any:
+    """Return the route's part of the store."""
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        route.host, route.port, is_master=False, wait_for_workers=False, timeout=timeout
     )
-    # Late members are waited for here, and not by gloo: see CONNECTS.
-    store.set(f"here/{route.rank}", "")
-    store.wait([f"here/{rank}" for rank in range(route.size)], _left(until_s))
-    return store
+    return _prefixed(route.prefix, store)
 
 
 def _prefixed(prefix: str, store: Any) -> Any:
     return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
 
 
-def _join(
-    wire: Wire, store: Any, route: Route, device: torch.device, until_s: float, size: int = 0
-) -> Any:
-    """Make this member's side of a group that is none of the default ones."""
-    group: Any
-    if wire == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=2 * route.timeout_s)  # after this side's own
-        group = dist.ProcessGroupNCCL(store, route.rank, size or route.size, options)
-        group.eager_connect_single_device(device)
-    else:
-        group = dist.ProcessGroupGloo(
-            store, route.rank, size or route.size, _left(until_s) / CONNECTS
-        )
-    group._set_sequence_number_for_group()
-    return group
-
-
-def _broadcasts(group: Any, flat: Tensor, bucket: Bucket, until_s: float) -> list[Any]:
+def _broadcasts(group: Any, flat: Tensor, bucket: Bucket, timeout: timedelta) -> list[Any]:
     works = []
     for source, place in segments(bucket).items():
         options = dist.BroadcastOptions()
-        options.rootRank, options.timeout = source, _left(until_s)
+        options.rootRank, options.timeout = source, timeout
         works.append(group.broadcast([flat[place]], options))
     return works
 

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
@@ -44,6 +45,12 @@ from stretto.types import (
 from stretto.weights.channel import fetched
 
 Memory = Literal["weights", "kv_cache"]
+
+UNKNOWN_TO_VLLM = (
+    "use_dora", "lora_bias", "alora_invocation_tokens", "layer_replication", "use_qalora",
+    "use_bdlora",
+)  # fmt: skip
+"""Features of peft's adapters that vLLM refuses."""
 
 MOST_RANK = 512
 """The largest rank of adapters that vLLM takes."""
@@ -349,10 +356,11 @@ class AdapterWeights(MergedWeights):
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self._folder = TemporaryDirectory(prefix="adapters-")
-        self.adapters = self._folder.name
-        self.lora_rank = max(config.r for config in self._model.peft_config.values())
-        self._loaded = False
+        self._folder, self._loaded = TemporaryDirectory(prefix="adapters-"), False
+        ((name, config),) = self._model.peft_config.items()
+        self.adapters, self.lora_rank = self._folder.name, config.r
+        if name != "default":  # where peft makes a folder for each
+            self.adapters = str(Path(self._folder.name, name))
 
     @torch.no_grad()
     def tensors(self, arriving: Mapping[str, Tensor | TensorPart]) -> Iterator[tuple[str, Tensor]]:
@@ -360,7 +368,7 @@ class AdapterWeights(MergedWeights):
         for name, part in arriving.items():
             copy_into(self._model, {name: part})
         # What is tied is in no adapter, and peft would ask the hub about it.
-        self._model.save_pretrained(self.adapters, save_embedding_layers=False)
+        self._model.save_pretrained(self._folder.name, save_embedding_layers=False)
         if not self._loaded:
             yield from self._below()
             self._loaded = True
@@ -392,8 +400,11 @@ def _why_merged(model: Any) -> str:
     if len(configs) > 1:
         return "there are several"
     (config,) = configs
-    if getattr(config, "use_dora", False):
-        return "vLLM has no DoRA"
+    for field in UNKNOWN_TO_VLLM:
+        if getattr(config, field, None):
+            return f"vLLM does not know peft's {field}"
+    if isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
+        return f"init_lora_weights = '{config.init_lora_weights}' changes the weights below"
     if config.modules_to_save or getattr(config, "bias", "none") != "none":
         return "they have whole layers or biases"
     if config.r > MOST_RANK or config.rank_pattern or config.alpha_pattern:
