@@ -163,7 +163,7 @@ def test_a_death_between_two_calls_is_told_at_once(cluster: RayCluster) -> None:
 
 
 def test_a_rank_that_cannot_start_is_named(cluster: RayCluster) -> None:
-    with raises(RankError, "rank-failed", "rank 0 of 1", "its start (loading): TypeError: Misbehaving"):
+    with raises(RankError, "rank-failed", "rank 0 of 1", "its start (loading): TypeError"):
         launch(cluster, 1, 1, 2, 3)
 
 
