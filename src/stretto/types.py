@@ -168,7 +168,7 @@ class Score:
     def state_dict(self) -> dict[str, Any]:
         """Return all fields, values as an array; :meth:`from_state` makes the score again."""
         values = array("f")
-        values.frombytes(np.ascontiguousarray(self.values, np.float32).view(np.uint8))
+        values.frombytes(np.ascontiguousarray(self.values, np.float32).view(np.uint8).data)
         return {f.name: getattr(self, f.name) for f in fields(self)} | {"values": values}
 
     @classmethod
