@@ -192,9 +192,10 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--pauses", action="store_true", help="time what stops the event loop")
     args = parse(parser, {"rollouts": 64, "tokens": 32, "chunk": [16]})
-    if args.pauses:
+    if args.pauses or args.smoke:
         print(f"| {args.rollouts} rollouts of {args.tokens} tokens | s |\n|---|---|")
         print("\n".join(pauses(args)))
+    if args.pauses:
         return
     print(
         "| generators | chunk, tokens | scored | driver, us a chunk | ns a token | "

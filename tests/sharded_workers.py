@@ -96,7 +96,7 @@ class ShardedRank:
 
     def make(self, kind: str, given: Mapping[str, Any], spare: Sequence[int] = ()) -> None:
         """Make a learner; ``spare`` bytes of each rank stand for those of a GPU."""
-        Backend.spare_bytes = lambda _: spare[self._grid.rank] if spare else 0  # type: ignore[method-assign]
+        Backend.spare_bytes = lambda _: spare[self._grid.rank] if spare else 0  # type: ignore[assignment,method-assign]
         config = Config.model_validate(given)
         t = config.training
         whole_actor, whole_critic = models(kind)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar
 
@@ -167,7 +167,9 @@ class Score:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all fields, values as an array; :meth:`from_state` makes the score again."""
-        return {**asdict(self), "values": array("f", np.asarray(self.values, np.float32).tobytes())}
+        values = array("f")
+        values.frombytes(np.ascontiguousarray(self.values, np.float32).view(np.uint8).data)
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {"values": values}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Score:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,15 @@ from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.rollout.vllm import llm
 from stretto.runtime.kv_transfer import KVRouter
+from stretto.runtime.placement import ProcessPlacement
+from stretto.runtime.processes import Launcher
 from stretto.runtime.run import Run, start
 from stretto.types import FinishReason, Prompt, Reply, Response, Score, TrainBatch, WeightsRef, Work
 from stretto.weights.channel import SharedChannel, fetched
 from stretto.workers.connection import NotConnectedError
-from stretto.workers.forkserver import NAME
+from stretto.workers.forkserver import NAME, ForkedProcesses
+from stretto.workers.rank import RankSpec
+from stretto.workers.ranks import Launched
 
 TIMES = ("timing_s/", "time_s", "perf/", "utilisation/", "idle_s/", "pipeline/")
 OF_PROCESSES = ("cluster/", "weight_sync/", "memory/")
@@ -426,6 +430,28 @@ def test_a_role_that_dies_is_replaced_and_nothing_changes(
     assert [r.id for r in one] == [r.id for r in two] == list(range(18))
     assert [r.tokens for r in one] == [r.tokens for r in two]
     assert not processes()
+
+
+@pytest.mark.parametrize("name", ["generator", "learner"])
+def test_a_process_that_dies_while_the_run_starts_is_started_again(
+    name: str, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch, killed, said = Launcher.launch, list[int](), list[str]()
+
+    def once(self: Launcher, process: ProcessPlacement, specs: Sequence[RankSpec]) -> Launched:
+        launched = launch(self, process, specs)
+        if process.name == name and not killed and isinstance(launched, ForkedProcesses):
+            killed.append(launched.processes[0].pid)
+            os.kill(killed[0], signal.SIGKILL)
+        return launched
+
+    monkeypatch.setattr(Launcher, "launch", once)
+    with ExitStack() as stack:
+        run = start(settings(tiny_folder, runtime="local"), stack, said.append)
+        assert [line for line in said if f"the {name} was killed by SIGKILL" in line]
+        assert run.workers.executors["learner"].generation == 0
+        run.workers.close()
+    assert killed
 
 
 @pytest.mark.parametrize("sends", [True, False])

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -999,6 +1000,15 @@ def test_an_interruption_leaves_the_model_in_evaluation_mode() -> None:
 
 
 # -- collation -----------------------------------------------------------------------------------
+
+
+def test_whole_weights_are_handed_over_in_the_hosts_memory() -> None:
+    """Pickled where a GPU has them, they would be allocated on it again, by whoever reads them."""
+    model = llama()
+    actor = make_learner(model, critic_of(model)).trained["actor"]
+    host = torch.zeros(1)
+    on_gpu: Any = SimpleNamespace(cpu=lambda: host)
+    assert actor.gathered({"w": on_gpu})["w"] is host
 
 
 def finished(values: Mapping[str, Sequence[float]], length: int = 2) -> Rollout:

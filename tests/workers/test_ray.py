@@ -71,7 +71,9 @@ def test_the_signals_of_the_program_stay_its_own(cluster: RayCluster) -> None:
 
 
 def test_ranks_answer_and_are_ended_at_work(cluster: RayCluster) -> None:
+    cluster.secrets["STRETTO_API_KEY"] = "hunter2"  # the raylet, which the driver started, has not
     ranks = launch(cluster, 2, threads=3, words={"hang": "a long wait"})
+    assert ranks.call("variable", "STRETTO_API_KEY") == ["hunter2"] * 2
     assert ranks.call("greet", "you") == ["hello you, from 0", "hello you, from 1"]
     assert ranks.call_each("total", [(3,), (4,)]) == [7.0, 7.0]
     assert ranks.call("threads") == [3, 3]
@@ -161,7 +163,7 @@ def test_a_death_between_two_calls_is_told_at_once(cluster: RayCluster) -> None:
 
 
 def test_a_rank_that_cannot_start_is_named(cluster: RayCluster) -> None:
-    with raises(RankError, "rank-failed", "rank 0 of 1", "its start: TypeError: Misbehaving"):
+    with raises(RankError, "rank-failed", "rank 0 of 1", "its start (loading): TypeError"):
         launch(cluster, 1, 1, 2, 3)
 
 

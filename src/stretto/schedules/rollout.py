@@ -119,15 +119,15 @@ class Rollout:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return arrays and plain data; of the prompt its id and a fingerprint."""
+        """Return plain data and the arrays themselves; of the prompt, its id and a fingerprint."""
         return {
             "id": self.id,
             "prompt": self.prompt.id,
             "prompt_mark": _mark(self.prompt),
             "group": self.group,
-            "tokens": self.tokens[:],
-            "logprobs": self.logprobs[:],
-            "versions": self.versions[:],
+            "tokens": self.tokens,
+            "logprobs": self.logprobs,
+            "versions": self.versions,
             "finish": self.finish and str(self.finish),
             "state": str(self.state),
             "carries": self.carries,

@@ -403,7 +403,9 @@ class Schedule:
             self._scoring.gathered([r for r in batch if not self._scoring.is_scored(r)])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that the class names, as plain data; to be called between two steps."""
+        """Return the state that the class names, as plain data and arrays of rollouts, which grow
+        after this; to be called between two steps.
+        """
         return {
             "ledger": self.ledger.state_dict(),
             "buffer": self._buffer.state_dict(),

@@ -204,8 +204,8 @@ class WholeModel:
         return fingerprint(self.model.named_parameters())
 
     def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the whole of a snapshot, on the first rank; a collective of all ranks."""
-        return tensors
+        """Return the whole of a snapshot, on the first rank's CPU; a collective of all ranks."""
+        return {name: tensor.cpu() for name, tensor in tensors.items()}
 
     def pieces(self, tensors: Mapping[str, Tensor]) -> Pieces:
         """Return a snapshot as this rank's pieces of whole tensors."""
