@@ -303,6 +303,7 @@ def synced(sync: WeightSync, learner: FakeLearner, version: int, ours: float, th
     learner.sender.put(ref, NEW)
     learner.probe = PROBE + np.float32(ours)
     follower: Any = FakeFollower(probe=PROBE + np.float32(theirs))
+    follower.generation = version
     sync.follow("one", follower, "actor")
     return sync.transfer(ref, ["one"])["one"]
 

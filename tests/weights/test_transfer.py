@@ -230,7 +230,7 @@ def test_nothing_is_sent_before_all_that_receive_have_begun(
         return exchange(group, *args)
 
     def waits(group: Any, keys: list[str]) -> None:
-        if keys == ["2/1"]:
+        if keys == ["begun/2/1"]:
             waiting.set()
         await_(group, keys)
 

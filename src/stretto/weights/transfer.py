@@ -277,10 +277,11 @@ class _Group:
             self._await([f"here/{rank}" for rank in range(route.size)])
             self._join()
         if route.sends:
-            self._await([f"{self._turns}/{rank}" for rank in range(route.sources, route.size)])
+            receive = range(route.sources, route.size)
+            self._await([f"begun/{self._turns}/{rank}" for rank in receive])
         else:
-            self._store.set(f"{self._turns}/{route.rank}", "")
-            self._store.delete_key(f"{self._turns - 1}/{route.rank}")
+            self._store.set(f"begun/{self._turns}/{route.rank}", "")
+            self._store.delete_key(f"begun/{self._turns - 1}/{route.rank}")
 
     def buffers(self, size: int) -> list[Tensor]:
         """Return two buffers [bytes] of at least this size."""
