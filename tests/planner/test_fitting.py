@@ -6,6 +6,7 @@ import math
 import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -421,3 +422,26 @@ def test_vllm_generates_where_it_can(
     found = Version(version) if version else None
     monkeypatch.setattr(registry, "installed", lambda: found)
     assert choose(Config.model_validate(settings))[0] == engine
+
+
+def test_passes_are_fitted_to_gpus_that_only_a_cluster_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight of 80 GB, as is assumed; with ten ranks, some share one."""
+    cluster = SimpleNamespace(gpus=8.0)
+    monkeypatch.setattr("stretto.workers.ray_cluster.find", lambda: cluster)
+    monkeypatch.setattr(registry, "installed", lambda: Version("0.32"))
+    config = Config.model_validate(
+        {
+            "runtime": "ray",
+            "model": {"name": QWEN, "device": "cuda"},
+            "algorithm": {"name": "grpo", "kl_coef": 0},
+            "rollout": {"engines": 2, "samples_per_prompt": 4},
+            "cluster": {"address": "auto", "processes": [{"roles": ["learner"], "fsdp": 8}]},
+        }
+    )
+    said = list[str]()
+    found = settled(config, said.append)
+    assert found.model.dtype == "bfloat16"
+    assert found.rollout.engine == "vllm"
+    assert found.rollout.engine_args["enable_sleep_mode"] is True
+    assert found.training.microbatch_tokens > 0
+    assert "GPU taken to have 80 GB" in said[-1]
