@@ -337,6 +337,8 @@ def test_vllms_share_is_its_own_where_it_is_given_or_alone() -> None:
     apart, loads = fitted_to(6, 80, model={"name": QWEN}, rollout={"engine": "vllm"}, **FSDP)
     assert apart.rollout.engine_args == {}
     assert loads[4].held[SHARE] == round(0.92 * 80 * GB)
+    assert apart.training.microbatch_tokens == 16_384  # of the learner, whatever vLLM takes
+    assert not list(check(loads, lambda _: 80 * GB))
 
 
 def test_in_one_process_roles_read_the_learners_weights() -> None:

@@ -109,11 +109,8 @@ def fitted_run(
         return [load for load in every if load.device != "cpu"]
 
     def fits(config: Config, phases: Sequence[str] = ("scoring", "training")) -> bool:
-        return all(
-            load.phase(name).total() <= FILLED * room(load.device)
-            for load in loads(config)
-            for name in phases
-        )
+        found = loads(config)
+        return all(load.fits(name, room(load.device)) for load in found for name in phases)
 
     share = "gpu_memory_utilization"
     beside = _vllm_beside_others(config, found)

@@ -34,6 +34,7 @@ from stretto.planner.memory import (
     CONTEXT,
     PHASES,
     PUBLISHED,
+    SHARE,
     STATE,
     Adapters,
     DeviceMemory,
@@ -172,6 +173,12 @@ class Load(DeviceMemory):
         """Return what takes memory in a phase, and how many bytes."""
         return self.during(*(PHASES if self.at_once else (name,)))
 
+    def fits(self, name: str, there: int) -> bool:
+        """Return whether a phase fits a device of so many bytes, beside any share of vLLM's."""
+        parts = self.phase(name)
+        share = parts[SHARE]
+        return parts.total() - share <= FILLED * (there - share)
+
     @property
     def fullest(self) -> str:
         """The phase that takes the most."""
@@ -233,7 +240,7 @@ def check(found: Sequence[Load], capacity: Callable[[str], int]) -> Iterator[str
                 "on other devices (fsdp, tp), a smaller model, or LoRA",
                 "memory-exceeded",
             )
-        if load.phase(name).total() > FILLED * there:
+        if not load.fits(name, there):
             yield (
                 f"{name} may take {takes} of {where} ({_most(load.phase(name))}); lower "
                 "rollout.slots or training.microbatch_tokens if it runs out of memory"
