@@ -363,6 +363,14 @@ def test_in_one_process_roles_read_the_learners_weights() -> None:
         assert load.held[CACHE] == 3 * (576 * (2 * 2 * 8) * 2 + 4 * 32)
 
 
+def test_beside_a_learner_of_adapters_a_reference_takes_nothing() -> None:
+    together = {"cluster": {"processes": [{"roles": ["learner", "reference"]}]}}
+    config = Config.model_validate({"runtime": "local", **together})
+    for adapters, expected in ((Adapters(100, 0), 0), (None, 2 * (2 * LAYER + ROOT))):
+        first = RunMemory(config).loads(places(config, 8, 4), SHAPES, 2, adapters)[0]
+        assert first.held["reference's weights"] == expected
+
+
 def test_open_settings_are_settled_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config.model_validate(
         {

@@ -369,8 +369,9 @@ class RunMemory:
                 generates, follows = not seat.scorer, seat.scorer in ("", "critic")
                 own = reads if follows else ""
                 # Engines of one process share a copy; without its adapters the actor is reference.
-                another = generates and seat.role not in ("generator", "generator 0")
-                if inline and (another or (seat.scorer == "reference" and holds.adapters)):
+                another = inline and generates and seat.role not in ("generator", "generator 0")
+                trains = copies and any(other.role == LEARNER for other in place.roles)
+                if another or (trains and seat.scorer == "reference" and holds.adapters):
                     own = "all"
                 rows, share, sleeps = -(-c.most_in_flight // c.rollout.engines), None, False
                 if generates and self.is_vllm(place):
