@@ -82,7 +82,8 @@ def memory_plan(
     """Count the memory of a run; raises ConfigError for a count below 1.
 
     Args:
-        adapters: parameters of the LoRA adapters of actor and critic each; ``None`` trains all.
+        adapters: parameters of the LoRA adapters of actor and critic each; ``None`` trains all. The
+            critic's are on the actor's weights.
         models: parameters by model; without any, the same of each of four.
         frozen_bytes: bytes of a frozen weight in the mixed counting: 2 (bf16) or 4 (fp32).
     """
@@ -92,9 +93,9 @@ def memory_plan(
             raise ConfigError(f"a number of parameters is 1 or more; got {count}", "no-parameters")
 
     def counted(width: int, state: int) -> Counter[str]:
-        trained = round(sum(trained_bytes(parameters, adapters, 1, width, state)))
-        sizes = {role: width * size for role, size in models.items()}
-        return Counter({r: trained if r in TRAINED_ROLES else size for r, size in sizes.items()})
+        states, frozen = map(round, trained_bytes(parameters, adapters, 1, width, state))
+        trained = dict.fromkeys(TRAINED_ROLES, states + frozen) | {"critic": states}
+        return Counter({role: trained.get(role, width * size) for role, size in models.items()})
 
     mixed = counted(frozen_bytes, STATE)
     return MemoryPlan(parameters, adapters or parameters, counted(2, 6), mixed)
