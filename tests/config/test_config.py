@@ -265,6 +265,11 @@ def test_memory_of_7b_in_both_countings() -> None:
     assert (fewest_gpus(plan.sixteen_bit), fewest_gpus(plan.mixed)) == (2, 4)
 
 
+def test_beside_adapters_the_critic_takes_their_states_alone() -> None:
+    plan = memory_plan(1000, 10, models={"actor": 1000, "critic": 1000, "reward": 500})
+    assert plan.mixed == {"actor": 2 * 1000 + 16 * 10, "critic": 16 * 10, "reward": 2 * 500}
+
+
 def test_memory_of_70b_takes_at_least_14_gpus() -> None:
     plan = memory_plan(70 * 10**9)
     assert (plan.sixteen_bit.total(), fewest_gpus(plan.sixteen_bit)) == (1120 * 10**9, 14)

@@ -6,6 +6,7 @@ import math
 import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -312,9 +313,9 @@ def test_vllm_gets_what_learners_leave_on_their_gpus() -> None:
     share = arguments["gpu_memory_utilization"]
     assert isinstance(share, float)
     assert arguments["enable_sleep_mode"] is True
-    billions, largest = 7.615616512, 152_064 * 3584 / 1e9
+    billions = 7.615616512
     states, published = 16 * billions / 8, 2 * 2 * billions / 8
-    buckets = 2 * 2 * (2 * largest / 8)  # two of each side
+    buckets = 2 * 2 * 64 * 2**20 / 1e9  # two of each side
     beside = states + published + buckets + 2 * 0.5 + 3 * 0.3  # contexts and communicators
     assert share == math.floor(100 * (0.9 - beside / 80)) / 100
     assert share * 80 > 2 * billions
@@ -336,6 +337,8 @@ def test_vllms_share_is_its_own_where_it_is_given_or_alone() -> None:
     apart, loads = fitted_to(6, 80, model={"name": QWEN}, rollout={"engine": "vllm"}, **FSDP)
     assert apart.rollout.engine_args == {}
     assert loads[4].held[SHARE] == round(0.92 * 80 * GB)
+    assert apart.training.microbatch_tokens == 16_384  # of the learner, whatever vLLM takes
+    assert not list(check(loads, lambda _: 80 * GB))
 
 
 def test_in_one_process_roles_read_the_learners_weights() -> None:
@@ -358,6 +361,14 @@ def test_in_one_process_roles_read_the_learners_weights() -> None:
         held.pop("published weights", None)
         assert held == expected
         assert load.held[CACHE] == 3 * (576 * (2 * 2 * 8) * 2 + 4 * 32)
+
+
+def test_beside_a_learner_of_adapters_a_reference_takes_nothing() -> None:
+    together = {"cluster": {"processes": [{"roles": ["learner", "reference"]}]}}
+    config = Config.model_validate({"runtime": "local", **together})
+    for adapters, expected in ((Adapters(100, 0), 0), (None, 2 * (2 * LAYER + ROOT))):
+        first = RunMemory(config).loads(places(config, 8, 4), SHAPES, 2, adapters)[0]
+        assert first.held["reference's weights"] == expected
 
 
 def test_open_settings_are_settled_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,3 +432,26 @@ def test_vllm_generates_where_it_can(
     found = Version(version) if version else None
     monkeypatch.setattr(registry, "installed", lambda: found)
     assert choose(Config.model_validate(settings))[0] == engine
+
+
+def test_passes_are_fitted_to_gpus_that_only_a_cluster_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight of 80 GB, as is assumed; with ten ranks, some share one."""
+    cluster = SimpleNamespace(gpus=8.0)
+    monkeypatch.setattr("stretto.workers.ray_cluster.find", lambda: cluster)
+    monkeypatch.setattr(registry, "installed", lambda: Version("0.32"))
+    config = Config.model_validate(
+        {
+            "runtime": "ray",
+            "model": {"name": QWEN, "device": "cuda"},
+            "algorithm": {"name": "grpo", "kl_coef": 0},
+            "rollout": {"engines": 2, "samples_per_prompt": 4},
+            "cluster": {"address": "auto", "processes": [{"roles": ["learner"], "fsdp": 8}]},
+        }
+    )
+    said = list[str]()
+    found = settled(config, said.append)
+    assert found.model.dtype == "bfloat16"
+    assert found.rollout.engine == "vllm"
+    assert found.rollout.engine_args["enable_sleep_mode"] is True
+    assert found.training.microbatch_tokens > 0
+    assert "GPU taken to have 80 GB" in said[-1]

@@ -155,12 +155,24 @@ def test_autograd_keeps_these_activations_of_a_llama(kv_heads: int) -> None:
     assert kept[1] - kept[0] == 2 * 512 * TOKENS
 
 
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_autograd_keeps_float32_inputs_of_adapters(kv_heads: int) -> None:
+    """Beside weights in bfloat16, which are frozen; what adapters of rank 1 make is left out."""
+    shape = Shape(1, 512, 1376, 8, kv_heads, 10, 10)
+    kept = [kept_bytes(shape, n, checkpointing=False, lora_rank=1) for n in (2, 3)]
+    adapters = memory.Adapters(0, 6 * 512 + 1376)
+    formula = memory.layer_activation_bytes(shape, TOKENS, 1, frozen=True)
+    formula += adapters.input_bytes(1, TOKENS, checkpointing=False)
+    assert kept[1] - kept[0] == pytest.approx(formula, rel=0.003)
+
+
 TOKENS = 64
 
 
-def kept_bytes(shape: Shape, layers: int, *, checkpointing: bool) -> int:
+def kept_bytes(shape: Shape, layers: int, *, checkpointing: bool, lora_rank: int = 0) -> int:
     """Bytes that the forward pass of a Llama keeps for its backward pass, weights not counted."""
     import torch
+    from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaModel
 
     from stretto.models.load import set_checkpointing
@@ -174,6 +186,11 @@ def kept_bytes(shape: Shape, layers: int, *, checkpointing: bool) -> int:
         vocab_size=shape.vocabulary,
     )
     model = LlamaModel(config).bfloat16()
+    if lora_rank:
+        model.requires_grad_(False)
+        adapters = LoraConfig(r=lora_rank, target_modules="all-linear")
+        model = get_peft_model(model, adapters)
+        model.enable_input_require_grads()  # as if adapters came before
     if checkpointing:
         set_checkpointing(model, ModelConfig(gradient_checkpointing="on"))
         model.train()

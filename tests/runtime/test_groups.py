@@ -50,6 +50,7 @@ TIMES = ("timing_s/", "time_s", "perf/", "utilisation/", "idle_s/", "pipeline/")
 OF_PROCESSES = ("cluster/", "weight_sync/", "memory/")
 COPIES = {"processes": [{"roles": [f"reference {i}", f"critic {i}"]} for i in range(2)]}
 """Two copies of the scorers, which share their work."""
+BESIDE_LEARNER = {"processes": [{"roles": ["learner", "reference"]}]}
 RLOO = {
     "algorithm": {"name": "rloo"},
     "rollout": {"batch": 4, "max_new_tokens": 6, "samples_per_prompt": 2},
@@ -101,6 +102,7 @@ def assert_same(one: RunDirectory, two: RunDirectory) -> None:
         ("local", {"pipeline": {"ranks": 2}}),
         ("local", {"model": {"lora_rank": 2}, "warmup_examples": 8}),
         pytest.param("local", {"model": {"lora_rank": 2}}, marks=pytest.mark.slow),
+        ("local", {"model": {"lora_rank": 2}, "cluster": BESIDE_LEARNER}),
         pytest.param("local", RLOO, marks=pytest.mark.slow),
         pytest.param("local", {"cluster": {"scorers": "together"}}, marks=pytest.mark.slow),
         pytest.param("local", {"cluster": {"scorers": "generators"}}, marks=pytest.mark.slow),

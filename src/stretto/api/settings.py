@@ -75,27 +75,27 @@ def settled(config: R, say: Callable[[str], object]) -> R:
     """
     from stretto.models.backend import fastest_dtype, pick_device
 
-    if isinstance(config, Config) and _on_gpus_elsewhere(config):
-        if config.model.dtype == "auto":
-            say("model.dtype = auto takes bfloat16: the run works on GPUs of other machines")
-            config = config.changed_in("model", dtype="bfloat16")
-        return config
-    device = pick_device(config.model.device)
+    elsewhere = isinstance(config, Config) and _on_gpus_elsewhere(config)
+    device = pick_device("cpu" if elsewhere else config.model.device)
+    if elsewhere and config.model.dtype == "auto":
+        say("model.dtype = auto takes bfloat16: the run works on GPUs of other machines")
+        config = config.changed_in("model", dtype="bfloat16")
     if config.model.dtype == "auto":
         dtype, because = fastest_dtype(device, config.threads)
         name = str(dtype).removeprefix("torch.")
         say(f"model.dtype = auto takes {name}: {because}")
         config = config.changed_in("model", dtype=name)
-    if device.type == "cpu":
+    if device.type == "cpu" and not elsewhere:
         return config
     from stretto.planner.choices import fitted
+    from stretto.planner.fitting import GPU_BYTES
     from stretto.rollout.registry import choose
 
     if isinstance(config, Config) and config.rollout.engine == "auto":
         engine, because = choose(config)
         say(f"rollout.engine = auto takes {engine}: {because}")
         config = config.changed_in("rollout", engine=engine)
-    return fitted(config, say)
+    return fitted(config, say, GPU_BYTES if elsewhere else 0)
 
 
 def _on_gpus_elsewhere(config: Config) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -40,21 +39,24 @@ BESIDE_SLOTS = 4_096
 """Tokens of a recomputed pass for which keys and values leave room."""
 
 
-def fitted(config: Fitted, say: Callable[[str], object]) -> Fitted:
+def fitted(config: Fitted, say: Callable[[str], object], unseen: int = 0) -> Fitted:
     """Return a run's settings with what they leave to the memory plan, and say what that is.
 
     On GPUs these are passes (:func:`with_passes`), slots and vLLM's share; the config of a model
     that is not here is fetched for them. Nothing is changed on a CPU, or for a model whose shape
-    cannot be told. GPUs of other machines are taken to be like this one.
+    cannot be told. GPUs of other machines are taken to be like this one; where this machine has
+    none, to have ``unseen`` bytes.
     """
     import torch
 
     from stretto.models.backend import pick_device, pick_dtype
+    from stretto.workers.ray_cluster import find
 
-    device = pick_device(config.model.device)
-    if device.type == "cpu":
-        return config
     m = config.model
+    device = pick_device("cpu" if unseen else m.device)
+    if device.type == "cpu" and not unseen:
+        return config
+    here = unseen or capacity(str(device))
     width = pick_dtype(m.dtype, device).itemsize
     try:
         if not is_known(m.name) and model_info(m.name) is None:
@@ -62,7 +64,8 @@ def fitted(config: Fitted, say: Callable[[str], object]) -> Fitted:
         if isinstance(config, Config):
             shapes, adapters = known_shapes(config.model, config.critic, config.reward)
             elsewhere = bool(config.cluster.address)
-            gpus = sys.maxsize if elsewhere else torch.cuda.device_count()
+            cluster = find() if elsewhere else None
+            gpus = int(cluster.gpus) if cluster else torch.cuda.device_count()
             found = places(config, config.threads or torch.get_num_threads(), gpus)
             fits: Fitted = fitted_run(
                 config,
@@ -70,11 +73,10 @@ def fitted(config: Fitted, say: Callable[[str], object]) -> Fitted:
                 shapes,
                 width,
                 adapters,
-                lambda name: capacity(str(device) if elsewhere else name),
+                lambda name: here if elsewhere else capacity(name),
             )
         else:
-            room = capacity(str(device))
-            fits = with_passes(config, lambda tried: supervised_fits(tried, width, room))
+            fits = with_passes(config, lambda tried: supervised_fits(tried, width, here))
     except ModelError as error:
         say(f"passes are not fitted to the GPU's memory, as the model's is not known: {error}")
         return config
@@ -87,8 +89,8 @@ def fitted(config: Fitted, say: Callable[[str], object]) -> Fitted:
         if (value := attrgetter(name)(fits)) != attrgetter(name)(config)
     ]
     if chosen:
-        size = format_size(capacity(str(device)))
-        say(f"by the memory plan of a GPU of {size}: {', '.join(chosen)}")
+        said = "taken to have" if unseen else "of"
+        say(f"by the memory plan of a GPU {said} {format_size(here)}: {', '.join(chosen)}")
     return fits
 
 
@@ -107,11 +109,8 @@ def fitted_run(
         return [load for load in every if load.device != "cpu"]
 
     def fits(config: Config, phases: Sequence[str] = ("scoring", "training")) -> bool:
-        return all(
-            load.phase(name).total() <= FILLED * room(load.device)
-            for load in loads(config)
-            for name in phases
-        )
+        found = loads(config)
+        return all(load.fits(name, room(load.device)) for load in found for name in phases)
 
     share = "gpu_memory_utilization"
     beside = _vllm_beside_others(config, found)

@@ -34,6 +34,7 @@ from stretto.planner.memory import (
     CONTEXT,
     PHASES,
     PUBLISHED,
+    SHARE,
     STATE,
     Adapters,
     DeviceMemory,
@@ -81,7 +82,8 @@ def memory_plan(
     """Count the memory of a run; raises ConfigError for a count below 1.
 
     Args:
-        adapters: parameters of the LoRA adapters of actor and critic each; ``None`` trains all.
+        adapters: parameters of the LoRA adapters of actor and critic each; ``None`` trains all. The
+            critic's are on the actor's weights.
         models: parameters by model; without any, the same of each of four.
         frozen_bytes: bytes of a frozen weight in the mixed counting: 2 (bf16) or 4 (fp32).
     """
@@ -91,9 +93,9 @@ def memory_plan(
             raise ConfigError(f"a number of parameters is 1 or more; got {count}", "no-parameters")
 
     def counted(width: int, state: int) -> Counter[str]:
-        trained = round(sum(trained_bytes(parameters, adapters, 1, width, state)))
-        sizes = {role: width * size for role, size in models.items()}
-        return Counter({r: trained if r in TRAINED_ROLES else size for r, size in sizes.items()})
+        states, frozen = map(round, trained_bytes(parameters, adapters, 1, width, state))
+        trained = dict.fromkeys(TRAINED_ROLES, states + frozen) | {"critic": states}
+        return Counter({role: trained.get(role, width * size) for role, size in models.items()})
 
     mixed = counted(frozen_bytes, STATE)
     return MemoryPlan(parameters, adapters or parameters, counted(2, 6), mixed)
@@ -172,6 +174,12 @@ class Load(DeviceMemory):
         """Return what takes memory in a phase, and how many bytes."""
         return self.during(*(PHASES if self.at_once else (name,)))
 
+    def fits(self, name: str, there: int) -> bool:
+        """Return whether a phase fits a device of so many bytes, beside any share of vLLM's."""
+        parts = self.phase(name)
+        share = parts[SHARE]
+        return parts.total() - share <= FILLED * (there - share)
+
     @property
     def fullest(self) -> str:
         """The phase that takes the most."""
@@ -233,7 +241,7 @@ def check(found: Sequence[Load], capacity: Callable[[str], int]) -> Iterator[str
                 "on other devices (fsdp, tp), a smaller model, or LoRA",
                 "memory-exceeded",
             )
-        if load.phase(name).total() > FILLED * there:
+        if not load.fits(name, there):
             yield (
                 f"{name} may take {takes} of {where} ({_most(load.phase(name))}); lower "
                 "rollout.slots or training.microbatch_tokens if it runs out of memory"
@@ -362,8 +370,9 @@ class RunMemory:
                 generates, follows = not seat.scorer, seat.scorer in ("", "critic")
                 own = reads if follows else ""
                 # Engines of one process share a copy; without its adapters the actor is reference.
-                another = generates and seat.role not in ("generator", "generator 0")
-                if inline and (another or (seat.scorer == "reference" and holds.adapters)):
+                another = inline and generates and seat.role not in ("generator", "generator 0")
+                trains = copies and any(other.role == LEARNER for other in place.roles)
+                if another or (trains and seat.scorer == "reference" and holds.adapters):
                     own = "all"
                 rows, share, sleeps = -(-c.most_in_flight // c.rollout.engines), None, False
                 if generates and self.is_vllm(place):

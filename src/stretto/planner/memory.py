@@ -89,7 +89,9 @@ def gathered_bytes(shape: Shape, mesh: Mesh, *, gradients: bool) -> float:
     return HALF * (2 * layer + root) + of_gradients
 
 
-def layer_activation_bytes(shape: Shape, tokens: int, tensor: int) -> float:
+def layer_activation_bytes(
+    shape: Shape, tokens: int, tensor: int, *, frozen: bool = False
+) -> float:
     """Return bytes that a layer keeps for its backward pass.
 
     Korthikanti et al. 2022, sections 4.1 and 4.2.1, with attention recomputed, without dropout: on
@@ -97,22 +99,28 @@ def layer_activation_bytes(shape: Shape, tokens: int, tensor: int) -> float:
     them Q, K, V and the input of attention's output layer, and the MLP's intermediate state before
     and after its activation, twice where it is gated. For their layer (no gate, inner = 4 h) that
     is (8 + 24/t) h: their (10 + 24/t) h less two dropout masks. Llama's norms keep their input in
-    float32 and its normed values in bfloat16.
+    float32 and its normed values in bfloat16. Matrices and norms that are ``frozen`` keep no inputs
+    of their own.
     """
     norm = SINGLE + HALF if shape.gated else HALF
     whole = 2 * (norm + HALF) * shape.hidden
     attention = 2 * HALF * (shape.hidden + shape.kv_width)
     mlp = (4 if shape.gated else 2) * HALF * shape.inner
+    if frozen:
+        whole = 2 * (SINGLE if shape.gated else HALF) * shape.hidden
+        mlp -= HALF * shape.inner
     return tokens * (whole + (attention + mlp) / tensor)
 
 
-def activation_bytes(shape: Shape, tokens: int, tensor: int, *, checkpointing: bool) -> float:
+def activation_bytes(
+    shape: Shape, tokens: int, tensor: int, *, checkpointing: bool, frozen: bool = False
+) -> float:
     """Return bytes of activations of a micro-batch that is trained on.
 
     With checkpointing each layer keeps its input alone (2 h a token: Korthikanti et al. 2022,
     section 5), and one layer at a time what it computes again.
     """
-    layer = layer_activation_bytes(shape, tokens, tensor)
+    layer = layer_activation_bytes(shape, tokens, tensor, frozen=frozen)
     if not checkpointing:
         return shape.layers * layer
     return shape.layers * HALF * shape.hidden * tokens + layer
@@ -301,12 +309,15 @@ class DeviceMemory:
     ) -> Counter[str]:
         """Count what a forward and a backward pass of a trained model take."""
         # A pipeline's first stage holds as many micro-batches as there are stages.
-        kept = activation_bytes(shape, tokens, mesh.tensor, checkpointing=checkpointing)
+        rounded = self.adapters is not None and self.width < SINGLE  # beside adapters
+        kept = activation_bytes(
+            shape, tokens, mesh.tensor, checkpointing=checkpointing, frozen=rounded
+        )
         taken = Counter(
             activations=round(kept * self.width / HALF),
             logits=round(logits_bytes(shape, tokens, gradients=True)),
         )
-        if self.adapters and self.width < SINGLE:  # float32 ones are counted already
+        if self.adapters and rounded:  # in float32 they are counted as inputs of matrices
             inputs = self.adapters.input_bytes(shape.layers, tokens, checkpointing=checkpointing)
             taken["adapters' inputs"] = round(inputs)
         if not copies:

@@ -23,7 +23,7 @@ from stretto.files import FileSum
 from stretto.models.backend import pick_device
 from stretto.models.offload import OffloadedTensors
 from stretto.protocols import Learner
-from stretto.runtime.messages import SENDER, Offer, Ready, RoleSetup, frozen_mark
+from stretto.runtime.messages import ADAPTED, SENDER, Offer, Ready, RoleSetup, frozen_mark
 from stretto.runtime.placement import learner_layout
 from stretto.runtime.state import claim_of, copied, fit
 from stretto.tasks.prompts import PromptSource
@@ -221,6 +221,8 @@ def learner(setup: RoleSetup, probe: IntArray) -> LearnerService:
         lends=setup.shares_weights,
         grid=Grid(device.type, learner_layout(config.cluster)) if ranks > 1 else None,
     )
+    if ranks == 1 and config.model.lora_rank and not config.pipeline.ranks:
+        setup.shared[ADAPTED] = models.actor
     for name, model in made.trained.items():
         if isinstance(model, ShardedModel):
             sender.divide(name, model.trained_wholes, learner_layout(config.cluster))
@@ -229,6 +231,7 @@ def learner(setup: RoleSetup, probe: IntArray) -> LearnerService:
     service = LearnerService(made, sender, prompts, ready, probe, rank, ranks, setup.give_back)
     service.offloaded = _offloaded(made, setup)
     service._ready = replace(ready, refs=service.offered())
+    del models, rewards  # such as a reference, which is here for nothing
     setup.give_back()
     return service
 

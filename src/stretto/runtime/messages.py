@@ -18,8 +18,9 @@ from stretto.models.offload import CopyStream, OffloadedTensors
 from stretto.models.weights import fingerprint
 from stretto.types import FloatArray, IntArray, Prompt, WeightsRef
 
-SENDER, COPY_STREAM = "sender", "copy stream"
-"""What services of a process share: the learner's weights, and the stream of offloaded tensors."""
+SENDER, ADAPTED, COPY_STREAM = "sender", "adapted", "copy stream"
+"""What services of a process share: the learner's weights, its actor where only adapters of it are
+trained, and the stream of offloaded tensors."""
 
 PROBE_ROWS, PROBE_TOKENS = 8, 9
 """Sequences of the probe, and tokens of each; all but the first are looked at: 64."""

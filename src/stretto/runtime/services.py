@@ -30,7 +30,15 @@ from stretto.protocols import Generator, Scorer
 from stretto.rollout.base import Engine
 from stretto.rollout.registry import engine_of
 from stretto.runtime.kv_transfer import KVStore
-from stretto.runtime.messages import SENDER, Loaded, MoveRates, Ready, RoleSetup, frozen_mark
+from stretto.runtime.messages import (
+    ADAPTED,
+    SENDER,
+    Loaded,
+    MoveRates,
+    Ready,
+    RoleSetup,
+    frozen_mark,
+)
 from stretto.runtime.placement import learner_layout
 from stretto.scoring.base import ModelScorer
 from stretto.scoring.functions import FunctionScorer
@@ -222,17 +230,22 @@ def generator(setup: RoleSetup, name: str, probe: IntArray) -> GeneratorService:
 
 
 def reference(setup: RoleSetup) -> ScorerService:
-    """Make the reference's service, in its process: the reference is the actor at the start."""
+    """Make the reference's service, in its process: the reference is the actor at the start, or in
+    the process of a learner of adapters its actor without them.
+    """
     setup.prepare()
     config, notes = setup.config, list[str]()
-    model = setup.overrides.reference
-    if model is not None:
+    model, adapted = setup.overrides.reference, setup.shared.get(ADAPTED)
+    if model is None and adapted is not None:
+        model = adapted
+    elif model is not None:
         model = made_ready(model, config.model.device, "the reference").requires_grad_(False)
     else:
         model, _ = loaded_actor(setup)
     marks = _marks_of(model)
     (scorer,) = RoleFactory(config, notes.append).model_scorers(cut(model, setup), None, None)
-    offloaded = setup.offloaded("reference", scorer.model.parameters)
+    own = model is not adapted
+    offloaded = setup.offloaded("reference", scorer.model.parameters) if own else None
     return ScorerService(scorer, notes, marks=marks, offloaded=offloaded, give_back=setup.give_back)
 
 
