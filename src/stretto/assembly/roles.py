@@ -336,6 +336,9 @@ class RoleFactory:
             "critic": LearningRate(t.critic_lr, updates, warmup),
         }
         losses = Losses(config.algorithm, config.rollout.temperature)
+        if config.model.use_liger_kernel:
+            for model in filter(None, (actor, critic)):
+                backend_of(pick_device(config.model.device)).use_liger_kernel(model)
         ranks: Ranks | None = None
         first: Trained
         second: Trained | None
