@@ -131,7 +131,7 @@ class Bench:
             "out": str(self.folder / "runs"),
             "model": {"name": str(source), "device": self.device.type},
             "task": {"name": "spell_backward", "size": 200},
-            "rollout": {"batch": a.batch, "max_new_tokens": a.new_tokens},
+            "rollout": {"engine": "torch", "batch": a.batch, "max_new_tokens": a.new_tokens},
             "training": {"microbatch_tokens": a.microbatch_tokens},
             "reward": {"missing_eos": "off"},
             "observe": {"checkpoint_minutes": 0},
