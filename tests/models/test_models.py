@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -11,6 +12,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations import liger
 
 from raising import raises
-from stretto.config import ModelConfig
+from stretto.config import ModelConfig, recipes
 from stretto.errors import ConfigError, MissingExtraError, ModelError
 from stretto.models import resolve as resolving
 from stretto.models.backend import pick_device, pick_dtype
@@ -631,3 +633,38 @@ def test_liger_takes_the_models_that_are_trained(tiny: Path) -> None:
         layer = next(m for m in model.modules() if type(m).__name__ == "LlamaDecoderLayer")
         for part in (layer.input_layernorm, layer.mlp):
             assert part.forward.__func__.__module__.startswith("liger_kernel.")
+
+
+def test_layers_are_compiled_one_by_one_for_any_length(
+    monkeypatch: pytest.MonkeyPatch, tiny: Path
+) -> None:
+    """By a compiler that changes nothing, so that outputs are the same bits."""
+    model, graphs = lm(tiny), []
+    model.set_attn_implementation("sdpa")  # as on a GPU
+    with raises(ConfigError, "compile-on-cpu"):
+        Backend(CPU).compile_layers(model)
+    ids = [torch.arange(n)[None] for n in (5, 9, 12)]
+    plain = [model(x).logits for x in ids]
+    compiled = partial(torch.compile, backend=lambda graph, _: graphs.append(graph) or graph)
+    monkeypatch.setattr(torch, "compile", compiled)
+    CudaBackend(CPU).compile_layers(model)
+    for x, want in zip(ids, plain, strict=True):
+        assert model(x).logits.equal(want)
+    # A graph a layer, and another one at most once the length turns out to vary.
+    assert 2 <= len(graphs) <= 4
+    copied = copy.deepcopy(model)  # as for models whose weights are shards
+    assert copied(ids[0]).logits.equal(plain[0])
+
+
+@pytest.mark.parametrize(
+    ("code", "changes"),
+    [
+        ("compile-inline", {"model": {"torch_compile": True}}),
+        ("kernels-in-pipelines", {"model": {"use_liger_kernel": True}, "pipeline": {"ranks": 2}}),
+    ],
+)
+def test_kernels_for_training_are_refused_where_others_would_meet_them(
+    code: str, changes: dict[str, Any]
+) -> None:
+    with raises(ConfigError, code):
+        recipes.build(changes, "here")

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from stretto.errors import ConfigError, ModelError, require
 from stretto.models.attention import use_short_attention
+from stretto.models.forward import decoder_layers
 
 Outputs = tuple[Tensor, ...]
 
@@ -57,6 +58,15 @@ class Backend:
         raise ConfigError(
             "model.use_liger_kernel = true is for GPUs, and the model is on a CPU; leave it out",
             "liger-on-cpu",
+        )
+
+    def compile_layers(self, model: nn.Module) -> None:
+        """Have torch.compile compile a model's layers when they are first called, in place, for
+        sequences of any length. Raises ConfigError on a CPU.
+        """
+        raise ConfigError(
+            "model.torch_compile = true is for GPUs, and the model is on a CPU; leave it out",
+            "compile-on-cpu",
         )
 
     def rank_device(self, rank: int) -> torch.device:
@@ -162,6 +172,10 @@ class CudaBackend(Backend):
         # Losses are not the model's own here, and never hold all logits.
         others = {"cross_entropy": False, "fused_linear_cross_entropy": False}
         apply_liger_kernel(model, others)  # type: ignore[no-untyped-call]
+
+    def compile_layers(self, model: nn.Module) -> None:
+        for layer in decoder_layers(model):  # one by one: FSDP gathers and frees between them
+            layer.compile(dynamic=True)
 
     def rank_device(self, rank: int) -> torch.device:
         return torch.device("cuda", rank)
