@@ -131,7 +131,7 @@ class Bench:
             "out": str(self.folder / "runs"),
             "model": {"name": str(source), "device": self.device.type},
             "task": {"name": "spell_backward", "size": 200},
-            "rollout": {"batch": a.batch, "max_new_tokens": a.new_tokens},
+            "rollout": {"engine": "torch", "batch": a.batch, "max_new_tokens": a.new_tokens},
             "training": {"microbatch_tokens": a.microbatch_tokens},
             "reward": {"missing_eos": "off"},
             "observe": {"checkpoint_minutes": 0},
@@ -367,6 +367,11 @@ def ppo(bench: Bench) -> Iterator[Row]:
     variants["sync, without CUDA graphs"] = {"rollout": {"engine_args": {"cuda_graphs": False}}}
     variants["sync, recomputing"] = {"model": {"gradient_checkpointing": True}}
     variants["sync, LoRA"] = {"model": {"lora_rank": 16}}
+    if bench.device.type == "cuda" and is_installed("liger_kernel"):
+        variants["sync, Liger's kernels"] = {"model": {"use_liger_kernel": True}}
+    if bench.device.type == "cuda" and is_installed("bitsandbytes"):
+        variants["sync, moments in 8 bits"] = {"training": {"optim": "adamw_8bit"}}
+        variants["sync, paged moments"] = {"training": {"optim": "paged_adamw_32bit"}}
     for what, sections in variants.items():
 
         def step(sections: dict[str, Any] = sections) -> str:

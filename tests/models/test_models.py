@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -11,7 +12,9 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,13 +23,15 @@ from safetensors.torch import load_file, save_file
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
+from transformers.integrations import liger
 
 from raising import raises
-from stretto.config import ModelConfig
-from stretto.errors import ConfigError, ModelError
+from stretto.config import ModelConfig, recipes
+from stretto.errors import ConfigError, MissingExtraError, ModelError
 from stretto.models import resolve as resolving
 from stretto.models.backend import pick_device, pick_dtype
 from stretto.models.devices import Backend, CudaBackend, cpu_has_bfloat16
+from stretto.models.heads import critic_from_actor
 from stretto.models.info import ModelInfo, described, measure
 from stretto.models.load import (
     architecture,
@@ -593,3 +598,73 @@ def test_a_gpu_squares_gradients_without_copies_in_float64() -> None:
     plain = Backend(torch.device("cpu")).sum_of_squares(tensors)
     assert plain.item() == pytest.approx(exact, rel=1e-12)
     assert backend.sum_of_squares([]).item() == 0
+
+
+def test_liger_kernels_are_for_gpus_and_models_that_it_knows(
+    monkeypatch: pytest.MonkeyPatch, tiny: Path
+) -> None:
+    """A stand-in for the library: the kernels themselves need a GPU."""
+    model, given = lm(tiny), []
+    with raises(ConfigError, "liger-on-cpu"):
+        Backend(CPU).use_liger_kernel(model)
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    with raises(MissingExtraError, "missing-library", "model.use_liger_kernel"):
+        CudaBackend(CPU).use_liger_kernel(model)
+    known = SimpleNamespace(MODEL_TYPE_TO_APPLY_LIGER_FN={"llama": None})
+    for name in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", known)
+    monkeypatch.setattr(liger, "apply_liger_kernel", lambda *args: given.append(args))
+    CudaBackend(CPU).use_liger_kernel(model)
+    assert given == [(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})]
+    monkeypatch.setattr(model.config, "model_type", "other")
+    with raises(ModelError, "no-liger-kernels", "other"):
+        CudaBackend(CPU).use_liger_kernel(model)
+
+
+def test_liger_takes_the_models_that_are_trained(tiny: Path) -> None:
+    """With the library itself: norms and MLPs of actor and critic are its own, also under LoRA."""
+    pytest.importorskip("liger_kernel")
+    actor = lm(tiny)
+    critic = critic_from_actor(actor)
+    adapted = add_lora(lm(tiny), ModelConfig(lora_rank=2), "CAUSAL_LM")
+    for model in (actor, critic, adapted):
+        CudaBackend(CPU).use_liger_kernel(model)
+        layer = next(m for m in model.modules() if type(m).__name__ == "LlamaDecoderLayer")
+        for part in (layer.input_layernorm, layer.mlp):
+            assert part.forward.__func__.__module__.startswith("liger_kernel.")
+
+
+def test_layers_are_compiled_one_by_one_for_any_length(
+    monkeypatch: pytest.MonkeyPatch, tiny: Path
+) -> None:
+    """By a compiler that changes nothing, so that outputs are the same bits."""
+    model, graphs = lm(tiny), []
+    model.set_attn_implementation("sdpa")  # as on a GPU
+    with raises(ConfigError, "compile-on-cpu"):
+        Backend(CPU).compile_layers(model)
+    ids = [torch.arange(n)[None] for n in (5, 9, 12)]
+    plain = [model(x).logits for x in ids]
+    compiled = partial(torch.compile, backend=lambda graph, _: graphs.append(graph) or graph)
+    monkeypatch.setattr(torch, "compile", compiled)
+    CudaBackend(CPU).compile_layers(model)
+    for x, want in zip(ids, plain, strict=True):
+        assert model(x).logits.equal(want)
+    # A graph a layer, and another one at most once the length turns out to vary.
+    assert 2 <= len(graphs) <= 4
+    copied = copy.deepcopy(model)  # as for models whose weights are shards
+    assert copied(ids[0]).logits.equal(plain[0])
+
+
+@pytest.mark.parametrize(
+    ("code", "changes"),
+    [
+        ("compile-inline", {"model": {"torch_compile": True}}),
+        ("kernels-in-pipelines", {"model": {"use_liger_kernel": True}, "pipeline": {"ranks": 2}}),
+    ],
+)
+def test_kernels_for_training_are_refused_where_others_would_meet_them(
+    code: str, changes: dict[str, Any]
+) -> None:
+    with raises(ConfigError, code):
+        recipes.build(changes, "here")

@@ -126,7 +126,7 @@ def assert_greedy_as_transformers(model: Any, made: Sequence[Rollout], tolerance
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=LIMIT
         )
-        assert r.tokens == out[0, ids.shape[1] :].tolist()
+        assert list(r.tokens) == out[0, ids.shape[1] :].tolist()
         assert_logprobs(model, r, tolerance)
 
 
@@ -308,7 +308,7 @@ def answers() -> list[Answer]:
 def assert_answers(made: Sequence[Rollout]) -> None:
     for r in made:
         expected = answers()[r.id]
-        assert r.tokens == expected.tokens
+        assert list(r.tokens) == list(expected.tokens)
         assert r.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
         assert r.finish == expected.finish
 
@@ -670,7 +670,7 @@ def test_new_weights_are_used_from_their_version_on(shared: bool) -> None:
     finish(e, made)
     for r, n in zip(made, had, strict=True):
         assert 0 < n < LIMIT
-        assert r.versions == [0] * n + [3] * (LIMIT - n)
+        assert list(r.versions) == [0] * n + [3] * (LIMIT - n)
         before, after = plain_logprobs(old, r), plain_logprobs(new, r)
         got = torch.tensor(r.logprobs)
         assert torch.allclose(got[:n], before[:n], rtol=0, atol=1e-4)
@@ -709,7 +709,7 @@ def test_a_cache_that_is_reused_is_of_the_old_weights(moved: bool) -> None:
         e.accept(told(made), transfers)
     finish(e, made)
     for r in made:
-        assert r.versions == [0] * 4 + [1] * (LIMIT - 4)
+        assert list(r.versions) == [0] * 4 + [1] * (LIMIT - 4)
         expected = continued_logprobs(old, new, r, 4)
         assert torch.allclose(torch.tensor(r.logprobs[4:]), expected, rtol=0, atol=1e-4)
         assert (expected - plain_logprobs(new, r)[4:]).abs().max() > 0.1

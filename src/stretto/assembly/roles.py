@@ -336,6 +336,12 @@ class RoleFactory:
             "critic": LearningRate(t.critic_lr, updates, warmup),
         }
         losses = Losses(config.algorithm, config.rollout.temperature)
+        backend = backend_of(pick_device(config.model.device))
+        for model in filter(None, (actor, critic)):
+            if config.model.use_liger_kernel:
+                backend.use_liger_kernel(model)
+            if config.model.torch_compile:
+                backend.compile_layers(model)
         ranks: Ranks | None = None
         first: Trained
         second: Trained | None

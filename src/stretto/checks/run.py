@@ -43,10 +43,7 @@ def check_run(
     where the hub, if it is to be asked, does not answer for what must be fetched from it.
     """
     _check_observation(config.observe)
-    if config.runtime == "ray":
-        require("ray", "ray", "runtime = 'ray'")
-    if config.rollout.engine == "vllm" and not any(p.python for p in config.cluster.processes):
-        require("vllm", "vllm", "rollout.engine = 'vllm'")
+    _check_libraries(config)
     _check_pipeline(config.pipeline.ranks)
     gpus = usable_gpus()
     if config.runtime == "local":
@@ -111,6 +108,17 @@ def check_measured(
         _check_model(name, config.model)
     task = _check_task(config.task, config.seed) if rows else None
     _check_sources([*map(reward_source, sources)], config.model, task, tokenizer=False)
+
+
+def _check_libraries(config: Config) -> None:
+    if config.runtime == "ray":
+        require("ray", "ray", "runtime = 'ray'")
+    if config.rollout.engine == "vllm" and not any(p.python for p in config.cluster.processes):
+        require("vllm", "vllm", "rollout.engine = 'vllm'")
+    if config.model.use_liger_kernel:
+        require("liger_kernel", "liger", "model.use_liger_kernel = true")
+    if config.training.optim != "adamw_torch_fused":
+        require("bitsandbytes", "bitsandbytes", f"training.optim = '{config.training.optim}'")
 
 
 def _check_pipeline(ranks: int) -> None:

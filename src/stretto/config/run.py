@@ -138,6 +138,22 @@ class Config(Section):
             "critic.init = 'reward' needs a reward model, and reward.sources has none; "
             "add 'model:NAME' to reward.sources, or set critic.init = 'actor'"
         )
+        process = self.cluster.process_of(LEARNER)
+        alone = process.ranks == 1 and not process.offload and not self.pipeline.ranks
+        optim = self.training.optim
+        broken["optimizer-of-one-process"] = (optim != "adamw_torch_fused" and not alone) and (
+            f"training.optim = '{optim}' is for a learner in one process, whose moments stay where "
+            "they are; leave it out, or leave out fsdp, tp, offload and pipeline.ranks"
+        )
+        broken["compile-inline"] = (self.model.torch_compile and self.runtime == "inline") and (
+            "model.torch_compile compiles layers for training, and with runtime = 'inline' the "
+            "engine may decode with the same ones; set runtime = 'local' or 'ray'"
+        )
+        kernels = self.model.use_liger_kernel or self.model.torch_compile
+        broken["kernels-in-pipelines"] = (kernels and self.pipeline.ranks) and (
+            "model.use_liger_kernel and model.torch_compile change whole models, and "
+            f"pipeline.ranks = {self.pipeline.ranks} cuts them into stages; leave one of them out"
+        )
         several = [p for p in self.cluster.processes if p.ranks > 1]
         broken["ranks-without-processes"] = (several and self.runtime == "inline") and (
             f"cluster.processes: fsdp = {several[0].fsdp} and tp = {several[0].tp} ask for "

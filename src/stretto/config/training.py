@@ -26,6 +26,10 @@ Trained = Literal["actor", "critic"]
 class OptimizerConfig(Section):
     """Optimizer: AdamW on fp32 masters."""
 
+    optim: Literal["adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"] = (
+        "adamw_torch_fused"
+    )
+    """Optimizer, by transformers' names. The others are bitsandbytes' (extra bitsandbytes), for learners in one process. 8bit: moments in 8 bits, a quarter of the memory. paged: moments move to the host's memory where a GPU's is full."""
     lr: Positive = 3e-6
     """Peak learning rate (of the actor)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"

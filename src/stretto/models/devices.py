@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from stretto.errors import ConfigError, ModelError, require
 from stretto.models.attention import use_short_attention
+from stretto.models.forward import decoder_layers
 
 Outputs = tuple[Tensor, ...]
 
@@ -48,6 +50,24 @@ class Backend:
     def use_fastest_attention(self, model: nn.Module) -> None:
         """Choose the attention of a transformers model: on a CPU, that for short sequences."""
         use_short_attention(model)
+
+    def use_liger_kernel(self, model: Any) -> None:
+        """Put Liger's kernels into a transformers model, in place. Raises ConfigError on a CPU,
+        MissingExtraError without the library, ModelError for a model that it does not know.
+        """
+        raise ConfigError(
+            "model.use_liger_kernel = true is for GPUs, and the model is on a CPU; leave it out",
+            "liger-on-cpu",
+        )
+
+    def compile_layers(self, model: nn.Module) -> None:
+        """Have torch.compile compile a model's layers when they are first called, in place, for
+        sequences of any length. Raises ConfigError on a CPU.
+        """
+        raise ConfigError(
+            "model.torch_compile = true is for GPUs, and the model is on a CPU; leave it out",
+            "compile-on-cpu",
+        )
 
     def rank_device(self, rank: int) -> torch.device:
         """Return the device of a rank on this machine."""
@@ -137,6 +157,25 @@ class CudaBackend(Backend):
 
     def use_fastest_attention(self, model: nn.Module) -> None:
         """Leave transformers' choice, torch's fused attention."""
+
+    def use_liger_kernel(self, model: Any) -> None:
+        require("liger_kernel", "liger", "model.use_liger_kernel = true")
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as KNOWN
+        from transformers.integrations.liger import apply_liger_kernel
+
+        if (kind := model.config.model_type) not in KNOWN:
+            raise ModelError(
+                f"Liger has no kernels for models of type '{kind}'; leave model.use_liger_kernel "
+                "out",
+                "no-liger-kernels",
+            )
+        # Losses are not the model's own here, and never hold all logits.
+        others = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+        apply_liger_kernel(model, others)  # type: ignore[no-untyped-call]
+
+    def compile_layers(self, model: nn.Module) -> None:
+        for layer in decoder_layers(model):  # one by one: FSDP gathers and frees between them
+            layer.compile(dynamic=True)
 
     def rank_device(self, rank: int) -> torch.device:
         return torch.device("cuda", rank)

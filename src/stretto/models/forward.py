@@ -46,6 +46,12 @@ def backbone(model: nn.Module) -> nn.Module:
     return cast(nn.Module, lm.get_decoder() if inner else lm.base_model)
 
 
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the text decoder's layers, in order; none of a model that keeps them in no list."""
+    lists = [list(m) for m in backbone(model).children() if isinstance(m, nn.ModuleList)]
+    return max(lists, key=len, default=[])
+
+
 def freeze_unread(model: nn.Module) -> None:
     """Freeze what text does not pass through, such as a vision tower: it gets no gradient."""
     if text_config(model) is unwrapped(model).config:

@@ -35,7 +35,7 @@ from stretto.algorithms.reductions import Metrics
 from stretto.config import OptimizerConfig
 from stretto.config.training import token_budget
 from stretto.models.backend import backend_of
-from stretto.models.forward import backbone, by_token_budget, output_head, unwrapped
+from stretto.models.forward import by_token_budget, decoder_layers, output_head, unwrapped
 from stretto.models.load import save_model
 from stretto.models.logits import OutputHead
 from stretto.models.mapped import final, final_dtype
@@ -108,7 +108,7 @@ class ShardedModel(TrainedModel):
         self.wholes = full_parameters(model, cuts.dims)
         self._partial = cuts.partial  # names of weights whose gradients are sums over slices
         names = {id(module): f"{name}." for name, module in model.named_modules()}
-        for module in (*_layers(model), self._root):
+        for module in (*decoder_layers(model), self._root):
             if grid.slices:
                 cut_linears(model, cuts, grid.slices, names.get(id(module), ""))
             self._share_out(module)
@@ -360,11 +360,6 @@ class ShardedModel(TrainedModel):
         box = self.grid.layout.bounds(self.wholes[name], self.grid.rank)
         part = value.read(box) if isinstance(value, Stored) else value[index(box)].clone()
         return part.to(self.device)
-
-
-def _layers(model: nn.Module) -> list[nn.Module]:
-    lists = [list(m) for m in backbone(model).children() if isinstance(m, nn.ModuleList)]
-    return max(lists, key=len, default=[])
 
 
 def _without_weights(model: nn.Module) -> nn.Module:

@@ -26,6 +26,7 @@ from stretto.models.load import save_model
 from stretto.models.logits import OutputHead, token_logprobs
 from stretto.models.shards import TensorShard
 from stretto.models.weights import fingerprint
+from stretto.training.optimizers import load_optimizer_state, make_optimizer, optimizer_state
 from stretto.training.shard_files import STEP, Pieces, Stored
 from stretto.types import Response
 
@@ -299,13 +300,7 @@ class TrainedModel(Trained):
         self._snapshots = Snapshots(named)
         self._masters = [self._make_master(p) for p in self._weights]
         self._clip = config.grad_clip or math.inf
-        self._optimizer = torch.optim.AdamW(
-            [{"params": self._masters}],  # a group, as a list may be empty only there
-            lr=rate.peak,
-            betas=config.betas,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        self._optimizer = make_optimizer(self._masters, rate.peak, config)
         kind = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
         self.before_update: Callable[[], None] = lambda: None
         self._schedule = get_scheduler(kind, self._optimizer, rate.warmup, rate.updates)
@@ -409,7 +404,7 @@ class TrainedModel(Trained):
         named = zip(self._names, self._masters, strict=True)
         return {
             "masters": {name: self._for_files(name, m.detach()) for name, m in named},
-            "optimizer": self._with_moments(self._optimizer.state_dict(), self._for_files),
+            "optimizer": self._with_moments(optimizer_state(self._optimizer), self._for_files),
             "schedule": self._schedule.state_dict(),
         }
 
@@ -418,7 +413,7 @@ class TrainedModel(Trained):
         for name, master in zip(self._names, self._masters, strict=True):
             master.copy_(self._from_files(name, state["masters"][name]))
         optimizer = self._with_moments(state["optimizer"], self._from_files)
-        self._optimizer.load_state_dict(optimizer)
+        load_optimizer_state(self._optimizer, optimizer)
         self._schedule.load_state_dict(state["schedule"])
         self._copy_back()
 

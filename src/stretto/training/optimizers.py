@@ -1,0 +1,106 @@
+"""Optimizers: torch's AdamW, and bitsandbytes' with moments in 8 bits or in paged memory.
+
+States have one form, that of torch's AdamW: moments in float32, like the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from stretto.config import OptimizerConfig
+from stretto.errors import ConfigError, require
+
+MOMENTS = {"exp_avg": "1", "exp_avg_sq": "2"}
+"""AdamW's names of moments, and the ends of bitsandbytes' names."""
+
+_CLASSES = {
+    "adamw_8bit": "AdamW8bit",
+    "paged_adamw_8bit": "PagedAdamW8bit",
+    "paged_adamw_32bit": "PagedAdamW32bit",
+}
+_BLOCK = 256
+"""Elements that share a scale in 8 bits, in all of bitsandbytes' optimizers."""
+
+
+def make_optimizer(
+    parameters: Sequence[nn.Parameter], lr: float, config: OptimizerConfig
+) -> torch.optim.Optimizer:
+    """Return the optimizer of the settings, over float32 parameters.
+
+    Raises MissingExtraError without bitsandbytes where that is asked for, ConfigError where it is
+    to page on a CPU.
+    """
+    groups = [{"params": [*parameters]}]  # a list of parameters may be empty only in a group
+    given: dict[str, Any] = {"lr": lr, "betas": config.betas, "weight_decay": config.weight_decay}
+    if config.optim == "adamw_torch_fused":
+        return torch.optim.AdamW(groups, **given, fused=True)
+    purpose = f"training.optim = '{config.optim}'"
+    require("bitsandbytes", "bitsandbytes", purpose)
+    if config.optim.startswith("paged") and any(p.device.type == "cpu" for p in parameters):
+        raise ConfigError(
+            f"{purpose} moves pages between the memories of a GPU and its host, and the weights "
+            "are on a CPU; leave training.optim out, or train on a GPU",
+            "paged-optimizer-on-cpu",
+        )
+    import bitsandbytes
+
+    made: torch.optim.Optimizer = getattr(bitsandbytes.optim, _CLASSES[config.optim])(
+        groups, **given
+    )
+    return made
+
+
+def optimizer_state(optimizer: Any) -> dict[str, Any]:
+    """Return an optimizer's state in the form of torch's AdamW; tensors may share memory."""
+    found: dict[str, Any] = optimizer.state_dict()
+    if isinstance(optimizer, torch.optim.AdamW):
+        return found
+    state = {}
+    for i, parameter in enumerate(optimizer.param_groups[0]["params"]):
+        if own := optimizer.state.get(parameter):
+            moments = {name: _unpacked(own, end) for name, end in MOMENTS.items()}
+            state[i] = {"step": float(own["step"]), **moments}
+    return {"state": state, "param_groups": found["param_groups"]}
+
+
+@torch.no_grad()
+def load_optimizer_state(optimizer: Any, state: dict[str, Any]) -> None:
+    """Go on from what :func:`optimizer_state` has returned, for an optimizer of any kind."""
+    if isinstance(optimizer, torch.optim.AdamW):
+        optimizer.load_state_dict(state)
+        return
+    (group,), (given,) = optimizer.param_groups, state["param_groups"]
+    group.update({k: v for k, v in given.items() if k in group and k != "params"})
+    for i, moments in state["state"].items():
+        parameter = group["params"][i]
+        optimizer.init_state(group, parameter, 0, i)
+        own = optimizer.state[parameter]
+        own["step"] = int(moments["step"])
+        for name, end in MOMENTS.items():
+            _pack(own, end, moments[name])
+
+
+def _unpacked(own: Any, end: str) -> torch.Tensor:
+    held: torch.Tensor = own[f"state{end}"]
+    if held.dtype == torch.float32:
+        return held
+    from bitsandbytes.functional import dequantize_blockwise
+
+    scales, code = own[f"absmax{end}"], own[f"qmap{end}"]
+    made: torch.Tensor = dequantize_blockwise(held, absmax=scales, code=code, blocksize=_BLOCK)
+    return made
+
+
+def _pack(own: Any, end: str, moments: torch.Tensor) -> None:
+    held: torch.Tensor = own[f"state{end}"]
+    moments = moments.to(held.device)
+    if held.dtype != torch.float32:
+        from bitsandbytes.functional import quantize_blockwise
+
+        moments, scales = quantize_blockwise(moments, code=own[f"qmap{end}"], blocksize=_BLOCK)
+        own[f"absmax{end}"].copy_(scales.absmax)
+    held.copy_(moments)

@@ -1,0 +1,92 @@
+"""Optimizers of bitsandbytes: refused where they cannot be, and with states of AdamW's form."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from raising import raises
+from stretto.config import recipes
+from stretto.config.training import OptimizerConfig, TrainingConfig
+from stretto.errors import ConfigError, MissingExtraError
+from stretto.training.optimizers import make_optimizer
+from stretto.training.trained import LearningRate, TrainedModel
+
+RATE = LearningRate(1e-2, 100)
+
+
+def trained(optim: str) -> tuple[nn.Linear, TrainedModel]:
+    """A layer of so many weights that bitsandbytes keeps its moments in 8 bits."""
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 128, bias=False)
+    return linear, TrainedModel(linear, RATE, TrainingConfig(optim=optim, grad_clip=0))
+
+
+def steps(linear: nn.Linear, model: TrainedModel, first: int, last: int) -> None:
+    for seed in range(first, last):
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))
+        linear(x).square().sum().backward()
+        model.update()
+
+
+def moments(model: TrainedModel) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = model.state_dict()["optimizer"]["state"][0]
+    return found
+
+
+def test_bitsandbytes_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with raises(MissingExtraError, "missing-library", "training.optim = 'adamw_8bit'"):
+        trained("adamw_8bit")
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"cluster": {"processes": [{"roles": ["learner"], "fsdp": 2}]}},
+        {"cluster": {"processes": [{"roles": ["learner", "reference"], "offload": True}]}},
+        {"pipeline": {"ranks": 2}, "runtime": "inline"},
+    ],
+)
+def test_moments_of_other_forms_are_for_one_process(sections: dict[str, Any]) -> None:
+    given = {"runtime": "local", **sections, "training": {"optim": "adamw_8bit"}}
+    with raises(ConfigError, "optimizer-of-one-process", "adamw_8bit"):
+        recipes.build(given, "here")
+
+
+def test_paging_needs_a_gpu() -> None:
+    pytest.importorskip("bitsandbytes")
+    weights = [nn.Parameter(torch.zeros(2))]
+    with raises(ConfigError, "paged-optimizer-on-cpu", "paged_adamw_8bit"):
+        make_optimizer(weights, 1e-3, OptimizerConfig(optim="paged_adamw_8bit"))
+
+
+def test_moments_in_8_bits_are_near_adamws_and_go_on_from_them() -> None:
+    """bitsandbytes' dynamic code has steps of up to 1 / 64 of its block's largest number."""
+    pytest.importorskip("bitsandbytes")
+    (exact, adamw), (linear, eight) = trained("adamw_torch_fused"), trained("adamw_8bit")
+    steps(exact, adamw, 0, 1)
+    steps(linear, eight, 0, 1)
+    held = eight._optimizer.state[linear.weight]
+    assert held["state1"].dtype == held["state2"].dtype == torch.uint8
+    for name, want in moments(adamw).items():
+        if name != "step":
+            got = moments(eight)[name]
+            assert got.dtype == torch.float32
+            assert (got - want).abs().max() <= want.abs().max() / 64
+    for source in (adamw, eight):
+        other, resumed = trained("adamw_8bit")
+        resumed.load_state_dict(source.state_dict())
+        assert moments(resumed)["step"] == 1
+        for name in ("exp_avg", "exp_avg_sq"):
+            want = moments(source)[name]
+            assert (moments(resumed)[name] - want).abs().max() <= want.abs().max() / 64
+        steps(other, resumed, 1, 3)
+    _, back = trained("adamw_torch_fused")
+    back.load_state_dict(eight.state_dict())
+    assert moments(back)["exp_avg"].equal(moments(eight)["exp_avg"])
