@@ -23,7 +23,7 @@ from stretto.config import Config, PipelineConfig, RewardConfig
 from stretto.errors import ConfigError
 from stretto.models.forward import positions, unwrapped
 from stretto.models.load import end_token_ids, load_tokenizer, set_checkpointing
-from stretto.models.lora import check_lora
+from stretto.models.lora import check_lora, trained_names
 from stretto.models.resolve import resolve
 from stretto.models.weights import fingerprint
 from stretto.pipelines.executor.stages import check_stages
@@ -95,11 +95,15 @@ def trained_models(
     check_lora(base, m)
     _check_cuts(config.pipeline, config.critic.init, base, rewards)
     warmed_up(base, config, prompts, overrides, say)
-    critic = None
+    critic, trained = None, trained_names(base)
     if config.algorithm.definition.critic:
         critic = models.make_critic(m, config.critic.init, base, tokenizer, rewards, overrides, say)
         own = stack if overrides.critic is not None else None
         critic = models.with_adapters(critic, m, config.seed, "SEQ_CLS", own)
+    for name, parameter in base.named_parameters():
+        parameter.requires_grad_(
+            name in trained
+        )  # adapters of a critic on the same weights froze them
     own = stack if overrides.actor is not None else None
     actor = models.with_adapters(base, m, config.seed, "CAUSAL_LM", own)
     reference = None

@@ -213,6 +213,8 @@ def broken(engine: VllmEngine, learner: Learner, found: dict[str, Any]) -> None:
     source = engine._source
 
     class Breaking:
+        adapters, lora_rank = "", 0
+
         def tensors(self, arriving: Any) -> Any:
             for i, pair in enumerate(source.tensors(arriving)):
                 if i == 6:
