@@ -80,7 +80,7 @@ class ClusterConfig(Section):
     bucket_mb: PositiveInt = 64
     """MiB of weights that travel at a time; each side of a transfer has two buffers of this size."""
     probe_tolerance: Positive | Literal["auto"] = "auto"
-    """Largest difference (root mean square, in nats) between the log-probs of engine and learner on a fixed probe after each weight sync. auto: four times that of the first sync, and at most 0.001 in float32, 0.2 in bfloat16."""
+    """Largest difference (root mean square, in nats) between the log-probs of engine and learner on a fixed probe after each weight sync. auto: 0.001 in float32, 0.2 in bfloat16; more than four times that of the first sync is remarked on."""
     interface: str = ""
     """Network interface on which processes of a cluster talk; empty: the loopback with runtime = 'local', the one that leads to the driver with 'ray'."""
     address: str = ""
