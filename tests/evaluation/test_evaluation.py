@@ -838,7 +838,7 @@ def test_the_engine_of_the_settings_answers(
     """It gets the weights of the policy; vLLM is a stand-in, whose tokens are below 11."""
     opened: list[tuple[Any, StandIn]] = []
 
-    def open_requests(settings: Any, kv_bytes_per_token: int) -> StandIn:
+    def open_requests(settings: Any, kv_bytes_per_token: int, lora_rank: int) -> StandIn:
         opened.append((settings, StandIn()))
         return opened[-1][1]
 

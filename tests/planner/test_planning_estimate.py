@@ -32,7 +32,7 @@ FAST = 1e30
 FOUR = Mesh(4)
 LOAD = StepSizes(responses=8, prompt_tokens=3, response_tokens=2)
 SIZES = LOAD.responses, LOAD.length
-BUCKETS = 2 * 2 * P / 4  # a small model has buckets as large as its shard
+BUCKETS = 2 * 2 * P  # a small model has buckets as large as itself
 
 
 def hardware(
