@@ -67,7 +67,8 @@ def command(*, gpu: bool = False) -> int:
         for state, topic, text in check_gpu() if gpu else examine():
             broken += state == "broken"
             print(f"[{_MARKS[state]}] {topic:<13} {text}", flush=True)
-    print(f"{broken} broken; nothing can be trained before that is repaired" if broken else "ready")
+    what = "trust no run on this GPU" if gpu else "nothing can be trained before that is repaired"
+    print(f"{broken} broken; {what}" if broken else "ready")
     return 1 if broken else 0
 
 
