@@ -108,6 +108,7 @@ def make_batch(args: argparse.Namespace, seed: int, micro_batches: int) -> Micro
         places=flat_places([range(PROMPT - 1, args.tokens - 1)] * b, args.tokens - 1),
         targets=ids[:, PROMPT:].reshape(-1),
         inputs=inputs.located(),
+        lengths=(args.tokens - 1,) * b,
     )
 
 

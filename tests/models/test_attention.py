@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from helpers import llama
 from rounding import rounding
 from stretto.models import attention
 from stretto.models.attention import _CausalAttention
+from stretto.models.devices import Backend, CudaBackend
 from stretto.models.load import load_causal_lm
 
 TERMS = 200
@@ -66,3 +68,28 @@ def test_a_model_computes_the_same_with_it(tiny_folder: Path, monkeypatch) -> No
 def test_the_choice_is_not_saved(tiny_folder: Path, tmp_path: Path) -> None:
     load_causal_lm(tiny_folder, torch.float32, torch.device("cpu")).save_pretrained(tmp_path)
     assert attention.NAME not in (tmp_path / "config.json").read_text()
+
+
+def test_a_gpus_model_that_trains_alone_takes_flash_attention_if_it_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It computes in 16 bits; families without it, and CPUs, keep what they have."""
+    taken: list[str] = []
+    backend = CudaBackend(torch.device("cuda", 0))
+    coarse, fine = llama(dtype=torch.bfloat16), llama()
+    for model in (coarse, fine):
+        monkeypatch.setattr(model, "set_attn_implementation", taken.append)
+    backend.pack_sequences(coarse)
+    assert not taken  # it is not installed
+    monkeypatch.setattr("transformers.utils.import_utils.is_flash_attn_2_available", lambda: True)
+    backend.pack_sequences(fine)
+    Backend(torch.device("cpu")).pack_sequences(coarse)
+    assert not taken
+    backend.pack_sequences(coarse)
+    assert taken == ["flash_attention_2"]
+
+    def refuses(_: str) -> None:
+        raise ValueError("this family has none")
+
+    monkeypatch.setattr(coarse, "set_attn_implementation", refuses)
+    backend.pack_sequences(coarse)

@@ -6,6 +6,7 @@ import copy
 import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from helpers import (
     VOCABULARY,
@@ -301,6 +303,59 @@ def test_garbage_in_padding_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("stretto.models.forward.pad_right", pad_right)
     monkeypatch.setattr(collating, "pad_sequence", pad)
     assert_close(gradients_with(), plain)
+
+
+@pytest.mark.parametrize("budget", [60, 100_000])
+def test_sequences_laid_end_to_end_give_the_gradients_of_padded_ones(
+    budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As flash attention reads them; on a CPU, transformers masks them by their positions."""
+    plain, read = gradients_with(microbatch_tokens=budget), list[tuple[int, ...]]()
+    states = forward.Packing.states
+
+    def noted(packing: forward.Packing, *args: Any) -> Tensor:
+        found = states(packing, *args)
+        read.append(tuple(found.shape))
+        assert packing.ends[-1] == len(found) == len(packing.kept)
+        return found
+
+    monkeypatch.setattr(forward.Packing, "states", noted)
+    monkeypatch.setattr(forward, "packs", lambda _: True)
+    assert_close(gradients_with(microbatch_tokens=budget), plain)
+    longest = max(prompt + response - 1 for prompt, response in SHAPES)
+    tokens = sum(prompt + response - 1 for prompt, response in SHAPES)
+    assert sum(count for count, _ in read[-2:]) <= 2 * tokens  # and none of padding
+    assert tokens < longest * len(SHAPES)
+
+
+def test_padded_states_of_sequences_laid_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    actor, _ = models()
+    rows = [[3, 4, 5, 6], [7], [8, 9, 3]]
+    padded = forward.hidden_states(actor, rows)
+    monkeypatch.setattr(forward, "packs", lambda _: True)
+    packed = forward.hidden_states(actor, rows)
+    for one, two, row in zip(padded, packed, rows, strict=True):
+        torch.testing.assert_close(two[: len(row)], one[: len(row)])
+        assert not two[len(row) :].any()
+
+
+def test_a_model_that_reads_on_into_the_next_sequence_is_padded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Mamba's state goes on; its sequences are not laid end to end. Llama's are."""
+    actor, critic = models()
+    config = AutoConfig.for_model("mamba", hidden_size=16, num_hidden_layers=1, vocab_size=20)
+    mamba = AutoModelForCausalLM.from_config(config).eval()
+    assert forward.packs_rightly(actor)
+    assert not forward.packs_rightly(mamba)
+    taken: list[tuple[Any, str]] = []
+    for model in (actor, critic):
+        note = partial(lambda model, name: taken.append((model, name)), model)
+        monkeypatch.setattr(model, "set_attn_implementation", note)
+    monkeypatch.setattr("stretto.training.backprop.packs", lambda model: model is actor)
+    monkeypatch.setattr("stretto.training.backprop.packs_rightly", lambda _: False)
+    make_learner(actor, critic, settings())
+    assert taken == [(actor, "sdpa")]
 
 
 def test_the_side_and_the_width_of_padding_do_not_matter() -> None:

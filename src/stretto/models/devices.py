@@ -6,7 +6,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from threading import Lock
@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 from stretto.errors import ConfigError, ModelError, require
 from stretto.models.attention import use_short_attention
-from stretto.models.forward import decoder_layers
+from stretto.models.forward import decoder_layers, unwrapped
+from stretto.models.mapped import final_dtype
 
 Outputs = tuple[Tensor, ...]
 
@@ -68,6 +69,9 @@ class Backend:
             "model.torch_compile = true is for GPUs, and the model is on a CPU; leave it out",
             "compile-on-cpu",
         )
+
+    def pack_sequences(self, model: nn.Module) -> None:
+        """Let a model that only trains lay sequences end to end, if a kernel reads their ends."""
 
     def rank_device(self, rank: int) -> torch.device:
         """Return the device of a rank on this machine."""
@@ -176,6 +180,13 @@ class CudaBackend(Backend):
     def compile_layers(self, model: nn.Module) -> None:
         for layer in decoder_layers(model):  # one by one: FSDP gathers and frees between them
             layer.compile(dynamic=True)
+
+    def pack_sequences(self, model: nn.Module) -> None:
+        from transformers.utils.import_utils import is_flash_attn_2_available
+
+        if is_flash_attn_2_available() and final_dtype(next(model.parameters())).itemsize == 2:
+            with suppress(ImportError, ValueError):  # of families that have no such attention
+                unwrapped(model).set_attn_implementation("flash_attention_2")
 
     def rank_device(self, rank: int) -> torch.device:
         return torch.device("cuda", rank)

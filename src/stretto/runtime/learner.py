@@ -20,7 +20,7 @@ from stretto.assembly.roles import RoleFactory
 from stretto.config.cluster import LEARNER
 from stretto.errors import StateError
 from stretto.files import FileSum
-from stretto.models.backend import pick_device
+from stretto.models.backend import backend_of, pick_device
 from stretto.models.offload import OffloadedTensors
 from stretto.protocols import Learner
 from stretto.runtime.messages import ADAPTED, SENDER, Offer, Ready, RoleSetup, frozen_mark
@@ -208,6 +208,9 @@ def learner(setup: RoleSetup, probe: IntArray) -> LearnerService:
     models = trained_models(config, prompts, rewards, stack, notes.append, overrides)
     if waiting and first:
         dist.barrier(waiting)
+    if setup.alone and not config.pipeline.ranks:  # others read cached keys and values
+        for module in filter(None, (models.actor, models.critic)):
+            backend_of(device).pack_sequences(module)
     frozen = frozen_mark(models.actor)
     keep = 1 if setup.shares_weights else config.schedule.knobs.lag + 2
     sender = setup.shared[SENDER] = WeightSender(device, config.cluster.bucket_mb << 20, keep)

@@ -36,6 +36,7 @@ class RoleSetup:
     devices: Sequence[str]  # of the group's ranks
     shares_weights: bool = False  # all that follow the learner are in its process, never behind it
     offload: bool = False  # roles leave tensors in the host's memory while others work
+    alone: bool = False  # the process has one role
     shares_gpus: bool = False  # other processes work on the same GPUs
     shared: dict[str, Any] = field(default_factory=dict)  # what services leave for each other
 

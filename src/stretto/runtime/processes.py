@@ -217,6 +217,7 @@ class ProcessWorkers:
             self._launcher.devices(process),
             shares_weights=shares_weights(self._config.schedule.knobs, self._processes),
             offload=process.offload,
+            alone=len(process.roles) == 1,
             shares_gpus=self._shares_gpus(process),
         )
         makes = {placed.role: self._make(placed, setup) for placed in process.roles}

@@ -17,7 +17,7 @@ from torch import Tensor
 from stretto.algorithms.experience import LossTerm
 from stretto.algorithms.reductions import Metrics
 from stretto.config.training import token_budget
-from stretto.models.forward import backbone, by_token_budget
+from stretto.models.forward import by_token_budget, packs, packs_rightly, unwrapped
 from stretto.training.losses import Losses, MicroBatch
 from stretto.training.trained import TrainedModel
 from stretto.types import Stats
@@ -57,6 +57,9 @@ class LocalBackprop:
     ) -> None:
         self._actor, self._critic, self._losses = actor, critic, losses
         _ = actor.head  # which is checked here, and not in the first step
+        for trained in filter(None, (actor, critic)):
+            if packs(trained.model) and not trained.compute(partial(packs_rightly, trained.model)):
+                unwrapped(trained.model).set_attn_implementation("sdpa")
         self._budget = token_budget(microbatch_tokens, actor.device)
 
     def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
@@ -88,8 +91,7 @@ def _passes(
     loss: Callable[[Tensor, MicroBatch], LossTerm],
 ) -> Metrics:
     def forward(batch: MicroBatch) -> tuple[Tensor, LossTerm]:
-        out = backbone(trained.model)(input_ids=batch.tokens, use_cache=False)
-        term = loss(batch.states(out.last_hidden_state), batch)
+        term = loss(batch.read(trained.model), batch)
         return term.loss, term  # FSDP looks for losses in tuples, and not in other objects
 
     metrics = Metrics()

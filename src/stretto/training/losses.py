@@ -37,14 +37,17 @@ class MicroBatch:
     places: Tensor  # [N] among all b * L states, of those that predict sampled tokens
     targets: Tensor  # [N], the sampled tokens
     inputs: LossInputs  # of the same responses
+    lengths: tuple[int, ...]  # of the rows of tokens
 
     @classmethod
     def of(cls, responses: Sequence[Response], of_losses: LossInputs) -> MicroBatch:
         """Make a micro-batch on the CPU."""
-        tokens = forward.pad_right(forward.inputs(responses), CPU)
+        rows = forward.inputs(responses)
+        tokens = forward.pad_right(rows, CPU)
         own = [forward.predicting_response(r) for r in responses]
         places = forward.flat_places(own, tokens.shape[1])
-        return cls(tokens, places, forward.response_tokens(responses, CPU), of_losses.located())
+        targets = forward.response_tokens(responses, CPU)
+        return cls(tokens, places, targets, of_losses.located(), tuple(map(len, rows)))
 
     @classmethod
     def blank(cls, like: MicroBatch) -> MicroBatch:
@@ -67,6 +70,15 @@ class MicroBatch:
     def states(self, hidden: Tensor) -> Tensor:
         """Pick the states [N, H] that predict sampled tokens out of all [b, L, H]."""
         return hidden.flatten(0, 1)[self.places]
+
+    def read(self, model: nn.Module) -> Tensor:
+        """Make a model's pass; return the states [N, H] that predict sampled tokens."""
+        if not forward.packs(model):
+            out = forward.backbone(model)(input_ids=self.tokens, use_cache=False)
+            return self.states(out.last_hidden_state)
+        packing = forward.Packing.of(self.lengths, self.tokens.shape[1]).to(self.tokens.device)
+        states = packing.states(model, self.tokens)
+        return states[torch.searchsorted(packing.kept, self.places)]
 
 
 @dataclass(frozen=True, slots=True)
