@@ -108,21 +108,28 @@ def test_vllms_settings_are_settings(capsys: pytest.CaptureFixture[str]) -> None
     assert re.search(r"^ +generator +cpu", capsys.readouterr().out, re.MULTILINE)
 
 
-@pytest.mark.parametrize("size", [16, 24, 80])
-def test_settings_for_one_gpu_fit_it_by_the_memory_plan(size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "kind", "parameters"),  # as the models' cards count them
+    [(16, "", 494e6), (16, "-4bit", 7616e6), (24, "", 1544e6), (80, "", 7616e6)],
+)
+def test_settings_for_one_gpu_fit_it_by_the_memory_plan(
+    size: int, kind: str, parameters: float, tmp_path: Path
+) -> None:
     """By a model's true shape; and they run, with small sizes."""
-    config = recipes.load(f"examples/gpu-{size}gb.toml")
+    name = f"gpu-{size}gb{kind}"
+    config = recipes.load(f"examples/{name}.toml")
     shapes, adapters = known_shapes(config.model, config.critic, config.reward)
-    parameters = {16: 494e6, 24: 1544e6, 80: 7616e6}  # as the models' cards count them
-    assert shapes["actor"].parameters == pytest.approx(parameters[size], rel=0.001)
-    assert (adapters is None) == (size == 16)
+    assert shapes["actor"].parameters == pytest.approx(parameters, rel=0.001)
+    assert (adapters is None) == (name == "gpu-16gb")
     found = places(config, 8, 1)
     fitted = fitted_run(config, found, shapes, 2, adapters, lambda _: size * 10**9)
     (load,) = RunMemory(fitted).loads(found, shapes, 2, adapters)
     assert load.device == "cuda:0"
     assert all(load.phase(name).total() <= 0.9 * size * 10**9 for name in PHASES)
     assert load.held[CACHE] >= config.rollout.slots * config.longest * 10**4
-    assert len(rewards(train(f"gpu-{size}gb", tmp_path))) == 2
+    if config.model.load_in_4bit:
+        pytest.importorskip("bitsandbytes")
+    assert len(rewards(train(name, tmp_path))) == 2
 
 
 def script(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

@@ -270,6 +270,16 @@ def test_beside_adapters_the_critic_takes_their_states_alone() -> None:
     assert plan.mixed == {"actor": 2 * 1000 + 16 * 10, "critic": 16 * 10, "reward": 2 * 500}
 
 
+def test_beside_adapters_matrices_may_be_in_4_bits() -> None:
+    """800 of 1000 at 0.5158 bytes; the reference and the critic are on them."""
+    plan = memory_plan(1000, 10, models={"actor": 1000, "critic": 1000}, in_4bit=800)
+    assert plan.mixed == {"actor": round(2 * 200 + 0.51587 * 800) + 160, "critic": 160}
+    tiny = {"name": "tiny", "lora_rank": 2, "dtype": "float32"}
+    whole, packed = (plan_of({"model": {**tiny, "load_in_4bit": on}}).mixed for on in (False, True))
+    matrices = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192)
+    assert whole["actor"] - packed["actor"] == round((4 - 0.51587) * matrices)
+
+
 def test_memory_of_70b_takes_at_least_14_gpus() -> None:
     plan = memory_plan(70 * 10**9)
     assert (plan.sixteen_bit.total(), fewest_gpus(plan.sixteen_bit)) == (1120 * 10**9, 14)

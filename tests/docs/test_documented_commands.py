@@ -22,12 +22,12 @@ from docs_helpers import PAGES, ROOT, arguments, blocks, commands, prose, shell_
 from stretto import api, runs
 from stretto.cli.main import main
 from stretto.config import Config
+from stretto.errors import is_installed
 from stretto.models.shapes import known_config
 from stretto.models.tiny import make_tiny
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.planner.hardware import read_hardware
-from stretto.rollout.vllm.llm import installed
 from stretto.runtime.placement import places
 from stretto.runtime.sim.cluster import Cluster
 
@@ -131,9 +131,11 @@ def test_a_command_is_one(
         return
     except SystemExit as end:  # of --help
         status = end.code
-    if "vllm" in words and not installed():
+    libraries = {"vllm": "vllm", "--model.load-in-4bit": "bitsandbytes"}
+    asked = [libraries[word] for word in words if word in libraries]
+    if missing := [library for library in asked if not is_installed(library)]:
         assert status == 2
-        assert "needs the library 'vllm'" in capsys.readouterr().err
+        assert f"needs the library '{missing[0]}'" in capsys.readouterr().err
     else:
         assert status == 0
 

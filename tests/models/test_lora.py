@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations import bitsandbytes
 
 import stretto
 from helpers import VOCABULARY, critic_of, llama
 from raising import raises
 from stretto import Config
-from stretto.assembly.models import with_adapters
-from stretto.config import ModelConfig
-from stretto.errors import ConfigError, RewardError
-from stretto.models.heads import critic_from_actor
+from stretto.assembly.models import Overrides, make_actor, with_adapters
+from stretto.config import ModelConfig, recipes
+from stretto.errors import ConfigError, MissingExtraError, RewardError
+from stretto.models.heads import critic_from_actor, reward_model_from
+from stretto.models.load import (
+    load_causal_lm,
+    load_sequence_classifier,
+    load_tokenizer,
+    save_model,
+)
 from stretto.models.lora import add_lora, merge_lora, trained_names
+from stretto.models.weights import fingerprint_of, with_own_structure, with_own_weights
+from stretto.planner.memory import NF4
+from stretto.saying import silent
 
 ROWS = [{"prompt": f"say {word}", "answer": word} for word in ("cat", "dog", "cow")]
 IDS = torch.arange(40).view(2, 20)
@@ -260,3 +273,193 @@ def test_adapters_start_the_same_in_whatever_order_models_are_loaded(tiny: Any) 
         assert all(torch.equal(one[kind][name], two[kind][name]) for name in one[kind])
     actor, critic = (next(iter(one[kind].values())) for kind in ("CAUSAL_LM", "SEQ_CLS"))
     assert not torch.equal(actor, critic)
+
+
+# -- weights in 4 bits ----------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+LORA = ModelConfig(lora_rank=2)
+
+
+@pytest.fixture
+def in_4bit(tiny_folder: Path) -> Any:
+    pytest.importorskip("bitsandbytes")
+    return load_causal_lm(tiny_folder, torch.float32, CPU, load_in_4bit=True)
+
+
+def drawn(model: nn.Module, kind: Literal["CAUSAL_LM", "SEQ_CLS"] = "CAUSAL_LM") -> Any:
+    """The model in adapters that change what it computes."""
+    torch.manual_seed(0)
+    wrapped = add_lora(model, LORA, kind)
+    for parameter in wrapped.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.1)
+    return wrapped
+
+
+@pytest.mark.parametrize(
+    ("code", "changes"),
+    [
+        ("4bit-without-adapters", {"model": {"load_in_4bit": True}}),
+        ("4bit-with-warmup", {"warmup_examples": 8}),
+        ("4bit-with-vllm", {"runtime": "local", "rollout": {"engine": "vllm"}}),
+        ("4bit-in-parts", {"pipeline": {"ranks": 2}}),
+        (
+            "4bit-in-parts",
+            {"runtime": "local", "cluster": {"processes": [{"roles": ["learner"], "fsdp": 2}]}},
+        ),
+    ],
+)
+def test_4_bits_are_refused_where_they_cannot_be(code: str, changes: dict[str, Any]) -> None:
+    with raises(ConfigError, code):
+        recipes.build({"model": {"load_in_4bit": True, "lora_rank": 2}, **changes}, "here")
+
+
+def test_4_bits_are_for_models_by_name(tiny: Any) -> None:
+    with raises(ConfigError, "4bit-of-loaded"):
+        make_actor(ModelConfig(lora_rank=2, load_in_4bit=True), Overrides(actor=tiny), silent)
+
+
+def test_4_bits_are_asked_of_transformers(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for the library: nothing is quantized."""
+    load = partial(load_causal_lm, tiny_folder, torch.float32, CPU, load_in_4bit=True)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with raises(MissingExtraError, "missing-library", "model.load_in_4bit"):
+        load()
+    given, read = list[Any](), AutoModelForCausalLM.from_pretrained
+
+    def spy(*args: Any, quantization_config: Any, device_map: Any, **kwargs: Any) -> Any:
+        given.append((quantization_config, device_map))
+        return read(*args, **kwargs)
+
+    monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", spy)
+    load()
+    ((config, device_map),) = given
+    assert config.load_in_4bit
+    assert config.bnb_4bit_use_double_quant
+    assert (config.bnb_4bit_quant_type, config.bnb_4bit_compute_dtype) == ("nf4", torch.float32)
+    assert device_map == {"": CPU}
+
+
+class Codes(nn.Linear):
+    """A stand-in for bitsandbytes' layer: codes from -7 to 7, and a scale at the side."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        scale = linear.weight.detach().abs().max() / 7
+        codes = (linear.weight.detach() / scale).round().to(torch.int8)
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.weight.quant_state = {"scale": scale}  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, dequantized(self.weight))
+
+
+def dequantized(weight: Any) -> Tensor:
+    whole: Tensor = weight.detach() * weight.quant_state["scale"]
+    return whole
+
+
+@pytest.fixture
+def stood_in(monkeypatch: pytest.MonkeyPatch, tiny: Any) -> Any:
+    monkeypatch.setattr(bitsandbytes, "dequantize_bnb_weight", dequantized)
+    for name, module in [*tiny.named_modules()]:
+        if isinstance(module, nn.Linear) and "layers" in name:
+            tiny.set_submodule(name, Codes(module))
+    return tiny.eval()
+
+
+@pytest.mark.parametrize("kind", ["stood_in", "in_4bit"])
+def test_the_saved_model_is_the_trained_one_in_whole_numbers(
+    kind: str, request: pytest.FixtureRequest, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Merged in 4 bits, adapters as small as these would be rounded away."""
+    wrapped = drawn(request.getfixturevalue(kind))
+    before = logits(wrapped)
+    save_model(wrapped, load_tokenizer(tiny_folder), tmp_path / "saved")
+    assert logits(wrapped).equal(before)
+    saved = load_causal_lm(tmp_path / "saved", torch.float32, CPU)
+    assert "quantization" not in (tmp_path / "saved" / "config.json").read_text()
+    # In float32: two layers of sums of up to 192 terms.
+    assert (logits(saved) - before).abs().max() < 1e-5 * before.abs().max()
+    assert (tmp_path / "saved" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+@torch.no_grad()
+def test_a_saved_reward_model_scores_as_the_trained_one(
+    stood_in: Any, tiny_folder: Path, tmp_path: Path
+) -> None:
+    wrapped = drawn(reward_model_from(stood_in, 0), "SEQ_CLS")
+    want = wrapped(IDS[:1]).logits
+    save_model(wrapped, load_tokenizer(tiny_folder), tmp_path / "saved")
+    saved = load_sequence_classifier(tmp_path / "saved", torch.float32, CPU)
+    assert (saved(IDS[:1]).logits - want).abs() < 1e-5 * want.abs()
+
+
+def held_in_4bit(model: nn.Module) -> set[tuple[int, int, int]]:
+    """Weights, their scales, and those that bitsandbytes' modules know; by their ids."""
+    found = [m for m in model.modules() if hasattr(m._parameters.get("weight"), "quant_state")]
+    assert len(found) == 14
+    states = [(m.weight, m.weight.quant_state, getattr(m, "quant_state", None)) for m in found]  # type: ignore[union-attr]
+    return {(id(weight), id(scales), id(known)) for weight, scales, known in states}
+
+
+@pytest.mark.parametrize("kind", ["stood_in", "in_4bit"])
+def test_all_roles_read_the_same_weights_in_4_bits(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    actor: Any = request.getfixturevalue(kind)
+    critic: Any = critic_from_actor(actor, shares=True)
+    plain = logits(actor)
+    wrapped = drawn(actor)
+    for other in (critic, with_own_structure(wrapped), with_own_weights(wrapped)):
+        assert held_in_4bit(other) == held_in_4bit(wrapped)
+    own = with_own_weights(wrapped)
+    assert logits(own).equal(logits(wrapped))
+    assert fingerprint_of(own) == fingerprint_of(wrapped)
+    with wrapped.disable_adapter():
+        assert logits(wrapped).equal(plain)
+
+
+def test_4_bits_take_the_bytes_of_the_memory_plan(in_4bit: Any) -> None:
+    weights = [p for p in in_4bit.parameters() if hasattr(p, "quant_state")]
+    assert len(weights) == 14
+    for weight in weights:
+        state = weight.quant_state
+        held = [weight.data, state.absmax, state.state2.absmax]
+        size = sum(t.numel() * t.itemsize for t in held)
+        # Blocks of 256 scales that are not full have a scale of their own, too.
+        assert 0 <= size - NF4 * state.shape.numel() < 4
+
+
+def test_gradients_pass_weights_in_4_bits_after_a_pass_without(in_4bit: Any) -> None:
+    """Some CPUs would have their weights repacked for inference, and then no gradients."""
+    wrapped = drawn(in_4bit)
+
+    def gradients() -> list[Tensor]:
+        wrapped.zero_grad()
+        wrapped(IDS).logits.logsumexp(-1).sum().backward()
+        return [p.grad.clone() for p in wrapped.parameters() if p.requires_grad]
+
+    before, _ = gradients(), logits(wrapped)
+    assert all(a.equal(b) for a, b in zip(before, gradients(), strict=True))
+    assert all(g.any() for g in before)
+
+
+@pytest.mark.parametrize("preset", ["sync", "stretto"])
+def test_a_run_trains_adapters_on_4_bits(
+    in_4bit: Any, tiny_folder: Path, tmp_path: Path, preset: str
+) -> None:
+    start = logits(in_4bit)
+    result = train(
+        None,
+        tiny_folder,
+        tmp_path,
+        schedule={"preset": preset},
+        model__name=str(tiny_folder),
+        model__load_in_4bit=True,
+    )
+    assert (logits(load_causal_lm(result.model, torch.float32, CPU)) - start).abs().max() > 1e-3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ from stretto.planner.memory import (
     COMMUNICATOR,
     CONTEXT,
     FROZEN,
+    NF4,
     PHASES,
     SHARE,
     SYNC,
@@ -135,6 +137,23 @@ def test_a_learner_of_adapters_shares_frozen_weights_out_and_gathers_no_gradient
     assert whole.held["learner's states"] == 16 * actor / 2
     assert adapted.work["training"]["gathered"] == 2 * (2 * LAYER + ROOT)
     assert whole.work["training"]["gathered"] == 2 * (2 * LAYER + ROOT) + 6 * (LAYER + ROOT)
+
+
+def test_matrices_in_4_bits_take_a_quarter_and_their_scales() -> None:
+    """4.127 bits each, as Dettmers et al. (2023) count, in every role; norms, embedding and head as
+    ever. A pass makes one of them whole.
+    """
+    model = {"name": "qwen2.5-7b", "lora_rank": 1, "load_in_4bit": True}
+    config = Config.model_validate({"runtime": "local", "model": model})
+    in_4bit = {role: replace(shape, in_4bit=True) for role, shape in SHAPES.items()}
+    (load,) = RunMemory(config).loads(places(config, 8, 1), in_4bit, 2, Adapters(100, 0))
+    matrices = 2 * (LAYER - 16)
+    packed = round(matrices * 4.127 / 8 + 2 * (2 * 16 + ROOT))
+    assert pytest.approx(4.127 / 8, rel=1e-4) == NF4
+    # Processes have weights of their own; a reference beside a learner has not.
+    assert load.held[FROZEN] == pytest.approx(packed, abs=1)
+    assert load.held["generator's weights"] == pytest.approx(packed + 4 * 100, abs=1)
+    assert load.work["training"]["dequantized"] == 2 * 8 * 16
 
 
 def test_a_run_with_adapters_is_planned(tiny_folder: Path) -> None:

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -92,6 +93,12 @@ def make_actor(config: ModelConfig, overrides: Overrides, say: Say) -> nn.Module
     """Return the actor: the caller's override, or as the settings name it."""
     if overrides.actor is None:
         return load_actor(config, say, in_files=overrides.in_files)
+    if config.load_in_4bit:
+        raise ConfigError(
+            "model.load_in_4bit = true is for a model that is loaded by its name, and this one was "
+            "loaded before; leave it out, or give the name",
+            "4bit-of-loaded",
+        )
     return made_ready(overrides.actor, config.device, trained=True)
 
 
@@ -122,7 +129,8 @@ def made_ready(
 
 def load_actor(config: ModelConfig, say: Say, *, in_files: bool = False) -> nn.Module:
     """Load the actor, as the settings name it."""
-    return _loaded(load_causal_lm, resolve(config.name, say), config, say, in_files)
+    load = partial(load_causal_lm, load_in_4bit=config.load_in_4bit)
+    return _loaded(load, resolve(config.name, say), config, say, in_files)
 
 
 def _loaded(

@@ -117,6 +117,8 @@ def _check_libraries(config: Config) -> None:
         require("vllm", "vllm", "rollout.engine = 'vllm'")
     if config.model.use_liger_kernel:
         require("liger_kernel", "liger", "model.use_liger_kernel = true")
+    if config.model.load_in_4bit:
+        require("bitsandbytes", "bitsandbytes", "model.load_in_4bit = true")
     if config.training.optim != "adamw_torch_fused":
         require("bitsandbytes", "bitsandbytes", f"training.optim = '{config.training.optim}'")
 

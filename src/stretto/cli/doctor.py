@@ -23,7 +23,7 @@ DEFAULT_MODEL = "smollm2-135m"
 _LOW_MEMORY_BYTES = 8 * 10**9
 _LOW_DISK_BYTES = 5 * 10**9
 _EXTRAS = {
-    "bitsandbytes": "training.optim with 8bit or paged",
+    "bitsandbytes": "model.load_in_4bit, training.optim with 8bit or paged",
     "liger": "model.use_liger_kernel",
     "hub": "datasets of the hub",
     "parquet": "parquet files",

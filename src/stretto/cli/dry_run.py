@@ -69,7 +69,8 @@ def describe_supervised(config: SftConfig | RewardModelConfig) -> str:
 def _model(model: ModelConfig) -> Iterator[str]:
     yield f"model: {model.name} ({_place(model.name)})"
     if model.lora_rank:
-        yield f"LoRA of rank {model.lora_rank} on {', '.join(model.lora_targets)}"
+        base = ", beside weights in 4 bits" if model.load_in_4bit else ""
+        yield f"LoRA of rank {model.lora_rank} on {', '.join(model.lora_targets)}{base}"
 
 
 def _pipelines(p: PipelineConfig) -> Iterator[str]:

@@ -155,6 +155,15 @@ class Config(Section):
             f"pipeline.ranks = {self.pipeline.ranks} cuts them into stages; leave one of them out"
         )
         several = [p for p in self.cluster.processes if p.ranks > 1]
+        cut = several or self.pipeline.ranks or any(p.offload for p in self.cluster.processes)
+        broken["4bit-with-warmup"] = (self.model.load_in_4bit and self.warmup_examples) and (
+            f"warmup_examples = {self.warmup_examples} trains all weights, and those of "
+            "model.load_in_4bit = true cannot be trained; leave one of them out"
+        )
+        broken["4bit-in-parts"] = (self.model.load_in_4bit and cut) and (
+            "model.load_in_4bit = true is for models that are whole on one device; leave it out, or "
+            "leave out fsdp, tp, offload and pipeline.ranks"
+        )
         broken["ranks-without-processes"] = (several and self.runtime == "inline") and (
             f"cluster.processes: fsdp = {several[0].fsdp} and tp = {several[0].tp} ask for "
             "processes, and runtime = 'inline' has none; set runtime = 'local' or 'ray'"
@@ -174,6 +183,10 @@ class Config(Section):
         broken["vllm-without-processes"] = self.runtime == "inline" and (
             "rollout.engine = 'vllm' needs processes of its own, whose threads vLLM sets, and "
             "runtime = 'inline' has none; set runtime = 'local' (--runtime local)"
+        )
+        broken["4bit-with-vllm"] = self.model.load_in_4bit and (
+            "model.load_in_4bit = true trains beside weights in 4 bits, and rollout.engine = 'vllm' "
+            "would sample from others; leave one of them out"
         )
         beside = [p.roles for p in self.cluster.processes if LEARNER in p.roles]
         generates = any(role.startswith("generator") for roles in beside for role in roles)

@@ -86,6 +86,8 @@ class ModelConfig(Section):
     """LoRA scale: the update is multiplied by alpha / rank."""
     lora_targets: tuple[str, ...] = ("all-linear",)
     """Modules that get adapters, by the end of their name; 'all-linear' takes every linear layer but the head."""
+    load_in_4bit: bool = False
+    """Load the actor in 4 bits (QLoRA: NF4 with double quantization, extra bitsandbytes); needs lora_rank. Reference, and critic by critic.init = 'actor', are on the same weights. Embeddings, norms and head keep their type."""
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
     """Recompute activations in the backward pass: less memory, about a third more time. auto: on a GPU where they would not fit, by the memory plan, even in passes of few tokens; off on a CPU."""
     use_liger_kernel: bool = False
@@ -99,6 +101,13 @@ class ModelConfig(Section):
     @classmethod
     def _switch(cls, value: Any) -> Any:
         return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+    def rules(self, broken: Rules) -> None:
+        """Check that weights in 4 bits have adapters, which alone are trained."""
+        broken["4bit-without-adapters"] = (self.load_in_4bit and not self.lora_rank) and (
+            "model.load_in_4bit = true keeps weights that cannot be trained, and model.lora_rank = "
+            "0 trains them; set model.lora_rank, to 32 for example, or leave load_in_4bit out"
+        )
 
 
 class CriticConfig(Section):

@@ -83,6 +83,7 @@ def _classifier(lm: Any, body: nn.Module, remedy: str) -> nn.Module:
 
     config = copy.deepcopy(lm.config)
     config.num_labels = 1
+    vars(config).pop("quantization_config", None)  # what is made is not in 4 bits, but for its body
     auto_class: Any = AutoModelForSequenceClassification
     try:
         with no_init_weights():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from stretto import files
 from stretto.config import ModelConfig
-from stretto.errors import ModelError, first_line
+from stretto.errors import ModelError, first_line, require
 from stretto.models import mapped
 from stretto.models.backend import backend_of
 from stretto.models.forward import freeze_unread, unwrapped
@@ -47,20 +48,24 @@ def load_causal_lm(
     trust_remote_code: bool = False,
     *,
     in_files: bool = False,
+    load_in_4bit: bool = False,
 ) -> PreTrainedModel:
     """Return a decoder-only language model, in eval mode and with every dropout at 0.
 
     Args:
         path: a folder in Hugging Face format, with safetensors, or a hub name.
         in_files: leave weights in their files where that can be; see :mod:`stretto.models.mapped`.
+        load_in_4bit: have linear layers but the head in 4 bits, whatever ``in_files`` says.
 
     Raises:
+        MissingExtraError: it is to be in 4 bits, and bitsandbytes is not installed.
         ModelError: it cannot be found, fetched or read; some of its weights are missing; it looks
             ahead; or it keeps no key-value cache.
     """
     from transformers import AutoModelForCausalLM
 
-    model = _load(AutoModelForCausalLM, path, dtype, device, trust_remote_code, in_files)
+    kind = AutoModelForCausalLM
+    model = _load(kind, path, dtype, device, trust_remote_code, in_files, load_in_4bit)
     if fault := _fault(model):
         raise ModelError(
             "only decoder-only models with a key-value cache can be trained; "
@@ -122,9 +127,12 @@ def _load(
     device: torch.device,
     trust_remote_code: bool,
     in_files: bool,
+    load_in_4bit: bool = False,
 ) -> PreTrainedModel:
     read = partial(_read, auto_class, path, trust_remote_code)
-    if in_files:
+    if load_in_4bit:
+        in_files, model = False, _read_in_4bit(read, dtype, device)
+    elif in_files:
         with explained(path, "the model"):
             stored = mapped.stored_dtype(path) or dtype
         model = read(stored)
@@ -144,7 +152,28 @@ def _load(
     return loaded
 
 
-def _read(auto_class: Any, path: Path | str, trust_remote_code: bool, dtype: torch.dtype) -> Any:
+def _read_in_4bit(read: Callable[..., Any], dtype: torch.dtype, device: torch.device) -> Any:
+    """Read a model as QLoRA does (Dettmers et al. 2023): NF4, its scales quantized in turn."""
+    require("bitsandbytes", "bitsandbytes", "model.load_in_4bit = true")
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    model = read(dtype, quantization_config=config, device_map={"": device})
+    for module in model.modules():
+        # Else a pass without gradients repacks a CPU's weights, through which none then flow.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return model
+
+
+def _read(
+    auto_class: Any, path: Path | str, trust_remote_code: bool, dtype: torch.dtype, **given: Any
+) -> Any:
     config = load_config(path, trust_remote_code)
     _zero_dropout(config)
     with explained(path, "the model"), quiet_transformers():
@@ -155,6 +184,7 @@ def _read(auto_class: Any, path: Path | str, trust_remote_code: bool, dtype: tor
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
+            **given,
         )
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
@@ -220,7 +250,8 @@ def set_checkpointing(model: torch.nn.Module, config: ModelConfig) -> None:
 def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a model, of transformers or peft, so that ``from_pretrained(folder)`` gives it back.
 
-    LoRA's adapters are merged into a copy, and go to ``folder / "adapter"`` by themselves, too.
+    LoRA's adapters are merged into a copy, and go to ``folder / "adapter"`` by themselves, too;
+    weights in 4 bits are of the type that they were loaded from in that copy.
     Raises ModelError or StorageError if it cannot be saved; a former folder stays then.
     """
     from safetensors import SafetensorError
@@ -238,11 +269,35 @@ def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> 
             ) from error
 
 
+@torch.no_grad()
+def _dequantized(model: Any) -> Any:
+    """Replace layers in 4 bits by plain ones on the host, their adapters merged: 4 bits would round
+    these away. Changes the modules of the model alone, not its weights.
+    """
+    for name, module in [*model.named_modules()]:
+        layer = module.get_base_layer() if hasattr(module, "get_base_layer") else module
+        weight: Any = getattr(layer, "weight", None)
+        if name.endswith(".base_layer") or not hasattr(weight, "quant_state"):
+            continue
+        from transformers.integrations import bitsandbytes
+
+        whole = bitsandbytes.dequantize_bnb_weight(weight)
+        for adapter in getattr(module, "active_adapters", ()):
+            whole = (whole + module.get_delta_weight(adapter)).to(whole.dtype)
+        plain = torch.nn.Linear(1, 1, bias=False, device="meta")
+        plain.weight, plain.bias = torch.nn.Parameter(whole.cpu()), layer.bias
+        model.set_submodule(name, plain)
+    return model
+
+
 def _write(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     if hasattr(model, "merge_and_unload"):
         # The embeddings are not trained, and looking for changes in them would ask the hub.
         model.save_pretrained(folder / "adapter", save_embedding_layers=False)
-        model = copy.deepcopy(model).merge_and_unload()
+        in_4bit = {id(p): p for p in model.parameters() if hasattr(p, "quant_state")}
+        model = _dequantized(copy.deepcopy(model, in_4bit)).merge_and_unload()
+        if quantizer := getattr(model, "hf_quantizer", None):
+            quantizer.remove_quantization_config(model)
     generation: Any = getattr(model, "generation_config", None)  # a classifier has none
     try:
         if generation is not None:

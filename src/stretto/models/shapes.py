@@ -25,6 +25,7 @@ class Shape:
         outputs: of the last layer: as many as the vocabulary, or 1 in a critic or reward model.
         tied: embedding and output layer are one matrix.
         gated: the MLP has a gate, as Llama's, and so three matrices instead of two.
+        in_4bit: the layers' matrices are in 4 bits (``model.load_in_4bit``).
     """
 
     layers: float
@@ -36,6 +37,7 @@ class Shape:
     outputs: int
     tied: bool = False
     gated: bool = True
+    in_4bit: bool = False
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], *, tied: bool) -> Self:

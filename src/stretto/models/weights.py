@@ -184,4 +184,7 @@ def with_own_weights(model: M) -> M:
 
 
 def _copied(model: M, shared: Iterable[Tensor]) -> M:
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared}).eval()
+    memo = {id(tensor): tensor for tensor in shared}
+    # bitsandbytes keeps scales of weights in 4 bits at the side, on their modules too.
+    states = [t.quant_state for t in memo.values() if hasattr(t, "quant_state")]
+    return copy.deepcopy(model, memo | {id(state): state for state in states}).eval()

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from stretto.config import Config, RewardModelConfig, SftConfig
 from stretto.errors import ConfigError, ModelError
-from stretto.models.info import described, load_config, model_info
+from stretto.models.info import load_config, model_info
 from stretto.models.resolve import is_known, resolve
 from stretto.models.shapes import Shape
 from stretto.planner.fitting import (
@@ -21,6 +21,7 @@ from stretto.planner.fitting import (
     capacity,
     known_shapes,
     lora_adapters,
+    model_shape,
 )
 from stretto.planner.layout import Mesh
 from stretto.planner.memory import CONTEXT, PHASES, SYNC, Adapters, DeviceMemory
@@ -191,7 +192,7 @@ def with_passes(config: Fitted, fits: Callable[[Fitted], bool]) -> Fitted:
 def supervised_fits(config: SftConfig | RewardModelConfig, width: int, room: int) -> bool:
     """Return whether supervised training on one GPU fits; raises as :func:`known_shapes` does."""
     m, sides = config.model, 1 if isinstance(config, SftConfig) else 2
-    shape = described(m.name).shape
+    shape = model_shape(m)
     held = DeviceMemory(width=width, adapters=lora_adapters(m))
     held.put("contexts", CONTEXT)
     held.put_learner(

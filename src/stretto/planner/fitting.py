@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import psutil
@@ -32,6 +32,7 @@ from stretto.planner.memory import (
     CACHE,
     COMMUNICATOR,
     CONTEXT,
+    NF4,
     PHASES,
     PUBLISHED,
     SHARE,
@@ -78,6 +79,7 @@ def memory_plan(
     *,
     models: Mapping[str, int] = {},
     frozen_bytes: int = 2,
+    in_4bit: int = 0,
 ) -> MemoryPlan:
     """Count the memory of a run; raises ConfigError for a count below 1.
 
@@ -86,6 +88,7 @@ def memory_plan(
             critic's are on the actor's weights.
         models: parameters by model; without any, the same of each of four.
         frozen_bytes: bytes of a frozen weight in the mixed counting: 2 (bf16) or 4 (fp32).
+        in_4bit: of the parameters beside adapters, those that are in 4 bits.
     """
     models = models or dict.fromkeys(ROLES, parameters)
     for count in (parameters, *([] if adapters is None else [adapters]), *models.values()):
@@ -94,6 +97,7 @@ def memory_plan(
 
     def counted(width: int, state: int) -> Counter[str]:
         states, frozen = map(round, trained_bytes(parameters, adapters, 1, width, state))
+        frozen -= round((width - NF4) * in_4bit)
         trained = dict.fromkeys(TRAINED_ROLES, states + frozen) | {"critic": states}
         return Counter({role: trained.get(role, width * size) for role, size in models.items()})
 
@@ -114,7 +118,14 @@ def plan_for(
         models["reference"] = parameters
     if reward and reward.models:
         models["reward"] = sum(_parameters(source.model, parameters) for source in reward.models)
-    return memory_plan(parameters, adapters, models=models, frozen_bytes=width(model))
+    matrices = described(model.name).adapted(("all-linear",)) if model.load_in_4bit else ()
+    return memory_plan(
+        parameters,
+        adapters,
+        models=models,
+        frozen_bytes=width(model),
+        in_4bit=sum(map(math.prod, matrices or ())),
+    )
 
 
 def _parameters(name: str, otherwise: int) -> int:
@@ -200,12 +211,17 @@ def known_shapes(
 
     Raises ModelError if the actor's shape cannot be told, or how many parameters adapters have.
     """
-    actor, adapters = described(model.name).shape, lora_adapters(model)
+    actor, adapters = model_shape(model), lora_adapters(model)
     rewards = {source.name: _valued(source.model) for source in reward.models}
     starts = {"actor": actor.valued(), "reward": next(iter(rewards.values()), None)}
     valued = starts[critic.init] if critic.init in starts else _valued(critic.init)
     found = {"actor": actor, "reference": actor, "critic": valued, **rewards}
     return {role: shape for role, shape in found.items() if shape}, adapters
+
+
+def model_shape(model: ModelConfig) -> Shape:
+    """Return the shape of a model, by its settings; raises ModelError if it cannot be told."""
+    return replace(described(model.name).shape, in_4bit=model.load_in_4bit)
 
 
 def lora_adapters(model: ModelConfig) -> Adapters | None:

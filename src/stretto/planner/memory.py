@@ -27,6 +27,9 @@ STATES, SHARE = "learner's states", "vLLM's share"
 
 HALF, SINGLE = 2, 4
 """Bytes of a bfloat16 and of a float32."""
+NF4 = (4 + 8 / 64 + 32 / (64 * 256)) / 8
+"""Bytes of a weight in 4 bits: 64 share a scale in 8 bits, and 256 scales one in float32 (Dettmers
+et al. 2023)."""
 STATE, KEPT = 16, 12
 """Bytes of a trained parameter: master, gradient and two moments of Adam, in float32; and of all
 but the gradient, which is zeroed, not freed (``training/trained.py``)."""
@@ -69,9 +72,15 @@ def state_bytes(shape: Shape, mesh: Mesh) -> float:
     return trained_bytes(shape.stage(mesh.stages).held(mesh.tensor), None, mesh.data, HALF)[0]
 
 
-def weight_bytes(shape: Shape, tensor: int) -> float:
-    """Return bytes of a tensor-parallel device's weights."""
-    return HALF * shape.held(tensor)
+def weight_bytes(shape: Shape, tensor: int, width: int = HALF) -> float:
+    """Return bytes of a tensor-parallel device's weights, where they are not trained."""
+    matrices = shape.layers * (shape.layer_parameters - 2 * shape.hidden) / tensor
+    return width * shape.held(tensor) - (shape.in_4bit and (width - NF4) * matrices)
+
+
+def _dequantized_bytes(shape: Shape, width: int) -> int:
+    """Return bytes of the matrix in 4 bits that a pass makes whole, one at a time."""
+    return width * shape.hidden * shape.inner if shape.in_4bit else 0
 
 
 def gathered_bytes(shape: Shape, mesh: Mesh, *, gradients: bool) -> float:
@@ -230,9 +239,10 @@ class DeviceMemory:
         copied = copies and width < SINGLE and adapters is None
         for shape in models:
             weights = shape.stage(mesh.stages).held(mesh.tensor)
-            states, frozen = trained_bytes(weights, adapters, mesh.data, width)
+            states, _ = trained_bytes(weights, adapters, mesh.data, width)
             if adapters is not None and shape not in shared:
-                self.put(FROZEN, frozen)
+                frozen = weight_bytes(shape.stage(mesh.stages), mesh.tensor, width)
+                self.put(FROZEN, frozen / mesh.data)
             if copied:
                 self.put("learner's weights", width * weights)
             resting = round(states * (2 + copied) / 4) if moments else 0
@@ -285,7 +295,7 @@ class DeviceMemory:
             share: bytes that a generator takes for itself, all but buckets in it.
         """
         frozen = reads == "all" or (reads == "frozen" and self.adapters is not None)
-        weights = 0 if frozen else self.width * shape.held(tensor)
+        weights = 0 if frozen else weight_bytes(shape, tensor, self.width)
         if learner or reads == "frozen":
             weights += SINGLE * self.adapter_parameters
         if learner:
@@ -294,6 +304,7 @@ class DeviceMemory:
             self.put(SHARE, share, *(("generation", SYNC) if rests else ()))
             return
         activations = layer_activation_bytes(shape, tokens, tensor) * self.width / HALF
+        activations += _dequantized_bytes(shape, self.width)
         if rows is None:
             self.put(what, weights, *(("scoring",) if rests else ()))
             size = logits_bytes(shape, tokens, gradients=False) if logits else 0
@@ -320,6 +331,8 @@ class DeviceMemory:
         if self.adapters and rounded:  # in float32 they are counted as inputs of matrices
             inputs = self.adapters.input_bytes(shape.layers, tokens, checkpointing=checkpointing)
             taken["adapters' inputs"] = round(inputs)
+        if matrix := _dequantized_bytes(shape, self.width):
+            taken["dequantized"] = matrix
         if not copies:
             stage, gradients = shape.stage(mesh.stages), self.adapters is None
             taken["gathered"] = round(gathered_bytes(stage, mesh, gradients=gradients))

@@ -167,7 +167,10 @@ class _SupervisedLoop(Generic[T]):
         dtype, trust = pick_dtype(m.dtype, device), m.trust_remote_code
         with progress.working(f"loading {path}"):
             self.tokenizer = load.load_tokenizer(path, trust)
-            self.model: nn.Module = load.load_causal_lm(path, dtype, device, trust)
+            four = m.load_in_4bit
+            self.model: nn.Module = load.load_causal_lm(
+                path, dtype, device, trust, load_in_4bit=four
+            )
         self.ends = load.end_token_ids(self.model, self.tokenizer)
         layout = PromptLayout(self.tokenizer, self.ends, data)
         with progress.working("tokenising the rows"):
