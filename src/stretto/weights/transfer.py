@@ -343,15 +343,12 @@ class _Group:
 
     def _sent(self, flat: Tensor, bucket: Bucket) -> list[Any]:
         """Send from each source to those that receive; others have no use for what it sends."""
-        route, tag = self.route, self._exchanges
-        return [
-            self._joined.send([flat[place]], rank, tag)
-            if route.sends
-            else self._joined.recv([flat[place]], source, tag)
-            for source, place in segments(bucket).items()
-            for rank in (range(route.sources, route.size) if route.sends else [route.rank])
-            if not route.sends or source == route.rank
-        ]
+        route, group, tag = self.route, self._joined, self._exchanges
+        places = segments(bucket)
+        if not route.sends:
+            return [group.recv([flat[place]], source, tag) for source, place in places.items()]
+        receive = range(route.sources, route.size) if route.rank in places else ()
+        return [group.send([flat[places[route.rank]]], rank, tag) for rank in receive]
 
     def _await(self, keys: list[str]) -> None:
         self._poll(lambda: self._store.check(keys))
