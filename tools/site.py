@@ -84,9 +84,9 @@ def _boost(page: Page) -> float:
 
 def _with_sources(markdown: str) -> str:
     """The examples' README with the text of each file that it links to below."""
-    names = list(dict.fromkeys(re.findall(r"\]\(([\w.]+)\)", markdown)))
+    names = list(dict.fromkeys(re.findall(r"\]\(([\w.-]+)\)", markdown)))
     shown = [f"## {name} {{#{name}}}\n\n{_source(ROOT / 'examples' / name)}" for name in names]
-    linked = re.sub(r"\]\(([\w.]+)\)", r"](#\1)", markdown)
+    linked = re.sub(r"\]\(([\w.-]+)\)", r"](#\1)", markdown)
     return "\n\n".join([linked, *shown])
 
 
