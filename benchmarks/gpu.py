@@ -46,15 +46,7 @@ from stretto.scoring.models import reference_scorer
 
 LIMIT_S = 600.0
 PRELOADED = ["torch.distributed", "transformers.modeling_utils", "stretto.runtime.run"]
-TINY = {
-    "vocab_size": 640,
-    "hidden_size": 64,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-}
+TINY = {**contracts.SMALL, "tie_word_embeddings": True}
 SMOKE = {
     "sizes": ["tiny"],
     "rows": [2],

@@ -75,7 +75,8 @@ def settled(config: R, say: Callable[[str], object]) -> R:
     """
     from stretto.models.backend import fastest_dtype, pick_device
 
-    elsewhere = isinstance(config, Config) and _on_gpus_elsewhere(config)
+    cluster_gpus = _cluster_gpus(config) if isinstance(config, Config) else None
+    elsewhere = bool(cluster_gpus) and not usable_gpus()  # as of a cluster's head
     device = pick_device("cpu" if elsewhere else config.model.device)
     if elsewhere and config.model.dtype == "auto":
         say("model.dtype = auto takes bfloat16: the run works on GPUs of other machines")
@@ -95,17 +96,17 @@ def settled(config: R, say: Callable[[str], object]) -> R:
         engine, because = choose(config)
         say(f"rollout.engine = auto takes {engine}: {because}")
         config = config.changed_in("rollout", engine=engine)
-    return fitted(config, say, GPU_BYTES if elsewhere else 0)
+    return fitted(config, say, GPU_BYTES if elsewhere else 0, cluster_gpus)
 
 
-def _on_gpus_elsewhere(config: Config) -> bool:
-    """Return whether a run's Ray cluster has GPUs, and this machine, maybe its head, has none."""
-    if not config.cluster.address or config.model.device == "cpu" or usable_gpus():
-        return False
+def _cluster_gpus(config: Config) -> int | None:
+    """Return the GPUs of a run's Ray cluster; ``None`` where it is on none, or uses none."""
+    if not config.cluster.address or config.model.device == "cpu":
+        return None
     from stretto.workers.ray_cluster import find
 
     cluster = find()
-    return cluster is not None and cluster.gpus > 0
+    return int(cluster.gpus) if cluster else None
 
 
 def of_rows(task: TaskConfig, name: str) -> dict[str, Any]:

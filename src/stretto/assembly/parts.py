@@ -100,10 +100,8 @@ def trained_models(
         critic = models.make_critic(m, config.critic.init, base, tokenizer, rewards, overrides, say)
         own = stack if overrides.critic is not None else None
         critic = models.with_adapters(critic, m, config.seed, "SEQ_CLS", own)
-    for name, parameter in base.named_parameters():
-        parameter.requires_grad_(
-            name in trained
-        )  # adapters of a critic on the same weights froze them
+    for name, parameter in base.named_parameters():  # a critic's adapters on them froze them
+        parameter.requires_grad_(name in trained)
     own = stack if overrides.actor is not None else None
     actor = models.with_adapters(base, m, config.seed, "CAUSAL_LM", own)
     reference = None

@@ -33,13 +33,18 @@ EXACT = 1e-3
 ROUNDED = 0.2
 """Largest root mean square difference in bfloat16, in nats; as the probe's after a weight sync."""
 
-_SMALL: Mapping[str, Any] = {
+SMALL: Mapping[str, Any] = {
     "vocab_size": 640,
     "hidden_size": 64,
     "intermediate_size": 192,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+}
+"""A shape that any device holds."""
+
+_SMALL: Mapping[str, Any] = {
+    **SMALL,
     "max_position_embeddings": 1024,
     "initializer_range": 0.2,  # so that the tokens of a response depend on one another
 }

@@ -40,18 +40,22 @@ BESIDE_SLOTS = 4_096
 """Tokens of a recomputed pass for which keys and values leave room."""
 
 
-def fitted(config: Fitted, say: Callable[[str], object], unseen: int = 0) -> Fitted:
+def fitted(
+    config: Fitted,
+    say: Callable[[str], object],
+    unseen: int = 0,
+    cluster_gpus: int | None = None,
+) -> Fitted:
     """Return a run's settings with what they leave to the memory plan, and say what that is.
 
     On GPUs these are passes (:func:`with_passes`), slots and vLLM's share; the config of a model
     that is not here is fetched for them. Nothing is changed on a CPU, or for a model whose shape
-    cannot be told. GPUs of other machines are taken to be like this one; where this machine has
-    none, to have ``unseen`` bytes.
+    cannot be told. GPUs of a cluster are taken to be like this machine's; where it has none, to
+    have ``unseen`` bytes.
     """
     import torch
 
     from stretto.models.backend import pick_device, pick_dtype
-    from stretto.workers.ray_cluster import find
 
     m = config.model
     device = pick_device("cpu" if unseen else m.device)
@@ -65,8 +69,7 @@ def fitted(config: Fitted, say: Callable[[str], object], unseen: int = 0) -> Fit
         if isinstance(config, Config):
             shapes, adapters = known_shapes(config.model, config.critic, config.reward)
             elsewhere = bool(config.cluster.address)
-            cluster = find() if elsewhere else None
-            gpus = int(cluster.gpus) if cluster else torch.cuda.device_count()
+            gpus = torch.cuda.device_count() if cluster_gpus is None else cluster_gpus
             found = places(config, config.threads or torch.get_num_threads(), gpus)
             fits: Fitted = fitted_run(
                 config,

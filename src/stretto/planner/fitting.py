@@ -306,8 +306,8 @@ class RunMemory:
 
     def is_vllm(self, place: ProcessPlacement) -> bool:
         """Return whether a process on a GPU holds an engine of vLLM's."""
-        generates = any(not seat.scorer and seat.role != LEARNER for seat in place.roles)
-        return generates and place.device != "cpu" and self.config.rollout.engine == "vllm"
+        vllm = self.config.rollout.engine == "vllm"
+        return place.generates and place.device != "cpu" and vllm
 
     @property
     def at_once(self) -> bool:

@@ -103,9 +103,7 @@ class LearnerService(Service):
         return Offer(plan.mark, plan.size, probe)
 
     def send(self, ref: WeightsRef, routes: Sequence[Route]) -> str:
-        """Send this rank's parts of a version by its route; on the side, while training may go
-        on.
-        """
+        """Send this rank's parts of a version by its route; on the side, beside training."""
         assert isinstance(self._channel, WeightSender)
         return self._channel.send(ref, routes[self._rank])
 

@@ -45,6 +45,11 @@ class ProcessPlacement:
     def device(self) -> str:
         return self.devices[0]
 
+    @property
+    def generates(self) -> bool:
+        """Whether an engine is among its roles."""
+        return any(not seat.scorer and seat.role != LEARNER for seat in self.roles)
+
 
 def learner_layout(cluster: ClusterConfig) -> ShardLayout:
     """Return the layout of the learner's ranks."""

@@ -171,9 +171,8 @@ class ProcessWorkers:
 
     def _looks_for_memory(self, process: ProcessPlacement) -> bool:
         """Return whether an engine looks at its start how much of its GPU is free, as vLLM does."""
-        generates = any(not seat.scorer and seat.role != LEARNER for seat in process.roles)
         own = engine_of(self._config.rollout).own_weights
-        return generates and own and process.device != "cpu"
+        return process.generates and own and process.device != "cpu"
 
     def _before(
         self, process: ProcessPlacement, opening: Mapping[str, Future[ServiceGroup]]

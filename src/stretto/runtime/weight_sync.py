@@ -15,7 +15,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -264,9 +264,7 @@ class WeightSync:
             return loaded
         self._record(ref, start_s, loaded.value.moved)
         outcome = proved(name, loaded, ref, offers[0], "", self._tolerance.limit)
-        outcome = self._compared(name, ref, offers[0], outcome)
-        self._calibrate(offers[0], [outcome])
-        return outcome
+        return self._compared(ref, offers[0], {name: outcome})[name]
 
     # -- followers elsewhere -------------------------------------------------------------------
 
@@ -294,15 +292,14 @@ class WeightSync:
                     route = routes.taking[asked[0]]
                     answer = self._aside(asked[0], "expect", ref, offers[0].mark, route)
                 case Action.SEND:
-                    answer = self._send(ref, routes, asked, offers[0].size)
+                    answer = self._send(ref, routes, asked)
                 case Action.ABORT:  # its group is broken: the next one is another
                     self._groups.pop((ref.model, wires[asked[0]]), None)
                     answer = self._aside(asked[0], "abort")
         for name, outcome in outcomes.items():
             if isinstance(outcome, Exception):
                 self._groups.pop((ref.model, wires[name]), None)
-            outcomes[name] = self._compared(name, ref, offers[0], outcome)
-        self._calibrate(offers[0], outcomes.values())
+        outcomes = self._compared(ref, offers[0], outcomes)
         self._record(ref, start_s, offers[0].size)
         retries = self.metrics.get("weight_sync/retries", 0.0)
         self.metrics["weight_sync/retries"] = retries + tries - 1
@@ -324,7 +321,7 @@ class WeightSync:
         return None
 
     def _send(
-        self, ref: WeightsRef, routes: Routes, names: Sequence[str], size: int
+        self, ref: WeightsRef, routes: Routes, names: Sequence[str]
     ) -> tuple[str, dict[str, Outcome]]:
         """Have the learner send and followers load, at once; return the mark, and what came."""
         patience_s = max(each[0].timeout_s for each in routes.sending.values())
@@ -429,42 +426,45 @@ class WeightSync:
 
     # -- metrics -------------------------------------------------------------------------------
 
-    def _compared(self, name: str, ref: WeightsRef, offer: Offer, outcome: Outcome) -> Outcome:
-        """Note by how much a follower's probe differs, say what is unusual, and return the outcome,
-        or an error where the follower computes the version before.
+    def _compared(
+        self, ref: WeightsRef, offer: Offer, outcomes: Mapping[str, Outcome]
+    ) -> dict[str, Outcome]:
+        """Note by how much followers' probes differ, and say what is unusual; return the outcomes,
+        with an error where a follower computes the version before.
         """
-        if isinstance(outcome, Exception):
-            return outcome
-        ours, theirs = offer.probe, outcome.value.probe
-        if ours is None or theirs is None:
-            return outcome
+        found, passed = dict(outcomes), list[float]()
+        ours, before = offer.probe, self._probes[0][1] if len(self._probes) > 1 else None
+        for name, outcome in outcomes.items():
+            theirs = None if isinstance(outcome, Exception) else outcome.value.probe
+            if ours is None or theirs is None:
+                continue
+            gap = self._measured(ours, theirs, before)
+            unusual = (
+                f"after the sync of version {ref.version} of the weights, the log-probs of {name} "
+                f"and the learner differ by {gap:.2g} nats (root mean square) on the probe, and "
+                f"{self._tolerance.usual:.2g} is usual"
+            )
+            if gap <= self._tolerance.usual:
+                passed.append(gap)
+            elif before is not None and difference(before, theirs) < gap:
+                found[name] = EngineError(
+                    f"{unusual}; {name} is nearer to the version before: some of the new weights "
+                    "are not in use there",
+                    "probe-of-version-before",
+                )
+            else:
+                self._say(unusual)
+        self._tolerance.calibrate(passed)
+        return found
+
+    def _measured(self, ours: FloatArray, theirs: FloatArray, before: FloatArray | None) -> float:
+        """Return the difference of a follower's probe, and keep it as metrics."""
         gap = self.metrics["weight_sync/logprob_gap"] = difference(ours, theirs)
         self.metrics["weight_sync/logprob_gap_mean"] = float((ours - theirs).mean())
         self.metrics["weight_sync/logprob_gap_max"] = float(abs(ours - theirs).max())
-        before = self._probes[0][1] if len(self._probes) > 1 else None
         if before is not None and (moved := difference(before, ours)):
             self.metrics["weight_sync/logprob_gap_of_update"] = gap / moved
-        if gap <= self._tolerance.usual:
-            return outcome
-        unusual = (
-            f"after the sync of version {ref.version} of the weights, the log-probs of {name} and "
-            f"the learner differ by {gap:.2g} nats (root mean square) on the probe, and "
-            f"{self._tolerance.usual:.2g} is usual"
-        )
-        if before is not None and difference(before, theirs) < gap:
-            return EngineError(
-                f"{unusual}; {name} is nearer to the version before: some of the new weights are "
-                "not in use there",
-                "probe-of-version-before",
-            )
-        self._say(unusual)
-        return outcome
-
-    def _calibrate(self, offer: Offer, outcomes: Iterable[Outcome]) -> None:
-        probes = [o.value.probe for o in outcomes if not isinstance(o, Exception)]
-        if offer.probe is not None:
-            gaps = [difference(offer.probe, probe) for probe in probes if probe is not None]
-            self._tolerance.calibrate(gaps)
+        return gap
 
     def _record(self, ref: WeightsRef, start_s: float, size: int) -> None:
         end_s = time.perf_counter()

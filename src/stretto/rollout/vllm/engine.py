@@ -246,10 +246,12 @@ class _FileNames:
 
     def __init__(self, model: nn.Module) -> None:
         self._model: Any = model
-        empty = {n: p.detach().to("meta") for n, p in model.named_parameters() if ".lora_" not in n}
-        self._same = {n.replace(".base_layer.", ".") for n in empty} == self._revert(
-            {n.replace(".base_layer.", "."): p for n, p in empty.items()}
-        ).keys()
+        empty = {
+            name.replace(".base_layer.", "."): p.detach().to("meta")
+            for name, p in model.named_parameters()
+            if ".lora_" not in name
+        }
+        self._same = empty.keys() == self._revert(empty).keys()
 
     def __call__(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield what a parameter is in files."""
