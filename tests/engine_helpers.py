@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from stretto.config import ModelConfig, RolloutConfig
+from stretto.models.info import language_auto
 from stretto.rollout.base import EngineSettings, StopStrings
 from stretto.rollout.vllm.engine import FullWeights, VllmEngine
 from stretto.rollout.vllm.llm import Output
@@ -44,10 +45,9 @@ LATENT = {
 
 def from_config(config: Any, attention: str | None = None) -> Any:
     """A language model with random weights whose responses are ended by their length alone."""
-    from transformers import AutoModelForCausalLM
-
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    auto = language_auto(type(config))
+    model = auto.from_config(config, attn_implementation=attention).eval()
     if model.generation_config is not None:
         model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = 0

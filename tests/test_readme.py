@@ -180,13 +180,3 @@ def test_model_families_are_those_of_the_models_page() -> None:
     part = section("Features").partition("| models | |")[2]
     shown = re.findall(r"^\| compared (?:with|by).*?\| (.*) \|$", part, re.M)
     assert [names(cell) for cell in shown] == [names(cell) for cell in documented]
-
-
-def test_families_without_a_critic() -> None:
-    from transformers.models.auto import modeling_auto as auto
-
-    (listed,) = re.findall(r"no sequence classifier for the critic \| (.*) \|", README)
-    types = {"Gemma 4": "gemma4_text", "Cohere": "cohere", "Granite": "granite", "Afmoe": "afmoe"}
-    for family in listed.split(", "):
-        assert types[family] in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        assert types[family] not in auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES

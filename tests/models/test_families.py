@@ -4,7 +4,9 @@ computes, or refused in a line.
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 import random
 from array import array
 from collections.abc import Callable, Sequence
@@ -33,10 +35,22 @@ from stretto.models.cached import (
     check_cache,
     slots_within,
 )
-from stretto.models.forward import output_head, response_hidden, response_tokens
-from stretto.models.heads import critic_from_actor
-from stretto.models.load import load_causal_lm, set_checkpointing
+from stretto.models.forward import (
+    backbone,
+    output_head,
+    positions,
+    response_hidden,
+    response_tokens,
+)
+from stretto.models.heads import critic_from_actor, scalar_head
+from stretto.models.load import (
+    load_causal_lm,
+    load_sequence_classifier,
+    save_model,
+    set_checkpointing,
+)
 from stretto.models.logits import token_logprobs
+from stretto.models.tiny import byte_tokenizer
 from stretto.rollout.base import EngineSettings
 from stretto.rollout.engine import ModelPass, TorchEngine
 from stretto.schedules.rollout import Rollout
@@ -71,6 +85,7 @@ GEMMA4 = {
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 97,
 }
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 NOISE = {"router_jitter_noise": 0.4}
 
 FAMILIES: dict[str, Callable[[], Any]] = {
@@ -90,7 +105,20 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "falcon": lambda: hf.FalconConfig(
         vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=False
     ),
+    "granite": lambda: hf.GraniteConfig(**FOUR, logits_scaling=4.0),
+    "llama4": lambda: hf.Llama4TextConfig(
+        **FOUR, head_dim=8, intermediate_size_mlp=48, attention_chunk_size=8, num_local_experts=2
+    ),
+    "mistral3, with vision": lambda: hf.Mistral3Config(
+        text_config=hf.Ministral3Config(**FOUR, head_dim=8),
+        vision_config={**VISION, "model_type": "pixtral", "head_dim": 16},
+    ),
+    "qwen3-vl": lambda: hf.Qwen3VLConfig(
+        text_config={**FOUR, "head_dim": 8, "rope_parameters": MROPE},
+        vision_config={"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 32},
+    ),
 }
+"""Most of them have no sequence classifier in transformers."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -137,6 +165,27 @@ def test_engine_scorers_and_learner_compute_what_the_whole_model_does(model: Any
     logprobs.sum().backward()
     trained = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     assert len({n for n, grad in trained.items() if grad is not None}) > 0.8 * len(trained)
+
+
+@torch.no_grad()
+def test_a_critic_values_states_and_is_the_same_once_saved_or_sent(
+    model: Any, tmp_path: Path
+) -> None:
+    critic: Any = critic_from_actor(model)
+    head = scalar_head(critic)
+    assert not head.weight.any()  # type: ignore[operator, union-attr]
+    nn.init.normal_(head.weight, std=0.3)  # type: ignore[arg-type]
+    ids = torch.tensor([[5, 6, 7, 20, 31]])
+    state = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state[0, -1]
+    values = critic(input_ids=ids).logits
+    torch.testing.assert_close(values[0], head.weight @ state, rtol=1e-4, atol=1e-5)  # type: ignore[operator]
+    assert critic_scorer(critic, 64).info.name == "critic"
+    sent = pickle.loads(pickle.dumps(critic))
+    save_model(critic, byte_tokenizer(), tmp_path / "critic")
+    saved = load_sequence_classifier(tmp_path / "critic", torch.float32, CPU)
+    for other in (sent, saved, copy.deepcopy(critic)):
+        assert type(other) is type(critic)
+        torch.testing.assert_close(other(input_ids=ids).logits, values, rtol=1e-4, atol=1e-5)
 
 
 def streamed(model: Any, made: Sequence[Rollout]) -> list[Any]:
@@ -282,9 +331,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "falcon, alibi": lambda: hf.FalconConfig(
         vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True
     ),
-    "llama4": lambda: hf.Llama4TextConfig(
-        **FOUR, head_dim=8, intermediate_size_mlp=48, attention_chunk_size=8, num_local_experts=2
-    ),
     "jamba": lambda: hf.JambaConfig(
         **FOUR, num_experts=2, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=4
     ),
@@ -318,6 +364,15 @@ def test_a_reference_that_takes_no_masks_scores_whole(name: str, tmp_path: Path)
 
 
 def test_a_model_without_a_decoder_of_its_own_is_no_raw_error(tmp_path: Path) -> None:
-    model = reloaded(REFUSED["llama4"](), tmp_path)
+    model = reloaded(FAMILIES["granite"](), tmp_path)
     with raises(ModelError, "no-decoder"):
-        output_head(model)
+        backbone(model.model)
+
+
+def test_llama_4_ends_where_it_would_scale_attention_by_what_the_cache_holds(
+    tmp_path: Path,
+) -> None:
+    model = reloaded(FAMILIES["llama4"](), tmp_path)
+    model.config.max_position_embeddings = 1 << 20
+    assert positions(model, generating=True) == model.config.floor_scale - 1 == 8191
+    assert positions(model) == 1 << 20

@@ -385,13 +385,16 @@ def test_a_fresh_head_on_the_models_own_backbone() -> None:
     assert model.config.num_labels == 1
 
 
-def test_an_architecture_without_a_classifier_is_refused() -> None:
-    from transformers import CohereConfig, CohereForCausalLM
+def test_a_model_of_its_own_code_without_a_classifier_is_refused() -> None:
+    from transformers import LlamaConfig
 
-    shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "pad_token_id": 0}
-    config = CohereConfig(vocab_size=61, hidden_size=16, intermediate_size=8, **shape)
-    with raises(ModelError, "no-classifier", "CohereForCausalLM"):
-        reward_model_from(CohereForCausalLM(config), seed=0)
+    class Own(LlamaConfig):
+        model_type = "own"
+
+    lm = llama(vocabulary=61)
+    lm.config = Own(**lm.config.to_diff_dict())
+    with raises(ModelError, "no-classifier", "LlamaForCausalLM"):
+        reward_model_from(lm, seed=0)
 
 
 def test_what_pads_never_ends_a_response() -> None:

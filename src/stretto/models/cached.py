@@ -21,8 +21,9 @@ from stretto.models.forward import positions as positions_of
 
 Masks = Tensor | Mapping[str, Tensor]
 
-WINDOW = "sliding_window"
-"""Setting of a model's config: the number of last tokens that a layer with a window sees."""
+WINDOWS = ("sliding_window", "attention_chunk_size")
+"""Settings of a model's config, of which it has one at most: the number of last tokens that a layer
+with a window sees; that of the tokens of a chunk, of which it sees the earlier ones (Llama 4)."""
 
 GRAIN = 64
 """Slots grow by multiples of this many positions."""
@@ -122,7 +123,8 @@ def check_cache(
 def _check_windows(own: CachedPass, vocabulary: int) -> None:
     """Check hidden states beyond narrowed windows by their median, as rounding may be large."""
     configs = {id(m.config): m.config for m in own.backbone.modules() if hasattr(m, "config")}
-    windows = [(c, w) for c in configs.values() if (w := getattr(c, WINDOW, None))]
+    found = ((c, name, getattr(c, name, None)) for c in configs.values() for name in WINDOWS)
+    windows = [(config, name, width) for config, name, width in found if width]
     if not windows:
         return
     length = min(CHECKED, positions_of(own.backbone, generating=True) or CHECKED)
@@ -134,14 +136,14 @@ def _check_windows(own: CachedPass, vocabulary: int) -> None:
     with _explained(own.backbone):
         wide = [_plain(own, row) for row in rows]
         try:  # transformers reads the width of windows from the config in each pass
-            for config, _ in windows:
-                setattr(config, WINDOW, _NARROW)
+            for config, name, _ in windows:
+                setattr(config, name, _NARROW)
             own.prefill([0, 1], [0, 0], begun)
             hidden = own.prefill([1, 0], first[::-1], rest[::-1]).flip(0)
             plain = [_plain(own, row) for row in rows]
         finally:
-            for config, before in windows:
-                setattr(config, WINDOW, before)
+            for config, name, before in windows:
+                setattr(config, name, before)
 
     def beyond(states: Sequence[Tensor]) -> Tensor:
         return torch.cat([h[n:] for h, n in zip(states, first, strict=True)]).float()
@@ -174,9 +176,12 @@ def _explained(model: nn.Module) -> Iterator[None]:
     except EngineError:
         raise
     except Exception as error:
+        reason = first_line(error)
+        if hasattr(model, "build_alibi_tensor") or getattr(model.config, "alibi", False):
+            reason = "its positions (ALiBi) come from a mask of tokens, which leaves no gaps"
         raise EngineError(
             f"{type(model).__name__} does not run over a key-value cache in slots, with positions "
-            f"and a mask for each row: {first_line(error)}. {ADVICE}",
+            f"and a mask for each row: {reason}. {ADVICE}",
             "no-slots",
         ) from error
 
@@ -203,34 +208,36 @@ class LayerMasks:
         self._additive = config._attn_implementation == "eager"
         kinds = set(getattr(config, "layer_types", None) or ())
         kinds |= {f"{k} (GPT-Neo)" for k in getattr(config, "attention_layers", ()) if k == "local"}
-        if unknown := kinds - {"full_attention", "sliding_attention"}:
+        near = kinds - {"full_attention"}
+        if unknown := near - {"sliding_attention", "chunked_attention"}:
             raise EngineError(
-                f"layers of type {', '.join(sorted(unknown))} keep no plain key-value cache; "
-                "slots are for full and sliding-window attention only. Choose another model",
+                f"layers of type {', '.join(sorted(unknown))} keep no plain key-value cache; slots "
+                "are for full, sliding-window and chunked attention only. Choose another model",
                 "no-slots",
             )
+        self._near = next(iter(near), "")
+        self._setting = WINDOWS[self._near == "chunked_attention"]
         try:
-            getattr(config, WINDOW, None)
+            getattr(config, self._setting, None)
         except RuntimeError as error:  # of a config whose layers differ in it
             raise EngineError(
                 "layers have windows of different sizes; slots are for full attention and windows "
                 "of one size. Choose another model",
                 "no-slots",
             ) from error
-        self._mixed = "sliding_attention" in kinds
-        self._windowed = self._mixed or not kinds
+        self._windowed = bool(near) or not kinds
 
     def __call__(self, positions: Tensor, read: int) -> Masks:
         """Return masks for queries at ``positions`` [n, q] over key positions below ``read``."""
         keys = torch.arange(read, device=positions.device)
         at = positions[:, None, :, None]
         full = keys <= at
-        window = int(getattr(self._config, WINDOW, None) or 0) if self._windowed else 0
-        if not window or read <= window:
+        width = int(getattr(self._config, self._setting, None) or 0) if self._windowed else 0
+        if not width or read <= width:
             return self._form(full)
-        near = self._form(full & (keys > at - window))
-        full = self._form(full)
-        return {"full_attention": full, "sliding_attention": near} if self._mixed else near
+        first = at - width + 1 if self._setting == WINDOWS[0] else at // width * width
+        near, full = self._form(full & (keys >= first)), self._form(full)
+        return {"full_attention": full, self._near: near} if self._near else near
 
     def _form(self, mask: Tensor) -> Tensor:
         if not self._additive:

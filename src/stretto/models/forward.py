@@ -35,17 +35,25 @@ def text_config(model: nn.Module) -> Any:
     return config if config.is_encoder_decoder else config.get_text_config(decoder=True)
 
 
-def backbone(model: nn.Module) -> nn.Module:
-    """Return the text decoder without the head: token ids -> last hidden state (norm applied)."""
+def headless(model: nn.Module) -> nn.Module:
+    """Return a causal LM without its head: all of it that is read before, towers included."""
     lm = unwrapped(model)
-    if lm.base_model is lm:
+    # Some classes, such as Llama4ForCausalLM, name another prefix than the part has.
+    inner = lm.base_model if lm.base_model is not lm else getattr(lm, "model", None)
+    if inner is None:
         raise ModelError(
             f"{type(lm).__name__} does not say which of its parts is the decoder without the head; "
             "choose a plain causal language model",
             "no-decoder",
         )
+    return cast(nn.Module, inner)
+
+
+def backbone(model: nn.Module) -> nn.Module:
+    """Return the text decoder without the head: token ids -> last hidden state (norm applied)."""
+    lm = unwrapped(model)
     inner = text_config(lm) is not lm.config
-    return cast(nn.Module, lm.get_decoder() if inner else lm.base_model)
+    return cast(nn.Module, lm.get_decoder()) if inner else headless(lm)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -59,7 +67,7 @@ def freeze_unread(model: nn.Module) -> None:
     if text_config(model) is unwrapped(model).config:
         return
     read = {id(p) for p in backbone(model).parameters()}
-    for parameter in unwrapped(model).base_model.parameters():
+    for parameter in headless(model).parameters():
         if id(parameter) not in read:
             parameter.requires_grad_(False)
 
@@ -254,6 +262,8 @@ def positions(model: nn.Module, *, generating: bool = False) -> int | None:
     if generating:  # beyond these the frequencies follow the longest sequence in the batch
         following = (rope for rope in _ropes(config) if rope.get("rope_type") in _FOLLOWING)
         limits += filter(None, (r.get("original_max_position_embeddings") for r in following))
+        if getattr(config, "attn_temperature_tuning", False):  # Llama 4 reads it off the cache
+            limits.append(config.floor_scale - 1)
     return min(map(int, limits), default=None)
 
 

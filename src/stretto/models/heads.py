@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from stretto.errors import ModelError
-from stretto.models.forward import unwrapped
+from stretto.models.forward import headless, unwrapped
+from stretto.models.info import language_auto
 from stretto.models.mapped import copied, final_dtype
 from stretto.models.weights import with_own_structure
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 HEAD_NAMES = ("score", "classifier")
 """Names of the linear layer in transformers."""
@@ -58,7 +59,8 @@ def critic_from_actor(actor: nn.Module, *, shares: bool = False) -> nn.Module:
     then train it, and leave these as they are.
     """
     lm = unwrapped(actor)
-    body = with_own_structure(lm.base_model) if shares else copied(lm.base_model)
+    own = headless(lm)
+    body = with_own_structure(own) if shares else copied(own)
     return _classifier(lm, body, "name a scalar model in critic.init")
 
 
@@ -68,7 +70,7 @@ def reward_model_from(lm: nn.Module, seed: int) -> nn.Module:
     The head starts from N(0, 1 / (H + 1)), as in Stiennon et al. (2020); a head of zeros would let
     nothing through to the backbone at first.
     """
-    model = _classifier(lm, cast(nn.Module, lm.base_model), "choose another model.name")
+    model = _classifier(lm, headless(lm), "choose another model.name")
     weight: Any = scalar_head(model).weight
     fresh = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
@@ -77,21 +79,24 @@ def reward_model_from(lm: nn.Module, seed: int) -> nn.Module:
 
 
 def _classifier(lm: Any, body: nn.Module, remedy: str) -> nn.Module:
-    """Return a classifier with a zero head; raises ModelError where transformers has none."""
+    """Return a classifier with a zero head; raises ModelError for a model of other people's code
+    that brings no classifier.
+    """
     from transformers import AutoModelForSequenceClassification
     from transformers.initialization import no_init_weights
 
     config = copy.deepcopy(lm.config)
     config.num_labels = 1
     vars(config).pop("quantization_config", None)  # what is made is not in 4 bits, but for its body
+    register_classifier(type(config))
     auto_class: Any = AutoModelForSequenceClassification
     try:
         with no_init_weights():
             classifier = auto_class.from_config(config, dtype=final_dtype(next(lm.parameters())))
     except ValueError as error:
         raise ModelError(
-            f"transformers has no sequence classifier for {type(lm).__name__}, and so none with a "
-            f"scalar head can be made from it; {remedy} of another architecture",
+            f"{type(lm).__name__} is not of transformers, and its own code brings no sequence "
+            f"classifier, of which a scalar head could be made; {remedy}",
             "no-classifier",
         ) from error
     setattr(classifier, classifier.base_model_prefix, body)
@@ -100,6 +105,40 @@ def _classifier(lm: Any, body: nn.Module, remedy: str) -> nn.Module:
         for parameter in scalar_head(made).parameters():
             parameter.zero_()
     return made
+
+
+def register_classifier(kind: type[PreTrainedConfig]) -> None:
+    """Make transformers know a sequence classifier for the models of a kind of config.
+
+    The class is transformers' own where there is one. Others are made as it makes most of its own:
+    a linear layer ``score`` on the last hidden state of what ``AutoModel`` gives.
+    """
+    from transformers import AutoModelForSequenceClassification as Auto
+    from transformers.modeling_layers import GenericForSequenceClassification
+
+    auto = language_auto(kind)
+    if kind in Auto._model_mapping or auto is None:
+        return
+    lm = auto._model_mapping[kind]
+    base = next(c for c in lm.__mro__ if c.__name__.endswith("PreTrainedModel"))
+    own = {
+        "config_class": kind,
+        "__module__": lm.__module__,  # whose source transformers searches for what a class can do
+        "__reduce__": lambda self: (_empty_classifier, (kind,), vars(self)),
+    }
+    name = f"{kind.__name__.removesuffix('Config')}ForSequenceClassification"
+    made: Any = type(name, (GenericForSequenceClassification, base), own)
+    Auto.register(kind, made, exist_ok=True)
+
+
+def _empty_classifier(kind: type[PreTrainedConfig]) -> PreTrainedModel:
+    """Return what unpickling fills: the class is in no module, where pickle would look for it."""
+    from transformers import AutoModelForSequenceClassification as Auto
+
+    register_classifier(kind)
+    made: Any = Auto._model_mapping[kind]
+    empty: PreTrainedModel = made.__new__(made)
+    return empty
 
 
 def set_padding(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ends: Iterable[int]) -> bool:

@@ -238,6 +238,17 @@ def load_config(path: Path | str, trust_remote_code: bool) -> PreTrainedConfig:
     return config
 
 
+def language_auto(kind: type[PreTrainedConfig]) -> Any:
+    """Return the auto class by which transformers makes language models of a kind of config.
+
+    A model that reads images too writes text about them; ``None`` where transformers has neither.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    autos: tuple[Any, ...] = AutoModelForCausalLM, AutoModelForImageTextToText
+    return next((auto for auto in autos if kind in auto._model_mapping), None)
+
+
 @contextmanager
 def explained(path: Path | str, what: str) -> Iterator[None]:
     """Turn errors of transformers on a bad checkpoint into a ModelError with a remedy."""

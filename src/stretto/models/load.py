@@ -18,7 +18,8 @@ from stretto.errors import ModelError, first_line, require
 from stretto.models import mapped
 from stretto.models.backend import backend_of
 from stretto.models.forward import freeze_unread, unwrapped
-from stretto.models.info import explained, load_config
+from stretto.models.heads import register_classifier
+from stretto.models.info import explained, language_auto, load_config
 from stretto.models.resolve import quiet_transformers, resolve
 from stretto.models.shapes import known_config
 from stretto.models.weights import require_finite
@@ -64,7 +65,9 @@ def load_causal_lm(
     """
     from transformers import AutoModelForCausalLM
 
-    kind = AutoModelForCausalLM
+    # A config of a model's own code is in no table of transformers.
+    own = language_auto(type(load_config(path, trust_remote_code)))
+    kind = own or AutoModelForCausalLM
     model = _load(kind, path, dtype, device, trust_remote_code, in_files, load_in_4bit)
     if fault := _fault(model):
         raise ModelError(
@@ -87,13 +90,14 @@ def load_sequence_classifier(
     """Return a model with one score for a sequence (a reward model); see :func:`load_causal_lm`."""
     from transformers import AutoModelForSequenceClassification
 
-    labels = load_config(path, trust_remote_code).num_labels
-    if labels != 1:
+    config = load_config(path, trust_remote_code)
+    if (labels := config.num_labels) != 1:
         raise ModelError(
             f"a reward model gives one score (num_labels = 1); '{path}' has num_labels = {labels}. "
             "Give a sequence-classification checkpoint trained with a single label",
             "several-scores",
         )
+    register_classifier(type(config))
     kind = AutoModelForSequenceClassification
     return _load(kind, path, dtype, device, trust_remote_code, in_files)
 
