@@ -231,9 +231,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
         num_heads=4,
         attention_types=[[["global", "local"], 1]],
     ),
-    "llama4": lambda: hf.Llama4TextConfig(
-        **GROUPED, head_dim=8, intermediate_size_mlp=48, attention_chunk_size=8, num_local_experts=2
-    ),
 }
 
 
