@@ -305,10 +305,12 @@ class Log:
             (self.add if isinstance(listed, list) else self.metric)(name, listed)
         return result.get("rewards", result)
 
-    def of(self, at: int) -> dict[str, Any]:
-        """Return what was said of one sample."""
-        means = {name: fmean(values) for name, values in self._of_all.items()}
-        return means | {name: values[at] for name, values in self._of_samples.items()}
+    def beside(self, at: int, verdict: Verdict) -> Verdict:
+        """Return a sample's verdict with what was said beside it."""
+        extra = {name: fmean(values) for name, values in self._of_all.items()}
+        extra |= {name: values[at] for name, values in self._of_samples.items()}
+        extra |= verdict.get("extra", {})
+        return {**verdict, "extra": extra} if extra else verdict
 
 
 def plain(value: Any) -> Any:
@@ -358,13 +360,12 @@ def all_at_once(
         if "error" in scored:
             return str(scored["error"])
         result = scored["value"]
-        listed = _verdict(lambda given: {"value": _listed(given, len(samples))}, result, file)
-        verdicts = [listed] * len(samples)
-        if "value" in listed:
-            verdicts = [_verdict(entry, part, file) for part in listed["value"]]
+        parts = _verdict(lambda given: {"value": listed(given, len(samples))}, result, file)
+        verdicts = [parts] * len(samples)
+        if "value" in parts:
+            verdicts = [_verdict(entry, part, file) for part in parts["value"]]
         for at, verdict in enumerate(verdicts):
-            extra = log.of(at) | verdict.get("extra", {})
-            send({"at": at, **verdict, **({"extra": extra} if extra else {})})
+            send({"at": at, **log.beside(at, verdict)})
         return None
 
     return run
@@ -380,7 +381,7 @@ def _verdict(judge: Callable[[T], Verdict], on: T, file: str | None) -> Verdict:
         return {"error": describe(error, file)}
 
 
-def _listed(result: Any, count: int) -> Sequence[Any]:
+def listed(result: Any, count: int) -> Sequence[Any]:
     """Return a function's list of scores; raises RewardError if it is none of ``count``."""
     result = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(result, Sequence) or isinstance(result, str):

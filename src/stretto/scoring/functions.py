@@ -1,4 +1,4 @@
-"""Rewards from code: the task's own verifier, or a user's function, in a process of its own.
+"""Rewards from code, in a process of its own: the task's verifier, a user's function or server.
 
 A reward function that raises, hangs, ends its process, or gives no number that is finite as float32
 has failed on a sample. That is reported with the sample and never turned into a number. A function
@@ -24,6 +24,7 @@ from stretto.config import TaskConfig
 from stretto.config.sections import RewardSource
 from stretto.errors import ConfigError, EngineError, RewardError
 from stretto.scoring.conventions import Verdict, recognise
+from stretto.scoring.remote import check_url
 from stretto.scoring.responses import ResponseScorer, response_text
 from stretto.tasks.base import INDEX_KEY, fingerprint
 from stretto.types import Response, Score, ScorerInfo, WeightsRef
@@ -47,8 +48,8 @@ class FunctionScorer(ResponseScorer):
     heavy is loaded; it is started again after a hang, and then has lost what it kept in memory.
 
     Args:
-        source: the task's verifier, or a function, whose file is relative to the working directory,
-            or whose module is installed or there.
+        source: the task's verifier, a server, or a function, whose file is relative to the working
+            directory, or whose module is installed or there.
         stop: strings that end a response; not part of what is scored.
         timeout_s: time that the reward function may take for the responses of one ``finish`` call.
         columns: of the dataset. A function that needs another one is refused at construction.
@@ -191,12 +192,16 @@ def _task_payload(response: Response, text: str) -> Payload:
 
 def locate(source: RewardSource) -> dict[str, str]:
     """Return the absolute path of a function's file, its module where it is named by that, and its
-    own name; raises ConfigError if there is no such file or module.
+    own name; or the URL of a server. Raises ConfigError if there is no such file or module, or if
+    texts should not be sent to the URL.
     """
+    if source.kind == "server":
+        check_url(source.name)
+        return {"url": source.name}
     if source.kind != "function":
         raise ConfigError(
             f"reward.sources: '{source.name}' is none of 'task', 'file.py:name', "
-            "'package.module:name' and 'model:NAME'",
+            "'package.module:name', 'http://127.0.0.1:PORT/...' and 'model:NAME'",
             "unknown-source",
         )
     path, module = source.file.expanduser(), ""

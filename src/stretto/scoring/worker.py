@@ -4,7 +4,7 @@ It speaks JSON lines over its original standard input and output; whatever the f
 prints goes to standard error. It ends with its parent, however that ends, and whatever it is doing.
 ::
 
-    in    {"task": settings, "seed": n}  or                                            once, first
+    in    {"task": settings, "seed": n}  or  {"url": of a server}  or                  once, first
           {"file": path, "module": name or "", "function": name}
     out   {"ready": {"columns": names or null for all, "required": names}}
           {"refused": "ConfigError" or "TaskError", "message": text, "code": text}     and the end
@@ -48,6 +48,7 @@ from stretto.scoring.conventions import (
     one_by_one,
     recognise,
 )
+from stretto.scoring.remote import open_server
 
 
 def main() -> None:
@@ -117,6 +118,8 @@ def open_function(opening: Mapping[str, Any]) -> RewardFunction:
     """Open the reward function that a first line names, or raise ConfigError or TaskError."""
     if "task" in opening:
         return _open_task(opening["task"], opening["seed"])
+    if "url" in opening:
+        return open_server(opening["url"])
     file, name = opening["file"], opening["function"]
     return recognise(_import(file, opening["module"], name), file, name)
 
