@@ -45,6 +45,7 @@ class Prompt:
         tokens: the prompt as the actor reads it.
         text: before tokenisation (chat template applied where there is one).
         messages: the conversation, where the prompt is one; ``None`` for plain text.
+        from_text: whether the row's own prompt is text, whatever template was applied to it.
         data: the dataset row that the prompt came from; what reward functions look at.
     """
 
@@ -53,6 +54,7 @@ class Prompt:
     text: str
     messages: tuple[Message, ...] | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
+    from_text: bool = False
 
     @property
     def bare(self) -> Prompt:
@@ -152,6 +154,7 @@ class Score:
         values: [1] for a reward, [T] for the others, T the response's sampled tokens. Empty for a
             reward that does not apply to the rollout.
         failure: why there is no score; ``values`` is then empty. Never a silent zero.
+        extra: what a reward function gave beside its score, by name; plain data.
     """
 
     rollout_id: int
@@ -159,6 +162,7 @@ class Score:
     kind: ScoreKind
     values: FloatArray
     failure: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def scalar(self) -> float | None:

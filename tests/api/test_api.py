@@ -144,6 +144,32 @@ def test_rows_and_functions_take_the_place_of_names(tmp_path: Path) -> None:
     assert lines(Path(config.task.name)) == ROWS
 
 
+def logged(completions: Sequence[str], trainer_state: Any, log_extra: Any, log_metric: Any) -> Any:
+    log_extra("chars", [len(c) for c in completions])
+    log_extra("text", list(completions))
+    log_metric("progress", trainer_state.global_step / trainer_state.max_steps)
+    return [float(len(c)) for c in completions]
+
+
+def test_what_functions_log_is_in_the_records(tmp_path: Path) -> None:
+    few = {**SMALL, "out": str(tmp_path), "observe__samples": 4}
+    result = stretto.train("tiny", **few, dataset=ROWS, reward=logged)
+    samples, metrics = (
+        lines(result.model.parent / f"{name}.jsonl") for name in ("samples", "metrics")
+    )
+    assert len(samples) == 8
+    for sample in samples:
+        own = {"chars": sample["scores"]["logged"], "text": sample["response"]}
+        own["progress"] = (sample["step"] - 1) / 2
+        assert sample["extra"] == {f"logged/{name}": value for name, value in own.items()}
+    assert [step["reward/logged/progress"] for step in metrics] == [0, 0.5]
+    assert [step["reward/logged/chars"] for step in metrics] == [
+        step["reward/logged"] for step in metrics
+    ]
+    assert "reward/logged/text" not in metrics[0]
+    assert result.stats["reward/logged/progress"] == 0.5
+
+
 def test_a_run_begins_in_a_new_folder_or_in_that_of_the_run_it_goes_on_with(tmp_path: Path) -> None:
     config = stretto.load_recipe("tiny", out=str(tmp_path))
     runs = [begin(config, "mine") for _ in range(2)]

@@ -94,7 +94,7 @@ def test_own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_reward_functions() -> None:
     own = defined(blocks("rewards", "python")[0])
-    said = [[{"role": "assistant", "content": text}] for text in ("yes, please", "no")]
+    said = ["yes, please", "no"]
     assert asyncio.run(own["polite"](prompts=["?", "?"], completions=said)) == [1, 0]
     score = own["compute_score"]
     assert score("sums", "it is 7", "7") == {"score": 1}

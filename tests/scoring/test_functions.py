@@ -25,12 +25,14 @@ from helpers import ticket, told
 from raising import raises
 from scorer_helpers import byte_tokenizer
 from stretto import tasks
+from stretto.checks.functions import check
 from stretto.config import TaskConfig
 from stretto.config.sections import RewardSource, reward_source
 from stretto.errors import ConfigError, EngineError, TaskError
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.responses import response_text
+from stretto.tasks.base import TaskRow
 from stretto.tasks.prompts import render
 from stretto.types import FinishReason, Message, Prompt, Score
 
@@ -93,7 +95,9 @@ def test_trl_gets_everything_by_keyword(function: Scorers, tmp_path: Path) -> No
         f"""
         import json
         def f(prompts, completions, completion_ids, **kwargs):
-            seen = [prompts, completions, completion_ids, kwargs]
+            given = {{"trainer_state", "log_extra", "log_metric"}}
+            columns = {{key: kwargs[key] for key in kwargs.keys() - given}}
+            seen = [prompts, completions, completion_ids, columns, sorted(kwargs.keys() & given)]
             open({str(tmp_path / "seen")!r}, "w").write(json.dumps(seen))
             return [float(len(c)) for c in completions]
         """
@@ -110,7 +114,8 @@ def test_trl_gets_everything_by_keyword(function: Scorers, tmp_path: Path) -> No
     assert all(score.source == scorer.info.name and score.kind == "reward" for score in scores)
     seen = json.loads((tmp_path / "seen").read_text())
     columns = {"n": [1, None], "m": [None, 2]}
-    assert seen == [["a", "b"], ["xyz", "é"], [[*ids("xyz"), 1], [*ids("é"), 1]], columns]
+    given = ["log_extra", "log_metric", "trainer_state"]
+    assert seen == [["a", "b"], ["xyz", "é"], [[*ids("xyz"), 1], [*ids("é"), 1]], columns, given]
 
 
 def test_trl_gets_conversations_as_messages_and_only_what_it_takes(function: Scorers) -> None:
@@ -126,6 +131,58 @@ def test_trl_gets_conversations_as_messages_and_only_what_it_takes(function: Sco
     turn = (Message(role="user", content="hi"),)
     prompt = Prompt(0, (0,), "<|user|>hi", turn, data={"n": 5, "other": object(), "_index": 0})
     assert numbers(judge(scorer, ["yes"], [prompt])) == [5.0]
+
+
+def test_trl_gets_text_where_the_row_has_text_whatever_the_template(function: Scorers) -> None:
+    scorer = function(
+        """
+        def f(prompts, completions):
+            return [float((p, c) == ("hi", "yes")) for p, c in zip(prompts, completions)]
+        """
+    )
+    template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    rows = [TaskRow("hi"), TaskRow((Message(role="user", content="hi"),))]
+    prompts = [render(row, TaskConfig(kind="dataset"), tokenizer) for row in rows]
+    assert [p.text for p in prompts] == ["<|user|>hi"] * 2
+    assert numbers(judge(scorer, ["yes", "yes"], prompts)) == [1.0, 0.0]
+
+
+def test_trls_state_and_logs(function: Scorers) -> None:
+    scorer = function(
+        """
+        import numpy as np
+        def f(completions, trainer_state, log_extra=None, log_metric=None):
+            log_metric("share", trainer_state.global_step / trainer_state.max_steps)
+            log_metric("share", 1.0)
+            log_extra("seen", [c.upper() for c in completions])
+            log_extra("length", np.array([len(c) for c in completions]))
+            return [None if c == "b" else 1.0 for c in completions]
+        """,
+        columns=[],
+        max_steps=4,
+    )
+    scorer.global_step = 2
+    scores = judge(scorer, ["aa", "b"])
+    assert numbers(scores) == [1.0, None]
+    assert [score.extra for score in scores] == [
+        {"share": 0.75, "seen": "AA", "length": 2},
+        {"share": 0.75, "seen": "B", "length": 1},
+    ]
+
+
+def test_a_log_of_another_length_is_a_failure(function: Scorers) -> None:
+    scorer = function(
+        """
+        def f(completions, log_extra):
+            log_extra("seen", ["one"])
+            return [1.0] * len(completions)
+        """
+    )
+    scores = judge(scorer, ["a", "b"])
+    assert numbers(scores) == [1.0, 1.0]  # asked about one at a time
+    assert [score.extra for score in scores] == [{"seen": "one"}] * 2
 
 
 def test_async_functions_share_one_event_loop(function: Scorers) -> None:
@@ -177,6 +234,84 @@ def test_verl_per_sample(function: Scorers) -> None:
     scores = judge(scorer, ["7", "7", "7", "7"], prompts)
     assert numbers(scores) == [1.0, 2.5, None, 0.0]
     assert "row has no ground truth" in (scores[2].failure or "")
+
+
+def test_verls_scores_keep_what_stands_beside_them(function: Scorers) -> None:
+    scorer = function(
+        """
+        import math
+        def compute_score(solution_str, ground_truth):
+            if solution_str == "pair":
+                return True, {"not": "kept"}
+            return {"score": 1, "acc": solution_str == ground_truth, "pred": solution_str,
+                    "odd": {1: math.nan}}
+        """,
+        name="compute_score",
+    )
+    prompts = [Prompt(0, (0,), "q", data=VERL)] * 2
+    scores = judge(scorer, ["7", "pair"], prompts)
+    assert numbers(scores) == [1.0, 1.0]
+    assert scores[0].extra == {"acc": True, "pred": "7", "odd": {"1": None}}
+    assert scores[1].extra == {}
+
+
+@pytest.mark.parametrize(
+    "signature",
+    [
+        "model_output: str, ground_truth: str, timeout_score: float = 0",  # math_verify, prime_math
+        "predict_str, ground_truth, use_boxed=True, format_score=0.1",  # geo3k
+        "solution_str, ground_truth, method='strict', format_score=0.0, score=1.0",  # gsm8k
+        "completion, test_cases, continuous=False",  # prime_code
+        "data_source, solution_str, ground_truth, extra_info=None, sandbox_fusion_url=None, **kw",
+    ],
+)
+def test_the_signatures_of_verls_own_scores(function: Scorers, signature: str) -> None:
+    names = [name.partition("=")[0].partition(":")[0] for name in signature.split(", ")]
+    said, truth = names[1:3] if names[0] == "data_source" else names[:2]
+    scorer = function(
+        f"""
+        def compute_score({signature}):
+            assert not locals().get("kw"), kw
+            return {said} == {truth}
+        """,
+        name="compute_score",
+    )
+    assert numbers(judge(scorer, ["7", "8"], [Prompt(0, (0,), "q", data=VERL)] * 2)) == [1.0, 0.0]
+
+
+def test_verls_batched_scores(function: Scorers) -> None:
+    scorer = function(
+        """
+        def compute_score_batched(data_sources, solution_strs, ground_truths, extra_infos):
+            assert data_sources == ["mine", "mine"] and extra_infos == [None, {"bonus": 2.5}]
+            pairs = zip(solution_strs, ground_truths, extra_infos, strict=True)
+            return [{"score": 2 * (s == t), **e} if e else float(s == t) for s, t, e in pairs]
+        """,
+        name="compute_score_batched",
+        columns=[*VERL, "extra_info"],
+    )
+    prompts = [Prompt(i, (0,), "q", data=VERL | more) for i, more in enumerate(BONUS)]
+    scores = judge(scorer, ["7", "7"], prompts)
+    assert numbers(scores) == [1.0, 2.0]
+    assert [score.extra for score in scores] == [{}, {"bonus": 2.5}]
+
+
+BONUS: list[dict[str, Any]] = [{}, {"extra_info": {"bonus": 2.5}}]
+
+
+def test_openrlhfs_logs_are_kept(function: Scorers) -> None:
+    scorer = function(
+        """
+        import torch
+        def reward_func(queries, prompts, labels):
+            right = torch.tensor([1.0, 0.0])
+            return {"rewards": right, "scores": right, "extra_logs": {"acc": right, "all": 0.5}}
+        """,
+        name="reward_func",
+    )
+    scores = judge(scorer, ["a", "b"])
+    assert numbers(scores) == [1.0, 0.0]
+    assert [score.extra for score in scores] == [{"all": 0.5, "acc": 1.0}, {"all": 0.5, "acc": 0.0}]
 
 
 def test_openrlhf(function: Scorers) -> None:
@@ -257,11 +392,14 @@ def test_a_function_that_cannot_judge_is_refused(
     [
         ("nowhere.py:f", "no-reward-file"),
         ("nowhere.py", "unknown-source"),
-        ("json:dumps", "unknown-source"),
+        ("json:dumps", "unknown-signature"),
+        ("json.decoder:JSONDecode", "unknown-function"),
+        ("json.nowhere:f", "no-reward-module"),
+        ("json.decoder.f:f", "no-reward-module"),
     ],
 )
 def test_a_source_that_is_none_is_refused(source: str, code: str) -> None:
-    with raises(ConfigError, code, source.removesuffix(":f")):
+    with raises(ConfigError, code, source.removesuffix(":f").rpartition(":")[2]):
         FunctionScorer(reward_source(source), TaskConfig(), 0, TOKENIZER)
 
 
@@ -275,6 +413,35 @@ def test_a_task_without_a_judge_is_refused(tmp_path: Path) -> None:
         FunctionScorer(
             reward_source("task"), TaskConfig(kind="dataset", name="none.jsonl"), 0, TOKENIZER
         )
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package in the working directory; its file of rewards has a relative import."""
+    inner = tmp_path / "mine" / "rewards"
+    inner.mkdir(parents=True)
+    (tmp_path / "mine" / "__init__.py").touch()
+    (tmp_path / "mine" / "letters.py").write_text(
+        "def vowels(text): return sum(map('aeiou'.count, text))"
+    )
+    (inner / "__init__.py").write_text("from .short import f as g")
+    (inner / "short.py").write_text(
+        "from ..letters import vowels\ndef f(completions): return list(map(vowels, completions))"
+    )
+    monkeypatch.chdir(tmp_path)
+    return inner / "short.py"
+
+
+@pytest.mark.parametrize(
+    "source", ["mine/rewards/short.py:f", "mine.rewards.short:f", "mine.rewards:g"]
+)
+def test_functions_of_a_package(package: Path, source: str) -> None:
+    check(reward_source(source), [])
+    scorer = FunctionScorer(reward_source(source), TaskConfig(), 0, TOKENIZER)
+    try:
+        assert numbers(judge(scorer, ["aeb", "x"])) == [2.0, 0.0]
+    finally:
+        scorer.close()
 
 
 # --- failures ---------------------------------------------------------------------------------

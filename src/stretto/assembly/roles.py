@@ -204,6 +204,7 @@ class RoleFactory:
             timeout_s=config.reward.timeout_s,
             columns=columns,
             function=functions.get(source.name),
+            max_steps=config.steps,
         )
         stack.callback(scorer.close)
         return scorer

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import socket
 from collections.abc import Collection, Iterator
 from inspect import Signature, signature
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from stretto.config.sections import RewardSource
 from stretto.errors import ConfigError
 from stretto.scoring.conventions import convention_of, not_defined
 from stretto.scoring.functions import locate, require_columns
+from stretto.scoring.remote import is_loopback
+
+PATIENCE_S = 4.0
+"""Seconds in which a reward server of this machine must take a connection."""
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _BRANCHES = (ast.If, ast.Try, ast.With, ast.For, ast.While)
@@ -19,12 +25,15 @@ _BRANCHES = (ast.If, ast.Try, ast.With, ast.For, ast.While)
 
 def check(source: RewardSource, columns: Collection[str] | None) -> None:
     """Refuse a reward function that cannot be found, imported, or called with the columns of the
-    dataset, if these are known already.
+    dataset, if these are known already; and a server to which nothing should be sent.
 
     What cannot be told without running the file, such as the parameters of a name that is imported,
     is left to the process that runs it.
     """
     place = locate(source)
+    if source.kind == "server":
+        _check_server(source.name)
+        return
     file, name = Path(place["file"]), place["function"]
     try:
         text = file.read_text(encoding="utf-8")
@@ -46,6 +55,21 @@ def check(source: RewardSource, columns: Collection[str] | None) -> None:
         convention = convention_of(_signature(function), str(file), name)
         if columns is not None:
             require_columns(source.name, convention.required, columns)
+
+
+def _check_server(url: str) -> None:
+    """Refuse a server of this machine that is not there; others may be behind proxies."""
+    place = urlsplit(url)
+    if not is_loopback(url):
+        return
+    try:
+        port = place.port or (443 if place.scheme == "https" else 80)
+        socket.create_connection((str(place.hostname), port), timeout=PATIENCE_S).close()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"reward.sources: '{url}' is not there: {error}. Start the reward server first",
+            "no-reward-server",
+        ) from error
 
 
 def _check_imports(tree: ast.Module, file: Path) -> None:

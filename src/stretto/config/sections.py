@@ -191,12 +191,14 @@ class RewardSource:
     """A source of rewards, as ``reward.sources`` names it.
 
     Attributes:
-        kind: task: its verifier. function: 'file.py:name'. model: 'model:NAME'. object: a name to
-            which only the caller of a run can give a meaning.
+        kind: task: its verifier. function: 'file.py:name', or 'package.module:name'. model:
+            'model:NAME'. server: a URL. object: a name to which only the caller of a run can give
+            a meaning.
+        file: of the function; without '.py', the name of its module.
     """
 
     name: str
-    kind: Literal["task", "function", "model", "object"] = "object"
+    kind: Literal["task", "function", "model", "server", "object"] = "object"
     model: str = ""
     file: Path = Path()
     function: str = ""
@@ -208,8 +210,11 @@ def reward_source(name: str) -> RewardSource:
         return RewardSource(name, "task")
     if name.startswith("model:"):
         return RewardSource(name, "model", model=name.removeprefix("model:"))
+    if name.startswith(("http://", "https://")):
+        return RewardSource(name, "server")
     file, _, function = name.rpartition(":")
-    if Path(file).suffix == ".py" and function.isidentifier():
+    module = all(map(str.isidentifier, file.split(".")))
+    if (Path(file).suffix == ".py" or module) and function.isidentifier():
         return RewardSource(name, "function", file=Path(file), function=function)
     return RewardSource(name)
 
@@ -218,7 +223,7 @@ class RewardConfig(Section):
     """The score of a response: its sources and their weights."""
 
     sources: tuple[str, ...] = ("task",)
-    """Sources of the score, summed: 'task' (its verifier), 'file.py:name' (a function with TRL's or verl's signature), 'model:NAME' (a reward model)."""
+    """Sources of the score, summed: 'task' (its verifier), 'file.py:name' or 'package.module:name' (a function with TRL's, verl's or OpenRLHF's signature), 'http://127.0.0.1:PORT/...' (a reward server), 'model:NAME' (a reward model)."""
     weights: tuple[float, ...] = ()
     """Factor of each source; empty means 1 each."""
     timeout_s: Positive = 30.0

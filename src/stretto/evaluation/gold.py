@@ -53,7 +53,7 @@ def open_gold(
     if parsed.kind == "model":
         loaded = load_reward_model(factory.config.model, parsed.model, on_stderr)
         return factory.reward_scorer(source, tokenizer, loaded, ends=ends)
-    if parsed.kind != "task" and ".py:" not in source:
+    if parsed.kind == "object":
         raise ConfigError(
             f"'{source}' is no source of rewards; give 'task', 'file.py:name' or 'model:NAME'",
             "no-reward-source",

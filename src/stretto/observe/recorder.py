@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from statistics import fmean
+from typing import Any
 
 from stretto.config import Config, RewardConfig, SupervisedConfig
 from stretto.config.sections import MISSING_EOS
@@ -175,3 +177,20 @@ def scores_by_source(rollout: Rollout) -> dict[str, float | None]:
     """Return a rollout's score from each reward source, by the name that its metric has; ``None``
     where a source does not apply to it."""
     return {short_name(s.source): s.scalar for s in rollout.scores.values() if s.kind == "reward"}
+
+
+def extra_by_source(rollout: Rollout) -> dict[str, Any]:
+    """Return what reward functions gave beside a rollout's scores, by 'source/name'."""
+    scores = rollout.scores.values()
+    return {f"{short_name(s.source)}/{key}": v for s in scores for key, v in s.extra.items()}
+
+
+def extra_means(batch: Iterable[Rollout]) -> Stats:
+    """Return the means of the numbers that reward functions gave beside their scores, each over the
+    rollouts that have it, as metrics."""
+    found: dict[str, list[float]] = {}
+    for rollout in batch:
+        for name, value in extra_by_source(rollout).items():
+            if isinstance(value, int | float):
+                found.setdefault(f"reward/{name}", []).append(value)
+    return {name: fmean(values) for name, values in found.items()}

@@ -41,6 +41,7 @@ class Sample:
     Attributes:
         reward: the weighted sum of its scores, after the missing-EOS rule.
         scores: by reward source, before weights and that rule; ``None`` where one does not apply.
+        extra: what the sources gave beside their scores, by 'source/name'.
     """
 
     prompt: str
@@ -49,6 +50,7 @@ class Sample:
     finish: str  # 'stop' or 'length'
     tokens: int
     scores: Mapping[str, float | None] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from stretto.config.sections import RewardSource
 from stretto.errors import StalledError, StateError, StorageError
 from stretto.models.info import identity
 from stretto.observe import Progress, Recorder, RunDirectory, Sample
-from stretto.observe.recorder import scores_by_source
+from stretto.observe.recorder import extra_by_source, extra_means, scores_by_source
 from stretto.observe.run_directory import TrainResult
 from stretto.protocols import DRIVER, RECORDS
 from stretto.runs.checkpoint import INPUTS, Checkpointer, load_latest
@@ -123,6 +123,8 @@ class _TrainingLoop:
         try:
             async with checkpoints, running.schedule as schedule:
                 while self.done < config.steps:
+                    for function in running.functions:
+                        function.global_step = self.done
                     with shown:
                         step = await schedule.step()
                     shown = nullcontext()
@@ -150,7 +152,7 @@ class _TrainingLoop:
         self.done += 1
         recorder, spans, shown = self.recorder, self.running.spans, self.config.observe.samples
         timings = {f"timing_s/{name}": seconds for name, seconds in spans.totals().items()}
-        self.stats = {**step.stats, **timings, **self.running.metrics()}
+        self.stats = {**step.stats, **extra_means(step.batch), **timings, **self.running.metrics()}
         recorder.step(
             self.done,
             self.stats,
@@ -175,6 +177,7 @@ class _TrainingLoop:
             finish=str(rollout.finish),
             tokens=len(rollout),
             scores=scores_by_source(rollout),
+            extra=extra_by_source(rollout),
         )
 
 

@@ -9,37 +9,184 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn, ParamSpec, TypeVar
+from statistics import fmean
+from types import SimpleNamespace
+from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 from stretto.errors import ConfigError, RewardError, StrettoError, nearest
 from stretto.types import is_finite
 
 Sample = Mapping[str, Any]
+Verdict = Mapping[str, Any]
+"""A number as "value", ``None`` where the function does not apply, and perhaps what it said beside
+it as "extra", by name; or why it failed as "error"."""
 Send = Callable[[Mapping[str, Any]], None]
 Run = Callable[[Sequence[Sample], Send], str | None]
+Value = Callable[[Sample], Any]
 P = ParamSpec("P")
 T = TypeVar("T")
 
-SIGNATURES = """\
-  TRL       f(prompts, completions, completion_ids, **columns) -> list of numbers
-  verl      f(data_source, solution_str, ground_truth, extra_info=None) -> number or {'score': ...}
-  OpenRLHF  f(queries, prompts, labels) -> list of numbers"""
+_ABSENT = object()
+
+
+def _of(key: str) -> Value:
+    return lambda sample: sample[key]
+
+
+def _column(name: str) -> Value:
+    return lambda sample: sample["data"].get(name, _ABSENT)
+
+
+def _completion(sample: Sample) -> Any:
+    """Return the response in the form of its row's prompt, as TRL does: text, or a message."""
+    said = sample["response"]
+    return said if isinstance(sample["asked"], str) else [{"role": "assistant", "content": said}]
+
+
+def _ground_truth(sample: Sample) -> Any:
+    data = sample["data"]
+    model = data.get("reward_model")
+    holder = model if isinstance(model, Mapping) and "ground_truth" in model else data
+    if "ground_truth" not in holder:
+        raise RewardError(
+            "the dataset row has no ground truth; verl's signature needs the column 'ground_truth' "
+            "or 'reward_model' with a 'ground_truth' in it"
+        )
+    return holder["ground_truth"]
+
+
+def _number(entry: Any) -> Verdict:
+    return {"value": as_number(entry)}
+
+
+def _number_or_none(entry: Any) -> Verdict:
+    return {"value": None if entry is None else as_number(entry)}
+
+
+def _score_of(entry: Any) -> Verdict:
+    """Read verl's results: a number, a tuple that begins with one, or a dict with ``score``."""
+    if isinstance(entry, Mapping):
+        if "score" not in entry:
+            raise RewardError(f"it returned a dict without 'score': {entry!r}")
+        others = {str(name): plain(value) for name, value in entry.items() if name != "score"}
+        return {"value": as_number(entry["score"]), "extra": others}
+    return _number(entry[0] if isinstance(entry, tuple) and entry else entry)
 
 
 @dataclass(frozen=True)
 class Convention:
-    """How a function is called, by the names of its parameters.
+    """A library's reward functions, recognised by the names of their parameters.
 
     Attributes:
-        columns: dataset columns that it looks at; None for all.
-        required: columns that it cannot do without.
+        library, form: how people know them.
+        values: what each parameter gets of a sample.
+        aliases: other names of these parameters.
+        needs: groups of names; a function has a parameter of each group.
+        columns: columns of the dataset that the values come from.
+        entry: reads a sample's part of the result.
+        batched: it is called once, with lists of all samples' values; otherwise once a sample.
+        others_are_columns: its other parameters are columns of the dataset, by their names.
     """
 
-    kind: Literal["verl", "OpenRLHF", "TRL", "task"] = "task"
-    columns: Sequence[str] | None = ()
-    required: Sequence[str] = ()
+    library: str
+    form: str
+    values: Mapping[str, Value]
+    needs: Sequence[Collection[str]]
+    entry: Callable[[Any], Verdict]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[str, str] = field(default_factory=dict)
+    reads: Sequence[str] = ()
+    batched: bool = True
+    others_are_columns: bool = False
+
+    def arguments(self, samples: Sequence[Sample]) -> dict[str, list[Any]]:
+        """Return all that its functions can take, as lists."""
+        found = {name: [value(s) for s in samples] for name, value in self.values.items()}
+        if self.others_are_columns:
+            keys = {key: None for s in samples for key in s["data"] if key not in self.values}
+            found |= {key: [s["data"].get(key) for s in samples] for key in keys}
+        return found | {other: found[name] for other, name in self.aliases.items()}
+
+
+_VERL = {
+    "data_source": _column("data_source"),
+    "solution_str": _of("response"),
+    "ground_truth": _ground_truth,
+    "extra_info": _column("extra_info"),
+}
+_VERL_READS = ("data_source", "reward_model", "ground_truth", "extra_info")
+_VERL_ALIASES = {
+    **dict.fromkeys(("model_output", "predict_str", "completion"), "solution_str"),
+    "test_cases": "ground_truth",
+}
+"""Names that functions of verl's package ``reward_score`` have."""
+
+CONVENTIONS = (
+    Convention(
+        "verl",
+        "f(data_source, solution_str, ground_truth, extra_info=None) -> number or {'score': ...}",
+        _VERL,
+        (
+            {"solution_str", "model_output", "predict_str", "completion"},
+            {"ground_truth", "test_cases"},
+        ),
+        _score_of,
+        aliases=_VERL_ALIASES,
+        columns={"data_source": "data_source"},
+        reads=_VERL_READS,
+        batched=False,
+    ),
+    Convention(
+        "verl",
+        "f(data_sources, solution_strs, ground_truths, extra_infos) -> list of these",
+        {f"{name}s": value for name, value in _VERL.items()},
+        ({"solution_strs"}, {"ground_truths"}),
+        _score_of,
+        columns={"data_sources": "data_source"},
+        reads=_VERL_READS,
+    ),
+    Convention(
+        "OpenRLHF",
+        "f(queries, prompts, labels) -> list of numbers",
+        {
+            "queries": lambda sample: sample["prompt"] + sample["response"],
+            "prompts": _of("prompt"),
+            "labels": _column("label"),
+        },
+        ({"queries"}, {"prompts"}),
+        _number,
+        columns={"labels": "label"},
+        reads=("label",),
+    ),
+    Convention(
+        "TRL",
+        "f(prompts, completions, completion_ids, **columns) -> list of numbers",
+        {"prompts": _of("asked"), "completions": _completion, "completion_ids": _of("tokens")},
+        ({"prompts", "completions", "completion_ids"},),
+        _number_or_none,
+        others_are_columns=True,
+    ),
+)
+
+_GIVEN = {"trainer_state", "log_extra", "log_metric"}
+"""Further parameters of TRL's functions, which concern the whole batch."""
+
+SIGNATURES = "\n".join(f"  {c.library:9} {c.form}" for c in CONVENTIONS)
+
+
+class Recognised(NamedTuple):
+    """A function's convention, and the columns of the dataset that it uses.
+
+    Attributes:
+        columns: those that it looks at; None for all.
+        required: those that it cannot do without.
+    """
+
+    convention: Convention
+    columns: Sequence[str] | None
+    required: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -47,31 +194,30 @@ class RewardFunction:
     """A function in one form for all conventions.
 
     ``run`` scores a list, sends a verdict for each sample, and returns what went wrong with the
-    list as a whole, if anything.
+    list as a whole, if anything. Columns are as in :class:`Recognised`.
     """
 
     run: Run
-    convention: Convention = Convention()
+    columns: Sequence[str] | None = ()
+    required: Sequence[str] = ()
 
 
-def convention_of(signature: inspect.Signature, file: str, name: str) -> Convention:
+def convention_of(signature: inspect.Signature, file: str, name: str) -> Recognised:
     """Recognise a function's convention; raises ConfigError if the signature is not known."""
     parameters = signature.parameters.values()
     named, takes_any = _names(signature)
     required = {p.name for p in parameters if p.name in named and p.default is p.empty}
-    verl = {"data_source", "solution_str", "ground_truth", "extra_info"}
-    openrlhf = {"queries", "prompts", "labels"}
-    if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
-        pass
-    elif named >= {"solution_str", "ground_truth"} and required <= verl:
-        columns = ("data_source", "reward_model", "ground_truth", "extra_info")
-        return Convention("verl", columns, sorted(required & {"data_source"}))
-    elif named >= {"queries", "prompts"} and required <= openrlhf:
-        labels = ("label",) if "labels" in named else ()
-        return Convention("OpenRLHF", labels, labels)
-    elif named & {"completions", "completion_ids"} or (takes_any and "prompts" in named):
-        columns_of = None if takes_any else sorted(named - _TRL)
-        return Convention("TRL", columns_of, sorted(required - _TRL))
+    positional = any(p.kind is p.POSITIONAL_ONLY for p in parameters)
+    for convention in () if positional else CONVENTIONS:
+        if any(named.isdisjoint(group) for group in convention.needs):
+            continue
+        if convention.others_are_columns:
+            known = convention.values.keys() | _GIVEN
+            columns = None if takes_any else sorted(named - known)
+            return Recognised(convention, columns, sorted(required - known))
+        if required <= convention.values.keys() | convention.aliases.keys():
+            missed = [column for of, column in convention.columns.items() if of in required]
+            return Recognised(convention, convention.reads, missed)
     raise ConfigError(
         f"reward.sources: '{name}{signature}' in '{file}' has a signature that is not known. The "
         f"parameters must be named as in one of:\n{SIGNATURES}",
@@ -82,16 +228,28 @@ def convention_of(signature: inspect.Signature, file: str, name: str) -> Convent
 def recognise(function: Callable[..., Any], file: str, name: str) -> RewardFunction:
     """Make a reward function of one in any convention; raises ConfigError if it is in none."""
     signature = inspect.signature(function)
-    convention = convention_of(signature, file, name)
-    call = _caller(function, signature)
-    if convention.kind == "verl":
-        run = one_by_one(lambda sample: _verl(call, sample), file)
-    elif convention.kind == "OpenRLHF":
-        run = _all_at_once(lambda samples: _openrlhf(call, samples), file, as_number)
+    convention, columns, required = convention_of(signature, file, name)
+    call = _caller(function, signature, convention.aliases)
+
+    def each(sample: Sample) -> Any:
+        arguments = convention.arguments([sample])
+        return call({key: value[0] for key, value in arguments.items() if value[0] is not _ABSENT})
+
+    def whole(samples: Sequence[Sample], log: Log) -> Any:
+        arguments: dict[str, Any] = {
+            key: [None if value is _ABSENT else value for value in values]
+            for key, values in convention.arguments(samples).items()
+        }
+        if convention.others_are_columns:
+            state = SimpleNamespace(**samples[0]["state"])
+            arguments |= {"trainer_state": state, "log_extra": log.add, "log_metric": log.metric}
+        return log.scores(call(arguments))
+
+    if convention.batched:
+        run = all_at_once(whole, file, convention.entry)
     else:
-        number = lambda entry: None if entry is None else as_number(entry)  # noqa: E731
-        run = _all_at_once(lambda samples: _trl(call, samples), file, number)
-    return RewardFunction(run, convention)
+        run = one_by_one(each, file, convention.entry)
+    return RewardFunction(run, columns, required)
 
 
 def _names(signature: inspect.Signature) -> tuple[set[str], bool]:
@@ -100,7 +258,9 @@ def _names(signature: inspect.Signature) -> tuple[set[str], bool]:
     return by_name, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-def _caller(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
+def _caller(
+    function: Callable[..., Any], signature: inspect.Signature, aliases: Collection[str]
+) -> Callable[[Mapping[str, Any]], Any]:
     """Return a call of a function that passes the arguments it takes, and awaits its result."""
     named, takes_any = _names(signature)
     runner = asyncio.Runner()  # one event loop for good: clients keep connections in it
@@ -108,69 +268,75 @@ def _caller(function: Callable[..., Any], signature: inspect.Signature) -> Calla
     async def wait(result: Any) -> Any:
         return await result
 
-    def call(**arguments: Any) -> Any:
-        if not takes_any:
-            arguments = {key: arguments[key] for key in arguments if key in named}
-        result = function(**arguments)
+    def call(arguments: Mapping[str, Any]) -> Any:
+        taken = (k for k in arguments if k in named or (takes_any and k not in aliases))
+        result = function(**{key: arguments[key] for key in taken})
         return runner.run(wait(result)) if inspect.isawaitable(result) else result
 
     return call
 
 
-_TRL = {"prompts", "completions", "completion_ids"}
+class Log:
+    """The values that a function gives beside the scores of ``count`` samples, by name."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._of_samples: dict[str, Sequence[Any]] = {}
+        self._of_all: dict[str, list[float]] = {}
+
+    def add(self, column: str, values: Any) -> None:
+        """Take a value for each sample, as TRL's ``log_extra``; RewardError for another number."""
+        listed = plain(values)
+        if not isinstance(listed, list) or len(listed) != self._count:
+            raise RewardError(f"'{column}' is not a list of {self._count} values, one a sample")
+        self._of_samples[str(column)] = listed
+
+    def metric(self, name: str, value: Any) -> None:
+        """Take a number for all samples, as TRL's ``log_metric``; of several it is their mean."""
+        self._of_all.setdefault(str(name), []).append(as_number(value))
+
+    def scores(self, result: Any) -> Any:
+        """Return the scores in a result: it, or the ``rewards`` of a dict, whose ``extra_logs`` are
+        taken as OpenRLHF takes them."""
+        if not isinstance(result, Mapping):
+            return result
+        for name, values in (result.get("extra_logs") or {}).items():
+            listed = plain(values)
+            (self.add if isinstance(listed, list) else self.metric)(name, listed)
+        return result.get("rewards", result)
+
+    def beside(self, at: int, verdict: Verdict) -> Verdict:
+        """Return a sample's verdict with what was said beside it."""
+        extra = {name: fmean(values) for name, values in self._of_all.items()}
+        extra |= {name: values[at] for name, values in self._of_samples.items()}
+        extra |= verdict.get("extra", {})
+        return {**verdict, "extra": extra} if extra else verdict
 
 
-def _trl(call: Callable[..., Any], samples: Sequence[Sample]) -> Any:
-    """Call with all samples by keyword, dataset columns as lists, conversations as messages."""
-    columns = {key: None for sample in samples for key in sample["data"] if key not in _TRL}
-    return call(
-        prompts=[s["prompt"] if s["messages"] is None else s["messages"] for s in samples],
-        completions=[
-            s["response"]
-            if s["messages"] is None
-            else [{"role": "assistant", "content": s["response"]}]
-            for s in samples
-        ],
-        completion_ids=[s["tokens"] for s in samples],
-        **{key: [s["data"].get(key) for s in samples] for key in columns},
-    )
+def plain(value: Any) -> Any:
+    """Return a value as JSON has it: arrays as lists, no NaN, and the text of anything else."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return list(map(plain, value))
+    return str(value)
 
 
-def _openrlhf(call: Callable[..., Any], samples: Sequence[Sample]) -> Any:
-    """Call with all samples: queries are prompt and response together, labels a column."""
-    result = call(
-        queries=[s["prompt"] + s["response"] for s in samples],
-        prompts=[s["prompt"] for s in samples],
-        labels=[s["data"].get("label") for s in samples],
-    )
-    return result.get("rewards", result) if isinstance(result, Mapping) else result
-
-
-def _verl(call: Callable[..., Any], sample: Sample) -> Any:
-    """Call with one sample, by verl's columns; the score may stand in a dict."""
-    data = sample["data"]
-    model = data.get("reward_model")
-    holder = model if isinstance(model, Mapping) and "ground_truth" in model else data
-    if "ground_truth" not in holder:
-        raise RewardError(
-            "the dataset row has no ground truth; verl's signature needs the column 'ground_truth' "
-            "or 'reward_model' with a 'ground_truth' in it"
-        )
-    given = {key: data[key] for key in ("data_source",) if key in data}
-    given |= {"ground_truth": holder["ground_truth"], "extra_info": data.get("extra_info")}
-    result = call(solution_str=sample["response"], **given)
-    if isinstance(result, Mapping):
-        if "score" not in result:
-            raise RewardError(f"it returned a dict without 'score': {result!r}")
-        return result["score"]
-    return result
-
-
-def one_by_one(score: Callable[[Sample], Any], file: str | None = None) -> Run:
+def one_by_one(
+    score: Callable[[Sample], Any],
+    file: str | None = None,
+    entry: Callable[[Any], Verdict] = _number,
+) -> Run:
     """Score each sample for itself: an error on one does not touch the others."""
 
-    def judge(sample: Sample) -> float:
-        return as_number(in_this_process(score, sample))
+    def judge(sample: Sample) -> Verdict:
+        return entry(in_this_process(score, sample))
 
     def run(samples: Sequence[Sample], send: Send) -> None:
         for at, sample in enumerate(samples):
@@ -179,41 +345,43 @@ def one_by_one(score: Callable[[Sample], Any], file: str | None = None) -> Run:
     return run
 
 
-def _all_at_once(
-    score: Callable[[Sequence[Sample]], Any], file: str, number: Callable[[Any], float | None]
+def all_at_once(
+    score: Callable[[Sequence[Sample], Log], Any], file: str, entry: Callable[[Any], Verdict]
 ) -> Run:
-    """Score the list in one call; ``number`` makes a number of an entry, or ``None``.
+    """Score the list in one call; ``entry`` reads a sample's part of the result.
 
     An error is that of the whole list. If it gives anything but one entry a sample, it cannot be
     told whose they are, and the function has failed on all samples.
     """
 
     def run(samples: Sequence[Sample], send: Send) -> str | None:
-        scored = _verdict(lambda given: in_this_process(score, given), samples, file)
+        log = Log(len(samples))
+        scored = _verdict(lambda s: {"value": in_this_process(score, s, log)}, samples, file)
         if "error" in scored:
             return str(scored["error"])
-        listed = _verdict(lambda result: _listed(result, len(samples)), scored["value"], file)
-        verdicts = [listed] * len(samples)
-        if "value" in listed:
-            verdicts = [_verdict(number, entry, file) for entry in listed["value"]]
+        result = scored["value"]
+        parts = _verdict(lambda given: {"value": listed(given, len(samples))}, result, file)
+        verdicts = [parts] * len(samples)
+        if "value" in parts:
+            verdicts = [_verdict(entry, part, file) for part in parts["value"]]
         for at, verdict in enumerate(verdicts):
-            send({"at": at, **verdict})
+            send({"at": at, **log.beside(at, verdict)})
         return None
 
     return run
 
 
-def _verdict(judge: Callable[[T], Any], on: T, file: str | None) -> dict[str, Any]:
-    """Return the result of a call as "value", or else its "error"."""
+def _verdict(judge: Callable[[T], Verdict], on: T, file: str | None) -> Verdict:
+    """Return the verdict of a call, or the "error" that it raised."""
     try:
-        return {"value": judge(on)}
+        return judge(on)
     except KeyboardInterrupt:  # the user's, where the reward function shares their process
         raise
     except BaseException as error:  # SystemExit too, and whatever reward functions invent
         return {"error": describe(error, file)}
 
 
-def _listed(result: Any, count: int) -> Sequence[Any]:
+def listed(result: Any, count: int) -> Sequence[Any]:
     """Return a function's list of scores; raises RewardError if it is none of ``count``."""
     result = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(result, Sequence) or isinstance(result, str):

@@ -1,4 +1,4 @@
-"""Rewards from code: the task's own verifier, or a user's function, in a process of its own.
+"""Rewards from code, in a process of its own: the task's verifier, a user's function or server.
 
 A reward function that raises, hangs, ends its process, or gives no number that is finite as float32
 has failed on a sample. That is reported with the sample and never turned into a number. A function
@@ -10,9 +10,11 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,8 @@ import numpy as np
 from stretto.config import TaskConfig
 from stretto.config.sections import RewardSource
 from stretto.errors import ConfigError, EngineError, RewardError
-from stretto.scoring.conventions import recognise
+from stretto.scoring.conventions import Verdict, recognise
+from stretto.scoring.remote import check_url
 from stretto.scoring.responses import ResponseScorer, response_text
 from stretto.tasks.base import INDEX_KEY, fingerprint
 from stretto.types import Response, Score, ScorerInfo, WeightsRef
@@ -34,8 +37,6 @@ RETRY_LIMITS = 4
 """Time limits spent, at most, on scoring a failed batch again one sample at a time."""
 
 Payload = Mapping[str, Any]
-Verdict = Mapping[str, Any]
-"""A number as "value", ``None`` where the function does not apply; or why it failed as "error"."""
 
 _log = logging.getLogger(__name__)
 
@@ -47,12 +48,17 @@ class FunctionScorer(ResponseScorer):
     heavy is loaded; it is started again after a hang, and then has lost what it kept in memory.
 
     Args:
-        source: the task's verifier, or a function, whose file is relative to the working directory.
+        source: the task's verifier, a server, or a function, whose file is relative to the working
+            directory, or whose module is installed or there.
         stop: strings that end a response; not part of what is scored.
         timeout_s: time that the reward function may take for the responses of one ``finish`` call.
         columns: of the dataset. A function that needs another one is refused at construction.
         function: what ``source`` stands for where the caller has it as an object. It is called in
             this process, and no time limit can end it.
+        max_steps: of the run, for functions that ask for TRL's ``trainer_state``.
+
+    Attributes:
+        global_step: steps that the run has taken, for the same.
     """
 
     def __init__(
@@ -66,8 +72,10 @@ class FunctionScorer(ResponseScorer):
         timeout_s: float = 30.0,
         columns: Collection[str] | None = None,
         function: Callable[..., Any] | None = None,
+        max_steps: int = 0,
     ) -> None:
         super().__init__(source.name)
+        self.global_step, self._max_steps = 0, max_steps
         self.info = ScorerInfo(source.name, "reward", streams=False, reads_text=True)
         self._tokenizer, self._stop, self._timeout_s = tokenizer, tuple(stop), timeout_s
         self._payload: Callable[[Response, str], Payload] = self._function_payload
@@ -112,7 +120,7 @@ class FunctionScorer(ResponseScorer):
                 f"  prompt: {_short(r.prompt.text)}\n"
                 f"  response: {_short(text)}"
             )
-        return Score(r.id, self.name, "reward", values, failure)
+        return Score(r.id, self.name, "reward", values, failure, verdict.get("extra", {}))
 
     def _ask_all(self, responses: Sequence[Response], texts: Sequence[str]) -> list[Verdict]:
         """Ask for all in one call; where that leaves some open, for those one at a time."""
@@ -163,12 +171,15 @@ class FunctionScorer(ResponseScorer):
                     f"the dataset's column '{key}' cannot be handed to a function ({error}); make "
                     "it text, numbers, or lists and objects of them"
                 ) from error
+        turns = prompt.messages
+        text_of_row = prompt.text if turns is None else turns[-1]["content"]
         return {
             "prompt": prompt.text,
-            "messages": None if prompt.messages is None else list(prompt.messages),
+            "asked": text_of_row if turns is None or prompt.from_text else list(turns),
             "response": text,
             "tokens": response.tokens.tolist(),
             "data": row,
+            "state": {"global_step": self.global_step, "max_steps": self._max_steps},
         }
 
 
@@ -180,20 +191,45 @@ def _task_payload(response: Response, text: str) -> Payload:
 
 
 def locate(source: RewardSource) -> dict[str, str]:
-    """Return absolute path and name of a function; raises ConfigError if there is no such file."""
+    """Return the absolute path of a function's file, its module where it is named by that, and its
+    own name; or the URL of a server. Raises ConfigError if there is no such file or module, or if
+    texts should not be sent to the URL.
+    """
+    if source.kind == "server":
+        check_url(source.name)
+        return {"url": source.name}
     if source.kind != "function":
         raise ConfigError(
-            f"reward.sources: '{source.name}' is none of 'task', 'file.py:name' and 'model:NAME'",
+            f"reward.sources: '{source.name}' is none of 'task', 'file.py:name', "
+            "'package.module:name', 'http://127.0.0.1:PORT/...' and 'model:NAME'",
             "unknown-source",
         )
-    path = source.file.expanduser()
-    if not path.is_file():
+    path, module = source.file.expanduser(), ""
+    if path.suffix != ".py":
+        path, module = _file_of(source.name, str(path)), str(path)
+    elif not path.is_file():
         raise ConfigError(
             f"reward.sources: '{source.name}' names the file '{path}', which is not there (looked "
             f"for from {Path.cwd()})",
             "no-reward-file",
         )
-    return {"file": str(path.resolve()), "function": source.function}
+    return {"file": str(path.resolve()), "module": module, "function": source.function}
+
+
+def _file_of(source: str, module: str) -> Path:
+    """Return the file of a module without importing anything."""
+    places, spec = [*sys.path, str(Path.cwd())], None
+    for name in module.split("."):
+        spec = PathFinder.find_spec(name, places)
+        if spec is None:
+            raise ConfigError(
+                f"reward.sources: '{source}' names the module '{module}', of which '{name}' is not "
+                f"there (looked for in what is installed, and in {Path.cwd()}); install it, or "
+                "name a file as 'file.py:name'",
+                "no-reward-module",
+            )
+        places = spec.submodule_search_locations or []
+    return Path((spec and spec.origin) or "")
 
 
 def require_columns(source: str, required: Iterable[str], columns: Collection[str]) -> None:
@@ -232,8 +268,7 @@ class LocalFunction:
             ) from error
 
     def start(self) -> Mapping[str, Any]:
-        convention = self._function.convention
-        return {"columns": convention.columns, "required": convention.required}
+        return {"columns": self._function.columns, "required": self._function.required}
 
     def ask(
         self, samples: Sequence[Mapping[str, Any]], timeout_s: float

@@ -4,11 +4,13 @@ It speaks JSON lines over its original standard input and output; whatever the f
 prints goes to standard error. It ends with its parent, however that ends, and whatever it is doing.
 ::
 
-    in    {"task": settings, "seed": n}  or  {"file": path, "function": name}          once, first
+    in    {"task": settings, "seed": n}  or  {"url": of a server}  or                  once, first
+          {"file": path, "module": name or "", "function": name}
     out   {"ready": {"columns": names or null for all, "required": names}}
           {"refused": "ConfigError" or "TaskError", "message": text, "code": text}     and the end
     in    [sample, ...]                                                                repeatedly
-    out   {"at": place in the list, "value": number}  or  {"at": place, "error": text}
+    out   {"at": place in the list, "value": number, "extra": values by name, if any}
+          or  {"at": place, "error": text}
           {"done": null, or what went wrong with the whole list}                       comes last
 
 Every line in is ``{"request": number, "body": what stands above}``; every line out has two more
@@ -16,21 +18,24 @@ keys, ``"request"`` with the number that it answers and ``"pid"`` with the sende
 Verdicts come in the order of the samples. A null ``"value"`` says that the function does not apply
 to the sample.
 
-A sample of a task is ``{"index", "fingerprint", "response"}``; of a function ``{"prompt",
-"messages", "response", "tokens", "data"}``.
+A sample of a task is ``{"index", "fingerprint", "response"}``; of a function ``{"prompt", "asked",
+"response", "tokens", "data", "state"}``, where "asked" is the row's own text or messages.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from itertools import takewhile
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
+from types import ModuleType
 from typing import Any, NoReturn
 
 from stretto.errors import ConfigError, RewardError, StrettoError
@@ -43,6 +48,7 @@ from stretto.scoring.conventions import (
     one_by_one,
     recognise,
 )
+from stretto.scoring.remote import open_server
 
 
 def main() -> None:
@@ -54,8 +60,7 @@ def main() -> None:
         refusal = {"refused": type(error).__name__, "message": str(error), "code": error.code}
         channel.send(refusal)
         return
-    convention = function.convention
-    channel.send({"ready": {"columns": convention.columns, "required": convention.required}})
+    channel.send({"ready": {"columns": function.columns, "required": function.required}})
     while True:
         samples = channel.next_request()
         channel.send({"done": function.run(samples, channel.send)})
@@ -113,8 +118,10 @@ def open_function(opening: Mapping[str, Any]) -> RewardFunction:
     """Open the reward function that a first line names, or raise ConfigError or TaskError."""
     if "task" in opening:
         return _open_task(opening["task"], opening["seed"])
+    if "url" in opening:
+        return open_server(opening["url"])
     file, name = opening["file"], opening["function"]
-    return recognise(_import(file, name), file, name)
+    return recognise(_import(file, opening["module"], name), file, name)
 
 
 def _open_task(settings: Mapping[str, Any], seed: int) -> RewardFunction:
@@ -138,19 +145,22 @@ def _open_task(settings: Mapping[str, Any], seed: int) -> RewardFunction:
     return RewardFunction(run=one_by_one(verify))
 
 
-def _import(file: str, name: str) -> Callable[..., Any]:
-    """Import the function ``name`` of a Python file, which may import its neighbours."""
+def _import(file: str, named: str, name: str) -> Callable[..., Any]:
+    """Import the function ``name`` of a module, or of a Python file: this may import its neighbours
+    and, where it is a module of a package, the rest of that.
+    """
     path = Path(file)
-    sys.path.insert(0, str(path.parent))
-    # The name that others import it by: processes that are not forked find its functions by it.
-    known_as = f"stretto_reward_{path.stem}" if path.stem in sys.modules else path.stem
-    spec = importlib.util.spec_from_file_location(known_as, path)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module
+    if named:
+        sys.path.append(str(Path.cwd()))
+    else:
+        sys.path.insert(0, str(path.parent))
+        package = list(takewhile(lambda folder: (folder / "__init__.py").is_file(), path.parents))
+        if package and package[-1].name not in sys.modules:
+            sys.path.insert(1, str(package[-1].parent))
+            named = ".".join([*(folder.name for folder in reversed(package)), path.stem])
     try:
-        in_this_process(spec.loader.exec_module, module)
+        load = importlib.import_module if named else _load
+        module = in_this_process(load, named or file)
     except BaseException as error:  # SystemExit too: the file may call sys.exit
         raise ConfigError(
             f"reward.sources: '{file}' must be importable; importing it raised "
@@ -166,6 +176,19 @@ def _import(file: str, name: str) -> Callable[..., Any]:
         if callable(value) and getattr(value, "__module__", "") == module.__name__
     ]
     raise not_defined(file, name, known)
+
+
+def _load(file: str) -> ModuleType:
+    path = Path(file)
+    # The name that others import it by: processes that are not forked find its functions by it.
+    known_as = f"stretto_reward_{path.stem}" if path.stem in sys.modules else path.stem
+    spec = importlib.util.spec_from_file_location(known_as, path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 if __name__ == "__main__":

@@ -58,7 +58,8 @@ def render(
         message = f"row {row.index}: the prompt {text!r} has no tokens; give it some text"
         raise TaskError(message, "prompt-without-tokens")
     data = row.data if row.index is None else {**row.data, INDEX_KEY: row.index}
-    return Prompt(id=prompt_id, tokens=tuple(tokens), text=text, messages=turns, data=data)
+    from_text = isinstance(row.prompt, str)
+    return Prompt(prompt_id, tuple(tokens), text, messages=turns, data=data, from_text=from_text)
 
 
 def all_too_long(rows: int, shortest: int, limit: int) -> TaskError:
