@@ -16,7 +16,7 @@ from stretto.rollout.vllm.engine import FullWeights, VllmEngine
 from stretto.rollout.vllm.llm import Output
 from stretto.runtime.sim.loop import run
 from stretto.schedules.rollout import Rollout
-from stretto.types import FloatArray
+from stretto.types import FloatArray, Sampling
 from stretto.weights.channel import SharedChannel
 
 END, LIMIT, BLOCK = 7, 12, 4
@@ -103,10 +103,10 @@ class StandIn:
         self.sleeps, self.slept = False, list[str]()
 
     def add(
-        self, request: str, tokens: Sequence[int], salt: str, seed: int, max_tokens: int
+        self, request: str, tokens: Sequence[int], salt: str, seed: int, sampling: Sampling
     ) -> None:
         assert request not in self.tokens
-        self.tokens[request], self.left[request] = list(tokens), max_tokens
+        self.tokens[request], self.left[request] = list(tokens), sampling.max_new_tokens
         self.salts[request] = salt
         self.added.append((request, len(tokens), seed, salt))
 

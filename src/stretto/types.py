@@ -25,6 +25,8 @@ BoolArray = npt.NDArray[np.bool_]
 ScoreKind = Literal["reward", "logprobs", "values"]
 Stats = Mapping[str, float]
 """Metrics of one step, by name."""
+TopLogprobs = Sequence[tuple[int, float]]
+"""Tokens and their log-probabilities."""
 T = TypeVar("T", bound=np.generic)
 V = TypeVar("V", covariant=True)
 
@@ -62,6 +64,30 @@ class Prompt:
         return Prompt(self.id, self.tokens, "")
 
 
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one response is sampled, in place of what the engine's settings say.
+
+    Attributes:
+        max_new_tokens, temperature, top_k, top_p: as in the settings ``rollout``.
+        seed: a seed, and which of its random streams (of a run: the rollout with that id) gives the
+            response's random numbers; ``None``: those of the run's seed and the response's id.
+        top_logprobs: likeliest tokens that are reported beside each sampled one.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: tuple[int, int] | None = None
+    top_logprobs: int = 0
+
+    @property
+    def distribution(self) -> tuple[float, int, float]:
+        """What the distribution depends on: temperature, top_k, top_p."""
+        return self.temperature, self.top_k, self.top_p
+
+
 class FinishReason(StrEnum):
     """The reason why a response ended: an end token or a stop string, or the token limit.
 
@@ -83,6 +109,8 @@ class Chunk:
         version: of the policy that sampled them.
         finish: why the rollout ended with this chunk; ``None`` while it goes on.
         sampled: [t], true where the policy drew the token; ``None``: it drew all of them.
+        top_logprobs: for each token, the likeliest ones in its place with their log-probabilities,
+            the likeliest first; empty where none were asked for.
     """
 
     rollout_id: int
@@ -92,6 +120,7 @@ class Chunk:
     version: int
     finish: FinishReason | None = None
     sampled: BoolArray | None = None
+    top_logprobs: Sequence[TopLogprobs] = ()
 
 
 class Decoded(NamedTuple):
@@ -115,6 +144,7 @@ class Response:
         tokens: ids of the response so far, [T].
         version: of the policy that sampled the last token; 0 where there is none.
         finish, sampled: as in :class:`Chunk`.
+        sampling: how it goes on, where that is its own; ``None``: as the engine's settings say.
     """
 
     id: int
@@ -124,6 +154,7 @@ class Response:
     version: int = 0
     finish: FinishReason | None = None
     sampled: BoolArray | None = None
+    sampling: Sampling | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -19,7 +19,7 @@ from run_helpers import lines
 from stretto import Config, RewardModelConfig, SftConfig
 from stretto.api import begin, changed
 from stretto.cli.main import main
-from stretto.config import ModelConfig, RolloutConfig, recipes
+from stretto.config import ModelConfig, RolloutConfig, TaskConfig, recipes
 from stretto.errors import ConfigError, ModelError, StrettoError, TaskError
 from stretto.evaluation.answers import generate as generate_each
 from stretto.observe.progress import NoProgress
@@ -480,9 +480,18 @@ def test_measure_and_label_take_the_rewards_by_name(tmp_path: Path, tiny_folder:
 def test_generate_answers_in_order(tiny_folder: Path) -> None:
     prompts = ["a", "bb", "ccc"]
     texts = stretto.generate(tiny_folder, prompts, max_new_tokens=3, seed=2)
-    options = RolloutConfig(batch=3, max_new_tokens=3)
-    each = dict(generate_each(ModelConfig(name=str(tiny_folder)), prompts, options, seed=2))
-    assert texts == [each[i] for i in range(3)]
+    options = RolloutConfig(batch=6, samples_per_prompt=2, max_new_tokens=3)
+    rows, model = [TaskRow(prompt) for prompt in prompts], ModelConfig(name=str(tiny_folder))
+    found = list(generate_each(model, rows, TaskConfig(), options, seed=2))
+    each = {answer.number: answer.text for answer in found}
+    # The second sample of a prompt has the random numbers of the next prompt's only answer.
+    assert sorted(each) == list(range(6))
+    repeated = [prompt for prompt in prompts for _ in range(2)]
+    assert stretto.generate(tiny_folder, repeated, max_new_tokens=3, seed=2) == [
+        each[i] for i in range(6)
+    ]
+    assert texts[0] == each[0]
+    assert [(a.tokens, a.finish) for a in found] == [(3, "length")] * 6
     for bad in ([], "one text"):
         with raises(ConfigError, "prompts-not-list", repr(bad)):
             stretto.generate(tiny_folder, bad)

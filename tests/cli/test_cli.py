@@ -16,10 +16,12 @@ from stretto import __version__, evaluation, runs
 from stretto.cli import contracts, doctor
 from stretto.cli.main import COMMANDS, main
 from stretto.cli.train import COMMON
-from stretto.config import Config, ModelConfig, SftConfig, recipes
+from stretto.config import Config, ModelConfig, SftConfig, TaskConfig, recipes
 from stretto.errors import RewardError
 from stretto.evaluation import EvalResult, answers
 from stretto.observe import RunDirectory
+from stretto.tasks import TaskRow
+from stretto.types import FinishReason
 from stretto.workers import ray_cluster
 
 EVALUATED = EvalResult(
@@ -59,11 +61,15 @@ class Runtime:
         return EVALUATED
 
     def generate(
-        self, config: ModelConfig, prompts: list[str], options: Any, **rest: Any
-    ) -> Iterator[Any]:
-        self.calls.append({"model": config.name, "prompts": prompts, "options": options, **rest})
-        for index in reversed(range(len(prompts))):
-            yield index, prompts[index].upper()
+        self, config: ModelConfig, rows: list[TaskRow], task: TaskConfig, options: Any, **rest: Any
+    ) -> Iterator[answers.Answer]:
+        prompts = [row.prompt for row in rows]
+        about = {"config": config, "prompts": prompts, "task": task, "options": options}
+        self.calls.append({**about, **rest})
+        each = options.samples_per_prompt
+        for number in reversed(range(len(prompts) * each)):
+            text = str(prompts[number // each]).upper()
+            yield answers.Answer(number, text, 2, FinishReason.LENGTH)
 
 
 @pytest.fixture
@@ -421,6 +427,37 @@ def test_generate_answers_in_the_order_asked(
     assert (call["options"].temperature, call["options"].batch, call["seed"]) == (0.0, 3, 0)
     assert run("generate", "alone") == 0
     assert capsys.readouterr().out == "ALONE\n"
+    assert run("generate", "a", "b", "--samples", "2") == 0
+    assert capsys.readouterr().out == "[1.1] A\n[1.2] A\n[2.1] B\n[2.2] B\n"
+    assert run("generate", "a", "--samples", "0") == 2
+    assert "--samples 0: must be greater than 0" in capsys.readouterr().err
+
+
+def test_generate_takes_files_and_writes_json_lines(
+    runtime: Runtime, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = [{"role": "user", "content": "hi"}]
+    rows = [{"q": "one"}, {"q": turns}]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("lines.txt").write_text("one\n\ntwo\n")
+    options = ("--system", "Be brief.", "--device", "cpu", "--dtype", "float32", "--chat", "on")
+    asked = ("generate", "--prompts", "rows.jsonl", "--prompt-column", "q", "--out", "out.jsonl")
+    assert run(*asked, *options) == 0
+    assert capsys.readouterr().out == ""
+    found = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in found] == ["one", turns]
+    about = {"response": "ONE", "finish_reason": "length", "tokens": 2, "index": 0, "sample": 0}
+    assert found[0] == {"prompt": "one", **about}
+    call = runtime.calls[0]
+    assert (call["task"].system, call["task"].chat) == ("Be brief.", "on")
+    assert (call["config"].device, call["config"].dtype) == ("cpu", "float32")
+    assert run("generate", "--prompts", "lines.txt", "--json", "--samples", "2") == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    places = [(row["prompt"], row["index"], row["sample"]) for row in lines]
+    assert places == [("one", 0, 0), ("one", 0, 1), ("two", 1, 0), ("two", 1, 1)]
+    for wrong in (["x", "--prompts", "lines.txt"], ["--prompts", "no.txt"], ["--prompts", "no"]):
+        assert run("generate", *wrong) == 2
+    assert run("generate", "x", "--out", f"{tmp_path}/no/out.jsonl") == 2
 
 
 def test_generate_reads_lines(

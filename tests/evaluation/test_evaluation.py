@@ -25,7 +25,7 @@ from helpers import critic_of, left_padded_logprobs
 from raising import raises
 from stretto import evaluation, tasks
 from stretto.cli.main import main
-from stretto.config import Config, ModelConfig, RolloutConfig, recipes
+from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig, recipes
 from stretto.errors import (
     ConfigError,
     JudgeError,
@@ -44,6 +44,7 @@ from stretto.models.load import end_token_ids, load_tokenizer
 from stretto.observe import RunDirectory
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.responses import response_text
+from stretto.tasks import TaskRow
 from stretto.tasks.prompts import PromptSource
 from stretto.types import Score
 
@@ -857,8 +858,8 @@ def test_the_engine_of_the_settings_answers(
         assert torch.equal(stand_in.loaded[name], weight)
     options = RolloutConfig(engine="vllm", batch=2, max_new_tokens=3)
     model = ModelConfig(name=str(policy), dtype="float32", device="cpu")
-    texts = dict(generate(model, ["one", "another"], options))
-    assert sorted(texts) == [0, 1]
+    rows = [TaskRow("one"), TaskRow("another")]
+    assert sorted(a.number for a in generate(model, rows, TaskConfig(), options)) == [0, 1]
     assert len(opened) == 2
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
@@ -51,7 +51,7 @@ from stretto.rollout.engine import GraphedDecode, ModelPass, StepInputs, TorchEn
 from stretto.rollout.sampling import stream_seed, uniform
 from stretto.schedules.rollout import Rollout
 from stretto.training.trained import LearningRate, TrainedModel
-from stretto.types import Chunk, FinishReason, Prompt, WeightsRef
+from stretto.types import Chunk, FinishReason, Prompt, Sampling, WeightsRef
 
 SEED = 5
 
@@ -583,6 +583,53 @@ def test_a_cache_of_another_model_is_refused() -> None:
     other.accept(told(made), transfers)
     with raises(EngineError, "other-model", "[(2, 8), (2, 8)]", "[(4, 8), (4, 8)]"):
         other.decode(1)
+
+
+def test_responses_with_sampling_of_their_own_are_those_of_an_engine_with_such_settings() -> None:
+    """Temperature, truncation, length, random numbers and the likeliest tokens, side by side."""
+    model, prompts = llama(seed=3), random_prompts([3, 9, 6, 4, 5])
+    own = [
+        Sampling(5, 0.0, top_logprobs=3),
+        Sampling(9, 0.6, top_k=4, top_logprobs=6),
+        Sampling(LIMIT, 1.7, top_p=0.5, seed=(SEED + 1, 7), top_logprobs=VOCABULARY),
+        Sampling(2, 0.6, top_k=4),
+        None,
+    ]
+    mixed, made = engine(model), rollouts(prompts)
+    asked = [replace(r, sampling=s) for r, s in zip(told(made), own, strict=True)]
+    mixed.admit(asked)
+    by_id, likeliest = {r.id: r for r in made}, dict[int, list[Any]]()
+    while any(r.finish is None for r in made):
+        chunks = mixed.decode(3).chunks
+        take(chunks, by_id)
+        for chunk in chunks:
+            likeliest.setdefault(chunk.rollout_id, []).extend(chunk.top_logprobs)
+    for r, s in zip(made, own, strict=True):
+        sampling = s or Sampling(LIMIT)
+        t, k, p = sampling.distribution
+        options = {"temperature": t, "top_k": k, "top_p": p}
+        alone = engine(model, max_new_tokens=sampling.max_new_tokens, **options)
+        seed, stream = sampling.seed or (SEED, r.id)
+        alone.settings = replace(alone.settings, seed=seed)
+        (same,) = (Rollout(stream, r.prompt, 0),)
+        alone.admit(told([same]))
+        finish(alone, [same])
+        assert list(r.tokens) == list(same.tokens)
+        assert list(r.logprobs) == pytest.approx(list(same.logprobs), abs=1e-5)
+        found = likeliest[r.id]
+        assert len(found) == (len(r) if sampling.top_logprobs else 0)
+        for token, logprob, row in zip(r.tokens, r.logprobs, found, strict=False):
+            assert len(row) <= min(sampling.top_logprobs, k or VOCABULARY)
+            assert [x for _, x in row] == sorted((x for _, x in row), reverse=True)
+            if sampling.top_logprobs >= (k or VOCABULARY):  # all that can be sampled
+                assert dict(row)[token] == pytest.approx(logprob, abs=1e-5)
+                assert sum(math.exp(x) for _, x in row) == pytest.approx(1, abs=1e-5)
+
+
+def test_a_response_needs_room_for_its_own_limit() -> None:
+    e, (r,) = engine(llama()), told(rollouts([[3, 4, 5]]))
+    with raises(EngineError, "too-few-positions"):
+        e.admit([replace(r, sampling=Sampling(10_000))])
 
 
 # -- how responses end ---------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import stretto
 from raising import raises
 from run_helpers import (
     Kill,
@@ -28,7 +29,7 @@ from run_helpers import (
 from scorer_helpers import reward_model
 from stretto import evaluation, runs, tasks
 from stretto.assembly.parts import warmup_examples
-from stretto.config import ModelConfig, RolloutConfig, recipes
+from stretto.config import ModelConfig, RolloutConfig, TaskConfig, recipes
 from stretto.config.algorithm import ALGORITHMS
 from stretto.errors import ConfigError, RewardError, StateError, TaskError
 from stretto.evaluation.answers import generate
@@ -39,6 +40,7 @@ from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.runtime.run import start
 from stretto.scoring.functions import FunctionScorer
+from stretto.tasks import TaskRow
 from stretto.tasks.prompts import PromptSource
 from stretto.types import Score, short_name
 
@@ -133,14 +135,7 @@ def test_a_run_leaves_its_records_and_a_model_behind(tiny_folder: Path, tmp_path
     assert any(not torch.equal(p, before[n]) for n, p in model.named_parameters() if n in before)
     ids = tokenizer("1 + 1 =", return_tensors="pt").input_ids
     answer = model.generate(ids, max_new_tokens=4, do_sample=False)[0, ids.shape[1] :]
-    (text,) = [
-        text
-        for _, text in generate(
-            ModelConfig(name=str(run_dir.model)),
-            ["1 + 1 ="],
-            RolloutConfig(temperature=0, max_new_tokens=4),
-        )
-    ]
+    (text,) = stretto.generate(run_dir.model, ["1 + 1 ="], temperature=0, max_new_tokens=4)
     assert text == tokenizer.decode(answer, skip_special_tokens=True)
 
 
@@ -521,7 +516,8 @@ def test_generate_is_greedy_at_temperature_0_and_keeps_apart(tiny_folder: Path) 
     prompts = ["a", "some longer prompt than that", "1 + 1 ="]
     options = RolloutConfig(temperature=0, max_new_tokens=9, batch=2)
     exact = ModelConfig(name=str(tiny_folder), dtype="float32")
-    got = dict(generate(exact, prompts, options))
+    rows = [TaskRow(prompt) for prompt in prompts]
+    got = {a.number: a.text for a in generate(exact, rows, TaskConfig(), options)}
     assert sorted(got) == [0, 1, 2]
     for i, prompt in enumerate(prompts):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
@@ -530,10 +526,8 @@ def test_generate_is_greedy_at_temperature_0_and_keeps_apart(tiny_folder: Path) 
 
 
 def test_generate_depends_on_the_seed_alone(tiny_folder: Path) -> None:
-    options = RolloutConfig(max_new_tokens=12)
-
-    def texts(seed: int) -> dict[int, str]:
-        return dict(generate(ModelConfig(name=str(tiny_folder)), ["a", "b"], options, seed=seed))
+    def texts(seed: int) -> list[str]:
+        return stretto.generate(tiny_folder, ["a", "b"], max_new_tokens=12, seed=seed)
 
     assert texts(3) == texts(3)
     assert texts(3)[0] != texts(4)[0]

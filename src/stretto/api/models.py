@@ -9,10 +9,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from stretto.api.settings import Settings, changed, config_of, model_of, of_rows, trained_with
 from stretto.checks import check_measured
-from stretto.config import Config, ModelConfig, RewardModelConfig, RolloutConfig, recipes
+from stretto.config import (
+    Config,
+    ModelConfig,
+    RewardModelConfig,
+    RolloutConfig,
+    TaskConfig,
+    recipes,
+)
 from stretto.errors import ConfigError, require
 from stretto.observe.progress import on_stderr
 from stretto.saying import CHECKING, LOADING, working
+from stretto.tasks import TaskRow
+from stretto.tasks.tables import as_prompt
+from stretto.types import Message
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,6 +30,7 @@ if TYPE_CHECKING:
 
     from stretto.assembly.models import Overrides
     from stretto.evaluation import Benchmark, EvalResult, LabelResult, LlmJudge, Measured
+    from stretto.evaluation.answers import Answer
 
 
 def evaluate(
@@ -161,7 +172,7 @@ def benchmark(
 
 def generate(
     model: nn.Module | str | Path,
-    prompts: Sequence[str],
+    prompts: Sequence[str | Sequence[Message]],
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_new_tokens: int = 256,
@@ -171,21 +182,27 @@ def generate(
     stop: Sequence[str] = (),
     seed: int = 0,
     chat: Literal["auto", "on", "off"] = "auto",
+    system: str = "",
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> list[str]:
     """Return a model's answers to prompts, in their order; what ``stretto generate`` does.
 
-    Raises ConfigError for an option out of range, ModelError where there is no such model.
+    Raises ConfigError for an option out of range, ModelError where there is no such model,
+    TaskError for a prompt that the model cannot read.
 
     Args:
+        prompts: texts, or conversations as lists of messages.
         model: a known name, a folder in Hugging Face format, a hub name, or a run's folder; or a
             model as an object, which is put into evaluation mode and needs its ``tokenizer``.
         temperature: softmax temperature; 0 is greedy.
         top_k, top_p: sample among the likeliest tokens only; 0 and 1 are off.
         stop: strings that end an answer, besides the end-of-sequence token.
         chat: apply the tokenizer's chat template; auto: where it has one.
+        system: a system message put before every prompt; needs a chat template.
         dtype: type to compute in, of a model by name; auto: bfloat16 where the hardware is faster
-            in it, else float32.
+            in it, else float32. Greedy texts of the two types differ now and then.
+        device: to compute on; auto: cuda when there is one.
     """
     by_name = isinstance(model, str | Path)
     if by_name == (tokenizer is not None):
@@ -202,7 +219,9 @@ def generate(
         from stretto.assembly.models import Overrides
 
         overrides = Overrides(actor=model, tokenizer=tokenizer)
-    config = ModelConfig(name=str(model) if by_name else type(model).__name__, dtype=dtype)
+    config = ModelConfig(
+        name=str(model) if by_name else type(model).__name__, dtype=dtype, device=device
+    )
     options = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
@@ -210,22 +229,27 @@ def generate(
         "top_p": top_p,
         "stop": tuple(stop),
     }
-    return list(answers(config, prompts, options, seed=seed, chat=chat, overrides=overrides))
+    rows = [TaskRow(p if isinstance(p, str) else as_prompt(list(p))) for p in prompts]
+    task = TaskConfig(chat=chat, system=system)
+    found = answers(config, rows, task, options, seed=seed, overrides=overrides)
+    return [answer.text for answer in found]
 
 
 def answers(
     config: ModelConfig,
-    prompts: Sequence[str],
+    rows: Sequence[TaskRow],
+    task: TaskConfig,
     options: Mapping[str, Any],
     *,
     seed: int,
-    chat: Literal["auto", "on", "off"],
     overrides: Overrides | None = None,
-) -> Iterator[str]:
+) -> Iterator[Answer]:
     """Yield answers in the order of their prompts, each as soon as it and those before have ended.
-    The options are settings of the section ``rollout``.
+    The options are settings of the section ``rollout``; the task says how rows become prompts.
     """
-    rollout = recipes.build({"batch": min(len(prompts), 32), **options}, "options", RolloutConfig)
+    each = options.get("samples_per_prompt", 1)
+    batch = each * max(min(len(rows), 32 // max(each, 1)), 1)
+    rollout = recipes.build({"batch": batch, **options}, "options", RolloutConfig)
     if overrides is None:
         with working(on_stderr, CHECKING):
             check_measured(Config.model_construct(model=config), config.name, rows=False)
@@ -233,10 +257,10 @@ def answers(
         from stretto.assembly.models import NO_OVERRIDES
         from stretto.evaluation.answers import generate
 
-    waiting = dict[int, str]()
+    waiting: dict[int, Answer] = {}
     turn, own = 0, overrides or NO_OVERRIDES
-    for index, text in generate(config, prompts, rollout, seed=seed, chat=chat, overrides=own):
-        waiting[index] = text
+    for answer in generate(config, rows, task, rollout, seed=seed, overrides=own):
+        waiting[answer.number] = answer
         while turn in waiting:
             yield waiting.pop(turn)
             turn += 1

@@ -38,7 +38,7 @@ COMMANDS = {
 
 MODULES = {
     **dict.fromkeys(("sft", "reward", "align", "recipes"), "train"),
-    **dict.fromkeys(("generate", "eval", "label"), "models"),
+    **dict.fromkeys(("eval", "label"), "models"),
     "report": "compare",
 }
 """Modules of the commands that share one, with functions named after the commands."""

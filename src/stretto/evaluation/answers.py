@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import NamedTuple
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -25,7 +25,7 @@ from stretto.scoring.responses import response_text
 from stretto.tasks.base import TaskRow
 from stretto.tasks.encode import Encoder
 from stretto.tasks.prompts import render
-from stretto.types import Prompt
+from stretto.types import FinishReason, Prompt
 
 
 def open_engine(
@@ -68,41 +68,50 @@ def answer(engine: Engine, prompts: Sequence[Prompt], per_prompt: int = 1) -> li
     return rollouts
 
 
+class Answer(NamedTuple):
+    """An answer to a prompt, and its number: those of one prompt follow one another."""
+
+    number: int
+    text: str
+    tokens: int
+    finish: FinishReason
+
+
 def generate(
     config: ModelConfig,
-    prompts: Sequence[str],
+    rows: Sequence[TaskRow],
+    task: TaskConfig,
     options: RolloutConfig,
     *,
     seed: int = 0,
-    chat: Literal["auto", "on", "off"] = "auto",
     overrides: Overrides = NO_OVERRIDES,
-) -> Iterator[tuple[int, str]]:
-    """Yield answers to prompts, (index of the prompt, text), each as soon as it has ended.
+) -> Iterator[Answer]:
+    """Yield answers to rows, ``options.samples_per_prompt`` to each, as soon as each has ended.
 
-    The overrides are model and tokenizer. Raises ConfigError if the seed is out of range.
+    The overrides are model and tokenizer; of the task, what makes prompts of rows is looked at.
+    Raises ConfigError if the seed is out of range.
     """
     require_seed(seed)
     prepare_torch(seed, 0)
-    task = TaskConfig(chat=chat)
     tokenizer = overrides.tokenizer or load_tokenizer(
         resolve(config.name, on_stderr), say=on_stderr
     )
-    encoder = Encoder(tokenizer)
-    rollouts = [
-        Rollout(i, render(TaskRow(prompt=text), task, tokenizer, i, encoder=encoder), i)
-        for i, text in enumerate(prompts)
-    ]
+    encoder, samples = Encoder(tokenizer), options.samples_per_prompt
+    prompts = [render(row, task, tokenizer, i, encoder=encoder) for i, row in enumerate(rows)]
+    rollouts = [Rollout(p.id * samples + i, p, p.id) for p in prompts for i in range(samples)]
     if overrides.actor is None and config.dtype == "auto":
         with working(on_stderr, "trying which type is faster"):
             dtype, because = fastest_dtype(pick_device(config.device))
         kind = str(dtype).removeprefix("torch.")
         on_stderr(f"computing in {kind}: {because}; --dtype takes another")
-    longest = max(len(r.prompt.tokens) for r in rollouts)
+    longest = max(len(prompt.tokens) for prompt in prompts)
     task = task.model_copy(update={"max_prompt_tokens": longest})
     settings = Config.model_construct(seed=seed, model=config, rollout=options, task=task)
     engine, _ = open_engine(settings, tokenizer, overrides)
     for r in completed(engine, rollouts):
-        yield r.id, response_text(tokenizer, r.tokens, r.finish, options.stop)
+        assert r.finish
+        text = response_text(tokenizer, r.tokens, r.finish, options.stop)
+        yield Answer(r.id, text, len(r), r.finish)
 
 
 def completed(

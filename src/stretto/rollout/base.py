@@ -24,6 +24,8 @@ from stretto.types import (
     IntArray,
     KVTransfer,
     Response,
+    Sampling,
+    TopLogprobs,
     WeightsRef,
 )
 from stretto.weights.channel import WeightChannel
@@ -101,13 +103,16 @@ class Row:
         tokens: prompt and response so far.
         reported: response tokens that earlier calls have returned, or that it came with.
         logprobs: of the response tokens that no call has returned yet.
+        top_logprobs: of the same, where they are asked for.
     """
 
     id: int
     prompt: tuple[int, ...]
     tokens: list[int]
     reported: int
+    sampling: Sampling
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
 
     @property
     def generated(self) -> int:
@@ -141,7 +146,10 @@ class Engine(ABC):
 
     def __init__(self, settings: EngineSettings, longest: int | None) -> None:
         self.settings, self.longest = settings, longest
-        self._config = settings.rollout
+        self._config = config = settings.rollout
+        self._sampling = Sampling(
+            config.max_new_tokens, config.temperature, config.top_k, config.top_p
+        )
         self._held: dict[int, Any] = {}  # rows by rollout
         self._done: list[Chunk] = []
         self.version = self.prefilled_tokens = self.context_tokens = 0
@@ -246,7 +254,7 @@ class Engine(ABC):
         return KVTransfer(row.id)
 
     def _add(self, r: Response, transfer: KVTransfer | None = None) -> None:
-        prompt, most = r.prompt, self._config.max_new_tokens
+        prompt, most = r.prompt, (r.sampling or self._sampling).max_new_tokens
         length = len(prompt.tokens)
         if r.id in self._held:
             raise EngineError(
@@ -270,14 +278,18 @@ class Engine(ABC):
             )
         self._held[r.id] = self._row(r, [*prompt.tokens, *r.tokens.tolist()], transfer)
 
-    def _append(self, row: Row, token: int, logprob: float) -> Chunk | None:
+    def _append(
+        self, row: Row, token: int, logprob: float, top_logprobs: TopLogprobs | None = None
+    ) -> Chunk | None:
         """Add a token to a row; if that ends the row, let go of it and return its last chunk."""
         row.tokens.append(token)
         row.logprobs.append(logprob)
+        if top_logprobs is not None:
+            row.top_logprobs.append(top_logprobs)
         stop = self.settings.stop
         if token in self.settings.end_tokens or (stop and stop.ends(row.tokens, len(row.prompt))):
             finish = FinishReason.STOP
-        elif row.generated >= self._config.max_new_tokens:
+        elif row.generated >= row.sampling.max_new_tokens:
             finish = FinishReason.LENGTH
         else:
             return None
@@ -287,5 +299,8 @@ class Engine(ABC):
     def _chunk(self, row: Row, finish: FinishReason | None) -> Chunk:
         start, row.reported = row.reported, row.generated
         logprobs, row.logprobs = np.array(row.logprobs, np.float32), []
+        top_logprobs, row.top_logprobs = row.top_logprobs, []
         tokens = np.array(row.tokens[len(row.prompt) + start :], np.int32)
-        return Chunk(row.id, start, tokens, logprobs, self.version, finish)
+        return Chunk(
+            row.id, start, tokens, logprobs, self.version, finish, top_logprobs=top_logprobs
+        )

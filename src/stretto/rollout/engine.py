@@ -29,9 +29,18 @@ from stretto.models.devices import Backend, PackedLinears
 from stretto.models.forward import backbone, output_head, positions, unwrapped
 from stretto.models.weights import load_weights
 from stretto.rollout.base import Engine, EngineSettings, Row
-from stretto.rollout.sampling import sample, stream_seed, uniform
+from stretto.rollout.sampling import sample, stream_seed, top_logprobs, uniform
 from stretto.saying import Say
-from stretto.types import Capabilities, FloatArray, IntArray, KVTransfer, Response, WeightsRef
+from stretto.types import (
+    Capabilities,
+    FloatArray,
+    IntArray,
+    KVTransfer,
+    Response,
+    Sampling,
+    TopLogprobs,
+    WeightsRef,
+)
 from stretto.weights.channel import fetched
 
 Graph = tuple[Any, "StepInputs", tuple[Tensor, ...]]
@@ -137,12 +146,14 @@ class TorchEngine(Engine):
         return max(p.cache.token_bytes for p in (self._pass, self._probe) if p)
 
     def _row(self, r: Response, tokens: list[int], transfer: KVTransfer | None) -> SlotRow:
+        sampling = r.sampling or self._sampling
         row = SlotRow(
             id=r.id,
             prompt=r.prompt.tokens,
             tokens=tokens,
             reported=len(r),
-            seed=stream_seed(self.settings.seed, r.id),
+            sampling=sampling,
+            seed=stream_seed(*(sampling.seed or (self.settings.seed, r.id))),
             cache_version=self.version,
         )
         if transfer and transfer.cache is not None:
@@ -200,8 +211,8 @@ class TorchEngine(Engine):
         if not coming:
             return
         slots = len(self._rows) + coming
-        longest_prompt = max(len(row.prompt) for row in islice(self._waiting, coming))
-        tokens = longest_prompt + self._config.max_new_tokens
+        rows = islice(self._waiting, coming)
+        tokens = max(len(row.prompt) + row.sampling.max_new_tokens for row in rows)
         if self._backend.graphs:  # each growth would drop them, and needs room for both caches
             slots, tokens = self._slots, max(tokens, self.settings.longest)
         self._cache.hold(slots, self._slots)
@@ -260,13 +271,18 @@ class TorchEngine(Engine):
         inputs = StepInputs(*(torch.tensor(c, device=self.device) for c in columns))
         read = max(row.cached for row in rows if row.ready) + 1
         self.context_tokens += read * len(rows)
-        tokens, logprobs = (x.tolist() for x in self._step_pass(inputs, read))
+        likeliest: Sequence[TopLogprobs | None] = [None] * len(rows)
+        if all(row.sampling is self._sampling for row in rows):
+            tokens, logprobs = (x.tolist() for x in self._step_pass(inputs, read))
+        else:
+            each = [row.sampling for row in rows]
+            tokens, logprobs, likeliest = self._pass.decode_each(inputs, read, each)
         ended = []
         for slot in reversed(range(len(rows))):  # from the end: a vacated slot takes the last row
             if not ready[slot]:
                 continue
             rows[slot].cached += 1
-            if chunk := self._append(rows[slot], tokens[slot], logprobs[slot]):
+            if chunk := self._append(rows[slot], tokens[slot], logprobs[slot], likeliest[slot]):
                 self._vacate(slot)
                 ended.append(chunk)
         self._done += sorted(ended, key=lambda chunk: chunk.rollout_id)
@@ -339,6 +355,28 @@ class ModelPass(CachedPass):
         logits = self.next_logits(inputs.ids, inputs.positions, read)
         config, u = self.config, uniform(inputs.seeds, inputs.draws)
         return sample(logits, u, config.temperature, config.top_k, config.top_p)
+
+    def decode_each(
+        self, inputs: StepInputs, read: int, samplings: Sequence[Sampling]
+    ) -> tuple[list[int], list[float], list[TopLogprobs | None]]:
+        """Decode a token a row, each sampled in its own way; the third are what rows ask for."""
+        logits = self.next_logits(inputs.ids, inputs.positions, read)
+        u, tokens = uniform(inputs.seeds, inputs.draws), torch.empty_like(inputs.ids)
+        logprobs = torch.empty(len(tokens), device=tokens.device)
+        likeliest: list[TopLogprobs | None] = [None] * len(samplings)
+        alike: dict[tuple[float, int, float], list[int]] = {}
+        for slot, sampling in enumerate(samplings):
+            alike.setdefault(sampling.distribution, []).append(slot)
+        for distribution, slots in alike.items():
+            at = torch.tensor(slots, device=tokens.device)
+            if most := max(samplings[slot].top_logprobs for slot in slots):
+                found = top_logprobs(logits[at], most, *distribution)
+                for slot, row in zip(slots, found, strict=True):
+                    if asked := samplings[slot].top_logprobs:
+                        likeliest[slot] = row[:asked]
+            tokens[at], sampled = sample(logits[at], u[at], *distribution)
+            logprobs[at] = sampled.float()
+        return tokens.tolist(), logprobs.tolist(), likeliest
 
     def next_logits(self, ids: Tensor, positions: Tensor, read: int) -> Tensor:
         """Return logits [n, V] after the newest token of slots 0..n."""

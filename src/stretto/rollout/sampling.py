@@ -10,6 +10,8 @@ state to save. The draw inverts the cumulative distribution with that one number
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -85,6 +87,19 @@ def sample(
     tokens, total = _invert(weights, u)
     chosen = weights.gather(1, tokens[:, None])[:, 0]
     return tokens, chosen.log() - total.log().float()
+
+
+def top_logprobs(
+    logits: Tensor, count: int, temperature: float, top_k: int = 0, top_p: float = 1.0
+) -> list[list[tuple[int, float]]]:
+    """Return the likeliest tokens a row under the distribution that :func:`sample` draws from, at
+    most ``count`` and none that truncation leaves out, with their log-probabilities.
+    """
+    if temperature:
+        logits = truncate(logits / temperature, top_k, top_p)
+    values, tokens = logits.float().log_softmax(-1).topk(min(count, logits.shape[-1]), -1)
+    rows = zip(tokens.tolist(), values.tolist(), strict=True)
+    return [[pair for pair in zip(*row, strict=True) if pair[1] > -math.inf] for row in rows]
 
 
 def _invert(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -141,7 +141,14 @@ class VllmEngine(Engine):
 
     def _row(self, r: Response, tokens: list[int], transfer: KVTransfer | None) -> RequestRow:
         salt, prompt = str(self._loads), r.prompt.tokens
-        return RequestRow(id=r.id, prompt=prompt, tokens=tokens, reported=len(r), salt=salt)
+        return RequestRow(
+            id=r.id,
+            prompt=prompt,
+            tokens=tokens,
+            reported=len(r),
+            sampling=r.sampling or self._sampling,
+            salt=salt,
+        )
 
     def _decode_steps(self, max_tokens: int, stop_after: int) -> int:
         for row in self._held.values():
@@ -162,10 +169,10 @@ class VllmEngine(Engine):
         self._named += 1
         row.request, row.unread = f"{row.id}.{self._named}", len(row.tokens)
         self._by_request[row.request] = row
-        seed = stream_seed(self.settings.seed, row.id)
+        seed = stream_seed(*(row.sampling.seed or (self.settings.seed, row.id)))
         if not self._requests.seeds_positions:  # else its first numbers would be drawn once more
             seed = stream_seed(seed, row.generated)
-        left = self._config.max_new_tokens - row.generated
+        left = replace(row.sampling, max_new_tokens=row.sampling.max_new_tokens - row.generated)
         self._requests.add(row.request, row.tokens, row.salt, seed % SEEDS, left)
 
     def _withdraw(self, rows: Iterable[RequestRow]) -> None:
@@ -219,16 +226,18 @@ class VllmEngine(Engine):
 
     def _take(self, row: RequestRow, output: Output) -> Chunk | None:
         """Take what a request has got; return the last chunk of a rollout that ends with it."""
-        for token, logprob in zip(output.tokens, output.logprobs, strict=True):
+        likeliest = output.top_logprobs or [None] * len(output.tokens)
+        found = zip(output.tokens, output.logprobs, likeliest, strict=True)
+        for token, logprob, top_logprobs in found:
             self.context_tokens += len(row.tokens)
-            if chunk := self._append(row, token, logprob):
+            if chunk := self._append(row, token, logprob, top_logprobs):
                 break
         else:
             if output.ended:
                 raise EngineError(
                     f"vLLM has ended rollout {row.id} after {row.generated} tokens "
                     f"({output.ended}), before an end token, a stop string or the limit of "
-                    f"{self._config.max_new_tokens}",
+                    f"{row.sampling.max_new_tokens}",
                     "ended-early",
                 )
             return None

@@ -6,6 +6,7 @@ The process is vLLM's from here on: it decides about torch's threads and default
 from __future__ import annotations
 
 import logging
+import math
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from stretto.errors import ConfigError, EngineError, MissingExtraError, first_line
 from stretto.rollout.base import EngineSettings
-from stretto.types import FloatArray
+from stretto.types import FloatArray, Sampling, TopLogprobs
 
 OLDEST, UNTESTED = Version("0.32"), Version("0.33")
 """Older versions are refused; the second and newer ones are not tested."""
@@ -54,6 +55,7 @@ class Output(NamedTuple):
     Attributes:
         cached: of its prompt's tokens, how many were read from the prefix cache.
         ended: why vLLM ended it; empty while it goes on.
+        top_logprobs: as in :class:`~stretto.types.Chunk`.
     """
 
     request: str
@@ -61,6 +63,7 @@ class Output(NamedTuple):
     logprobs: Sequence[float]
     cached: int
     ended: str
+    top_logprobs: Sequence[TopLogprobs] = ()
 
 
 def check_version() -> None:
@@ -221,20 +224,22 @@ class LlmRequests:
         self.sleeps = bool(settings.rollout.engine_args.get("enable_sleep_mode"))
 
     def add(
-        self, request: str, tokens: Sequence[int], salt: str, seed: int, max_tokens: int
+        self, request: str, tokens: Sequence[int], salt: str, seed: int, sampling: Sampling
     ) -> None:
-        """Queue a request; only those of one salt share a prefix."""
-        rollout = self._settings.rollout
+        """Queue a request, whose random numbers are of ``seed``; only those of one salt share a
+        prefix.
+        """
         self._add(
             request,
             tokens,
             salt,
             seed=seed,
-            max_tokens=max_tokens,
-            logprobs=0,  # of the sampled token alone
+            max_tokens=sampling.max_new_tokens,
+            logprobs=sampling.top_logprobs,  # besides that of the sampled token
             stop_token_ids=sorted(self._settings.end_tokens),
-            top_k=rollout.top_k or -1,
-            top_p=rollout.top_p,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k or -1,
+            top_p=sampling.top_p,
         )
 
     def abort(self, requests: Sequence[str]) -> None:
@@ -247,11 +252,11 @@ class LlmRequests:
         outputs = []
         for found in self._engine.step():
             (new,) = found.outputs
-            # With none asked for beyond the sampled token's own there is one a token.
-            logprobs = new.logprobs.logprobs if new.logprobs is not None else ()
+            logprobs, likeliest = _logprobs(new.logprobs)
             ended = str(new.finish_reason) if found.finished else ""
             cached = found.num_cached_tokens or 0
-            outputs.append(Output(found.request_id, new.token_ids, logprobs, cached, ended))
+            tokens = new.token_ids
+            outputs.append(Output(found.request_id, tokens, logprobs, cached, ended, likeliest))
         return outputs
 
     @property
@@ -262,7 +267,11 @@ class LlmRequests:
     def logprobs(self, prefixes: Sequence[Sequence[int]], tokens: Sequence[int]) -> FloatArray:
         """Return log-probs [n] of a token after each prefix, under the sampled distribution."""
         self._probes += 1
-        asked = {"max_tokens": 1, "logprobs": 1}
+        asked = {
+            "max_tokens": 1,
+            "logprobs": 1,
+            "temperature": self._settings.rollout.temperature,
+        }
         for i, (prefix, token) in enumerate(zip(prefixes, tokens, strict=True)):
             name = f"{self._probes}.{i}"
             self._add(f"probe.{name}", prefix, f"probe {name}", logprob_token_ids=[token], **asked)
@@ -303,7 +312,6 @@ class LlmRequests:
         from vllm.sampling_params import RequestOutputKind
 
         parameters = SamplingParams(
-            temperature=self._settings.rollout.temperature,
             ignore_eos=True,  # the rules for the end of a response are the run's
             detokenize=False,
             flat_logprobs=True,
@@ -312,3 +320,20 @@ class LlmRequests:
         )
         prompt = {"prompt_token_ids": list(tokens), "cache_salt": salt}
         self._engine.add_request(request, prompt, parameters, lora_request=self._lora)
+
+
+def _logprobs(found: Any) -> tuple[Sequence[float], Sequence[TopLogprobs]]:
+    """Return the sampled tokens' log-probabilities, which come first in each place, and those of
+    the likeliest tokens there, if any were asked for.
+    """
+    if found is None:
+        return (), ()
+    starts, ends = found.start_indices, found.end_indices
+    sampled = [found.logprobs[start] for start in starts]
+    if len(found.logprobs) == len(starts):
+        return sampled, ()
+    pairs = list(zip(found.token_ids, found.logprobs, strict=True))
+    places = zip(starts, ends, strict=True)
+    return sampled, [
+        [pair for pair in pairs[start + 1 : end] if pair[1] > -math.inf] for start, end in places
+    ]

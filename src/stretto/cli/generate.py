@@ -1,0 +1,150 @@
+"""``stretto generate``: a model answers prompts."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from stretto import tasks
+from stretto.api.models import answers
+from stretto.config import ModelConfig, TaskConfig
+from stretto.errors import ConfigError
+from stretto.tasks import TaskRow
+
+if TYPE_CHECKING:
+    from stretto.evaluation.answers import Answer
+
+
+def command_generate(
+    prompt: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="PROMPT")] = (),
+    /,
+    model: str = "smollm2-135m",
+    prompts: Annotated[str, tyro.conf.arg(metavar="FILE")] = "",
+    prompt_column: str = "prompt",
+    out: Annotated[str, tyro.conf.arg(metavar="FILE")] = "",
+    json: bool = False,
+    samples: int = 1,
+    max_new_tokens: int = 256,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = (),
+    seed: int = 0,
+    system: str = "",
+    chat: Literal["auto", "on", "off"] = "auto",
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+) -> None:
+    """Let a model answer prompts: those given, of a file, or the lines of standard input.
+
+    Args:
+        model: A known name, a local folder in Hugging Face format, a hub name, or a run's folder.
+        prompts: File with prompts: the lines of a .txt file, or the rows of a file that training
+            reads, such as .jsonl or .parquet.
+        prompt_column: Column of that file's rows with the prompt: text, or a list of chat messages.
+        out: Write answers to this file, as JSON Lines, and not to standard output.
+        json: Print a JSON object for each answer, a line each: prompt, response, finish_reason
+            ('stop' or 'length'), tokens, and the numbers of prompt and sample.
+        samples: Answers to each prompt.
+        max_new_tokens: Token limit of an answer.
+        temperature: Softmax temperature; 0 is greedy.
+        top_k: Sample among the k likeliest tokens; 0 is off.
+        top_p: Sample among the likeliest tokens that hold this much probability; 1 is off.
+        stop: A string that ends an answer, besides the end-of-sequence token; may be repeated.
+        seed: Of the random numbers.
+        system: A system message, put before every prompt; needs a chat template.
+        chat: Apply the tokenizer's chat template. auto: where the tokenizer has one.
+        dtype: Type to compute in. auto: bfloat16 where the hardware is faster in it, else float32,
+            and says which; greedy texts of the two differ now and then.
+        device: Device to compute on. auto: cuda when there is one.
+    """
+    rows = _prompts(prompt, prompts, prompt_column)
+    options = {
+        "samples_per_prompt": samples,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "stop": stop,
+    }
+    config = ModelConfig(name=model, dtype=dtype, device=device)
+    task = TaskConfig(chat=chat, system=system)
+    try:
+        with _lines_to(out) as write:
+            for answer in answers(config, rows, task, options, seed=seed):
+                number, sample = divmod(answer.number, samples)
+                if json or out:
+                    write(_record(rows[number], number, sample, answer))
+                elif len(rows) * samples == 1:
+                    write(answer.text)
+                else:
+                    of = f".{sample + 1}" if samples > 1 else ""
+                    write(f"[{number + 1}{of}] {answer.text}")
+    except ConfigError as error:
+        if (message := str(error)).startswith("options: "):
+            message = message.replace("samples_per_prompt = ", "samples = ")
+            parts = re.split(r"(\w+) = (?=\S+: )", message.removeprefix("options: "))
+            parts[1::2] = [f"--{name.replace('_', '-')} " for name in parts[1::2]]
+            message = "".join(parts)
+        raise ConfigError(message, error.code) from error
+
+
+def _prompts(given: Sequence[str], file: str, column: str) -> list[TaskRow]:
+    """Return the prompts of the command line, of a file, or of standard input."""
+    if given and file:
+        raise ConfigError("there are prompts and --prompts; give one of them", "two-prompt-sources")
+    if file and not file.endswith(".txt"):
+        task = tasks.load(TaskConfig(kind="dataset", name=file, prompt_column=column), 0)
+        return [task.row(i) for i in range(len(task))]
+    lines: Iterable[str] = given
+    if file:
+        try:
+            lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read '{file}': {error}", "unreadable-prompts") from error
+    elif not given and not sys.stdin.isatty():
+        lines = sys.stdin
+    rows = [TaskRow(line.rstrip("\n")) for line in lines if given or line.strip()]
+    if not rows:
+        raise ConfigError(
+            "there is no prompt; give one, lines on standard input, or a file with --prompts",
+            "no-prompt",
+        )
+    return rows
+
+
+def _record(row: TaskRow, number: int, sample: int, answer: Answer) -> str:
+    prompt = row.prompt if isinstance(row.prompt, str) else list(row.prompt)
+    record = {
+        "prompt": prompt,
+        "response": answer.text,
+        "finish_reason": str(answer.finish),
+        "tokens": answer.tokens,
+        "index": number,
+        "sample": sample,
+    }
+    return json.dumps(record, ensure_ascii=False)
+
+
+@contextmanager
+def _lines_to(out: str) -> Iterator[Callable[[str], object]]:
+    """Yield what writes a line to a file, or to standard output where none is named."""
+    if not out:
+        yield partial(print, flush=True)
+        return
+    try:
+        file = Path(out).open("w", encoding="utf-8")  # noqa: SIM115
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write '{out}': {error}; choose another with --out", "cannot-write"
+        ) from error
+    with file:
+        yield partial(print, file=file, flush=True)
