@@ -218,3 +218,49 @@ class ManualClock:
         if seconds < 0:
             raise ValueError(f"time only moves forward; got {seconds} s")
         self._now_s += seconds
+
+
+NUMBER = (int, float)
+
+
+def check_trace_events(events: Sequence[dict[str, Any]]) -> None:
+    """Assert what the Trace Event Format asks for of the phases M, X, C, s, t and f."""
+    needed = {
+        "M": {"args": dict},
+        "X": {"ts": NUMBER, "dur": NUMBER, "cat": str, "args": dict},
+        "C": {"ts": NUMBER, "args": dict},
+        **{ph: {"ts": NUMBER, "cat": str, "id": str, "args": dict} for ph in "stf"},
+    }
+    named = {"process_name", "process_sort_index", "thread_name", "thread_sort_index"}
+    tracks: dict[str, set[tuple[int, int]]] = {"process_name": set(), "thread_name": set()}
+    slices: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    flows: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for event in events:
+        for field, kind in {"pid": int, "tid": int, "name": str, **needed[event["ph"]]}.items():
+            assert isinstance(event[field], kind), (field, event)
+        assert event.get("ts", 0) >= 0, event
+        if event["ph"] == "M":
+            assert event["name"] in named
+            (key,) = event["args"]
+            assert (key == "sort_index") == event["name"].endswith("sort_index")
+            tracks.setdefault(event["name"], set()).add((event["pid"], event["tid"]))
+        elif event["ph"] == "X":
+            assert event["dur"] >= 0, event
+            assert (event["pid"], event["tid"]) in tracks["thread_name"], event
+            end = event["ts"] + event["dur"]
+            slices.setdefault((event["pid"], event["tid"]), []).append((event["ts"], end))
+        elif event["ph"] == "C":
+            assert all(isinstance(v, NUMBER) for v in event["args"].values()), event
+        else:
+            flows.setdefault((event["cat"], event["name"], event["id"]), []).append(event)
+    for event in events:  # a process has a name, and a track is of one process
+        assert event["pid"] in {pid for pid, _ in tracks["process_name"]}
+    assert len({tid for _, tid in tracks["thread_name"]}) == len(tracks["thread_name"])
+    for flow in flows.values():
+        phases = [event["ph"] for event in flow]
+        assert phases == ["s", *["t"] * (len(flow) - 2), "f"]
+        assert [e["ts"] for e in flow] == sorted(e["ts"] for e in flow)
+        assert flow[-1]["bp"] == "e"
+        for event in flow:  # lies in a slice of its track
+            own = slices[event["pid"], event["tid"]]
+            assert any(start <= event["ts"] <= end for start, end in own), event

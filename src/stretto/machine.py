@@ -6,10 +6,14 @@ import importlib.util
 import os
 import platform
 import re
+import shlex
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,22 @@ class Machine:
             for name in dict.fromkeys(self.gpus)
         ]
         return ", ".join([self.cpu, cores, *gpus, f"torch {self.torch}"])
+
+
+def current_start() -> dict[str, Any]:
+    """Return when and how this process was started to train: ``date``, ``command``, ``versions``
+    by name."""
+    program = Path(sys.argv[0])
+    name = program.parent.name if program.name == "__main__.py" else program.name
+    versions = {"python": platform.python_version()}
+    for package in ("stretto", "torch", "transformers"):
+        with suppress(metadata.PackageNotFoundError):  # as of a source tree that is not installed
+            versions[package] = metadata.version(package)
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join([name, *sys.argv[1:]]),
+        "versions": versions,
+    }
 
 
 def usable_cores() -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers import ManualClock, full_beyond
+from helpers import ManualClock, check_trace_events, full_beyond
 from raising import raises
 from run_helpers import ended_rollout, lines
 from stretto.config import Config, recipes
@@ -686,3 +686,61 @@ def test_throughput_is_also_that_of_a_device(tmp_path: Path) -> None:
         recorder.step(1, {"perf/throughput": 90.0}, window=Window(0.0, 1.0, (), (), devices))
     (step,) = run.read_metrics()
     assert step["perf/throughput_per_device"] == 45.0
+
+
+def test_the_trace_leads_from_process_to_process_and_counts(tmp_path: Path) -> None:
+    """Two generators, a scorer and a learner in processes of their own; the second batch is decoded
+    while the first is trained on; of three scored rollouts one is rejected."""
+    processes = {"generator 0": "gpu-0", "generator 1": "gpu-1", "critic": "gpu-1"}
+    processes["learner"] = "learner"
+    first = (
+        work("generator 0", "gen", 99.0, 102.0, rollouts=[0], version=0),  # from before the start
+        work("generator 1", "gen", 100.0, 103.0, rollouts=[1, 2], version=0),
+        work("critic", "score/critic", 103.0, 104.0, rollouts=[0, 1, 2]),
+    )
+    second = (
+        work("generator 0", "gen", 104.0, 105.0, rollouts=[3], version=0),
+        work("learner", "update", 104.0, 106.0, rollouts=[0, 1]),
+        work("learner", "publish", 106.0, 107.0, version=1),
+        work("generator 0", "load", 107.0, 108.0, version=1),
+    )
+    trace = TraceFile(tmp_path / "trace.json")
+    window = Window(100.0, 104.0, first, processes=processes)
+    trace.append(1, window, 0.0, {"staleness/mean": 0.5, "lr": 1.0})
+    window = Window(104.0, 108.0, second, processes=processes)
+    trace.append(2, window, 4.0, {"staleness/mean": float("nan")}, ended=[0, 1, 2])
+    events = json.loads(trace.path.read_bytes())
+    check_trace_events(events)
+
+    pids = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
+    assert pids == {"stretto": 1, "gpu-0": 2, "gpu-1": 3, "learner": 4}
+    of = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "thread_name"}
+    assert of == {"steps": 1} | {role: pids[name] for role, name in processes.items()}
+
+    flows: dict[str, list[tuple[str, int, float]]] = {}
+    for e in events:
+        if e["ph"] in "stf":
+            flows.setdefault(e["id"], []).append((e["ph"], e["pid"], e["ts"]))
+    update = ("f", 4, 4e6 + 1)
+    assert flows == {
+        "batch 4000000.0 generator 0 critic": [("s", 2, 2e6 - 1), ("t", 3, 3e6 + 1), update],
+        "batch 4000000.0 generator 1 critic": [("s", 3, 3e6 - 1), ("t", 3, 3e6 + 1), update],
+        "weights 1 generator 0": [("s", 4, 7e6 - 1), ("f", 2, 7e6 + 1)],
+    }
+    counts: dict[str, list[tuple[float, float]]] = {}
+    for e in events:
+        if e["ph"] == "C":
+            counts.setdefault(e["name"], []).append((e["ts"] / 1e6, e["args"]["value"]))
+    assert counts == {
+        "running rollouts, generator 0": [(0, 1), (2, 0), (4, 1), (5, 0)],
+        "running rollouts, generator 1": [(0, 2), (3, 0)],
+        "scored rollouts that wait for the learner": [(4, 3), (4, 3), (4, 1), (8, 0)],
+        "staleness/mean": [(4, 0.5)],
+    }
+    # A resumed run goes on with the numbers that the trace has.
+    resumed = TraceFile(trace.path)
+    resumed.append(3, Window(0.0, 1.0, (work("critic", "score", 0, 1),), processes=processes), 8.0)
+    check_trace_events(again := json.loads(trace.path.read_bytes()))
+    (score,) = [e for e in again if e["name"] == "score"]
+    assert (score["pid"], sum(e["ph"] == "M" for e in again)) == (3, 17)
+    assert [s.role for s in resumed.read().spans][-2:] == ["generator 0", "critic"]

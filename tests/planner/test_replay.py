@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -289,12 +290,23 @@ def test_a_run_that_ended_nothing_cannot_be_replayed() -> None:
 # -- machines and files -----------------------------------------------------------------------
 
 
-def test_a_machine_is_kept_in_the_folder_of_a_run(tmp_path: Path) -> None:
+def test_machine_and_starts_are_kept_in_the_folder_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = Machine.here()
     assert found.cores == usable_cores() >= 1
     folder = RunDirectory.create(tmp_path, "run", Config())
+    monkeypatch.setattr("sys.argv", ["/bin/stretto", "train", "tiny", "--out", "my runs"])
+    folder.save_machine(found)
+    monkeypatch.setattr("sys.argv", ["/lib/stretto/__main__.py", "train", "--resume", "run-001"])
     folder.save_machine(found)
     assert folder.read_machine() == found
+    begun, resumed = folder.read_starts()
+    assert begun["command"] == "stretto train tiny --out 'my runs'"
+    assert resumed["command"] == "stretto train --resume run-001"
+    assert datetime.fromisoformat(begun["date"]) <= datetime.fromisoformat(resumed["date"])
+    assert begun["versions"]["torch"] == found.torch
+    assert list(begun["versions"]) == ["python", "stretto", "torch", "transformers"]
     folder.machine_file.write_text("{}")
     with pytest.raises(StateError, match=r"machine\.json' cannot be read"):
         folder.read_machine()

@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from helpers import check_trace_events
 from raising import raises
 from run_helpers import Killer, processes
 from stretto import runs
@@ -427,6 +428,12 @@ def test_a_role_that_dies_is_replaced_and_nothing_changes(
     assert sum(m.get(f"idle_s/{role}/down", 0.0) for m in disturbed.read_metrics()) > 0
     assert {"utilisation/all devices", "perf/throughput_per_device"} <= last.keys()
     assert "utilisation/weights" not in last
+    check_trace_events(events := json.loads(disturbed.trace.path.read_bytes()))
+    named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    flows = {(e["name"], named[e["pid"]]) for e in events if e["ph"] in ("s", "f")}
+    living = {"generator 0", "generator 1", "critic"} - {role}
+    assert flows >= {("weights", name) for name in living | {"learner"}}
+    assert flows >= {("batch", name) for name in living - {"critic"} | {"learner"}}
     whole = trained(config.model_copy(update={"runtime": "inline"}), tmp_path / "whole")
     one, two = (sorted(run.read_rollouts(), key=lambda r: r.id) for run in (disturbed, whole))
     assert [r.id for r in one] == [r.id for r in two] == list(range(18))

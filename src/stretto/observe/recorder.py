@@ -82,7 +82,10 @@ class Recorder(ExitStack):
         """
         rewards = rewards or {}
         if window is not None:
-            if self._tracing and not self._run.trace.append(step, window, self._time_s):
+            ended = [rollout.id for rollout in rollouts]
+            if self._tracing and not self._run.trace.append(
+                step, window, self._time_s, stats, ended
+            ):
                 self._tracing = False
                 self.note(f"{self._run.trace.path} is as long as viewers can open, and ends here")
             self._time_s += window.end_s - window.start_s

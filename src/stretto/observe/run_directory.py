@@ -17,7 +17,7 @@ import tomli_w
 from stretto import files
 from stretto.config import Section
 from stretto.errors import ConfigError, StateError, StorageError
-from stretto.machine import Machine
+from stretto.machine import Machine, current_start
 from stretto.observe import records
 from stretto.observe.lock import locked
 from stretto.observe.trace import TraceFile
@@ -119,7 +119,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config_file = path / "config.toml"  # every setting; load it to repeat or resume
-        self.machine_file = path / "machine.json"  # where the run works, or was resumed last
+        self.machine_file = path / "machine.json"  # where it works, or was resumed last; starts
         self.metrics_file = path / METRICS  # JSON Lines: one object a step
         self.samples_file = path / "samples.jsonl"  # some responses of each step, with scores
         self.rollouts_file = path / "rollouts.jsonl"  # each, once trained on or rejected
@@ -176,14 +176,26 @@ class RunDirectory:
         files.write_whole(self.config_file, tomli_w.dumps(config.model_dump()).encode())
 
     def save_machine(self, machine: Machine) -> None:
-        """Write what the run works on."""
-        files.write_whole(self.machine_file, json.dumps(asdict(machine), indent=2).encode())
+        """Write what the run works on, and below it when and how it was begun, and each time
+        resumed."""
+        starts = self.read_starts() if self.machine_file.is_file() else []
+        kept = {**asdict(machine), "starts": [*starts, current_start()]}
+        files.write_whole(self.machine_file, json.dumps(kept, indent=2).encode())
 
     def read_machine(self) -> Machine:
         """Return the machine that the run worked on."""
+        return self._read_machine()[0]
+
+    def read_starts(self) -> list[dict[str, Any]]:
+        """Return ``date``, ``command`` and ``versions`` of the run's start, and of each time that
+        it was resumed; none for a run of before they were kept."""
+        return self._read_machine()[1]
+
+    def _read_machine(self) -> tuple[Machine, list[dict[str, Any]]]:
         try:
             found = json.loads(self.machine_file.read_bytes())
-            return Machine(**{**found, "gpus": tuple(found["gpus"])})
+            starts = found.pop("starts", [])
+            return Machine(**{**found, "gpus": tuple(found["gpus"])}), starts
         except (OSError, ValueError, TypeError, KeyError) as error:
             text = f"'{self.machine_file}' cannot be read: {error}"
             raise StateError(text, "damaged-record") from error

@@ -70,13 +70,19 @@ class Window:
     ended: tuple[Span, ...]  # in the order in which they did; one may have begun before
     open: tuple[Span, ...] = ()  # those that still go on, cut at the end
     devices: Mapping[str, str] = field(default_factory=dict)  # by role, where they are known
+    processes: Mapping[str, str] = field(default_factory=dict)  # by role; others: in the driver's
 
 
 class Spans:
     """A recorder of spans, also from several threads and coroutines at once."""
 
-    def __init__(self, clock: Clock, devices: Mapping[str, str] = MappingProxyType({})) -> None:
-        self._clock, self._devices = clock, devices
+    def __init__(
+        self,
+        clock: Clock,
+        devices: Mapping[str, str] = MappingProxyType({}),
+        processes: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self._clock, self._devices, self._processes = clock, devices, processes
         self._lock = threading.Lock()
         self._records: list[Span] = []
         self._open: dict[int, Span] = {}
@@ -141,7 +147,8 @@ class Spans:
                 replace(span, end_s=now_s, attributes=dict(span.attributes))
                 for span in self._open.values()
             )
-            window = Window(self._since_s, now_s, tuple(self._records), cut, self._devices)
+            ended = tuple(self._records)
+            window = Window(self._since_s, now_s, ended, cut, self._devices, self._processes)
             self._records.clear()
             self._since_s = now_s
         return window

@@ -4,19 +4,23 @@
 every write; and the format allows the bracket to be missing, so that a file cut short by a kill can
 be read as well. Times are microseconds since the run's start, over all resumptions.
 
-Each role is a track ("thread"): generators on top, then scorers, then the learner. Work has the
-category ``work``, waiting ``wait``. A track of its own has the steps, one event each. It is written
-last, with the spans that ended during the step before it, and is what a resumed run rewinds to.
+Each role is a track ("thread") of the process that it works in: generators on top, then scorers,
+then the learner. Work has the category ``work``, waiting ``wait``. Flow events lead from the
+generators of a batch over its scorers to the learner, and from a version's publication to the roles
+that load it. Counters have the rollouts in decoding, those that wait for the learner, and figures
+of each step. A track of its own has the steps, one event each. It is written last, with the spans
+that ended during the step before it, and is what a resumed run rewinds to.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from stretto import files
@@ -30,7 +34,15 @@ LIMIT_BYTES = 200_000_000
 LIST_ITEMS = 8
 """A longer list in an event's arguments is cut to its first items, and its length is given."""
 
-_PROCESS = 1
+COUNTED = (
+    *("schedule/carried", "schedule/overcommit", "schedule/chunk_tokens"),
+    *("staleness/mean", "staleness/max", "perf/throughput"),
+)
+"""Metrics of a step that the trace has as counters."""
+
+Event = dict[str, Any]
+
+_DRIVER = 1
 _LEARNER_TRACK, _SCORER_TRACK, _STEP_TRACK = 1_000_000, 100_000, 0
 _STEP = "step"
 _STEP_MARK = b'"cat": "step"'
@@ -60,34 +72,52 @@ class TraceFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._tracks: dict[str, int] | None = None
+        self._tracks: _Tracks | None = None
+        self._rollouts = _Rollouts()
 
-    def append(self, step: int, window: Window, start_s: float) -> bool:
+    def append(
+        self,
+        step: int,
+        window: Window,
+        start_s: float,
+        stats: Mapping[str, float] = MappingProxyType({}),
+        ended: Iterable[int] = (),
+    ) -> bool:
         """Add the spans that ended during a step, ``start_s`` after the run's start; return False
         once the file has :data:`LIMIT_BYTES`. Raises StorageError if they cannot be written; the
-        file is as it was before."""
+        file is as it was before.
+
+        Args:
+            stats: the step's metrics; :data:`COUNTED` are kept.
+            ended: ids of the rollouts that were trained on or rejected.
+        """
         size = self.path.stat().st_size if self.path.exists() else 0
         if size > LIMIT_BYTES:
             return False
         if self._tracks is None:
-            self._tracks = self._known_tracks()
+            self._tracks = _Tracks(map(self._parse, self._lines()))
         offset_s = start_s - window.start_s
-        process = _named("process_name", _STEP_TRACK, name="stretto")
-        events = [] if size else [process, *_track("steps", _STEP_TRACK)]
+        events: list[Event] = []
+        if not size:
+            process = _named("process_name", _DRIVER, _STEP_TRACK, name="stretto")
+            events += [process, *_track("steps", _DRIVER, _STEP_TRACK)]
         for span in window.ended:
-            if span.role not in self._tracks:
-                self._tracks[span.role] = _new_track(span.role, self._tracks)
-                events += _track(span.role, self._tracks[span.role])
-            events.append(_event(span, offset_s, self._tracks[span.role]))
+            place = self._tracks.place(span.role, window.processes.get(span.role, ""), events)
+            event = _event(span, offset_s, *place)
+            events += [event, *self._rollouts.follow(span, event)]
+        self._rollouts.end(ended)
         marker = Span("", f"{_STEP} {step}", window.start_s, window.end_s, {"step": step})
-        events.append({**_event(marker, offset_s, _STEP_TRACK), "cat": _STEP})
-        self._write(size, events)
+        event = {**_event(marker, offset_s, _DRIVER, _STEP_TRACK), "cat": _STEP}
+        found = {name: stats[name] for name in COUNTED if math.isfinite(stats.get(name, math.nan))}
+        found[_WAITING] = self._rollouts.waiting
+        events += (_counter(name, _end(event), _DRIVER, value) for name, value in found.items())
+        self._write(size, [*events, event])
         return True
 
     def rewind(self, step: int) -> None:
         """Drop what was written after step ``step``, and what a crash left unfinished. Raises
         StateError if a step's event is not JSON, StorageError if the file cannot be written."""
-        self._tracks = None
+        self._tracks, self._rollouts = None, _Rollouts()
         if not self.path.exists():
             return
         kept = 0
@@ -105,13 +135,13 @@ class TraceFile:
     def read(self, steps: int = 0) -> Trace:
         """Read the trace, or its first ``steps``, but for steps whose end was not written, because
         of a kill; an empty one without a file. Raises StateError if an event is not JSON."""
-        names: dict[int, str] = {}
+        names: dict[tuple[int, int], str] = {}
         read: list[TracedStep] = []
         spans: list[Span] = []
         for event in map(self._parse, self._lines()):
-            if event["ph"] == "M":
-                if event["name"] == "thread_name":
-                    names[event["tid"]] = event["args"]["name"]
+            if event["name"] == "thread_name":
+                names[event["pid"], event["tid"]] = event["args"]["name"]
+            if event["ph"] != "X":
                 continue
             start_s = event["ts"] / 1e6
             end_s = start_s + event["dur"] / 1e6
@@ -121,10 +151,11 @@ class TraceFile:
                     break
             else:
                 name = WAIT if event["name"].startswith(f"{WAIT}: ") else event["name"]
-                spans.append(Span(names[event["tid"]], name, start_s, end_s, event["args"]))
+                role = names[event["pid"], event["tid"]]
+                spans.append(Span(role, name, start_s, end_s, event["args"]))
         return Trace(tuple(read), tuple(spans))
 
-    def _write(self, size: int, events: list[dict[str, Any]]) -> None:
+    def _write(self, size: int, events: list[Event]) -> None:
         """Put events at the end, in place of the closing bracket if there is one; all or none."""
         lines = ",\n".join(json.dumps(event, ensure_ascii=False) for event in events)
         text = lines.encode(errors="replace") + _END
@@ -148,51 +179,168 @@ class TraceFile:
         lines = [line for line in lines if line not in (b"[", b"]", b"")]
         return lines[:-1] if lines and not lines[-1].endswith(b"}}") else lines
 
-    def _parse(self, line: bytes) -> dict[str, Any]:
+    def _parse(self, line: bytes) -> Event:
         try:
-            event: dict[str, Any] = json.loads(line)
+            event: Event = json.loads(line)
         except ValueError as error:
             text = f"{line[:60]!r} in '{self.path}' is no trace event; repair or remove the file"
             raise StateError(text, "damaged-trace") from error
         return event
 
-    def _known_tracks(self) -> dict[str, int]:
-        named = (self._parse(line) for line in self._lines() if b'"thread_name"' in line)
-        return {e["args"]["name"]: e["tid"] for e in named if e["tid"] != _STEP_TRACK}
+
+class _Tracks:
+    """Numbers of processes and of the roles' tracks in them, as a trace has them so far."""
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        self._processes = {"": _DRIVER}
+        self._places: dict[str, tuple[int, int]] = {}
+        for event in events:
+            if event["name"] == "process_name" and event["pid"] != _DRIVER:
+                self._processes[event["args"]["name"]] = event["pid"]
+            elif event["name"] == "thread_name" and event["tid"] != _STEP_TRACK:
+                self._places[event["args"]["name"]] = event["pid"], event["tid"]
+
+    def place(self, role: str, process: str, events: list[Event]) -> tuple[int, int]:
+        """Return the numbers of a role's process and track; add events that name new ones."""
+        if process not in self._processes:
+            pid = self._processes[process] = len(self._processes) + 1
+            events += [
+                _named("process_name", pid, _STEP_TRACK, name=process),
+                _named("process_sort_index", pid, _STEP_TRACK, sort_index=pid),
+            ]
+        pid, known = self._processes[process], self._places.get(role)
+        if known is None or known[0] != pid:
+            track = known[1] if known else self._new(role)
+            self._places[role] = pid, track
+            events += _track(role, pid, track)
+        return self._places[role]
+
+    def _new(self, role: str) -> int:
+        """Number a track; viewers order the tracks of a process by number."""
+        if role == "learner":
+            return _LEARNER_TRACK
+        if is_generator(role):
+            return 1 + generator_number(role)
+        scorers = (track for _, track in self._places.values() if track < _LEARNER_TRACK)
+        return max([_SCORER_TRACK, *scorers]) + 1
 
 
-def _new_track(role: str, taken: Mapping[str, int]) -> int:
-    """Number a track; viewers order the tracks by number."""
-    if role == "learner":
-        return _LEARNER_TRACK
-    if is_generator(role):
-        return 1 + generator_number(role)
-    return max([_SCORER_TRACK, *(t for t in taken.values() if t < _LEARNER_TRACK)]) + 1
+class _Rollouts:
+    """Where rollouts and weights were, for the events that lead from one role to the next."""
+
+    def __init__(self) -> None:
+        self._worked: dict[int, dict[str, Event]] = {}  # the last of each role, by rollout
+        self._scored: set[int] = set()  # rollouts that have a score and no update yet
+        self._published: dict[int, Event] = {}  # by version
+
+    @property
+    def waiting(self) -> int:
+        """The number of rollouts that wait for the learner."""
+        return len(self._scored)
+
+    def end(self, rollouts: Iterable[int]) -> None:
+        """Forget rollouts."""
+        for rollout in rollouts:
+            self._worked.pop(rollout, None)
+            self._scored.discard(rollout)
+
+    def follow(self, span: Span, event: Event) -> Iterator[Event]:
+        """Take note of a span; yield its counters, and the flows that end in it."""
+        kind, rollouts = span.name.partition("/")[0], span.attributes.get("rollouts") or ()
+        version = span.attributes.get("version")
+        if kind in ("gen", "score"):
+            for rollout in rollouts:
+                self._worked.setdefault(rollout, {})[span.role] = event
+        if kind == "gen":
+            running = f"running rollouts, {span.role}"
+            yield _counter(running, event["ts"], event["pid"], len(rollouts))
+            yield _counter(running, _end(event), event["pid"], 0)
+        elif kind == "score":
+            self._scored.update(rollouts)
+            yield _counter(_WAITING, _end(event), _DRIVER, self.waiting)
+        elif kind == "update":
+            self._scored.difference_update(rollouts)
+            yield _counter(_WAITING, event["ts"], _DRIVER, self.waiting)
+            yield from self._batch(rollouts, event)
+        elif kind == "publish" and version is not None:
+            self._published[version] = event
+            if len(self._published) > LIST_ITEMS:
+                del self._published[min(self._published)]
+        elif kind == "load" and version in self._published:
+            yield from _flow("weights", f"{version} {span.role}", self._published[version], event)
+
+    def _batch(self, rollouts: Iterable[int], update: Event) -> Iterator[Event]:
+        last: dict[str, Event] = {}
+        for rollout in rollouts:
+            for role, event in self._worked.get(rollout, {}).items():
+                if role not in last or last[role]["ts"] < event["ts"]:
+                    last[role] = event
+        scorers = [role for role in last if not is_generator(role)]
+        for generator in last.keys() - scorers:
+            for scorer in scorers:
+                name = f"{update['ts']} {generator} {scorer}"
+                yield from _flow("batch", name, last[generator], last[scorer], update)
 
 
-def _track(name: str, track: int) -> list[dict[str, Any]]:
+_WAITING = "scored rollouts that wait for the learner"
+
+
+def _flow(name: str, number: str, *events: Event) -> Iterator[Event]:
+    """Yield the flow from the end of the first event over the starts of the others, each inside of
+    its event; nothing where one starts before the one before it has ended."""
+    # What lies on the edge of two events belongs to either of them, as a viewer likes.
+    inside_us = [min(event["dur"] / 2, 1.0) for event in events]
+    times = [round(event["ts"] + by, 3) for event, by in zip(events, inside_us, strict=True)]
+    times[0] = round(_end(events[0]) - inside_us[0], 3)
+    if times != sorted(times):
+        return
+    phases = ["s", *"t" * (len(events) - 2), "f"]
+    for phase, at, event in zip(phases, times, events, strict=True):
+        yield {
+            "ph": phase,
+            **({"bp": "e"} if phase == "f" else {}),  # binds to the event around it
+            "pid": event["pid"],
+            "tid": event["tid"],
+            "name": name,
+            "cat": "flow",
+            "id": f"{name} {number}",
+            "ts": at,
+            "args": {},
+        }
+
+
+def _counter(name: str, at: float, pid: int, value: float) -> Event:
+    arguments = {"value": value}
+    return {"ph": "C", "pid": pid, "tid": 0, "name": name, "ts": at, "args": arguments}
+
+
+def _end(event: Event) -> float:
+    return round(float(event["ts"] + event["dur"]), 3)
+
+
+def _track(name: str, pid: int, track: int) -> list[Event]:
     return [
-        _named("thread_name", track, name=name),
-        _named("thread_sort_index", track, sort_index=track),
+        _named("thread_name", pid, track, name=name),
+        _named("thread_sort_index", pid, track, sort_index=track),
     ]
 
 
-def _named(kind: str, track: int, **arguments: Any) -> dict[str, Any]:
-    return {"ph": "M", "pid": _PROCESS, "tid": track, "name": kind, "args": arguments}
+def _named(kind: str, pid: int, track: int, **arguments: Any) -> Event:
+    return {"ph": "M", "pid": pid, "tid": track, "name": kind, "args": arguments}
 
 
-def _event(span: Span, offset_s: float, track: int) -> dict[str, Any]:
+def _event(span: Span, offset_s: float, pid: int, track: int) -> Event:
     # A span may have begun before the run's first step did, where viewers show nothing.
-    start_s = max(span.start_s + offset_s, 0.0)
+    start_s, end_s = (max(at_s + offset_s, 0.0) for at_s in (span.start_s, span.end_s))
     return {
         "ph": "X",
-        "pid": _PROCESS,
+        "pid": pid,
         "tid": track,
         # The cause is in a wait's name as well: a viewer shows names without a click.
         "name": f"{WAIT}: {span.cause}" if span.name == WAIT else span.name,
         "cat": WAIT if span.waits else "work",
         "ts": round(start_s * 1e6, 3),
-        "dur": round((span.end_s + offset_s - start_s) * 1e6, 3),
+        "dur": round((end_s - start_s) * 1e6, 3),
         "args": _arguments(span.attributes),
     }
 

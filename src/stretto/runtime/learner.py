@@ -85,7 +85,7 @@ class LearnerService(Service):
             self._give_back()
             return refs
 
-        return self._timed("publish", publish, lambda _: {})
+        return self._timed("publish", publish, lambda refs: {"version": refs["actor"].version})
 
     def _read_probe(self, version: int) -> None:
         if not self._probe:

@@ -130,8 +130,13 @@ class ProcessWorkers:
     def devices(self) -> dict[str, str]:
         """The device of each role, by the role's name in traces: a GPU, or a process on CPUs."""
         ids = {name: facts.device_id for name, facts in self._facts.items()}
+        return {role: ids.get(name) or name for role, name in self.processes.items()}
+
+    @property
+    def processes(self) -> dict[str, str]:
+        """The process of each role, by the role's name in traces."""
         return {
-            short_name(placed.role): ids.get(process.name) or process.name
+            short_name(placed.role): process.name
             for process in self._processes
             for placed in process.roles
         }

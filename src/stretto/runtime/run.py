@@ -155,7 +155,7 @@ def start(
     else:
         workers = ProcessWorkers(config, overrides, stack, say, first, folder)
     executors: Mapping[str, Executor] = workers.executors
-    spans = Spans(RealClock(), workers.devices)
+    spans = Spans(RealClock(), workers.devices, workers.processes)
     meeting = None
     if workers.meeting:
         # Two tries, and finding out what hangs, come before the schedule gives up.

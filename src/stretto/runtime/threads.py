@@ -41,6 +41,7 @@ class ThreadWorkers:
     groups: Sequence[ServiceGroup] = ()
     meeting = None
     devices: Mapping[str, str] = {}
+    processes: Mapping[str, str] = {}
 
     def __init__(
         self,
