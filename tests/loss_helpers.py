@@ -30,7 +30,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "proximal-rloo, higher": {"name": "proximal-rloo", "clip": 0.1, "clip_high": 0.4},
     "grpo": {"name": "grpo"},
     "grpo, KL in the reward": {"name": "grpo", "kl_in": "reward"},
-    "dr-grpo": {"name": "grpo", "group_std": False, "aggregation": "fixed_length", "kl_coef": 0},
+    "dr-grpo": {
+        "name": "grpo",
+        "scale_rewards": "none",
+        "aggregation": "fixed_length",
+        "kl_coef": 0,
+    },
+    "gspo": {"name": "grpo", "importance_sampling_level": "sequence", "clip": 0.05},
+    "grpo, dual clip": {"name": "grpo", "dual_clip": 1.3, "scale_rewards": "batch"},
+    "grpo, KL times the ratio": {"name": "grpo", "use_bias_correction_kl": True},
+    "grpo of whole responses": {"name": "grpo", "mask_truncated_completions": True},
+    "cispo": {"name": "cispo", "clip_high": 0.1},
     "dapo": {"name": "grpo", "clip_high": 0.28, "aggregation": "token_mean", "kl_coef": 0},
     "online-dpo": {"name": "online-dpo", "kl_coef": BETA},
     "best-of-n": {"name": "best-of-n"},
@@ -86,5 +96,5 @@ def loss_of(a: AlgorithmConfig, logprobs: Tensor, inputs: LossInputs) -> LossTer
     inputs, metrics = settled(inputs, logprobs.detach(), a)
     term = FUNCTIONS[a.name].policy_loss(logprobs, inputs, a)
     if a.kl_place == "loss" and a.kl_coef:
-        term += kl_penalty(logprobs, inputs, BETA, a.estimator)
+        term += kl_penalty(logprobs, inputs, BETA, a)
     return LossTerm(term.loss, term.metrics + metrics)

@@ -159,10 +159,10 @@ def naive_advantages(a: AlgorithmConfig, d: Mapping[str, list[Any]]) -> list[lis
     for i, (group, old) in enumerate(zip(d["groups"], d["old"], strict=True)):
         same = [totals[j] for j, g in enumerate(d["groups"]) if g == group]
         others = [totals[j] for j, g in enumerate(d["groups"]) if g == group and j != i]
-        if a.name == "grpo":
+        if a.name in ("grpo", "cispo"):
             value = totals[i] - mean(same)
-            if a.group_std:
-                value /= std(same) + STD_EPS
+            if a.scale_rewards != "none":
+                value /= std(same if a.scale_rewards == "group" else totals) + STD_EPS
         elif a.name == "best-of-n":
             best = next(
                 j for j, g in enumerate(d["groups"]) if g == group and totals[j] == max(same)
@@ -202,6 +202,19 @@ def naive_dpo(a: AlgorithmConfig, d: Mapping[str, list[Any]], now: list[list[flo
     return mean(losses)
 
 
+def naive_policy_loss(a: AlgorithmConfig, ratio: float, value: float, logprob: float) -> float:
+    """Of a token, or for Proximal RLOO of a response, with its ratio and advantage."""
+    low, high = 1 - a.clip, 1 + (a.clip_high or a.clip)
+    if a.name in ("ppo", "grpo", "proximal-rloo"):
+        first = min(ratio, a.dual_clip or ratio)
+        return -min(first * value, min(max(ratio, low), high) * value)
+    if a.name == "cispo":
+        return -min(ratio, high) * value * logprob
+    if a.name == "copg":
+        return -value * math.log(ratio)
+    return -(1.0 if a.name == "best-of-n" else value) * logprob
+
+
 def naive_loss(a: AlgorithmConfig, data: Scored, logprobs: Tensor) -> float:
     """Scored responses and the present policy to the loss of one mini-batch of all of them."""
     d = rows_in(data)
@@ -210,9 +223,10 @@ def naive_loss(a: AlgorithmConfig, data: Scored, logprobs: Tensor) -> float:
         return naive_dpo(a, d, now)
     advantages = naive_advantages(a, d)
     lengths = [len(o) for o in d["old"]]
-    low, high = 1 - a.clip, 1 + (a.clip_high or a.clip)
     if a.name == "best-of-n":
         lengths = [n if n and advantages[i][0] else 0 for i, n in enumerate(lengths)]
+    if a.mask_truncated_completions:
+        lengths = [n if e else 0 for n, e in zip(lengths, data.ended.tolist(), strict=True)]
     weights = naive_weights(a, lengths)
     loss = 0.0
     for new, old, ref, adv, w, n in zip(
@@ -220,22 +234,18 @@ def naive_loss(a: AlgorithmConfig, data: Scored, logprobs: Tensor) -> float:
     ):
         if not n:
             continue
+        count = sum(x > 0 for x in lengths)
+        whole = math.exp(sum(new) - sum(old))
         if a.name == "proximal-rloo":
-            ratio = math.exp(sum(new) - sum(old))
-            count = sum(x > 0 for x in lengths)
-            loss -= min(ratio * adv[0], min(max(ratio, low), high) * adv[0]) / count
+            loss += naive_policy_loss(a, whole, adv[0], 0.0) / count
         for x, y, z, value in zip(new, old, ref, adv, strict=True):
-            ratio = math.exp(x - y)
-            if a.name in ("ppo", "grpo"):
-                loss -= w * min(ratio * value, min(max(ratio, low), high) * value)
-            elif a.name == "rloo":
-                loss -= w * value * x
-            elif a.name == "copg":
-                loss -= w * value * (x - y)
-            elif a.name == "best-of-n":
-                loss -= w * x
+            of_sequence = a.importance_sampling_level == "sequence"
+            ratio = whole ** (1 / n) if of_sequence else math.exp(x - y)
+            if a.name != "proximal-rloo":
+                loss += w * naive_policy_loss(a, ratio, value, x)
             if a.kl_place == "loss" and a.kl_coef:
-                loss += w * BETA * naive_kl(a.estimator, x - z)
+                factor = ratio if a.use_bias_correction_kl else 1.0
+                loss += w * BETA * factor * naive_kl(a.estimator, x - z)
     return loss
 
 
@@ -254,13 +264,23 @@ def test_losses_equal_plain_loops(variant: str, lengths: tuple[int, ...]) -> Non
     assert got == pytest.approx(naive_loss(a, data, now), rel=2e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "cispo"])
 def test_gradients_equal_finite_differences(variant: str) -> None:
     a = settings_of(variant)
     e = prepared(a)
     rows, inputs = whole(e, a)
     now = shifted(e)[rows].requires_grad_()
     assert torch.autograd.gradcheck(lambda x: loss_of(a, x, inputs).loss, now)
+
+
+def test_a_ratio_without_gradient_weighs_every_token() -> None:
+    a = settings_of("cispo", kl_coef=0)
+    e = prepared(a)
+    rows, inputs = whole(e, a)
+    now = shifted(e)[rows].requires_grad_()
+    (found,) = torch.autograd.grad(loss_of(a, now, inputs).loss, now)
+    bounded = (now - inputs.old_logprobs).exp().clamp(max=1.1)
+    torch.testing.assert_close(found, -inputs.weights * bounded * inputs.advantages)
 
 
 def test_every_algorithm_is_tested() -> None:
@@ -275,11 +295,16 @@ def test_baselines_by_hand() -> None:
     rewards = torch.tensor([1.0, 5.0, 2.0, 6.0, 3.0])
     groups = torch.tensor([9, 4, 9, 9, 4])
     assert leave_one_out(rewards, groups).tolist() == [1 - 4, 5 - 3, 2 - 3.5, 6 - 1.5, 3 - 5]
-    assert group_normalised(rewards, groups, False).tolist() == [-2.0, 1.0, -1.0, 3.0, -1.0]
+    assert group_normalised(rewards, groups, "none").tolist() == [-2.0, 1.0, -1.0, 3.0, -1.0]
     sd9, sd4 = math.sqrt((4 + 1 + 9) / 2), math.sqrt(2)
     np.testing.assert_allclose(
-        group_normalised(rewards, groups, True),
+        group_normalised(rewards, groups, "group"),
         [-2 / sd9, 1 / sd4, -1 / sd9, 3 / sd9, -1 / sd4],
+        rtol=1e-5,
+    )
+    np.testing.assert_allclose(
+        group_normalised(rewards, groups, "batch"),
+        np.array([-2, 1, -1, 3, -1]) / math.sqrt((2.4**2 + 1.6**2 + 1.4**2 + 2.6**2 + 0.4**2) / 4),
         rtol=1e-5,
     )
     assert best_and_worst(rewards, groups) == [(1, 4), (3, 0)]
@@ -290,11 +315,21 @@ def test_baselines_by_hand() -> None:
     }
 
 
+def test_truncated_responses_count_in_their_group_and_are_not_trained_on() -> None:
+    a, masked = settings_of("grpo"), settings_of("grpo of whole responses")
+    data = scored()
+    e, every = prepared(masked, data), prepared(a, data)
+    assert [unit for unit in every.units if unit not in e.units] == [(1,), (4,)]
+    assert torch.equal(e.advantages, every.advantages)
+    pairs = prepared(settings_of("online-dpo", mask_truncated_completions=True), data).units
+    assert all(data.ended[list(pair)].all() for pair in pairs)
+
+
 def test_groups_of_equal_rewards_have_nothing_to_learn() -> None:
     rewards = torch.tensor([0.1, 0.7, 0.1, 0.1, 0.2])
     groups = torch.tensor([0, 1, 0, 0, 1])
-    for divide in (True, False):
-        found = group_normalised(rewards, groups, divide)
+    for scale in ("group", "none"):
+        found = group_normalised(rewards, groups, scale)
         assert found[[0, 2, 3]].abs().max() < 1e-9
         assert found[1] > 0.2
     assert leave_one_out(rewards, groups)[[0, 2, 3]].abs().max() < 1e-7
@@ -307,7 +342,7 @@ def test_rewards_far_from_zero_keep_their_differences() -> None:
     rewards = torch.tensor([1e6, 1e6 + 0.125, 1e6 + 0.25])
     groups = torch.zeros(3, dtype=torch.long)
     assert leave_one_out(rewards, groups).tolist() == [-0.1875, 0.0, 0.1875]
-    assert group_normalised(rewards, groups, False).tolist() == [-0.125, 0.0, 0.125]
+    assert group_normalised(rewards, groups, "none").tolist() == [-0.125, 0.0, 0.125]
 
 
 @pytest.mark.parametrize("name", [n for n in ALGORITHMS if ALGORITHMS[n].group > 1])
@@ -523,6 +558,10 @@ def test_a_ratio_beyond_all_bounds_is_clipped_and_makes_no_nan(
 # -- the KL in the loss --------------------------------------------------------------------------
 
 
+def in_loss(estimator: str, **more: Any) -> AlgorithmConfig:
+    return AlgorithmConfig.model_validate({"name": "grpo", "kl_estimator": estimator, **more})
+
+
 @pytest.mark.parametrize(
     ("kind", "slope"),
     [("k1", lambda d: 1.0), ("k2", lambda d: d), ("k3", lambda d: 1 - math.exp(-d))],
@@ -532,7 +571,7 @@ def test_the_gradient_of_the_kl_in_the_loss(kind: str, slope: Any) -> None:
     ref = -randn(60, *mask.shape, dtype=torch.float64).abs()
     inputs = inputs_of(mask, "sequence_mean", ref_logprobs=ref)
     logprobs = (ref + randn(61, *mask.shape, dtype=torch.float64)).requires_grad_()
-    term = kl_penalty(logprobs, inputs, 0.7, kind)  # type: ignore[arg-type]
+    term = kl_penalty(logprobs, inputs, 0.7, in_loss(kind))
     (found,) = torch.autograd.grad(term.loss, logprobs)
     d = (logprobs - ref).detach()
     value = 0.0
@@ -559,15 +598,29 @@ def test_what_each_estimator_drives_the_policy_to_in_expectation() -> None:
     for kind, expected in (("k1", nowhere), ("k2", exact), ("k3", reverse)):
         inputs = inputs_of(mask, ref_logprobs=q.log()[None])
         inputs = replace(inputs, weights=p.detach()[None])
-        term = kl_penalty(logits.log_softmax(0)[None], inputs, 1.0, kind)  # type: ignore[arg-type]
+        term = kl_penalty(logits.log_softmax(0)[None], inputs, 1.0, in_loss(kind))
         (found,) = torch.autograd.grad(term.loss, logits, retain_graph=True)
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_the_kl_times_the_ratio_has_the_gradient_of_the_kl() -> None:
+    """In expectation over samples of the policy itself, of which k3 alone has another one."""
+    logits = torch.tensor([0.3, -0.5, 1.1], dtype=torch.float64, requires_grad=True)
+    q = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
+    own = logits.log_softmax(0)
+    (exact,) = torch.autograd.grad((own.exp() * (own - q.log())).sum(), logits, retain_graph=True)
+    old = own.detach()[None]
+    inputs = inputs_of(mask_of((3,)), ref_logprobs=q.log()[None], old_logprobs=old)
+    inputs = replace(inputs, weights=old.exp())
+    term = kl_penalty(own[None], inputs, 1.0, in_loss("k3", use_bias_correction_kl=True))
+    (found,) = torch.autograd.grad(term.loss, logits)
+    torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-12)
 
 
 def test_a_kl_in_the_loss_needs_a_reference() -> None:
     mask = mask_of((2,))
     with raises(LearnerError, "reference-missing", "algorithm.kl_coef = 0"):
-        kl_penalty(torch.zeros(1, 2), inputs_of(mask), 0.1, "k3")
+        kl_penalty(torch.zeros(1, 2), inputs_of(mask), 0.1, in_loss("k3"))
     with raises(LearnerError, "reference-missing", "'online-dpo'"):
         loss_of(AlgorithmConfig(name="online-dpo"), torch.zeros(1, 2), inputs_of(mask))
 

@@ -365,12 +365,12 @@ def test_the_default_model_is_counted_by_its_shape() -> None:
         ({"algorithm": {"lam": 0.9, "clip": 0.1}}, []),
         (
             {
-                "algorithm": {"name": "rloo", "lam": 0.9, "clip": 0.1, "group_std": False},
+                "algorithm": {"name": "rloo", "lam": 0.9, "clip": 0.1, "scale_rewards": "none"},
                 "training": {"critic_lr": 1e-3},
             },
             [
                 "without effect on 'rloo': algorithm.lam, training.critic_lr, algorithm.clip, "
-                "algorithm.group_std"
+                "algorithm.scale_rewards"
             ],
         ),
         (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from statistics import fmean
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -82,16 +83,21 @@ def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
     return (rewards - (total - rewards) / (count - 1)).float()
 
 
-def group_normalised(rewards: Tensor, groups: Tensor, divide_by_std: bool) -> Tensor:
+def group_normalised(
+    rewards: Tensor, groups: Tensor, scale: Literal["group", "batch", "none"]
+) -> Tensor:
     """``A_i = (R_i - mean) / std`` over the group (GRPO, Shao et al. 2024, section 4.1).
 
-    All are [B]; each group has two rows or more. The deviation is Bessel-corrected; Dr. GRPO (Liu
-    et al. 2025) leaves the division out. A group whose rewards are all the same gets 0.
+    All are [B]; each group has two rows or more. The deviation is Bessel-corrected, and of the
+    rewards of the group or of the batch; Dr. GRPO (Liu et al. 2025) leaves the division out. A
+    group whose rewards are all the same gets 0.
     """
     # In double precision, or rounding would be divided by a deviation of next to nothing.
     total, count = _group_sums(rewards.double(), groups)
     centred = rewards - total / count
-    if divide_by_std:
+    if scale == "batch":
+        centred = centred / (rewards.double().std() + STD_EPS)
+    elif scale == "group":
         squares, _ = _group_sums(centred.square(), groups)
         centred = centred / ((squares / (count - 1)).sqrt() + STD_EPS)
     return centred.float()

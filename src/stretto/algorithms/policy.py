@@ -11,7 +11,7 @@ from torch import Tensor
 from stretto.algorithms.experience import LossInputs, LossTerm
 from stretto.algorithms.kl import kl_estimate
 from stretto.algorithms.reductions import Metrics, weighted_sums
-from stretto.config.algorithm import Estimator
+from stretto.config import AlgorithmConfig
 from stretto.errors import LearnerError
 
 SUM, SQUARES, TOKENS = "sampling/sum", "sampling/squares", "sampling/tokens"
@@ -28,7 +28,18 @@ def bounded_ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(max=LOG_RATIO_LIMIT).exp()
 
 
-def clipped_surrogate(logprobs: Tensor, inputs: LossInputs, low: float, high: float) -> LossTerm:
+def policy_ratio(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
+    """``pi / pi_old`` of each token [N]; or for all tokens of a response its geometric mean (GSPO,
+    Zheng et al. 2025).
+    """
+    log_ratio = logprobs - inputs.old_logprobs
+    if settings.importance_sampling_level == "sequence":
+        mean = inputs.of_response(log_ratio) / inputs.mask.sum(dim=1).clamp_min(1)
+        log_ratio = mean[:, None].expand_as(log_ratio)
+    return bounded_ratio(inputs.of_tokens(log_ratio))
+
+
+def clipped_surrogate(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> LossTerm:
     """The clipped surrogate of PPO (Schulman et al. 2017, equation 7), to be minimised.
 
     ::
@@ -36,12 +47,14 @@ def clipped_surrogate(logprobs: Tensor, inputs: LossInputs, low: float, high: fl
         rho_t = exp(log pi(a_t) - log pi_old(a_t))
         L     = -sum_t w_t min(rho_t A_t, clip(rho_t, 1 - low, 1 + high) A_t)
 
+    ``algorithm.dual_clip`` bounds the first branch (Ye et al. 2020, equation 5).
     ``policy/clipfrac_avg`` is the share of tokens whose clipped branch is the larger loss.
     """
     w, adv = inputs.of_tokens(inputs.weights), inputs.of_tokens(inputs.advantages)
+    low, high = settings.clip, settings.clip_high or settings.clip
 
-    ratio = bounded_ratio(inputs.of_tokens(logprobs - inputs.old_logprobs))
-    unclipped = ratio * adv
+    ratio = policy_ratio(logprobs, inputs, settings)
+    unclipped = (ratio.clamp(max=settings.dual_clip) if settings.dual_clip else ratio) * adv
     clipped = ratio.clamp(1 - low, 1 + high) * adv
     loss = -(w * torch.minimum(unclipped, clipped)).sum()
 
@@ -62,7 +75,9 @@ def entropy_bonus(entropy: Tensor, inputs: LossInputs, coef: float) -> LossTerm:
     return LossTerm(-coef * (w * per_token).sum(), Metrics(sums))
 
 
-def kl_penalty(logprobs: Tensor, inputs: LossInputs, coef: float, estimator: Estimator) -> LossTerm:
+def kl_penalty(
+    logprobs: Tensor, inputs: LossInputs, coef: float, settings: AlgorithmConfig
+) -> LossTerm:
     """``beta * sum_t w_t KL_t``, with ``loss/kl_avg`` (GRPO, Shao et al. 2024, equation 3)."""
     if inputs.ref_logprobs is None:
         raise LearnerError(
@@ -71,7 +86,9 @@ def kl_penalty(logprobs: Tensor, inputs: LossInputs, coef: float, estimator: Est
             "reference-missing",
         )
     own, reference = inputs.of_tokens(logprobs), inputs.of_tokens(inputs.ref_logprobs)
-    per_token = kl_estimate(own, reference, estimator)
+    per_token = kl_estimate(own, reference, settings.estimator)
+    if settings.use_bias_correction_kl:
+        per_token = per_token * policy_ratio(logprobs, inputs, settings)
     w, means = inputs.of_tokens(inputs.weights), inputs.of_tokens(inputs.means)
     sums = weighted_sums(means, {"loss/kl_avg": per_token})
     return LossTerm(coef * (w * per_token).sum(), Metrics(sums))

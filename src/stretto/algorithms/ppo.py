@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stretto.algorithms.advantages import WHITEN_EPS, gae, group_normalised, group_stats, whiten
 from stretto.algorithms.experience import LossInputs, LossTerm, Scored, Targets
-from stretto.algorithms.policy import clipped_surrogate
+from stretto.algorithms.policy import clipped_surrogate, policy_ratio, policy_term
 from stretto.algorithms.reductions import Metrics, masked_mean, masked_var, weighted_sums
 from stretto.algorithms.rewards import Rewards
 from stretto.config import AlgorithmConfig
@@ -36,7 +36,21 @@ def targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Target
 
 def policy_loss(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> LossTerm:
     """``-sum_t w_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t)``."""
-    return clipped_surrogate(logprobs, inputs, settings.clip, settings.clip_high or settings.clip)
+    return clipped_surrogate(logprobs, inputs, settings)
+
+
+def cispo_loss(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> LossTerm:
+    """``-sum_t w_t min(rho_t, 1 + eps) A_t log pi(a_t)``, without a gradient of the ratio rho.
+
+    CISPO (MiniMax-M1, 2025): a large ratio bounds the weight of a token, and no token is left out.
+    ``policy/clipfrac_avg`` is the share of tokens whose ratio is bounded.
+    """
+    w, adv = inputs.of_tokens(inputs.weights), inputs.of_tokens(inputs.advantages)
+    most = 1 + (settings.clip_high or settings.clip)
+    ratio = policy_ratio(logprobs, inputs, settings).detach()
+    loss = -(w * ratio.clamp(max=most) * adv * inputs.of_tokens(logprobs)).sum()
+    figures = {"policy/clipfrac_avg": ratio > most}
+    return policy_term(loss, weighted_sums(inputs.of_tokens(inputs.means), figures))
 
 
 def value_loss(values: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> LossTerm:
@@ -90,10 +104,11 @@ def grpo_targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> T
     """``A_i = (R_i - mean R) / std R`` over the group, along the whole response (no critic).
 
     GRPO (Shao et al. 2024) averages PPO's clipped surrogate over each response, with the KL (k3) in
-    the loss. Dr. GRPO (Liu et al. 2025): ``group_std = false``, ``aggregation = 'fixed_length'``.
+    the loss. Dr. GRPO (Liu et al. 2025): ``scale_rewards = 'none'``, ``aggregation =
+    'fixed_length'``.
     DAPO (Yu et al. 2025): ``clip_high = 0.28``, ``aggregation = 'token_mean'``, ``kl_coef = 0``.
     """
-    advantages = group_normalised(rewards.totals, data.groups, settings.group_std)
+    advantages = group_normalised(rewards.totals, data.groups, settings.scale_rewards)
     return Targets(
         advantages=torch.where(data.mask, advantages[:, None], 0.0),
         stats=group_stats(rewards.scores, data.groups),

@@ -5,7 +5,7 @@ What an algorithm needs of a run stands in ``config/algorithm.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +41,7 @@ FUNCTIONS: Mapping[str, Functions] = {
     "proximal-rloo": Functions(rloo.targets, rloo.proximal_loss),
     "copg": Functions(rloo.targets, rloo.copg_loss),
     "grpo": Functions(ppo.grpo_targets, ppo.policy_loss),
+    "cispo": Functions(ppo.grpo_targets, ppo.cispo_loss),
     "online-dpo": Functions(preference.dpo_targets, preference.dpo_loss),
     "best-of-n": Functions(preference.best_targets, preference.best_loss),
 }
@@ -71,6 +72,9 @@ def prepare(
         rewards = make_rewards(data, reward, settings, kl_coef)
         targets = FUNCTIONS[settings.name].targets(data, rewards, settings)
         singles = [(row,) for row in range(len(data.mask))]
+        units: Sequence[Sequence[int]] = singles if targets.units is None else targets.units
+        if settings.mask_truncated_completions:
+            units = [unit for unit in units if data.ended[list(unit)].all()]
         none = torch.zeros_like(targets.advantages)
         return Experience(
             mask=data.mask,
@@ -82,7 +86,7 @@ def prepare(
             behaviour_logprobs=clean(data.logprobs),
             ref_logprobs=None if data.ref_logprobs is None else clean(data.ref_logprobs),
             tensors={name: clean(tensor) for name, tensor in targets.tensors.items()},
-            units=singles if targets.units is None else targets.units,
+            units=units,
             rewards=rewards.scores,
             stats={**rewards.stats, **targets.stats},
         )

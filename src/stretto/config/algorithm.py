@@ -40,13 +40,14 @@ class AlgorithmSpec:
 
 
 _CLIP = ("algorithm.clip", "algorithm.clip_high")
+_GROUPED = ("algorithm.scale_rewards", "algorithm.importance_sampling_level")
 _VALUES = ("algorithm.gamma", "algorithm.lam", "algorithm.value_clip")
 _WHITENING = ("algorithm.whiten_advantages", "algorithm.whiten_rewards")
 _CRITIC = ("critic.init", "training.critic_lr")
 
 ALGORITHMS: Mapping[str, AlgorithmSpec] = {
     "ppo": AlgorithmSpec(
-        settings=(*_VALUES, *_WHITENING, *_CRITIC, *_CLIP),
+        settings=(*_VALUES, *_WHITENING, *_CRITIC, *_CLIP, "algorithm.dual_clip"),
         critic=True,
         group=1,
         aggregation="token_mean",
@@ -56,10 +57,13 @@ ALGORITHMS: Mapping[str, AlgorithmSpec] = {
     "proximal-rloo": AlgorithmSpec(settings=_CLIP, aggregation=None, ratio=True),
     "copg": AlgorithmSpec(),
     "grpo": AlgorithmSpec(
-        settings=(*_CLIP, "algorithm.group_std"),
+        settings=(*_CLIP, *_GROUPED, "algorithm.dual_clip"),
         kl_in="loss",
         aggregation="sequence_mean",
         ratio=True,
+    ),
+    "cispo": AlgorithmSpec(
+        settings=(*_CLIP, *_GROUPED), kl_in="loss", aggregation="token_mean", ratio=True
     ),
     "online-dpo": AlgorithmSpec(kl_in="implicit", aggregation=None, corrects=False, per_group=True),
     "best-of-n": AlgorithmSpec(aggregation="token_mean", corrects=False, per_group=True),
@@ -85,6 +89,8 @@ class AlgorithmConfig(Section):
     """Clip the policy ratio to the range from 1 - clip to 1 + clip. Losses of whole responses clip the ratio of whole responses."""
     clip_high: NonNegative = 0.0
     """Upper end of that range, 1 + clip_high, if another than 1 + clip (DAPO's clip-higher); 0 takes clip."""
+    dual_clip: NonNegative = 0.0
+    """Largest policy ratio where the advantage is negative (dual-clip PPO: verl's clip_ratio_c, TRL's delta), above 1 + clip_high; 0 is off."""
     value_clip: NonNegative = 0.2
     """Clip values to this distance from the old ones; 0 is off."""
     kl_coef: NonNegative = 0.05
@@ -93,6 +99,8 @@ class AlgorithmConfig(Section):
     """Place of the KL. reward: subtracted from the reward, token by token. loss: a term of the loss. auto: the algorithm's own (for some, the loss is made of the KL)."""
     kl_estimator: Literal["auto", Estimator] = "auto"
     """k1 = log ratio, k2 = its square / 2, k3 = 1 / ratio - 1 + log ratio (Schulman 2020). auto: k1 in the reward; k3 in the loss, where k1's gradient has mean zero."""
+    use_bias_correction_kl: bool = False
+    """Multiply the KL in the loss by the policy ratio, which makes its gradient unbiased (DeepSeek-V3.2)."""
     kl_target: NonNegative = 0.0
     """Adapt beta towards this KL (nats a response); 0 keeps beta fixed."""
     kl_horizon: PositiveInt = 10_000
@@ -103,8 +111,12 @@ class AlgorithmConfig(Section):
     """Bring advantages to mean 0 and variance 1 over the batch's response tokens."""
     whiten_rewards: bool = False
     """Bring per-token rewards to variance 1, keeping their mean."""
-    group_std: bool = True
-    """Divide advantages by the standard deviation of their group's rewards; Dr. GRPO does not."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Divide advantages by the standard deviation of the rewards of their group, or of the whole batch. none: Dr. GRPO."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """Policy ratios of single tokens, or of a whole response: the geometric mean of its tokens' ratios (GSPO)."""
+    mask_truncated_completions: bool = False
+    """Leave responses that hit the token limit out of the loss; they still count in their group's mean."""
     aggregation: Literal["auto", Aggregation] = "auto"
     """Aggregation of per-token losses. token_mean: mean over all tokens. sequence_mean: mean over each response, then over responses. sequence_sum: sum over each response, then mean over responses. fixed_length: that sum divided by rollout.max_new_tokens (Dr. GRPO). auto: the algorithm's own."""
     old_policy: Literal["auto", "behaviour", "proximal"] = "auto"
@@ -174,6 +186,11 @@ class AlgorithmConfig(Section):
         broken["token-correction-of-responses"] = (whole and of_tokens) and (
             f"'{self.name}' has a loss of whole responses, which importance weights of tokens "
             "do not fit; set algorithm.correction_level = 'sequence'"
+        )
+        low = 1 + (self.clip_high or self.clip)
+        broken["dual-clip-inside-clip"] = 0 < self.dual_clip <= low and (
+            f"algorithm.dual_clip = {self.dual_clip} lies within the range that ratios are clipped "
+            f"to, which ends at {low}; raise it, to 3 for example, or set it to 0"
         )
         implicit = algorithm.kl_in == "implicit"
         broken["implicit-kl-without-beta"] = (implicit and not self.kl_coef) and (

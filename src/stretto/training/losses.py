@@ -103,7 +103,7 @@ class Losses:
         term = FUNCTIONS[a.name].policy_loss(logprobs, of_losses, a)
         term += policy.entropy_bonus(entropy, of_losses, a.entropy_coef)
         if a.kl_place == "loss" and a.kl_coef:
-            term += policy.kl_penalty(logprobs, of_losses, kl_coef, a.estimator)
+            term += policy.kl_penalty(logprobs, of_losses, kl_coef, a)
         return LossTerm(term.loss, term.metrics + metrics)
 
     def of_critic(self, critic: nn.Module, states: Tensor, batch: MicroBatch) -> LossTerm:
