@@ -176,7 +176,7 @@ MISTAKES = (
     ),
     _on_rows("column", "--task.prompt-column question", "no column 'question'", "answer, prompt"),
     _on_rows("answers", "--task.answer-column label", "no column 'label'", "answer, prompt"),
-    _on_rows("no reward", "", "cannot score answers", "task.answer_column"),
+    _on_rows("no reward", "", "cannot score answers", "task.columns"),
     _on_rows("split", "--task.answer-column answer --task.split test", "task.split = 'test'"),
     _on_rows("size", "--task.answer-column answer --task.size 9", "holds 3 rows"),
     _on_rows("settings", "--task.settings min=3", "task.settings", "no effect"),

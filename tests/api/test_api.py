@@ -144,6 +144,49 @@ def test_rows_and_functions_take_the_place_of_names(tmp_path: Path) -> None:
     assert lines(Path(config.task.name)) == ROWS
 
 
+def test_datasets_of_other_kinds_are_rows(tmp_path: Path) -> None:
+    import datasets
+    import pandas
+
+    def kept(dataset: Any, **task: Any) -> list[Any]:
+        few = {**SMALL, "steps": 1, "out": str(tmp_path), "task": task}
+        run = stretto.train("tiny", **few, dataset=dataset, reward=half).model.parent
+        return lines(Path(recipes.load(run).task.name))
+
+    prompts = ["say a", "say b"]
+    rows = [{"prompt": prompt} for prompt in prompts]
+    assert kept(prompts) == rows
+    assert kept(iter(prompts), columns={"prompt": "q"}) == [{"q": prompt} for prompt in prompts]
+    frame = pandas.DataFrame({"prompt": [*prompts, None], "n": [1.5, None, 3]})
+    assert kept(frame) == [
+        {"prompt": "say a", "n": 1.5},
+        {"prompt": "say b", "n": None},
+        {"prompt": None, "n": 3.0},
+    ]
+    data = datasets.Dataset.from_list(rows)
+    both = datasets.DatasetDict(train=data, test=data.select([1]))
+    assert (kept(data.to_iterable_dataset()), kept(both)) == (rows, rows)
+    assert kept(both, split="test") == rows[1:]
+    with raises(TaskError, "unknown-split", "'dev'", "test, train"):
+        kept(both, split="dev")
+
+
+def test_rows_that_cannot_be_used_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [ROWS[0], {"prompt": None}, {"other": 1}]
+    few = {**SMALL, "out": str(tmp_path), "observe": {"progress": "plain"}}
+    result = stretto.train("tiny", **few, dataset=rows, reward=half)
+    assert [step["rows_left_out"] for step in lines(result.model.parent / "metrics.jsonl")] == [
+        2,
+        2,
+    ]
+    said = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
+    assert len(said) == 1
+    assert "2 rows cannot be used and are left out; the first: '" in said[0]
+    assert "row 1, column 'prompt': a prompt must be text" in said[0]
+
+
 def logged(completions: Sequence[str], trainer_state: Any, log_extra: Any, log_metric: Any) -> Any:
     log_extra("chars", [len(c) for c in completions])
     log_extra("text", list(completions))
@@ -189,7 +232,7 @@ def test_a_run_begins_in_a_new_folder_or_in_that_of_the_run_it_goes_on_with(tmp_
 
 
 def test_the_task_judges_rows_by_their_answers_and_the_run_can_be_resumed(tmp_path: Path) -> None:
-    settings = {**SMALL, "task": {"answer_column": "answer"}, "observe__checkpoint_every": 1}
+    settings = {**SMALL, "task": {"columns": {"answer": "answer"}}, "observe__checkpoint_every": 1}
     whole = stretto.train("tiny", **settings, out=str(tmp_path), dataset=ROWS)
     first = stretto.train("tiny", **{**settings, "steps": 1}, out=str(tmp_path), dataset=ROWS)
     with raises(ConfigError, "resumed-differs", "training.lr = 0.5", 0.001):
@@ -245,7 +288,7 @@ def test_a_task_that_is_brought_gives_prompts_and_columns(tmp_path: Path) -> Non
         ({"reward": wants_more}, ConfigError, None, "solution"),
         ({"dataset": [{"prompt": {1, 2}}]}, TaskError, "row-not-plain", "row 0"),
         ({"dataset": [{"question": "a"}]}, TaskError, None, "'prompt'"),
-        ({"dataset": ROWS}, TaskError, None, "answer_column"),
+        ({"dataset": ROWS}, TaskError, None, "task.columns"),
         ({"dataset": []}, TaskError, None, "no rows"),
         ({"model": "./none"}, ModelError, None, "./none"),
     ],
@@ -311,7 +354,7 @@ def test_evaluate_is_what_the_command_does(tmp_path: Path, tiny_folder: Path) ->
         "tiny",
         model=tiny_folder,
         dataset=file,
-        task__answer_column="answer",
+        task__columns={"answer": "answer"},
         rollout={"max_new_tokens": 4},
     )
     assert (result.samples, result.pass_at_1, result.mean_tokens) == (3, 0.0, 4.0)
@@ -330,7 +373,7 @@ def test_rows_that_are_named_take_the_held_out_ones_of_others_with_them(
         jsonl(tmp_path / f"{name}.jsonl", (ROWS * 2)[:count])
         for name, count in (("own", 3), ("held", 2), ("mine", 5))
     )
-    task = {"kind": "dataset", "name": own, "held_out": held, "answer_column": "answer"}
+    task = {"kind": "dataset", "name": own, "held_out": held, "columns": {"answer": "answer"}}
     config = Config.model_validate({"task": task, "rollout": {"max_new_tokens": 1}})
     for given, rows in (
         ({}, 2),
@@ -352,7 +395,7 @@ def test_rows_that_are_named_take_the_held_out_ones_of_others_with_them(
 def test_training_on_other_rows_forgets_held_out_ones(tmp_path: Path) -> None:
     settings = {**SMALL, "out": str(tmp_path), "dataset": ROWS, "reward": half, "steps": 1}
     settings["rollout"] = {"batch": 4, "samples_per_prompt": 1, "max_new_tokens": 4}
-    settings |= {"model": "tiny", "algorithm": {"name": "ppo"}, "task__answer_column": ""}
+    settings |= {"model": "tiny", "algorithm": {"name": "ppo"}, "task__columns": {}}
     del settings["warmup_examples"]
     first = stretto.train("posts", **settings)
     assert recipes.load(first.model.parent).task.held_out == 0

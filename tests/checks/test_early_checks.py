@@ -25,7 +25,7 @@ def tiny(**settings: object) -> Config:
 def test_what_is_checked_is_opened_once(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(ROWS)
-    config = tiny(task={"kind": "dataset", "name": str(file), "answer_column": "answer"})
+    config = tiny(task={"kind": "dataset", "name": str(file), "columns": {"answer": "answer"}})
     task = check_run(config)
     assert task is not None
     assert [row.reference for row in map(task.row, range(len(task)))] == ["b"] * 3

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 import stretto
 from stretto.cli.train import parse
@@ -19,14 +21,17 @@ ROWS = {"kind": "dataset", "name": "mine.jsonl"}
 
 def by_file(recipe: str, task: dict[str, Any], folder: Path) -> Config:
     file = folder / "changes.toml"
-    lines = [f"{key} = {value!r}" for key, value in task.items()]
-    file.write_text("[task]\n" + "\n".join(lines))
+    file.write_text(tomli_w.dumps({"task": task}))
     return parse([recipe, "--overrides", str(file)])[0]
 
 
 def by_options(recipe: str, task: dict[str, Any], folder: Path) -> Config:
-    options = [word for key, v in task.items() for word in (f"--task.{key}", str(v))]
-    return parse([recipe, *options])[0]
+    tables = {key: value if isinstance(value, dict) else {} for key, value in task.items()}
+    options = [
+        [f"--task.{key}", *([f"{k}={v}" for k, v in tables[key].items()] or [str(value)])]
+        for key, value in task.items()
+    ]
+    return parse([recipe, *chain(*options)])[0]
 
 
 def by_arguments(recipe: str, task: dict[str, Any], folder: Path) -> Config:
@@ -52,7 +57,7 @@ def test_a_task_of_another_kind_drops_the_rest_of_its_section(change: Change) ->
 
 def test_a_warm_up_on_the_former_tasks_answers_goes_with_it(change: Change) -> None:
     assert change("tiny", **ROWS).warmup_examples == 0
-    assert change("tiny", **ROWS, answer_column="answer").warmup_examples == 4500
+    assert change("tiny", **ROWS, columns={"answer": "answer"}).warmup_examples == 4500
     assert change("tiny", size=100).warmup_examples == 4500
 
 
@@ -60,7 +65,7 @@ def test_other_rows_drop_what_belonged_to_the_former_ones(change: Change) -> Non
     before = recipes.load("posts").task
     task = change("posts", name="mine.jsonl").task
     assert (task.held_out, task.size, task.split) == (0, 0, "train")
-    assert task.prompt_column == before.prompt_column
+    assert task.columns == before.columns
     assert change("posts", name="mine.jsonl", held_out=0.5).task.held_out == 0.5
     assert change("posts", name=before.name).task == before
 

@@ -52,7 +52,7 @@ def lines(file: Path) -> list[dict[str, Any]]:
 def has_judge(name: str) -> bool:
     """Whether the task judges by itself, and not a reward model or a function alone."""
     task = recipes.load(name).task
-    return task.kind != "dataset" or bool(task.answer_column)
+    return task.kind != "dataset" or "answer" in task.columns
 
 
 JUDGED = list(filter(has_judge, recipes.names()))

@@ -69,7 +69,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "problem.json").write_text(blocks("pipelines", "json")[0])
     (folder / "here.toml").write_text(blocks("planning", "toml")[0])
     (folder / "cluster.toml").write_text("[rollout]\nengines = 2\n")
-    shared = '[task]\nkind = "dataset"\nname = "sums.jsonl"\nanswer_column = "answer"\n'
+    shared = '[task]\nkind = "dataset"\nname = "sums.jsonl"\ncolumns = { answer = "answer" }\n'
     (folder / "my.toml").write_text(f'runtime = "local"\n[model]\nname = "tiny"\n{shared}')
     (folder / "processes.toml").write_text('runtime = "local"\n')
     _runs(folder)

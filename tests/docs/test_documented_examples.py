@@ -87,7 +87,7 @@ def test_own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = SimpleNamespace(train=few)
     defined(blocks("data", "python")[0], stretto=shown, near=near)
     by_file, by_rows = (recipes.load(f"runs/tiny-00{n}") for n in (1, 2))
-    assert (by_file.task.answer_column, by_file.reward.sources) == ("answer", ("task",))
+    assert (by_file.task.columns["answer"], by_file.reward.sources) == ("answer", ("task",))
     assert by_rows.task.kind == "dataset"
     assert by_rows.warmup_examples == 0
 

@@ -111,7 +111,7 @@ def config(tiny_folder: Path, tmp_path: Path) -> Config:
         {
             "threads": 1,
             "model": {"name": str(tiny_folder), "dtype": "float32", "device": "cpu"},
-            "task": {"kind": "dataset", "name": str(data), "answer_column": "answer"},
+            "task": {"kind": "dataset", "name": str(data), "columns": {"answer": "answer"}},
             "rollout": {"batch": 4, "max_new_tokens": 6, "temperature": 0.7, "stop": ["y"]},
         }
     )
@@ -375,7 +375,7 @@ def test_what_cannot_be_measured_is_refused_before_sampling(
     refused(TaskError, "missing-column", "'nobody'", "answer, chat, empty", **columns)
     columns["reference_column"] = "empty"
     refused(TaskError, "no-reference-response", "column 'empty'", **columns)
-    without = config.task.model_copy(update={"answer_column": ""})
+    without = config.task.model_copy(update={"columns": {}})
     no_answers = config.model_copy(update={"task": without})
     facts = ("--reference-column", "answer, chat")
     refused(TaskError, "task-without-answers", *facts, config=no_answers, by="x.py:f")

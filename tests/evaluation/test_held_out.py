@@ -132,7 +132,7 @@ def held(text: str, share: float) -> bool:
 def test_a_task_of_one_question_cannot_be_split(tmp_path: Path) -> None:
     name = rows_file(tmp_path / "r.jsonl", ["question 1"] * 3)
     place = next(s / 100 for s in range(100) if held("question 1", s / 100))
-    config = TaskConfig(kind="dataset", name=name, answer_column="answer", held_out=place)
+    config = TaskConfig(kind="dataset", name=name, columns={"answer": "answer"}, held_out=place)
     source = PromptSource(tasks.load(config, 0), config, byte_tokenizer(), 0)
     for draw in (source.next, lambda: source.first(1), lambda: list(source.ids())):
         with raises(TaskError, "all-held-out", place, 3):
@@ -210,7 +210,7 @@ def test_each_prompt_that_is_held_out_is_asked_once(seed: int) -> None:
 def test_the_overlap_is_with_what_a_run_draws_and_not_with_all_rows(tmp_path: Path) -> None:
     name = rows_file(tmp_path / "r.jsonl", [f"question {i}" for i in range(40)])
     rollout = {"batch": 4, "samples_per_prompt": 2}
-    task = {"kind": "dataset", "name": name, "answer_column": "answer"}
+    task = {"kind": "dataset", "name": name, "columns": {"answer": "answer"}}
     config = Config.model_validate({"steps": 3, "rollout": rollout, "task": task})
     # The order of training and evaluation is one. 3 steps of 2 prompts, and 2 prompts in flight.
     assert asked(config, 40).overlap == 8 / 40
@@ -223,7 +223,7 @@ def test_the_overlap_is_with_what_a_run_draws_and_not_with_all_rows(tmp_path: Pa
 def test_files_are_compared_by_what_they_ask(tmp_path: Path) -> None:
     own = rows_file(tmp_path / "own.jsonl", [f"question {i}" for i in range(8)])
     other = rows_file(tmp_path / "other.jsonl", ["question  2", "question 20", "question 20"])
-    task = {"kind": "dataset", "name": own, "answer_column": "answer"}
+    task = {"kind": "dataset", "name": own, "columns": {"answer": "answer"}}
     config = Config.model_validate({"task": {**task, "held_out": other}})
     found = asked(config)
     assert (len(found.prompts), found.distinct, found.overlap) == (3, 2, 1 / 3)
@@ -248,7 +248,7 @@ def test_a_model_is_compared_with_the_rows_of_its_own_run(
             "test": ["question 2", "question 3", "question 4", "question 5"],
         }.items()
     }
-    task = {"kind": "dataset", "name": names["mine"], "answer_column": "answer"}
+    task = {"kind": "dataset", "name": names["mine"], "columns": {"answer": "answer"}}
     options = {"threads": 1, "rollout": {"max_new_tokens": 1, "batch": 4}}
     config = Config.model_validate({"task": task, "model": {"name": str(tiny_folder)}, **options})
     run = RunDirectory.create(tmp_path, "run", config)

@@ -305,7 +305,7 @@ def config(tiny_folder: Path, tmp_path: Path) -> Config:
             "task": {
                 "kind": "dataset",
                 "name": str(write(tmp_path, rows, "prompts.jsonl")),
-                "answer_column": "answer",
+                "columns": {"answer": "answer"},
                 "instruction": "Reply.",
             },
             "rollout": {"batch": 4, "max_new_tokens": 5},

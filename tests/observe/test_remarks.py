@@ -144,8 +144,7 @@ name = "./my-model"
 [task]
 kind = "dataset"
 name = "sums.jsonl"
-prompt_column = "question"
-answer_column = "ground_truth"
+columns = { prompt = "question", answer = "ground_truth" }
 extract = "last_number"
 
 [reward]

@@ -33,7 +33,7 @@ def write_rows(file: Path, **others: str) -> None:
 
 
 def of_rows(folder: Path, file: Path, **sections: Any) -> Any:
-    task = {"kind": "dataset", "name": str(file), "settings": {}, "answer_column": "answer"}
+    task = {"kind": "dataset", "name": str(file), "settings": {}, "columns": {"answer": "answer"}}
     return settings(folder, task=task, **sections)
 
 

@@ -407,7 +407,7 @@ def test_a_task_without_a_judge_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text('{"prompt": "x"}')
     config = TaskConfig(kind="dataset", name=str(path))
-    with pytest.raises(TaskError, match="answer_column"):
+    with pytest.raises(TaskError, match="names no answer"):
         FunctionScorer(reward_source("task"), config, 0, TOKENIZER)
     with pytest.raises(TaskError, match=r"none\.jsonl"):
         FunctionScorer(

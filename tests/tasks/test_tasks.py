@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +17,8 @@ from hypothesis import strategies as st
 from raising import raises
 from scorer_helpers import byte_tokenizer
 from stretto import tasks
-from stretto.config import TaskConfig
-from stretto.errors import StateError, TaskError
+from stretto.config import TaskConfig, recipes
+from stretto.errors import ConfigError, StateError, TaskError
 from stretto.tasks.base import INDEX_KEY, TaskRow, extract, fingerprint, same_answer
 from stretto.tasks.procedural import WORDS, ChainSum, SpellBackward
 from stretto.tasks.prompts import PromptSource, render
@@ -234,15 +235,23 @@ def test_reasoning_gym_rows_and_verifier() -> None:
             "unknown-task-setting",
             ["'min_word_len'"],
         ),
-        (TaskConfig(answer_column="x"), "setting-without-effect", ["column = 'x'", "procedural"]),
+        (
+            TaskConfig(columns={"answer": "x"}),
+            "setting-without-effect",
+            ["columns = {'answer': 'x'}", "procedural"],
+        ),
         (TaskConfig(held_out="x.jsonl"), "held-out-rows-of-made-task", ["x.jsonl", "procedural"]),
         (GYM(name="chainsum"), "unknown-task", ["'chainsum'", "'chain_sum'"]),
         (GYM(settings={"min_term": 2}), "unknown-task-setting", ["'min_term'", "'min_terms'"]),
         (GYM(settings={"size": 2}), "setting-elsewhere", ["'size'", "task.size"]),
         (GYM(settings={"min_terms": -1}), "task-setting-range", ["{'min_terms': -1}", "positive"]),
         (GYM(settings={"min_terms": "two"}), "task-setting-range", ["two"]),
-        (GYM(answer_column="x"), "setting-without-effect", ["column = 'x'", "reasoning-gym"]),
-        (TaskConfig(kind="gsm8k", prompt_column="q"), "setting-without-effect", ["column = 'q'"]),
+        (GYM(columns={"answer": "x"}), "setting-without-effect", ["columns =", "reasoning-gym"]),
+        (
+            TaskConfig(kind="gsm8k", columns={"prompt": "q"}),
+            "setting-without-effect",
+            ["columns ="],
+        ),
         (TaskConfig(kind="dataset", settings={"a": 1}), "setting-without-effect", ["{'a': 1}"]),
     ],
 )
@@ -263,7 +272,7 @@ ROWS = [
 def test_json_rows_are_read_as_they_stand(tmp_path: Path, form: str) -> None:
     path = tmp_path / "rows.json"
     path.write_text(json.dumps(ROWS) if form == "list" else "\n".join(map(json.dumps, ROWS)) + "\n")
-    task = tasks.load(TaskConfig(kind="dataset", name=str(path), answer_column="answer"), 0)
+    task = tasks.load(TaskConfig(kind="dataset", name=str(path), columns={"answer": "answer"}), 0)
     assert [task.row(i).data for i in range(len(task))] == ROWS
     assert task.row(0).prompt == "one?"
     assert task.row(1).prompt == (Message(role="user", content="two?"),)
@@ -292,7 +301,7 @@ def test_parquet_in_verls_layout(tmp_path: Path) -> None:
     assert [task.row(i).data for i in range(4)] == rows[:4]
     assert task.row(3).prompt == (Message(role="user", content="3?"),)
     assert not task.has_verifier
-    with raises(TaskError, "task-without-verifier", "task.answer_column"):
+    with raises(TaskError, "task-without-verifier", "task.columns"):
         task.verify(0, "0")
     path.write_bytes(b"PAR1 and no more")
     with raises(TaskError, "invalid-parquet", path):
@@ -310,7 +319,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
 
 def test_answers_in_a_tag(tmp_path: Path) -> None:
     rows = [{"prompt": "a?", "answer": "\\frac{1}{2}"}, {"prompt": "b?", "answer": "red"}]
-    config = table(tmp_path / "t.jsonl", rows, answer_column="answer", extract="answer_tag")
+    config = table(tmp_path / "t.jsonl", rows, columns={"answer": "answer"}, extract="answer_tag")
     task = tasks.load(config, 0)
     assert task.verify(0, "5 so <answer>0.5</answer> 7") == 1.0
     assert task.verify(0, "0.5") == 0.0
@@ -321,9 +330,14 @@ def test_answers_in_a_tag(tmp_path: Path) -> None:
     ("rows", "settings", "code", "facts"),
     [
         ([{"promt": "x", "n": 1}], {}, "missing-column", ["row 0", "'prompt'", "'promt'", "n, p"]),
-        ([{"prompt": "x"}, {"n": 1}], {}, "missing-column", ["row 1", "'prompt'"]),
-        ([{"prompt": "x"}], {"answer_column": "gold"}, "missing-column", ["'gold'", ": prompt"]),
-        ([{"prompt": "x", "a": None}], {"answer_column": "a"}, "answer-not-text", ["None"]),
+        ([{"prompt": ""}, {"n": 1}], {}, "prompt-not-text", ["none of the 2 rows", "row 0"]),
+        (
+            [{"prompt": "x"}],
+            {"columns": {"answer": "gold"}},
+            "missing-column",
+            ["'gold'", ": prompt"],
+        ),
+        ([{"prompt": "x", "a": None}], {"columns": {"answer": "a"}}, "answer-not-text", ["None"]),
         ([{"prompt": " "}], {}, "prompt-not-text", ["row 0, column 'prompt'"]),
         ([{"prompt": [{"role": "user"}]}], {}, "prompt-not-text", ["'role'", "'content'"]),
         (
@@ -352,15 +366,129 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
 
     with raises(TaskError, "missing-file", "none.jsonl"):
         load("none.jsonl")
-    (tmp_path / "t.csv").write_text("prompt\nx\n")
-    with raises(TaskError, "unknown-suffix", ".jsonl, .json, .parquet"):
+    (tmp_path / "t.txt").write_text("prompt\nx\n")
+    with raises(TaskError, "unknown-suffix", ".jsonl, .json, .csv, .parquet (all but"):
+        load("t.txt")
+    (tmp_path / "t.csv").write_text("prompt,answer\nx,1\ny\n")
+    with raises(TaskError, "ragged-csv", "t.csv', line 3", "prompt, answer"):
         load("t.csv")
+    (tmp_path / "q.csv").write_text('prompt\n"x\n')
+    with raises(TaskError, "invalid-csv", "q.csv', line 2"):
+        load("q.csv")
+    whole = gzip.compress(b'{"prompt": "x"}')
+    for content in (b'{"prompt": "x"}', whole[:-9]):
+        (tmp_path / "t.json.gz").write_bytes(content)
+        with raises(TaskError, "invalid-gzip", "t.json.gz"):
+            load("t.json.gz")
+    (tmp_path / "empty").mkdir()
+    with raises(TaskError, "no-data-files", "empty", ".jsonl"):
+        load("empty")
     (tmp_path / "t.jsonl").write_text('{"prompt": "x"}\n{"prompt": \n')
     with raises(TaskError, "invalid-json", "t.jsonl, line 2"):
         load("t.jsonl")
     (tmp_path / "l.jsonl").write_bytes(b'{"prompt": "\xff"}')
     with raises(TaskError, "not-utf8", "l.jsonl"):
         load("l.jsonl")
+
+
+def test_csv_and_compressed_files(tmp_path: Path) -> None:
+    rows = [{"prompt": 'a, "b"?', "answer": "1"}, {"prompt": "two\nlines?", "answer": "2"}]
+    table = 'prompt,answer\r\n"a, ""b""?",1\r\n"two\nlines?",2\r\n'
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    for name, text in (
+        ("t.csv", "\ufeff" + table),
+        ("t.json", json.dumps(rows)),
+        ("t.jsonl", lines),
+    ):
+        for file in (tmp_path / name, tmp_path / f"{name}.gz"):
+            write = gzip.compress if file.suffix == ".gz" else bytes
+            file.write_bytes(write(text.encode()))
+            task = tasks.load(TaskConfig(kind="dataset", name=str(file)), 0)
+            assert [task.row(i).data for i in task.indices] == rows
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv.gz", "parquet", "mixed"])
+def test_a_folder_of_files_and_its_splits(tmp_path: Path, suffix: str) -> None:
+    import pandas
+
+    def write(name: str, *prompts: str) -> None:
+        data = pandas.DataFrame({"prompt": prompts})
+        kind = suffix if suffix != "mixed" else "csv.gz" if len(prompts) > 1 else "parquet"
+        file = folder / f"{name}.{kind}"
+        match kind:
+            case "jsonl":
+                data.to_json(file, orient="records", lines=True)
+            case "csv.gz":
+                data.to_csv(file, index=False)
+            case "parquet":
+                data.to_parquet(file)
+
+    def prompts(split: str) -> list[Any]:
+        task = tasks.load(TaskConfig(kind="dataset", name=str(folder), split=split), 0)
+        return [task.row(i).prompt for i in task.indices]
+
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "README.md").touch()
+    write("train-00001-of-00002", "c")
+    write("train-00000-of-00002", "a", "b")
+    assert prompts("train") == ["a", "b", "c"]
+    write("test-00000-of-00001", "d", "e")
+    assert (prompts("train"), prompts("test")) == (["a", "b", "c"], ["d", "e"])
+    with raises(TaskError, "unknown-split", "'dev'", "test, train"):
+        prompts("dev")
+    for file in folder.glob("train*"):
+        file.rename(folder / f"part{file.name[5:]}")
+    assert prompts("train") == ["a", "b", "c", "d", "e"]
+
+
+def test_folders_of_save_to_disk(tmp_path: Path) -> None:
+    import datasets
+
+    parts = {split: datasets.Dataset.from_dict({"prompt": [split]}) for split in ("train", "test")}
+    both, one = tmp_path / "both", tmp_path / "one"
+    datasets.DatasetDict(parts).save_to_disk(both)
+    parts["test"].save_to_disk(one)
+
+    def prompt(path: Path, **settings: Any) -> Any:
+        return tasks.load(TaskConfig(kind="dataset", name=str(path), **settings), 0).row(0).prompt
+
+    assert [prompt(both), prompt(both, split="test"), prompt(one)] == ["train", "test", "test"]
+    with raises(TaskError, "unknown-split", "'dev'", "test, train"):
+        prompt(both, split="dev")
+    with raises(TaskError, "setting-without-effect", "task.split = 'test'"):
+        prompt(one, split="test")
+
+
+def test_a_row_that_cannot_be_used_costs_no_other(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}?", "answer": n} for n in range(6)]
+    rows[0]["prompt"], rows[2]["answer"], rows[4] = None, None, {"n": 1}
+    task = tasks.load(table(tmp_path / "t.jsonl", rows, columns={"answer": "answer"}), 0)
+    assert (len(task), list(task.indices)) == (3, [1, 3, 5])
+    assert (task.left_out, task.first.index) == (3, 1)
+    assert "row 0, column 'prompt': a prompt must be text" in task.left_out_because
+    config = TaskConfig(kind="dataset")
+    source = PromptSource(task, config, byte_tokenizer(), seed=0)
+    prompts = [source.next() for _ in range(6)]
+    assert sorted(p.data[INDEX_KEY] for p in prompts) == [1, 1, 3, 3, 5, 5]
+    assert all(p.text == rows[p.data[INDEX_KEY]]["prompt"] for p in prompts)
+    assert [task.verify(i, "3") for i in task.indices] == [0.0, 1.0, 0.0]
+
+
+def test_columns_have_further_names_for_functions(tmp_path: Path) -> None:
+    rows = [{"input": "1?", "answer": "1", "label": "no"}, {"input": "2?", "answer": "2"}]
+    columns = {"prompt": "input", "label": "answer"}
+    task = tasks.load(table(tmp_path / "t.jsonl", rows, columns=columns), 0)
+    assert [task.row(i).prompt for i in task.indices] == ["1?", "2?"]
+    assert [task.row(i).data for i in task.indices] == [
+        row | {"label": row["answer"]} for row in rows
+    ]
+    assert not task.has_verifier
+
+
+def test_former_names_of_the_columns_are_refused_with_the_new_ones() -> None:
+    with raises(ConfigError, "extra_forbidden", "'task.columns.prompt'", "'task.columns.answer'"):
+        recipes.build({"task": {"prompt_column": "q", "answer_column": "a"}}, "mine.toml")
 
 
 def test_the_hub_is_asked_by_name_configuration_and_split(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -378,10 +378,11 @@ def check_opens(stages: Stages, reference_column: str = "") -> None:
     measured = measured_on(config)
     task = tasks.load(config.task, config.seed)
     questions = tasks.load(measured.task, measured.seed)
-    first = questions.row(0).data
-    reference_text(questions, {**first, tasks.INDEX_KEY: 0}, reference_column)
-    _check_layouts(stages, task.row(0), tokenizer)
-    columns = task.row(0).data.keys() & first.keys()
+    first = questions.first.data
+    own = {**first, tasks.INDEX_KEY: questions.indices[0]}
+    reference_text(questions, own, reference_column)
+    _check_layouts(stages, task.first, tokenizer)
+    columns = task.first.data.keys() & first.keys()
     with ExitStack() as stack:
         open_gold(stages.gold, RoleFactory(measured, on_stderr), columns, tokenizer, stack)
 

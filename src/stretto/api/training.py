@@ -38,6 +38,7 @@ from stretto.observe.progress import headline
 from stretto.planner import fitting
 from stretto.saying import CHECKING, LOADING, format_count
 from stretto.signals import ending_in_order
+from stretto.tasks.tables import no_split
 
 if TYPE_CHECKING:
     from torch import nn
@@ -252,7 +253,7 @@ def train(
     settings: Settings = "arithmetic",
     *,
     reward: Function | str | Sequence[Function | str] | Mapping[str, Any] | None = None,
-    dataset: Iterable[Mapping[str, Any]] | str | Path | None = None,
+    dataset: Iterable[Mapping[str, Any] | str] | str | Path | None = None,
     task: Task | Mapping[str, Any] | None = None,
     model: nn.Module | str | Path | Mapping[str, Any] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -271,8 +272,9 @@ def train(
         reward: a function with TRL's, OpenRLHF's or verl's parameters, which is called in this
             process; a source as ``reward.sources`` takes it; or several of both, which are summed.
             They take the place of the settings' sources. A mapping changes the section instead.
-        dataset: rows, or the name of a file or a hub dataset. The prompts are in the column
-            ``task.prompt_column``. Rows are kept in the run's folder, so they must be plain data.
+        dataset: rows, or the name of a file, a folder or a hub dataset. Rows are mappings of plain
+            data, or prompts alone; a DataFrame; or a DatasetDict, of which ``task.split`` is read.
+            They are kept in the run's folder.
         task: prompts as an object; what scores them is ``reward``. A mapping changes the section
             instead.
         model: the policy as an object, which is trained in place and needs its ``tokenizer``, or a
@@ -281,11 +283,10 @@ def train(
         changes: of settings, as :mod:`stretto.api` says.
     """
     config = config_of(settings)
-    rows = None if dataset is None or isinstance(dataset, str | Path) else list(dataset)
     overrides, implied = _overrides(reward, task, model, tokenizer)
     named = None if overrides.task is None else type(task).__name__
     if dataset is not None:
-        named = str(dataset) if rows is None else DATASET
+        named = str(dataset) if isinstance(dataset, str | Path) else DATASET
     prompts = {} if named is None else of_rows(config.task, named)
     config = changed(config, prompts, implied, changes)
     if overrides.task is not None and "task" in config.reward.sources:
@@ -297,11 +298,11 @@ def train(
     if not config.task.name:
         raise ConfigError("task.name is empty: give rows or a file as dataset=", "task-unnamed")
     name = recipes.name_of(settings) if not isinstance(settings, Config) else "run"
-    if rows is None:
+    if dataset is None or isinstance(dataset, str | Path):
         return execute(begin(config, name, overrides=overrides), progress=progress)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / DATASET
-        _write(rows, file)
+        _write(_rows_of(dataset, config.task), file)
         config = config.model_copy(update=_rows_in(config.task, file))
         run = begin(config, name, overrides=overrides)
         kept = run.run_dir.path.absolute() / DATASET
@@ -312,7 +313,7 @@ def train(
 
 
 def _rows_in(task: TaskConfig, file: Path) -> Mapping[str, TaskConfig]:
-    return {"task": task.model_copy(update={"name": str(file)})}
+    return {"task": task.model_copy(update={"name": str(file), "split": "train"})}
 
 
 def resume(run: str | Path, *, progress: Progress | None = None, **changes: Any) -> TrainResult:
@@ -409,7 +410,19 @@ def _rewards(
     return functions, tuple(sources)
 
 
-def _write(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
+def _rows_of(dataset: Any, task: TaskConfig) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of what was given as a dataset; prompts alone get the column of prompts."""
+    if isinstance(dataset, Mapping):  # a DatasetDict
+        if task.split not in dataset:
+            raise no_split("dataset", task.split, dataset)
+        dataset = dataset[task.split]
+    if hasattr(dataset, "itertuples"):  # a DataFrame, which writes its NaN as null
+        dataset = json.loads(dataset.to_json(orient="records", date_format="iso"))
+    for row in dataset:
+        yield {task.columns.get("prompt", "prompt"): row} if isinstance(row, str) else row
+
+
+def _write(rows: Iterable[Mapping[str, Any]], file: Path) -> None:
     """Write rows to a file, which the run's reward functions and a resumed run read."""
     lines = []
     for number, row in enumerate(rows):

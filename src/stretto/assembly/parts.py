@@ -63,7 +63,10 @@ def open_prompts(config: Config, overrides: Overrides, say: Say) -> PromptSource
 
 def look_at_prompts(prompts: PromptSource, say: Say) -> list[Prompt]:
     """Return the first prompts of a run, and say so if they spell control tokens."""
-    first = prompts.first(FIRST)
+    first, task = prompts.first(FIRST), prompts.task
+    if task.left_out:
+        because = task.left_out_because
+        say(f"{task.left_out} rows cannot be used and are left out; the first: {because}")
     if prompts.found:
         say(
             f"prompts spell control tokens ({', '.join(sorted(prompts.found))}), which are read as "

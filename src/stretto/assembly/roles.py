@@ -213,7 +213,7 @@ class RoleFactory:
         self, prompts: PromptSource, stack: ExitStack, overrides: Overrides
     ) -> list[FunctionScorer]:
         """Open all reward sources of a run that are code; see :meth:`open_function`."""
-        columns, tokenizer = prompts.task.row(0).data.keys(), prompts.tokenizer
+        columns, tokenizer = prompts.task.first.data.keys(), prompts.tokenizer
         return [
             self.open_function(source, columns, tokenizer, stack, overrides.functions)
             for source in self.config.reward.parsed

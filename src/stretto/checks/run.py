@@ -63,7 +63,7 @@ def check_run(
     if task and any(source.kind == "task" for source in sources):
         task.require_verifier()
     if task and config.warmup_examples:
-        task.own_answer(0, f"warmup_examples = {config.warmup_examples}")
+        task.own_answer(task.indices[0], f"warmup_examples = {config.warmup_examples}")
     _check_sources(sources, config.model, task, ask_hub=ask_hub)
     if overrides is None or overrides.actor is None:
         name, critic = config.model.name, config.critic.model
@@ -156,7 +156,7 @@ def _check_task(task: TaskConfig, seed: int, *, ask_hub: bool = True) -> Task | 
     if not task.name:
         raise ConfigError(
             "task.name is empty: give a file or a hub dataset with --task.name NAME, and its "
-            "column of prompts with --task.prompt-column",
+            "column of prompts with --task.columns prompt=COLUMN",
             "task-unnamed",
         )
     if task.held_out_rows and is_local(task.held_out_rows) and not task.is_procedural:
@@ -177,7 +177,7 @@ def _check_sources(
     sources: Collection[RewardSource], model: ModelConfig, task: Task | None, **how: bool
 ) -> None:
     """Refuse reward models and functions that are not there, or ask for columns that are not."""
-    columns = task.row(0).data.keys() if task else None
+    columns = task.first.data.keys() if task else None
     for source in sources:
         if source.kind == "model":
             _check_model(source.model, model, **how)

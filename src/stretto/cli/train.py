@@ -26,7 +26,7 @@ DEFAULT_RECIPE = "arithmetic"
 
 COMMON = (
     *("steps", "out", "runtime", "model.name", "model.lora_rank", "task.kind", "task.name"),
-    *("task.answer_column", "reward.sources", "rollout.batch", "rollout.samples_per_prompt"),
+    *("task.columns", "reward.sources", "rollout.batch", "rollout.samples_per_prompt"),
     *("rollout.max_new_tokens", "schedule.preset", "algorithm.name", "training.lr"),
 )
 """Settings that ``--help`` documents: those that most users set."""

@@ -37,6 +37,8 @@ _OWN_FILES = (("task", "name"), ("task", "held_out"), ("data", "name"), ("reward
 """Settings that may name files which come with the packaged recipes."""
 
 RENAMED = {
+    "task.prompt_column": "task.columns.prompt",
+    "task.answer_column": "task.columns.answer",
     "schedule.batches_per_handover": "schedule.weight_sync_interval",
     "cluster.handover_timeout_s": "cluster.weight_sync_timeout_s",
 }
@@ -62,10 +64,9 @@ _ELSEWHERE = {
     "generate_max_len max_tokens",
     "rollout.samples_per_prompt": "num_generations n n_samples_per_prompt rloo_k",
     "steps": "max_steps total_training_steps num_steps",
-    "task.answer_column": "label_key answer_key",
+    "task.columns": "input_key prompt_key label_key answer_key",
     "task.max_prompt_tokens": "max_prompt_length prompt_max_len",
     "task.name": "dataset dataset_name train_dataset prompt_data train_files data",
-    "task.prompt_column": "input_key prompt_key",
     "training.critic_lr": "critic_learning_rate",
     "training.epochs": "num_ppo_epochs ppo_epochs num_iterations num_train_epochs max_epochs",
     "training.grad_clip": "max_grad_norm max_norm",

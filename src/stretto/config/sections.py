@@ -130,19 +130,17 @@ class TaskConfig(Section):
     kind: Literal["procedural", "reasoning-gym", "dataset", "gsm8k"] = "procedural"
     """procedural: problems made from the seed, with their verifier. reasoning-gym: the same, of that library. dataset: rows of a file or of the hub. gsm8k: question / answer with '#### N'."""
     name: str = "chain_sum"
-    """A procedural task ('chain_sum', 'spell_backward'), a reasoning-gym dataset, a .jsonl / .json / .parquet file, or a hub dataset."""
+    """A procedural task ('chain_sum', 'spell_backward'), a reasoning-gym dataset, a file (.jsonl, .json, .csv, also with .gz; .parquet), a folder of such files or of save_to_disk, or a hub dataset."""
     settings: dict[str, JsonValue] = {}
     """Settings of the procedural task or of the reasoning-gym dataset."""
     split: str = "train"
-    """Split of a hub dataset."""
+    """Split of a hub dataset, or of a folder."""
     held_out: float | str = 0.0
     """Prompts for evaluation. A share from 0 to 1: this share of all different prompts, chosen by their content; training leaves them out. A file, or another split of the same hub dataset: its rows. 0 holds none out."""
     size: NonNegativeInt = 0
     """Rows to use; 0 takes all of a file or the hub (of problems that are made: 100,000)."""
-    prompt_column: str = "prompt"
-    """Column with the prompt: text, or a list of chat messages."""
-    answer_column: str = ""
-    """Column with the reference answer, scored by the task's verifier; empty when only reward functions score."""
+    columns: dict[str, str] = {}
+    """Columns of the data, by what they are. prompt: text, or a list of chat messages ('prompt' unless given). answer: what the task's verifier compares with; without it only reward functions score. Other names: as reward functions know a column, such as label."""
     system: str = ""
     """System message put before the prompt; with it, or with chat = on, text prompts become conversations."""
     instruction: str = ""

@@ -136,9 +136,9 @@ class RowsConfig(Section):
     """Rows of a file or of the hub, and how they become tokens."""
 
     name: str = ""
-    """A .jsonl / .json / .parquet file, or a hub dataset."""
+    """A file (.jsonl, .json, .csv, also with .gz; .parquet), a folder of such files or of save_to_disk, or a hub dataset."""
     split: str = "train"
-    """Split of a hub dataset."""
+    """Split of a hub dataset, or of a folder."""
     size: NonNegativeInt = 0
     """Rows to use; 0 takes all."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05

@@ -162,7 +162,7 @@ def label_responses(
     config = config.with_model(policy)
     prepare_torch(config.seed, config.threads)
     source = open_prompts(config, NO_OVERRIDES, on_stderr)
-    tokenizer, columns = source.tokenizer, source.task.row(0).data.keys()
+    tokenizer, columns = source.tokenizer, source.task.first.data.keys()
     with ExitStack() as stack:
         gold = open_gold(by, RoleFactory(config, on_stderr), columns, tokenizer, stack)
         engine, _ = open_engine(config, tokenizer)

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, islice
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -42,7 +41,7 @@ from stretto.scoring.responses import response_text
 from stretto.tasks.base import RIGHT, content, is_held_out
 from stretto.tasks.prompts import PromptSource, all_too_long
 from stretto.tasks.responses import PromptLayout
-from stretto.tasks.tables import SUFFIXES
+from stretto.tasks.tables import format_of
 from stretto.types import FinishReason, Prompt
 
 SEED = 1000
@@ -152,7 +151,7 @@ def evaluate(
     with ExitStack() as stack:
         prepare_torch(read.seed, read.threads)
         source = open_prompts(read, NO_OVERRIDES, on_stderr)
-        columns = source.task.row(0).data.keys()
+        columns = source.task.first.data.keys()
         factory, tokenizer = RoleFactory(read, on_stderr), source.tokenizer
         verifier = gold.open_gold("task", factory, columns, tokenizer, stack)
         prompts, facts = questions(source, samples, trained or config)
@@ -205,13 +204,13 @@ def measure(
         source = open_prompts(read, NO_OVERRIDES, on_stderr)
         tokenizer, task = source.tokenizer, source.task
         ends = gold.end_tokens_of(resolve(policy, on_stderr), tokenizer, trust)
-        first = task.row(0).data
+        first = {**task.first.data, tasks.INDEX_KEY: task.indices[0]}
         if sources or judge:  # the others are looked at when it is known which they are
-            reference_text(task, {**first, tasks.INDEX_KEY: 0}, reference_column)
+            reference_text(task, first, reference_column)
         if sft:
             _check_sft(sft, r.temperature, tokenizer, trust)
         ask = open_judge(judge) if judge else None
-        factory, columns = RoleFactory(read, on_stderr), first.keys()
+        factory, columns = RoleFactory(read, on_stderr), task.first.data.keys()
         golds = {s: gold.open_gold(s, factory, columns, tokenizer, stack, ends) for s in sources}
         prompts, facts = questions(source, samples, trained or config)
         own, sums = _answers(read, prompts, tokenizer, sums=bool(sft))
@@ -345,7 +344,7 @@ def measured_on(config: Config) -> Config:
         return config.model_copy(update=changes)
     if not task.held_out_rows:
         return config
-    is_file = Path(task.held_out_rows).suffix in SUFFIXES
+    is_file = bool(format_of(task.held_out_rows))
     rows = {"name" if is_file else "split": task.held_out_rows, "size": 0, "held_out": 0.0}
     if is_file:
         rows["split"] = "train"
@@ -356,7 +355,7 @@ def describe_rows(task: TaskConfig, seed: int) -> str:
     """Describe, for people, the rows that a task gives."""
     if task.is_procedural:
         where = f"{task.name}, seed {seed}"
-    elif Path(task.name).suffix in SUFFIXES:
+    elif format_of(task.name):
         where = task.name
     else:
         where = f"{task.name}, split '{task.split}'"

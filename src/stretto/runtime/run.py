@@ -105,7 +105,9 @@ class Run:
         return [*held.values(), *pending.values()] if self.lags else []
 
     def metrics(self) -> Mapping[str, float]:
-        return {**self.sync.metrics, **(self.memory.metrics() if self.memory else {})}
+        left_out = self.prompts.task.left_out
+        rows = {"rows_left_out": float(left_out)} if left_out else {}
+        return {**rows, **self.sync.metrics, **(self.memory.metrics() if self.memory else {})}
 
     def stacks(self) -> str:
         """Return what every thread of every process of the run is doing, for people."""

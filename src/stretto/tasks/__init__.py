@@ -12,10 +12,10 @@ from stretto.tasks.tables import Gsm8kTask, TableTask
 __all__ = ["INDEX_KEY", "Task", "TaskRow", "load"]
 
 _WITHOUT_EFFECT = {
-    "procedural": ("split", "prompt_column", "answer_column"),
-    "reasoning-gym": ("split", "prompt_column", "answer_column"),
+    "procedural": ("split", "columns"),
+    "reasoning-gym": ("split", "columns"),
     "dataset": ("settings",),
-    "gsm8k": ("settings", "prompt_column", "answer_column"),
+    "gsm8k": ("settings", "columns"),
 }
 """Settings without effect on a kind of task, which refuses them."""
 

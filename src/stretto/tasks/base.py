@@ -10,7 +10,7 @@ import json
 import re
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal
@@ -66,15 +66,34 @@ class TaskRow:
 
 
 class Task(ABC):
-    """A sequence of rows, the same for the same settings and seed."""
+    """A sequence of rows, the same for the same settings and seed.
+
+    Attributes:
+        left_out: rows of the data that cannot be used, which count for nothing.
+        left_out_because: what is wrong with the first of them.
+    """
+
+    left_out = 0
+    left_out_because = ""
 
     @abstractmethod
     def __len__(self) -> int:
         """Return the number of rows."""
 
+    @property
+    def indices(self) -> Sequence[int]:
+        """The indices of the rows, which lead to the data: where that has rows that cannot be used,
+        there are gaps."""
+        return range(len(self))
+
     @abstractmethod
     def row(self, index: int) -> TaskRow:
-        """Return the row at ``index``, from 0 to ``len(self) - 1``."""
+        """Return the row at ``index``, one of :attr:`indices`."""
+
+    @property
+    def first(self) -> TaskRow:
+        """The first row."""
+        return self.row(self.indices[0])
 
     @property
     def identity(self) -> Mapping[str, str]:
@@ -93,7 +112,7 @@ class Task(ABC):
         """Raise TaskError if the task has no verifier."""
         if not self.has_verifier:
             raise TaskError(
-                "the task cannot score answers: its task.answer_column is empty. Set it, or leave "
+                "the task cannot score answers: task.columns names no answer. Name it, or leave "
                 "'task' out of reward.sources and score with a function or a model",
                 "task-without-verifier",
             )
@@ -104,7 +123,7 @@ class Task(ABC):
         if reference is None:
             raise TaskError(
                 f"{what} trains on the task's own answers, and this task has none; set "
-                "warmup_examples = 0, or name their column in task.answer_column",
+                "warmup_examples = 0, or name their column as answer in task.columns",
                 "task-without-answers",
             )
         return reference

@@ -132,7 +132,7 @@ class PromptSource:
     def row_by_id(self, prompt_id: int) -> TaskRow:
         """Return the row that the prompt with this id is made of."""
         epoch, place = divmod(prompt_id, len(self.task))
-        return self.task.row(int(self._order(epoch)[place]))
+        return self.task.row(self.task.indices[self._order(epoch)[place]])
 
     def is_held_out(self, prompt_id: int) -> bool:
         """Return whether the prompt with this id is for evaluation alone."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
+import io
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +22,8 @@ from stretto.types import Message
 
 Row = dict[str, Any]
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+FORMATS = f"{', '.join(SUFFIXES)} (all but parquet also with .gz)"
 
 _FINAL = re.compile(r"####\s*(\S.*?)\s*$", re.MULTILINE)
 
@@ -26,21 +32,12 @@ def read(config: TaskConfig | RowsConfig) -> Sequence[Row]:
     """Return the rows that ``config.name`` stands for, cut to ``config.size`` where that is set.
 
     Local files are read afresh each time and need neither a network nor a cache. Raises TaskError
-    if the file or dataset is missing, cannot be read, or is too short; MissingExtraError if the
-    library that reads it is not installed.
+    if the file or dataset is missing, cannot be read, has no such split, or is too short;
+    MissingExtraError if the library that reads it is not installed.
     """
     section = "task" if isinstance(config, TaskConfig) else "data"
-    if is_local(config.name):
-        path = Path(config.name).expanduser()
-        if config.split != "train":
-            raise TaskError(
-                f"{section}.split = '{config.split}' has no effect on the local file '{path}'; "
-                f"leave {section}.split out, or name the split's own file",
-                "setting-without-effect",
-            )
-        rows = _read_file(path)
-    else:
-        rows = _read_hub(config)
+    local = is_local(config.name)
+    rows = _read_local(config, f"{section}.split") if local else _read_hub(config)
     if not len(rows):
         raise TaskError(f"'{config.name}' holds no rows; it needs at least one", "no-rows")
     if config.size > len(rows):
@@ -54,10 +51,20 @@ def read(config: TaskConfig | RowsConfig) -> Sequence[Row]:
     return cast(Sequence[Row], rows)
 
 
+def format_of(name: str | Path) -> str:
+    """Return the suffix that says how a file is read; empty where none does."""
+    path = Path(name)
+    suffix = path.suffix
+    if suffix == ".gz":
+        suffix = Path(path.stem).suffix.replace(".parquet", "")
+    return suffix if suffix in SUFFIXES else ""
+
+
 def is_local(name: str) -> bool:
-    """Return whether a dataset's name means a file, there or not, rather than a hub dataset."""
+    """Return whether a dataset's name means a file or folder, there or not, rather than a hub
+    dataset."""
     path = Path(name).expanduser()
-    named = path.suffix in SUFFIXES or name.startswith(("/", "./", "../", "~"))
+    named = bool(format_of(path)) or name.startswith(("/", "./", "../", "~"))
     return named or path.exists()
 
 
@@ -66,6 +73,18 @@ class _ArrowRows(Sequence[Row]):
 
     def __init__(self, table: Any) -> None:
         self._table = table
+
+    @classmethod
+    def of(cls, parts: Iterable[_ArrowRows], path: Path) -> _ArrowRows:
+        """Return the rows of several tables; raise TaskError if their columns do not fit."""
+        import pyarrow
+
+        try:
+            tables = [part._table for part in parts]
+            return cls(pyarrow.concat_tables(tables, promote_options="default"))
+        except pyarrow.ArrowException as error:
+            message = f"the files of '{path}' cannot be put together: {error}"
+            raise TaskError(message, "invalid-parquet") from error
 
     def select(self, rows: range) -> Sequence[Row]:
         return _ArrowRows(self._table.slice(rows.start, len(rows)))
@@ -81,15 +100,74 @@ class _ArrowRows(Sequence[Row]):
             yield from batch.to_pylist()
 
 
+def _read_local(config: TaskConfig | RowsConfig, setting: str) -> Any:
+    """Read a file or a folder; only a folder can have splits, which ``setting`` chooses from."""
+    path, split = Path(config.name).expanduser(), config.split
+    saved = [name for name in ("dataset_dict.json", "state.json") if (path / name).is_file()]
+    if path.is_dir() and saved != ["state.json"]:
+        return _read_splits(path, split) if saved else _read_folder(path, split)
+    if split != "train":
+        raise TaskError(
+            f"{setting} = '{split}' has no effect on '{path}', which has no splits; "
+            f"leave {setting} out, or name the split's own file",
+            "setting-without-effect",
+        )
+    return _read_saved(path) if saved else _read_file(path)
+
+
+def _read_saved(path: Path) -> Any:
+    """Read what ``save_to_disk`` of datasets has written."""
+    require("datasets", "hub", f"'{path}', a folder of save_to_disk,")
+    import datasets
+
+    return datasets.load_from_disk(str(path))
+
+
+def _read_splits(path: Path, split: str) -> Any:
+    splits = _read_saved(path)
+    if split not in splits:
+        raise no_split(str(path), split, splits)
+    return splits[split]
+
+
+def no_split(name: str, split: str, known: Iterable[str]) -> TaskError:
+    """Make the error of a dataset that has other splits."""
+    return TaskError(f"'{name}' has no split '{split}'. {nearest(split, known)}", "unknown-split")
+
+
+def _read_folder(path: Path, split: str) -> Any:
+    """Read a folder's files in the order of their names: those that begin with the split, if any do
+    (``train-00000-of-00002.parquet``), else all.
+    """
+    files = sorted(file for file in path.iterdir() if format_of(file))
+    if not files:
+        raise TaskError(f"the folder '{path}' has no file that ends in {FORMATS}", "no-data-files")
+    begins = {file: re.split(r"[\W_]", file.name)[0] for file in files}
+    chosen = [file for file in files if begins[file] == split]
+    if not chosen and split != "train":
+        raise no_split(str(path), split, begins.values())
+    parts = list(map(_read_file, chosen or files))
+    if all(isinstance(part, _ArrowRows) for part in parts):
+        return _ArrowRows.of(parts, path)
+    return [row for part in parts for row in part]
+
+
 def _read_file(path: Path) -> Any:
     if not path.is_file():
         raise TaskError(f"there is no file '{path}' (looked for from {Path.cwd()})", "missing-file")
-    if path.suffix not in SUFFIXES:
-        raise TaskError(f"'{path}' must end in one of {', '.join(SUFFIXES)}", "unknown-suffix")
-    if path.suffix != ".parquet":
-        # Not through a table: that would turn texts that look like dates into dates, and give
-        # every row the columns of all others.
-        return _read_json(path)
+    match format_of(path):
+        case "":
+            raise TaskError(f"'{path}' must end in one of {FORMATS}", "unknown-suffix")
+        case ".parquet":
+            return _read_parquet(path)
+        case ".csv":
+            return _read_csv(path)
+    # Not through a table: that would turn texts that look like dates into dates, and give
+    # every row the columns of all others.
+    return _read_json(path)
+
+
+def _read_parquet(path: Path) -> Any:
     require("pyarrow", "parquet", f"'{path}'")
     import pyarrow
     import pyarrow.parquet
@@ -101,12 +179,41 @@ def _read_file(path: Path) -> Any:
         raise TaskError(message, "invalid-parquet") from error
 
 
-def _read_json(path: Path) -> list[Row]:
-    """Read JSON Lines, or one JSON list, as the first character says."""
+def _text_of(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+            return cast(bytes, file.read()).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise TaskError(f"'{path}' must be UTF-8: {error}", "not-utf8") from error
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise TaskError(
+            f"'{path}' is no gzip file, or not whole: {error}", "invalid-gzip"
+        ) from error
+
+
+def _read_csv(path: Path) -> list[Row]:
+    """Read a table whose first line names its columns; all cells are text."""
+    csv.field_size_limit(sys.maxsize)
+    lines = csv.DictReader(io.StringIO(_text_of(path), newline=""), strict=True)
+    rows = []
+    try:
+        for row in lines:
+            if None in row or None in row.values():
+                raise TaskError(
+                    f"'{path}', line {lines.line_num}: it has not as many cells as the first line "
+                    f"({', '.join(lines.fieldnames or ())})",
+                    "ragged-csv",
+                )
+            rows.append(dict(row))
+    except csv.Error as error:
+        line = lines.reader.line_num
+        raise TaskError(f"'{path}', line {line}: {error}", "invalid-csv") from error
+    return rows
+
+
+def _read_json(path: Path) -> list[Row]:
+    """Read JSON Lines, or one JSON list, as the first character says."""
+    text = _text_of(path)
     if text.lstrip().startswith("["):
         rows = _decode(text, str(path))
     else:
@@ -138,7 +245,7 @@ def _read_hub(config: TaskConfig | RowsConfig) -> Any:
     except Exception as error:  # the library raises whatever its network stack raises
         raise TaskError(
             f"the dataset '{config.name}' (split '{config.split}') cannot be loaded from the hub: "
-            f"{error}. Give a local {', '.join(SUFFIXES)} file, a hub name as 'owner/name', or "
+            f"{error}. Give a local file ({FORMATS}) or folder, a hub name as 'owner/name', or "
             "'owner/name:configuration' where it has several",
             "hub-dataset",
         ) from error
@@ -156,47 +263,70 @@ def of_row(name: str) -> Iterator[None]:
 class TableTask(Task):
     """Rows of a file or a hub dataset; a column of right answers makes it score.
 
-    Every row is checked at construction, so that none can stop a run half-way.
+    Every row is checked at construction, so that none can stop a run half-way. Those that cannot be
+    used are left out; TaskError if that is all of them.
     """
 
     def __init__(self, config: TaskConfig) -> None:
         self._config = config
-        self._prompt_column, self._answer_column = self._columns()
+        self._renamed = self._columns()
+        self._prompt_column = self._renamed.pop("prompt", "prompt")
+        self._answer_column = self._renamed.pop("answer", "")
         self._rows = read(config)
-        self._fingerprints = fingerprints(self._checked_rows(), len(self._rows))
+        faults: dict[int, TaskError] = {}
+        rows, count = self._checked_rows(faults), len(self._rows)
+        self._fingerprints = fingerprints(rows, count)
+        self._indices = [i for i in range(count) if i not in faults] if faults else range(count)
+        if faults:
+            first = next(iter(faults.values()))
+            if len(faults) == count:
+                message = f"none of the {count} rows can be used. The first: {first}"
+                raise TaskError(message if count > 1 else str(first), first.code)
+            self.left_out = len(faults)
+            self.left_out_because = str(first)
 
-    def _columns(self) -> tuple[str, str]:
-        return self._config.prompt_column, self._config.answer_column
+    def _columns(self) -> dict[str, str]:
+        return dict(self._config.columns)
 
-    def _checked_rows(self) -> Iterator[Row]:
+    def _checked_rows(self, faults: dict[int, TaskError]) -> Iterator[Row]:
+        """Yield all rows, and note what is wrong with those that cannot be used."""
         for index, row in enumerate(self._rows):
             where = f"'{self._config.name}', row {index}"
-            with of_row(where):
-                self._check_columns(row)
-                if self._answer_column:
-                    self._answer(row)
-            with of_row(f"{where}, column '{self._prompt_column}'"):
-                as_prompt(row[self._prompt_column])
+            if INDEX_KEY in row:
+                message = f"{where}: the column name '{INDEX_KEY}' is reserved; rename it"
+                raise TaskError(message, "reserved-column")
+            try:
+                with of_row(where):
+                    self._check_columns(row)
+                    if self._answer_column:
+                        self._answer(row)
+                with of_row(f"{where}, column '{self._prompt_column}'"):
+                    as_prompt(row[self._prompt_column])
+            except TaskError as error:
+                faults[index] = error
             yield row
 
     def _check_columns(self, row: Row) -> None:
-        for column in filter(None, (self._prompt_column, self._answer_column)):
-            if column not in row:
+        for column in (self._prompt_column, self._answer_column, *self._renamed.values()):
+            if column and column not in row:
                 every = ", ".join(sorted(row))
                 message = f"no column '{column}'. {nearest(column, row)} Its columns: {every}"
                 raise TaskError(message, "missing-column")
-        if INDEX_KEY in row:
-            message = f"the column name '{INDEX_KEY}' is reserved; rename it"
-            raise TaskError(message, "reserved-column")
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._indices)
+
+    @property
+    def indices(self) -> Sequence[int]:
+        """The rows that can be used, by their places in the data."""
+        return self._indices
 
     def row(self, index: int) -> TaskRow:
-        """Return the row at ``index``."""
+        """Return the row at a place in the data, with columns by the names of ``columns`` too."""
         row, answers = self._rows[index], self._answer_column
         reference = str(row[answers]) if answers else None
-        return TaskRow(as_prompt(row[self._prompt_column]), dict(row), reference, index)
+        data = {**row, **{name: row[column] for name, column in self._renamed.items()}}
+        return TaskRow(as_prompt(row[self._prompt_column]), data, reference, index)
 
     @property
     def identity(self) -> Mapping[str, str]:
@@ -240,8 +370,8 @@ class Gsm8kTask(TableTask):
     response in the same form is scored by what follows its last '####', any other as a whole.
     """
 
-    def _columns(self) -> tuple[str, str]:
-        return "question", "answer"
+    def _columns(self) -> dict[str, str]:
+        return {"prompt": "question", "answer": "answer"}
 
     def _extract(self, response: str) -> tuple[str | None, bool]:
         final = _FINAL.findall(response)
