@@ -119,8 +119,8 @@ def untimed(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def weights(run_dir: RunDirectory) -> dict[str, torch.Tensor]:
-    return load_file(run_dir.model / "model.safetensors")
+def weights(run_dir: RunDirectory, model: str = "model") -> dict[str, torch.Tensor]:
+    return load_file(run_dir.path / model / "model.safetensors")
 
 
 def assert_same_run(a: RunDirectory, b: RunDirectory, *, exact: bool = True) -> None:

@@ -37,9 +37,10 @@ def free_bytes(monkeypatch: pytest.MonkeyPatch, free: float) -> None:
         ({"algorithm": {"name": "rloo"}, "rollout": {"samples_per_prompt": 2}}, 12, 4),
         ({"schedule": {"preset": "async"}}, 28, 4),  # and what generation works with
         ({"observe": {"checkpoint_minutes": 0}}, 0, 4),
+        ({"observe": {"eval_every": 1}}, 24, 12),  # the last, the best and a better one
         ({"model": {"device": "cpu", "dtype": "bfloat16"}}, 24, 2),
     ],
-    ids=["ppo", "warm-up", "rloo", "lag", "none", "bfloat16"],
+    ids=["ppo", "warm-up", "rloo", "lag", "none", "evaluated", "bfloat16"],
 )
 def test_what_a_run_writes_follows_from_its_settings(
     settings: dict[str, Any], checkpoint: int, model: int

@@ -220,6 +220,12 @@ def test_beta_cannot_be_driven_below_zero() -> None:
     recipes.build({"algorithm": fixed, "rollout": {"batch": 50}}, "here")
 
 
+def test_patience_needs_evaluations() -> None:
+    with raises(ConfigError, "patience-without-evaluations", "eval_patience = 2", "eval_every"):
+        recipes.build({"observe": {"eval_patience": 2}}, "here")
+    recipes.build({"observe": {"eval_patience": 2, "eval_every": 5}}, "here")
+
+
 def test_a_stop_string_is_not_empty() -> None:
     for stop in ([""], ["\n", ""]):
         with raises(ConfigError, "empty-stop-string", "rollout.stop"):

@@ -48,19 +48,23 @@ def test_from_python_and_scripts_for_trl(
 ) -> None:
     """In the order in which they are read, as each goes on with the runs before it."""
     monkeypatch.chdir(tmp_path)
-    rows, stages = blocks("python", "python")
-    defined(rows)
+    rows, watched, stages = blocks("python", "python")
+    names = defined(rows)
     steps = [step["objective/scores"] for step in lines(Path("runs/run-001/metrics.jsonl"))]
     assert sum(steps[:3]) / 3 < 0.35
     assert sum(steps[-3:]) / 3 > 0.45
     assert f"{steps[-1]} runs/run-001/model" in capsys.readouterr().out
+    result = defined(watched, **names)["result"]
+    said = capsys.readouterr().out
+    assert f"{result.best.step} {result.best.score} runs/run-002/model-best" in said
+    assert [m["step"] for m in result.history if "eval/score" in m] == [0, 2, 4, 6]
     defined(stages)
     assert Path("report.html").is_file()
 
     grpo, ppo = blocks("coming-from-trl", "python")
     defined(grpo)
-    assert recipes.load("runs/run-002").algorithm.name == "grpo"
-    scored = lines(Path("runs/run-002/samples.jsonl"))
+    assert recipes.load("runs/run-003").algorithm.name == "grpo"
+    scored = lines(Path("runs/run-003/samples.jsonl"))
     for sample in scored:
         accuracy, brevity = sample["scores"].values()
         assert brevity == pytest.approx(-len(sample["response"]) / 100)

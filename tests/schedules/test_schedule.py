@@ -23,7 +23,7 @@ from stretto.schedules.buffer import Buffer
 from stretto.schedules.chunking import FixedChunk
 from stretto.schedules.overcommit import FixedOvercommit
 from stretto.schedules.rollout import Ledger, Rollout, RolloutState
-from stretto.schedules.schedule import Controls, Schedule, Step
+from stretto.schedules.schedule import Controls, Evaluation, Schedule, Step
 from stretto.schedules.scoring import ScorerReplica
 from stretto.testing import FakeGenerator, FakeLearner, FakeScorer, World
 from stretto.types import FinishReason, Prompt, Score, WeightsRef
@@ -87,6 +87,111 @@ def assert_balanced(ledger: Ledger) -> None:
 
 def ids(step: Step) -> list[int]:
     return [r.id for r in step.batch]
+
+
+# -- evaluations ---------------------------------------------------------------------------------
+
+
+def evaluate(
+    world: World, steps: int, every: int = 2, seed: int | None = None, **options: Any
+) -> tuple[list[Step], list[tuple[int, float, list[Any]]]]:
+    """Steps with evaluations on two prompts; of each its step, seconds, and answers' facts."""
+    found: list[tuple[int, float, list[Any]]] = []
+
+    async def main() -> list[Step]:
+        async def take(step: int, answers: Sequence[Rollout], seconds: float) -> None:
+            world.write(f"evaluated {step}")
+            facts = [(r.id, len(r), set(r.versions), {*r.scores}) for r in answers]
+            found.append((step, seconds, facts))
+
+        schedule = make(world, steps=steps, **options)
+        if every:
+            schedule.evaluation = Evaluation(every, [world.prompt(70), world.prompt(71)], take)
+        async with schedule:
+            await schedule.evaluated()
+            return [await schedule.step() for _ in range(steps)]
+
+    return run(main(), seed=seed or 0, shuffle=seed is not None), found
+
+
+def test_an_evaluation_comes_between_two_steps() -> None:
+    """Answers of 4 and 2 tokens: 4 s of decoding, then 0.5 + 0.6 s of the judge, who alone is
+    asked. Before the first step, after the second, and after the last one, which is the third."""
+    world = World([3, 5, 2, 4])
+    steps, found = evaluate(world, 3)
+    answers = [[(-1, 4, {v}, {"judge"}), (-2, 2, {v}, {"judge"})] for v in (0, 2, 3)]
+    assert found == [(s, pytest.approx(5.1), a) for s, a in zip((0, 2, 3), answers, strict=True)]
+    plain = World([3, 5, 2, 4])
+    without, none = evaluate(plain, 3, every=0)
+    assert none == []
+    assert [[line.split(" ", 1)[1] for line in w.log] for w in (world, plain)] == [
+        [
+            *("gen admit [-1, -2]", "judge finish [-1, -2]", "evaluated 0"),
+            *_logged(plain, 0, 11),
+            *("gen load 2", "gen admit [-1, -2]", "judge finish [-1, -2]", "evaluated 2"),
+            *_logged(plain, 12, 17),
+            *("gen load 3", "gen admit [-1, -2]", "judge finish [-1, -2]", "evaluated 3"),
+        ],
+        _logged(plain, 0, 17),
+    ]
+    assert [ids(s) for s in steps] == [ids(s) for s in without]
+    assert [s.rewards for s in steps] == [s.rewards for s in without]
+    assert float(world.log[-1].split()[0]) == pytest.approx(3 * (5.1 + 8.9))
+
+
+def _logged(world: World, first: int, last: int) -> list[str]:
+    return [line.split(" ", 1)[1] for line in world.log[first:last]]
+
+
+def test_the_learner_trains_while_a_policy_is_evaluated_that_lags() -> None:
+    """With a lag, no step waits but the first and the last one: figures come later."""
+    world = World([3, 5, 2, 4])
+    _, found = evaluate(world, 6, seconds=20.0, lag=1)
+    assert [step for step, *_ in found] == [0, 2, 6]
+    times = {line.split(" ", 1)[1]: float(line.split()[0]) for line in world.log}
+    assert times["train [8, 9, 10, 11]"] < times["evaluated 2"] < times["publish 3"]
+    assert all(versions == {step} for step, _, facts in found for _, _, versions, _ in facts)
+
+
+@given(
+    every=st.integers(1, 4),
+    delta=st.integers(0, 5),
+    lag=st.integers(0, 2),
+    interval=st.integers(1, 2),
+    score_on=st.sampled_from(["batch", "rollout", "chunk"]),
+    engines=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+@settings(deadline=None, max_examples=60)
+def test_evaluations_under_every_knob(
+    every: int, delta: int, lag: int, interval: int, score_on: str, engines: int, seed: int
+) -> None:
+    """Each is of one version, is scored by the judge alone and is in no batch; all steps are taken.
+    Without knobs that let time decide, the batches are what they are without evaluations."""
+    options = {"lag": lag, "weight_sync_interval": interval, "score_on": score_on, "delta": delta}
+
+    def take(n: int) -> tuple[list[Step], list[tuple[int, float, list[Any]]]]:
+        world = World([3, 17, 2, 9, 5, 1, 30])
+        generators = [FakeGenerator(world, f"gen{i}") for i in range(engines)]
+        return evaluate(world, 6, n, seed, generators=generators, **options)
+
+    taken, found = take(every)
+    assert len(taken) == 6
+    assert [step for step, *_ in found][:: len(found) - 1] == [0, 6]
+    steps = [step for step, *_ in found]
+    assert steps == sorted(set(steps))
+    for _, _, facts in found:
+        assert [(id_, size, scorers) for id_, size, _, scorers in facts] == [
+            (-1, 30, {"judge"}), (-2, 1, {"judge"}),
+        ]  # fmt: skip
+        assert len(set.union(*(versions for _, _, versions, _ in facts))) == 1
+    assert all(r.id >= 0 for step in taken for r in step.batch)
+    if not (delta or lag):
+        plain, _ = take(0)
+        assert [s.rewards for s in taken] == [s.rewards for s in plain]
+        assert [[r.tokens for r in s.batch] for s in taken] == [
+            [r.tokens for r in s.batch] for s in plain
+        ]
 
 
 # -- all knobs at zero ---------------------------------------------------------------------------

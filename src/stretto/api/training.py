@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
     from stretto.assembly.models import Overrides
     from stretto.runs import RewardModelResult, SftResult, TrainResult
+    from stretto.runs.loop import OnStep
     from stretto.tasks import Task
 
 C = TypeVar("C", SftConfig, RewardModelConfig)
@@ -101,14 +102,18 @@ def begin(
 
 
 @overload
-def execute(run: Begun[Config], *, progress: Progress | None = None) -> TrainResult: ...
+def execute(
+    run: Begun[Config], *, progress: Progress | None = None, on_step: OnStep | None = None
+) -> TrainResult: ...
 @overload
 def execute(run: Begun[SftConfig], *, progress: Progress | None = None) -> SftResult: ...
 @overload
 def execute(
     run: Begun[RewardModelConfig], *, progress: Progress | None = None
 ) -> RewardModelResult: ...
-def execute(run: Begun[Any], *, progress: Progress | None = None) -> Any:
+def execute(
+    run: Begun[Any], *, progress: Progress | None = None, on_step: OnStep | None = None
+) -> Any:
     """Execute a run that was begun: display, training, and where the results are; see
     :func:`train` for what it raises.
 
@@ -132,7 +137,7 @@ def execute(run: Begun[Any], *, progress: Progress | None = None) -> Any:
         stack.enter_context(run_dir.locked(display.note))
         try:
             with stack:  # a folder that is removed is let go of first
-                result = _train(run, display)
+                result = _train(run, display, on_step)
         except BaseException:
             _leave(run_dir, display, keep=run.resuming)
             raise
@@ -142,7 +147,7 @@ def execute(run: Begun[Any], *, progress: Progress | None = None) -> Any:
         return result
 
 
-def _train(run: Begun[Any], display: Progress) -> Any:
+def _train(run: Begun[Any], display: Progress, on_step: OnStep | None) -> Any:
     config, run_dir, overrides = run.config, run.run_dir, run.overrides
     if run.resuming:
         run_dir.save_config(config)
@@ -168,7 +173,12 @@ def _train(run: Begun[Any], display: Progress) -> Any:
     if isinstance(config, Config):
         overrides = replace(overrides or NO_OVERRIDES, opened=run.task)
         return runs.train(
-            config, run_dir=run_dir, resume=run.resuming, progress=display, overrides=overrides
+            config,
+            run_dir=run_dir,
+            resume=run.resuming,
+            progress=display,
+            overrides=overrides,
+            on_step=on_step,
         )
     supervised = runs.sft if isinstance(config, SftConfig) else runs.train_reward_model
     return supervised(config, run_dir=run_dir, progress=display)
@@ -258,6 +268,7 @@ def train(
     model: nn.Module | str | Path | Mapping[str, Any] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress | None = None,
+    on_step: OnStep | None = None,
     **changes: Any,
 ) -> TrainResult:
     """Train a model with reinforcement learning; what ``stretto train`` does.
@@ -280,6 +291,8 @@ def train(
         model: the policy as an object, which is trained in place and needs its ``tokenizer``, or a
             model's name. A mapping changes the section instead.
         progress: a display; without one what ``observe.progress`` says.
+        on_step: called after each step with its number and metrics. If it returns ``"stop"``, the
+            run ends in order: with a checkpoint, the model saved, and a result.
         changes: of settings, as :mod:`stretto.api` says.
     """
     config = config_of(settings)
@@ -299,7 +312,8 @@ def train(
         raise ConfigError("task.name is empty: give rows or a file as dataset=", "task-unnamed")
     name = recipes.name_of(settings) if not isinstance(settings, Config) else "run"
     if dataset is None or isinstance(dataset, str | Path):
-        return execute(begin(config, name, overrides=overrides), progress=progress)
+        run = begin(config, name, overrides=overrides)
+        return execute(run, progress=progress, on_step=on_step)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / DATASET
         _write(_rows_of(dataset, config.task), file)
@@ -309,14 +323,20 @@ def train(
         shutil.copyfile(file, kept)
     run = replace(run, config=config.model_copy(update=_rows_in(config.task, kept)))
     run.run_dir.save_config(run.config)
-    return execute(run, progress=progress)
+    return execute(run, progress=progress, on_step=on_step)
 
 
 def _rows_in(task: TaskConfig, file: Path) -> Mapping[str, TaskConfig]:
     return {"task": task.model_copy(update={"name": str(file), "split": "train"})}
 
 
-def resume(run: str | Path, *, progress: Progress | None = None, **changes: Any) -> TrainResult:
+def resume(
+    run: str | Path,
+    *,
+    progress: Progress | None = None,
+    on_step: OnStep | None = None,
+    **changes: Any,
+) -> TrainResult:
     """Go on with a run from its newest checkpoint; what ``stretto train --resume`` does.
 
     Raises ConfigError where it is no run's folder or another setting is changed, StateError where
@@ -324,10 +344,12 @@ def resume(run: str | Path, *, progress: Progress | None = None, **changes: Any)
 
     Args:
         run: its folder. A run that was given objects cannot be resumed by its folder alone.
-        progress, changes: as in :func:`train`; of the settings, those in :data:`RESUMABLE`.
+        progress, on_step, changes: as in :func:`train`; of the settings, those in
+            :data:`RESUMABLE`.
     """
     before = recipes.load(RunDirectory.open(run).config_file)
-    return execute(begin(changed(before, changes), resume=run), progress=progress)
+    resumed = begin(changed(before, changes), resume=run)
+    return execute(resumed, progress=progress, on_step=on_step)
 
 
 def sft(

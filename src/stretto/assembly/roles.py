@@ -124,7 +124,9 @@ class RoleFactory:
         check_engine(kind.capabilities, config.schedule.knobs, r, config.algorithm)
         device = pick_device(config.model.device)
         moves = config.schedule.knobs.migrates(r.engines)
-        synced = channel is not None and not (config.schedule.knobs.lag or moves)
+        lags = config.schedule.knobs.lag
+        # An evaluation comes between a weight sync and the round.
+        synced = channel is not None and not (lags or moves or config.observe.eval_every)
         first = SharedChannel() if kind.own_weights and channel is None else None
         with tempfile.TemporaryDirectory(prefix="engine-") as scratch:
             plain, folder, dtype = unwrapped(actor), "", next(actor.parameters()).dtype

@@ -18,7 +18,8 @@ def written(config: Config | SupervisedConfig) -> tuple[int, int] | None:
 
     A checkpoint, 0 where none is written, has float32 masters and both moments of Adam of all that
     is trained, and where generation lags behind, the weights that it works with. The warm-up's
-    outcome counts with the model.
+    outcome counts with the model, and where the run is evaluated, the best model and the one that
+    takes its place.
     """
     reinforced = (config.algorithm, config.reward) if isinstance(config, Config) else ()
     try:
@@ -31,7 +32,8 @@ def written(config: Config | SupervisedConfig) -> tuple[int, int] | None:
     if config.observe.checkpoints:
         trained = sum(role in TRAINED_ROLES for role in plan.mixed)
         checkpoint = 12 * plan.trained * trained + (weights if config.schedule.knobs.lag else 0)
-    return checkpoint, weights * (2 if config.warmup_examples else 1)
+    models = 1 + bool(config.warmup_examples) + 2 * bool(config.observe.eval_every)
+    return checkpoint, weights * models
 
 
 def check(sizes: tuple[int, int] | None, folder: Path, *, resuming: bool = False) -> None:

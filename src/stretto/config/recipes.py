@@ -55,6 +55,8 @@ _ELSEWHERE = {
     "model.lora_targets": "lora_target_modules target_modules",
     "model.name": "model_name model_name_or_path pretrain model_path path",
     "observe.checkpoint_every": "save_steps save_freq",
+    "observe.eval_every": "eval_steps test_freq",
+    "observe.eval_patience": "early_stopping_patience",
     "observe.trackers": "report_to logger use_wandb",
     "out": "output_dir save_path default_local_dir",
     "reward.sources": "reward_funcs reward_model reward_model_path remote_rm_url reward_pretrain",

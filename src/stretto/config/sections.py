@@ -327,8 +327,21 @@ class ObserveConfig(Section):
     """Minutes between checkpoints to resume from; the first comes after a minute already, the last at the end of the run. 0 writes none: only the model, at the end."""
     checkpoint_every: NonNegativeInt = 0
     """Steps between checkpoints, in place of checkpoint_minutes; 0 leaves it at those."""
+    eval_every: NonNegativeInt = 0
+    """Steps between evaluations on held-out prompts (task.held_out), with one before the first step and one after the last; 0 for none. The model of the best one is kept."""
+    eval_prompts: PositiveInt = 200
+    """Prompts of an evaluation, at most; each is answered once, sampled as in training."""
+    eval_patience: NonNegativeInt = 0
+    """Evaluations in a row without a better mean score after which the run ends; 0 for no such end."""
 
     @property
     def checkpoints(self) -> bool:
         """Return whether a run writes checkpoints."""
         return self.checkpoint_every > 0 or self.checkpoint_minutes > 0
+
+    def rules(self, broken: Rules) -> None:
+        """Check that patience has evaluations to count."""
+        broken["patience-without-evaluations"] = (self.eval_patience and not self.eval_every) and (
+            f"observe.eval_patience = {self.eval_patience} counts evaluations, and "
+            "observe.eval_every = 0 makes none; set it to a number of steps"
+        )

@@ -128,7 +128,10 @@ class PipelineConfig(Section):
         )
 
 
-_WITHOUT_EFFECT = ("samples", "checkpoint_minutes", "checkpoint_every")
+_WITHOUT_EFFECT = (
+    *("samples", "checkpoint_minutes", "checkpoint_every"),
+    *("eval_every", "eval_prompts", "eval_patience"),
+)
 """Settings of observation that supervised training refuses, as they have no effect on it."""
 
 

@@ -7,11 +7,20 @@ from stretto.evaluation.gold import WinRate, open_gold
 from stretto.evaluation.harness import Benchmark, benchmark
 from stretto.evaluation.labels import LabelResult, label_pairs, label_responses
 from stretto.evaluation.llm import Judgement, LlmJudge
-from stretto.evaluation.measures import EvalResult, KlToSft, Measured, evaluate, measure
+from stretto.evaluation.measures import (
+    EvalResult,
+    HeldOut,
+    KlToSft,
+    Measured,
+    evaluate,
+    measure,
+    open_held_out,
+)
 
 __all__ = [
     "Benchmark",
     "EvalResult",
+    "HeldOut",
     "Judgement",
     "KlToSft",
     "LabelResult",
@@ -24,4 +33,5 @@ __all__ = [
     "label_responses",
     "measure",
     "open_gold",
+    "open_held_out",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from statistics import fmean
 from typing import Any
@@ -22,6 +22,7 @@ from stretto.assembly.models import NO_OVERRIDES, Overrides, load_actor, prepare
 from stretto.assembly.parts import open_prompts
 from stretto.assembly.roles import RoleFactory
 from stretto.config import Config, ModelConfig, RowsConfig, TaskConfig
+from stretto.config.sections import reward_source
 from stretto.config.training import token_budget
 from stretto.errors import ConfigError, TaskError
 from stretto.evaluation import gold
@@ -36,6 +37,7 @@ from stretto.models.resolve import resolve
 from stretto.observe.progress import on_stderr
 from stretto.saying import silent
 from stretto.schedules.rollout import Rollout
+from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.models import same_tokenizer
 from stretto.scoring.responses import response_text
 from stretto.tasks.base import RIGHT, content, is_held_out
@@ -351,6 +353,40 @@ def measured_on(config: Config) -> Config:
     return config.model_copy(update={"task": task.model_copy(update=rows)})
 
 
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """Prompts that a run is evaluated on while it trains.
+
+    Attributes:
+        facts: about them, as :func:`questions` returns them.
+        verifier: of their rows, where they are not those of the run's task, and it scores.
+    """
+
+    prompts: Sequence[Prompt]
+    facts: Mapping[str, Any]
+    verifier: FunctionScorer | None
+
+
+def open_held_out(
+    config: Config, overrides: Overrides, training: PromptSource, stack: ExitStack
+) -> HeldOut:
+    """Open what a run's ``observe.eval_every`` asks; ``training`` are the run's own prompts.
+
+    Raises TaskError as :func:`questions`.
+    """
+    read, source, verifier = measured_on(config), training, None
+    if read is not config:
+        task = None if config.task.held_out_rows else overrides.task
+        own = replace(overrides, tokenizer=training.tokenizer, task=task, opened=None)
+        source = open_prompts(read, replace(own, looks_at=None), silent)
+        if "task" in config.reward.sources:
+            factory, columns = RoleFactory(read, silent), source.task.row(0).data.keys()
+            named = reward_source("task")
+            verifier = factory.open_function(named, columns, source.tokenizer, stack, {})
+    prompts, facts = questions(source, config.observe.eval_prompts, config, training)
+    return HeldOut(prompts, facts, verifier)
+
+
 def describe_rows(task: TaskConfig, seed: int) -> str:
     """Describe, for people, the rows that a task gives."""
     if task.is_procedural:
@@ -364,7 +400,7 @@ def describe_rows(task: TaskConfig, seed: int) -> str:
 
 
 def questions(
-    source: PromptSource, count: int, trained: Config
+    source: PromptSource, count: int, trained: Config, training: PromptSource | None = None
 ) -> tuple[list[Prompt], dict[str, Any]]:
     """Return the first prompts of an evaluation, at most ``count``, in its seeded order.
 
@@ -375,6 +411,7 @@ def questions(
     Args:
         source: prompts of settings from :func:`measured_on`.
         trained: settings of what the policy is, or is to be, trained on.
+        training: its prompts, where they are open.
     """
     task, rows = source.config, len(source.task)
     limit, share, procedural = task.max_prompt_tokens, task.held_out_share, task.is_procedural
@@ -409,7 +446,7 @@ def questions(
     try:  # to name what training asks, too long prompts included
         if not trained.task.name:
             raise TaskError("the settings name no rows to train on")
-        training = open_prompts(trained, Overrides(tokenizer=source.tokenizer), silent)
+        training = training or open_prompts(trained, Overrides(tokenizer=source.tokenizer), silent)
         drawn = islice(training.ids(), -(-responses // r.samples_per_prompt))
         warmed_up = islice(training.ids(backwards=True), trained.warmup_examples)
         seen = {content(training.row_by_id(i)) for i in chain(drawn, warmed_up)}

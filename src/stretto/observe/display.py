@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import IO
 from weakref import WeakKeyDictionary
 
-from stretto.observe.run_directory import Sample
+from stretto.observe.run_directory import SCORE, Sample
 from stretto.saying import Advance, unseen
 
 REWARD = "objective/scores"
@@ -20,6 +20,8 @@ LOSS = "train/loss"
 
 FIGURES = (
     ("reward", REWARD, ".3f"),
+    ("eval", SCORE, ".3f"),
+    ("pass@1", "eval/pass@1", ".3f"),
     ("kl", "objective/kl", ".4f"),
     ("length", "response/length_mean", ".1f"),
     ("loss", LOSS, ".4f"),

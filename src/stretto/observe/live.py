@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stretto.observe.display import FIGURES, History, Progress, duration, news, repeated
-from stretto.observe.run_directory import Sample
+from stretto.observe.run_directory import SCORE, Sample
 from stretto.saying import Advance
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -33,6 +33,7 @@ class RichProgress(Progress):
     def __init__(self, console: Console) -> None:
         self._console = console
         self._history = History()
+        self._evaluated: Mapping[str, float] = {}  # the figures of the last evaluation
         self._live: Live | None = None
         self._shown: RenderableType = Group()
         self._started = False
@@ -118,6 +119,9 @@ class RichProgress(Progress):
         bar = ProgressBar(total=total, completed=step, width=30)
         left = "" if eta_s is None else f"{duration(eta_s)} left"
         head.add_row(f"step {step}/{total}", bar, left)
+        if SCORE in stats:
+            self._evaluated = {name: x for name, x in stats.items() if name.startswith("eval/")}
+        stats = {**self._evaluated, **stats}
         known = {label: f"{stats[name]:{form}}" for label, name, form in FIGURES if name in stats}
         speed, _ = known.pop("tokens/s", "-"), known.pop("step_s", "")
         if "loss" in known:
@@ -127,6 +131,7 @@ class RichProgress(Progress):
             reward, kl, length = (known.get(label, "-") for label in ("reward", "kl", "length"))
             cells = [f"reward [bold]{reward}[/] {self._trend(good=1)}", f"KL {kl}"]
             cells.append(f"length {length}")
+            cells += [f"{label} {known[label]}" for label in ("eval", "pass@1") if label in known]
         metrics = Table.grid(padding=(0, 3))
         metrics.add_row(*cells, f"{speed} tokens/s")
         parts: list[RenderableType] = [head, metrics, Text(sparkline(list(self._history.curve)))]

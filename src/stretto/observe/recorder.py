@@ -102,7 +102,7 @@ class Recorder(ExitStack):
             tracker.log(step, stats)
         self._progress.step(step, self._total, stats, kept)
         batch = [r for r in rollouts if r.id in rewards]
-        for text in self._remarks.of(step, batch, rewards) if self._remarks else ():
+        for text in self._remarks.of(step, batch, rewards) if self._remarks and batch else ():
             self.note(text)
 
     def where_time_went(self) -> str:

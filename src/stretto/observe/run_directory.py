@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import tomli_w
 
 from stretto import files
 from stretto.config import Section
-from stretto.errors import ConfigError, StateError, StorageError
+from stretto.errors import ConfigError, StateError, StorageError, require
 from stretto.machine import Machine, current_start
 from stretto.observe import records
 from stretto.observe.lock import locked
@@ -24,11 +24,20 @@ from stretto.observe.trace import TraceFile
 from stretto.schedules.rollout import Rollout, RolloutState
 from stretto.types import Stats
 
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
 METRICS = "metrics.jsonl"
 """The file of a run's metrics."""
 
 CHECKPOINTS = "checkpoints"
 """The folder of a run's checkpoints."""
+
+SCORE = "eval/score"
+"""The metric by which one evaluation is better than another."""
+
+EVALUATED = "eval/step"
+"""The metric that names the step after which the policy was evaluated."""
 
 KEPT = 2
 """Checkpoints of a run under way that stay, where the disk has room; older ones go."""
@@ -97,18 +106,59 @@ class RolloutRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Best:
+    """The evaluation of a run with the highest mean score.
+
+    Attributes:
+        step: after which it was.
+        score: its mean score.
+        model: folder of the model as it was then, in Hugging Face format.
+    """
+
+    step: int
+    score: float
+    model: Path
+
+
+@dataclass(frozen=True, slots=True)
 class TrainResult:
     """The outcome of a run.
 
     Attributes:
         steps: taken in all, over all resumptions.
         stats: of the last step.
-        model: folder of the trained model, in Hugging Face format.
+        run_dir: the run's folder.
+        stopped: why the run ended before its last step; empty where it did not.
     """
 
     steps: int
     stats: Stats
-    model: Path
+    run_dir: Path
+    stopped: str = ""
+
+    @property
+    def model(self) -> Path:
+        """The folder of the trained model, in Hugging Face format."""
+        return RunDirectory(self.run_dir).model
+
+    @property
+    def best(self) -> Best | None:
+        """The best evaluation and its model; ``None`` without ``observe.eval_every``."""
+        return RunDirectory(self.run_dir).best()
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The metrics of each step, ``step`` among them, over all resumptions; evaluations with the
+        step that they came with. ``None`` for one that is not finite."""
+        return RunDirectory(self.run_dir).read_metrics()
+
+    def frame(self) -> DataFrame:
+        """Return the history as a DataFrame with a row for each step, which is the index. Raises
+        MissingExtraError without pandas."""
+        require("pandas", "hub", "TrainResult.frame()")
+        import pandas as pd
+
+        return pd.DataFrame(self.history).set_index("step")
 
 
 class RunDirectory:
@@ -128,6 +178,8 @@ class RunDirectory:
         self.checkpoints = path / CHECKPOINTS  # what a run is resumed from
         self.warmup = path / "warmup.safetensors"  # the model after its warm-up; written once
         self.model = path / "model"  # the trained model in Hugging Face format
+        self.best_model = path / "model-best"  # the model of the best evaluation
+        self.best_file = self.best_model / "evaluation.json"  # its step and figures
 
     @property
     def name(self) -> str:
@@ -250,7 +302,18 @@ class RunDirectory:
             return None  # it is of fewer steps
         taken = last.pop("step")
         stats = {name: math.nan if value is None else value for name, value in last.items()}
-        return TrainResult(taken, stats, self.model)
+        return TrainResult(taken, stats, self.path)
+
+    def best(self) -> Best | None:
+        """Return the evaluation whose model is kept, if there is any."""
+        try:
+            found = json.loads(self.best_file.read_bytes())
+            return Best(found["step"], found[SCORE], self.best_model)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            text = f"'{self.best_file}' cannot be read: {error}; remove '{self.best_model}'"
+            raise StateError(text, "damaged-record") from error
 
     def rewind(self, step: int) -> list[str]:
         """Drop the records of steps after ``step``, and a last line that a crash left unfinished.

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path, PurePosixPath
 from pickle import UnpicklingError
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -42,6 +42,8 @@ from stretto.protocols import Clock, RealClock
 from stretto.runtime.run import Run
 from stretto.runtime.state import DRIVER, LEARNER, Staged, Writer
 from stretto.saying import format_size
+
+T = TypeVar("T")
 
 INPUTS = "inputs.json"
 """The file with fingerprints of rows and models."""
@@ -195,6 +197,21 @@ def _verified(checkpoint: Path) -> dict[str, FileSum]:
     return {name.name: f for name, f in described.items() if name.parent.name == LEARNER}
 
 
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """Have a thread do work, which does not keep the process alive."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # a cancelled wait does not stop it
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=CHECKPOINT, daemon=True).start()
+    return future
+
+
 # -- during a run --------------------------------------------------------------------------------
 
 
@@ -231,9 +248,11 @@ class Checkpointer:
         self._writing: Future[Path] | None = None
         self._step = 0  # of the one that is being written, or was last
 
-    async def after(self, step: int) -> None:
-        """Take a checkpoint after a step, if one is due. Raises a StrettoError if the process that
-        has the state is gone."""
+    async def after(self, step: int, *, last: bool = False) -> None:
+        """Take a checkpoint after a step, if one is due; ``last``: no other step follows. Raises a
+        StrettoError if the process that has the state is gone."""
+        if last:
+            self._steps = step
         if self._writing and self._writing.done():
             await self._written()
         if self._is_due(step):
@@ -277,23 +296,14 @@ class Checkpointer:
                 await self._written()
 
     def _begin(self, step: int, staged: Staged) -> Future[Path]:
-        """Have a thread write, which does not keep the process alive."""
-        future: Future[Path] = Future()
         keep = 1 if step == self._steps else KEPT
         parts = {**staged.files, INPUTS: self._write_inputs}
-        future.set_running_or_notify_cancel()  # a cancelled wait does not stop it
 
-        def work() -> None:
-            try:
-                with self._running.spans.span(CHECKPOINT, "checkpoint/write", step=step):
-                    path = save(self._folder, step, parts, keep)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(path)
+        def write() -> Path:
+            with self._running.spans.span(CHECKPOINT, "checkpoint/write", step=step):
+                return save(self._folder, step, parts, keep)
 
-        threading.Thread(target=work, name=CHECKPOINT, daemon=True).start()
-        return future
+        return in_background(write)
 
     def _write_inputs(self, file: Path) -> Mapping[str, FileSum]:
         file.write_text(self._inputs, "utf-8")

@@ -10,6 +10,10 @@ from stretto import signals
 from stretto.errors import StrettoError, first_line, is_out_of_memory
 
 
+class StoppedError(StrettoError):
+    """The run ends in order after a step, before its last one; the message says why."""
+
+
 @contextmanager
 def saved_at_the_end(
     folder: Path,
@@ -19,6 +23,8 @@ def saved_at_the_end(
     note: Callable[[str], None],
 ) -> Iterator[None]:
     """Save the model when the ``with`` statement ends, by itself, by an error or an interruption.
+
+    StoppedError ends the work like any error, and goes no further.
 
     A signal that comes while the model is being saved waits until it is; a second one, or one
     after Ctrl-C, does not wait. The interruption or the error goes on, once a line has reported
@@ -37,7 +43,11 @@ def saved_at_the_end(
 
     saving = False
     try:
-        yield
+        try:
+            yield
+        except StoppedError as reason:
+            show(f"stopped after {learned()}: {reason}")
+            halt()
         with signals.held():
             saving = True
             save()

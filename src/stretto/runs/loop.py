@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from stretto.assembly.models import NO_OVERRIDES, Overrides
 from stretto.config import Config, ModelConfig
@@ -19,7 +19,8 @@ from stretto.observe.recorder import extra_by_source, extra_means, scores_by_sou
 from stretto.observe.run_directory import TrainResult
 from stretto.protocols import DRIVER, RECORDS
 from stretto.runs.checkpoint import INPUTS, Checkpointer, load_latest
-from stretto.runs.ending import saved_at_the_end
+from stretto.runs.ending import StoppedError, saved_at_the_end
+from stretto.runs.evaluating import Evaluator
 from stretto.runtime.run import Run, start
 from stretto.saying import Say, Saying, working
 from stretto.schedules.rollout import Rollout
@@ -29,6 +30,9 @@ from stretto.tasks.base import SHA256
 from stretto.tasks.prompts import PromptSource
 from stretto.types import Stats
 from stretto.workers.drive import drive
+
+OnStep = Callable[[int, Stats], Literal["stop"] | None]
+"""Called after each step with its number and metrics; ``"stop"`` ends the run in order."""
 
 SHOWN = 4
 """Differences that a message names."""
@@ -44,6 +48,7 @@ def train(
     resume: bool = False,
     progress: Progress,
     overrides: Overrides = NO_OVERRIDES,
+    on_step: OnStep | None = None,
 ) -> TrainResult:
     """Train a model and save it.
 
@@ -54,6 +59,7 @@ def train(
         run_dir: takes records, checkpoints and the model.
         resume: go on from its newest checkpoint.
         overrides: objects of the caller in place of names in the settings.
+        on_step: see :data:`OnStep`.
     """
     say = Saying(progress)
     with ExitStack() as stack:
@@ -75,7 +81,14 @@ def train(
         gc.freeze()  # models and libraries are here to stay: no collection need look at them
         stack.callback(gc.unfreeze)
         running.spans.reset()
-        loop = _TrainingLoop(config, running, recorder, run_dir, inputs.found, say, state, first)
+        evaluator = None
+        if running.held_out:
+            evaluator = Evaluator(config, running, running.held_out, run_dir, recorder.note)
+        loop = _TrainingLoop(
+            *(config, running, recorder, run_dir, inputs.found, say, state, first),
+            evaluator,
+            on_step or (lambda step, stats: None),
+        )
         del state  # as large as the models; the loop lets it go once it has taken it up
         with saved_at_the_end(
             run_dir.model,
@@ -91,7 +104,7 @@ def train(
                 f"{running.prompts.skipped} prompts were longer than task.max_prompt_tokens = "
                 f"{config.task.max_prompt_tokens} and left out"
             )
-    return TrainResult(config.steps, loop.stats, run_dir.model)
+    return TrainResult(loop.done, loop.stats, run_dir.path, loop.stopped)
 
 
 @dataclass
@@ -106,7 +119,10 @@ class _TrainingLoop:
     say: Say
     state: dict[str, Any] | None  # to go on from
     done: int  # steps taken, over all resumptions
+    evaluator: Evaluator | None
+    on_step: OnStep
     stats: Stats = field(default_factory=dict)  # of the last step
+    stopped: str = ""  # why the run has ended early
 
     async def steps(self) -> None:
         """Take all steps that are left."""
@@ -121,7 +137,11 @@ class _TrainingLoop:
         also = ", with a search for pipeline schedules" if planned else ""
         shown: AbstractContextManager[object] = working(self.say, f"step {self.done + 1}{also}")
         try:
-            async with checkpoints, running.schedule as schedule:
+            async with self.evaluator or nullcontext(), checkpoints, running.schedule as schedule:
+                if self.evaluator and not self.done:
+                    with working(self.say, "evaluating the policy that training starts from"):
+                        await schedule.evaluated()
+                    self.recorder.step(0, self.evaluator.take_news())
                 while self.done < config.steps:
                     for function in running.functions:
                         function.global_step = self.done
@@ -130,7 +150,9 @@ class _TrainingLoop:
                     shown = nullcontext()
                     with running.spans.span(DRIVER, RECORDS, items=len(step.batch)):
                         self._record(step)
-                    await checkpoints.after(self.done)
+                    await checkpoints.after(self.done, last=bool(self.stopped))
+                    if self.stopped:
+                        raise StoppedError(self.stopped, "stopped")
             self.run_dir.append_rollouts(self.done + 1, schedule.in_flight, {})
         except StalledError as error:
             error.add_note(running.stacks())
@@ -152,7 +174,9 @@ class _TrainingLoop:
         self.done += 1
         recorder, spans, shown = self.recorder, self.running.spans, self.config.observe.samples
         timings = {f"timing_s/{name}": seconds for name, seconds in spans.totals().items()}
-        self.stats = {**step.stats, **extra_means(step.batch), **timings, **self.running.metrics()}
+        evaluated = self.evaluator.take_news() if self.evaluator else {}
+        own = {**step.stats, **extra_means(step.batch), **timings}
+        self.stats = {**own, **self.running.metrics(), **evaluated}
         recorder.step(
             self.done,
             self.stats,
@@ -167,6 +191,10 @@ class _TrainingLoop:
             failures = [s.failure for s in rollout.scores.values() if s.failure]
             reason = "; ".join(failures) or rollout.rejected_because
             recorder.note(f"step {self.done}: left out rollout {rollout.id}: {reason}")
+        asked = self.on_step(self.done, self.stats) == "stop"
+        if self.done < self.config.steps:
+            worse = self.evaluator.exhausted if self.evaluator else ""
+            self.stopped = "on_step returned 'stop'" if asked else worse
 
     def _sample(self, rollout: Rollout, reward: float) -> Sample:
         tokenizer, stop = self.running.tokenizer, self.config.rollout.stop

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from stretto import files
 from stretto.assembly.parts import open_prompts, trained_models
@@ -21,6 +22,7 @@ from stretto.config.cluster import LEARNER
 from stretto.errors import StateError
 from stretto.files import FileSum
 from stretto.models.backend import backend_of, pick_device
+from stretto.models.load import save_model
 from stretto.models.offload import OffloadedTensors
 from stretto.protocols import Learner
 from stretto.runtime.messages import ADAPTED, SENDER, Offer, Ready, RoleSetup, frozen_mark
@@ -47,8 +49,8 @@ class LearnerService(Service):
     """The learner, on each of its ranks; with each version it reads the probe, token ids [n, t]."""
 
     role = Learner
-    reads = frozenset({"stage"})
-    collective = frozenset({"stage", "load"})
+    reads = frozenset({"stage", "stage_model"})
+    collective = frozenset({"stage", "load", "stage_model"})
 
     def __init__(
         self,
@@ -70,6 +72,7 @@ class LearnerService(Service):
         self._probed: dict[int, FloatArray] = {}
         self._rank, self._ranks, self._give_back = rank, ranks, give_back
         self._staged: dict[str, Any] | None = None
+        self._model: nn.Module | None = None
 
     @property
     def light(self) -> frozenset[str]:
@@ -162,6 +165,18 @@ class LearnerService(Service):
 
     def save(self, folder: Path) -> None:
         self._learner.trained["actor"].save(folder, self._prompts.tokenizer)
+
+    def stage_model(self, ref: WeightsRef | None) -> Reply[None]:
+        """Stage a copy of the actor, with its own weights or those of a kept version."""
+        kept = self._channel.kept(ref) if ref else None
+        self._model = self._learner.trained["actor"].copied(kept)
+        return Reply(None)
+
+    def save_staged(self, folder: Path) -> None:
+        """Write the model that was staged; on the side, on all ranks."""
+        model, self._model = self._model, None
+        if model is not None:
+            save_model(model, self._prompts.tokenizer, folder)
 
     def _about(self, name: str, args: tuple[Any, ...], value: Any) -> Mapping[str, Any]:
         (batch,) = args

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from stretto.assembly.roles import RoleFactory
 from stretto.config import Config
 from stretto.config.cluster import LEARNER, generator_names
 from stretto.errors import RankError
+from stretto.evaluation import HeldOut, open_held_out
 from stretto.files import FileSum
 from stretto.models.backend import pick_device
 from stretto.models.weights import copy_into
@@ -64,6 +65,7 @@ class Run:
     lags: bool  # followers may work with older weights than the learner's
     schedule: Schedule
     spans: Spans  # what worked on what, and when
+    held_out: HeldOut | None  # what it is evaluated on, where the settings ask for that
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -124,6 +126,14 @@ class Run:
             for name, model in own.items():
                 copy_into(model, trained[name])
 
+    async def stage_model(self) -> None:
+        """Have the learner copy the actor, with the weights that generators hold."""
+        await self.learner.call("stage_model", self.schedule.held["actor"] if self.lags else None)
+
+    def save_staged(self, folder: Path) -> None:
+        """Write that copy, whole or not at all, while training goes on."""
+        self.learner.aside_on_all("save_staged", folder.absolute(), timeout_s=SAVE_S)
+
     def halt(self) -> bool:
         """End all work, after an error; return whether the actor's weights are whole."""
         self.workers.close_followers()
@@ -151,6 +161,10 @@ def start(
     with working(say, "starting the reward functions"):
         functions = RoleFactory(config, say).open_functions(prompts, stack, overrides)
     first = look_at_prompts(prompts, say)
+    held_out = None
+    if config.observe.eval_every:
+        with working(say, "reading the prompts of evaluations"):
+            held_out = open_held_out(config, overrides, prompts, stack)
     workers: Workers
     if config.runtime == "inline":
         workers = ThreadWorkers(config, overrides, stack, say, prompts)
@@ -172,6 +186,10 @@ def start(
     names = generator_names(config.rollout.engines)
     generators = [_generator(name, executors[name], sync, kv_router, spans) for name in names]
     replicas = [_function(f, workers.thread_of(f.info.name), spans) for f in functions]
+    if held_out and (verifier := held_out.verifier):
+        own = _function(verifier, workers.thread_of(verifier.info.name), spans)
+        replicas.append(replace(own, held_out=True))
+        functions = [*functions, verifier]
     for placed in workers.scorers:
         replicas.append(_replica(placed, workers, sync, overrides, say, spans))
     memory = None
@@ -200,7 +218,9 @@ def start(
         sync.begin,
     )
     lags = knobs.copies_weights
-    return Run(overrides, prompts, workers, functions, sync, memory, lags, schedule, spans)
+    return Run(
+        overrides, prompts, workers, functions, sync, memory, lags, schedule, spans, held_out
+    )
 
 
 def _generator(

@@ -112,9 +112,10 @@ class Pool:
             for loaded in self._context.load([e.guard for e in self._engines], weights):
                 group.create_task(load(loaded))
 
-    async def decode(self) -> None:
-        """Decode until nothing is missing, all generators at once."""
-        self._migrated = False
+    async def decode(self, *, gathers: bool = True) -> None:
+        """Decode until nothing is missing, all generators at once; ``gathers``: stragglers may be
+        moved together."""
+        self._migrated = not gathers
         for engine in self._engines:
             engine.moves = {}
             self._context.decoding.add(engine.number)

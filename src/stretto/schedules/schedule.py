@@ -55,6 +55,25 @@ class Controls:
 
 
 @dataclass(frozen=True, slots=True)
+class Evaluation:
+    """An evaluation of the policy while it is trained: prompts that it answers now and then.
+
+    Answers are rollouts with ids below 0, so that random numbers and books of training are as
+    without them.
+
+    Attributes:
+        every: steps between two evaluations, at the least: the weights of a weight sync are
+            evaluated. Those that training starts from and the last ones are, too.
+        take: called with the step, the scored answers and the seconds that they took, before
+            generators get other weights.
+    """
+
+    every: int
+    prompts: Sequence[Prompt]
+    take: Callable[[int, Sequence[Rollout], float], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """The outcome of one step."""
 
@@ -121,6 +140,9 @@ class Schedule:
         self.weights_lock = asyncio.Lock()  # held while weights are being loaded
         self.abandoned: Sequence[Rollout] = ()  # in flight at an error, rejected with the cause
         self._weights: Mapping[str, WeightsRef] = {}  # published and not loaded
+        self.evaluation: Evaluation | None = None  # set before the first step
+        self._answers: dict[int, Rollout] = {}  # of the evaluation under way
+        self._evaluated = self._reported = -1  # step of the last evaluation; as of the last step
         self._work = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
         self._meter = Meter(clock)
@@ -153,13 +175,24 @@ class Schedule:
             columns = train_batch(kept)
         stats, rewards = await self._train(kept, columns)
         await self._publish()
+        if not self._settings.lag or self._steps == self._settings.steps:
+            await self.evaluated()
+        self._reported = self._evaluated
         rejections = {"rejected": float(self.ledger.rejected.total())}
         metrics = {**self._metrics.popleft(), **rejections, **self._meter.metrics(batch)}
         stats = {**stats, **metrics, **self._fleet.metrics()}
         return Step(kept, rejected, stats, rewards, self._fleet.losses())
 
+    async def evaluated(self) -> None:
+        """Wait until the newest weights are evaluated, if that is due."""
+        step = self._step_of(self._version)
+        if step == self._steps and self._is_due(step):
+            lacks = f"the evaluation of step {step}"
+            await self._until(lambda: self._evaluated >= step, "training", lacks)
+        self._reported = self._evaluated
+
     async def _generate(self) -> None:
-        """Make rounds of responses.
+        """Make rounds of responses, and evaluate.
 
         Consumes prompts and weights. Waits for the learner when it is ``lag`` versions ahead of
         what was published, and for enough responses to end. Unblocked by :meth:`_publish`.
@@ -169,6 +202,7 @@ class Schedule:
                 await self._until(self._may_generate, "generation", self._lacks_weights)
                 delta = self._overcommit.delta
                 await self._load()
+                await self._evaluate()
                 missing = self._round_size + delta - len(self._buffer)
                 with self._own_work("fill", max(missing, 0)):
                     self._fill(delta)
@@ -177,6 +211,11 @@ class Schedule:
                 await self._pool.decode()
             self._close_round()
             self._changed.set()
+        if self.evaluation:
+            last = self._rounds_in_all
+            await self._until(lambda: self._version == last, "generation", "the last weights")
+            await self._load()
+            await self._evaluate()
 
     async def _gather(self) -> None:
         """Turn rounds whose responses have ended, and have all scores, into batches."""
@@ -212,6 +251,40 @@ class Schedule:
                 await self._scoring.load(weights)
                 self._loaded, self._fleet.held = version, weights
 
+    def _step_of(self, version: int) -> int:
+        return version * self._settings.weight_sync_interval
+
+    def _is_due(self, step: int) -> bool:
+        if self.evaluation is None or step <= self._evaluated:
+            return False
+        every, last = self.evaluation.every, self._step_of(self._rounds_in_all)
+        if step in (0, last):
+            return True
+        # Where the learner goes on, figures come some steps later: not with those of the last.
+        lag = self._settings.lag
+        late = self._step_of(lag) + 1 if lag else 0
+        return step // every > self._evaluated // every and step + late < last
+
+    async def _evaluate(self) -> None:
+        """Have the weights that generators hold evaluated, if that is due.
+
+        With nothing else to train on, the learner waits; where generation may lag, it goes on.
+        """
+        step = self._step_of(self._loaded)
+        if self.evaluation is None or not self._is_due(step):
+            return
+        since_s = self._clock.now()
+        answers = [Rollout(-1 - i, p, -1 - i) for i, p in enumerate(self.evaluation.prompts)]
+        self._answers = {r.id: r for r in answers}
+        self._decoding()  # carried ones go on beside it
+        await self._pool.admit(answers)
+        await self._pool.decode(gathers=False)
+        self._answers = {}
+        await self._scoring.evaluate(answers)
+        await self.evaluation.take(step, answers, self._clock.now() - since_s)
+        self._evaluated = step
+        self._changed.set()
+
     def _fill(self, delta: int) -> None:
         """Start a round: draw prompts until the buffer holds a round's rollouts and ``delta``."""
         n = self._settings.samples_per_prompt
@@ -232,10 +305,13 @@ class Schedule:
         }
         self._phases.enter("data")
 
-    async def _admit(self) -> None:
+    def _decoding(self) -> None:
         for rollout in self._buffer.open:
             if rollout.state is not RolloutState.DECODING:
                 self.ledger.move(rollout, RolloutState.DECODING)
+
+    async def _admit(self) -> None:
+        self._decoding()
         new = [r for r in self._buffer.open if not self._pool.holds(r)]
         self._scoring.dispatched(new)
         await self._pool.admit(new)
@@ -246,12 +322,18 @@ class Schedule:
         return self._settings.max_new_tokens if whole else self._chunk.tokens
 
     def _missing(self) -> int:
+        if self._answers:
+            return sum(r.finish is None for r in self._answers.values())
         return 0 if self._buffer.complete else self._buffer.missing()
 
     def _take(self, chunks: Sequence[Chunk]) -> None:
         """Put decoded tokens where they belong, and pass them on."""
         with self._own_work("chunks", len(chunks)):
             for chunk in chunks:
+                answer = self._answers.get(chunk.rollout_id)
+                if answer is not None:
+                    answer.append(chunk)
+                    continue
                 rollout = self._rollouts[chunk.rollout_id]
                 rollout.append(chunk)
                 self._scoring.extended(chunk)
@@ -413,6 +495,7 @@ class Schedule:
             "ready": [[r.state_dict() for r in batch] for batch in self._ready],
             "counts": [self._next_id, self._steps, self._rounds, self._version, self._loaded],
             "round_open": self._round_open,
+            "evaluated": self._reported,
             "metrics": [dict(self._filled), *map(dict, self._metrics)],
             "meter": self._meter.state_dict(),
             "weights": tickets_of(self.pending),
@@ -434,6 +517,7 @@ class Schedule:
         self._rollouts = {r.id: r for r in (*self._buffer, *waiting)}
         self._next_id, self._steps, self._rounds, self._version, self._loaded = state["counts"]
         self._round_open = state["round_open"]
+        self._evaluated = self._reported = state.get("evaluated", -1)
         self._filled, *metrics = map(dict, state["metrics"])
         self._metrics = deque(metrics)
         self._meter.load_state_dict(state["meter"])

@@ -24,6 +24,7 @@ class ScorerReplica:
     scorer: Scorer
     host: int | None = None  # the generator on whose device it lives
     role: str = ""  # its name in traces; empty for the scorer's own
+    held_out: bool = False  # scores evaluations alone, in place of the scorers of its name
 
 
 class ReplicaQueue:
@@ -295,10 +296,16 @@ class Scoring:
         self._rollouts: dict[int, Rollout] = {}
         self._delivered = asyncio.Event()
         self.queues = [ReplicaQueue(replica, self._deliver, context) for replica in replicas]
-        by_name: dict[str, list[ReplicaQueue]] = {}
-        for queue in self.queues:
-            by_name.setdefault(queue.scorer.info.name, []).append(queue)
-        self._groups = [_ScorerGroup(queues, score_on, context) for queues in by_name.values()]
+        by_name: dict[tuple[bool, str], list[ReplicaQueue]] = {}
+        for replica, queue in zip(replicas, self.queues, strict=True):
+            by_name.setdefault((replica.held_out, queue.scorer.info.name), []).append(queue)
+        found = {key: _ScorerGroup(queues, score_on, context) for key, queues in by_name.items()}
+        self._groups = [group for (held_out, _), group in found.items() if not held_out]
+        self._evaluating = [  # the groups that score evaluations
+            found.get((True, name), group)
+            for (held_out, name), group in found.items()
+            if not held_out and group.queues[0].scorer.info.kind == "reward"
+        ]
         self._streaming = [group for group in self._groups if group.streams]
         self._following = [group for group in self._groups if group.follows]
         self._frozen = [group for group in self._groups if not group.follows]
@@ -344,14 +351,24 @@ class Scoring:
         for group in self._groups:
             group.hurry()
 
+    async def evaluate(self, answers: Sequence[Rollout]) -> None:
+        """Have the answers of an evaluation scored by all sources of rewards; wait for that."""
+        for rollout in answers:
+            self._ask(rollout, self._evaluating)
+        for group in self._evaluating:
+            if self._score_on == "batch":
+                group.end_round(len(answers))
+            group.hurry()
+        await self.all_scored(answers)
+
     def look(self) -> None:
         """Note that a generator's device has become free for scoring."""
         for group in self._groups:
             group.wake()
 
     def is_scored(self, rollout: Rollout) -> bool:
-        """Return whether every scorer has answered on the rollout."""
-        return len(rollout.scores) == len(self._groups)
+        """Return whether every scorer has answered on the rollout that is to."""
+        return len(rollout.scores) == len(self._evaluating if rollout.id < 0 else self._groups)
 
     async def all_scored(self, rollouts: Sequence[Rollout]) -> None:
         """Wait until every scorer has answered on each of these."""

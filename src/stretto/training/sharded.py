@@ -331,18 +331,26 @@ class ShardedModel(TrainedModel):
         return {name: self._from_files(name, stored[name]) for name in stored if name in self._own}
 
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        model = self.whole()
+        model = self.copied()
         if model is not None:
             save_model(model, tokenizer, folder)
 
-    def whole(self) -> nn.Module | None:
-        """Return a copy of the model with whole weights, on the CPU; ``None`` on all ranks but one.
-        A collective, beside whatever else the ranks do, while no update is under way.
+    def copied(self, weights: Mapping[str, Tensor] | None = None) -> nn.Module | None:
+        """Return a copy of the model with whole weights, its own or those of a snapshot, on the
+        CPU; ``None`` on all ranks but one. A collective, beside whatever else the ranks do, while
+        no update is under way.
         """
+        trained, nothing = set(self._names if weights is not None else ()), torch.empty(0)
+
+        def part(name: str) -> Tensor:
+            if weights is not None and name in trained:
+                return weights.get(name, nothing)
+            return self.shard(name)
+
         model = copy.deepcopy(self._empty) if dist.get_rank() == 0 else None
         empty = dict(model.named_parameters()) if model else {}
         found: dict[int, nn.Parameter] = {}
-        for name, weight in self._gathered(self.parameters, self.shard).items():
+        for name, weight in self._gathered(self.parameters, part).items():
             found[id(empty[name])] = nn.Parameter(weight, empty[name].requires_grad)
         for module in model.modules() if model else ():
             for name, own in module._parameters.items():

@@ -25,7 +25,7 @@ from stretto.models.forward import microbatches, output_head, response_hidden, r
 from stretto.models.load import save_model
 from stretto.models.logits import OutputHead, token_logprobs
 from stretto.models.shards import TensorShard
-from stretto.models.weights import fingerprint
+from stretto.models.weights import fingerprint, with_own_structure
 from stretto.training.optimizers import load_optimizer_state, make_optimizer, optimizer_state
 from stretto.training.shard_files import STEP, Pieces, Stored
 from stretto.types import Response
@@ -219,6 +219,25 @@ class WholeModel:
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """Write model and tokenizer in Hugging Face format, whole or not at all."""
         save_model(self.model, tokenizer, folder)
+
+    def copied(self, weights: Mapping[str, Tensor] | None = None) -> nn.Module | None:
+        """Return a copy of the model, with its trained weights or those of a snapshot, to be saved
+        while training goes on; ``None`` on all ranks but the first. A collective.
+
+        Frozen weights are shared. Copies are in the host's memory, but for adapters, which are
+        merged into weights where these are.
+        """
+        model, found = with_own_structure(self.model), dict[int, nn.Parameter]()
+        adapters = hasattr(self.model, "merge_and_unload")
+        for name, p in self.model.named_parameters():
+            if p.requires_grad:
+                weight = p.detach() if weights is None else weights[name]
+                home = p.device if adapters else "cpu"
+                found[id(p)] = nn.Parameter(weight.to(home, copy=True))
+        for module in model.modules():
+            own = {name: found.get(id(p)) for name, p in module._parameters.items()}
+            module._parameters.update({name: p for name, p in own.items() if p is not None})
+        return model
 
     def end_updates(self) -> bool:
         """End the updates; return whether the weights are whole, and stay as they are."""

@@ -1,0 +1,141 @@
+"""Evaluation while a run trains: its figures, the model of the best one, and an early stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from statistics import fmean
+from typing import Self
+
+from stretto import files
+from stretto.config import Config
+from stretto.errors import StorageError
+from stretto.evaluation import HeldOut
+from stretto.observe import RunDirectory
+from stretto.observe.run_directory import EVALUATED, SCORE, Best
+from stretto.observe.spans import CHECKPOINT
+from stretto.runs.checkpoint import in_background
+from stretto.runtime.run import Run
+from stretto.schedules.rollout import Rollout, reasons_to_reject, total_reward
+from stretto.schedules.schedule import Evaluation
+from stretto.tasks.base import RIGHT
+from stretto.types import FinishReason
+
+
+def figures(config: Config, answers: Sequence[Rollout]) -> dict[str, float]:
+    """Return the metrics of scored answers, without those that no reward applies to.
+
+    Raises RewardError where a reward function failed, unless such answers are to be left out.
+    """
+    factors = config.reward.factors
+    drops = config.reward.on_failure == "drop"
+    out = reasons_to_reject(answers, drop_failures=drops, group_at_least=1, weights=factors)
+    scored = [r for r in answers if r.id not in out]
+    found = {SCORE: fmean(total_reward(r, factors) for r in scored)}
+    if "task" in factors:
+        verdicts = [r.scores["task"].scalar for r in scored]
+        found["eval/pass@1"] = fmean(v is not None and v >= RIGHT for v in verdicts)
+    return {
+        **found,
+        "eval/length_mean": fmean(map(len, scored)),
+        "eval/ended": fmean(r.finish is FinishReason.STOP for r in scored),
+        "eval/count": float(len(scored)),
+    }
+
+
+class Evaluator:
+    """The evaluations of a run.
+
+    The model of the best one is copied before its weights change, and written by a thread while
+    training goes on. A model that cannot be written, as on a full disk, does not end the run: a
+    line reports it, and the one before it stays.
+
+    A context manager, to be left while the event loop runs: it waits until what is being written
+    is whole.
+
+    Attributes:
+        news: metrics that no step has recorded yet.
+        best: the best evaluation so far, whose model is kept.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        running: Run,
+        held_out: HeldOut,
+        run_dir: RunDirectory,
+        note: Callable[[str], None],
+    ) -> None:
+        self._config, self._running, self._run_dir, self._note = config, running, run_dir, note
+        self.news: dict[str, float] = {}
+        self.best = run_dir.best()
+        known = {int(m[EVALUATED]) for m in run_dir.read_metrics() if EVALUATED in m}
+        self._since_best = sum(self.best is None or step > self.best.step for step in known)
+        self._writing: Future[None] | None = None
+        every, facts = config.observe.eval_every, held_out.facts
+        running.schedule.evaluation = Evaluation(every, held_out.prompts, self._take)
+        note(
+            f"evaluated every {every} steps on {len(held_out.prompts)} prompts of "
+            f"{facts['rows']}; {facts['seen']}"
+        )
+
+    @property
+    def exhausted(self) -> str:
+        """Why the run is to end, if it is."""
+        patience = self._config.observe.eval_patience
+        if not patience or self._since_best < patience or self.best is None:
+            return ""
+        return (
+            f"no evaluation of the last {self._since_best} was better than that of step "
+            f"{self.best.step}; observe.eval_patience = {patience}"
+        )
+
+    def take_news(self) -> dict[str, float]:
+        """Return the metrics that no step has recorded yet, once."""
+        news, self.news = self.news, {}
+        return news
+
+    async def _take(self, step: int, answers: Sequence[Rollout], seconds: float) -> None:
+        found = figures(self._config, answers)
+        self.news = {EVALUATED: float(step), **found, "timing_s/eval": seconds}
+        if self.best and found[SCORE] <= self.best.score:
+            self._since_best += 1
+            return
+        self._since_best = 0
+        self.best = Best(step, found[SCORE], self._run_dir.best_model)
+        await self._written()
+        await self._running.stage_model()
+        self._writing = in_background(lambda: self._write(step, found))
+
+    def _write(self, step: int, found: Mapping[str, float]) -> None:
+        folder = self._run_dir.best_model
+        with self._running.spans.span(CHECKPOINT, "checkpoint/best", step=step):
+            self._running.save_staged(folder)
+            record = json.dumps({"step": step, **found}, indent=2) + "\n"
+            with files.explained(folder):
+                files.write_whole(self._run_dir.best_file, record.encode())
+
+    async def _written(self) -> None:
+        if self._writing is None:
+            return
+        try:
+            await asyncio.wrap_future(self._writing)
+        except StorageError as error:
+            self._note(f"{error}. The model of the best evaluation is not kept")
+        finally:
+            if self._writing.done():
+                self._writing = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Wait for what is being written; an error of that does not hide another one."""
+        try:
+            await self._written()
+        except Exception as failure:
+            if error is None:
+                raise
+            self._note(f"the model of the best evaluation is not kept: {failure}")
