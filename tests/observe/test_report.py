@@ -6,10 +6,14 @@ import dataclasses
 import json
 import re
 import shutil
+import socket
 import subprocess
+import threading
 import xml.etree.ElementTree as ET
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from html.parser import HTMLParser
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,7 @@ from stretto.cli.main import main
 from stretto.config import Config
 from stretto.errors import ConfigError, StateError, StorageError
 from stretto.machine import Machine
-from stretto.observe import Recorder, RunDirectory, Spans, report
+from stretto.observe import Recorder, RunDirectory, Sample, Spans, report
 from stretto.observe.progress import NoProgress
 from stretto.observe.report.page import html_page, length_edges, news, payload
 from stretto.observe.report.runs import (
@@ -712,6 +716,7 @@ def dom(page: str, folder: Path, script: str = "") -> str:
         page = file.as_uri()
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
     command += [f"--user-data-dir={folder / 'profile'}", "--dump-dom", page]
+    command.insert(1, "--virtual-time-budget=2000")
     done = subprocess.run(command, capture_output=True, check=True, text=True, timeout=60)
     assert "CONSOLE" not in done.stderr
     return done.stdout
@@ -820,3 +825,128 @@ def test_curves_zoom_and_smooth_and_samples_are_found(tmp_path: Path) -> None:
     assert told["found"] == ["two"]
     assert told["rewards"] == ["1", "0.5", "-1"]
     assert told["first"] == ["1", "1"]
+
+
+@contextmanager
+def served(*runs: Path) -> Iterator[report.RunServer]:
+    with report.RunServer(list(map(str, runs))) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def asked(
+    server: report.RunServer, path: str, method: str = "GET", host: str = ""
+) -> tuple[int, str]:
+    connection = HTTPConnection("127.0.0.1", server.server_port)
+    connection.request(method, path, headers={"Host": host} if host else {})
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, text
+
+
+def test_a_watched_run_is_served_as_it_grows_and_to_the_loopback_alone(tmp_path: Path) -> None:
+    later = tmp_path / "later-001"
+    run = RunDirectory.create(tmp_path, "tiny", Config())
+    run.append_metrics(1, {"objective/kl": 0.5})
+    with served(run.path, later) as server:
+        assert server.server_address[0] == "127.0.0.1"
+        status, page = asked(server, "/")
+        data, _ = embedded(page)
+        assert (status, data["live"]) == (200, 2000)
+        assert [r["steps"] for r in data["runs"]] == [1, 0]
+        assert data["runs"][1]["missing"] == ["everything so far: it has not begun"]
+        assert "connect-src 'self'" in page
+        assert "connect-src" not in html_page([made()])
+
+        assert asked(server, "/data?after=1&after=0") == (204, "")
+        run.append_samples(2, [Sample("2+2?", "4", 1.0, "stop", 2, {"task": 1.0})])
+        run.append_metrics(2, {"objective/kl": 0.75})
+        RunDirectory(later).path.mkdir()
+        RunDirectory(later).append_metrics(1, {"lr": 1.0})
+        first, second = json.loads(asked(server, "/data?after=1&after=0")[1])["runs"]
+        assert first["curves"]["steps"] == [2]
+        assert first["curves"]["values"] == {"objective/kl": [0.75]}
+        assert first["samples"] == {"2": [["2+2?", "4", 1.0, "stop", 2, {"task": 1.0}]]}
+        assert (first["steps"], second["steps"]) == (2, 1)
+        run.rewind(1)  # as a resumed run does
+        (first, _) = json.loads(asked(server, "/data?after=2&after=1")[1])["runs"]
+        assert (first["steps"], first["curves"]["steps"]) == (1, [])
+
+        for host in ("evil.example", f"evil.example:{server.server_port}", "127.0.0.1.evil", "["):
+            assert asked(server, "/", host=host)[0] in (400, 403)
+        for host in ("localhost", f"127.0.0.1:{server.server_port}", "[::1]:80", "LOCALHOST:9"):
+            assert asked(server, "/data?after=1&after=1", host=host)[0] == 204
+        for path in ("/config.toml", "/../tiny-001/config.toml", "//etc/passwd", "/index.html"):
+            assert asked(server, path)[0] == 404
+        for path in ("/data", "/data?after=1", "/data?after=x&after=0"):
+            assert asked(server, path)[0] == 400
+        for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+            assert asked(server, "/", method)[0] == 501
+        run.metrics_file.write_text('{"colour": 3}\n')
+        assert asked(server, "/data?after=1&after=1")[0] == 500
+    with pytest.raises(ConnectionRefusedError):
+        asked(server, "/")
+
+
+def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:
+    with raises(ConfigError, "too-many-runs", 6, 7):
+        report.RunServer([str(tmp_path / str(i)) for i in range(7)])
+    with raises(ConfigError, "no-run-named"):
+        report.RunServer([])
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with raises(ConfigError, "port-taken", f"--port {port}"):
+            report.RunServer([tmp_path], port)
+
+
+def test_watching_ends_in_order_on_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[report.RunServer] = []
+
+    def stopped(server: report.RunServer) -> None:
+        seen.append(server)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(report.RunServer, "serve_forever", stopped)
+    assert main(["watch", str(tmp_path / "tiny-001")]) == 130
+    out = capsys.readouterr()
+    assert re.search(r"watching .*tiny-001 at http://127\.0\.0\.1:\d+/ ", out.out)
+    assert out.err == "stretto: interrupted\n"
+    assert seen[0].socket.fileno() == -1
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs a browser")
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_browser_follows_a_run(
+    steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a step the page has no place for curves; it gets one with the first step."""
+    monkeypatch.setattr("stretto.observe.report.server.POLL_MS", 20)
+    run = RunDirectory.create(tmp_path, "tiny", Config())
+
+    def step(number: int) -> None:
+        run.append_samples(number, [Sample("2+2?", "four", 1.0, "stop", 2)])
+        run.append_metrics(number, {"objective/kl": 0.5, "eval/pass" if number > 1 else "lr": 0.25})
+
+    if steps:
+        step(1)
+    given = report.RunServer.data
+
+    def growing(server: report.RunServer, after: Sequence[int]) -> str:
+        if after[0] < 3:
+            step(after[0] + 1)
+        return given(server, after)
+
+    monkeypatch.setattr(report.RunServer, "data", growing)
+    with served(run.path) as server:
+        page = dom(server.url, tmp_path)
+    assert "live: step 3; timelines" in page
+    assert ">eval/pass</h3>" in page
+    assert page.count('<div class="text">four</div>') == 3

@@ -436,13 +436,19 @@ const live = {
   async poll() {
     const steps = D.runs.map((run) => run.curves.steps.at(-1) ?? 0);
     const answer = await fetch(`data?${steps.map((step) => `after=${step}`).join("&")}`);
+    if (answer.status === 204) return;
+    if (!answer.ok) throw new Error(await answer.text());
     const { roles, runs } = await answer.json();
-    if (runs.some((news, i) => news.steps < D.runs[i].steps || (news.steps && !D.runs[i].steps))) return location.reload();
+    const homeless = runs.some((news) => (news.shares.length && !paints["shares-section"])
+      || (Object.keys(news.samples).length && !paints["samples-section"]));
+    if (homeless || runs.some((news, i) => news.steps < D.runs[i].steps || (news.steps && !D.runs[i].steps))) {
+      location.reload();
+      return;
+    }
     const grew = runs.some((news, i) => news.steps > D.runs[i].steps);
     D.roles = roles;
     runs.forEach(({ curves, samples, ...figures }, i) => this.add(Object.assign(D.runs[i], figures), curves, samples));
     if (grew) for (const id of ["summary-section", "curves-section", "samples-section", "shares-section"]) paints[id]?.();
-    return undefined;
   },
 
   add(run, { steps, times, values }, samples) {
@@ -467,8 +473,7 @@ const live = {
       try {
         await this.poll();
       } catch {
-        at("live").textContent = `the server has ended; this page is of step ${now}`;
-        return;
+        at("live").textContent = `no answer since step ${now}`;
       }
     }
   },

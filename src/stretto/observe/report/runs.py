@@ -78,21 +78,23 @@ class LoadedRun:
 # -- reading -------------------------------------------------------------------------------------
 
 
-def load(paths: Sequence[str | Path]) -> list[LoadedRun]:
-    """Read runs. Raises ConfigError if a path is not a run directory, none was given or one twice;
-    StateError if a file is damaged."""
+def load(paths: Sequence[str | Path], *, begun: bool = True) -> list[LoadedRun]:
+    """Read runs, which all must have ``begun`` unless told otherwise. Raises ConfigError if a path
+    is not a run directory, none was given or one twice; StateError if a file is damaged."""
     folders = [Path(path) for path in paths]
     if not folders:
         raise ConfigError("a report takes at least one run directory; got none", "no-run-named")
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ConfigError("the same run directory was given twice; name each once", "run-twice")
-    return [_load(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
+    return [_load(f, name, begun) for f, name in zip(folders, _names(folders), strict=True)]
 
 
-def _load(folder: Path, name: str) -> LoadedRun:
+def _load(folder: Path, name: str, begun: bool) -> LoadedRun:
     run = RunDirectory(folder)
     configured = run.config_file.is_file()
     if not (configured or run.metrics_file.is_file()):
+        if not begun:
+            return LoadedRun(name, {}, (), (), missing=["everything so far: it has not begun"])
         lacks = "it has neither config.toml nor metrics.jsonl"
         raise ConfigError(f"'{folder}' is not a run directory: {lacks}", "not-a-run")
     settings = dict(_flat(tomllib.loads(run.config_file.read_text("utf-8")))) if configured else {}
