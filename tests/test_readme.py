@@ -42,6 +42,7 @@ SMALL = {
     "generate": "--max-new-tokens 4",
     "eval": "--samples 4",
     "report": "",
+    "watch": "",
     "compare --sim": "--variants sync,oppo --seeds 0 --steps 3",
     "compare tiny": QUICK + " --variants sync --seeds 0",
     "plan": "--gpus 2 --model-shape qwen2.5-0.5b",
@@ -74,7 +75,9 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     "command",
     [pytest.param(c, marks=[pytest.mark.slow] * c.startswith(SLOW)) for c in COMMANDS],
 )
-def test_commands_run(command: str, clone: Path) -> None:
+def test_commands_run(command: str, clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # tests/observe/test_report.py has what is served.
+    monkeypatch.setattr("stretto.observe.report.RunServer.serve_forever", lambda _: None)
     _, *arguments = shlex.split(command)
     said = " ".join(arguments)
     options = SMALL[max((name for name in SMALL if said.startswith(name)), key=len)]

@@ -40,6 +40,7 @@ LONG = {
     "stretto.cli.plan.calibrating.calibrate": "measurements",
     "stretto.pipelines.solve.solve": "a search for a schedule",
     "stretto.cli.tour._print": "the tour",
+    "stretto.observe.report.RunServer.serve_forever": "a page that is kept up to date",
 }
 """What commands call once all is checked, and begins what takes long."""
 

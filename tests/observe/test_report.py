@@ -6,10 +6,14 @@ import dataclasses
 import json
 import re
 import shutil
+import socket
 import subprocess
+import threading
 import xml.etree.ElementTree as ET
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from html.parser import HTMLParser
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +25,13 @@ from raising import raises
 from stretto.cli.main import main
 from stretto.config import Config
 from stretto.errors import ConfigError, StateError, StorageError
-from stretto.observe import Recorder, RunDirectory, Spans, report
+from stretto.machine import Machine
+from stretto.observe import Recorder, RunDirectory, Sample, Spans, report
 from stretto.observe.progress import NoProgress
-from stretto.observe.report.page import html_page, length_edges, payload
+from stretto.observe.report.page import html_page, length_edges, news, payload
 from stretto.observe.report.runs import (
     LoadedRun,
+    about,
     differing_settings,
     load,
     off_policy,
@@ -217,7 +223,8 @@ def test_a_run_of_before_there_were_traces_says_what_it_lacks(tmp_path: Path) ->
         "trace.json",
         "rollouts.jsonl",
     ]
-    assert data["runs"][0]["curves"]["reward"] == [[1, 2, 3], [2, 4, 6], [0.5, 1, 1.5]]
+    values = {"objective/scores": [0.5, 1, 1.5], "timing_s/step": [2, 2, 2]}
+    assert data["runs"][0]["curves"] == {"steps": [1, 2, 3], "times": [2, 4, 6], "values": values}
     assert data["runs"][0]["timeline"] == {}
     assert data["runs"][0]["lengths"] is None
 
@@ -267,7 +274,7 @@ def test_roles_of_several_runs_are_in_one_order() -> None:
 
 def test_only_settings_that_differ_are_listed() -> None:
     runs = [
-        made(settings={"seed": 0, "out": "a", "observe.samples": 1, "rollout.batch": 8}),
+        made(settings={"seed": 3, "out": "a", "observe.samples": 1, "rollout.batch": 8}),
         made(settings={"seed": 0, "out": "b", "observe.samples": 2, "rollout.batch": 16, "new": 1}),
         made(),
     ]
@@ -352,7 +359,8 @@ def test_long_curves_are_averaged() -> None:
     metrics = [
         {"step": i, "time_s": 2.0 * i, "objective/scores": float(i % 2)} for i in range(1, 4001)
     ]
-    steps, times_s, values = payload([made(metrics=metrics)])["runs"][0]["curves"]["reward"]
+    curves = payload([made(metrics=metrics)])["runs"][0]["curves"]
+    steps, times_s, values = curves["steps"], curves["times"], curves["values"]["objective/scores"]
     assert steps == list(range(4, 4001, 4))
     assert times_s == [2 * step for step in steps]
     assert values == [0.5] * 1000
@@ -533,6 +541,72 @@ def test_the_page_needs_nothing_else_and_data_cannot_break_it(pair: list[Path]) 
     assert not re.search(r"\b(src|href)=|@import|url\((?!#)", re.sub(r"src=x", "", html))
 
 
+def test_curves_are_of_all_metrics_and_have_gaps_where_those_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    metrics: list[dict[str, Any]] = [
+        {"step": 1, "time_s": 1.5, "objective/kl": 0.5, "utilisation/learner": 0.5},
+        {"step": 2, "time_s": 2.5, "objective/kl": None, "eval/pass@1": 0.25},
+        {"step": 3, "time_s": 4.5, "objective/kl": 1.5, "eval/pass@1": 0.75, "lr": None},
+    ]
+    run = made(metrics=metrics)
+    kl, passed = [0.5, None, 1.5], [None, 0.25, 0.75]
+    assert payload([run])["runs"][0]["curves"] == {
+        "steps": [1, 2, 3],
+        "times": [1.5, 2.5, 4.5],
+        "values": {"objective/kl": kl, "eval/pass@1": passed},
+    }
+    (new,) = news([run], [2])["runs"]
+    values = {"objective/kl": [1.5], "eval/pass@1": [0.75]}
+    assert new["curves"] == {"steps": [3], "times": [4.5], "values": values}
+    assert new["steps"] == 3
+    monkeypatch.setattr("stretto.observe.report.page._POINTS", 2)
+    assert payload([run])["runs"][0]["curves"] == {
+        "steps": [2, 3],
+        "times": [2.5, 4.5],
+        "values": {"objective/kl": [0.5, 1.5], "eval/pass@1": [0.25, 0.75]},
+    }
+
+
+def sample(step: int, prompt: str = "2+2?", reward: float = 1.0, **more: Any) -> dict[str, Any]:
+    row = {"step": step, "prompt": prompt, "response": "4", "reward": reward, "finish": "stop"}
+    return {**row, "tokens": 2, "scores": {"task": reward, "judge": None}, **more}
+
+
+def test_samples_are_those_of_every_nth_step_where_all_were_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old = {k: v for k, v in sample(1).items() if k != "scores"}
+    run = made(samples=[old, sample(2, reward=float("nan")), *map(sample, range(3, 10))])
+    row = ["2+2?", "4", 1.0, "stop", 2]
+    shown = payload([run])["runs"][0]["samples"]
+    assert list(shown) == [str(step) for step in range(1, 10)]
+    assert shown["1"] == [[*row, {}]]
+    assert shown["2"] == [["2+2?", "4", None, "stop", 2, {"task": None, "judge": None}]]
+    assert shown["3"] == [[*row, {"task": 1.0, "judge": None}]]
+    assert list(news([run], [7])["runs"][0]["samples"]) == ["8", "9"]
+    monkeypatch.setattr("stretto.observe.report.page.SAMPLE_CHARS", 200)
+    assert list(payload([run])["runs"][0]["samples"]) == ["1", "3", "6", "9"]
+
+
+def test_a_run_is_told_with_what_repeats_it(tmp_path: Path) -> None:
+    folder = RunDirectory.create(tmp_path, "tiny", Config.model_validate({"seed": 7}))
+    folder.save_machine(Machine("a CPU", 2, 2, (), "2.0"))
+    folder.save_machine(Machine("a CPU", 4, 4, (), "2.0"))
+    begun, resumed = folder.read_starts()
+    told = dict(about([*load([folder.path]), made()]))
+    versions = ", ".join(f"{name} {version}" for name, version in begun["versions"].items())
+    assert told == {
+        "begun": [begun["date"], None],
+        "resumed": [resumed["date"], None],
+        "command": [begun["command"], None],
+        "seed": [7, None],
+        "versions": [versions, None],
+        "machine": ["a CPU, 4 cores, torch 2.0", None],
+    }
+    assert about([made()]) == []
+
+
 def test_four_runs_of_500_steps_stay_small(tmp_path: Path) -> None:
     (run,) = load([fake_run(tmp_path, "long", True, 500).path])
     html = html_page([dataclasses.replace(run, name=f"run {i}") for i in range(4)])
@@ -633,12 +707,16 @@ def test_the_command_writes_what_is_asked(
         assert message in capsys.readouterr().err
 
 
-def dom(html: str, folder: Path) -> str:
-    """The page as a browser has it once its script has run, without a complaint."""
-    file = folder / "report.html"
-    file.write_text(html, encoding="utf-8")
+def dom(page: str, folder: Path, script: str = "") -> str:
+    """A page (its text, or its address) as a browser has it once its script, and then another, has
+    run, without a complaint."""
+    if not page.startswith("http:"):
+        file = folder / "report.html"
+        file.write_text(page + f"<script>{script}</script>", encoding="utf-8")
+        page = file.as_uri()
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
-    command += [f"--user-data-dir={folder / 'profile'}", "--dump-dom", file.as_uri()]
+    command += [f"--user-data-dir={folder / 'profile'}", "--dump-dom", page]
+    command.insert(1, "--virtual-time-budget=2000")
     done = subprocess.run(command, capture_output=True, check=True, text=True, timeout=60)
     assert "CONSOLE" not in done.stderr
     return done.stdout
@@ -650,7 +728,7 @@ def test_a_browser_draws_the_page(pair: list[Path], tmp_path: Path) -> None:
     page = dom(html_page(runs, 5, [PREDICTED, {"why": "the run took <3> steps"}]), tmp_path)
     drawn = sum(len(bars(run.steps[5])) for run in runs)
     assert page.count('class="work"') == drawn
-    for title in ("against time", "Chunk size [tokens]", "responses", "rollout", "waits for data"):
+    for title in ("Reward", "Chunk size [tokens]", "responses", "rollout", "waits for data"):
         assert title in page
     assert "Win-rate against KL" not in page
     assert "How off-policy" not in page
@@ -680,7 +758,7 @@ def test_a_browser_draws_outcomes(tmp_path: Path) -> None:
         assert text in page
     for cell in ("50.0 % ± 6.3 %", "0.75 ± 0.125", "25.0 %"):
         assert page.count(f"<td>{cell}</td>") == len(runs)
-    assert ">against time<" not in page
+    assert ">Curves<" not in page
 
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs a browser")
@@ -691,3 +769,184 @@ def test_a_page_opens_at_a_step_of_all_runs_and_compares_like_with_like(tmp_path
     assert "<td>another task</td>" not in page
     other = dataclasses.replace(runs[1], settings={**runs[1].settings, "task.name": "other"})
     assert "<td>another task</td>" in dom(html_page([runs[0], other]), tmp_path)
+
+
+EXPLORED = """
+const told = {smoothed: smoothed([1, 3, 2], 0.5), charts: at("curves").children.length};
+const all = (query) => [...document.querySelectorAll(query)];
+const lines = () => all("#curves path.curve").map((p) => p.getAttribute("d"));
+const chart = document.querySelector("#curves svg"), box = chart.getBoundingClientRect();
+chart.setPointerCapture = () => {};
+view.painted = curveCharts;
+for (const [type, x] of [["down", 150], ["move", 250], ["up", 250]]) {
+  const place = {clientX: box.left + x, clientY: box.top + 50, pointerId: 1};
+  chart.dispatchEvent(new PointerEvent("pointer" + type, place));
+}
+told.range = view.range;
+const narrow = lines();
+at("whole").click();
+told.whole = [view.range, lines().join() !== narrow.join()];
+at("smoothing").value = 0;
+at("smoothing").dispatchEvent(new Event("input"));
+told.raw = document.querySelectorAll("#curves path[stroke-opacity]").length;
+const cells = (n) => all(`#samples td:nth-child(${n})`).map((c) => c.textContent);
+const type = (id, text) => {
+  at(id).value = text;
+  at(id).dispatchEvent(new Event("input"));
+};
+told.steps = cells(1);
+type("sample-search", "TWO");
+told.found = cells(7);
+type("sample-search", "");
+all("#samples th button").find((b) => b.textContent === "reward").click();
+told.rewards = cells(2);
+type("sample-step", 1);
+told.first = cells(1);
+document.title = JSON.stringify(told);
+"""
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs a browser")
+def test_curves_zoom_and_smooth_and_samples_are_found(tmp_path: Path) -> None:
+    metrics = [{"step": s, "time_s": s, "objective/kl": s % 5, "eval/x": s} for s in range(1, 41)]
+    rows = [sample(1, "one"), sample(1, "two", 0.5), sample(2, "three", -1.0)]
+    page = dom(html_page([made(metrics=metrics, samples=rows)]), tmp_path, EXPLORED)
+    found = re.search("<title>(.*?)</title>", page)
+    assert found
+    told = json.loads(found[1])
+    # Averages by hand, without their bias: 1; (0.25 + 1.5) / 0.75; (1.75 / 2 + 1) / 0.875.
+    assert told["smoothed"] == pytest.approx([1.0, 1.75 / 0.75, 1.875 / 0.875])
+    assert told["charts"] == 2
+    low, high = told["range"]
+    assert 1 < low < high < 40
+    assert told["whole"] == [None, True]
+    assert told["raw"] == 0
+    assert told["steps"] == ["2", "1", "1"]
+    assert told["found"] == ["two"]
+    assert told["rewards"] == ["1", "0.5", "-1"]
+    assert told["first"] == ["1", "1"]
+
+
+@contextmanager
+def served(*runs: Path) -> Iterator[report.RunServer]:
+    with report.RunServer(list(map(str, runs))) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def asked(
+    server: report.RunServer, path: str, method: str = "GET", host: str = ""
+) -> tuple[int, str]:
+    connection = HTTPConnection("127.0.0.1", server.server_port)
+    connection.request(method, path, headers={"Host": host} if host else {})
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, text
+
+
+def test_a_watched_run_is_served_as_it_grows_and_to_the_loopback_alone(tmp_path: Path) -> None:
+    later = tmp_path / "later-001"
+    run = RunDirectory.create(tmp_path, "tiny", Config())
+    run.append_metrics(1, {"objective/kl": 0.5})
+    with served(run.path, later) as server:
+        assert server.server_address[0] == "127.0.0.1"
+        status, page = asked(server, "/")
+        data, _ = embedded(page)
+        assert (status, data["live"]) == (200, 2000)
+        assert [r["steps"] for r in data["runs"]] == [1, 0]
+        assert data["runs"][1]["missing"] == ["everything so far: it has not begun"]
+        assert "connect-src 'self'" in page
+        assert "connect-src" not in html_page([made()])
+
+        assert asked(server, "/data?after=1&after=0") == (204, "")
+        run.append_samples(2, [Sample("2+2?", "4", 1.0, "stop", 2, {"task": 1.0})])
+        run.append_metrics(2, {"objective/kl": 0.75})
+        RunDirectory(later).path.mkdir()
+        RunDirectory(later).append_metrics(1, {"lr": 1.0})
+        first, second = json.loads(asked(server, "/data?after=1&after=0")[1])["runs"]
+        assert first["curves"]["steps"] == [2]
+        assert first["curves"]["values"] == {"objective/kl": [0.75]}
+        assert first["samples"] == {"2": [["2+2?", "4", 1.0, "stop", 2, {"task": 1.0}]]}
+        assert (first["steps"], second["steps"]) == (2, 1)
+        run.rewind(1)  # as a resumed run does
+        (first, _) = json.loads(asked(server, "/data?after=2&after=1")[1])["runs"]
+        assert (first["steps"], first["curves"]["steps"]) == (1, [])
+
+        for host in ("evil.example", f"evil.example:{server.server_port}", "127.0.0.1.evil", "["):
+            assert asked(server, "/", host=host)[0] in (400, 403)
+        for host in ("localhost", f"127.0.0.1:{server.server_port}", "[::1]:80", "LOCALHOST:9"):
+            assert asked(server, "/data?after=1&after=1", host=host)[0] == 204
+        for path in ("/config.toml", "/../tiny-001/config.toml", "//etc/passwd", "/index.html"):
+            assert asked(server, path)[0] == 404
+        for path in ("/data", "/data?after=1", "/data?after=x&after=0"):
+            assert asked(server, path)[0] == 400
+        for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+            assert asked(server, "/", method)[0] == 501
+        run.metrics_file.write_text('{"colour": 3}\n')
+        assert asked(server, "/data?after=1&after=1")[0] == 500
+    with pytest.raises(ConnectionRefusedError):
+        asked(server, "/")
+
+
+def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:
+    with raises(ConfigError, "too-many-runs", 6, 7):
+        report.RunServer([str(tmp_path / str(i)) for i in range(7)])
+    with raises(ConfigError, "no-run-named"):
+        report.RunServer([])
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with raises(ConfigError, "port-taken", f"--port {port}"):
+            report.RunServer([tmp_path], port)
+
+
+def test_watching_ends_in_order_on_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[report.RunServer] = []
+
+    def stopped(server: report.RunServer) -> None:
+        seen.append(server)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(report.RunServer, "serve_forever", stopped)
+    assert main(["watch", str(tmp_path / "tiny-001")]) == 130
+    out = capsys.readouterr()
+    assert re.search(r"watching .*tiny-001 at http://127\.0\.0\.1:\d+/ ", out.out)
+    assert out.err == "stretto: interrupted\n"
+    assert seen[0].socket.fileno() == -1
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs a browser")
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_browser_follows_a_run(
+    steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a step the page has no place for curves; it gets one with the first step."""
+    monkeypatch.setattr("stretto.observe.report.server.POLL_MS", 20)
+    run = RunDirectory.create(tmp_path, "tiny", Config())
+
+    def step(number: int) -> None:
+        run.append_samples(number, [Sample("2+2?", "four", 1.0, "stop", 2)])
+        run.append_metrics(number, {"objective/kl": 0.5, "eval/pass" if number > 1 else "lr": 0.25})
+
+    if steps:
+        step(1)
+    given = report.RunServer.data
+
+    def growing(server: report.RunServer, after: Sequence[int]) -> str:
+        if after[0] < 3:
+            step(after[0] + 1)
+        return given(server, after)
+
+    monkeypatch.setattr(report.RunServer, "data", growing)
+    with served(run.path) as server:
+        page = dom(server.url, tmp_path)
+    assert "live: step 3; timelines" in page
+    assert ">eval/pass</h3>" in page
+    assert page.count('<div class="text">four</div>') == 3

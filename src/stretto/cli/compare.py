@@ -1,5 +1,5 @@
 """``stretto compare``: the same training under several schedules, side by side; ``report``: runs as
-a page to explore, or a step of theirs as a picture.
+a page to explore, or a step of theirs as a picture; ``watch``: the page of runs that go on.
 
 Each run of a comparison is a ``stretto train`` in a process of its own. Runs go seed by seed, with
 the variants in turn within a seed, so that whatever drifts on the machine hits all of them alike.
@@ -229,7 +229,7 @@ def command_report(
     step: int = 0,
     timeline: str = "",
 ) -> None:
-    """Make one HTML page of one run or several: timelines, rewards, utilisation, lengths, settings;
+    """Make one HTML page of one run or several: curves, timelines, utilisation, samples, settings;
     win-rate against KL, and what became of rewards with the off-policyness N. Of up to six runs the
     page, and a table here, also show each phase of a step as measured and as the simulator predicts
     it from the run's own records.
@@ -257,6 +257,23 @@ def command_report(
             print(each.text(run.name))
     if timeline:
         _write(timeline, reports.timeline_svg(loaded, step or None))
+
+
+def command_watch(
+    runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN...")],
+    /,
+    port: int = 0,
+) -> None:
+    """Show one run or several as they go on: serve the page of ``stretto report`` to this machine,
+    on the loopback. Its curves and samples are kept up to date until Ctrl-C.
+
+    Args:
+        runs: Run directories, at most six. A run may begin later, or have ended.
+        port: Port to listen on; without it, a free one.
+    """
+    with reports.RunServer(runs, port) as server:
+        print(f"watching {', '.join(runs)} at {server.url} (Ctrl-C ends)", flush=True)
+        server.serve_forever()
 
 
 def _write(name: str, text: str) -> None:

@@ -28,7 +28,8 @@ COMMANDS = {
     "label": "label preferences with a gold reward",
     "recipes": "list the recipes that commands take by name",
     "compare": "run the same training under several schedules, side by side",
-    "report": "show runs: timelines, rewards, utilisation, lengths",
+    "report": "show runs: curves, timelines, utilisation, samples",
+    "watch": "show runs as they go on, on a page that is kept up to date",
     "pipeline": "plan one pipeline schedule for actor and critic, and say how good it is",
     "doctor": "say what this machine has, and what would not work on it",
     "plan": "plan a run on many GPUs: layouts and schedules, before it is started",
@@ -39,7 +40,7 @@ COMMANDS = {
 MODULES = {
     **dict.fromkeys(("sft", "reward", "align", "recipes"), "train"),
     **dict.fromkeys(("eval", "label"), "models"),
-    "report": "compare",
+    **dict.fromkeys(("report", "watch"), "compare"),
 }
 """Modules of the commands that share one, with functions named after the commands."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,30 @@ def read(file: Path, field: str = "step", kind: Callable[[Any], Any] = int) -> l
     if not file.is_file():
         return []
     return [_record(line, file, field, kind) for line in files.whole_lines(file.read_bytes())]
+
+
+class Growing:
+    """A file of steps' records that is read on as it grows."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._records: list[dict[str, Any]] = []
+        self._inode, self._size = 0, 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return all records, of which only new lines are read; all of them where the file was cut
+        or replaced. Raises StateError if a line is no step's record."""
+        if not self._file.is_file():
+            return []
+        with self._file.open("rb") as stream:
+            found = os.fstat(stream.fileno())
+            if found.st_ino != self._inode or found.st_size < self._size:
+                self._records, self._inode, self._size = [], found.st_ino, 0
+            stream.seek(self._size)
+            lines = files.whole_lines(stream.read())
+        self._size += sum(map(len, lines))
+        self._records += [_record(line, self._file) for line in lines]
+        return self._records
 
 
 def last(file: Path) -> dict[str, Any] | None:

@@ -282,6 +282,10 @@ class RunDirectory:
         """Return the results of ``stretto eval``, the oldest first."""
         return records.read(self.evaluations_file, "figures", dict)
 
+    def read_samples(self) -> list[dict[str, Any]]:
+        """Return the samples, each with its ``step``."""
+        return records.read(self.samples_file)
+
     def read_rollouts(self, *, in_flight: bool = False) -> list[RolloutRecord]:
         """Return the rollouts that were trained on or rejected, in the order in which that
         happened; with ``in_flight``, those last that were neither when the run ended."""

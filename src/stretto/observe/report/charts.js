@@ -51,12 +51,12 @@ function ticks(low, high, count) {
   return values;
 }
 
-/** Mean over the values up to and including each, at most `width` of them. */
-function smoothed(values, width) {
-  let sum = 0;
+/** Exponential moving averages, as TensorBoard's: without the bias to 0 of the first values. */
+function smoothed(values, weight) {
+  let last = 0;
   return values.map((value, i) => {
-    sum += value - (i >= width ? values[i - width] : 0);
-    return sum / Math.min(i + 1, width);
+    last = last * weight + (1 - weight) * value;
+    return last / (1 - weight ** (i + 1));
   });
 }
 
@@ -91,62 +91,110 @@ function path(xs, ys, stepped) {
   return d;
 }
 
+/** What a page remembers while its tab is open; nothing where a browser forbids that. */
+function remembered(name, value) {
+  try {
+    if (value === undefined) return JSON.parse(sessionStorage.getItem(name)) ?? {};
+    sessionStorage.setItem(name, JSON.stringify(value));
+  } catch { /* as it is opened the next time */ }
+  return {};
+}
+
+/** What all curves share: their axis, the part of it that is shown, and their smoothing. */
+const view = {
+  axis: "steps", range: null, smoothing: 0.6, dragged: false,
+  ...remembered("view"),
+  set(changes) {
+    Object.assign(this, changes);
+    const { axis, range, smoothing } = this;
+    remembered("view", { axis, range, smoothing });
+    this.painted();
+  },
+  painted() {}, // draws all curves again
+};
+
+/** A part of an axis: low to high, where that is in `whole` and not too short to zoom into. */
+function zoomed([low, high], whole) {
+  const part = [Math.max(low, whole[0]), Math.min(high, whole[1])];
+  if (part[0] <= whole[0] && part[1] >= whole[1]) return null;
+  return part[1] - part[0] > (whole[1] - whole[0]) / 1e4 ? part : view.range;
+}
+
 /**
- * Lines over a common axis.
- * series: [{index, name, x, y}]; options: title, xText (formats x), xLabel, smooth, stepped, zero.
+ * Curves of runs: smoothed lines over what was recorded. Dragging across it, or Ctrl and the wheel,
+ * zooms the common axis; a double click shows all of it.
+ * series: [{index, name, x, y}]; options: as axes, and whole: [x0, x1], xTicksOf, xText, stepped, zero.
  */
-function lineChart(host, series, options) {
-  host.replaceChildren(node("h3", {}, options.title));
-  const height = 230, left = 52, right = 14, top = 8, bottom = 38;
-  const [svg, width] = canvas(host, height);
-  const allX = series.flatMap((s) => s.x), allY = series.flatMap((s) => s.y);
-  const x0 = Math.min(...allX, options.fromZero ? 0 : Infinity);
-  const x1 = Math.max(...allX);
-  let y0 = Math.min(...allY, options.zero ? 0 : Infinity), y1 = Math.max(...allY);
+function curveChart(host, series, options) {
+  const { whole } = options, [x0, x1] = view.range ?? whole;
+  const seen = series.flatMap((s) => s.y.filter((_, i) => s.x[i] >= x0 && s.x[i] <= x1));
+  let y0 = Math.min(...seen, options.zero ? 0 : Infinity), y1 = Math.max(...seen);
+  if (!seen.length) [y0, y1] = [0, 1];
   if (y0 === y1) [y0, y1] = [y0 - (Math.abs(y0) || 1) * 0.1, y1 + (Math.abs(y1) || 1) * 0.1];
-  const yTicks = ticks(y0, y1, 5);
-  y1 = Math.max(y1, yTicks.at(-1));
-  const X = (x) => left + ((x - x0) / (x1 - x0 || 1)) * (width - left - right);
-  const Y = (y) => height - bottom - ((y - y0) / (y1 - y0)) * (height - top - bottom);
-  for (const y of yTicks) {
-    draw(svg, "path", { class: "grid", d: `M${left} ${Y(y)}H${width - right}` });
-    draw(svg, "text", { class: "muted", x: left - 8, y: Y(y) + 4, "text-anchor": "end" }, number(y));
-  }
-  for (const x of options.ticks(x0, x1, Math.max(2, Math.floor((width - left) / 90)))) {
-    draw(svg, "text", { class: "muted", x: X(x), y: height - bottom + 17, "text-anchor": "middle" }, (options.tickText ?? options.xText)(x, x1));
-  }
-  draw(svg, "text", { class: "muted", x: (left + width - right) / 2, y: height - 4, "text-anchor": "middle" }, options.xLabel);
+  y1 = Math.max(y1, ticks(y0, y1, 5).at(-1));
+  const { svg, X, Y, left, right, top, bottom } = axes(host, [x0, x1], [y0, y1], { height: 220, ...options });
+  svg.classList.add("curves");
+  const id = `clip-${host.dataset.metric}`;
+  draw(draw(svg, "clipPath", { id }), "rect", { x: left - 5, y: top - 4, width: right - left + 10, height: bottom - top + 8 });
+  const plot = draw(svg, "g", { "clip-path": `url(#${id})`, fill: "none", "stroke-linejoin": "round" });
+  const weight = options.stepped ? 0 : Number(view.smoothing);
   const shown = series.map((s) => {
-    const window = options.smooth && s.y.length >= 30 ? Math.round(s.y.length / 25) : 1;
-    const line = { fill: "none", stroke: runColour(s.index), "stroke-linejoin": "round" };
-    const xs = s.x.map(X);
-    if (window > 1) draw(svg, "path", { ...line, "stroke-opacity": 0.25, d: path(xs, s.y.map(Y)) });
-    const y = smoothed(s.y, window);
-    draw(svg, "path", { ...line, "stroke-width": options.stepped ? 1.5 : 2, d: path(xs, y.map(Y), options.stepped) });
-    if (xs.length === 1) draw(svg, "circle", { cx: xs[0], cy: Y(y[0]), r: 3.5, fill: runColour(s.index) });
-    return { ...s, y };
+    const stroke = runColour(s.index), xs = s.x.map(X), y = smoothed(s.y, weight);
+    if (weight) draw(plot, "path", { stroke, "stroke-opacity": 0.25, d: path(xs, s.y.map(Y)) });
+    draw(plot, "path", { class: "curve", stroke, "stroke-width": options.stepped ? 1.5 : 2, d: path(xs, y.map(Y), options.stepped) });
+    if (xs.length < 30) for (const i of xs.keys()) draw(plot, "circle", { cx: xs[i], cy: Y(y[i]), r: xs.length > 1 ? 2.5 : 3.5, fill: stroke });
+    return { ...s, smooth: y };
   });
   const cursor = draw(svg, "path", { class: "grid", visibility: "hidden" });
-  const dots = shown.map((s) => draw(svg, "circle", { r: 4, fill: runColour(s.index), stroke: "var(--paper)", "stroke-width": 1.5, visibility: "hidden" }));
-  svg.addEventListener("pointermove", (event) => {
-    const at = event.clientX - svg.getBoundingClientRect().left;
-    const x = x0 + ((at - left) / (width - left - right)) * (x1 - x0);
-    if (x < x0 || x > x1) return leave();
-    cursor.setAttribute("d", `M${at} ${top}V${height - bottom}`);
-    cursor.setAttribute("visibility", "visible");
-    const lines = shown.map((s, i) => {
-      const near = nearest(s.x, x);
-      dots[i].setAttribute("cx", X(s.x[near]));
-      dots[i].setAttribute("cy", Y(s.y[near]));
-      dots[i].setAttribute("visibility", "visible");
-      return key(runColour(s.index), `${number(s.y[near])}  ${s.name}`);
-    });
-    tip.show(event, `${options.xLabel} ${options.xText(x)}`, ...lines);
-  });
+  const chosen = draw(svg, "rect", { class: "chosen", y: top, height: bottom - top, visibility: "hidden" });
+  const dots = shown.map((s) => draw(plot, "circle", { r: 4, fill: runColour(s.index), stroke: "var(--paper)", "stroke-width": 1.5, visibility: "hidden" }));
+  const pixel = (event) => Math.min(Math.max(event.clientX - svg.getBoundingClientRect().left, left), right);
+  const value = (px) => x0 + ((px - left) / (right - left)) * (x1 - x0);
+  let from = null;
   const leave = () => {
     tip.hide();
     for (const mark of [cursor, ...dots]) mark.setAttribute("visibility", "hidden");
   };
+  svg.addEventListener("pointerdown", (event) => {
+    if (event.button) return;
+    from = pixel(event);
+    view.dragged = true;
+    svg.setPointerCapture(event.pointerId);
+  });
+  const release = (event) => {
+    view.dragged = false;
+    chosen.setAttribute("visibility", "hidden");
+    const [a, b] = [from, pixel(event)].sort((p, q) => p - q);
+    from = null;
+    if (event.type === "pointerup" && b - a > 6) view.set({ range: zoomed([value(a), value(b)], whole) });
+  };
+  svg.addEventListener("pointerup", release);
+  svg.addEventListener("pointercancel", release);
+  svg.addEventListener("dblclick", () => view.set({ range: null }));
+  svg.addEventListener("wheel", (event) => {
+    if (!event.ctrlKey) return;
+    event.preventDefault();
+    const x = value(pixel(event)), by = event.deltaY < 0 ? 0.8 : 1.25;
+    view.set({ range: zoomed([x - (x - x0) * by, x + (x1 - x) * by], whole) });
+  }, { passive: false });
+  svg.addEventListener("pointermove", (event) => {
+    const px = pixel(event), x = value(px);
+    if (from !== null) {
+      chosen.setAttribute("x", Math.min(from, px));
+      chosen.setAttribute("width", Math.abs(px - from));
+      chosen.setAttribute("visibility", "visible");
+    }
+    cursor.setAttribute("d", `M${px} ${top}V${bottom}`);
+    cursor.setAttribute("visibility", "visible");
+    const lines = shown.map((s, i) => {
+      const near = nearest(s.x, x);
+      dots[i].setAttribute("cx", X(s.x[near]));
+      dots[i].setAttribute("cy", Y(s.smooth[near]));
+      dots[i].setAttribute("visibility", "visible");
+      return key(runColour(s.index), `${number(s.y[near])}${weight ? ` (smoothed ${number(s.smooth[near])})` : ""}  ${s.name}`);
+    });
+    tip.show(event, `${options.xLabel} ${options.xText(shown.length ? shown[0].x[nearest(shown[0].x, x)] : x)}`, ...lines);
+  });
   svg.addEventListener("pointerleave", leave);
 }
 
@@ -182,24 +230,25 @@ function roomy(values, share) {
   return [low - room, high + room];
 }
 
-/** Axes with round values; returns the scales. options: title, xLabel, xTicks, yText. */
+/** Axes with round values; returns the scales. options: title, height, xLabel, xTicks, yText. */
 function axes(host, [x0, x1], [y0, y1], options) {
   host.replaceChildren(node("h3", {}, options.title));
-  const height = options.height ?? 260, left = 52, right = 18, top = 10, bottom = 38;
-  const [svg, width] = canvas(host, height);
-  const X = (x) => left + ((x - x0) / (x1 - x0)) * (width - left - right);
-  const Y = (y) => height - bottom - ((y - y0) / (y1 - y0)) * (height - top - bottom);
+  const [svg, width] = canvas(host, options.height ?? 260);
+  const left = 52, right = width - 18, top = 10, bottom = (options.height ?? 260) - 38;
+  const X = (x) => left + ((x - x0) / (x1 - x0 || 1)) * (right - left);
+  const Y = (y) => bottom - ((y - y0) / (y1 - y0)) * (bottom - top);
   for (const y of ticks(y0, y1, 5)) {
-    draw(svg, "path", { class: "grid", d: `M${left} ${Y(y)}H${width - right}` });
+    draw(svg, "path", { class: "grid", d: `M${left} ${Y(y)}H${right}` });
     draw(svg, "text", { class: "muted", x: left - 8, y: Y(y) + 4, "text-anchor": "end" }, (options.yText ?? number)(y));
   }
-  const xTicks = options.xTicks ?? ticks(x0, x1, Math.max(2, Math.floor((width - left) / 80))).map((x) => [x, number(x)]);
+  const most = Math.max(2, Math.floor((right - left) / 80));
+  const xTicks = options.xTicks ?? (options.xTicksOf ?? ((...of) => ticks(...of).map((x) => [x, number(x)])))(x0, x1, most);
   for (const [x, text] of xTicks) {
-    draw(svg, "path", { class: "grid", d: `M${X(x)} ${height - bottom}v4` });
-    draw(svg, "text", { class: "muted", x: X(x), y: height - bottom + 17, "text-anchor": "middle" }, text);
+    draw(svg, "path", { class: "grid", d: `M${X(x)} ${bottom}v4` });
+    draw(svg, "text", { class: "muted", x: X(x), y: bottom + 17, "text-anchor": "middle" }, text);
   }
-  draw(svg, "text", { class: "muted", x: (left + width - right) / 2, y: height - 4, "text-anchor": "middle" }, options.xLabel);
-  return { svg, width, X, Y, left, right };
+  draw(svg, "text", { class: "muted", x: (left + right) / 2, y: bottom + 34, "text-anchor": "middle" }, options.xLabel);
+  return { svg, X, Y, left, right, top, bottom };
 }
 
 /**
@@ -209,12 +258,12 @@ function axes(host, [x0, x1], [y0, y1], options) {
 function scatterChart(host, points, options) {
   const xs = points.flatMap((p) => [p.x - p.xError, p.x + p.xError]);
   const ys = points.flatMap((p) => [p.y - p.yError, p.y + p.yError]);
-  const { svg, width, X, Y, left, right } = axes(host, roomy(xs, 0.12), roomy([...ys, options.line[0]], 0.08), options);
+  const { svg, X, Y, left, right } = axes(host, roomy(xs, 0.12), roomy([...ys, options.line[0]], 0.08), options);
   const across = Y(options.line[0]);
-  draw(svg, "path", { d: `M${left} ${across}H${width - right}`, stroke: "var(--muted)", "stroke-dasharray": "4 4" });
-  draw(svg, "text", { class: "muted", x: width - right, y: across - 5, "text-anchor": "end" }, options.line[1]);
+  draw(svg, "path", { d: `M${left} ${across}H${right}`, stroke: "var(--muted)", "stroke-dasharray": "4 4" });
+  draw(svg, "text", { class: "muted", x: right, y: across - 5, "text-anchor": "end" }, options.line[1]);
   const taken = points.map((p) => [X(p.x) - 8, Y(p.y) - 8, X(p.x) + 8, Y(p.y) + 8]);
-  taken.push([width - right - 6.2 * options.line[1].length, across - 16, width - right, across]);
+  taken.push([right - 6.2 * options.line[1].length, across - 16, right, across]);
   for (const p of points) {
     const x = X(p.x), y = Y(p.y);
     const bars = `M${X(p.x - p.xError)} ${y}H${X(p.x + p.xError)}M${x} ${Y(p.y - p.yError)}V${Y(p.y + p.yError)}`;
@@ -225,7 +274,7 @@ function scatterChart(host, points, options) {
     const length = 6.4 * p.name.length;
     const places = [[9, -7], [-9 - length, -7], [9, 16], [-9 - length, 16], [-length / 2, -13], [-length / 2, 24]];
     const boxes = places.map(([dx, dy]) => [x + dx, y + dy - 10, x + dx + length, y + dy + 2]);
-    const free = boxes.findIndex(([a, b, c, d]) => a > left && c < width - 2 && !taken.some(([e, f, g, h]) => a < g && c > e && b < h && d > f));
+    const free = boxes.findIndex(([a, b, c, d]) => a > left && c < right + 16 && !taken.some(([e, f, g, h]) => a < g && c > e && b < h && d > f));
     if (free < 0) continue; // its name is shown when it is pointed at
     taken.push(boxes[free]);
     draw(svg, "text", { x: boxes[free][0], y: boxes[free][3] - 2 }, p.name);

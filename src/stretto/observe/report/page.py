@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import count
 from string import Template
@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from stretto.errors import ConfigError
-from stretto.observe.display import REWARD
 from stretto.observe.idle import CAUSES, role_order
 from stretto.observe.report import runs as figures
 from stretto.observe.report import style
@@ -24,17 +23,16 @@ from stretto.observe.trace import TracedStep
 MAX_RUNS = style.RUNS
 """Number of colours that can be told apart. Of more runs than that, only outcomes are shown."""
 
-CURVES = {
-    "reward": REWARD,
-    "samples_per_s": "perf/samples_per_s",
-    "overcommit": "schedule/overcommit",
-    "chunk_tokens": "schedule/chunk_tokens",
-    "carried": "schedule/carried",
-    "staleness": "staleness/mean",
-}
+SAMPLES_PER_S = "perf/samples_per_s"
+
+NO_CURVES = ("step", "time_s", "utilisation/", "idle_s/")
+"""Starts of names of metrics without a curve; 'Where time went' has the last two."""
 
 TIMELINE_CHARS = 3_000_000
 """Most characters in the timelines of all runs; of longer ones, every n-th step is shown."""
+
+SAMPLE_CHARS = 2_000_000
+"""Most characters of the samples of all runs; of more, those of every n-th step are shown."""
 
 _POINTS = 1000
 """Most points of a curve; a longer one is averaged over stretches of equal length."""
@@ -49,6 +47,7 @@ def html_page(
     runs: Sequence[LoadedRun],
     step: int | None = None,
     predictions: Sequence[Mapping[str, Any]] = (),
+    poll_ms: int = 0,
 ) -> str:
     """Return the page. Raises ConfigError if no run has the step in its trace, or there are too
     many runs for timelines.
@@ -59,6 +58,7 @@ def html_page(
         step: whose timeline is shown at first; ``None`` takes one from the middle.
         predictions: of the runs, if any were made: each with the ``phases`` of a step (name,
             seconds as measured, seconds as predicted) under a ``title``, or ``why`` there is none.
+        poll_ms: of a page that a server keeps up to date: pause after each look for news.
     """
     if step is not None and len(runs) > MAX_RUNS:
         raise ConfigError(
@@ -70,7 +70,7 @@ def html_page(
         text = f"step {step} is in no run's trace; leave out --step to see which there are"
         raise ConfigError(text, "step-not-traced")
     # No character that could end the element that the data stands in.
-    content = {**payload(runs, step), "predictions": list(predictions)}
+    content = {**payload(runs, step), "predictions": list(predictions), "live": poll_ms}
     data = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     data = data.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
     colours = ""
@@ -79,6 +79,7 @@ def html_page(
         colours = style.grouped([names.index(figures.algorithm(run)) for run in runs])
 
     return Template(style.asset("report.html")).substitute(
+        connect="connect-src 'self';" if poll_ms else "",
         title=escape(", ".join(run.name for run in runs)),
         light=style.variables(dark=False) + colours,
         dark=style.variables(dark=True) + colours,
@@ -95,7 +96,6 @@ def payload(runs: Sequence[LoadedRun], step: int | None = None) -> dict[str, Any
     kinds = list(style.KINDS)
     in_brief = len(runs) > MAX_RUNS
     timelines = [{} for _ in runs] if in_brief else _timelines(runs, kinds, step)
-    where_time_went = [figures.shares(run) for run in runs]
     titles = {"driver": "run the schedule", **style.KINDS}
     return {
         "step": step,
@@ -107,25 +107,47 @@ def payload(runs: Sequence[LoadedRun], step: int | None = None) -> dict[str, Any
         "causes": [[cause, style.CAUSES[cause]] for cause in CAUSES],
         "resolution": _RESOLUTION,
         "edges": edges,
-        "roles": sorted({s.role for own in where_time_went for s in own}, key=role_order),
-        "settings": [[key, values] for key, values in figures.differing_settings(runs)],
+        "settings": [*figures.about(runs), *figures.differing_settings(runs)],
+        **(grown := news(runs)),
         "runs": [
             {
                 "name": run.name,
                 "task": [run.settings.get(f"task.{key}") for key in ("kind", "name")],
                 "missing": list(run.missing),
-                "curves": {name: _curve(run, metric) for name, metric in CURVES.items()},
-                "seconds": _short(max(run.times_s().values(), default=0.0)),
-                "steps": len(run.metrics),
-                "rate": run.mean_over_time(CURVES["samples_per_s"]),
-                "shares": own,
-                "gpu_memory": figures.gpu_memory(run),
                 "verified": figures.verified(run),
                 "lengths": _lengths(run, edges),
                 "roles": list(run.roles),
                 "timeline": timeline,
+                **own,
             }
-            for run, own, timeline in zip(runs, where_time_went, timelines, strict=True)
+            for run, timeline, own in zip(runs, timelines, grown["runs"], strict=True)
+        ],
+    }
+
+
+def news(runs: Sequence[LoadedRun], after: Sequence[int] = ()) -> dict[str, Any]:
+    """Return what grows with the steps of runs: ``curves`` and ``samples`` after the steps given,
+    by default all; and the figures of the whole runs that the page draws anew."""
+    where_time_went = [figures.shares(run) for run in runs]
+    after, in_brief = after or [0] * len(runs), len(runs) > MAX_RUNS
+    samples = [{} for _ in runs] if in_brief else _samples(runs, after)
+    return {
+        "roles": sorted({s.role for own in where_time_went for s in own}, key=role_order),
+        "runs": [
+            {
+                "curves": _curves([] if in_brief else run.metrics, run.times_s(), step),
+                "samples": own_samples,
+                "seconds": _short(max(run.times_s().values(), default=0.0)),
+                "steps": len(run.metrics),
+                "rate": run.mean_over_time(SAMPLES_PER_S),
+                "reward": figures.last_reward(run),
+                "staleness": run.mean_over_time("staleness/mean"),
+                "shares": shares,
+                "gpu_memory": figures.gpu_memory(run),
+            }
+            for run, step, own_samples, shares in zip(
+                runs, after, samples, where_time_went, strict=True
+            )
         ],
     }
 
@@ -155,37 +177,62 @@ def _lengths(run: LoadedRun, edges: Sequence[int]) -> dict[str, Any] | None:
     }
 
 
-def _curve(run: LoadedRun, metric: str) -> list[list[float]] | None:
-    """Return steps, times [s] and values; averaged over stretches where there are too many."""
-    steps, values = run.curve(metric)
-    if not steps:
-        return None
-    times_s = run.times_s()
-    size = -(-len(steps) // _POINTS)
-    parts = [slice(i, i + size) for i in range(0, len(steps), size)]
-    return [
-        [steps[part][-1] for part in parts],
-        [_short(times_s[steps[part][-1]]) for part in parts],
-        [_short(math.fsum(values[part]) / len(values[part])) for part in parts],
-    ]
+def _curves(
+    metrics: Sequence[Mapping[str, Any]], times_s: Mapping[int, float], after: int
+) -> dict[str, Any]:
+    """Return ``steps``, ``times`` [s] and ``values`` by metric, ``None`` where one has none;
+    averaged over stretches where there are too many."""
+    rows = [m for m in metrics if m["step"] > after]
+    size = max(1, -(-len(rows) // _POINTS))
+    parts = [rows[i : i + size] for i in range(0, len(rows), size)]
+    names = dict.fromkeys(name for m in rows for name in m if not name.startswith(NO_CURVES))
+    values = {name: [_mean(m.get(name) for m in part) for part in parts] for name in names}
+    return {
+        "steps": [part[-1]["step"] for part in parts],
+        "times": [_short(times_s[part[-1]["step"]]) for part in parts],
+        "values": {name: own for name, own in values.items() if set(own) != {None}},
+    }
+
+
+def _mean(values: Iterable[Any]) -> float | None:
+    known = [value for value in values if figures.finite(value)]
+    return _short(math.fsum(known) / len(known)) if known else None
+
+
+def _samples(runs: Sequence[LoadedRun], after: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the samples of each run by step: prompt, response, reward, end, tokens and scores."""
+    every: list[dict[int, list[Any]]] = [{} for _ in runs]
+    for run, step, by_step in zip(runs, after, every, strict=True):
+        for s in (s for s in run.samples if s["step"] > step):
+            scores = {name: _mean([score]) for name, score in s.get("scores", {}).items()}
+            row = [s["prompt"], s["response"], _mean([s["reward"]]), s["finish"], s["tokens"]]
+            by_step.setdefault(s["step"], []).append([*row, scores])
+    return _thinned(every, SAMPLE_CHARS)
 
 
 def _timelines(
     runs: Sequence[LoadedRun], kinds: list[str], step: int | None
 ) -> list[dict[str, Any]]:
-    """Return the timelines of all runs, of every n-th step if all were too much; add kinds."""
+    """Return the timelines of all runs; add kinds."""
     every = [{number: _timeline(run, s, kinds) for number, s in run.steps.items()} for run in runs]
-    sizes = [{n: len(json.dumps(rows)) for n, rows in timeline.items()} for timeline in every]
+    return _thinned(every, TIMELINE_CHARS, step)
+
+
+def _thinned(
+    every: Sequence[Mapping[int, list[Any]]], most_chars: int, step: int | None = None
+) -> list[dict[str, Any]]:
+    """Return what each run has of its steps, of every n-th step if all were too much."""
+    sizes = [{n: len(json.dumps(rows)) for n, rows in own.items()} for own in every]
     stride = 1
-    while sum(s for size in sizes for n, s in size.items() if n % stride == 0) > TIMELINE_CHARS:
+    while sum(s for size in sizes for n, s in size.items() if n % stride == 0) > most_chars:
         stride += 1
     return [
         {
             str(n): rows
-            for n, rows in sorted(timeline.items())
-            if n % stride == 0 or n in (1, max(timeline), step)
+            for n, rows in sorted(own.items())
+            if n % stride == 0 or n in (1, max(own), step)
         }
-        for timeline in every
+        for own in every
     ]
 
 

@@ -1,25 +1,13 @@
 const D = JSON.parse(document.getElementById("data").textContent);
 const at = (id) => document.getElementById(id);
-const redraws = [];
+const paints = {};
 
 /** Fill a section, or take it off the page when there is nothing to show. */
 function section(id, filled, paint) {
   if (!filled) return at(id).remove();
-  redraws.push(paint);
+  paints[id] = paint;
   paint();
 }
-
-function curves(name, x) {
-  return D.runs.flatMap((run, index) => {
-    const curve = run.curves[name];
-    return curve ? [{ index, name: run.name, x: curve[x], y: curve[2] }] : [];
-  });
-}
-
-const wholeTicks = (a, b, n) => ticks(a, b, n).filter(Number.isInteger);
-const bySteps = { xLabel: "step", xText: (x) => String(Math.round(x)), ticks: wholeTicks };
-const byTime = { xLabel: "time", xText: duration, tickText: timeText, ticks: timeTicks, fromZero: true };
-const STEPS = 0, TIMES = 1;
 
 function header() {
   at("legend").append(...(D.in_brief ? algorithmKeys() : D.runs.map((run, i) => key(runColour(i), run.name))));
@@ -37,8 +25,6 @@ function header() {
 }
 
 function summary() {
-  const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
-  const of = (run, name) => run.curves[name]?.[2];
   const rate = D.runs.map((run) => run.rate ?? undefined);
   const busy = (run) => {
     const generators = run.shares.filter(([role]) => /^generator( \d+)?$/.test(role));
@@ -57,15 +43,15 @@ function summary() {
       if (!i || !rate[0] || !rate[i]) return undefined;
       return String(run.task) === String(D.runs[0].task) ? number(rate[i] / rate[0]) + " x" : "another task";
     }],
-    ["reward, last tenth", (run) => of(run, "reward") && number(mean(of(run, "reward").slice(-Math.ceil(of(run, "reward").length / 10))))],
+    ["reward, last tenth", (run) => run.reward === null ? undefined : number(run.reward)],
     ["pass@1", (run) => withError(run.verified?.pass_at_1, percent)],
     ["mean score", (run) => withError(run.verified?.mean_score, number)],
     ["of its prompts asked in training", (run) => overlap(run.verified)],
-    ["staleness", (run) => of(run, "staleness") && number(mean(of(run, "staleness")))],
+    ["staleness", (run) => run.staleness && number(run.staleness)],
     ["GPU memory, peak of tensors (reserved)", (run) => run.gpu_memory.map(([process, peak, reserved]) => `${process} ${number(peak)} (${number(reserved)}) GB`).join(", ") || undefined],
     ["generators busy", (run) => busy(run) !== undefined ? percent(busy(run)) : undefined],
   ].map(([title, value]) => [title, D.runs.map(value)]).filter(([, cells]) => cells.some((c) => c !== undefined && c !== 0));
-  at("summary").append(node("table", {},
+  at("summary").replaceChildren(node("table", {},
     node("thead", {}, node("tr", {}, ...columns.map(([title]) => node("th", {}, title)))),
     node("tbody", {}, ...D.runs.map((run, i) => node("tr", {}, ...columns.map(([, cells]) => node("td", {}, cells[i] ?? "-")))))));
 }
@@ -208,30 +194,135 @@ function shareBars() {
     ...(causes.has("other") ? [key("var(--wait)", "idle for another cause")] : []));
 }
 
-function scheduleCharts() {
-  const host = at("schedule");
-  host.replaceChildren();
-  for (const [name, title, more] of [
-    ["samples_per_s", "Samples per second", { smooth: true, zero: true }],
-    ["overcommit", "Over-commitment: responses in flight beyond the batch", { stepped: true, zero: true }],
-    ["chunk_tokens", "Chunk size [tokens]", { stepped: true, zero: true }],
-    ["staleness", "Staleness, mean [versions]", { smooth: true, zero: true }],
-    ["carried", "Responses carried into the next step", { stepped: true, zero: true }],
-  ]) {
-    const series = curves(name, STEPS);
-    if (!series.some((s) => s.y.some(Boolean))) continue; // a knob that no run uses
-    const chart = node("div");
-    host.append(chart);
-    lineChart(chart, series, { title, ...bySteps, ...more });
-  }
+const CURVES = [
+  ["objective/scores", "Reward"],
+  ["objective/kl", "KL to the reference [nats a response]"],
+  ["loss/policy_avg", "Policy loss"],
+  ["loss/value_avg", "Value loss"],
+  ["policy/entropy_avg", "Entropy [nats a token]"],
+  ["policy/clipfrac_avg", "Clipped share of tokens", { zero: true }],
+  ["response/length_mean", "Response length, mean [tokens]"],
+  ["perf/samples_per_s", "Samples per second", { zero: true }],
+  ["schedule/overcommit", "Over-commitment: responses in flight beyond the batch", { stepped: true, zero: true }],
+  ["schedule/chunk_tokens", "Chunk size [tokens]", { stepped: true, zero: true }],
+  ["schedule/carried", "Responses carried into the next step", { stepped: true, zero: true }],
+  ["staleness/mean", "Staleness, mean [versions]", { zero: true }],
+];
+
+const wholeTicks = (...of) => ticks(...of).filter(Number.isInteger).map((x) => [x, number(x)]);
+const AXES = {
+  steps: { xLabel: "step", xText: (x) => String(Math.round(x)), xTicksOf: wholeTicks },
+  times: { xLabel: "time", xText: duration, xTicksOf: (a, b, n) => timeTicks(a, b, n).map((x) => [x, timeText(x, b)]) },
+};
+
+/** Metrics of all runs: those of CURVES that are not 0 throughout, evaluations, all others. */
+function metrics() {
+  const names = [...new Set(D.runs.flatMap((run) => Object.keys(run.curves.values)))].sort();
+  const used = ([name]) => D.runs.some((run) => run.curves.values[name]?.some(Boolean));
+  const shown = CURVES.filter(used);
+  shown.splice(1, 0, ...names.filter((name) => name.startsWith("eval/")).map((name) => [name, name]));
+  const known = new Set([...CURVES, ...shown].map(([name]) => name));
+  return [shown, names.filter((name) => !known.has(name)).map((name) => [name, name])];
 }
+
+function curveCharts() {
+  const [shown, others] = metrics();
+  const xs = D.runs.flatMap((run) => run.curves[view.axis]);
+  const whole = [view.axis === "times" ? 0 : Math.min(...xs), Math.max(...xs)];
+  if (view.range && view.range[0] >= whole[1]) view.range = null;
+  const fill = (host, curves) => host.replaceChildren(...curves.map(([metric]) => node("div", { "data-metric": metric })));
+  const paint = (host, curves) => {
+    fill(host, curves);
+    curves.forEach(([metric, title, more], i) => {
+      const series = D.runs.flatMap((run, index) => {
+        const all = run.curves.values[metric] ?? [];
+        const points = all.flatMap((y, k) => (y === null ? [] : [[run.curves[view.axis][k], y]]));
+        return points.length ? [{ index, name: run.name, x: points.map(([x]) => x), y: points.map(([, y]) => y) }] : [];
+      });
+      curveChart(host.children[i], series, { title, whole, ...AXES[view.axis], ...more });
+    });
+  };
+  at("smoothing").value = view.smoothing;
+  at("smoothing-value").textContent = Number(view.smoothing).toFixed(2);
+  at("axis").value = view.axis;
+  at("whole").disabled = !view.range;
+  paint(at("curves"), shown);
+  at("others").hidden = !others.length;
+  if (!shown.length) at("others").open = true;
+  const wanted = at("others-search").value.toLowerCase();
+  if (at("others").open) paint(at("other-curves"), others.filter(([name]) => name.toLowerCase().includes(wanted)));
+}
+
+function curveControls() {
+  view.painted = () => requestAnimationFrame(curveCharts);
+  at("smoothing").addEventListener("input", (e) => view.set({ smoothing: Number(e.target.value) }));
+  at("axis").addEventListener("change", (e) => view.set({ axis: e.target.value, range: null }));
+  at("whole").addEventListener("click", () => view.set({ range: null }));
+  at("others").addEventListener("toggle", curveCharts);
+  at("others-search").addEventListener("input", curveCharts);
+}
+
+const samples = {
+  sort: ["step", false], // the column, and whether it ascends
+  most: 10,
+
+  start() {
+    at("sample-run").append(...D.runs.map((run, i) => node("option", { value: i }, run.name)));
+    if (D.runs.length < 2) at("sample-run").remove();
+    for (const id of ["sample-run", "sample-step", "sample-search"]) at(id)?.addEventListener("input", () => this.paint());
+    at("sample-more").addEventListener("click", () => {
+      this.most += 100;
+      this.paint();
+    });
+  },
+
+  rows() {
+    const step = at("sample-step").value, text = at("sample-search").value.toLowerCase();
+    const found = D.runs.flatMap((run, i) => (String(i) !== (at("sample-run")?.value || String(i)) ? [] :
+      Object.entries(run.samples).flatMap(([at, rows]) => (step && step !== at ? [] : rows.map((row) => [i, Number(at), ...row])))));
+    return found.filter(([, , prompt, response]) => `${prompt}\n${response}`.toLowerCase().includes(text));
+  },
+
+  paint() {
+    const rows = this.rows();
+    const sources = [...new Set(rows.flatMap((row) => Object.keys(row[7])))];
+    const columns = [
+      ...(at("sample-run") ? [["run", (row) => row[0], (row) => key(runColour(row[0]), D.runs[row[0]].name)]] : []),
+      ["step", (row) => row[1]],
+      ["reward", (row) => row[4]],
+      ...sources.map((name) => [name, (row) => row[7][name]]),
+      ["tokens", (row) => row[6]],
+      ["end", (row) => row[5]],
+      ["prompt", (row) => row[2], (row) => node("div", { class: "text" }, row[2])],
+      ["response", (row) => row[3], (row) => node("div", { class: "text" }, row[3])],
+    ];
+    const [by, ascends] = this.sort, value = columns.find(([name]) => name === by)?.[1] ?? ((row) => row[1]);
+    rows.sort((a, b) => {
+      const [p, q] = ascends ? [value(a), value(b)] : [value(b), value(a)];
+      return (p ?? -Infinity) < (q ?? -Infinity) ? -1 : Number((p ?? -Infinity) > (q ?? -Infinity));
+    });
+    const shown = (value) => (typeof value === "number" ? number(value) : value ?? "-");
+    const head = columns.map(([name]) => {
+      const button = node("button", { type: "button", title: `Sort by ${name}` }, name + (name === by ? (ascends ? " ▲" : " ▼") : ""));
+      button.addEventListener("click", () => {
+        this.sort = [name, name === by && !ascends];
+        this.paint();
+      });
+      return node("th", {}, button);
+    });
+    at("samples").replaceChildren(node("table", {}, node("thead", {}, node("tr", {}, ...head)),
+      node("tbody", {}, ...rows.slice(0, this.most).map((row) => node("tr", {}, ...columns.map(([, get, made]) => node("td", {}, made ? made(row) : shown(get(row)))))))));
+    at("sample-count").textContent = `${Math.min(this.most, rows.length)} of ${rows.length} samples`;
+    at("sample-more").hidden = rows.length <= this.most;
+  },
+};
 
 function lengthChart() {
   const host = at("lengths");
   host.replaceChildren();
   const runs = D.runs.map((run, index) => ({ index, name: run.name, ...run.lengths })).filter((run) => run.counts);
   const row = 20, left = 52, right = 14, plot = 210, labels = 34;
-  const [svg, width] = canvas(host, plot + labels + row * runs.length + 22);
+  const [svg, width] = canvas(host, plot + labels + row * runs.length);
   const bins = D.edges.length - 1;
   const first = Math.max(0, Math.min(...runs.map((run) => run.counts.findIndex((c) => c))) - 1);
   const X = (bin) => left + ((bin - first) / (bins - first)) * (width - left - right);
@@ -264,13 +355,10 @@ function lengthChart() {
     draw(svg, "path", { d: `M${p - 6} ${y}L${p} ${y - 6}L${p + 6} ${y}L${p} ${y + 6}Z`, fill: colour });
     draw(svg, "path", { d: `M${m} ${y - 7}V${y + 7}`, stroke: colour, "stroke-width": 3 });
     const rejected = run.rejected ? `, ${run.rejected} rejected` : "";
-    draw(svg, "text", { class: "muted", x: place(run.median) - 12, y: y + 4, "text-anchor": "end" }, number(run.median));
-    const text = `p95 ${number(run.p95)}, max ${number(run.max)}; ${run.total.toLocaleString("en")} responses${rejected}`;
-    const near = m + 10 + 6 * text.length > width;
-    const label = draw(svg, "text", { class: "muted", x: near ? place(run.median) - 48 : m + 12, y: y + 4 }, text);
-    if (near) label.setAttribute("text-anchor", "end");
   });
-  draw(svg, "text", { class: "muted", x: left, y: plot + labels + row * runs.length + 14 }, "tokens in a response: ● median   ◆ 95th percentile   ┃ longest");
+  host.append(node("div", { class: "legend small" },
+    ...runs.map((run) => key(runColour(run.index), `median ${number(run.median)}, p95 ${number(run.p95)}, max ${number(run.max)}; ${run.total.toLocaleString("en")} responses${run.rejected ? `, ${run.rejected} rejected` : ""}`)),
+    "tokens in a response: ● median   ◆ 95th percentile   ┃ longest"));
   svg.addEventListener("pointermove", (event) => {
     const x = event.clientX - svg.getBoundingClientRect().left;
     const bin = Math.floor(first + ((x - left) / (width - left - right)) * (bins - first));
@@ -338,29 +426,78 @@ function predictionTable() {
 
 function settingsTable() {
   const text = (value) => (value === null ? "-" : typeof value === "string" ? value || '""' : JSON.stringify(value));
-  at("settings").append(node("table", {},
-    node("thead", {}, node("tr", {}, node("th", {}, "setting"), ...D.runs.map((run, i) => node("th", {}, key(runColour(i), run.name))))),
+  at("settings").replaceChildren(node("table", {},
+    node("thead", {}, node("tr", {}, node("th", {}), ...D.runs.map((run, i) => node("th", {}, key(runColour(i), run.name))))),
     node("tbody", {}, ...D.settings.map(([name, values]) => node("tr", {}, node("td", {}, name), ...values.map((v) => node("td", {}, text(v))))))));
 }
 
+/** Take up what a server says of runs that go on; a new page shows what this one has no place for. */
+const live = {
+  async poll() {
+    const steps = D.runs.map((run) => run.curves.steps.at(-1) ?? 0);
+    const answer = await fetch(`data?${steps.map((step) => `after=${step}`).join("&")}`);
+    if (answer.status === 204) return;
+    if (!answer.ok) throw new Error(await answer.text());
+    const { roles, runs } = await answer.json();
+    const homeless = runs.some((news) => (news.shares.length && !paints["shares-section"])
+      || (Object.keys(news.samples).length && !paints["samples-section"]));
+    if (homeless || runs.some((news, i) => news.steps < D.runs[i].steps || (news.steps && !D.runs[i].steps))) {
+      location.reload();
+      return;
+    }
+    const grew = runs.some((news, i) => news.steps > D.runs[i].steps);
+    D.roles = roles;
+    runs.forEach(({ curves, samples, ...figures }, i) => this.add(Object.assign(D.runs[i], figures), curves, samples));
+    if (grew) for (const id of ["summary-section", "curves-section", "samples-section", "shares-section"]) paints[id]?.();
+  },
+
+  add(run, { steps, times, values }, samples) {
+    const before = run.curves.steps.length;
+    run.curves.steps.push(...steps);
+    run.curves.times.push(...times);
+    for (const name of new Set([...Object.keys(run.curves.values), ...Object.keys(values)])) {
+      run.curves.values[name] ??= Array(before).fill(null);
+      run.curves.values[name].push(...(values[name] ?? Array(steps.length).fill(null)));
+    }
+    Object.assign(run.samples, samples);
+  },
+
+  async start() {
+    const at_first = Math.max(...D.runs.map((run) => run.steps));
+    for (;;) {
+      const now = Math.max(...D.runs.map((run) => run.steps));
+      const behind = now > at_first ? `; timelines and lengths are of step ${at_first}, until the page is reloaded` : "";
+      at("live").textContent = now ? `live: step ${now}${behind}` : "live: no step so far";
+      await new Promise((done) => setTimeout(done, D.live));
+      if (view.dragged || document.hidden) continue;
+      try {
+        await this.poll();
+      } catch {
+        at("live").textContent = `no answer since step ${now}`;
+      }
+    }
+  },
+};
+
 header();
-section("summary-section", D.runs.some((run) => run.steps), () => { at("summary").replaceChildren(); summary(); });
+const one = !D.in_brief;
+section("summary-section", D.runs.some((run) => run.steps), summary);
+if (one && D.runs.some((run) => run.steps)) curveControls();
+section("curves-section", one && D.runs.some((run) => run.steps), curveCharts);
 if (timeline.steps.length) timeline.start();
 section("timeline-section", timeline.steps.length, () => timeline.paint());
-section("reward-section", !D.in_brief && curves("reward", STEPS).length, () => {
-  lineChart(at("reward-time"), curves("reward", TIMES), { title: "against time", ...byTime, smooth: true });
-  lineChart(at("reward-step"), curves("reward", STEPS), { title: "against steps", ...bySteps, smooth: true });
-});
 section("pareto-section", D.pareto.length, paretoCharts);
 section("off-policy-section", D.off_policy.length, offPolicyCharts);
-section("shares-section", !D.in_brief && D.runs.some((run) => run.shares.length), shareBars);
+section("shares-section", one && D.runs.some((run) => run.shares.length), shareBars);
 section("prediction-section", D.predictions.length, predictionTable);
-section("schedule-section", !D.in_brief && Object.keys(D.runs[0].curves).some((name) => name !== "reward" && curves(name, STEPS).length), scheduleCharts);
-section("lengths-section", !D.in_brief && D.runs.some((run) => run.lengths), lengthChart);
-section("settings-section", D.settings.length, () => { at("settings").replaceChildren(); settingsTable(); });
+section("lengths-section", one && D.runs.some((run) => run.lengths), lengthChart);
+if (D.runs.some((run) => Object.keys(run.samples).length)) samples.start();
+section("samples-section", D.runs.some((run) => Object.keys(run.samples).length), () => samples.paint());
+section("settings-section", D.settings.length, settingsTable);
+if (D.live) live.start();
 
 let painted = innerWidth;
 addEventListener("resize", () => {
-  if (innerWidth !== painted) requestAnimationFrame(() => redraws.forEach((paint) => paint()));
+  if (innerWidth !== painted) requestAnimationFrame(() => Object.values(paints).forEach((paint) => paint()));
   painted = innerWidth;
 });

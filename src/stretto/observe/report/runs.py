@@ -39,10 +39,13 @@ class LoadedRun:
     roles: Sequence[str] = ()  # with a track in the trace, in the order in which they are shown
     missing: Sequence[str] = ()  # what it lacks, in plain words
     evaluations: Sequence[Mapping[str, Any]] = ()  # of ``stretto eval``, the oldest first
+    samples: Sequence[Mapping[str, Any]] = ()  # with ``step`` and the fields of a Sample
+    machine: str = ""
+    starts: Sequence[Mapping[str, Any]] = ()  # date, command and versions; the oldest first
 
     def curve(self, metric: str) -> tuple[list[int], list[float]]:
         """Return step numbers and values of a metric, where it has a finite one."""
-        found = [(int(m["step"]), m[metric]) for m in self.metrics if _finite(m.get(metric))]
+        found = [(int(m["step"]), m[metric]) for m in self.metrics if finite(m.get(metric))]
         return [step for step, _ in found], [float(value) for _, value in found]
 
     def times_s(self) -> dict[int, float]:
@@ -51,8 +54,8 @@ class LoadedRun:
         times: dict[int, float] = {}
         now_s = 0.0
         for m in self.metrics:
-            now_s += m[STEP_TIME] if _finite(m.get(STEP_TIME)) else 0.0
-            if _finite(m.get("time_s")):
+            now_s += m[STEP_TIME] if finite(m.get(STEP_TIME)) else 0.0
+            if finite(m.get("time_s")):
                 now_s = m["time_s"]
             times[int(m["step"])] = now_s
         return times
@@ -67,7 +70,7 @@ class LoadedRun:
 
     def mean_over_time(self, metric: str) -> float | None:
         """Return a metric's mean over the run's time: long steps count for more than short ones."""
-        known = [(m[metric], step_s) for m, step_s in self.timed() if _finite(m.get(metric))]
+        known = [(m[metric], step_s) for m, step_s in self.timed() if finite(m.get(metric))]
         length_s = sum(step_s for _, step_s in known)
         return sum(value * step_s for value, step_s in known) / length_s if length_s else None
 
@@ -75,21 +78,23 @@ class LoadedRun:
 # -- reading -------------------------------------------------------------------------------------
 
 
-def load(paths: Sequence[str | Path]) -> list[LoadedRun]:
-    """Read runs. Raises ConfigError if a path is not a run directory, none was given or one twice;
-    StateError if a file is damaged."""
+def load(paths: Sequence[str | Path], *, begun: bool = True) -> list[LoadedRun]:
+    """Read runs, which all must have ``begun`` unless told otherwise. Raises ConfigError if a path
+    is not a run directory, none was given or one twice; StateError if a file is damaged."""
     folders = [Path(path) for path in paths]
     if not folders:
         raise ConfigError("a report takes at least one run directory; got none", "no-run-named")
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ConfigError("the same run directory was given twice; name each once", "run-twice")
-    return [_load(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
+    return [_load(f, name, begun) for f, name in zip(folders, _names(folders), strict=True)]
 
 
-def _load(folder: Path, name: str) -> LoadedRun:
+def _load(folder: Path, name: str, begun: bool) -> LoadedRun:
     run = RunDirectory(folder)
     configured = run.config_file.is_file()
     if not (configured or run.metrics_file.is_file()):
+        if not begun:
+            return LoadedRun(name, {}, (), (), missing=["everything so far: it has not begun"])
         lacks = "it has neither config.toml nor metrics.jsonl"
         raise ConfigError(f"'{folder}' is not a run directory: {lacks}", "not-a-run")
     settings = dict(_flat(tomllib.loads(run.config_file.read_text("utf-8")))) if configured else {}
@@ -109,6 +114,9 @@ def _load(folder: Path, name: str) -> LoadedRun:
         roles=sorted({span.role for span in trace.spans}, key=role_order),
         missing=[text for found, text in needed if not found],
         evaluations=run.read_evaluations(),
+        samples=run.read_samples(),
+        machine=str(run.read_machine()) if run.machine_file.is_file() else "",
+        starts=run.read_starts() if run.machine_file.is_file() else (),
     )
 
 
@@ -163,9 +171,9 @@ def shares(run: LoadedRun) -> list[Shares]:
     for m, step_s in run.timed():
         for key, value in m.items():
             kind, _, rest = key.partition("/")
-            if kind == "utilisation" and _finite(value):
+            if kind == "utilisation" and finite(value):
                 busy_s[rest] += value * step_s
-            elif kind == "idle_s" and _finite(value):
+            elif kind == "idle_s" and finite(value):
                 role, _, cause = rest.rpartition("/")
                 idle_s[role][cause] += value
     found = []
@@ -181,16 +189,41 @@ def gpu_memory(run: LoadedRun) -> list[tuple[str, float, float]]:
     for m in run.metrics:
         for key, value in m.items():
             process, _, kind = key.removeprefix("memory/").rpartition("/")
-            if key.startswith("memory/") and process and _finite(value):
+            if key.startswith("memory/") and process and finite(value):
                 most[process][kind] = max(most[process][kind], value)
     return [(name, own["peak_gb"], own["reserved_gb"]) for name, own in sorted(most.items())]
+
+
+def about(runs: Sequence[LoadedRun]) -> list[tuple[str, list[Any]]]:
+    """Return what a run is to be repeated with: facts, each with its value for every run; ``None``
+    where one is not known."""
+
+    def versions(run: LoadedRun) -> str | None:
+        each = run.starts[-1]["versions"] if run.starts else {}
+        return ", ".join(f"{name} {version}" for name, version in each.items()) or None
+
+    facts = (
+        ("begun", [run.starts[0]["date"] if run.starts else None for run in runs]),
+        ("resumed", [run.starts[-1]["date"] if len(run.starts) > 1 else None for run in runs]),
+        ("command", [run.starts[0]["command"] if run.starts else None for run in runs]),
+        ("seed", [run.settings.get("seed") for run in runs]),
+        ("versions", list(map(versions, runs))),
+        ("machine", [run.machine or None for run in runs]),
+    )
+    return [(name, values) for name, values in facts if set(values) != {None}]
+
+
+def last_reward(run: LoadedRun) -> float | None:
+    """Return the mean reward over the last tenth of a run's steps."""
+    _, rewards = run.curve(REWARD)
+    return fmean(rewards[-math.ceil(len(rewards) / LAST_SHARE) :]) if rewards else None
 
 
 def differing_settings(runs: Sequence[LoadedRun]) -> list[tuple[str, list[Any]]]:
     """Return settings that are not the same in all runs that have any, with each run's value;
     ``None`` for a run that does not have it. Where and how a run is shown is left out."""
     known = [run.settings for run in runs if run.settings]
-    shown = sorted({key for settings in known for key in settings} - {"out"})
+    shown = sorted({key for settings in known for key in settings} - {"out", "seed"})
     return [
         (key, [run.settings.get(key) for run in runs])
         for key in shown
@@ -281,10 +314,8 @@ _LATER = ("Perplexity", "KL", "Win-rate")
 def _achieved(run: LoadedRun) -> dict[str, float]:
     """Return the latest figures of a run, by title."""
     found: dict[str, float] = {}
-    _, rewards = run.curve(REWARD)
-    if rewards:
-        last = rewards[-math.ceil(len(rewards) / LAST_SHARE) :]
-        found["Reward, last tenth of the steps"] = fmean(last)
+    if (reward := last_reward(run)) is not None:
+        found["Reward, last tenth of the steps"] = reward
     for figures in (record["figures"] for record in run.evaluations):
         found |= {f"Win-rate by {by}": rate for by, rate, _ in win_rates(figures)}
         if kl := figures.get("kl"):
@@ -306,5 +337,6 @@ def _short(model: str) -> str:
     return path.parent.name if path.name == "model" and path.parent.name else path.name
 
 
-def _finite(value: Any) -> bool:
+def finite(value: Any) -> bool:
+    """Return whether this is a number, and neither NaN nor infinite."""
     return isinstance(value, int | float) and math.isfinite(value)
