@@ -70,7 +70,7 @@ class Recorded:
         """Numbers of no meaning, rarely the same; padding counts for nothing."""
         pad = self._tokenizer.pad_token_id
         own = [[token for token in ids if token != pad] for ids in completion_ids]
-        return [sum(i * token for i, token in enumerate(ids)) % 101 / 101 for ids in own]
+        return [sum(i * token for i, token in enumerate(ids, 3)) % 1009 / 1009 for ids in own]
 
     def record(self, prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         for prompt, ids in zip(prompts, completion_ids, strict=True):

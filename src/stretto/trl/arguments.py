@@ -46,7 +46,7 @@ AGGREGATIONS = {
 }
 """Values of GRPO's ``loss_type``, with their ``algorithm.aggregation``."""
 
-_SCALES = {True: "group", False: "none"}
+_SCALES: dict[Any, str] = {True: "group", False: "none"}
 
 CHOICES: dict[str, Collection[Any]] = {
     "importance_sampling_level": ("token", "sequence"),
@@ -366,8 +366,9 @@ def _missing_eos(args: TrlConfig) -> dict[str, Any]:
 
 def stops(args: TrlConfig) -> bool:
     """Return whether a token ends responses."""
-    ppo = isinstance(args, PPOConfig)
-    return not ppo or bool(args.stop_token) or args.stop_token_id is not None
+    if not isinstance(args, PPOConfig):
+        return True
+    return bool(args.stop_token) or args.stop_token_id is not None
 
 
 def device(args: TrlConfig) -> Literal["auto", "cpu"]:

@@ -50,7 +50,7 @@ class CallbackProgress(Progress):
         """Show what will run."""
         self._display.start(headline)
         t = self._trainer
-        t.state.compute_steps(t.args, t.state.max_steps)
+        t.state.compute_steps(t.args, t.state.max_steps)  # type: ignore[no-untyped-call]
         t.tell("on_train_begin")
 
     def step(

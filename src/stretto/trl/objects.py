@@ -257,7 +257,8 @@ def rewards_of(given: Any, tokenizers: Any, args: Any) -> Rewards:
 
 def _name_of(reward: Any) -> str:
     if isinstance(reward, str | nn.Module):
-        name = reward if isinstance(reward, str) else str(reward.config.name_or_path)
+        config: Any = getattr(reward, "config", None)
+        name = reward if isinstance(reward, str) else str(getattr(config, "name_or_path", ""))
         return Path(name).name or "reward_model"
     if isinstance(reward, partial):
         return _name_of(reward.func)
@@ -269,7 +270,7 @@ def _reward_model(reward: Any, tokenizer: Any, args: Any) -> tuple[nn.Module, An
     if isinstance(reward, str):
         model = load(AutoModelForSequenceClassification, reward, args, num_labels=1)
     if tokenizer is None:
-        name = str(model.config.name_or_path)
+        name = str(getattr(model.config, "name_or_path", ""))
         if not name:
             raise ConfigError(
                 f"nothing names the tokenizer of the reward model {type(model).__name__}; give it "

@@ -125,7 +125,7 @@ class BaseTrainer:
         self.run_dir: RunDirectory | None = None
         self.state, self.control = TrainerState(), TrainerControl()
         self.state.max_steps = sizes.steps * sizes.updates
-        self.callback_handler = CallbackHandler(
+        self.callback_handler = CallbackHandler(  # type: ignore[no-untyped-call]
             [DefaultFlowCallback, *(callbacks or ())], self.model, tokenizer, None, None
         )
         self.add_callback = self.callback_handler.add_callback
@@ -400,7 +400,7 @@ class PPOTrainer(BaseTrainer):
     def _overrides(self) -> Overrides:
         stop = self.args.stop_token_id
         if stop is None and self.args.stop_token:
-            stop = int(self.processing_class.eos_token_id)  # type: ignore[arg-type]
+            stop = int(self.processing_class.eos_token_id)
         ends = frozenset(() if stop is None else (stop,))
         return replace(super()._overrides(), end_tokens=ends)
 
@@ -426,7 +426,7 @@ class _PromptsTrainer(BaseTrainer):
         named = model if isinstance(model, str) else str(getattr(model, "name_or_path", ""))
         if args is None:
             name = type(self).__name__.removesuffix("Trainer")
-            args = kind(f"{Path(named).name or 'trainer_output'}-{name}")  # type: ignore[call-arg]
+            args = kind(f"{Path(named).name or 'trainer_output'}-{name}")
         objects.check_args(args, kind, type(self).__name__)
         arguments.check(args)
         if train_dataset is None:
