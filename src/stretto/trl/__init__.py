@@ -1,10 +1,20 @@
-"""A trainer for scripts that were written for TRL's PPO trainer.
+"""Trainers for scripts that were written for TRL's.
 
-A script changes ``from trl import PPOConfig, PPOTrainer`` to ``from stretto import PPOConfig,
-PPOTrainer``, and has ``PPOConfig(schedule="oppo")`` for overlap.
+A script changes ``from trl import GRPOConfig, GRPOTrainer`` to ``from stretto import GRPOConfig,
+GRPOTrainer``, and has ``GRPOConfig(schedule="oppo")`` for overlap; so for RLOO, for Online DPO
+(``trl.experimental.online_dpo``) and for PPO (``trl.experimental.ppo``, or ``trl`` until 0.25).
 """
 
-from stretto.trl.config import PPOConfig
-from stretto.trl.trainer import PPOTrainer
+from stretto.trl.config import GRPOConfig, OnlineDPOConfig, PPOConfig, RLOOConfig
+from stretto.trl.trainer import GRPOTrainer, OnlineDPOTrainer, PPOTrainer, RLOOTrainer
 
-__all__ = ["PPOConfig", "PPOTrainer"]
+__all__ = [
+    "GRPOConfig",
+    "GRPOTrainer",
+    "OnlineDPOConfig",
+    "OnlineDPOTrainer",
+    "PPOConfig",
+    "PPOTrainer",
+    "RLOOConfig",
+    "RLOOTrainer",
+]

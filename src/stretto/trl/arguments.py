@@ -1,22 +1,28 @@
-"""Arguments of TRL's PPO trainer, each turned into a setting, a remark, or a refusal."""
+"""Arguments of TRL's trainers, each turned into a setting, a remark, or a refusal."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Collection
+from dataclasses import MISSING, dataclass, fields
 from enum import Enum
 from typing import Any, Literal
 
 from stretto.config import PRESETS
-from stretto.config.sections import MISSING_EOS
 from stretto.errors import ConfigError, is_installed, nearest
-from stretto.trl.config import OWN_ADAMW, REFUSALS, REMARKS, SETS, PPOConfig
-
-REWARD_MODEL = "model:reward_model"
-"""Name of the reward model among the reward sources."""
+from stretto.trl.config import (
+    OWN_ADAMW,
+    REFUSALS,
+    REMARKS,
+    SETS,
+    GRPOConfig,
+    OnlineDPOConfig,
+    PPOConfig,
+    RLOOConfig,
+    TrlConfig,
+)
 
 CORRECTIONS = {
     f"{level}_{kind}": (kind, level)
@@ -30,10 +36,26 @@ _SCHEDULES = {name: name for name in ("linear", "cosine", "constant")} | {
 }
 _TRACKERS = ("tensorboard", "wandb")
 
-CHOICES: dict[str, Collection[str | None]] = {
+AGGREGATIONS = {
+    "dapo": "token_mean",
+    "bnpo": "token_mean",
+    "cispo": "token_mean",
+    "grpo": "sequence_mean",
+    "dr_grpo": "fixed_length",
+    "luspo": "sequence_sum",
+}
+"""Values of GRPO's ``loss_type``, with their ``algorithm.aggregation``."""
+
+_SCALES: dict[Any, str] = {True: "group", False: "none"}
+
+CHOICES: dict[str, Collection[Any]] = {
+    "importance_sampling_level": ("token", "sequence"),
     "kl_estimator": ("k1", "k3"),
     "lr_scheduler_type": _SCHEDULES,
+    "multi_objective_aggregation": ("sum_then_normalize",),
+    "router_aux_loss_coef": (None, 0.0),
     "save_strategy": ("no", "steps", "epoch"),
+    "scale_rewards": ("group", "batch", "none", *_SCALES),
     "stop_token": ("eos", None),
     "vllm_importance_sampling_mode": CORRECTIONS,
     "vllm_mode": ("colocate", "server"),
@@ -43,29 +65,44 @@ CHOICES: dict[str, Collection[str | None]] = {
 _COUNTS = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches"),
     *("response_length", "num_ppo_epochs", "local_rollout_forward_batch_size"),
-    "vllm_tensor_parallel_size",
+    *("vllm_tensor_parallel_size", "num_iterations", "max_completion_length", "max_new_tokens"),
 )
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_hf")
 RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "cliprange_value": (lambda value: value > 0, "must be above 0"),
-    "gradient_checkpointing_kwargs": (
-        lambda value: value in (None, {"use_reentrant": False}),
-        "recomputation is not re-entrant here; leave it out",
-    ),
+    "beta": (lambda value: len(set(_listed(value))) == 1, "beta is one number for all epochs here"),
     "missing_eos_penalty": (
         lambda value: value is None or value > 0,
         "is taken off the score and must be above 0, or None",
     ),
+    "num_generations": (lambda value: value >= 2, "a response is compared with others; 2 or more"),
     "optim": (lambda value: value in _OPTIMIZERS, OWN_ADAMW),
     "vf_coef": (lambda value: value > 0, "must be above 0: the value model has to be trained"),
     **dict.fromkeys(_COUNTS, (lambda value: value >= 1, "must be 1 or more")),
 }
 """What else an argument must fulfil, and what a refusal of other values says."""
 
-_DEFAULTS = {f.name: f.default for f in fields(PPOConfig)}
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes of a run.
+
+    Attributes:
+        batch: responses a step.
+        minibatches: parts of a batch.
+        updates: steps that TRL counts in one of ours: of the optimizer, or of PPO, which are as
+            ours.
+        rows: prompts of the dataset; 0 where it does not tell.
+    """
+
+    batch: int
+    steps: int
+    minibatches: int
+    updates: int
+    rows: int
 
 
-def check(args: PPOConfig) -> None:
+def check(args: TrlConfig) -> None:
     """Refuse what cannot be done here, whatever the models and the data are."""
     for name, why in REFUSALS.items():
         _require(not _is_set(args, name), args, name, why, "argument-refused")
@@ -77,18 +114,80 @@ def check(args: PPOConfig) -> None:
             "several-processes",
         )
     for name, choices in CHOICES.items():
+        if not hasattr(args, name):
+            continue
         rule = f"must be one of {', '.join(map(repr, choices))}"
         _require(_plain(getattr(args, name)) in choices, args, name, rule)
     for name, (holds, rule) in RULES.items():
-        _require(holds(getattr(args, name)), args, name, rule)
+        if hasattr(args, name):
+            _require(holds(getattr(args, name)), args, name, rule)
     order = f"the order of the prompts follows seed = {args.seed}; leave data_seed out"
     _require(args.data_seed in (None, args.seed), args, "data_seed", order)
-    both = args.stop_token and args.stop_token_id is not None
-    _require_one(not both, args, "stop_token", "stop_token_id", "what ends a response")
+    if isinstance(args, PPOConfig):
+        both = args.stop_token and args.stop_token_id is not None
+        _require_one(not both, args, "stop_token", "stop_token_id", "what ends a response")
+    elif isinstance(args, GRPOConfig):
+        cispo = args.loss_type == "cispo"
+        types = f"must be one of {', '.join(map(repr, AGGREGATIONS))}"
+        _require(args.loss_type in AGGREGATIONS, args, "loss_type", types)
+        above = "is the largest ratio of 'cispo', which is 1 on the policy's own data; 5.0 is usual"
+        _require(not cispo or (args.epsilon_high or 0) > 1, args, "epsilon_high", above)
+        _require(not (cispo and args.delta), args, "delta", "has no effect on 'cispo'")
+    elif isinstance(args, OnlineDPOConfig):
+        _require(args.loss_type == "sigmoid", args, "loss_type", "must be 'sigmoid'")
 
 
-def derive_sizes(args: PPOConfig, rows: int) -> None:
-    """Write the sizes of a run on ``rows`` prompts into the arguments, where scripts read them.
+def derive_sizes(args: TrlConfig, rows: int) -> Sizes:
+    """Return the sizes of a run on ``rows`` prompts, and write them into the arguments, where
+    scripts read them. ``rows`` is 0 for a dataset that does not tell its length.
+    """
+    if isinstance(args, PPOConfig):
+        return _derive_ppo_sizes(args, rows)
+    unit = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    minibatches, group, epochs = 1, 2, 1
+    if isinstance(args, GRPOConfig | RLOOConfig):
+        minibatches, group = _derive_generation(args), args.num_generations
+        epochs = args.num_iterations
+        batch = unit * minibatches
+    else:
+        batch = unit * group  # per_device_train_batch_size counts prompts
+    updates = minibatches * epochs
+    if args.max_steps > 0:
+        steps = math.ceil(args.max_steps / updates)
+    elif rows:
+        steps = math.ceil(args.num_train_epochs * max(rows * group // batch, 1))
+    else:
+        raise ConfigError(
+            "train_dataset does not tell its length, which num_train_epochs needs; set max_steps",
+            "no-length",
+        )
+    return Sizes(batch, steps, minibatches, updates, rows)
+
+
+def _derive_generation(args: GRPOConfig | RLOOConfig) -> int:
+    """Write ``steps_per_generation`` and ``generation_batch_size``; return the updates that a
+    generated batch is divided over.
+    """
+    size, unit = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    each, batch = args.steps_per_generation, args.generation_batch_size
+    same = each is None or batch in (None, each * size)
+    _require_one(same, args, "steps_per_generation", "generation_batch_size", "what is generated")
+    if each is None:
+        each = unit if batch is None else batch // size
+    batch = each * size if batch is None else batch
+    if batch != each * size or each % unit or batch % args.num_generations:
+        raise ConfigError(
+            f"{batch} responses are generated at a time; they must be a multiple of "
+            f"per_device_train_batch_size x gradient_accumulation_steps = {size} x {unit} and of "
+            f"num_generations = {args.num_generations}",
+            "generation-batch",
+        )
+    args.steps_per_generation, args.generation_batch_size = each, batch
+    return each // unit
+
+
+def _derive_ppo_sizes(args: PPOConfig, rows: int) -> Sizes:
+    """Write the derived sizes of PPO's arguments.
 
     As of TRL 0.17 a batch is ``per_device_train_batch_size * gradient_accumulation_steps``, and
     ``num_mini_batches`` splits it. Before, it was ``num_mini_batches`` times as large, which
@@ -139,80 +238,92 @@ def derive_sizes(args: PPOConfig, rows: int) -> None:
             )
     for name, value in derived.items():
         setattr(args, name, value)
+    return Sizes(batch, derived["num_total_batches"] or 0, args.num_mini_batches, 1, rows)
 
 
-def notes(args: PPOConfig) -> list[str]:
+def notes(args: TrlConfig, sizes: Sizes) -> list[str]:
     """Return notes on the derived sizes, and on arguments that are set and have no effect here."""
     factors = f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps}"
     split = ""
-    if args.num_mini_batches > 1:
+    if isinstance(args, PPOConfig) and args.num_mini_batches > 1:
         split = (
             f", {args.num_mini_batches} mini-batches of {args.mini_batch_size} (TRL until 0.16 "
             "made the batch num_mini_batches times as large; batch_size asks for that)"
         )
-    sizes = (
-        f"batch {args.batch_size} = per_device_train_batch_size x gradient_accumulation_steps = "
-        f"{factors}{split}; {args.total_episodes} episodes: {args.num_total_batches} steps"
+    elif isinstance(args, OnlineDPOConfig):
+        split = " x 2 responses to a prompt"
+    elif sizes.minibatches > 1:
+        split = f" x {sizes.minibatches} (steps_per_generation / gradient_accumulation_steps)"
+    count = f"{sizes.steps} steps"
+    if isinstance(args, PPOConfig):
+        count = f"{args.total_episodes} episodes: {count}"
+    elif sizes.updates > 1:
+        count = f"{count} of {sizes.updates} optimizer steps each, which max_steps counts"
+    first = (
+        f"batch {sizes.batch} = per_device_train_batch_size x gradient_accumulation_steps = "
+        f"{factors}{split}; {count}"
     )
     reasons = dict(REMARKS)
     if not args.use_vllm:
-        vllm = (name for name in _DEFAULTS if name.startswith("vllm_"))
+        vllm = (f.name for f in fields(args) if f.name.startswith("vllm_"))
         reasons |= dict.fromkeys(vllm, "use_vllm is False")
     by_reason: dict[str, list[str]] = {}
     for name, why in reasons.items():
         if _is_set(args, name):
             by_reason.setdefault(why, []).append(name)
     idle = [f"without effect: {', '.join(names)} ({why})" for why, names in by_reason.items()]
-    return [sizes, *idle]
+    return [first, *idle]
 
 
 def settings(
-    args: PPOConfig, rows: int, longest: int, dtype: Literal["float32", "bfloat16"]
+    args: TrlConfig, sizes: Sizes, longest: int, dtype: Literal["float32", "bfloat16"]
 ) -> dict[str, Any]:
-    """Return the settings of a run, as a recipe has them, but for the models' names. The sizes have
-    been derived, and the longest of ``rows`` prompts has ``longest`` tokens.
+    """Return the settings of a run, as a recipe has them, but for its models, rewards and rows. The
+    longest prompt has ``longest`` tokens.
     """
-    batch, steps = args.batch_size or 0, args.num_total_batches or 0
-    epoch = math.ceil(rows / batch)
-    checkpoints = {"no": 0, "steps": _count(args.save_steps, steps), "epoch": epoch}
-    stops = bool(args.stop_token) or args.stop_token_id is not None
-    penalty = args.missing_eos_penalty
-    own_penalty = penalty is not None and not stops
+    theirs = sizes.steps * sizes.updates
+    epoch = math.ceil(sizes.rows / sizes.batch)
+    every = {"no": 0, "steps": math.ceil(_count(args.save_steps, theirs) / sizes.updates)}
     found: dict[str, Any] = {
-        "steps": steps,
+        "steps": sizes.steps,
         "out": str(args.output_dir),
         # vLLM needs a process of its own.
         "runtime": "local" if args.use_vllm and args.runtime == "inline" else args.runtime,
         "schedule": _schedule(args),
         "model.dtype": dtype,
-        "model.device": "cpu" if args.use_cpu or args.no_cuda else "auto",
+        "model.device": device(args),
         "model.gradient_checkpointing": bool(args.gradient_checkpointing),
         "task.kind": "dataset",
         "task.name": "train_dataset",
         "task.chat": "off",
         "task.max_prompt_tokens": longest,
-        "reward.sources": (REWARD_MODEL, MISSING_EOS) if own_penalty else (REWARD_MODEL,),
-        "reward.missing_eos": "subtract" if stops and penalty is not None else "off",
-        "reward.missing_eos_penalty": penalty or 0.0,
-        "rollout.batch": batch,
-        "algorithm.name": "ppo",
-        "algorithm.kl_in": "reward",
+        "rollout.batch": sizes.batch,
+        "algorithm.name": args.algorithm,
         "training.lr": args.learning_rate,
-        "training.critic_lr": args.learning_rate,
         "training.lr_schedule": _SCHEDULES[_plain(args.lr_scheduler_type)],
-        "training.warmup_steps": _warmup(args, steps),
+        "training.warmup_steps": math.ceil(_warmup(args, theirs) / sizes.updates),
         "training.betas": (args.adam_beta1, args.adam_beta2),
         "training.grad_clip": args.max_grad_norm or 0.0,
-        "training.microbatch_tokens": args.per_device_train_batch_size
-        * (longest + args.response_length),
         "observe.progress": "plain" if args.disable_tqdm else "auto",
         "observe.trackers": _trackers(args),
-        "observe.samples": 4 if args.num_sample_generations else 0,
         "observe.checkpoint_minutes": 0.0,  # save_strategy says when
-        "observe.checkpoint_every": checkpoints[_plain(args.save_strategy)],
+        "observe.checkpoint_every": {**every, "epoch": epoch}[_plain(args.save_strategy)],
+        **_missing_eos(args),
         **_vllm(args),
     }
-    found |= {setting: getattr(args, name) for name, setting in SETS.items()}
+    found |= {setting: getattr(args, name) for name, setting in SETS.items() if hasattr(args, name)}
+    if isinstance(args, PPOConfig):
+        found |= {
+            "algorithm.kl_in": "reward",
+            "training.critic_lr": args.learning_rate,
+            "observe.samples": 4 if args.num_sample_generations else 0,
+        }
+    elif isinstance(args, OnlineDPOConfig):
+        found |= {"rollout.samples_per_prompt": 2, "algorithm.kl_coef": _listed(args.beta)[0]}
+    else:
+        found |= _grouped(args, sizes)
+    most = found["rollout.max_new_tokens"]
+    found["training.microbatch_tokens"] = args.per_device_train_batch_size * (longest + most)
     nested: dict[str, Any] = {}
     for name, value in found.items():
         section, dot, key = name.partition(".")
@@ -220,7 +331,52 @@ def settings(
     return nested
 
 
-def _vllm(args: PPOConfig) -> dict[str, Any]:
+def _grouped(args: Any, sizes: Sizes) -> dict[str, Any]:
+    """Return the settings that GRPO and RLOO alone have."""
+    found: dict[str, Any] = {
+        "algorithm.kl_coef": args.beta,
+        "algorithm.clip_high": args.epsilon_high or 0.0,
+        "training.minibatches": sizes.minibatches,
+    }
+    if isinstance(args, GRPOConfig):
+        found |= {
+            "algorithm.aggregation": AGGREGATIONS[args.loss_type],
+            "algorithm.scale_rewards": _SCALES.get(args.scale_rewards, args.scale_rewards),
+            "algorithm.dual_clip": args.delta or 0.0,
+        }
+        if args.loss_type == "cispo":
+            found |= {
+                "algorithm.name": "cispo",
+                "algorithm.clip_high": (args.epsilon_high or 0.0) - 1,
+            }
+    return found
+
+
+def _missing_eos(args: TrlConfig) -> dict[str, Any]:
+    """Return the settings for responses without an end: TRL takes a penalty off their score. Where
+    no token ends a response, a reward source does (:data:`MISSING_EOS`).
+    """
+    penalty = getattr(args, "missing_eos_penalty", None)
+    subtracts = penalty is not None and stops(args)
+    return {
+        "reward.missing_eos": "subtract" if subtracts else "off",
+        "reward.missing_eos_penalty": penalty or 0.0,
+    }
+
+
+def stops(args: TrlConfig) -> bool:
+    """Return whether a token ends responses."""
+    if not isinstance(args, PPOConfig):
+        return True
+    return bool(args.stop_token) or args.stop_token_id is not None
+
+
+def device(args: TrlConfig) -> Literal["auto", "cpu"]:
+    """Return the device of the models, as ``model.device`` has it."""
+    return "cpu" if args.use_cpu or args.no_cuda else "auto"
+
+
+def _vllm(args: TrlConfig) -> dict[str, Any]:
     """Return the settings of a run that generates with vLLM; none without it.
 
     vLLM is started with the run, in a process of its own, whatever ``vllm_mode`` says. With
@@ -237,34 +393,49 @@ def _vllm(args: PPOConfig) -> dict[str, Any]:
     if args.vllm_tensor_parallel_size > 1:
         generator = {"roles": ("generator",), "tp": args.vllm_tensor_parallel_size}
         found["cluster.processes"] = [generator]
-    if args.vllm_importance_sampling_correction:
+    if isinstance(args, PPOConfig | GRPOConfig) and args.vllm_importance_sampling_correction:
         kind, level = CORRECTIONS[args.vllm_importance_sampling_mode]
+        # The newer name has a default of its own; the older one says otherwise where it is set.
+        cap = args.vllm_importance_sampling_cap or getattr(
+            args, "vllm_importance_sampling_clip_max", None
+        )
+        if cap is None:
+            raise ConfigError(
+                "vllm_importance_sampling_clip_max = None: importance weights have a largest one "
+                "here; give it, or set vllm_importance_sampling_correction = False",
+                "argument-value",
+            )
         found |= {
             "algorithm.old_policy": "proximal",
             "algorithm.correction": kind,
             "algorithm.correction_level": level,
-            "algorithm.correction_cap": args.vllm_importance_sampling_cap,
+            "algorithm.correction_cap": cap,
         }
     return found
 
 
-def _schedule(args: PPOConfig) -> dict[str, Any]:
-    schedule = _plain(args.schedule)
-    if isinstance(schedule, str) and schedule.lstrip().startswith("{"):
+def mapping(value: Any, name: str) -> dict[str, Any]:
+    """Return an argument that is a mapping, or one as JSON; ConfigError if it is no valid JSON."""
+    if isinstance(value, str):
         try:
-            schedule = json.loads(schedule)
+            value = json.loads(value)
         except json.JSONDecodeError as error:
-            message = f"schedule = {schedule!r} is not valid JSON: {error}"
-            raise ConfigError(message, "schedule-not-json") from error
-    if schedule is None or isinstance(schedule, Mapping):
-        return dict(schedule or {})
+            message = f"{name} = {value!r} is not valid JSON: {error}"
+            raise ConfigError(message, "argument-not-json") from error
+    return dict(value or {})
+
+
+def _schedule(args: TrlConfig) -> dict[str, Any]:
+    schedule = _plain(args.schedule)
+    if not isinstance(schedule, str) or schedule.lstrip().startswith("{"):
+        return mapping(schedule, "schedule")
     if schedule not in PRESETS:
-        message = f"schedule = {schedule!r} is no preset. {nearest(str(schedule), PRESETS)}"
+        message = f"schedule = {schedule!r} is no preset. {nearest(schedule, PRESETS)}"
         raise ConfigError(message, "unknown-preset")
     return {"preset": schedule}
 
 
-def _warmup(args: PPOConfig, steps: int) -> int:
+def _warmup(args: TrlConfig, steps: int) -> int:
     both = args.warmup_steps and args.warmup_ratio
     _require_one(not both, args, "warmup_steps", "warmup_ratio", "how long the warm-up is")
     return _count(args.warmup_steps or args.warmup_ratio, steps)
@@ -275,7 +446,7 @@ def _count(value: float, total: int) -> int:
     return math.ceil(value * total) if 0 < value < 1 else int(value)
 
 
-def _trackers(args: PPOConfig) -> tuple[str, ...]:
+def _trackers(args: TrlConfig) -> tuple[str, ...]:
     trackers = args.report_to
     names = [trackers] if isinstance(trackers, str) else list(trackers or ())
     if names == ["all"]:
@@ -296,17 +467,24 @@ def _plain(value: Any) -> Any:
 
 
 def _require(
-    holds: bool, args: PPOConfig, name: str, rule: str, code: str = "argument-value"
+    holds: bool, args: TrlConfig, name: str, rule: str, code: str = "argument-value"
 ) -> None:
     if not holds:
         raise ConfigError(f"{name} = {getattr(args, name)!r}: {rule}", code)
 
 
-def _require_one(holds: bool, args: PPOConfig, name: str, other: str, what: str) -> None:
+def _require_one(holds: bool, args: TrlConfig, name: str, other: str, what: str) -> None:
     if not holds:
         values = f"{name} = {getattr(args, name)!r} and {other} = {getattr(args, other)!r}"
         raise ConfigError(f"{values} both say {what}; leave one of them out", "arguments-compete")
 
 
-def _is_set(args: PPOConfig, name: str) -> bool:
-    return getattr(args, name) not in (_DEFAULTS[name], None, "", [], {})
+def _is_set(args: TrlConfig, name: str) -> bool:
+    known = type(args).__dataclass_fields__.get(name)
+    if known is None or known.default is MISSING:
+        return False
+    return getattr(args, name) not in (known.default, None, "", [], {})
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]

@@ -1,4 +1,5 @@
-"""``PPOConfig``: the arguments of TRL's PPO trainer, under their names and with their defaults.
+"""The arguments of TRL's PPO, GRPO, RLOO and Online DPO trainers, by their names, with their
+defaults.
 
 They are TRL's own and those of ``transformers.TrainingArguments``, of transformers 4 and 5. What
 becomes of each is said here: the setting whose value it is, a remark, or a refusal. What becomes
@@ -8,8 +9,8 @@ of the others stands in :mod:`stretto.trl.arguments`.
 from __future__ import annotations
 
 import fnmatch
-from dataclasses import dataclass, fields
-from typing import Any, Literal, Self
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, Self
 
 from transformers import TrainingArguments
 
@@ -19,27 +20,90 @@ _Json = dict[str, Any] | str | None
 
 
 @dataclass(repr=False)
-class PPOConfig(TrainingArguments):
-    """Arguments of a script written for TRL's ``PPOConfig``, ``schedule`` and ``runtime``.
+class TrlConfig(TrainingArguments):
+    """Arguments that the trainers share, with ``schedule`` and ``runtime``, which TRL has not.
 
     Each argument takes effect, or has no effect here (training says so when it starts), or is
-    refused with the reason. The attributes can be read and set as in TRL, and
-    ``transformers.HfArgumentParser`` makes one from a command line.
+    refused with the reason. The attributes can be read and set as in TRL, and ``TrlParser`` or
+    ``transformers.HfArgumentParser`` makes a config from a command line.
 
     Attributes:
+        algorithm: the one that the config is of, as ``algorithm.name`` calls it.
         schedule: when each stage of a step runs: a preset's name (``"sync"``, ``"oppo"``,
             ``"async"``, ``"rlhfuse"``, ``"stretto"``), or settings of the schedule as a mapping
-            (as JSON on a command line); ``None`` is ``"sync"``, the order that TRL had.
+            (as JSON on a command line); ``None`` is ``"sync"``, the order that TRL has.
         runtime: where: ``"inline"``, on threads of this process; ``"local"``, in processes of this
             machine; ``"ray"``, in processes of a Ray cluster. Classes of the models must then be
             importable from a module.
     """
 
+    algorithm: ClassVar[str]
+
     # The run
     output_dir: str = "trainer_output"
-    exp_name: str = "ppo"
     schedule: _Json = None
     runtime: str = "inline"
+
+    # Generation by vLLM
+    use_vllm: bool = False
+    vllm_mode: str = "colocate"
+    vllm_model_impl: str = "vllm"
+    vllm_gpu_memory_utilization: float = 0.3
+    vllm_tensor_parallel_size: int = 1
+    vllm_enable_sleep_mode: bool = False
+    vllm_max_model_length: int | None = None
+    vllm_structured_outputs_regex: str | None = None
+    vllm_server_base_url: str | None = None
+    vllm_server_host: str = "0.0.0.0"
+    vllm_server_port: int = 8000
+    vllm_server_timeout: float = 240.0
+    vllm_group_port: int = 51216
+
+    # Where to compute
+    bf16: bool | None = None  # type: ignore[assignment]
+    gradient_checkpointing: bool = True
+    activation_checkpointing: bool | None = None
+    activation_checkpointing_kwargs: _Json = None
+    activation_offloading: bool = False
+    ds3_gather_for_generation: bool = True
+    no_cuda: bool = False
+    use_mps_device: bool = False
+    group_by_length: bool = False
+    torchdynamo: str | None = None
+    warmup_ratio: float = 0.0
+    adafactor: bool = False
+
+    # What is kept and shown
+    logging_steps: float = 10
+    logging_dir: str | None = None
+    debug: str = ""
+    include_num_input_tokens_seen: str = "no"
+    include_tokens_per_second: bool = False
+    overwrite_output_dir: bool = False
+    save_safetensors: bool = True
+
+    def __new__(cls, *args: Any, **named: Any) -> Self:
+        """Refuse unknown names with the nearest one there is."""
+        known = [f.name for f in fields(cls)]
+        for name in named:
+            if name not in known:
+                raise ConfigError(
+                    f"{cls.__name__} has no argument '{name}'. {nearest(name, known)}",
+                    "unknown-argument",
+                )
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        """Leave all as it is given: transformers would look for devices."""
+
+
+@dataclass(repr=False)
+class PPOConfig(TrlConfig):
+    """Arguments of a script for TRL's ``PPOConfig``; see :class:`TrlConfig`."""
+
+    algorithm = "ppo"
+
+    exp_name: str = "ppo"
 
     # How much
     total_episodes: int | None = None
@@ -62,24 +126,9 @@ class PPOConfig(TrainingArguments):
     stop_token_id: int | None = None
     temperature: float = 0.7
     missing_eos_penalty: float | None = None
-
-    # Generation by vLLM, as TRL's other online trainers have it
-    use_vllm: bool = False
-    vllm_mode: str = "colocate"
-    vllm_model_impl: str = "vllm"
-    vllm_gpu_memory_utilization: float = 0.3
-    vllm_tensor_parallel_size: int = 1
-    vllm_enable_sleep_mode: bool = False
-    vllm_max_model_length: int | None = None
-    vllm_structured_outputs_regex: str | None = None
     vllm_importance_sampling_correction: bool = True
     vllm_importance_sampling_mode: str = "sequence_mask"
     vllm_importance_sampling_cap: float = 3.0
-    vllm_server_base_url: str | None = None
-    vllm_server_host: str = "0.0.0.0"
-    vllm_server_port: int = 8000
-    vllm_server_timeout: float = 240.0
-    vllm_group_port: int = 51216
 
     # The loss and the optimizer
     whiten_rewards: bool = False
@@ -91,64 +140,162 @@ class PPOConfig(TrainingArguments):
     gamma: float = 1.0
     lam: float = 0.95
     learning_rate: float = 3e-6
-    warmup_ratio: float = 0.0
-    adafactor: bool = False
-
-    # How and where to compute
-    no_cuda: bool = False
-    use_mps_device: bool = False
-    gradient_checkpointing: bool = True
-    activation_checkpointing: bool | None = None
-    activation_checkpointing_kwargs: _Json = None
-    activation_offloading: bool = False
     model_adapter_name: str | None = None
     ref_adapter_name: str | None = None
-    ds3_gather_for_generation: bool = True
-    group_by_length: bool = False
-    torchdynamo: str | None = None
 
     # What is kept and shown
     num_sample_generations: int = 10
-    logging_steps: float = 10
-    logging_dir: str | None = None
-    debug: str = ""
-    include_num_input_tokens_seen: str = "no"
-    include_tokens_per_second: bool = False
-    overwrite_output_dir: bool = False
-    save_safetensors: bool = True
 
     # For the script alone
     sft_model_path: str = "EleutherAI/pythia-160m"
     reward_model_path: str = "EleutherAI/pythia-160m"
     dataset_num_proc: int | None = None
 
-    def __new__(cls, *args: Any, **named: Any) -> Self:
-        """Refuse unknown names with the nearest one there is."""
-        known = [f.name for f in fields(cls)]
-        for name in named:
-            if name not in known:
-                raise ConfigError(
-                    f"PPOConfig has no argument '{name}'. {nearest(name, known)}",
-                    "unknown-argument",
-                )
-        return super().__new__(cls)
 
-    def __post_init__(self) -> None:
-        """Leave all as it is given: transformers would look for devices."""
+@dataclass(repr=False)
+class _PromptsConfig(TrlConfig):
+    """Arguments of the trainers that tokenise the prompts themselves, and load models by name."""
 
+    model_init_kwargs: _Json = None
+    trust_remote_code: bool = False
+    disable_dropout: bool = False
+    reward_weights: list[float] | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    generation_kwargs: _Json = None
+    cache_implementation: str | None = None
+    remove_unused_columns: bool = False
+
+
+@dataclass(repr=False)
+class _GroupConfig(_PromptsConfig):
+    """Arguments that GRPO and RLOO share."""
+
+    learning_rate: float = 1e-6
+
+    # How much
+    num_generations: int = 8
+    num_generations_eval: int | None = None
+    generation_batch_size: int | None = None
+    steps_per_generation: int | None = None
+    num_iterations: int = 1
+    max_completion_length: int = 512
+    shuffle_dataset: bool = True
+    pad_to_multiple_of: str | None = "auto"
+    chat_template_kwargs: _Json = None
+    use_transformers_continuous_batching: bool = False
+    transformers_continuous_batching_config: _Json = None
+    use_transformers_paged: bool = False
+
+    # The loss
+    beta: float = 0.0
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    mask_truncated_completions: bool = False
+    router_aux_loss_coef: float | None = None
+    sync_ref_model: bool = False
+    ref_model_mixup_alpha: float = 0.6
+    ref_model_sync_steps: int = 512
+
+    # What is shown
+    log_completions: bool = False
+    log_multimodal: bool = True
+    num_completions_to_print: int | None = None
+    log_unique_prompts: bool = False
+
+
+@dataclass(repr=False)
+class GRPOConfig(_GroupConfig):
+    """Arguments of a script for TRL's ``GRPOConfig``; see :class:`TrlConfig`."""
+
+    algorithm = "grpo"
+
+    loss_type: str = "dapo"
+    scale_rewards: str = "group"
+    importance_sampling_level: str = "token"
+    multi_objective_aggregation: str = "sum_then_normalize"
+    delta: float | None = None
+    use_bias_correction_kl: bool = True
+    off_policy_mask_threshold: float | None = None
+    top_entropy_quantile: float = 1.0
+    entropy_coef: float = 0.0
+    use_adaptive_entropy: bool = False
+    entropy_coef_min: float = 0.0
+    entropy_coef_max: float = 1.0
+    entropy_coef_delta: float = 0.005
+    entropy_target: float = 0.2
+    sapo_temperature_neg: float = 1.05
+    sapo_temperature_pos: float = 1.0
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    vllm_importance_sampling_correction: bool = True
+    vllm_importance_sampling_mode: str = "sequence_mask"
+    vllm_importance_sampling_clip_max: float | None = 3.0
+    vllm_importance_sampling_clip_min: float | None = None
+    vllm_importance_sampling_cap: float | None = None
+    cast_lm_head_to_fp32: bool = False
+    max_tool_calling_iterations: int | None = None
+    log_completions_hub_repo: str | None = None
+
+
+@dataclass(repr=False)
+class RLOOConfig(_GroupConfig):
+    """Arguments of a script for TRL's ``RLOOConfig``; see :class:`TrlConfig`."""
+
+    algorithm = "proximal-rloo"
+
+    num_generations: int = 2
+    beta: float = 0.05
+    normalize_advantages: bool = False
+    reward_clip_range: list[float] | None = None
+
+
+@dataclass(repr=False)
+class OnlineDPOConfig(_PromptsConfig):
+    """Arguments of a script for TRL's ``OnlineDPOConfig``; see :class:`TrlConfig`."""
+
+    algorithm = "online-dpo"
+
+    learning_rate: float = 5e-7
+    disable_dropout: bool = True
+    reward_model_path: str | None = None
+    max_new_tokens: int = 64
+    max_length: int = 512
+    temperature: float = 0.9
+    missing_eos_penalty: float | None = None
+    beta: list[float] = field(default_factory=lambda: [0.1])
+    loss_type: str = "sigmoid"
+    vllm_gpu_memory_utilization: float = 0.55
+
+
+CONFIGS = (PPOConfig, GRPOConfig, RLOOConfig, OnlineDPOConfig)
 
 SETS = {
     "seed": "seed",
     "num_mini_batches": "training.minibatches",
     "num_ppo_epochs": "training.epochs",
+    "num_iterations": "training.epochs",
     "local_rollout_forward_batch_size": "rollout.slots",
+    "num_generations": "rollout.samples_per_prompt",
     "response_length": "rollout.max_new_tokens",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_new_tokens": "rollout.max_new_tokens",
     "temperature": "rollout.temperature",
     "whiten_rewards": "algorithm.whiten_rewards",
     "kl_coef": "algorithm.kl_coef",
     "kl_estimator": "algorithm.kl_estimator",
     "cliprange": "algorithm.clip",
     "cliprange_value": "algorithm.value_clip",
+    "epsilon": "algorithm.clip",
+    "importance_sampling_level": "algorithm.importance_sampling_level",
+    "mask_truncated_completions": "algorithm.mask_truncated_completions",
+    "use_bias_correction_kl": "algorithm.use_bias_correction_kl",
+    "entropy_coef": "algorithm.entropy_coef",
     "gamma": "algorithm.gamma",
     "lam": "algorithm.lam",
     "weight_decay": "training.weight_decay",
@@ -163,19 +310,30 @@ _REFUSED = {
     "and does not change the result": "auto_find_batch_size",
     "float16 is not computed with here; use bf16=True, or leave both out": "fp16",
     "log-probabilities would be of another distribution than the learner's; leave it "
-    "out": "vllm_structured_outputs_regex",
+    "out": "generation_kwargs min_p repetition_penalty top_k top_p vllm_structured_outputs_regex",
+    "messages get the tokenizer's chat template as it is; put what it says into "
+    "processing_class.chat_template": "chat_template_kwargs",
     "models run on CPU or CUDA here; leave it out": "use_mps_device",
     "no evaluation says which model is best; leave it out": "load_best_model_at_end",
     "noise in the embeddings would make the policy that is trained another than the one that "
     "sampled; leave it out": "neftune_noise_alpha",
     "nothing is uploaded from here; leave it out, and afterwards upload the folder of "
-    "trainer.save_model with 'hf upload'": "push_to_hub",
+    "trainer.save_model with 'hf upload'": "log_completions_hub_repo push_to_hub",
     OWN_ADAMW: "adafactor optim_args optim_target_modules",
+    "prompts come in an order that follows the seed; leave it out": "shuffle_dataset",
     "PPO's losses have no labels to smooth; leave it out": "label_smoothing_factor",
     "say gradient_checkpointing instead": "activation_checkpointing "
     "activation_checkpointing_kwargs",
     "the learning-rate schedules here take no further arguments; leave it "
     "out": "lr_scheduler_kwargs",
+    "the losses here have no such term; leave it out": "normalize_advantages "
+    "off_policy_mask_threshold top_entropy_quantile use_adaptive_entropy",
+    "the lower bound of importance weights is 1 / vllm_importance_sampling_clip_max where they are "
+    "masked, and none where they are truncated; leave it out": "vllm_importance_sampling_clip_min",
+    "the model's head computes in the type of its weights; load the model in float32, or leave it "
+    "out": "cast_lm_head_to_fp32",
+    "the reference stays the policy as it starts; leave it out": "sync_ref_model",
+    "there are no tools here; leave it out": "max_tool_calling_iterations",
     "there is one adapter; leave it out": "model_adapter_name",
     "training runs on one device here; leave it out, and where memory is short use peft_config, "
     "gradient_checkpointing and a small per_device_train_batch_size": "deepspeed fsdp fsdp_config "
@@ -184,15 +342,23 @@ _REFUSED = {
     "vllm_server_*",
     "with adapters the reference is the policy without them; to measure the KL to another model "
     "give it as ref_model": "ref_adapter_name",
+    "write it into the reward function; leave it out": "reward_clip_range",
 }
 _IDLE = {
+    "models have no dropout here": "disable_dropout",
+    "no loss_type that is supported here reads it": "sapo_* vespo_*",
+    "prompts are read whole": "max_length",
+    "samples.jsonl in the run's folder has responses of each step": "log_completions "
+    "log_multimodal log_unique_prompts num_completions_to_print",
+    "sync_ref_model is False": "ref_model_mixup_alpha ref_model_sync_steps",
     "training runs in one process": "average_tokens_across_devices ddp_* ds3_gather_for_generation "
     "local_rank log_level_replica log_on_each_node save_on_each_node",
-    "no evaluation runs within training, as none did in TRL's PPO trainer": "batch_eval_metrics "
-    "bf16_full_eval eval_* fp16_full_eval greater_is_better include_for_metrics label_names "
-    "metric_for_best_model per_device_eval_batch_size prediction_loss_only",
+    "no evaluation runs within training": "batch_eval_metrics bf16_full_eval eval_* fp16_full_eval "
+    "greater_is_better include_for_metrics label_names metric_for_best_model num_generations_eval "
+    "per_device_eval_batch_size prediction_loss_only",
     "rows are read one at a time, and nothing is padded to be generated from": "dataloader_* "
-    "group_by_length length_column_name remove_unused_columns train_sampling_strategy",
+    "group_by_length length_column_name pad_to_multiple_of remove_unused_columns "
+    "train_sampling_strategy",
     "every step is recorded in metrics.jsonl and shown": "debug include_num_input_tokens_seen "
     "include_tokens_per_second log_level logging_* skip_memory_metrics",
     "nothing is uploaded": "hub_* project trackio_*",
@@ -202,21 +368,24 @@ _IDLE = {
     "safetensors": "enable_jit_checkpoint ignore_data_skip restore_callback_states_from_checkpoint "
     "save_only_model save_safetensors save_total_limit",
     "it would change the speed or the memory alone, and the engine and the learner here have their "
-    "own ways": "activation_offloading liger_kernel_config tf32 torch* use_cache use_liger_kernel",
+    "own ways": "activation_offloading cache_implementation gradient_checkpointing_kwargs "
+    "liger_kernel_config tf32 torch* transformers_continuous_batching_config use_cache "
+    "use_liger_kernel use_transformers_*",
     "the seed alone decides what is drawn": "full_determinism",
-    "the longest prompt and response_length are what vLLM needs": "vllm_max_model_length",
+    "the longest prompt and the most new tokens are what vLLM needs": "vllm_max_model_length",
+    "use_adaptive_entropy is False": "entropy_coef_* entropy_target",
 }
 
 HEEDED = (
     *("run_name", "seed", "num_train_epochs", "max_steps", "per_device_train_batch_size"),
     *("gradient_accumulation_steps", "lr_scheduler_type", "warmup_steps", "weight_decay"),
-    *("adam_beta1", "adam_beta2", "max_grad_norm", "optim", "use_cpu", "bf16", "data_seed"),
-    *("gradient_checkpointing_kwargs", "report_to", "disable_tqdm", "save_strategy"),
+    *("adam_beta1", "adam_beta2", "max_grad_norm", "optim", "use_cpu", "data_seed"),
+    *("report_to", "disable_tqdm", "save_strategy"),
     *("save_steps", "resume_from_checkpoint", "do_train", "do_eval", "do_predict"),
 )
 """Arguments of transformers that are looked at here, or by the script itself."""
 
-_NAMES = sorted(f.name for f in fields(PPOConfig))
+_NAMES = sorted({f.name for config in CONFIGS for f in fields(config)})
 
 
 def _by_name(table: dict[str, str]) -> dict[str, str]:
@@ -234,5 +403,15 @@ REFUSALS = _by_name(_REFUSED)
 REMARKS = _by_name(_IDLE)
 """Arguments that have nothing to act on here, with the reason; a line says it where one is set."""
 
-_KNOWN = {*PPOConfig.__annotations__, *HEEDED, *REFUSALS, *REMARKS}
-REMARKS |= {name: "it is not known here" for name in _NAMES if name not in _KNOWN}
+_OWN = {
+    name
+    for config in CONFIGS
+    for part in config.__mro__
+    if issubclass(part, TrlConfig)
+    for name in part.__annotations__
+}
+REMARKS |= {
+    name: "it is not known here"
+    for name in _NAMES
+    if name not in {*_OWN, *HEEDED, *REFUSALS, *REMARKS}
+}

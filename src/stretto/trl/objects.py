@@ -1,21 +1,38 @@
-"""Objects that ``PPOTrainer`` is given: their names, models, adapters, and tokenised prompts."""
+"""Objects that trainers are given: their names, models, adapters, rewards and prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as BY_TYPE
-from transformers import PreTrainedTokenizerBase
+from torch import nn
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
+from stretto.config import TaskConfig
 from stretto.errors import ConfigError, ModelError, TaskError, nearest
 from stretto.models.heads import scalar_head
+from stretto.models.info import explained
+from stretto.models.load import load_tokenizer
+from stretto.models.resolve import resolve
+from stretto.saying import silent
 from stretto.tasks import Task, TaskRow
+from stretto.tasks.encode import Encoder
+from stretto.tasks.prompts import render
+from stretto.tasks.tables import as_prompt, of_row
+from stretto.trl.arguments import mapping
 from stretto.trl.config import PPOConfig
 
 COLUMN, MASK = "input_ids", "attention_mask"
+PROMPT = "prompt"
+
+IMAGES = ("image", "images")
+"""Columns with which TRL would train a model that sees."""
 
 _NAMES = (
     *("args", "processing_class", "model", "ref_model", "reward_model", "train_dataset"),
@@ -29,6 +46,20 @@ _OLD_NAMES = {
 }
 """Names of arguments in TRL 0.12 and before, with their present names."""
 
+_NOT_HERE = {
+    "quantization_config": "weights are not quantised here; leave it out, or train adapters on "
+    "weights in 4 bits by stretto.train with model.load_in_4bit",
+    **dict.fromkeys(
+        ("tools", "environment_factory", "rollout_func"),
+        "a response is one turn here, without tools; leave it out",
+    ),
+    **dict.fromkeys(
+        ("compute_metrics", "preprocess_logits_for_metrics"),
+        "nothing computes metrics of logits here; leave it out",
+    ),
+}
+"""Arguments of trainers that are refused, with the reason and the remedy."""
+
 _LORA_TAKEN = ("r", "lora_alpha", "target_modules")
 _LORA_FREE = (
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "peft_type"),
@@ -38,7 +69,7 @@ _LORA_FREE = (
 
 
 def by_present_names(arguments: Mapping[str, Any], old_names: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments by the names that they have now, those needed by every run among them;
+    """Return PPO's arguments by the names that they have now, those needed by every run among them;
     ``args`` is a PPOConfig.
     """
     named = dict(arguments)
@@ -56,18 +87,26 @@ def by_present_names(arguments: Mapping[str, Any], old_names: Mapping[str, Any])
     for name, value in named.items():
         if value is None and name != "ref_model":
             raise ConfigError(f"PPOTrainer needs {name}; give it", "argument-missing")
-    args = named["args"]
-    if not isinstance(args, PPOConfig):
-        raise ConfigError(
-            f"args must be a PPOConfig of stretto; got a {type(args).__module__}."
-            f"{type(args).__qualname__}. Import both: from stretto import PPOConfig, PPOTrainer",
-            "args-not-ppo-config",
-        )
+    check_args(named["args"], PPOConfig, "PPOTrainer")
     return named
 
 
-def refuse(collator: Any, optimizers: tuple[Any, Any]) -> None:
-    """Refuse a collator that does more than pad, and optimizers."""
+def check_args(args: Any, kind: type, trainer: str) -> None:
+    """Raise ConfigError for arguments of another class than the trainer's own."""
+    if not isinstance(args, kind):
+        name = kind.__name__
+        raise ConfigError(
+            f"args must be a {name} of stretto; got a {type(args).__module__}."
+            f"{type(args).__qualname__}. Import both: from stretto import {name}, {trainer}",
+            "args-of-other-class",
+        )
+
+
+def refuse(collator: Any, optimizers: tuple[Any, Any], **others: Any) -> None:
+    """Refuse a collator that does more than pad, optimizers, and what else is given."""
+    for name, value in others.items():
+        if value:
+            raise ConfigError(f"{name} = {value!r:.80}: {_NOT_HERE[name]}", "argument-refused")
     if collator is not None and type(collator).__name__ != "DataCollatorWithPadding":
         raise ConfigError(
             f"data_collator = {type(collator).__name__}: prompts are read one at a time and never "
@@ -78,15 +117,13 @@ def refuse(collator: Any, optimizers: tuple[Any, Any]) -> None:
         raise ConfigError(
             "optimizers: policy and critic each have an AdamW of their own on float32 masters; "
             "leave it out, and set learning_rate, lr_scheduler_type, warmup_steps, weight_decay, "
-            "adam_beta1 and adam_beta2 in PPOConfig",
+            "adam_beta1 and adam_beta2 in args",
             "argument-refused",
         )
 
 
-def check_models(models: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> int:
-    """Refuse models that cannot work together: that share weights, lack a scalar head or tokens of
-    the tokenizer. Returns the number of token ids that all know.
-    """
+def check_shared(models: Mapping[str, Any]) -> None:
+    """Refuse models that share weights."""
     owners: dict[int, str] = {}
     for name, model in models.items():
         for parameter in model.parameters():
@@ -97,6 +134,13 @@ def check_models(models: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) 
                     "load one model for each (ref_model=None makes the copy by itself)",
                     "models-share-weights",
                 )
+
+
+def check_models(models: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> int:
+    """Refuse models that cannot work together: that share weights, lack a scalar head or tokens of
+    the tokenizer. Returns the number of token ids that all know.
+    """
+    check_shared(models)
     for name in ("reward_model", "value_model"):
         if name in models:
             labels = getattr(models[name].config, "num_labels", 1)
@@ -133,11 +177,11 @@ def lora_settings(peft_config: Any, policy: Any) -> dict[str, Any]:
             "peft-not-lora",
         )
     plain = LoraConfig()
-    for field in fields(peft_config):
-        value, default = getattr(peft_config, field.name), getattr(plain, field.name)
-        if field.name not in (*_LORA_TAKEN, *_LORA_FREE) and value != default:
+    for name in (each.name for each in fields(peft_config)):
+        value, default = getattr(peft_config, name), getattr(plain, name)
+        if name not in (*_LORA_TAKEN, *_LORA_FREE) and value != default:
             raise ConfigError(
-                f"peft_config: {field.name} = {value!r} is not supported; LoRA here has r, "
+                f"peft_config: {name} = {value!r} is not supported; LoRA here has r, "
                 "lora_alpha and target_modules. Leave it out",
                 "lora-argument-refused",
             )
@@ -166,39 +210,197 @@ def _targets(targets: Any, policy: Any) -> tuple[str, ...]:
     return (targets,) if isinstance(targets, str) else tuple(sorted(targets))
 
 
-class TokenTask(Task):
-    """Prompts from a column ``input_ids``, which the actor reads as they are.
+@dataclass(frozen=True)
+class Rewards:
+    """The reward sources of a run, by their names, and the objects that some of them stand for.
 
-    Padding is left out: what ``attention_mask`` marks where the dataset has that column, else pad
-    tokens at either end. Every row is checked at construction.
+    Attributes:
+        models: with their tokenizers.
+    """
+
+    sources: Sequence[str] = ()
+    functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    models: Mapping[str, tuple[nn.Module, PreTrainedTokenizerBase]] = field(default_factory=dict)
+
+
+def rewards_of(given: Any, tokenizers: Any, args: Any) -> Rewards:
+    """Name the reward functions and models of a trainer, one or a list of them: functions as in
+    Python, models by the last part of their name. A string names a model, which is loaded.
+    """
+    listed = list(given) if isinstance(given, list | tuple) else [given]
+    if not listed or None in listed:
+        raise ConfigError("reward_funcs says what scores, and is missing; give it", "no-rewards")
+    classes = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers]
+    classes = classes * len(listed) if classes == [None] else classes
+    if len(classes) != len(listed):
+        raise ConfigError(
+            f"reward_processing_classes has {len(classes)} entries for {len(listed)} reward "
+            "functions; give one for each, None for a function",
+            "reward-classes-count",
+        )
+    functions: dict[str, Callable[..., Any]] = {}
+    models: dict[str, tuple[nn.Module, PreTrainedTokenizerBase]] = {}
+    sources: list[str] = []
+    for reward, tokenizer in zip(listed, classes, strict=True):
+        function = not isinstance(reward, str | nn.Module)
+        name = _name_of(reward)
+        source = name if function else f"model:{name}"
+        while source in (*sources, "task"):
+            source += "_"
+        sources.append(source)
+        if function:
+            functions[source] = reward
+        else:
+            models[source] = _reward_model(reward, tokenizer, args)
+    return Rewards(sources, functions, models)
+
+
+def _name_of(reward: Any) -> str:
+    if isinstance(reward, str | nn.Module):
+        config: Any = getattr(reward, "config", None)
+        name = reward if isinstance(reward, str) else str(getattr(config, "name_or_path", ""))
+        return Path(name).name or "reward_model"
+    if isinstance(reward, partial):
+        return _name_of(reward.func)
+    return str(getattr(reward, "__name__", type(reward).__name__))
+
+
+def _reward_model(reward: Any, tokenizer: Any, args: Any) -> tuple[nn.Module, Any]:
+    model = reward
+    if isinstance(reward, str):
+        model = load(AutoModelForSequenceClassification, reward, args, num_labels=1)
+    if tokenizer is None:
+        name = str(getattr(model.config, "name_or_path", ""))
+        if not name:
+            raise ConfigError(
+                f"nothing names the tokenizer of the reward model {type(model).__name__}; give it "
+                "in reward_processing_classes",
+                "tokenizer-of-object",
+            )
+        tokenizer = load_tokenizer(resolve(name, silent), args.trust_remote_code)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model.config.pad_token_id = tokenizer.pad_token_id
+    return model, tokenizer
+
+
+def load(kind: Any, name: str, args: Any, **more: Any) -> Any:
+    """Load a model by one of transformers' Auto classes, with ``args.model_init_kwargs``; in
+    float32 where these do not say otherwise, as TRL.
+    """
+    asked = mapping(args.model_init_kwargs, "model_init_kwargs")
+    if asked.get("device_map") in (None, "auto"):
+        asked.pop("device_map", None)  # the run decides about the device
+    how = {"dtype": "float32", "trust_remote_code": args.trust_remote_code, **asked, **more}
+    path = resolve(name, silent)
+    with explained(path, "the model"):
+        return kind.from_pretrained(str(path), **how)
+
+
+def rows_of(dataset: Any, name: str, count: int) -> Any:
+    """Return the rows of a dataset: itself, or of one without a length the first ``count``."""
+    if isinstance(dataset, Mapping):
+        names = ", ".join(map(str, dataset))
+        raise TaskError(f"{name} is several datasets ({names}); give one", "several-datasets")
+    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        return dataset
+    return list(islice(iter(dataset), count or None))
+
+
+class _Rows(Task):
+    """Prompts that a script brings; what scores them is not theirs.
 
     Args:
         rows: a ``datasets.Dataset``, or any sequence of mappings; read again whenever it is asked.
-        vocabulary: token ids that the models know are below this.
 
     Attributes:
         longest: tokens of the longest prompt.
     """
 
     has_verifier = False
+    longest: int
 
-    def __init__(
-        self, rows: Any, tokenizer: PreTrainedTokenizerBase, name: str, vocabulary: int
-    ) -> None:
+    def __init__(self, rows: Any, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
             raise TaskError(
                 f"{name} must have a length and rows by number; got {type(rows).__name__}. Give a "
                 "datasets.Dataset (one split of a DatasetDict), or a list of rows",
                 "dataset-not-sequence",
             )
-        if isinstance(rows, Mapping):
-            names = ", ".join(map(str, rows))
-            raise TaskError(f"{name} is several datasets ({names}); give one", "several-datasets")
+        rows = rows_of(rows, name, 0)
         if not len(rows):
             raise TaskError(f"{name} holds no rows; it needs at least one", "no-rows")
         self._rows, self._tokenizer, self._name = rows, tokenizer, name
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self._rows)
+
+    def verify(self, index: int, response: str) -> float:
+        """Raise TaskError, as there is no verifier."""
+        self.require_verifier()
+        raise AssertionError
+
+    def _row(self, index: int, column: str, remedy: str) -> Mapping[str, Any]:
+        row = self._rows[index]
+        if not isinstance(row, Mapping) or column not in row:
+            columns = f"its columns: {', '.join(row)}" if isinstance(row, Mapping) else repr(row)
+            raise TaskError(
+                f"{self._name}, row {index} has no column '{column}' ({columns[:200]}). {remedy}",
+                "missing-column",
+            )
+        return row
+
+
+class PromptTask(_Rows):
+    """Prompts from a column ``prompt``, texts or messages; the others are for reward functions.
+
+    Texts are read as they are, and messages by the tokenizer's chat template. Every row is checked
+    at construction.
+
+    Attributes:
+        chat: the setting ``task.chat`` with which the actor reads them.
+    """
+
+    def __init__(self, rows: Any, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+        super().__init__(rows, tokenizer, name)
+        found = [self.row(index) for index in range(len(self))]
+        self.chat = "off" if all(isinstance(row.prompt, str) for row in found) else "auto"
+        config = TaskConfig.model_validate({"kind": "dataset", "name": name, "chat": self.chat})
+        encoder = Encoder(tokenizer)
+        read = (render(row, config, tokenizer, encoder=encoder) for row in found)
+        self.longest = max(len(prompt.tokens) for prompt in read)
+
+    def row(self, index: int) -> TaskRow:
+        """The row at ``index``."""
+        row = self._row(index, PROMPT, "Name the column with the prompts so")
+        with of_row(f"{self._name}, row {index}"):
+            for column in IMAGES:
+                if row.get(column):
+                    message = f"the column '{column}' holds images; models read text alone here"
+                    raise TaskError(message, "images")
+            prompt = as_prompt(row[PROMPT])
+        return TaskRow(prompt, dict(row), index=index)
+
+
+class TokenTask(_Rows):
+    """Prompts from a column ``input_ids``, which the actor reads as they are.
+
+    Padding is left out: what ``attention_mask`` marks where the dataset has that column, else pad
+    tokens at either end. Every row is checked at construction.
+
+    Args:
+        vocabulary: token ids that the models know are below this.
+    """
+
+    chat = "off"
+
+    def __init__(
+        self, rows: Any, tokenizer: PreTrainedTokenizerBase, name: str, vocabulary: int
+    ) -> None:
+        super().__init__(rows, tokenizer, name)
         self.longest = 0
-        for index in range(len(rows)):
+        for index in range(len(self)):
             tokens = self._tokens(index)
             if max(tokens) >= vocabulary or min(tokens) < 0:
                 raise TaskError(
@@ -209,30 +411,18 @@ class TokenTask(Task):
                 )
             self.longest = max(self.longest, len(tokens))
 
-    def __len__(self) -> int:
-        """Number of rows."""
-        return len(self._rows)
-
     def row(self, index: int) -> TaskRow:
         """The row at ``index``, with its prompt as tokens and as text."""
         tokens = self._tokens(index)
         return TaskRow(prompt=str(self._tokenizer.decode(list(tokens))), tokens=tokens, index=index)
 
-    def verify(self, index: int, response: str) -> float:
-        """Raise TaskError, as there is no verifier."""
-        self.require_verifier()
-        raise AssertionError
-
     def _tokens(self, index: int) -> tuple[int, ...]:
-        row = self._rows[index]
-        if not isinstance(row, Mapping) or COLUMN not in row:
-            columns = f"its columns: {', '.join(row)}" if isinstance(row, Mapping) else repr(row)
-            raise TaskError(
-                f"{self._name}, row {index} has no column '{COLUMN}' ({columns[:200]}). Tokenise "
-                "the prompts first, as for TRL: dataset.map(lambda row: "
-                "{'input_ids': tokenizer(row['prompt'])['input_ids']})",
-                "missing-column",
-            )
+        row = self._row(
+            index,
+            COLUMN,
+            "Tokenise the prompts first, as for TRL: dataset.map(lambda row: "
+            "{'input_ids': tokenizer(row['prompt'])['input_ids']})",
+        )
         tokens = [int(token) for token in row[COLUMN]]
         if MASK in row:
             tokens = [t for t, seen in zip(tokens, row[MASK], strict=True) if seen]
