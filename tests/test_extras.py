@@ -120,6 +120,7 @@ NOT_CORE = {
     "training.planner",
     "training.stages",
     "rollout.vllm",
+    "serving.app",
 }
 """What may need an optional library to be imported."""
 

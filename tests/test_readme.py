@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -40,6 +41,7 @@ SMALL = {
     "train tiny": QUICK,
     "train tiny --pipeline": QUICK + " --pipeline.seconds 1 --pipeline.micro-batches 2",
     "generate": "--max-new-tokens 4",
+    "chat": "--max-new-tokens 4",
     "eval": "--samples 4",
     "report": "",
     "watch": "",
@@ -78,6 +80,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_commands_run(command: str, clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # tests/observe/test_report.py has what is served.
     monkeypatch.setattr("stretto.observe.report.RunServer.serve_forever", lambda _: None)
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))  # what a chat reads
     _, *arguments = shlex.split(command)
     said = " ".join(arguments)
     options = SMALL[max((name for name in SMALL if said.startswith(name)), key=len)]

@@ -87,6 +87,10 @@ class Sampling:
         """What the distribution depends on: temperature, top_k, top_p."""
         return self.temperature, self.top_k, self.top_p
 
+    def like(self, other: Sampling) -> bool:
+        """Return whether tokens are drawn as another one's, and nothing is reported beside them."""
+        return self is other or (self.distribution == other.distribution and not self.top_logprobs)
+
 
 class FinishReason(StrEnum):
     """The reason why a response ended: an end token or a stop string, or the token limit.

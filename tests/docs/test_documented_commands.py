@@ -41,6 +41,8 @@ LONG = {
     "stretto.pipelines.solve.solve": "a search for a schedule",
     "stretto.cli.tour._print": "the tour",
     "stretto.observe.report.RunServer.serve_forever": "a page that is kept up to date",
+    "stretto.cli.generate._lines": "a chat",
+    "stretto.cli.serve._serve": "a server",
 }
 """What commands call once all is checked, and begins what takes long."""
 
@@ -132,7 +134,7 @@ def test_a_command_is_one(
         return
     except SystemExit as end:  # of --help
         status = end.code
-    libraries = {"vllm": "vllm", "--model.load-in-4bit": "bitsandbytes"}
+    libraries = {"serve": "starlette", "vllm": "vllm", "--model.load-in-4bit": "bitsandbytes"}
     asked = [libraries[word] for word in words if word in libraries]
     if missing := [library for library in asked if not is_installed(library)]:
         assert status == 2

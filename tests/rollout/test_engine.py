@@ -607,7 +607,7 @@ def test_responses_with_sampling_of_their_own_are_those_of_an_engine_with_such_s
     for r, s in zip(made, own, strict=True):
         sampling = s or Sampling(LIMIT)
         t, k, p = sampling.distribution
-        options = {"temperature": t, "top_k": k, "top_p": p}
+        options: dict[str, Any] = {"temperature": t, "top_k": k, "top_p": p}
         alone = engine(model, max_new_tokens=sampling.max_new_tokens, **options)
         seed, stream = sampling.seed or (SEED, r.id)
         alone.settings = replace(alone.settings, seed=seed)

@@ -22,7 +22,6 @@ from stretto.observe.progress import on_stderr
 from stretto.saying import CHECKING, LOADING, working
 from stretto.tasks import TaskRow
 from stretto.tasks.tables import as_prompt
-from stretto.types import Message
 
 if TYPE_CHECKING:
     from torch import nn
@@ -172,7 +171,7 @@ def benchmark(
 
 def generate(
     model: nn.Module | str | Path,
-    prompts: Sequence[str | Sequence[Message]],
+    prompts: Sequence[str | Sequence[Mapping[str, str]]],
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_new_tokens: int = 256,

@@ -34,6 +34,7 @@ _EXTRAS = {
     "tensorboard": "observe.trackers tensorboard",
     "wandb": "observe.trackers wandb",
     "prometheus": "observe.prometheus_port",
+    "serve": "stretto serve",
     "judge": "LLM judges",
     "lm-eval": "eval --lm-eval",
     "plots": "pictures of them as PNG",

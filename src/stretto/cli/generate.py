@@ -1,4 +1,4 @@
-"""``stretto generate``: a model answers prompts."""
+"""``stretto generate`` and ``chat``: a model answers prompts, or talks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ import tyro
 
 from stretto import tasks
 from stretto.api.models import answers
-from stretto.config import ModelConfig, TaskConfig
-from stretto.errors import ConfigError
+from stretto.config import ModelConfig, RolloutConfig, TaskConfig, recipes
+from stretto.config.sections import require_seed
+from stretto.errors import ConfigError, EngineError, TaskError
+from stretto.observe.progress import on_stderr
+from stretto.saying import LOADING, working
+from stretto.signals import Terminated
 from stretto.tasks import TaskRow
 
 if TYPE_CHECKING:
@@ -77,17 +81,23 @@ def command_generate(
     }
     config = ModelConfig(name=model, dtype=dtype, device=device)
     task = TaskConfig(chat=chat, system=system)
+    with _options_by_name(), _lines_to(out) as write:
+        for answer in answers(config, rows, task, options, seed=seed):
+            number, sample = divmod(answer.number, samples)
+            if json or out:
+                write(_record(rows[number], number, sample, answer))
+            elif len(rows) * samples == 1:
+                write(answer.text)
+            else:
+                of = f".{sample + 1}" if samples > 1 else ""
+                write(f"[{number + 1}{of}] {answer.text}")
+
+
+@contextmanager
+def _options_by_name() -> Iterator[None]:
+    """Have errors about settings name the options that they come from."""
     try:
-        with _lines_to(out) as write:
-            for answer in answers(config, rows, task, options, seed=seed):
-                number, sample = divmod(answer.number, samples)
-                if json or out:
-                    write(_record(rows[number], number, sample, answer))
-                elif len(rows) * samples == 1:
-                    write(answer.text)
-                else:
-                    of = f".{sample + 1}" if samples > 1 else ""
-                    write(f"[{number + 1}{of}] {answer.text}")
+        yield
     except ConfigError as error:
         if (message := str(error)).startswith("options: "):
             message = message.replace("samples_per_prompt = ", "samples = ")
@@ -148,3 +158,105 @@ def _lines_to(out: str) -> Iterator[Callable[[str], object]]:
         ) from error
     with file:
         yield partial(print, file=file, flush=True)
+
+
+CHAT_HELP = "/exit leaves, /clear begins anew, /system TEXT sets the system message"
+
+
+def command_chat(
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL_OR_RUN")],
+    /,
+    system: str = "",
+    max_new_tokens: int = 512,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    max_model_len: int = 0,
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+) -> None:
+    """Talk to a model, whose answers appear as they come. /exit or Ctrl-D leaves, /clear begins
+    anew, /system TEXT sets the system message, and Ctrl-C stops an answer. The model's chat
+    template is applied; a model without one goes on with the text so far. Without a terminal, each
+    line of standard input is a turn.
+
+    Args:
+        model: A known name, a local folder in Hugging Face format, a hub name, or a run's folder:
+            the policy of its newest checkpoint while it trains, else its trained model.
+        system: A system message; needs a chat template.
+        max_new_tokens: Token limit of an answer.
+        temperature: Softmax temperature; 0 is greedy.
+        top_k: Sample among the k likeliest tokens; 0 is off.
+        top_p: Sample among the likeliest tokens that hold this much probability; 1 is off.
+        seed: Of the random numbers.
+        max_model_len: Tokens of the whole conversation. 0: 4096, or what the model has positions
+            for.
+        dtype: Type to compute in. auto: a run's own; else bfloat16 where the hardware is faster in
+            it, else float32.
+        device: Device to compute on. auto: cuda when there is one.
+    """
+    options = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+    }
+    with _options_by_name():
+        rollout = recipes.build({"batch": 1, **options}, "options", RolloutConfig)
+    require_seed(seed)
+    with working(on_stderr, LOADING):
+        from stretto.api.policies import Conversation, open_policy
+    policy = open_policy(
+        model, rollout, dtype=dtype, device=device, max_model_len=max_model_len, seed=seed
+    )
+    talk = Conversation(policy, rollout, seed, system)
+    shown = sys.stdin.isatty()
+    if shown:
+        import readline  # noqa: F401  # with which input() edits lines
+
+        of = f", step {policy.step}" if policy.run else ""
+        print(f"{policy.name}{of}. {CHAT_HELP}; Ctrl-C stops an answer.")
+        if not policy.tokenizer.chat_template:
+            print("It has no chat template, and goes on with the text so far.")
+    for line in _lines(shown):
+        command, _, rest = line.strip().partition(" ")
+        try:
+            if command == "/exit":
+                return
+            if command == "/clear":
+                talk.clear()
+            elif command == "/system":
+                talk.set_system(rest.strip())
+            elif command.startswith("/"):
+                print(f"There is no {command}: {CHAT_HELP}.", file=sys.stderr)
+            elif command:
+                for piece in talk.answer(line):
+                    print(piece, end="", flush=True)
+                print(flush=True)
+        except (ConfigError, EngineError, TaskError) as error:
+            print(error, file=sys.stderr)
+        except KeyboardInterrupt as stop:
+            _unless_terminated(stop)
+
+
+def _lines(shown: bool) -> Iterator[str]:
+    """Yield lines as they are typed, or read where there is no terminal."""
+    if not shown:
+        yield from (line.rstrip("\n") for line in sys.stdin)
+        return
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt as stop:
+            _unless_terminated(stop)
+
+
+def _unless_terminated(stop: KeyboardInterrupt) -> None:
+    """Go on after Ctrl-C, and not after other signals."""
+    if isinstance(stop, Terminated):
+        raise stop
+    print(flush=True)

@@ -24,6 +24,8 @@ COMMANDS = {
     "reward": "train a reward model on preferences, or let one label pairs",
     "align": "all three stages: demonstrations, reward model, reinforcement learning",
     "generate": "let a model answer prompts",
+    "chat": "talk to a model, or to the policy of a run",
+    "serve": "serve a model, or a policy while it trains, by OpenAI's API",
     "eval": "measure a model: pass@1, mean score, win-rates, KL, benchmarks",
     "label": "label preferences with a gold reward",
     "recipes": "list the recipes that commands take by name",
@@ -41,6 +43,7 @@ MODULES = {
     **dict.fromkeys(("sft", "reward", "align", "recipes"), "train"),
     **dict.fromkeys(("eval", "label"), "models"),
     **dict.fromkeys(("report", "watch"), "compare"),
+    "chat": "generate",
 }
 """Modules of the commands that share one, with functions named after the commands."""
 

@@ -66,6 +66,23 @@ def locked(folder: Path, note: Callable[[str], None]) -> Iterator[None]:
         os.close(descriptor)
 
 
+def in_use(folder: Path) -> bool:
+    """Return whether some process keeps others from writing into a folder."""
+    try:
+        descriptor = os.open(folder / NAME, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def _take(file: Path, note: Callable[[str], None]) -> int:
     """Return a descriptor of the file, locked."""
     while True:

@@ -272,7 +272,7 @@ class TorchEngine(Engine):
         read = max(row.cached for row in rows if row.ready) + 1
         self.context_tokens += read * len(rows)
         likeliest: Sequence[TopLogprobs | None] = [None] * len(rows)
-        if all(row.sampling is self._sampling for row in rows):
+        if all(row.sampling.like(self._sampling) for row in rows):
             tokens, logprobs = (x.tolist() for x in self._step_pass(inputs, read))
         else:
             each = [row.sampling for row in rows]

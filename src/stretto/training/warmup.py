@@ -67,14 +67,14 @@ def keep(model: nn.Module, loss: float, key: str, file: Path) -> None:
 
 
 @torch.no_grad()
-def take(model: nn.Module, key: str, file: Path) -> float:
+def take(model: nn.Module, key: str | None, file: Path) -> float:
     """Put what :func:`keep` wrote into a model; return the loss. Raises ConfigError if the file
-    holds another warm-up, StateError if it is damaged.
+    holds another warm-up than the key's, if there is one, StateError if it is damaged.
     """
     try:
         with safe_open(file, "pt") as kept:
             about = kept.metadata() or {}
-            if about.get("key") != key:
+            if key is not None and about.get("key") != key:
                 raise ConfigError(
                     f"'{file}' holds the warm-up of another model, of other examples or of other "
                     "settings; remove it, or name another file",

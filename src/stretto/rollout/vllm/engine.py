@@ -40,6 +40,7 @@ from stretto.types import (
     IntArray,
     KVTransfer,
     Response,
+    TopLogprobs,
     WeightsRef,
 )
 from stretto.weights.channel import fetched
@@ -226,7 +227,8 @@ class VllmEngine(Engine):
 
     def _take(self, row: RequestRow, output: Output) -> Chunk | None:
         """Take what a request has got; return the last chunk of a rollout that ends with it."""
-        likeliest = output.top_logprobs or [None] * len(output.tokens)
+        nothing: list[TopLogprobs | None] = [None] * len(output.tokens)
+        likeliest = output.top_logprobs or nothing
         found = zip(output.tokens, output.logprobs, likeliest, strict=True)
         for token, logprob, top_logprobs in found:
             self.context_tokens += len(row.tokens)

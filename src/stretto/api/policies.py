@@ -1,0 +1,285 @@
+"""Models and policies of runs that answer one request after another, for chats and servers."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+
+from stretto.assembly.models import load_actor, prepare_torch, with_adapters
+from stretto.assembly.roles import RoleFactory
+from stretto.checks import check_measured
+from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig, recipes
+from stretto.errors import ConfigError, EngineError, StateError
+from stretto.models.backend import fastest_dtype, pick_device
+from stretto.models.forward import positions
+from stretto.models.load import load_tokenizer
+from stretto.models.lora import trained_names
+from stretto.models.resolve import is_known, resolve, trained_model
+from stretto.models.weights import fingerprint
+from stretto.observe.lock import in_use
+from stretto.observe.progress import on_stderr
+from stretto.observe.run_directory import RunDirectory
+from stretto.rollout.base import Engine
+from stretto.rollout.registry import engine_of
+from stretto.runs import checkpoint
+from stretto.runtime.state import LEARNER
+from stretto.saying import CHECKING, silent, working
+from stretto.serving.texts import GrowingText
+from stretto.tasks import TaskRow
+from stretto.tasks.encode import Encoder
+from stretto.tasks.prompts import render
+from stretto.training import shard_files, warmup
+from stretto.types import Message, Prompt, Response, Sampling, WeightsRef
+from stretto.weights.channel import SharedChannel
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PreTrainedTokenizerBase
+
+LONGEST = 4096
+"""Tokens of prompt and answer where the user names no limit, if the model has positions for them:
+keys and values take memory for as many."""
+
+
+@dataclass
+class Policy:
+    """A model that answers, and where newer weights of it come from.
+
+    Attributes:
+        name: the model's or the run's, for people.
+        longest: tokens of prompt and answer, at most.
+        run: its checkpoints are the policy's weights; ``None`` for a model that stays as it is.
+        step: of the training, after which the newest weights were taken.
+    """
+
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    engine: Engine
+    longest: int
+    run: RunDirectory | None
+    step: int
+    _actor: nn.Module
+    _channel: SharedChannel = field(repr=False)
+
+    def newer(self) -> WeightsRef | None:
+        """Return a ticket for the weights of a newer checkpoint than the last one, if there is one
+        that can be read; the engine may load it.
+        """
+        if self.run is None or checkpoint.newest(self.run.checkpoints) <= self.step:
+            return None
+        try:
+            step, tensors = _read(self.run)
+        except (StateError, OSError):  # it was removed meanwhile, or is damaged: another will come
+            return None
+        if step <= self.step:
+            return None
+        self.step = step
+        return self.offer(tensors)
+
+    def offer(self, tensors: dict[str, Tensor]) -> WeightsRef:
+        """Put trained weights into the channel; return the ticket for them."""
+        named = dict(self._actor.named_parameters())
+        new = {name: t.to(named[name].device, named[name].dtype) for name, t in tensors.items()}
+        whole = {name: new.get(name, p.detach()) for name, p in named.items()}
+        ref = WeightsRef("actor", self.step, fingerprint(whole.items()), self._channel.name)
+        self._channel.put(ref, new)
+        return ref
+
+    def label(self, version: int) -> str | None:
+        """Return the name of a version of the weights, where there may be several."""
+        return f"step-{version}" if self.run else None
+
+
+class Conversation:
+    """A conversation with a policy, through its chat template if it has one; else a text that it
+    and its user go on with in turns.
+    """
+
+    def __init__(self, policy: Policy, rollout: RolloutConfig, seed: int, system: str = "") -> None:
+        """Begin one; ``rollout`` and ``seed`` say how answers are sampled."""
+        self._policy, self._rollout, self._seed = policy, rollout, seed
+        self._encoder = Encoder(policy.tokenizer)
+        self._turns, self._text, self._answers = list[Message](), "", 0
+        self._system = ""
+        self.set_system(system)
+
+    def set_system(self, text: str) -> None:
+        """Set the system message from now on, or none. Raises ConfigError without a template."""
+        if text and not self._policy.tokenizer.chat_template:
+            message = "the model has no chat template, and so no place for a system message"
+            raise ConfigError(message, "no-chat-template")
+        self._system = text
+
+    def clear(self) -> None:
+        """Begin anew; the system message stays."""
+        self._turns, self._text = [], ""
+
+    def answer(self, said: str) -> Generator[str, None, None]:
+        """Yield the answer as it comes. What has come of it stays if the generator is closed, or
+        interrupted. Raises EngineError where the model has no room for it.
+        """
+        row = TaskRow(self._text + said)
+        if self._policy.tokenizer.chat_template:
+            row = TaskRow((*self._turns, Message(role="user", content=said)))
+        task = TaskConfig(system=self._system)
+        prompt = render(row, task, self._policy.tokenizer, encoder=self._encoder)
+        room = self._policy.longest - len(prompt.tokens)
+        if room < 1:
+            raise EngineError(
+                f"the conversation has {len(prompt.tokens)} tokens, and the model takes "
+                f"{self._policy.longest} with the answer; begin anew with /clear",
+                "context-length",
+            )
+        r, most = self._rollout, min(self._rollout.max_new_tokens, room)
+        sampling = Sampling(most, r.temperature, r.top_k, r.top_p, seed=(self._seed, self._answers))
+        whole = ""
+        try:
+            for piece in self._pieces(prompt, sampling):
+                whole += piece
+                yield piece
+        finally:
+            self._answers += 1
+            self._text += f"{said}{whole}\n"
+            self._turns.append(Message(role="user", content=said))
+            self._turns.append(Message(role="assistant", content=whole))
+
+    def _pieces(self, prompt: Prompt, sampling: Sampling) -> Iterator[str]:
+        engine, text = self._policy.engine, GrowingText(self._policy.tokenizer, self._rollout.stop)
+        empty = np.empty(0, np.int32)
+        try:
+            engine.admit([Response(self._answers, 0, prompt, empty, sampling=sampling)])
+            finish = None
+            while finish is None:
+                for chunk in engine.decode(1).chunks:
+                    text.add(chunk.tokens.tolist())
+                    finish = chunk.finish
+                    yield text.take(last=finish is not None)
+        finally:
+            engine.release([self._answers])
+
+
+def open_policy(
+    name: str,
+    rollout: RolloutConfig,
+    *,
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    max_model_len: int = 0,
+    follow: bool = False,
+    seed: int = 0,
+) -> Policy:
+    """Load a model, or the policy of a run: while it trains that of its newest checkpoint, else the
+    model that it has saved, else that of its last checkpoint. The engine is to be used on this
+    thread.
+
+    Args:
+        rollout: engine, and slots.
+        max_model_len: tokens of prompt and answer; 0 takes :data:`LONGEST`, or what the model has.
+        follow: take the policy of checkpoints, or of the start where there is none yet.
+
+    Raises:
+        ConfigError: there is no such run to follow, or no such device.
+        ModelError: there is no such model.
+    """
+    run = _run_with_policies(name, follow=follow)
+    own = recipes.load(run.path).model if run else ModelConfig(name=trained_model(name))
+    asked = {k: v for k, v in (("dtype", dtype), ("device", device)) if v != "auto" or not run}
+    model = own.model_copy(update=asked)
+    with working(on_stderr, CHECKING):
+        check_measured(Config.model_construct(model=model), model.name, rows=False)
+    engine_kind = engine_of(rollout)
+    engine_kind.check()
+    if model.dtype == "auto":
+        with working(on_stderr, "trying which type is faster"):
+            fastest, because = fastest_dtype(pick_device(model.device))
+        model = model.model_copy(update={"dtype": str(fastest).removeprefix("torch.")})
+        on_stderr(f"computing in {model.dtype}: {because}; --dtype takes another")
+    prepare_torch(seed, 0)
+    tokenizer = load_tokenizer(resolve(model.name, silent), model.trust_remote_code, on_stderr)
+    here = model.model_copy(update={"device": "cpu"} if engine_kind.own_weights else {})
+    actor = load_actor(here, on_stderr)
+    step, tensors = 0, dict[str, torch.Tensor]()
+    if run:
+        if run.warmup.exists():
+            warmup.take(actor, None, run.warmup)
+        actor = with_adapters(actor, here, recipes.load(run.path).seed, "CAUSAL_LM", None)
+        if checkpoint.newest(run.checkpoints):
+            step, tensors = _read(run)
+    longest = _longest(actor, max_model_len)
+    rollout = rollout.model_copy(update={"max_new_tokens": 1})  # requests have limits of their own
+    task = TaskConfig(max_prompt_tokens=longest - 1)
+    config = Config.model_construct(seed=seed, model=model, rollout=rollout, task=task)
+    channel = SharedChannel()
+    with working(on_stderr, "starting the engine"):
+        factory = RoleFactory(config, on_stderr)
+        engine = factory.make_engine(actor, tokenizer, rollout.batch, channel=channel)
+        policy = Policy(
+            name=Path(name).resolve().name if Path(name).is_dir() else name,
+            tokenizer=tokenizer,
+            engine=engine,
+            longest=longest,
+            run=run,
+            step=step,
+            _actor=actor,
+            _channel=channel,
+        )
+        if tensors or engine_kind.own_weights:
+            trained = trained_names(actor)
+            own_tensors = {n: p.detach() for n, p in actor.named_parameters() if n in trained}
+            engine.load(policy.offer(tensors or own_tensors))
+    return policy
+
+
+def _run_with_policies(name: str, *, follow: bool) -> RunDirectory | None:
+    """Return a run whose checkpoints have the weights to take; ``None`` where a model is named."""
+    folder = Path(name).expanduser()
+    if is_known(name) or not (folder / "config.toml").is_file():
+        if follow:
+            raise ConfigError(
+                f"--follow needs a run's folder, and '{name}' is none", "nothing-to-follow"
+            )
+        return None
+    run = RunDirectory(folder)
+    try:
+        config = recipes.load(folder)
+    except ConfigError:  # the run of a command that trains by examples
+        if follow:
+            raise
+        return None
+    if follow and not config.observe.checkpoints:
+        raise ConfigError(
+            f"the run '{name}' writes no checkpoints, which --follow reads: observe."
+            "checkpoint_minutes is 0. Set that, or checkpoint_every, when a run is started",
+            "nothing-to-follow",
+        )
+    has_checkpoint = checkpoint.newest(run.checkpoints) > 0
+    saved = run.model.is_dir() and not in_use(folder)
+    return run if follow or (has_checkpoint and not saved) else None
+
+
+@torch.no_grad()
+def _read(run: RunDirectory) -> tuple[int, dict[str, torch.Tensor]]:
+    """Return the step of a run's newest checkpoint, and the actor's trained weights."""
+    step, state = checkpoint.load_latest(run.checkpoints, on_stderr)
+    folder, sums = state[LEARNER]
+    shard_files.check(folder, sums.items())
+    masters = shard_files.read(folder)["models"]["actor"]["masters"]
+    return step, {name: stored.read() for name, stored in masters.items()}
+
+
+def _longest(actor: nn.Module, asked: int) -> int:
+    most = positions(actor, generating=True)
+    if asked == 1:
+        message = "--max-model-len 1: a prompt and an answer are two tokens, at least"
+        raise ConfigError(message, "too-few-positions")
+    if asked and most is not None and asked > most:
+        raise ConfigError(
+            f"--max-model-len {asked}: the model has positions for {most} tokens; lower it",
+            "too-few-positions",
+        )
+    return min(asked or LONGEST, most or asked or LONGEST)

@@ -1,0 +1,160 @@
+"""``stretto serve``: an OpenAI-compatible endpoint for a model, or for a policy while it trains."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from stretto.config import RolloutConfig, recipes
+from stretto.errors import ConfigError, StorageError, require
+from stretto.observe.progress import on_stderr
+from stretto.saying import LOADING, working
+
+if TYPE_CHECKING:
+    from stretto.api.policies import Policy
+    from stretto.serving.streams import AsyncEngine
+
+API_KEY = "STRETTO_API_KEY"
+"""Environment variable with the key that requests must bring."""
+
+PATIENCE_S = 10
+"""Seconds that answers under way get to end in, once the server is to stop."""
+
+FOLLOW_S = 2.0
+"""Seconds between two looks for a newer checkpoint."""
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def command_serve(
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL_OR_RUN")],
+    /,
+    follow: bool = False,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key: str = "",
+    engine: Literal["torch", "vllm"] = "torch",
+    slots: int = 16,
+    queue: int = 256,
+    max_model_len: int = 0,
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    seed: int = 0,
+) -> None:
+    """Serve a model by OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, and vLLM's
+    /inference/v1/generate for token ids. Needs the extra 'serve'. Ctrl-C ends it.
+
+    Args:
+        model: A known name, a local folder in Hugging Face format, a hub name, or a run's folder:
+            the policy of its newest checkpoint while it trains, else its trained model.
+        follow: Load newer checkpoints of the run as they appear. Answers under way end first.
+        host: Address to listen on. Others than the default can be reached by other machines.
+        port: Port to listen on; 0 takes a free one.
+        api_key: Key that requests must bring, better given as STRETTO_API_KEY in the environment.
+        engine: What generates; vllm needs the extra 'vllm'.
+        slots: Answers decoded at a time.
+        queue: Requests that wait for a slot, at most; others are refused with status 429.
+        max_model_len: Tokens of prompt and answer. 0: 4096, or what the model has positions for.
+        dtype: Type to compute in. auto: a run's own; else bfloat16 where the hardware is faster in
+            it, else float32.
+        device: Device to compute on. auto: cuda when there is one.
+        seed: Of the random numbers of requests that bring no seed.
+    """
+    for library in ("starlette", "uvicorn"):
+        require(library, "serve", "stretto serve")
+    rollout = recipes.build(
+        {"engine": engine, "batch": slots, "slots": slots, "max_new_tokens": 1},
+        "options",
+        RolloutConfig,
+    )
+    if queue < 0 or max_model_len < 0:
+        raise ConfigError("--queue and --max-model-len must be 0 or more", "option-range")
+    key = api_key or os.environ.get(API_KEY, "")
+    if host not in LOOPBACK and not key:
+        on_stderr(
+            f"whoever reaches {host} may use the model; {API_KEY} in the environment sets a key"
+        )
+    with _listening(host, port) as listener:
+        with working(on_stderr, LOADING):
+            from stretto.api.policies import open_policy
+        opened = partial(
+            open_policy,
+            model,
+            rollout,
+            dtype=dtype,
+            device=device,
+            max_model_len=max_model_len,
+            follow=follow,
+            seed=seed,
+        )
+        asyncio.run(_serve(listener, opened, key, slots + queue, follow=follow))
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens, so that a port that is taken is told before a model loads."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        raise StorageError(
+            f"cannot listen on {host}, port {port}: {error}; choose another with --host or --port",
+            "port-taken",
+        ) from error
+
+
+async def _serve(
+    listener: socket.socket, opened: Callable[[], Policy], key: str, most: int, *, follow: bool
+) -> None:
+    """Open a model on the thread that will use it, and serve it until a signal comes."""
+    import uvicorn
+
+    from stretto.serving.app import Server
+    from stretto.serving.streams import AsyncEngine, ThreadGenerator
+    from stretto.workers.threads import WorkerThread
+
+    thread = WorkerThread("generator", 0)
+    try:
+        policy = await thread.run(opened)
+        engine = AsyncEngine(ThreadGenerator(policy.engine, thread), policy.longest, most)
+        engine.version = policy.step
+        app = Server(engine, policy.tokenizer, policy.name, api_key=key, label=policy.label).app
+        config = uvicorn.Config(
+            app, log_level="warning", lifespan="off", timeout_graceful_shutdown=PATIENCE_S
+        )
+        server = uvicorn.Server(config)
+        host, port, *_ = listener.getsockname()
+        at = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        of = f", step {policy.step}" if policy.run else ""
+        print(f"serving {policy.name}{of} at {at} ({policy.longest} tokens)", flush=True)
+        work = [asyncio.create_task(engine.run())]
+        work += [asyncio.create_task(_follow(policy, engine))] if follow else []
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            await asyncio.wait((serving, *work), return_when=asyncio.FIRST_COMPLETED)
+            server.should_exit = True  # as if a signal had come, where the engine has failed
+            await serving
+        finally:
+            for task in work:
+                task.cancel()
+            ended = await asyncio.gather(*work, return_exceptions=True)
+        for error in ended:
+            if isinstance(error, Exception):
+                raise error
+    finally:
+        thread.interrupt()
+        thread.join(PATIENCE_S)
+
+
+async def _follow(policy: Policy, engine: AsyncEngine) -> None:
+    """Have the weights of newer checkpoints loaded as they appear."""
+    while True:
+        await asyncio.sleep(FOLLOW_S)
+        if weights := await asyncio.to_thread(policy.newer):
+            engine.load(weights)
+            on_stderr(f"answers are of step {weights.version} from now on")

@@ -1,0 +1,1 @@
+"""Generation for requests from outside: one stream each, decoded together; an OpenAI server."""

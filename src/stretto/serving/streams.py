@@ -1,0 +1,220 @@
+"""Requests to a generator, which come and go while others are decoded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from itertools import count
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from stretto.errors import EngineError, StrettoError
+from stretto.rollout.base import Engine
+from stretto.types import Chunk, Decoded, Prompt, Response, Sampling, WeightsRef
+from stretto.workers.threads import WorkerThread
+
+
+class Request(NamedTuple):
+    """A prompt as the model reads it, and how the answer to it is sampled."""
+
+    tokens: Sequence[int]
+    sampling: Sampling
+
+
+class Stream(Protocol):
+    """The answers to some requests, as they grow."""
+
+    def chunks(self) -> AsyncGenerator[tuple[int, Chunk], None]:
+        """Yield chunks, each with the number of its request, until all answers have ended. Closed
+        before, it aborts those that go on. Raises EngineError if the engine has stopped.
+        """
+
+    def abort(self, number: int) -> None:
+        """End an answer, of which nothing more comes; one that has ended is left as it is."""
+
+
+class EngineClient(Protocol):
+    """What a server asks of an engine.
+
+    Attributes:
+        longest: tokens of prompt and answer, at most.
+        version: of the weights that the next request is answered with, if none come before.
+    """
+
+    longest: int
+    version: int
+
+    def submit(self, requests: Sequence[Request]) -> Stream:
+        """Queue requests. Raises EngineError if there are too many, or one is too long."""
+
+
+class Decodes(Protocol):
+    """The part of a :class:`~stretto.protocols.Generator` that requests need."""
+
+    async def admit(self, responses: Sequence[Response]) -> None:
+        """Queue responses."""
+
+    async def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
+        """Decode tokens of all responses."""
+
+    async def release(self, rollout_ids: Sequence[int]) -> None:
+        """Forget responses."""
+
+    async def load(self, weights: WeightsRef) -> None:
+        """Decode with these weights from now on."""
+
+
+class ThreadGenerator:
+    """An engine of this process as a generator, whose calls are made on a thread."""
+
+    def __init__(self, engine: Engine, thread: WorkerThread) -> None:
+        self._engine, self._run = engine, thread.run
+
+    async def admit(self, responses: Sequence[Response]) -> None:
+        """See :class:`Decodes`."""
+        await self._run(lambda: self._engine.admit(responses))
+
+    async def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
+        """See :class:`Decodes`."""
+        return await self._run(lambda: self._engine.decode(max_tokens, stop_after))
+
+    async def release(self, rollout_ids: Sequence[int]) -> None:
+        """See :class:`Decodes`."""
+        await self._run(lambda: self._engine.release(rollout_ids))
+
+    async def load(self, weights: WeightsRef) -> None:
+        """See :class:`Decodes`."""
+        await self._run(lambda: self._engine.load(weights))
+
+
+class AsyncEngine:
+    """An :class:`EngineClient` over a generator: requests enter free slots while others decode.
+
+    Every answer is of one version of the weights: before new ones are loaded, answers under way are
+    decoded to their ends, and requests that come meanwhile wait.
+    """
+
+    def __init__(self, generator: Decodes, longest: int, most: int) -> None:
+        """Make one for ``most`` requests at a time, those that wait included."""
+        self.longest, self.version = longest, 0
+        self._generator, self._most = generator, most
+        self._ids = count()
+        self._streams: dict[int, _Stream] = {}  # by rollout
+        self._new: dict[int, Response] = {}
+        self._admitted, self._gone = set[int](), list[int]()
+        self._weights: WeightsRef | None = None
+        self._failure: EngineError | None = None
+        self._work = asyncio.Event()
+
+    def submit(self, requests: Sequence[Request]) -> Stream:
+        """Queue requests; see :meth:`EngineClient.submit`."""
+        if self._failure:
+            raise self._failure
+        for tokens, sampling in requests:
+            if (whole := len(tokens) + sampling.max_new_tokens) > self.longest:
+                raise EngineError(
+                    f"a prompt of {len(tokens)} tokens and an answer of up to "
+                    f"{sampling.max_new_tokens} are {whole} tokens, and the longest sequence has "
+                    f"{self.longest}",
+                    "context-length",
+                )
+        if len(self._streams) + len(requests) > self._most:
+            raise EngineError(
+                f"{len(self._streams)} requests are under way or wait, of at most {self._most}; "
+                "try again later",
+                "too-many-requests",
+            )
+        ids = [next(self._ids) for _ in requests]
+        stream = _Stream(self, ids)
+        empty = np.empty(0, np.int32)
+        prompts = {tuple(r.tokens): i for r, i in zip(requests, ids, strict=True)}
+        for id_, (tokens, sampling) in zip(ids, requests, strict=True):
+            prompt = Prompt(prompts[tuple(tokens)], tuple(tokens), "")
+            self._new[id_] = Response(id_, prompt.id, prompt, empty, sampling=sampling)
+            self._streams[id_] = stream
+        self._work.set()
+        return stream
+
+    def load(self, weights: WeightsRef) -> None:
+        """Have these weights loaded once no answer is under way; newer ones take their place."""
+        self._weights = weights
+        self._work.set()
+
+    async def run(self) -> None:
+        """Decode, until cancelled. An error ends all answers, and is raised."""
+        try:
+            while True:
+                await self._turn()
+        except BaseException as error:
+            why = str(error) if isinstance(error, StrettoError) else type(error).__name__
+            if isinstance(error, asyncio.CancelledError):
+                why = "the server is ending"
+            self._failure = EngineError(f"the engine has stopped: {why}", "engine-stopped")
+            for stream in set(self._streams.values()):
+                stream.queue.put_nowait(self._failure)
+            raise
+
+    def forget(self, id_: int) -> None:
+        """Give up a request that has not ended."""
+        del self._streams[id_]
+        if self._new.pop(id_, None) is None:
+            self._gone.append(id_)
+            self._work.set()
+
+    async def _turn(self) -> None:
+        """Take note of what has come and gone, and decode a token of each answer."""
+        if self._gone:
+            gone, self._gone = self._gone, []
+            self._admitted -= set(gone)
+            await self._generator.release(gone)
+        if self._weights and not self._admitted:
+            weights, self._weights = self._weights, None
+            await self._generator.load(weights)
+            self.version = weights.version
+        if self._new and not self._weights:
+            new, self._new = self._new, {}
+            self._admitted |= set(new)
+            await self._generator.admit(list(new.values()))
+        if not self._admitted:
+            if not (self._gone or self._new or self._weights):
+                self._work.clear()
+                await self._work.wait()
+            return
+        for chunk in (await self._generator.decode(1)).chunks:
+            stream = self._streams.get(chunk.rollout_id)
+            if chunk.finish:
+                self._admitted.discard(chunk.rollout_id)
+                self._streams.pop(chunk.rollout_id, None)
+            if stream:
+                stream.queue.put_nowait(chunk)
+
+
+class _Stream:
+    def __init__(self, engine: AsyncEngine, ids: Sequence[int]) -> None:
+        self.queue: asyncio.Queue[Chunk | EngineError] = asyncio.Queue()
+        self._engine, self._ids = engine, ids
+        self._numbers = {id_: number for number, id_ in enumerate(ids)}
+
+    async def chunks(self) -> AsyncGenerator[tuple[int, Chunk], None]:
+        try:
+            while self._numbers:
+                found = await self.queue.get()
+                if isinstance(found, EngineError):
+                    raise found
+                number = self._numbers.get(found.rollout_id)
+                if number is None:  # aborted meanwhile
+                    continue
+                if found.finish:
+                    del self._numbers[found.rollout_id]
+                yield number, found
+        finally:
+            for number in list(self._numbers.values()):
+                self.abort(number)
+
+    def abort(self, number: int) -> None:
+        id_ = self._ids[number]
+        if self._numbers.pop(id_, None) is not None:
+            with suppress(KeyError):  # it has just ended by itself
+                self._engine.forget(id_)

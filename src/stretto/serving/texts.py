@@ -1,0 +1,76 @@
+"""The text of an answer while its tokens come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_UNFINISHED = "\ufffd"
+"""What a text ends with whose last character has not come whole."""
+
+
+class GrowingText:
+    """A text without special tokens, which ends before the first of some stop strings.
+
+    Attributes:
+        stopped_by: the stop string that has come; ``None`` before.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._tokens: list[int] = []
+        # Text is read in a window: what a token stands for depends on the one before.
+        self._start = self._read = 0
+        self._text, self._taken = "", 0
+        self.stopped_by: str | None = None
+
+    def add(self, tokens: Sequence[int]) -> int:
+        """Add tokens up to the one that completes a stop string; return how many those are."""
+        for number, token in enumerate(tokens, start=1):
+            self._tokens.append(token)
+            self._extend(last=False)
+            if self.stopped_by is not None:
+                return number
+        return len(tokens)
+
+    def take(self, *, last: bool = False) -> str:
+        """Return what has come since the last call, without the beginning of what may become a
+        stop string or a character; the ``last`` call returns that, too.
+        """
+        if last and self.stopped_by is None:
+            self._extend(last=True)
+        end = len(self._text)
+        if not last and self.stopped_by is None:
+            end -= self._undecided()
+        piece, self._taken = self._text[self._taken : end], max(end, self._taken)
+        return piece
+
+    def _extend(self, *, last: bool) -> None:
+        before = self._decoded(self._tokens[self._start : self._read])
+        text = self._decoded(self._tokens[self._start :])
+        if len(text) <= len(before) or (text.endswith(_UNFINISHED) and not last):
+            return
+        known = len(self._text)
+        self._text += text[len(before) :]
+        self._start, self._read = self._read, len(self._tokens)
+        found = [
+            (at, string)
+            for string in self._stop
+            if (at := self._text.find(string, max(0, known - len(string) + 1))) >= 0
+        ]
+        if found:
+            at, self.stopped_by = min(found)
+            self._text = self._text[:at]
+
+    def _undecided(self) -> int:
+        """Return the length of the longest end of the text that begins a stop string."""
+        text = self._text
+        begun = (n for s in self._stop for n in range(1, len(s)) if text.endswith(s[:n]))
+        return max(begun, default=0)
+
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return cast(str, self._tokenizer.decode(list(tokens), **options))

@@ -1,0 +1,667 @@
+"""Requests that come and go, the OpenAI application over them, and policies while they train."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import stretto
+from raising import raises
+from stretto.api.policies import Conversation, Policy, open_policy
+from stretto.cli.main import main
+from stretto.config import RolloutConfig
+from stretto.errors import ConfigError, EngineError
+from stretto.models.load import load_causal_lm, load_tokenizer
+from stretto.models.tiny import byte_tokenizer
+from stretto.runs import checkpoint
+from stretto.scoring.responses import response_text
+from stretto.serving.requests import ApiError, ChatRequest, CompletionRequest, parsed
+from stretto.serving.streams import AsyncEngine, Request, ThreadGenerator
+from stretto.serving.texts import GrowingText
+from stretto.types import Chunk, Decoded, FinishReason, Response, Sampling, WeightsRef
+from stretto.workers.threads import WorkerThread
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+# -- streams -------------------------------------------------------------------------------------
+
+
+class Counting:
+    """A generator with two slots, whose responses are 0, 1, 2, ... up to their limits."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, list[int]] = {}  # tokens so far, and the limit
+        self.calls: list[str] = []
+        self.failure: Exception | None = None
+        self.version = 0
+
+    async def admit(self, responses: Sequence[Response]) -> None:
+        self.calls.append(f"admit {[r.id for r in responses]}")
+        for r in responses:
+            assert r.sampling
+            self.held[r.id] = [0, r.sampling.max_new_tokens]
+
+    async def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
+        await asyncio.sleep(0)
+        if self.failure:
+            raise self.failure
+        chunks = []
+        for id_, row in list(self.held.items())[:2]:
+            row[0] += 1
+            finish = FinishReason.LENGTH if row[0] == row[1] else None
+            tokens, logprobs = np.array([row[0] - 1], "i4"), np.zeros(1, "f4")
+            chunks.append(Chunk(id_, row[0] - 1, tokens, logprobs, self.version, finish))
+            if finish:
+                del self.held[id_]
+        return Decoded(chunks, 1)
+
+    async def release(self, rollout_ids: Sequence[int]) -> None:
+        self.calls.append(f"release {list(rollout_ids)}")
+        for id_ in rollout_ids:
+            self.held.pop(id_, None)
+
+    async def load(self, weights: WeightsRef) -> None:
+        assert not self.held
+        self.calls.append(f"load {weights.version}")
+        self.version = weights.version
+
+
+def driven(
+    work: Callable[[AsyncEngine, Counting], Awaitable[None]], most: int = 8, longest: int = 100
+) -> Counting:
+    generator = Counting()
+
+    async def both() -> None:
+        engine = AsyncEngine(generator, longest, most)
+        running = asyncio.create_task(engine.run())
+        try:
+            await work(engine, generator)
+        finally:
+            running.cancel()
+            with suppress(asyncio.CancelledError, ValueError):
+                await running
+
+    asyncio.run(asyncio.wait_for(both(), 30))
+    return generator
+
+
+async def collected(engine: AsyncEngine, *limits: int) -> list[list[tuple[int, int]]]:
+    """Tokens of the answers, with the version that each is of."""
+    found: list[list[tuple[int, int]]] = [[] for _ in limits]
+    stream = engine.submit([Request((1, 2), Sampling(limit)) for limit in limits])
+    async for number, chunk in stream.chunks():
+        found[number] += [(t, chunk.version) for t in chunk.tokens.tolist()]
+    return found
+
+
+def test_requests_enter_while_others_are_decoded() -> None:
+    async def work(engine: AsyncEngine, generator: Counting) -> None:
+        long = asyncio.create_task(collected(engine, 40, 3))
+        while sum(row[0] for row in generator.held.values()) < 6:
+            await asyncio.sleep(0)
+        (short,) = await collected(engine, 2)
+        assert not long.done()
+        assert [t for t, _ in short] == [0, 1]
+        assert [[t for t, _ in one] for one in await long] == [list(range(40)), list(range(3))]
+
+    assert driven(work).calls == ["admit [0, 1]", "admit [2]"]
+
+
+def test_an_answer_that_nobody_reads_any_more_frees_its_slot() -> None:
+    async def work(engine: AsyncEngine, generator: Counting) -> None:
+        stream = engine.submit([Request((1,), Sampling(90)), Request((1,), Sampling(4))])
+        async with aclosing(stream.chunks()) as chunks:
+            async for number, chunk in chunks:
+                if number == 0 and chunk.start == 1:
+                    stream.abort(0)
+                elif number == 1 and chunk.finish:
+                    break
+        leaving = engine.submit([Request((1,), Sampling(90))])
+        async with aclosing(leaving.chunks()) as chunks:
+            async for _ in chunks:
+                break
+        assert await collected(engine, 2) == [[(0, 0), (1, 0)]]
+        assert generator.held == {}
+
+    assert [call for call in driven(work).calls if "release" in call] == [
+        "release [0]",
+        "release [2]",
+    ]
+
+
+def test_every_answer_is_of_one_version() -> None:
+    """Those under way end first; those that come meanwhile wait, and the newest weights count."""
+
+    async def work(engine: AsyncEngine, generator: Counting) -> None:
+        before = asyncio.create_task(collected(engine, 5))
+        while not generator.held:
+            await asyncio.sleep(0)
+        engine.load(WeightsRef("actor", 3, ""))
+        engine.load(WeightsRef("actor", 4, ""))
+        after = asyncio.create_task(collected(engine, 2))
+        assert await before == [[(t, 0) for t in range(5)]]
+        assert await after == [[(0, 4), (1, 4)]]
+        assert engine.version == 4
+
+    assert driven(work).calls == ["admit [0]", "load 4", "admit [1]"]
+
+
+def test_too_many_and_too_long_requests_are_refused() -> None:
+    async def work(engine: AsyncEngine, generator: Counting) -> None:
+        with raises(EngineError, "context-length", "101 tokens"):
+            engine.submit([Request((1,) * 98, Sampling(3))])
+        first = asyncio.create_task(collected(engine, 9, 9))
+        while not generator.held:
+            await asyncio.sleep(0)
+        with raises(EngineError, "too-many-requests", "2 requests", "at most 3"):
+            engine.submit([Request((1,), Sampling(3))] * 2)
+        await first
+        assert len(await collected(engine, 1, 1, 1)) == 3
+
+    driven(work, most=3)
+
+
+def test_an_engine_that_fails_ends_all_answers() -> None:
+    async def work(engine: AsyncEngine, generator: Counting) -> None:
+        generator.failure = ValueError("broken")
+        with raises(EngineError, "engine-stopped"):
+            await collected(engine, 3)
+        with raises(EngineError, "engine-stopped"):
+            engine.submit([Request((1,), Sampling(3))])
+
+    driven(work)
+
+
+# -- texts ---------------------------------------------------------------------------------------
+
+
+@given(
+    st.binary(max_size=40) | st.text(max_size=20).map(str.encode),
+    st.lists(st.sampled_from(["a", "ab", "ba", "é!", "\n\n"]), max_size=2, unique=True),
+)
+def test_a_growing_text_is_the_whole_one_in_pieces(data: bytes, stop: list[str]) -> None:
+    """Also of bytes that are no text; of tokens up to the first stop string."""
+    tokenizer = byte_tokenizer()
+    text, pieces, taken = GrowingText(tokenizer, stop), [], 0
+    for token in data:
+        taken += text.add([token])
+        if text.stopped_by is not None:
+            break
+        pieces.append(text.take())
+        assert not any(s in "".join(pieces) for s in stop)
+    pieces.append(text.take(last=True))
+    finish = FinishReason.STOP if text.stopped_by is not None else FinishReason.LENGTH
+    assert "".join(pieces) == response_text(tokenizer, data[:taken], finish, stop)
+    if text.stopped_by is None:
+        assert not any(s in "".join(pieces) for s in stop)
+
+
+# -- what requests may ask for -------------------------------------------------------------------
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def test_what_would_change_an_answer_is_refused_by_name() -> None:
+    for name, value in {
+        "tools": [{"type": "function"}],
+        "response_format": {"type": "json_object"},
+        "presence_penalty": 0.5,
+        "logit_bias": {"5": 1},
+        "tool_choice": "auto",
+    }.items():
+        with pytest.raises(ApiError) as caught:
+            parsed(ChatRequest, {"messages": MESSAGES, name: value})
+        found = caught.value
+        assert (found.status, found.code, found.param) == (400, "unsupported_parameter", name)
+    with pytest.raises(ApiError) as caught:
+        parsed(ChatRequest, {"messages": MESSAGES, "min_q": 1})
+    assert (caught.value.code, caught.value.param) == ("unknown_parameter", "min_q")
+    image = [{"type": "image_url", "image_url": {"url": "x"}}]
+    for body in (
+        {"messages": [{"role": "user", "content": image}]},
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": []}]},
+        {"messages": []},
+        {"messages": MESSAGES, "temperature": -1},
+        {"messages": MESSAGES, "n": 0},
+        {"messages": MESSAGES, "max_tokens": 0},
+        {},
+        [],
+    ):
+        with pytest.raises(ApiError):
+            parsed(ChatRequest, body)
+    for prompt in ([], [[]], [1, "a"], None, {"a": 1}):
+        with pytest.raises(ApiError):
+            parsed(CompletionRequest, {"prompt": prompt})
+
+
+def test_fields_without_effect_are_taken() -> None:
+    neutral = {
+        "tools": None,
+        "presence_penalty": 0,
+        "response_format": {"type": "text"},
+        "user": "u",
+    }
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    turn = {"role": "user", "content": parts}
+    asked = parsed(
+        ChatRequest, {"messages": [turn], "top_k": -1, "seed": 7, "user": "u", **neutral}
+    )
+    assert asked.messages[0].content == "ab"
+    assert asked.sampling(2, 5) == Sampling(5, 1.0, 0, 1.0, (7, 2), 0)
+    for prompt, several in (("a", ["a"]), ([1, 2], [[1, 2]]), (["a", [3]], ["a", [3]])):
+        assert parsed(CompletionRequest, {"prompt": prompt}).prompt == several
+
+
+# -- the application -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chat_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a chat template."""
+    folder = tmp_path_factory.mktemp("models") / "talks"
+    shutil.copytree(tiny_folder, folder)
+    tokenizer = load_tokenizer(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+EXACT: dict[str, Any] = {"dtype": "float32", "device": "cpu"}
+
+
+def opened(folder: Path, **options: Any) -> Policy:
+    rollout = RolloutConfig(batch=4, slots=4)
+    return open_policy(str(folder), rollout, max_model_len=128, **EXACT, **options)
+
+
+def answered(folder: Path, work: Callable[[Any], Awaitable[None]], **options: Any) -> None:
+    """Let a client work with the application, without a network."""
+    pytest.importorskip("starlette")
+    http = pytest.importorskip("httpx2")
+    from stretto.serving.app import Server
+
+    async def both() -> None:
+        thread, policy = WorkerThread("generator", 1), opened(folder)
+        engine = AsyncEngine(ThreadGenerator(policy.engine, thread), policy.longest, 8)
+        app = Server(engine, policy.tokenizer, "own", **options).app
+        running = asyncio.create_task(engine.run())
+        transport = http.ASGITransport(app)
+        try:
+            async with http.AsyncClient(transport=transport, base_url="http://own") as client:
+                await work(client)
+        finally:
+            running.cancel()
+            thread.stop()
+
+    asyncio.run(asyncio.wait_for(both(), 60))
+
+
+def events(text: str) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def test_completions_are_those_of_generate(tiny_folder: Path) -> None:
+    """Seed and number of an answer say what a run's seed and a rollout's id do."""
+    given: dict[str, Any] = {"max_tokens": 9, "temperature": 0.9, "seed": 5, "top_k": 50}
+    own: dict[str, Any] = {"max_new_tokens": 9, "temperature": 0.9, "seed": 5, "top_k": 50}
+    expected = stretto.generate(tiny_folder, ["one"] * 3, **own, **EXACT)
+    greedy = stretto.generate(tiny_folder, ["one", "two"], max_new_tokens=7, temperature=0, **EXACT)
+
+    async def work(client: Any) -> None:
+        async def post(**body: Any) -> Any:
+            return await client.post("/v1/completions", json=body)
+
+        several, both = await asyncio.gather(
+            post(prompt="one", n=3, **given),
+            post(prompt=["one", "two"], temperature=0, max_tokens=7),
+        )
+        found = several.json()
+        assert [c["text"] for c in found["choices"]] == expected
+        assert [c["finish_reason"] for c in found["choices"]] == ["length"] * 3
+        counts = {"prompt_tokens": 3, "completion_tokens": 27, "total_tokens": 30}
+        assert found["usage"] == counts
+        assert [c["text"] for c in both.json()["choices"]] == greedy
+        stop = expected[0][3:5]
+        cut = (await post(prompt="one", stop=[stop], **given)).json()["choices"][0]
+        before = expected[0][: expected[0].index(stop)]
+        assert (cut["text"], cut["finish_reason"]) == (before, "stop")
+        body = {"prompt": "one", "n": 3, "stream": True, "stream_options": {"include_usage": True}}
+        pieces = events((await post(**body, **given)).text)
+        assert pieces.pop()["usage"] == counts
+        texts, reasons = [""] * 3, [None] * 3
+        for piece in pieces:
+            (choice,) = piece["choices"]
+            texts[choice["index"]] += choice["text"]
+            reasons[choice["index"]] = choice["finish_reason"]
+        assert (texts, reasons) == (expected, ["length"] * 3)
+
+    answered(tiny_folder, work)
+
+
+def test_log_probs_are_the_models_and_tokens_go_in_and_out(chat_folder: Path) -> None:
+    model: Any = load_causal_lm(chat_folder, torch.float32, torch.device("cpu"))
+
+    def table(prompt: list[int], tokens: list[int], temperature: float) -> torch.Tensor:
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        return (logits / temperature).log_softmax(-1)
+
+    async def work(client: Any) -> None:
+        async def post(path: str, **body: Any) -> Any:
+            response = await client.post(path, json=body)
+            assert response.status_code == 200, response.text
+            return response
+
+        asked = {"messages": MESSAGES, "max_completion_tokens": 6, "temperature": 0.8, "seed": 1}
+        wanted = {"logprobs": True, "top_logprobs": 3, "return_token_ids": True}
+        chat = (await post("/v1/chat/completions", **asked, **wanted)).json()
+        assert (chat["object"], chat["model"]) == ("chat.completion", "own")
+        (choice,), prompt = chat["choices"], chat["prompt_token_ids"]
+        assert bytes(prompt).decode() == "<user>hi\n<assistant>"
+        tokens = choice["token_ids"]
+        own = table(prompt, tokens, 0.8)
+        assert choice["message"]["role"] == "assistant"
+        assert choice["message"]["content"] == bytes(tokens).decode(errors="replace")
+        for place, (token, entry) in enumerate(
+            zip(tokens, choice["logprobs"]["content"], strict=True)
+        ):
+            assert entry["logprob"] == pytest.approx(own[place, token].item(), abs=1e-5)
+            likeliest = own[place].topk(3).values.tolist()
+            assert [e["logprob"] for e in entry["top_logprobs"]] == pytest.approx(
+                likeliest, abs=1e-5
+            )
+        streamed = events((await post("/v1/chat/completions", **asked, **wanted, stream=True)).text)
+        assert streamed[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert streamed[0]["prompt_token_ids"] == prompt
+        ids = [i for e in streamed for c in e["choices"] for i in c.get("token_ids", [])]
+        assert ids == tokens
+        deltas = [e["choices"][0]["delta"].get("content", "") for e in streamed]
+        assert "".join(deltas) == choice["message"]["content"]
+        params = {"max_tokens": 6, "temperature": 0.8, "seed": 1, "logprobs": 2, "n": 2}
+        out = await post("/inference/v1/generate", token_ids=prompt, sampling_params=params)
+        first, second = out.json()["choices"]
+        assert (first["token_ids"], first["finish_reason"]) == (tokens, "length")
+        assert second["token_ids"] != tokens
+        assert first["weight_versions"] == [{"version": "0", "start": 0, "end": 6}]
+        entries = first["logprobs"]["content"]
+        assert [e["token_id"] for e in entries] == tokens
+        assert [e["top_logprobs"][0]["token_id"] for e in entries] == tokens
+        chosen = own[torch.arange(6), torch.tensor(tokens)].tolist()
+        assert [e["logprob"] for e in entries] == pytest.approx(chosen, abs=1e-5)
+        text = (await post("/v1/completions", prompt=prompt, logprobs=1, max_tokens=2)).json()
+        about = text["choices"][0]["logprobs"]
+        assert len(about["tokens"]) == len(about["token_logprobs"]) == 2
+        assert about["text_offset"][0] == 0
+        assert all(
+            max(top.values()) >= own
+            for top, own in zip(about["top_logprobs"], about["token_logprobs"], strict=True)
+        )
+
+    answered(chat_folder, work)
+
+
+def test_errors_have_openais_form(tiny_folder: Path) -> None:
+    async def work(client: Any) -> None:
+        client.headers["authorization"] = "Bearer secret"
+        assert (await client.get("/health")).status_code == 200
+        about = (await client.get("/v1/models")).json()["data"][0]
+        assert (about["id"], about["max_model_len"]) == ("own", 128)
+
+        async def refused(path: str, status: int, code: str | None, **body: Any) -> None:
+            response = await client.post(path, json=body)
+            assert response.status_code == status, response.text
+            assert response.json()["error"]["code"] == code
+
+        text, tokens = "/v1/completions", "/inference/v1/generate"
+        await refused(text, 400, "unsupported_parameter", prompt="a", echo=True)
+        await refused(text, 404, "model_not_found", prompt="a", model="gpt-9")
+        await refused(text, 400, "context_length_exceeded", prompt="a" * 200)
+        await refused(text, 400, "context_length_exceeded", prompt="a", max_tokens=128)
+        await refused(text, 429, "rate_limit_exceeded", prompt="a", n=9)
+        await refused(text, 400, "invalid_prompt", prompt=[10_000])
+        await refused(text, 400, None, prompt="a", stop="")
+        await refused(tokens, 400, "invalid_value", token_ids=[1], sampling_params={"n": 0})
+        await refused("/v1/chat/completions", 400, None, messages=MESSAGES)
+        await refused("/v1/embeddings", 404, None)
+        for content, code in ((b"{", None), (b'{"prompt": "\\ud800"}', "invalid_prompt")):
+            response = await client.post(text, content=content)
+            assert (response.status_code, response.json()["error"]["code"]) == (400, code)
+        client.headers["authorization"] = "Bearer other"
+        await refused(text, 401, "invalid_api_key", prompt="a")
+        assert (await client.get("/health")).status_code == 200
+
+    answered(tiny_folder, work, api_key="secret")
+
+
+# -- the command, with OpenAI's client ----------------------------------------------------------
+
+
+@contextmanager
+def served(*arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Address of the command in a process of its own."""
+    command = [sys.executable, "-m", "stretto", "serve", *arguments, "--port", "0"]
+    environment = {**os.environ, "STRETTO_API_KEY": "secret", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("serving "), line
+        yield next(word for word in line.split() if word.startswith("http")), process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_openais_client_is_served(chat_folder: Path) -> None:
+    openai = pytest.importorskip("openai")
+    pytest.importorskip("uvicorn")
+    greedy: dict[str, Any] = {"model": "talks", "messages": MESSAGES, "temperature": 0}
+    arguments = ("--dtype", "float32", "--max-model-len", "300", "--slots", "3")
+    with served(str(chat_folder), *arguments) as (url, process):
+        client = openai.OpenAI(base_url=url, api_key="secret", max_retries=0, timeout=60)
+        assert [model.id for model in client.models.list()] == ["talks"]
+        create = client.chat.completions.create
+        whole = create(**greedy, max_tokens=12, logprobs=True, top_logprobs=2)
+        text, about = whole.choices[0].message.content, whole.choices[0].logprobs.content
+        assert len(about) == whole.usage.completion_tokens == 12
+        for entry in about:  # greedy: the likeliest token is the one
+            assert entry.token == entry.top_logprobs[0].token
+            assert entry.logprob == pytest.approx(entry.top_logprobs[0].logprob, abs=1e-5)
+        pieces = list(create(**greedy, max_tokens=12, stream=True))
+        assert "".join(p.choices[0].delta.content or "" for p in pieces) == text
+        assert pieces[-1].choices[0].finish_reason == "length"
+        with ThreadPoolExecutor(5) as pool:
+            asked = [pool.submit(create, **greedy, max_tokens=12) for _ in range(5)]
+            assert {a.result().choices[0].message.content for a in asked} == {text}
+        left = create(**greedy, max_tokens=250, stream=True)
+        next(iter(left))
+        left.close()
+        with pytest.raises(openai.BadRequestError, match="tools"):
+            create(**greedy, tools=[{"type": "function", "function": {"name": "f"}}])
+        with pytest.raises(openai.BadRequestError) as caught:
+            create(**greedy, max_tokens=3000)
+        assert caught.value.code == "context_length_exceeded"
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=url, api_key="other", max_retries=0).models.list()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 143
+
+
+def test_what_cannot_be_served_is_said_first(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("uvicorn")
+    assert main(["serve", str(tiny_folder), "--slots", "0"]) == 2
+    assert main(["serve", str(tiny_folder), "--port", "70000"]) == 2
+    assert "port 70000" in capsys.readouterr().err
+    assert main(["serve", "no-such-model", "--port", "0"]) == 2
+    assert main(["serve", str(tiny_folder), "--port", "0", "--follow"]) == 2
+    assert "--follow needs a run's folder" in capsys.readouterr().err
+    with raises(ConfigError, "too-few-positions", "--max-model-len 100000"):
+        open_policy(str(tiny_folder), RolloutConfig(), max_model_len=100_000, **EXACT)
+
+
+# -- policies of runs ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_policy_is_followed_while_it_trains(rank: int, tmp_path: Path) -> None:
+    """Its answers are those of the model that the run saves at that step."""
+    settings: dict[str, Any] = {
+        "steps": 1,
+        "rollout": {"batch": 4, "max_new_tokens": 4},
+        "observe": {"progress": "off", "checkpoint_every": 1},
+        "model": {"name": "tiny", "dtype": "float32", "lora_rank": rank},
+        "training": {"lr": 0.1},
+        "out": str(tmp_path),
+    }
+    options: dict[str, Any] = {"max_new_tokens": 40, **EXACT}
+    stretto.train("tiny", **settings, warmup_examples=32 if rank else 0)
+    run = tmp_path / "tiny-001"
+    policy = opened(run, follow=True)
+    assert (policy.step, policy.label(1)) == (1, "step-1")
+
+    def said() -> str:
+        talk = Conversation(policy, RolloutConfig(max_new_tokens=40), 0)
+        return "".join(talk.answer("1 + 1 ="))
+
+    first = stretto.generate(run, ["1 + 1 ="], **options)
+    assert [said()] == first
+    assert policy.newer() is None
+    stretto.resume(run, steps=3)
+    weights = policy.newer()
+    assert weights is not None
+    assert weights.version == policy.step == 3
+    policy.engine.load(weights)
+    assert [said()] == stretto.generate(run, ["1 + 1 ="], **options) != first
+    # A run that has ended is the model that it saved; one that was killed before, its checkpoint.
+    assert opened(run).run is None
+    shutil.rmtree(run / "model")
+    assert opened(run).step == 3
+    last = run / "checkpoints" / "step-000003" / "learner"
+    assert checkpoint.newest(run / "checkpoints") == 3
+    shutil.copytree(last.parent, last.parents[1] / "step-000004")
+    (last.parents[1] / "step-000004" / "learner" / "rank-0-of-1.safetensors").write_bytes(b"x")
+    assert policy.newer() is None
+
+
+def test_a_run_without_checkpoints_cannot_be_followed(tmp_path: Path) -> None:
+    observe = {"progress": "off", "checkpoint_minutes": 0}
+    small: dict[str, Any] = {"rollout": {"batch": 4, "max_new_tokens": 4}, "warmup_examples": 0}
+    stretto.train("tiny", steps=1, observe=observe, out=str(tmp_path), **small)
+    with raises(ConfigError, "nothing-to-follow", "writes no checkpoints"):
+        opened(tmp_path / "tiny-001", follow=True)
+
+
+# -- chats ---------------------------------------------------------------------------------------
+
+
+def test_a_conversation_goes_through_the_chat_template(chat_folder: Path) -> None:
+    policy = opened(chat_folder)
+    options = RolloutConfig(max_new_tokens=5, temperature=0)
+    talk = Conversation(policy, options, 0, "be")
+    first, second = ("".join(talk.answer(text)) for text in ("a", "b"))
+    turns = [
+        {"role": "system", "content": "be"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "b"},
+    ]
+    expected = stretto.generate(
+        chat_folder, [turns[:2], turns], max_new_tokens=5, temperature=0, **EXACT
+    )
+    assert [first, second] == expected
+    talk.clear()
+    assert "".join(talk.answer("a")) == first
+    answer = talk.answer("b")
+    begun = next(answer)
+    answer.close()  # as Ctrl-C does: what has come stays
+    assert not policy.engine._held
+    follows = [*turns, {"role": "assistant", "content": begun}, {"role": "user", "content": "c"}]
+    greedy: dict[str, Any] = {"max_new_tokens": 5, "temperature": 0, **EXACT}
+    assert ["".join(talk.answer("c"))] == stretto.generate(chat_folder, [follows], **greedy)
+    with raises(EngineError, "context-length", "/clear"):
+        next(talk.answer("x" * 200))
+
+
+def test_chat_reads_lines_and_obeys(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model without a template goes on with the text so far; Ctrl-C stops one answer."""
+    import io
+
+    lines = "one\n/no\n/system be\n\ntwo\n/clear\none\nstopped\n/exit\nunread\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    own = Conversation.answer
+
+    def answer(self: Conversation, said: str) -> Iterator[str]:
+        if said == "stopped":
+            raise KeyboardInterrupt
+        return own(self, said)
+
+    monkeypatch.setattr(Conversation, "answer", answer)
+    options = ["--max-new-tokens", "4", "--temperature", "0", "--dtype", "float32"]
+    assert main(["chat", str(tiny_folder), *options]) == 0
+    greedy: dict[str, Any] = {"max_new_tokens": 4, "temperature": 0, **EXACT}
+    (one,) = stretto.generate(tiny_folder, ["one"], **greedy)
+    (two,) = stretto.generate(tiny_folder, [f"one{one}\ntwo"], **greedy)
+    said = capsys.readouterr()
+    assert said.out == f"{one}\n{two}\n{one}\n\n"
+    assert "There is no /no" in said.err
+    assert "no chat template" in said.err
+    assert main(["chat", str(tiny_folder), "--temperature", "-1"]) == 2
+    assert "--temperature -1.0" in capsys.readouterr().err
+
+
+def test_chat_in_a_terminal(chat_folder: Path) -> None:
+    """Ctrl-C stops an answer, Ctrl-D leaves."""
+    leader, follower = os.openpty()
+    command = [sys.executable, "-m", "stretto", "chat", str(chat_folder), "--dtype", "float32"]
+    options = ["--max-new-tokens", "4000", "--max-model-len", "4090", "--seed", "3"]
+    process = subprocess.Popen(
+        [*command, *options], stdin=follower, stdout=follower, stderr=subprocess.DEVNULL
+    )
+    os.close(follower)
+    try:
+        seen = _read_until(leader, b"> ")
+        assert b"Ctrl-C stops an answer" in seen
+        os.write(leader, b"hello\n")
+        _read_until(leader, b"hello", more=20)
+        process.send_signal(signal.SIGINT)  # what a terminal makes of Ctrl-C
+        _read_until(leader, b"\n> ")
+        os.write(leader, b"\x04")
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(leader)
+
+
+def _read_until(descriptor: int, wanted: bytes, more: int = 0) -> bytes:
+    seen = b""
+    while (at := seen.replace(b"\r", b"").find(wanted)) < 0 or len(seen) < at + len(wanted) + more:
+        seen += os.read(descriptor, 1024)
+    return seen
