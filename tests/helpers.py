@@ -225,7 +225,7 @@ NUMBER = (int, float)
 
 def check_trace_events(events: Sequence[dict[str, Any]]) -> None:
     """Assert what the Trace Event Format asks for of the phases M, X, C, s, t and f."""
-    needed = {
+    needed: dict[str, dict[str, Any]] = {
         "M": {"args": dict},
         "X": {"ts": NUMBER, "dur": NUMBER, "cat": str, "args": dict},
         "C": {"ts": NUMBER, "args": dict},

@@ -97,15 +97,19 @@ def weights(model: Any) -> dict[str, torch.Tensor]:
 
 OWN: Mapping[type[TrlConfig], dict[str, Any]] = {
     GRPOConfig: {
-        "rollout__batch": 8, "rollout__samples_per_prompt": 4,
+        "rollout__batch": 8,
+        "rollout__samples_per_prompt": 4,
         "algorithm": {"name": "grpo", "kl_coef": 0.0, "aggregation": "token_mean"},
     },
     RLOOConfig: {
-        "rollout__batch": 8, "rollout__samples_per_prompt": 2,
+        "rollout__batch": 8,
+        "rollout__samples_per_prompt": 2,
         "algorithm__name": "proximal-rloo",
     },
     OnlineDPOConfig: {
-        "rollout__batch": 16, "rollout__samples_per_prompt": 2, "rollout__temperature": 0.9,
+        "rollout__batch": 16,
+        "rollout__samples_per_prompt": 2,
+        "rollout__temperature": 0.9,
         "algorithm": {"name": "online-dpo", "kl_coef": 0.1},
     },
 }

@@ -112,7 +112,7 @@ def _prompts(given: Sequence[str], file: str, column: str) -> list[TaskRow]:
     if given and file:
         raise ConfigError("there are prompts and --prompts; give one of them", "two-prompt-sources")
     if file and not file.endswith(".txt"):
-        task = tasks.load(TaskConfig(kind="dataset", name=file, prompt_column=column), 0)
+        task = tasks.load(TaskConfig(kind="dataset", name=file, columns={"prompt": column}), 0)
         return [task.row(i) for i in range(len(task))]
     lines: Iterable[str] = given
     if file:

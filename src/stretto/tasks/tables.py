@@ -182,7 +182,7 @@ def _read_parquet(path: Path) -> Any:
 def _text_of(path: Path) -> str:
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-            return cast(bytes, file.read()).decode("utf-8-sig")
+            return file.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise TaskError(f"'{path}' must be UTF-8: {error}", "not-utf8") from error
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:

@@ -55,7 +55,7 @@ REWARD_MODEL = "model:reward_model"
 """Name of PPO's reward model among the reward sources."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainOutput(TrainResult):
     """The outcome of a run, with what transformers' ``TrainOutput`` has.
 
