@@ -459,15 +459,18 @@ def test_errors_have_openais_form(tiny_folder: Path) -> None:
 
 
 @contextmanager
-def served(*arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Address of the command in a process of its own."""
+def served(*arguments: str, errors: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Address of the command in a process of its own; ``errors`` gets its standard error."""
     command = [sys.executable, "-m", "stretto", "serve", *arguments, "--port", "0"]
     environment = {**os.environ, "STRETTO_API_KEY": "secret", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    with errors.open("w") as stderr:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
+        )
     assert process.stdout
     try:
         line = process.stdout.readline()
-        assert line.startswith("serving "), line
+        assert line.startswith("serving "), errors.read_text()
         yield next(word for word in line.split() if word.startswith("http")), process
     finally:
         process.kill()
@@ -475,12 +478,13 @@ def served(*arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
         process.stdout.close()
 
 
-def test_openais_client_is_served(chat_folder: Path) -> None:
+def test_openais_client_is_served(chat_folder: Path, tmp_path: Path) -> None:
     openai = pytest.importorskip("openai")
     pytest.importorskip("uvicorn")
     greedy: dict[str, Any] = {"model": "talks", "messages": MESSAGES, "temperature": 0}
     arguments = ("--dtype", "float32", "--max-model-len", "300", "--slots", "3")
-    with served(str(chat_folder), *arguments) as (url, process):
+    errors = tmp_path / "errors.txt"
+    with served(str(chat_folder), *arguments, errors=errors) as (url, process):
         client = openai.OpenAI(base_url=url, api_key="secret", max_retries=0, timeout=60)
         assert [model.id for model in client.models.list()] == ["talks"]
         create = client.chat.completions.create
@@ -506,8 +510,15 @@ def test_openais_client_is_served(chat_folder: Path) -> None:
         assert caught.value.code == "context_length_exceeded"
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=url, api_key="other", max_retries=0).models.list()
+        unfinished = create(**greedy, max_tokens=40, stream=True)
+        next(iter(unfinished))
         process.send_signal(signal.SIGTERM)
+        ends = [p.choices[0].finish_reason for p in unfinished]  # an answer under way is whole
+        assert ends[-1] == "length"
         assert process.wait(60) == 143
+    said = errors.read_text().splitlines()
+    assert said.pop() == "stretto: interrupted"
+    assert all(line.startswith(("loading ", "starting ")) for line in said), said
 
 
 def test_what_cannot_be_served_is_said_first(

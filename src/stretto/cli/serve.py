@@ -135,6 +135,8 @@ async def _serve(
         work = [asyncio.create_task(engine.run())]
         work += [asyncio.create_task(_follow(policy, engine))] if follow else []
         serving = asyncio.create_task(server.serve(sockets=[listener]))
+        # Its last act is to raise the signal that ended it, past whoever waits for it.
+        serving.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             await asyncio.wait((serving, *work), return_when=asyncio.FIRST_COMPLETED)
             server.should_exit = True  # as if a signal had come, where the engine has failed
