@@ -97,6 +97,7 @@ class StandIn:
         self.read: dict[str, int] = {}
         self.salts: dict[str, str] = {}
         self.added: list[tuple[str, int, int, str]] = []  # name, tokens, seed, salt
+        self.samplings: list[Sampling] = []
         self.cache: set[tuple[str, tuple[int, ...]]] = set()
         self.loaded: dict[str, Tensor] = {}
         self.steps, self.ends_early = 0, ends_early
@@ -109,6 +110,7 @@ class StandIn:
         self.tokens[request], self.left[request] = list(tokens), sampling.max_new_tokens
         self.salts[request] = salt
         self.added.append((request, len(tokens), seed, salt))
+        self.samplings.append(sampling)
 
     def abort(self, requests: Sequence[str]) -> None:
         for request in requests:

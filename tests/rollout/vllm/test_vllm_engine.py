@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -17,9 +18,10 @@ from stretto.config import RolloutConfig
 from stretto.errors import EngineError, RankError, StrettoError
 from stretto.models.weights import fingerprint
 from stretto.rollout.base import EngineSettings, StopStrings
+from stretto.rollout.sampling import stream_seed
 from stretto.rollout.vllm import llm
-from stretto.rollout.vllm.engine import FullWeights
-from stretto.types import Chunk, FinishReason, Prompt, Response, WeightsRef
+from stretto.rollout.vllm.engine import SEEDS, FullWeights
+from stretto.types import Chunk, FinishReason, Prompt, Response, Sampling, WeightsRef
 from stretto.weights.channel import SharedChannel
 
 MODEL = STAND_IN_MODEL
@@ -94,6 +96,25 @@ def test_a_seed_that_counts_positions_stays() -> None:
     one.decode(1)
     by_rollout = {(name.split(".")[0], seed) for name, _, seed, _ in stand_in.added}
     assert len(by_rollout) == 2
+
+
+def test_a_response_with_sampling_of_its_own_is_asked_for_so() -> None:
+    """And after a weight sync, which begins a new request, for what is left of it."""
+    channel, ref = weights(1)
+    stand_in = StandIn()
+    one = engine(stand_in, channel=channel)
+    own = Sampling(3, 0.5, top_k=4, top_p=0.9, seed=(8, 2), top_logprobs=5)
+    one.admit([replace(response(0), sampling=own), response(1)])
+    chunks = list(one.decode(1).chunks)
+    one.load(ref)
+    chunks += one.decode(LIMIT).chunks
+    assert together(chunks)[0] == whole(0)[:3]
+    assert stand_in.samplings[0] == own
+    assert stand_in.samplings[1] == Sampling(LIMIT)
+    added = zip(stand_in.added, stand_in.samplings, strict=True)
+    left = {name.split(".")[0]: sampling for (name, *_), sampling in added}
+    assert left["0"] == replace(own, max_new_tokens=2)
+    assert stand_in.added[0][2] == stream_seed(stream_seed(8, 2), 0) % SEEDS
 
 
 def weights(version: int) -> tuple[SharedChannel, WeightsRef]:

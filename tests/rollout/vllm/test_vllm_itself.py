@@ -59,6 +59,12 @@ def test_logprobs_are_of_the_distribution_that_was_sampled(checked: dict[str, An
     assert checked["probe_gap"] < 1e-3
 
 
+def test_responses_may_be_sampled_each_in_its_own_way(checked: dict[str, Any]) -> None:
+    """Greedy ones have the model's likeliest tokens, beside others."""
+    assert checked["likeliest"] >= 6
+    assert checked["likeliest_gap"] < 1e-3
+
+
 def test_a_weight_sync_brings_the_new_weights(checked: dict[str, Any]) -> None:
     """And one that does not happen is seen: the old weights' log-probs are far from the new."""
     for gap in checked["handover_gaps"]:

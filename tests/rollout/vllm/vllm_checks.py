@@ -27,7 +27,7 @@ from stretto.rollout.engine import TorchEngine
 from stretto.rollout.vllm.engine import VllmEngine, source_of
 from stretto.rollout.vllm.llm import LlmRequests, check_options, open_requests
 from stretto.schedules.rollout import Rollout
-from stretto.types import IntArray, Prompt, WeightsRef
+from stretto.types import IntArray, Prompt, Sampling, WeightsRef
 from stretto.weights.channel import SharedChannel
 
 VOCABULARY, END, LIMIT, TEMPERATURE = 61, 60, 24, 0.8
@@ -167,6 +167,31 @@ def sampled(engine: VllmEngine, module: Any, found: dict[str, Any]) -> None:
     found["tokens"], found["sampled_gap"] = len(gaps), max(gaps)
 
 
+def own_sampling(engine: VllmEngine, module: Any, found: dict[str, Any]) -> None:
+    """Greedy and sampled responses side by side, with the likeliest tokens in each place."""
+    mine, asked = rollouts(), [Sampling(6, 0.0, top_logprobs=3), Sampling(9, 1.5, top_k=7)] * 2
+    engine.admit([replace(r.response(), sampling=s) for r, s in zip(mine, asked, strict=True)])
+    likeliest: dict[int, list[Any]] = {r.id: [] for r in mine}
+    while not all(r.finish for r in mine):
+        for chunk in engine.decode(4).chunks:
+            mine[chunk.rollout_id].append(chunk)
+            likeliest[chunk.rollout_id] += chunk.top_logprobs
+    gaps = []
+    for r, sampling in zip(mine, asked, strict=True):
+        assert len(r) <= sampling.max_new_tokens
+        if sampling.temperature:
+            assert likeliest[r.id] == []
+            continue
+        for place, row in enumerate(likeliest[r.id]):
+            read = [*r.prompt.tokens, *r.tokens[:place]]
+            with torch.no_grad():
+                top = module(torch.tensor([read])).logits[0, -1].log_softmax(-1).topk(3)
+            assert row[0][0] == r.tokens[place]
+            assert [token for token, _ in row] == top.indices.tolist()
+            gaps += [abs(a - b) for (_, a), b in zip(row, top.values.tolist(), strict=True)]
+    found["likeliest"], found["likeliest_gap"] = len(gaps), max(gaps)
+
+
 def prefixes(engine: VllmEngine, learner: Learner, module: Any, found: dict[str, Any]) -> None:
     prompt = [(7 * i) % 50 + 1 for i in range(80)]
 
@@ -275,6 +300,7 @@ def main(folder: Path, result: Path, part: str = "") -> None:
     learner.sync(engine, model())
     found["probe_gap"] = gap(engine, model())
     sampled(engine, model(), found)
+    own_sampling(engine, model(), found)
     gaps = []
     for seed in (1, 2, 1):
         learner.sync(engine, model(seed))
