@@ -455,6 +455,46 @@ def test_errors_have_openais_form(tiny_folder: Path) -> None:
     answered(tiny_folder, work, api_key="secret")
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_slot(tiny_folder: Path, stream: bool) -> None:
+    """Long before the answer is whole, whether it is streamed or not."""
+    pytest.importorskip("starlette")
+    from stretto.serving.app import Server
+
+    body = json.dumps({"prompt": "a", "max_tokens": 4000, "stream": stream}).encode()
+    http = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST"}
+    place = {"scheme": "http", "path": "/v1/completions", "query_string": b"", "headers": []}
+    tokens = []
+
+    async def both() -> None:
+        thread = WorkerThread("generator", 1)
+        policy = open_policy(str(tiny_folder), RolloutConfig(batch=1), **EXACT)
+        engine = AsyncEngine(ThreadGenerator(policy.engine, thread), policy.longest, 1)
+        app = Server(engine, policy.tokenizer, "own").app
+        running = asyncio.create_task(engine.run())
+        events = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Any:
+            if events:
+                return events.pop()
+            while not any(row.generated > 2 for row in list(policy.engine._held.values())):
+                await asyncio.sleep(0)
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            tokens.append(message)
+
+        await app({**http, **place}, receive, send)
+        while policy.engine._held:  # until its next token
+            await asyncio.sleep(0)
+        engine.submit([Request((1,), Sampling(1))])  # there is room again
+        running.cancel()
+        thread.stop()
+
+    asyncio.run(asyncio.wait_for(both(), 60))
+    assert len(tokens) < 1000
+
+
 # -- the command, with OpenAI's client ----------------------------------------------------------
 
 
