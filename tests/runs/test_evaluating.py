@@ -140,6 +140,23 @@ def test_figures_of_three_answers_by_hand(tiny_folder: Path) -> None:
     assert evaluating.figures(dropping, answers)["eval/score"] == pytest.approx(1.625)
 
 
+@pytest.mark.parametrize("held_out", [0.0, 0.25], ids=["another seed", "a share"])
+def test_the_last_figures_are_those_of_stretto_eval(
+    held_out: float, tiny_folder: Path, tmp_path: Path
+) -> None:
+    warm_up = {"warmup_examples": 900, "warmup_lr": 3e-3, "training": {"lr": 1e-6}}
+    task, observe = WORDS | {"held_out": held_out}, {"eval_prompts": 40}
+    config = evaluated(tiny_folder, task=task, observe=observe, steps=3, **warm_up)
+    run_dir, result = run(config, tmp_path)
+    measured = stretto.evaluate(run_dir.path, samples=40)
+    last = result.stats
+    assert last[SCORE] == pytest.approx(measured.mean_score)
+    assert last["eval/pass@1"] == measured.pass_at_1
+    assert last["eval/length_mean"] == measured.mean_tokens
+    assert last["eval/ended"] == measured.ended
+    assert measured.mean_score > 0
+
+
 def test_held_out_prompts_are_scored_by_the_runs_own_functions(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
