@@ -25,6 +25,7 @@ from stretto.observe.run_directory import SCORE, TrainResult
 from stretto.runs import evaluating
 from stretto.types import FinishReason, Score
 
+DIVIDED = {"processes": [{"roles": ["learner", "generator", "reference", "critic"], "fsdp": 2}]}
 WORDS = {"name": "spell_backward", "settings": {}, "size": 50}
 
 
@@ -225,8 +226,12 @@ def test_the_best_model_is_that_of_its_step(
 
 @pytest.mark.parametrize(
     "changes",
-    [{"model": {"lora_rank": 2}}, {"runtime": "local"}],
-    ids=["lora", "local"],
+    [
+        {"model": {"lora_rank": 2}},
+        {"runtime": "local"},
+        pytest.param({"runtime": "local", "cluster": DIVIDED}, marks=pytest.mark.slow),
+    ],
+    ids=["lora", "local", "shards"],
 )
 def test_the_best_model_of_adapters_and_of_processes(
     changes: dict[str, Any],
@@ -268,6 +273,10 @@ def test_a_run_ends_when_its_patience_is_spent(
     ours, theirs = weights(run_dir), weights(short)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert [path.name for path in run_dir.checkpoints.iterdir()] == ["step-000003"]
+    scripted(monkeypatch, [2.0, 1.0])  # counted from the two before
+    again = stretto.resume(run_dir.path, observe__eval_patience=4)
+    assert (again.steps, again.best) == (5, result.best)
+    assert again.stopped.startswith("no evaluation of the last 4 was better than that of step 1")
 
 
 @pytest.mark.parametrize("changes", [{}, {"runtime": "local"}], ids=["inline", "local"])
