@@ -278,7 +278,7 @@ def test_numbers_have_three_digits(value: float, text: str) -> None:
 
 
 def write_run(folder: str, name: str, config: Config, *, step_s: float, reward: float) -> Path:
-    """The records of a run of 4 steps, in which the third left a sample out, after an evaluation."""
+    """The records of a run of 4 steps, after an evaluation; the third left a sample out."""
     run = RunDirectory.create(folder, name, config)
     run.append_metrics(0, {"eval/score": 0.25})
     for step in range(1, 5):
