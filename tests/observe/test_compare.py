@@ -278,8 +278,9 @@ def test_numbers_have_three_digits(value: float, text: str) -> None:
 
 
 def write_run(folder: str, name: str, config: Config, *, step_s: float, reward: float) -> Path:
-    """The records of a run of 4 steps, in which the third left a sample out."""
+    """The records of a run of 4 steps, after an evaluation; the third left a sample out."""
     run = RunDirectory.create(folder, name, config)
+    run.append_metrics(0, {"eval/score": 0.25})
     for step in range(1, 5):
         batch = [ended_rollout(10 * step + i) for i in range(2 if step == 3 else 3)]
         lost = [ended_rollout(10 * step + 9, state=RolloutState.REJECTED)] if step == 3 else []

@@ -146,6 +146,23 @@ def test_the_live_display_shows_reward_trend_and_sample() -> None:
     assert "1 + 1 = [/]" in text  # shown, not read as markup
 
 
+def test_displays_show_the_last_evaluation() -> None:
+    """The live one until the next; lines where it comes."""
+    figures = {"eval/step": 1.0, "eval/score": 0.6251, "eval/pass@1": 0.5}
+    live, plain = io.StringIO(), io.StringIO()
+    for mode, stream in (("rich", live), ("plain", plain)):
+        progress = make_progress(mode, stream)  # type: ignore[arg-type]
+        progress.start("the plan")
+        progress.step(1, 9, {**STATS, **figures}, [])
+        progress.step(2, 9, STATS, [])
+        progress.close()
+    _, _, second = live.getvalue().rpartition("step 2/9")
+    assert "eval 0.625 (step 1)   pass@1 0.500" in second
+    _, first, then = plain.getvalue().splitlines()
+    assert "eval 0.625  pass@1 0.500" in first
+    assert "eval" not in then
+
+
 def test_the_headline_prints_what_follows_from_the_settings() -> None:
     config = Config.model_validate(
         {"rollout": {"batch": 32, "samples_per_prompt": 4}, "training": {"minibatches": 2}}

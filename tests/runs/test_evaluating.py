@@ -25,6 +25,7 @@ from stretto.observe.run_directory import SCORE, TrainResult
 from stretto.runs import evaluating
 from stretto.types import FinishReason, Score
 
+DIVIDED = {"processes": [{"roles": ["learner", "generator", "reference", "critic"], "fsdp": 2}]}
 WORDS = {"name": "spell_backward", "settings": {}, "size": 50}
 
 
@@ -140,6 +141,23 @@ def test_figures_of_three_answers_by_hand(tiny_folder: Path) -> None:
     assert evaluating.figures(dropping, answers)["eval/score"] == pytest.approx(1.625)
 
 
+@pytest.mark.parametrize("held_out", [0.0, 0.25], ids=["another seed", "a share"])
+def test_the_last_figures_are_those_of_stretto_eval(
+    held_out: float, tiny_folder: Path, tmp_path: Path
+) -> None:
+    warm_up = {"warmup_examples": 900, "warmup_lr": 3e-3, "training": {"lr": 1e-6}}
+    task, observe = WORDS | {"held_out": held_out}, {"eval_prompts": 40}
+    config = evaluated(tiny_folder, task=task, observe=observe, steps=3, **warm_up)
+    run_dir, result = run(config, tmp_path)
+    measured = stretto.evaluate(run_dir.path, samples=40)
+    last = result.stats
+    assert last[SCORE] == pytest.approx(measured.mean_score)
+    assert last["eval/pass@1"] == measured.pass_at_1
+    assert last["eval/length_mean"] == measured.mean_tokens
+    assert last["eval/ended"] == measured.ended
+    assert measured.mean_score > 0
+
+
 def test_held_out_prompts_are_scored_by_the_runs_own_functions(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -208,8 +226,12 @@ def test_the_best_model_is_that_of_its_step(
 
 @pytest.mark.parametrize(
     "changes",
-    [{"model": {"lora_rank": 2}}, {"runtime": "local"}],
-    ids=["lora", "local"],
+    [
+        {"model": {"lora_rank": 2}},
+        {"runtime": "local"},
+        pytest.param({"runtime": "local", "cluster": DIVIDED}, marks=pytest.mark.slow),
+    ],
+    ids=["lora", "local", "shards"],
 )
 def test_the_best_model_of_adapters_and_of_processes(
     changes: dict[str, Any],
@@ -251,6 +273,10 @@ def test_a_run_ends_when_its_patience_is_spent(
     ours, theirs = weights(run_dir), weights(short)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert [path.name for path in run_dir.checkpoints.iterdir()] == ["step-000003"]
+    scripted(monkeypatch, [2.0, 1.0])  # counted from the two before
+    again = stretto.resume(run_dir.path, observe__eval_patience=4)
+    assert (again.steps, again.best) == (5, result.best)
+    assert again.stopped.startswith("no evaluation of the last 4 was better than that of step 1")
 
 
 @pytest.mark.parametrize("changes", [{}, {"runtime": "local"}], ids=["inline", "local"])

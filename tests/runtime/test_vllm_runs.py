@@ -14,7 +14,7 @@ import pytest
 
 from run_helpers import Kill, Killer, run, settings
 from stretto import runs
-from stretto.config import Config
+from stretto.config import ClusterConfig, Config
 from stretto.errors import ConfigError, EngineError
 from stretto.models.tiny import make_tiny
 from stretto.observe import RunDirectory
@@ -77,6 +77,25 @@ def test_presets_drive_it_as_they_drive_the_own_engine(
         for m in metrics:
             assert m["sampling/logp_difference_max"] < FLOAT32
             assert abs(m["sampling/logp_difference_mean"]) < FLOAT32
+
+
+@pytest.mark.parametrize("preset", ["sync", "async"])
+def test_it_answers_evaluations_beside_training(
+    preset: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Greedy answers are those of Stretto's own engine, as far as both have the same weights."""
+    observe = {"eval_every": 1, "eval_prompts": 6}
+    config = vllm_settings(tiny_folder, schedule={"preset": preset}, observe=observe)
+    run_dir, result = run(config, tmp_path)
+    assert result.best is not None
+    found = [m for m in run_dir.read_metrics() if "eval/score" in m]
+    assert (found[0]["eval/step"], found[-1]["eval/step"]) == (0, 3)
+    own = config.changed_in("rollout", engine="torch", engine_args={}).model_copy(
+        update={"runtime": "inline", "cluster": ClusterConfig()}
+    )
+    _, theirs = run(own.model_copy(update={"steps": 1}), tmp_path)
+    for name in ("eval/score", "eval/length_mean", "eval/ended", "eval/count"):
+        assert found[0][name] == pytest.approx(theirs.history[0][name])
 
 
 def test_stragglers_move_between_two_instances(tiny_folder: Path, tmp_path: Path) -> None:

@@ -330,7 +330,7 @@ class ObserveConfig(Section):
     eval_every: NonNegativeInt = 0
     """Steps between evaluations on held-out prompts (task.held_out), with one before the first step and one after the last; 0 for none. The model of the best one is kept."""
     eval_prompts: PositiveInt = 200
-    """Prompts of an evaluation, at most; each is answered once, sampled as in training."""
+    """Prompts of an evaluation, at most; each gets one greedy answer."""
     eval_patience: NonNegativeInt = 0
     """Evaluations in a row without a better mean score after which the run ends; 0 for no such end."""
 

@@ -53,11 +53,12 @@ class VariantResult:
     def of(cls, variant: str, seed: int, run: LoadedRun) -> Self:
         """Make the result from a run's records."""
         trained = Counter(r.step for r in run.rollouts if r.state == "trained")
-        times_s = run.times_s()
+        times_s = {step: at_s for step, at_s in run.times_s().items() if step}
+        metrics = [m for m in run.metrics if m["step"]]  # step 0 is an evaluation before training
         total_s = max(times_s.values(), default=0.0)
         busy = {s.role: s.busy_s / total_s for s in shares(run) if total_s}
         samples = [trained[step] for step in times_s]
-        return cls(variant, seed, list(times_s.values()), samples, run.metrics, busy)
+        return cls(variant, seed, list(times_s.values()), samples, metrics, busy)
 
     def column(self, metric: str) -> list[float]:
         """Return a metric of each step; NaN where it is not known."""

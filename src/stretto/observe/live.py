@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stretto.observe.display import FIGURES, History, Progress, duration, news, repeated
-from stretto.observe.run_directory import SCORE, Sample
+from stretto.observe.run_directory import EVALUATED, SCORE, Sample
 from stretto.saying import Advance
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -131,10 +131,13 @@ class RichProgress(Progress):
             reward, kl, length = (known.get(label, "-") for label in ("reward", "kl", "length"))
             cells = [f"reward [bold]{reward}[/] {self._trend(good=1)}", f"KL {kl}"]
             cells.append(f"length {length}")
-            cells += [f"{label} {known[label]}" for label in ("eval", "pass@1") if label in known]
         metrics = Table.grid(padding=(0, 3))
         metrics.add_row(*cells, f"{speed} tokens/s")
         parts: list[RenderableType] = [head, metrics, Text(sparkline(list(self._history.curve)))]
+        if self._evaluated:
+            evaluated = [f"{n} {known[n]}" for n in ("eval", "pass@1") if n in known]
+            evaluated[0] += f" (step {self._evaluated[EVALUATED]:.0f})"
+            parts.append(Text("   ".join(evaluated)))
         for sample in samples[:1]:
             prompt, response = (escape(_short(text)) for text in (sample.prompt, sample.response))
             parts.append(f"[dim]{prompt}[/]\n{response} [dim](reward {sample.reward:.3g})[/]")

@@ -73,7 +73,8 @@ class Recording:
         # Earlier versions did not write it.
         machine = run.read_machine() if run.machine_file.is_file() else Machine("", 0, 0, (), "")
         config, rollouts = recipes.load(run.path), run.read_rollouts(in_flight=True)
-        schedule, metrics = config.schedule, run.read_metrics()
+        schedule = config.schedule
+        metrics = [m for m in run.read_metrics() if m["step"]]  # step 0 is an evaluation
         rounds = (_chosen(schedule, metrics, name) for name in ("chunk_tokens", "overcommit"))
         return cls(config, rollouts, spans, machine, *rounds)
 

@@ -1,10 +1,11 @@
 """Runs: the loop over a schedule's steps, supervised runs, checkpoints, and how a run ends."""
 
-from stretto.observe.run_directory import TrainResult
+from stretto.observe.run_directory import Best, TrainResult
 from stretto.runs.finetuning import RewardModelResult, SftResult, sft, train_reward_model
 from stretto.runs.loop import train
 
 __all__ = [
+    "Best",
     "RewardModelResult",
     "SftResult",
     "TrainResult",

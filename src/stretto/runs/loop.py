@@ -193,7 +193,7 @@ class _TrainingLoop:
             recorder.note(f"step {self.done}: left out rollout {rollout.id}: {reason}")
         asked = self.on_step(self.done, self.stats) == "stop"
         if self.done < self.config.steps:
-            worse = self.evaluator.exhausted if self.evaluator else ""
+            worse = self.evaluator.exhausted if self.evaluator and evaluated else ""
             self.stopped = "on_step returned 'stop'" if asked else worse
 
     def _sample(self, rollout: Rollout, reward: float) -> Sample:

@@ -19,6 +19,7 @@ from stretto.types import (
     FloatArray,
     Prompt,
     Response,
+    Sampling,
     Score,
     ScoreKind,
     TrainBatch,
@@ -75,6 +76,7 @@ class Rollout:
     scores: dict[str, Score] = field(default_factory=dict)
     carries: int = 0  # rounds that went by without it since it was dispatched
     rejected_because: str = ""
+    sampling: Sampling | None = None  # that of an evaluation's answer, which is never saved
 
     def __len__(self) -> int:
         """Response tokens so far."""
@@ -116,6 +118,7 @@ class Rollout:
             np.array(self.tokens, np.int32),
             self.versions[-1] if self.versions else 0,
             self.finish,
+            sampling=self.sampling,
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from stretto.schedules.rollout import (
 )
 from stretto.schedules.scoring import ScorerReplica, Scoring
 from stretto.schedules.waits import Phases, Text, Waits, answered, first_of
-from stretto.types import Chunk, Prompt, Stats, TrainBatch, WeightsRef
+from stretto.types import Chunk, Prompt, Sampling, Stats, TrainBatch, WeightsRef
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ class Controls:
 class Evaluation:
     """An evaluation of the policy while it is trained: prompts that it answers now and then.
 
-    Answers are rollouts with ids below 0, so that random numbers and books of training are as
+    Answers are greedy, and rollouts with ids below 0: random numbers and books of training are as
     without them.
 
     Attributes:
@@ -274,7 +274,9 @@ class Schedule:
         if self.evaluation is None or not self._is_due(step):
             return
         since_s = self._clock.now()
-        answers = [Rollout(-1 - i, p, -1 - i) for i, p in enumerate(self.evaluation.prompts)]
+        greedy = Sampling(self._settings.max_new_tokens, temperature=0.0)
+        prompts = enumerate(self.evaluation.prompts, 1)
+        answers = [Rollout(-i, prompt, -i, sampling=greedy) for i, prompt in prompts]
         self._answers = {r.id: r for r in answers}
         self._decoding()  # carried ones go on beside it
         await self._pool.admit(answers)
