@@ -16,10 +16,9 @@ rows = [{"prompt": f"What is the opposite of {w}?", "answer": o} for w, o in OPP
 
 def brief(completions, answer):
     """Half a point for the right word, and more for fewer words; columns of the rows come along."""
-    texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]  # chat models
     return [
         (right in text.lower()) / 2 + 1 / (1 + len(text.split()))
-        for text, right in zip(texts, answer, strict=True)
+        for text, right in zip(completions, answer, strict=True)
     ]
 
 

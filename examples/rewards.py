@@ -6,9 +6,8 @@ reward.sources, or handed to stretto.train(reward=brief).
 
 
 def brief(completions, **columns):
-    """A whole batch (TRL's convention): more for fewer words. A chat model's are messages."""
-    texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
-    return [1 / (1 + len(text.split())) for text in texts]
+    """A whole batch (TRL's convention): more for fewer words."""
+    return [1 / (1 + len(text.split())) for text in completions]
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

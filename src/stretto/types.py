@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, NotRequired, TypedDict, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,10 +32,13 @@ V = TypeVar("V", covariant=True)
 
 
 class Message(TypedDict):
-    """A turn of a conversation, as chat templates take it."""
+    """A turn of a conversation, as chat templates take it; other keys belong to calls of tools."""
 
     role: str
     content: str
+    tool_calls: NotRequired[list[Any]]
+    tool_call_id: NotRequired[str]
+    name: NotRequired[str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,7 +192,7 @@ dtype = "float32"
 kind = "dataset"
 name = "{folder}/rows.jsonl"
 held_out = "{folder}/held-out.jsonl"
-columns = { answer = "completion" }
+columns.answer = "completion"
 [reward]
 sources = ["{folder}/gold.py:gold"]
 [rollout]

@@ -174,7 +174,7 @@ def test_datasets_of_other_kinds_are_rows(tmp_path: Path) -> None:
 def test_rows_that_cannot_be_used_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [ROWS[0], {"prompt": None}, {"other": 1}]
+    rows: list[dict[str, Any]] = [ROWS[0], {"prompt": None}, {"other": 1}]
     few = {**SMALL, "out": str(tmp_path), "observe": {"progress": "plain"}}
     result = stretto.train("tiny", **few, dataset=rows, reward=half)
     assert [step["rows_left_out"] for step in lines(result.model.parent / "metrics.jsonl")] == [

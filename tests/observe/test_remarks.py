@@ -130,7 +130,7 @@ def test_remarks_go_to_the_display_after_the_step(tmp_path: Path) -> None:
 
 REWARDS = """
 def brief(completions, **columns):
-    return [-len(c[0]["content"]) / 1000 for c in completions]
+    return [-len(c) / 1000 for c in completions]
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

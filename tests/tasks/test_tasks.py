@@ -341,6 +341,12 @@ def test_answers_in_a_tag(tmp_path: Path) -> None:
         ([{"prompt": " "}], {}, "prompt-not-text", ["row 0, column 'prompt'"]),
         ([{"prompt": [{"role": "user"}]}], {}, "prompt-not-text", ["'role'", "'content'"]),
         (
+            [{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}],
+            {},
+            "part-not-text",
+            ["'image'", "text alone"],
+        ),
+        (
             [{"prompt": [Message(role="assistant", content="x")]}],
             {},
             "prompt-ends-with-assistant",
@@ -473,6 +479,43 @@ def test_a_row_that_cannot_be_used_costs_no_other(tmp_path: Path) -> None:
     assert sorted(p.data[INDEX_KEY] for p in prompts) == [1, 1, 3, 3, 5, 5]
     assert all(p.text == rows[p.data[INDEX_KEY]]["prompt"] for p in prompts)
     assert [task.verify(i, "3") for i in task.indices] == [0.0, 1.0, 0.0]
+
+
+CALLS = (
+    "{% for tool in tools or [] %}<|tool|>{{ tool.function.name }}{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.name or '' }}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}[{{ call.function.name }} {{ call.function.arguments.n }}]"
+    "{% endfor %}{% endfor %}"
+)
+
+
+def test_parts_tools_and_their_calls_are_rendered(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "half", "arguments": {"n": "<eos>"}}}
+    schema = {"type": "function", "function": {"name": "half", "parameters": {"type": "object"}}}
+    messages = [
+        {
+            "role": "system",
+            "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}],
+        },
+        {"role": "user", "content": "Half of 8?", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "name": "half", "tool_call_id": "1", "content": "4"},
+    ]
+    rows = [{"prompt": messages, "tools": [schema]}, {"prompt": messages, "tools": None}]
+    config = table(tmp_path / "t.jsonl", rows)
+    task, tokenizer = tasks.load(config, 0), byte_tokenizer(CALLS)
+    first, second = (render(task.row(i), config, tokenizer) for i in range(2))
+    shown = "<|system|>Be brief.<|user|>Half of 8?<|assistant|>[half <eos>]<|tool|>half4"
+    assert (first.text, second.text) == (f"<|tool|>half{shown}", shown)
+    assert first.tokens.count(tokenizer.eos_token_id) == 0  # what a call spells is text
+    assert first.messages
+    assert first.messages[2:] == (
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "half", "tool_call_id": "1", "content": "4"},
+    )
+    named = config.model_copy(update={"columns": {"tools": "tools"}})
+    with raises(TaskError, "tools-not-schemas", "row 0, column 'tools'", "'half'"):
+        render(TaskRow(task.row(0).prompt, {"tools": "half"}, index=0), named, tokenizer)
 
 
 def test_columns_have_further_names_for_functions(tmp_path: Path) -> None:

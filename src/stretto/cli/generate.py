@@ -113,7 +113,9 @@ def _prompts(given: Sequence[str], file: str, column: str) -> list[TaskRow]:
         raise ConfigError("there are prompts and --prompts; give one of them", "two-prompt-sources")
     if file and not file.endswith(".txt"):
         task = tasks.load(TaskConfig(kind="dataset", name=file, columns={"prompt": column}), 0)
-        return [task.row(i) for i in range(len(task))]
+        if task.left_out:
+            print(f"{task.left_out} rows left out; {task.left_out_because}", file=sys.stderr)
+        return [task.row(i) for i in task.indices]
     lines: Iterable[str] = given
     if file:
         try:

@@ -380,7 +380,7 @@ def open_held_out(
         own = replace(overrides, tokenizer=training.tokenizer, task=task, opened=None)
         source = open_prompts(read, replace(own, looks_at=None), silent)
         if "task" in config.reward.sources:
-            factory, columns = RoleFactory(read, silent), source.task.row(0).data.keys()
+            factory, columns = RoleFactory(read, silent), source.task.first.data.keys()
             named = reward_source("task")
             verifier = factory.open_function(named, columns, source.tokenizer, stack, {})
     prompts, facts = questions(source, config.observe.eval_prompts, config, training)

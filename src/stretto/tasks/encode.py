@@ -88,19 +88,26 @@ class Encoder:
 
         Args:
             unfinished: put :data:`MARK` behind the last content.
-            options: of ``apply_chat_template``.
+            options: of ``apply_chat_template``; the texts of ``tools`` are escaped as well.
 
         Raises:
             jinja2.TemplateError: the template refuses the conversation.
             TaskError: a content is no valid Unicode.
         """
-        conversation = self._escaped(turns)
+        conversation = self._escaped(list(turns))
+        if options.get("tools"):
+            options["tools"] = self._escaped(options["tools"])
         if unfinished:
             conversation[-1]["content"] += MARK
         return str(self.tokenizer.apply_chat_template(conversation, tokenize=False, **options))
 
-    def _escaped(self, turns: Iterable[Message]) -> list[dict[str, str]]:
-        return [{key: self.escape(turn[key]) for key in ("role", "content")} for turn in turns]
+    def _escaped(self, value: Any) -> Any:
+        """Return a copy of plain data with its texts escaped."""
+        if isinstance(value, str):
+            return self.escape(value)
+        if isinstance(value, dict):
+            return {key: self._escaped(entry) for key, entry in value.items()}
+        return list(map(self._escaped, value)) if isinstance(value, list) else value
 
     def marked(self, turns: Iterable[Message]) -> tuple[list[int], list[bool]]:
         """Return the tokens of a conversation, and whether the chat template marks each as said by
@@ -111,7 +118,7 @@ class Encoder:
         tokenizer = self.tokenizer
         render: Any = render_jinja_template  # whose annotations leave its second result out
         rendered, spans = render(
-            [self._escaped(turns)],
+            [self._escaped(list(turns))],
             chat_template=tokenizer.get_chat_template(),
             return_assistant_tokens_mask=True,
             **tokenizer.special_tokens_map,

@@ -47,7 +47,7 @@ def render(
     turns = None if row.tokens else _conversation(row, config, tokenizer, section)
     if turns is not None:
         with template_accepts(turns):
-            read = encoder.chat(turns, add_generation_prompt=True)
+            read = encoder.chat(turns, add_generation_prompt=True, tools=_tools(row, config))
         text, tokens = encoder.plain(read), encoder.ids(read)
     elif row.tokens:
         text, tokens = str(row.prompt), list(row.tokens)
@@ -222,8 +222,26 @@ def _conversation(
             "two-system-messages",
         )
     system = (Message(role="system", content=config.system),) if config.system else ()
-    last = Message(role=last["role"], content=_with_instruction(last["content"], config))
+    last = Message(**{**last, "content": _with_instruction(last["content"], config)})
     return (*system, *before, last)
+
+
+def _tools(row: TaskRow, config: TaskConfig) -> list[Any] | None:
+    """Return the schemas of tools that a row brings for the chat template, if any.
+
+    Raises TaskError if a column that the settings name has something else.
+    """
+    column = config.columns.get("tools", "tools")
+    tools = row.data.get(column)
+    if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):
+        return tools or None
+    if "tools" in config.columns and tools is not None:
+        raise TaskError(
+            f"row {row.index}, column '{column}': tools are a list of JSON schemas; got "
+            f"{repr(tools)[:200]}",
+            "tools-not-schemas",
+        )
+    return None
 
 
 def _with_instruction(text: str, config: TaskConfig) -> str:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from stretto.config import DemonstrationsConfig, PairsConfig, RowsConfig
 from stretto.errors import TaskError
 from stretto.tasks.responses import Example, PromptLayout
-from stretto.tasks.tables import Row, as_messages, as_prompt, of_row, read
+from stretto.tasks.tables import KEYS, Row, as_messages, as_prompt, of_row, read
 from stretto.types import Message
 
 T = TypeVar("T")
@@ -19,8 +19,6 @@ U = TypeVar("U")
 
 Turns = str | tuple[Message, ...]
 """Text, or the messages of a conversation."""
-
-_KEYS = "'role' and 'content' and nothing else"
 
 TURN = "\n\nAssistant:"
 """Mark before each response in transcripts such as those of Bai et al. (2022)."""
@@ -158,7 +156,7 @@ def _dialogue(column: str, row: Row, index: int) -> Demonstration:
     (cell,) = cells_of(row, column)
     messages = as_messages(cell)
     if not messages:
-        message = f"a conversation is a list of messages with {_KEYS}; got {repr(cell)[:200]}"
+        message = f"a conversation is a list of messages with {KEYS}; got {repr(cell)[:200]}"
         raise TaskError(message, "no-conversation")
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
@@ -190,7 +188,8 @@ def _answered(columns: tuple[str, str], row: Row, index: int) -> Demonstration:
 
 
 def _check_said(messages: Sequence[Message]) -> None:
-    if any(m["role"] == "assistant" and not m["content"].strip() for m in messages):
+    said = (m for m in messages if m["role"] == "assistant" and not m.get("tool_calls"))
+    if not all(m["content"].strip() for m in said):
         raise TaskError("a turn of the assistant is empty", "empty-response")
 
 
@@ -246,7 +245,7 @@ def _side(value: Any, name: str) -> Turns:
     side = value if isinstance(value, str) else as_messages(value)
     if not side:
         raise TaskError(
-            f"the {name} side must be text that is not empty, or a list of messages with {_KEYS}; "
+            f"the {name} side must be text that is not empty, or a list of messages with {KEYS}; "
             f"got {repr(value)[:200]}",
             "no-side",
         )

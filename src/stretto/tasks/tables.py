@@ -25,6 +25,9 @@ Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 FORMATS = f"{', '.join(SUFFIXES)} (all but parquet also with .gz)"
 
+KEYS = "'role' and 'content', and of further keys only 'tool_calls', 'tool_call_id' and 'name'"
+"""What a message may have."""
+
 _FINAL = re.compile(r"####\s*(\S.*?)\s*$", re.MULTILINE)
 
 
@@ -401,8 +404,7 @@ def as_prompt(value: Any) -> str | tuple[Message, ...]:
     messages = as_messages(value)
     if not messages:
         raise TaskError(
-            "a prompt must be text, or a list of messages with 'role' and 'content' and nothing "
-            f"else; got {repr(value)[:200]}",
+            f"a prompt must be text, or a list of messages with {KEYS}; got {repr(value)[:200]}",
             "prompt-not-text",
         )
     for message in messages:
@@ -416,15 +418,35 @@ def as_prompt(value: Any) -> str | tuple[Message, ...]:
 
 
 def as_messages(value: Any) -> tuple[Message, ...]:
-    """Return a cell as messages; empty where it is something else."""
-    if not isinstance(value, list) or not all(map(_is_message, value)):
-        return ()
-    return tuple(Message(role=m["role"], content=m["content"]) for m in value)
+    """Return a cell as messages; empty where it is something else.
+
+    Raises TaskError if a message has parts that are not text.
+    """
+    found = list(map(_as_message, value)) if isinstance(value, list) else []
+    return tuple(message for message in found if message) if all(found) else ()
 
 
-def _is_message(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and {key for key, entry in value.items() if entry is not None} == {"role", "content"}
-        and all(isinstance(value[key], str) for key in ("role", "content"))
+def _as_message(value: Any) -> Message | None:
+    if not isinstance(value, dict):
+        return None
+    given = {key: entry for key, entry in value.items() if entry is not None}
+    if given.get("tool_calls"):
+        given.setdefault("content", "")
+    content = given.get("content")
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        given["content"] = content = "".join(map(_text_of_part, content))
+    if not {"role", "content"} <= given.keys() <= Message.__annotations__.keys():
+        return None
+    known = isinstance(given["role"], str) and isinstance(content, str)
+    return cast(Message, given) if known else None
+
+
+def _text_of_part(part: Mapping[str, Any]) -> str:
+    """Return the text of a part of a message; TaskError if it is an image or another thing."""
+    if part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise TaskError(
+        f"a part of a message is of type '{part.get('type')}', and models are trained on text "
+        "alone; drop it, or describe it in words",
+        "part-not-text",
     )
