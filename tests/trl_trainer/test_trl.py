@@ -42,8 +42,7 @@ from stretto.errors import (
 from stretto.machine import usable_cores
 from stretto.trl import arguments
 from stretto.trl.config import CONFIGS, HEEDED, REFUSALS, REMARKS, TrlConfig
-from stretto.trl.objects import TokenTask
-from stretto.trl.trainer import missing_eos
+from stretto.trl.objects import TokenTask, missing_eos
 
 WORDS = ("cat", "dog", "horse", "cow", "sheep", "pig", "hen", "duck", "goose", "lamb")
 STEPS, BATCH, TOKENS = 12, 16, 6

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from rich.console import Console
@@ -34,10 +34,9 @@ from stretto.config.training import token_budget
 from stretto.errors import ConfigError, StateError
 from stretto.evaluation.answers import answer
 from stretto.evaluation.gold import score_all
-from stretto.models.backend import pick_device, pick_dtype
+from stretto.models.backend import pick_device
 from stretto.models.load import load_tokenizer, save_model
 from stretto.models.resolve import resolve
-from stretto.models.weights import require_trainable
 from stretto.observe import RunDirectory, make_progress
 from stretto.observe.progress import on_stderr
 from stretto.runs import TrainResult
@@ -110,7 +109,7 @@ class BaseTrainer:
         self.model = self.policy_model = models["model"]
         self.ref_model, self.value_model = models.get("ref_model"), models.get("value_model")
         self._task, self.train_dataset, self.sizes = task, task, sizes
-        dtype = _dtype(models, args)
+        dtype = objects.bring_to_dtype(models, args)
         data = arguments.settings(args, sizes, task.longest, dtype)
         data["task"]["chat"] = task.chat
         data["model"]["name"] = str(
@@ -326,7 +325,7 @@ class PPOTrainer(BaseTrainer):
             rewards = objects.rewards_of(self.reward_model, None, args)
         if args.missing_eos_penalty is not None and not arguments.stops(args):
             # Without a token that ends responses none ends by itself: a source looks for it.
-            judge = missing_eos(tokenizer.eos_token_id, args.missing_eos_penalty)
+            judge = objects.missing_eos(tokenizer.eos_token_id, args.missing_eos_penalty)
             functions = {**rewards.functions, MISSING_EOS: judge}
             rewards = Rewards([*rewards.sources, MISSING_EOS], functions, rewards.models)
         sizes = arguments.derive_sizes(args, len(task))
@@ -589,33 +588,3 @@ def _newest(out: Path, name: str) -> str:
             "no-checkpoint",
         )
     return str(max(runs, key=lambda run: (run / "checkpoints").stat().st_mtime))
-
-
-def _dtype(models: Mapping[str, Any], args: Any) -> Literal["float32", "bfloat16"]:
-    """Return the type that the policy computes in. ``bf16`` brings all models to bfloat16: unset,
-    on a GPU that computes in it, as TRL does.
-    """
-    device = pick_device(arguments.device(args))
-    bf16 = args.bf16
-    if bf16 is None:
-        bf16 = device.type == "cuda" and pick_dtype("auto", device) is torch.bfloat16
-    if bf16:
-        for model in models.values():
-            model.to(torch.bfloat16)
-    for name in ("model", "value_model"):
-        if name in models:
-            require_trainable(models[name], name)
-    dtype = next(models["model"].parameters()).dtype
-    return "bfloat16" if dtype is torch.bfloat16 else "float32"
-
-
-def missing_eos(end: int | None, penalty: float) -> Callable[..., list[float]]:
-    """Make TRL's penalty for responses without the end token anywhere in them.
-
-    The settings' rule for missing ends does not fit: without a stop token no response ends.
-    """
-
-    def judge(completion_ids: list[list[int]]) -> list[float]:
-        return [0.0 if end in tokens else -penalty for tokens in completion_ids]
-
-    return judge
