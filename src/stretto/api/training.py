@@ -292,7 +292,8 @@ def train(
             model's name. A mapping changes the section instead.
         progress: a display; without one what ``observe.progress`` says.
         on_step: called after each step with its number and metrics. If it returns ``"stop"``, the
-            run ends in order: with a checkpoint, the model saved, and a result.
+            run ends in order: with a checkpoint, the model saved, and a result. ``"save"`` asks for
+            a checkpoint.
         changes: of settings, as :mod:`stretto.api` says.
     """
     config = config_of(settings)

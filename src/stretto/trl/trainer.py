@@ -6,7 +6,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -46,7 +46,7 @@ from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.models import RewardModelScorer
 from stretto.tasks.prompts import render
 from stretto.trl import arguments, objects
-from stretto.trl.callbacks import CallbackProgress, StopTrainingError
+from stretto.trl.callbacks import after_step
 from stretto.trl.config import GRPOConfig, OnlineDPOConfig, PPOConfig, RLOOConfig, TrlConfig
 from stretto.trl.objects import PromptTask, Rewards, TokenTask
 
@@ -166,14 +166,12 @@ class BaseTrainer:
             resumed = _newest(Path(self.config.out), name)
         run = api.begin(self.config, name, resume=resumed, overrides=self._overrides())
         self.run_dir = run.run_dir
-        display = CallbackProgress(make_progress(self.config.observe.progress), self)
+        display = make_progress(self.config.observe.progress)
         for line in arguments.notes(args, self.sizes):
             display.note(line)
-        try:
-            result = api.execute(run, progress=display)
-        except StopTrainingError:
-            record = self.state.log_history[-1]
-            result = TrainResult(display.steps, record, self.run_dir.model)
+        self.state.compute_steps(args, self.state.max_steps)  # type: ignore[no-untyped-call]
+        self.tell("on_train_begin")
+        result = api.execute(run, progress=display, on_step=partial(after_step, self))
         took_s, done = time.monotonic() - began_s, self.state.global_step
         losses = [row["loss"] for row in self.state.log_history if "loss" in row]
         loss = sum(losses) / len(losses) if losses else 0.0
