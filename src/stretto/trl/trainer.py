@@ -26,6 +26,7 @@ from transformers import (
 from transformers.trainer_callback import CallbackHandler
 
 from stretto import api, files
+from stretto.api.training import write_rows
 from stretto.assembly.models import Overrides, made_ready
 from stretto.assembly.roles import RoleFactory
 from stretto.config import Config, recipes
@@ -82,6 +83,7 @@ class BaseTrainer:
 
     hub_model_id: ClassVar[None] = None
     optimizer = lr_scheduler = None
+    _held_out: PromptTask | None = None  # prompts of evaluations while it trains
 
     log_metrics = trainer_pt_utils.log_metrics
     metrics_format = trainer_pt_utils.metrics_format
@@ -96,7 +98,6 @@ class BaseTrainer:
         rewards: Rewards,
         task: PromptTask | TokenTask,
         sizes: arguments.Sizes,
-        *,
         callbacks: Sequence[Any] | None,
         peft_config: Any,
     ) -> None:
@@ -120,6 +121,12 @@ class BaseTrainer:
         data["reward"] |= {"sources": tuple(rewards.sources)}
         if weights := getattr(args, "reward_weights", None):
             data["reward"]["weights"] = tuple(weights)
+        if self._held_out:
+            held_out = Path(args.output_dir) / "eval_dataset.jsonl"
+            longest = max(task.longest, self._held_out.longest)
+            data["task"] |= {"held_out": str(held_out), "max_prompt_tokens": longest}
+            every = arguments.eval_every(args, sizes)
+            data["observe"] |= {"eval_every": every, "eval_prompts": len(self._held_out)}
         self.config: Config = recipes.build(data, type(args).__name__)
         self.run_dir: RunDirectory | None = None
         self.state, self.control = TrainerState(), TrainerControl()
@@ -164,6 +171,11 @@ class BaseTrainer:
         resumed = resume_from_checkpoint or args.resume_from_checkpoint or ""
         if resumed is True:
             resumed = _newest(Path(self.config.out), name)
+        if rows := self._held_out:
+            file = Path(self.config.task.held_out_rows)
+            with files.explained(file):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_rows((rows.row(i).data for i in range(len(rows))), file)
         run = api.begin(self.config, name, resume=resumed, overrides=self._overrides())
         self.run_dir = run.run_dir
         display = make_progress(self.config.observe.progress)
@@ -327,16 +339,7 @@ class PPOTrainer(BaseTrainer):
             functions = {**rewards.functions, MISSING_EOS: judge}
             rewards = Rewards([*rewards.sources, MISSING_EOS], functions, rewards.models)
         sizes = arguments.derive_sizes(args, len(task))
-        self._set_up(
-            args,
-            tokenizer,
-            models,
-            rewards,
-            task,
-            sizes,
-            callbacks=callbacks,
-            peft_config=peft_config,
-        )
+        self._set_up(args, tokenizer, models, rewards, task, sizes, callbacks, peft_config)
 
     def generate_completions(self, sampling: bool = False) -> list[dict[str, Any]]:
         """Return greedy answers to the prompts of ``eval_dataset``, scored by the reward model: a
@@ -433,8 +436,7 @@ class _PromptsTrainer(BaseTrainer):
         rows, sizes = train_dataset, None
         if not hasattr(rows, "__len__"):
             sizes = arguments.derive_sizes(args, 0)
-            group = getattr(args, "num_generations", 2)
-            rows = objects.rows_of(rows, "train_dataset", sizes.steps * sizes.batch // group)
+            rows = objects.rows_of(rows, "train_dataset", arguments.prompts_of(args, sizes))
         sizes = sizes or arguments.derive_sizes(args, len(rows))
         torch.manual_seed(args.seed)
         if isinstance(model, str):
@@ -452,18 +454,14 @@ class _PromptsTrainer(BaseTrainer):
         models |= {source: judge for source, (judge, _) in rewards.models.items()}
         models = {name: each for name, each in models.items() if each is not None}
         objects.check_shared(models)
-        task = PromptTask(rows, tokenizer, "train_dataset")
-        self._set_up(
-            args,
-            tokenizer,
-            models,
-            rewards,
-            task,
-            sizes,
-            callbacks=callbacks,
-            peft_config=peft_config,
-        )
-        self.eval_dataset = eval_dataset
+        task, self.eval_dataset = PromptTask(rows, tokenizer, "train_dataset"), eval_dataset
+        if arguments.evaluates(args):
+            if eval_dataset is None:
+                text = f"eval_strategy = '{args.eval_strategy}' needs eval_dataset; give it"
+                raise ConfigError(text, "no-eval-dataset")
+            held_out = objects.rows_of(eval_dataset, "eval_dataset", 0)
+            self._held_out = PromptTask(held_out, tokenizer, "eval_dataset")
+        self._set_up(args, tokenizer, models, rewards, task, sizes, callbacks, peft_config)
 
 
 class GRPOTrainer(_PromptsTrainer):
