@@ -66,7 +66,7 @@ def test_from_python_and_scripts_for_trl(
     assert recipes.load("grpo/grpo-001").schedule.preset == "oppo"
     scored = lines(Path("grpo/grpo-001/samples.jsonl"))
     for sample in scored:
-        accuracy, brevity = sample["scores"].values()
+        accuracy, brevity = (sample["scores"][name] for name in ("accuracy", "brevity"))
         assert brevity == pytest.approx(-len(sample["response"]) / 100)
         assert sample["reward"] == pytest.approx(accuracy + 0.5 * brevity)
     defined(ppo)

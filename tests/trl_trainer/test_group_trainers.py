@@ -419,7 +419,7 @@ def test_datasets_of_all_kinds_are_taken(tiny_folder: Path, tmp_path: Path) -> N
     for rows, count in ((table, 4), (endless, 4), (ROWS, 4)):  # 2 steps of 2 prompts
         trainer = make_trainer(tiny_folder, tmp_path, train_dataset=rows)
         assert len(trainer.train_dataset) == count
-    evaluated = {"eval_dataset": {"a": table, "b": table}}
+    evaluated: dict[str, Any] = {"eval_dataset": {"a": table, "b": table}}
     assert make_trainer(tiny_folder, tmp_path, **evaluated).eval_dataset["a"] is table
     with raises(ConfigError, "no-length", "max_steps"):
         make_trainer(tiny_folder, tmp_path, settings={"max_steps": -1}, train_dataset=endless)
@@ -562,7 +562,7 @@ def test_evaluations_are_of_eval_dataset(tiny_folder: Path, tmp_path: Path) -> N
     told = Saving()
     held_out = [{"prompt": "say something longer", "answer": "x"}, {"prompt": "no", "answer": "y"}]
     often = {"eval_strategy": "steps", "eval_steps": 2, "num_iterations": 2, "max_steps": 4}
-    parts = {"eval_dataset": held_out, "callbacks": [told]}
+    parts: dict[str, Any] = {"eval_dataset": held_out, "callbacks": [told]}
     trainer = make_trainer(tiny_folder, tmp_path, settings=often, **parts)
     observe, task = trainer.config.observe, trainer.config.task
     assert (observe.eval_every, observe.eval_prompts) == (1, 2)
