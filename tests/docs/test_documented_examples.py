@@ -63,10 +63,10 @@ def test_from_python_and_scripts_for_trl(
 
     grpo, ppo = blocks("coming-from-trl", "python")
     defined(grpo)
-    assert recipes.load("runs/run-003").algorithm.name == "grpo"
-    scored = lines(Path("runs/run-003/samples.jsonl"))
+    assert recipes.load("grpo/grpo-001").schedule.preset == "oppo"
+    scored = lines(Path("grpo/grpo-001/samples.jsonl"))
     for sample in scored:
-        accuracy, brevity = sample["scores"].values()
+        accuracy, brevity = (sample["scores"][name] for name in ("accuracy", "brevity"))
         assert brevity == pytest.approx(-len(sample["response"]) / 100)
         assert sample["reward"] == pytest.approx(accuracy + 0.5 * brevity)
     defined(ppo)

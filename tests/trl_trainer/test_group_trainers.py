@@ -419,7 +419,7 @@ def test_datasets_of_all_kinds_are_taken(tiny_folder: Path, tmp_path: Path) -> N
     for rows, count in ((table, 4), (endless, 4), (ROWS, 4)):  # 2 steps of 2 prompts
         trainer = make_trainer(tiny_folder, tmp_path, train_dataset=rows)
         assert len(trainer.train_dataset) == count
-    evaluated = {"eval_dataset": {"a": table, "b": table}}
+    evaluated: dict[str, Any] = {"eval_dataset": {"a": table, "b": table}}
     assert make_trainer(tiny_folder, tmp_path, **evaluated).eval_dataset["a"] is table
     with raises(ConfigError, "no-length", "max_steps"):
         make_trainer(tiny_folder, tmp_path, settings={"max_steps": -1}, train_dataset=endless)
@@ -537,6 +537,44 @@ def test_callbacks_are_objects_or_classes_and_come_and_go(
     assert stopping.events[-1] == "end"
     kept = weights(AutoModelForCausalLM.from_pretrained(output.model))
     assert all(torch.equal(kept[n], p) for n, p in weights(stopped.model).items())
+
+
+class Saving(TrainerCallback):
+    """Asks for a checkpoint after the first step, and keeps what evaluations are told."""
+
+    def __init__(self) -> None:
+        self.evaluations: list[dict[str, float]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_save = state.global_step == 1
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:
+        self.evaluations.append(metrics)
+
+
+def test_a_callback_asks_for_a_checkpoint(tiny_folder: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(tiny_folder, tmp_path, callbacks=[Saving])
+    trainer.train()
+    assert [path.name for path in trainer.run_dir.checkpoints.iterdir()] == ["step-000001"]
+
+
+def test_evaluations_are_of_eval_dataset(tiny_folder: Path, tmp_path: Path) -> None:
+    told = Saving()
+    held_out = [{"prompt": "say something longer", "answer": "x"}, {"prompt": "no", "answer": "y"}]
+    often = {"eval_strategy": "steps", "eval_steps": 2, "num_iterations": 2, "max_steps": 4}
+    parts: dict[str, Any] = {"eval_dataset": held_out, "callbacks": [told]}
+    trainer = make_trainer(tiny_folder, tmp_path, settings=often, **parts)
+    observe, task = trainer.config.observe, trainer.config.task
+    assert (observe.eval_every, observe.eval_prompts) == (1, 2)
+    assert task.max_prompt_tokens == len("say something longer")
+    output = trainer.train()
+    assert lines(Path(task.held_out_rows)) == held_out
+    assert output.best is not None
+    figures = [row["eval_reward"] for row in trainer.state.log_history if "eval_reward" in row]
+    assert [metrics["eval_reward"] for metrics in told.evaluations] == figures
+    assert figures[-1] == output.history[-1]["eval/score"]
+    with raises(ConfigError, "no-eval-dataset"):
+        make_trainer(tiny_folder, tmp_path, settings=often)
 
 
 def test_figures_have_trls_names() -> None:

@@ -42,8 +42,7 @@ from stretto.errors import (
 from stretto.machine import usable_cores
 from stretto.trl import arguments
 from stretto.trl.config import CONFIGS, HEEDED, REFUSALS, REMARKS, TrlConfig
-from stretto.trl.objects import TokenTask
-from stretto.trl.trainer import missing_eos
+from stretto.trl.objects import TokenTask, missing_eos
 
 WORDS = ("cat", "dog", "horse", "cow", "sheep", "pig", "hen", "duck", "goose", "lamb")
 STEPS, BATCH, TOKENS = 12, 16, 6
@@ -360,8 +359,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str, Any]] = [
 ]
 
 TAKEN = {name for given, _, _ in ARGUMENTS for name in given} | {
-    "exp_name",
-    "run_name",
+    *("exp_name", "run_name", "eval_strategy", "eval_steps"),
     "stop_token_id",
     "data_seed",
     "resume_from_checkpoint",
@@ -424,8 +422,8 @@ def test_what_has_no_effect_is_said(folders: dict[str, Path], tmp_path: Path) ->
     assert [
         line.partition(" (")[0] for line in arguments.notes(trainer.args, trainer.sizes)[1:]
     ] == [
-        "without effect: eval_steps, eval_strategy",
         "without effect: dataloader_num_workers",
+        "without effect: eval_steps, eval_strategy",
     ]
     alone = make_trainer(folders, tmp_path, {"vllm_importance_sampling_cap": 2.0})
     assert arguments.notes(alone.args, alone.sizes)[1:] == [
@@ -788,6 +786,23 @@ def test_completions_are_greedy_and_scored(
         make_trainer(folders, tmp_path).generate_completions()
     with raises(ConfigError, "no-upload", "hf upload"):
         trainer.push_to_hub()
+
+
+def test_a_function_may_be_the_reward_model(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def brevity(completions: list[str], **_: Any) -> list[float]:
+        return [-float(len(text)) for text in completions]
+
+    parts = {"reward_model": brevity, "eval_dataset": [{"input_ids": list(b"one")}]}
+    trainer = make_trainer(folders, tmp_path, {"total_episodes": BATCH}, **parts)
+    trainer.train()
+    assert trainer.run_dir is not None
+    for sample in lines(trainer.run_dir.samples_file):
+        assert sample["scores"] == {"brevity": -len(sample["response"])}
+    (row,) = trainer.generate_completions()
+    assert row["score"] <= 0
+    capsys.readouterr()
 
 
 def test_arguments_come_from_a_command_line_too() -> None:

@@ -292,7 +292,8 @@ def train(
             model's name. A mapping changes the section instead.
         progress: a display; without one what ``observe.progress`` says.
         on_step: called after each step with its number and metrics. If it returns ``"stop"``, the
-            run ends in order: with a checkpoint, the model saved, and a result.
+            run ends in order: with a checkpoint, the model saved, and a result. ``"save"`` asks for
+            a checkpoint.
         changes: of settings, as :mod:`stretto.api` says.
     """
     config = config_of(settings)
@@ -316,7 +317,7 @@ def train(
         return execute(run, progress=progress, on_step=on_step)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / DATASET
-        _write(_rows_of(dataset, config.task), file)
+        write_rows(_rows_of(dataset, config.task), file)
         config = config.model_copy(update=_rows_in(config.task, file))
         run = begin(config, name, overrides=overrides)
         kept = run.run_dir.path.absolute() / DATASET
@@ -444,7 +445,7 @@ def _rows_of(dataset: Any, task: TaskConfig) -> Iterator[Mapping[str, Any]]:
         yield {task.columns.get("prompt", "prompt"): row} if isinstance(row, str) else row
 
 
-def _write(rows: Iterable[Mapping[str, Any]], file: Path) -> None:
+def write_rows(rows: Iterable[Mapping[str, Any]], file: Path) -> None:
     """Write rows to a file, which the run's reward functions and a resumed run read."""
     lines = []
     for number, row in enumerate(rows):

@@ -248,14 +248,14 @@ class Checkpointer:
         self._writing: Future[Path] | None = None
         self._step = 0  # of the one that is being written, or was last
 
-    async def after(self, step: int, *, last: bool = False) -> None:
-        """Take a checkpoint after a step, if one is due; ``last``: no other step follows. Raises a
-        StrettoError if the process that has the state is gone."""
+    async def after(self, step: int, *, last: bool = False, asked: bool = False) -> None:
+        """Take a checkpoint after a step, if one is due or asked for; ``last``: no other step
+        follows. Raises a StrettoError if the process that has the state is gone."""
         if last:
             self._steps = step
         if self._writing and self._writing.done():
             await self._written()
-        if self._is_due(step):
+        if asked or self._is_due(step):
             await self._written()
             await self._take(step)
         if step == self._steps:

@@ -31,8 +31,9 @@ from stretto.tasks.prompts import PromptSource
 from stretto.types import Stats
 from stretto.workers.drive import drive
 
-OnStep = Callable[[int, Stats], Literal["stop"] | None]
-"""Called after each step with its number and metrics; ``"stop"`` ends the run in order."""
+OnStep = Callable[[int, Stats], Literal["stop", "save"] | None]
+"""Called after each step with its number and metrics; ``"stop"`` ends the run in order, and
+``"save"`` asks for a checkpoint."""
 
 SHOWN = 4
 """Differences that a message names."""
@@ -123,6 +124,7 @@ class _TrainingLoop:
     on_step: OnStep
     stats: Stats = field(default_factory=dict)  # of the last step
     stopped: str = ""  # why the run has ended early
+    save_asked: bool = False  # a checkpoint, after the step
 
     async def steps(self) -> None:
         """Take all steps that are left."""
@@ -150,7 +152,9 @@ class _TrainingLoop:
                     shown = nullcontext()
                     with running.spans.span(DRIVER, RECORDS, items=len(step.batch)):
                         self._record(step)
-                    await checkpoints.after(self.done, last=bool(self.stopped))
+                    await checkpoints.after(
+                        self.done, last=bool(self.stopped), asked=self.save_asked
+                    )
                     if self.stopped:
                         raise StoppedError(self.stopped, "stopped")
             self.run_dir.append_rollouts(self.done + 1, schedule.in_flight, {})
@@ -191,10 +195,11 @@ class _TrainingLoop:
             failures = [s.failure for s in rollout.scores.values() if s.failure]
             reason = "; ".join(failures) or rollout.rejected_because
             recorder.note(f"step {self.done}: left out rollout {rollout.id}: {reason}")
-        asked = self.on_step(self.done, self.stats) == "stop"
+        asked = self.on_step(self.done, self.stats)
+        self.save_asked = asked == "save"
         if self.done < self.config.steps:
             worse = self.evaluator.exhausted if self.evaluator and evaluated else ""
-            self.stopped = "on_step returned 'stop'" if asked else worse
+            self.stopped = "on_step returned 'stop'" if asked == "stop" else worse
 
     def _sample(self, rollout: Rollout, reward: float) -> Sample:
         tokenizer, stop = self.running.tokenizer, self.config.rollout.stop

@@ -49,6 +49,7 @@ AGGREGATIONS = {
 _SCALES: dict[Any, str] = {True: "group", False: "none"}
 
 CHOICES: dict[str, Collection[Any]] = {
+    "eval_strategy": ("no", "steps", "epoch"),
     "importance_sampling_level": ("token", "sequence"),
     "kl_estimator": ("k1", "k3"),
     "lr_scheduler_type": _SCHEDULES,
@@ -267,6 +268,8 @@ def notes(args: TrlConfig, sizes: Sizes) -> list[str]:
     if not args.use_vllm:
         vllm = (f.name for f in fields(args) if f.name.startswith("vllm_"))
         reasons |= dict.fromkeys(vllm, "use_vllm is False")
+    if isinstance(args, PPOConfig):
+        reasons |= dict.fromkeys(("eval_steps", "eval_strategy"), "PPO has no evaluations")
     by_reason: dict[str, list[str]] = {}
     for name, why in reasons.items():
         if _is_set(args, name):
@@ -282,7 +285,7 @@ def settings(
     longest prompt has ``longest`` tokens.
     """
     theirs = sizes.steps * sizes.updates
-    epoch = math.ceil(sizes.rows / sizes.batch)
+    epoch = math.ceil(sizes.rows * _group(args) / sizes.batch)
     every = {"no": 0, "steps": math.ceil(_count(args.save_steps, theirs) / sizes.updates)}
     found: dict[str, Any] = {
         "steps": sizes.steps,
@@ -364,11 +367,36 @@ def _missing_eos(args: TrlConfig) -> dict[str, Any]:
     }
 
 
+def evaluates(args: TrlConfig) -> bool:
+    """Return whether evaluations are asked for; PPO has none, as in TRL."""
+    return _plain(args.eval_strategy) != "no" and not isinstance(args, PPOConfig)
+
+
+def eval_every(args: TrlConfig, sizes: Sizes) -> int:
+    """Return the steps between evaluations."""
+    if _plain(args.eval_strategy) == "epoch":
+        return math.ceil(sizes.rows / (sizes.batch // _group(args)))
+    steps = _count(args.eval_steps or args.logging_steps, sizes.steps * sizes.updates)
+    return math.ceil(steps / sizes.updates)
+
+
 def stops(args: TrlConfig) -> bool:
     """Return whether a token ends responses."""
     if not isinstance(args, PPOConfig):
         return True
     return bool(args.stop_token) or args.stop_token_id is not None
+
+
+def _group(args: Any) -> int:
+    """Return the responses to a prompt."""
+    if isinstance(args, PPOConfig):
+        return 1
+    return 2 if isinstance(args, OnlineDPOConfig) else int(args.num_generations)
+
+
+def prompts_of(args: TrlConfig, sizes: Sizes) -> int:
+    """Return the prompts that a run takes in all."""
+    return sizes.steps * sizes.batch // _group(args)
 
 
 def device(args: TrlConfig) -> Literal["auto", "cpu"]:

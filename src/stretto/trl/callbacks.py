@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
 
-from stretto.errors import StrettoError
-from stretto.observe import Progress, Sample
+from stretto.observe.run_directory import EVALUATED, SCORE
 
 if TYPE_CHECKING:
     from stretto.trl.trainer import BaseTrainer
@@ -29,44 +28,30 @@ METRICS = {
 """Names of TRL's metrics, with those that the same figures have in metrics.jsonl."""
 
 
-class StopTrainingError(StrettoError):
-    """Error that ends training, as a callback has asked for it."""
-
-
-class CallbackProgress(Progress):
-    """A display that also tells a trainer's callbacks of the beginning, of each step and its
-    figures. A callback that sets ``control.should_training_stop`` ends the run after the step.
-
-    Attributes:
-        steps: taken so far.
+def after_step(
+    t: BaseTrainer, step: int, stats: Mapping[str, float]
+) -> Literal["stop", "save"] | None:
+    """Tell a trainer's callbacks of a step and its figures, and return what they want: an end of
+    the run, or a checkpoint.
     """
+    t.tell("on_step_begin")
+    batch = t.config.rollout.batch
+    t.state.global_step = step * t.sizes.updates
+    t.state.epoch = step * batch / (t.config.rollout.samples_per_prompt * len(t.train_dataset))
+    t.tell("on_step_end")
+    wishes = t.control.should_training_stop, t.control.should_save
+    t.log({**stats, **as_trl_names(stats), "episode": step * batch})
+    if EVALUATED in stats:
+        t.tell("on_evaluate", metrics=evaluated(stats))
+    if t.control.should_training_stop or wishes[0]:
+        return "stop"
+    return "save" if t.control.should_save or wishes[1] else None
 
-    def __init__(self, display: Progress, trainer: BaseTrainer) -> None:
-        self._display, self._trainer, self.steps = display, trainer, 0
-        for name in ("note", "working", "close"):  # as the display does them
-            setattr(self, name, getattr(display, name))
 
-    def start(self, headline: str) -> None:
-        """Show what will run."""
-        self._display.start(headline)
-        t = self._trainer
-        t.state.compute_steps(t.args, t.state.max_steps)  # type: ignore[no-untyped-call]
-        t.tell("on_train_begin")
-
-    def step(
-        self, step: int, total: int, stats: Mapping[str, float], samples: Sequence[Sample]
-    ) -> None:
-        """Show a step and tell the callbacks; raise StopTrainingError if one wants no more."""
-        self._display.step(step, total, stats, samples)
-        t, self.steps = self._trainer, step
-        t.tell("on_step_begin")
-        batch = t.config.rollout.batch
-        t.state.global_step = step * t.sizes.updates
-        t.state.epoch = step * batch / (t.config.rollout.samples_per_prompt * len(t.train_dataset))
-        t.tell("on_step_end")
-        t.log({**stats, **as_trl_names(stats), "episode": step * batch})
-        if t.control.should_training_stop and step < total:
-            raise StopTrainingError(f"a callback ended training after step {step}")
+def evaluated(stats: Mapping[str, float]) -> dict[str, float]:
+    """Return the figures of an evaluation by the names that TRL gives them."""
+    found = {name.replace("/", "_"): v for name, v in stats.items() if name.startswith("eval/")}
+    return {"eval_reward": stats[SCORE], **found}
 
 
 def as_trl_names(stats: Mapping[str, float]) -> dict[str, float]:
@@ -79,6 +64,8 @@ def as_trl_names(stats: Mapping[str, float]) -> dict[str, float]:
         kind, _, source = name.partition("/")
         if kind == "reward":
             found[f"rewards/{source.removeprefix('model:')}/mean"] = value
+    if EVALUATED in stats:
+        found |= evaluated(stats)
     if "response/ended" in stats:
         found["completions/clipped_ratio"] = 1 - stats["response/ended"]
     if "loss/kl_avg" in stats:

@@ -314,7 +314,8 @@ _REFUSED = {
     "messages get the tokenizer's chat template as it is; put what it says into "
     "processing_class.chat_template": "chat_template_kwargs",
     "models run on CPU or CUDA here; leave it out": "use_mps_device",
-    "no evaluation says which model is best; leave it out": "load_best_model_at_end",
+    "the model stays as it is trained; the best evaluation's is in the run's folder, in "
+    "model-best": "load_best_model_at_end",
     "noise in the embeddings would make the policy that is trained another than the one that "
     "sampled; leave it out": "neftune_noise_alpha",
     "nothing is uploaded from here; leave it out, and afterwards upload the folder of "
@@ -353,9 +354,10 @@ _IDLE = {
     "sync_ref_model is False": "ref_model_mixup_alpha ref_model_sync_steps",
     "training runs in one process": "average_tokens_across_devices ddp_* ds3_gather_for_generation "
     "local_rank log_level_replica log_on_each_node save_on_each_node",
-    "no evaluation runs within training": "batch_eval_metrics bf16_full_eval eval_* fp16_full_eval "
-    "greater_is_better include_for_metrics label_names metric_for_best_model num_generations_eval "
-    "per_device_eval_batch_size prediction_loss_only",
+    "an evaluation has one greedy answer to each held-out prompt": "batch_eval_metrics "
+    "bf16_full_eval eval_accumulation_steps eval_delay eval_do_concat_batches eval_on_start "
+    "eval_use_gather_object fp16_full_eval greater_is_better include_for_metrics label_names "
+    "metric_for_best_model num_generations_eval per_device_eval_batch_size prediction_loss_only",
     "rows are read one at a time, and nothing is padded to be generated from": "dataloader_* "
     "group_by_length length_column_name pad_to_multiple_of remove_unused_columns "
     "train_sampling_strategy",
@@ -380,7 +382,7 @@ HEEDED = (
     *("run_name", "seed", "num_train_epochs", "max_steps", "per_device_train_batch_size"),
     *("gradient_accumulation_steps", "lr_scheduler_type", "warmup_steps", "weight_decay"),
     *("adam_beta1", "adam_beta2", "max_grad_norm", "optim", "use_cpu", "data_seed"),
-    *("report_to", "disable_tqdm", "save_strategy"),
+    *("report_to", "disable_tqdm", "save_strategy", "eval_strategy", "eval_steps"),
     *("save_steps", "resume_from_checkpoint", "do_train", "do_eval", "do_predict"),
 )
 """Arguments of transformers that are looked at here, or by the script itself."""

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from peft import LoraConfig
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as BY_TYPE
 from torch import nn
@@ -16,16 +17,18 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 
 from stretto.config import TaskConfig
 from stretto.errors import ConfigError, ModelError, TaskError, nearest
+from stretto.models.backend import pick_device, pick_dtype
 from stretto.models.heads import scalar_head
 from stretto.models.info import explained
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
+from stretto.models.weights import require_trainable
 from stretto.saying import silent
 from stretto.tasks import Task, TaskRow
 from stretto.tasks.encode import Encoder
 from stretto.tasks.prompts import render
 from stretto.tasks.tables import as_prompt, of_row
-from stretto.trl.arguments import mapping
+from stretto.trl.arguments import device, mapping
 from stretto.trl.config import PPOConfig
 
 COLUMN, MASK = "input_ids", "attention_mask"
@@ -120,6 +123,24 @@ def refuse(collator: Any, optimizers: tuple[Any, Any], **others: Any) -> None:
             "adam_beta1 and adam_beta2 in args",
             "argument-refused",
         )
+
+
+def bring_to_dtype(models: Mapping[str, Any], args: Any) -> Literal["float32", "bfloat16"]:
+    """Return the type that the policy computes in. ``bf16`` brings all models to bfloat16: unset,
+    on a GPU that computes in it, as TRL does.
+    """
+    place = pick_device(device(args))
+    bf16 = args.bf16
+    if bf16 is None:
+        bf16 = place.type == "cuda" and pick_dtype("auto", place) is torch.bfloat16
+    if bf16:
+        for model in models.values():
+            model.to(torch.bfloat16)
+    for name in ("model", "value_model"):
+        if name in models:
+            require_trainable(models[name], name)
+    dtype = next(models["model"].parameters()).dtype
+    return "bfloat16" if dtype is torch.bfloat16 else "float32"
 
 
 def check_shared(models: Mapping[str, Any]) -> None:
@@ -253,6 +274,18 @@ def rewards_of(given: Any, tokenizers: Any, args: Any) -> Rewards:
         else:
             models[source] = _reward_model(reward, tokenizer, args)
     return Rewards(sources, functions, models)
+
+
+def missing_eos(end: int | None, penalty: float) -> Callable[..., list[float]]:
+    """Make TRL's penalty for responses without the end token anywhere in them.
+
+    The settings' rule for missing ends does not fit: without a stop token no response ends.
+    """
+
+    def judge(completion_ids: list[list[int]]) -> list[float]:
+        return [0.0 if end in tokens else -penalty for tokens in completion_ids]
+
+    return judge
 
 
 def _name_of(reward: Any) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from rich.console import Console
@@ -26,6 +26,7 @@ from transformers import (
 from transformers.trainer_callback import CallbackHandler
 
 from stretto import api, files
+from stretto.api.training import write_rows
 from stretto.assembly.models import Overrides, made_ready
 from stretto.assembly.roles import RoleFactory
 from stretto.config import Config, recipes
@@ -34,10 +35,9 @@ from stretto.config.training import token_budget
 from stretto.errors import ConfigError, StateError
 from stretto.evaluation.answers import answer
 from stretto.evaluation.gold import score_all
-from stretto.models.backend import pick_device, pick_dtype
+from stretto.models.backend import pick_device
 from stretto.models.load import load_tokenizer, save_model
 from stretto.models.resolve import resolve
-from stretto.models.weights import require_trainable
 from stretto.observe import RunDirectory, make_progress
 from stretto.observe.progress import on_stderr
 from stretto.runs import TrainResult
@@ -47,7 +47,7 @@ from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.models import RewardModelScorer
 from stretto.tasks.prompts import render
 from stretto.trl import arguments, objects
-from stretto.trl.callbacks import CallbackProgress, StopTrainingError
+from stretto.trl.callbacks import after_step
 from stretto.trl.config import GRPOConfig, OnlineDPOConfig, PPOConfig, RLOOConfig, TrlConfig
 from stretto.trl.objects import PromptTask, Rewards, TokenTask
 
@@ -83,6 +83,7 @@ class BaseTrainer:
 
     hub_model_id: ClassVar[None] = None
     optimizer = lr_scheduler = None
+    _held_out: PromptTask | None = None  # prompts of evaluations while it trains
 
     log_metrics = trainer_pt_utils.log_metrics
     metrics_format = trainer_pt_utils.metrics_format
@@ -97,7 +98,6 @@ class BaseTrainer:
         rewards: Rewards,
         task: PromptTask | TokenTask,
         sizes: arguments.Sizes,
-        *,
         callbacks: Sequence[Any] | None,
         peft_config: Any,
     ) -> None:
@@ -110,7 +110,7 @@ class BaseTrainer:
         self.model = self.policy_model = models["model"]
         self.ref_model, self.value_model = models.get("ref_model"), models.get("value_model")
         self._task, self.train_dataset, self.sizes = task, task, sizes
-        dtype = _dtype(models, args)
+        dtype = objects.bring_to_dtype(models, args)
         data = arguments.settings(args, sizes, task.longest, dtype)
         data["task"]["chat"] = task.chat
         data["model"]["name"] = str(
@@ -121,6 +121,12 @@ class BaseTrainer:
         data["reward"] |= {"sources": tuple(rewards.sources)}
         if weights := getattr(args, "reward_weights", None):
             data["reward"]["weights"] = tuple(weights)
+        if self._held_out:
+            held_out = Path(args.output_dir) / "eval_dataset.jsonl"
+            longest = max(task.longest, self._held_out.longest)
+            data["task"] |= {"held_out": str(held_out), "max_prompt_tokens": longest}
+            every = arguments.eval_every(args, sizes)
+            data["observe"] |= {"eval_every": every, "eval_prompts": len(self._held_out)}
         self.config: Config = recipes.build(data, type(args).__name__)
         self.run_dir: RunDirectory | None = None
         self.state, self.control = TrainerState(), TrainerControl()
@@ -165,16 +171,19 @@ class BaseTrainer:
         resumed = resume_from_checkpoint or args.resume_from_checkpoint or ""
         if resumed is True:
             resumed = _newest(Path(self.config.out), name)
+        if rows := self._held_out:
+            file = Path(self.config.task.held_out_rows)
+            with files.explained(file):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_rows((rows.row(i).data for i in range(len(rows))), file)
         run = api.begin(self.config, name, resume=resumed, overrides=self._overrides())
         self.run_dir = run.run_dir
-        display = CallbackProgress(make_progress(self.config.observe.progress), self)
+        display = make_progress(self.config.observe.progress)
         for line in arguments.notes(args, self.sizes):
             display.note(line)
-        try:
-            result = api.execute(run, progress=display)
-        except StopTrainingError:
-            record = self.state.log_history[-1]
-            result = TrainResult(display.steps, record, self.run_dir.model)
+        self.state.compute_steps(args, self.state.max_steps)  # type: ignore[no-untyped-call]
+        self.tell("on_train_begin")
+        result = api.execute(run, progress=display, on_step=partial(after_step, self))
         took_s, done = time.monotonic() - began_s, self.state.global_step
         losses = [row["loss"] for row in self.state.log_history if "loss" in row]
         loss = sum(losses) / len(losses) if losses else 0.0
@@ -326,20 +335,11 @@ class PPOTrainer(BaseTrainer):
             rewards = objects.rewards_of(self.reward_model, None, args)
         if args.missing_eos_penalty is not None and not arguments.stops(args):
             # Without a token that ends responses none ends by itself: a source looks for it.
-            judge = missing_eos(tokenizer.eos_token_id, args.missing_eos_penalty)
+            judge = objects.missing_eos(tokenizer.eos_token_id, args.missing_eos_penalty)
             functions = {**rewards.functions, MISSING_EOS: judge}
             rewards = Rewards([*rewards.sources, MISSING_EOS], functions, rewards.models)
         sizes = arguments.derive_sizes(args, len(task))
-        self._set_up(
-            args,
-            tokenizer,
-            models,
-            rewards,
-            task,
-            sizes,
-            callbacks=callbacks,
-            peft_config=peft_config,
-        )
+        self._set_up(args, tokenizer, models, rewards, task, sizes, callbacks, peft_config)
 
     def generate_completions(self, sampling: bool = False) -> list[dict[str, Any]]:
         """Return greedy answers to the prompts of ``eval_dataset``, scored by the reward model: a
@@ -436,8 +436,7 @@ class _PromptsTrainer(BaseTrainer):
         rows, sizes = train_dataset, None
         if not hasattr(rows, "__len__"):
             sizes = arguments.derive_sizes(args, 0)
-            group = getattr(args, "num_generations", 2)
-            rows = objects.rows_of(rows, "train_dataset", sizes.steps * sizes.batch // group)
+            rows = objects.rows_of(rows, "train_dataset", arguments.prompts_of(args, sizes))
         sizes = sizes or arguments.derive_sizes(args, len(rows))
         torch.manual_seed(args.seed)
         if isinstance(model, str):
@@ -455,18 +454,14 @@ class _PromptsTrainer(BaseTrainer):
         models |= {source: judge for source, (judge, _) in rewards.models.items()}
         models = {name: each for name, each in models.items() if each is not None}
         objects.check_shared(models)
-        task = PromptTask(rows, tokenizer, "train_dataset")
-        self._set_up(
-            args,
-            tokenizer,
-            models,
-            rewards,
-            task,
-            sizes,
-            callbacks=callbacks,
-            peft_config=peft_config,
-        )
-        self.eval_dataset = eval_dataset
+        task, self.eval_dataset = PromptTask(rows, tokenizer, "train_dataset"), eval_dataset
+        if arguments.evaluates(args):
+            if eval_dataset is None:
+                text = f"eval_strategy = '{args.eval_strategy}' needs eval_dataset; give it"
+                raise ConfigError(text, "no-eval-dataset")
+            held_out = objects.rows_of(eval_dataset, "eval_dataset", 0)
+            self._held_out = PromptTask(held_out, tokenizer, "eval_dataset")
+        self._set_up(args, tokenizer, models, rewards, task, sizes, callbacks, peft_config)
 
 
 class GRPOTrainer(_PromptsTrainer):
@@ -589,33 +584,3 @@ def _newest(out: Path, name: str) -> str:
             "no-checkpoint",
         )
     return str(max(runs, key=lambda run: (run / "checkpoints").stat().st_mtime))
-
-
-def _dtype(models: Mapping[str, Any], args: Any) -> Literal["float32", "bfloat16"]:
-    """Return the type that the policy computes in. ``bf16`` brings all models to bfloat16: unset,
-    on a GPU that computes in it, as TRL does.
-    """
-    device = pick_device(arguments.device(args))
-    bf16 = args.bf16
-    if bf16 is None:
-        bf16 = device.type == "cuda" and pick_dtype("auto", device) is torch.bfloat16
-    if bf16:
-        for model in models.values():
-            model.to(torch.bfloat16)
-    for name in ("model", "value_model"):
-        if name in models:
-            require_trainable(models[name], name)
-    dtype = next(models["model"].parameters()).dtype
-    return "bfloat16" if dtype is torch.bfloat16 else "float32"
-
-
-def missing_eos(end: int | None, penalty: float) -> Callable[..., list[float]]:
-    """Make TRL's penalty for responses without the end token anywhere in them.
-
-    The settings' rule for missing ends does not fit: without a stop token no response ends.
-    """
-
-    def judge(completion_ids: list[list[int]]) -> list[float]:
-        return [0.0 if end in tokens else -penalty for tokens in completion_ids]
-
-    return judge
