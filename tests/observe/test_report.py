@@ -577,12 +577,14 @@ def test_samples_are_those_of_every_nth_step_where_all_were_too_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     old = {k: v for k, v in sample(1).items() if k != "scores"}
-    run = made(samples=[old, sample(2, reward=float("nan")), *map(sample, range(3, 10))])
+    second = sample(2, reward=float("nan"), extra={"judge/why": "rude", "judge/all": [1, 2]})
+    run = made(samples=[old, second, *map(sample, range(3, 10))])
     row = ["2+2?", "4", 1.0, "stop", 2]
     shown = payload([run])["runs"][0]["samples"]
     assert list(shown) == [str(step) for step in range(1, 10)]
     assert shown["1"] == [[*row, {}]]
-    assert shown["2"] == [["2+2?", "4", None, "stop", 2, {"task": None, "judge": None}]]
+    scores = {"task": None, "judge": None, "judge/why": "rude", "judge/all": None}
+    assert shown["2"] == [["2+2?", "4", None, "stop", 2, scores]]
     assert shown["3"] == [[*row, {"task": 1.0, "judge": None}]]
     assert list(news([run], [7])["runs"][0]["samples"]) == ["8", "9"]
     monkeypatch.setattr("stretto.observe.report.page.SAMPLE_CHARS", 200)
