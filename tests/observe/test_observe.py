@@ -1,8 +1,10 @@
 """The run directory, the displays, the trackers, the spans."""
 
 import contextlib
+import html
 import io
 import json
+import re
 import socket
 import sys
 import threading
@@ -87,6 +89,7 @@ def test_records_are_on_disk_when_the_call_returns(tmp_path: Path) -> None:
         "finish": "stop",
         "tokens": 2,
         "scores": {},
+        "extra": {},
     }
 
 
@@ -199,17 +202,36 @@ def test_sparkline() -> None:
 def test_tensorboard_writes_event_files_that_can_be_read(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugin_util import markdown_to_safe_html
 
     config = tracking("tensorboard")
     run = RunDirectory.create(tmp_path, "tiny", config)
+    hostile = "a|b *c* <b>d</b>\n`e` [f](g)"
     with Recorder(config, run, NoProgress()) as recorder:
-        recorder.step(1, {"objective/kl": 0.5, "lr": 1e-3})
+        shown = [Sample("2+2?", hostile, 0.75, "stop", 2, {"task": 0.5, "judge": None})]
+        recorder.step(1, {"objective/kl": 0.5, "lr": 1e-3}, shown)
         recorder.step(2, {"objective/kl": 0.25})
     with Recorder(config, run, NoProgress(), resumed_step=1) as recorder:
-        recorder.step(2, {"objective/kl": 0.75})
+        recorder.step(2, {"objective/kl": 0.75}, [Sample("3+3?", "6", 1.0, "stop", 2)])
     events = EventAccumulator(str(run.path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("objective/kl")] == [(1, 0.5), (2, 0.75)]
+
+    def cells(tag: str) -> list[tuple[int, list[list[str]]]]:
+        """Step and rows of each text, as TensorBoard shows it."""
+        texts = [
+            (e.step, e.tensor_proto.string_val[0]) for e in events.Tensors(f"{tag}/text_summary")
+        ]
+        pages = ((step, markdown_to_safe_html(text)) for step, text in texts)
+        rows = ((step, re.findall("<tr>(.*?)</tr>", page, re.S)) for step, page in pages)
+        return [(n, [re.findall("<t[hd]>(.*?)</t[hd]>", r, re.S) for r in own]) for n, own in rows]
+
+    heads = ["reward", "task", "judge", "tokens", "finish", "prompt", "response"]
+    plain = html.escape(hostile, quote=False).replace("\n", " ↵ ")
+    first, second = cells("samples")
+    assert first == (1, [heads, ["0.75", "0.5", "None", "2", "stop", "2+2?", plain]])
+    assert second == (2, [[heads[0], *heads[3:]], ["1", "2", "stop", "3+3?", "6"]])
+    assert ["rollout.batch", "32"] in cells("settings")[0][1]
 
 
 def test_prometheus_reads_the_newest_metrics(tmp_path: Path) -> None:
@@ -244,7 +266,7 @@ def test_a_missing_tracker_names_the_extra(
 
 def test_wandb_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[dict[str, Any]] = []
-    logged: list[tuple[int, dict[str, float]]] = []
+    logged: list[tuple[int, dict[str, Any]]] = []
 
     def init(**settings: Any) -> Any:
         started.append(settings)
@@ -254,18 +276,22 @@ def test_wandb_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.Mon
             finish=lambda: None,
         )
 
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))  # type: ignore[arg-type]
+    library: Any = types.SimpleNamespace(init=init, Table=lambda **table: table)
+    monkeypatch.setitem(sys.modules, "wandb", library)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     config = tracking("wandb")
     run = RunDirectory.create(tmp_path, "tiny", config)
     for step in (1, 2):
         with Recorder(config, run, NoProgress(), resumed_step=step - 1) as recorder:
-            recorder.step(step, {"objective/kl": 0.5})
+            shown = [Sample("2+2?", "4", 0.5, "stop", 2, {"task": 0.5})] * (step - 1)
+            recorder.step(step, {"objective/kl": 0.5}, shown)
     assert [s["id"] for s in started] == [None, "fresh"]
     assert started[0]["name"] == "tiny-001"
     assert started[0]["project"] == "stretto"
     assert started[0]["config"]["rollout"]["batch"] == 32
-    assert logged == [(1, {"objective/kl": 0.5}), (2, {"objective/kl": 0.5})]
+    columns = ["reward", "task", "tokens", "finish", "prompt", "response"]
+    table = {"columns": columns, "data": [[0.5, 0.5, 2, "stop", "2+2?", "4"]]}
+    assert logged == [(1, {"objective/kl": 0.5}), (2, {"objective/kl": 0.5, "samples": table})]
 
 
 def test_the_recorder_keeps_valid_files_through_an_interrupt(tmp_path: Path) -> None:
@@ -298,7 +324,7 @@ def test_closing_the_recorder_closes_all_even_when_one_fails(
         def close(self) -> None:
             closed.append("display")
 
-    opened = [Tracker(lambda step, stats: None, failing)]
+    opened = [Tracker(lambda step, stats, samples: None, failing)]
     monkeypatch.setattr("stretto.observe.recorder.open_trackers", lambda *_: opened)
     run = RunDirectory.create(tmp_path, "tiny", Config())
     recorder = Recorder(Config(), run, Display())

@@ -577,12 +577,14 @@ def test_samples_are_those_of_every_nth_step_where_all_were_too_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     old = {k: v for k, v in sample(1).items() if k != "scores"}
-    run = made(samples=[old, sample(2, reward=float("nan")), *map(sample, range(3, 10))])
+    second = sample(2, reward=float("nan"), extra={"judge/why": "rude", "judge/all": [1, 2]})
+    run = made(samples=[old, second, *map(sample, range(3, 10))])
     row = ["2+2?", "4", 1.0, "stop", 2]
     shown = payload([run])["runs"][0]["samples"]
     assert list(shown) == [str(step) for step in range(1, 10)]
     assert shown["1"] == [[*row, {}]]
-    assert shown["2"] == [["2+2?", "4", None, "stop", 2, {"task": None, "judge": None}]]
+    scores = {"task": None, "judge": None, "judge/why": "rude", "judge/all": None}
+    assert shown["2"] == [["2+2?", "4", None, "stop", 2, scores]]
     assert shown["3"] == [[*row, {"task": 1.0, "judge": None}]]
     assert list(news([run], [7])["runs"][0]["samples"]) == ["8", "9"]
     monkeypatch.setattr("stretto.observe.report.page.SAMPLE_CHARS", 200)
@@ -773,6 +775,7 @@ def test_a_page_opens_at_a_step_of_all_runs_and_compares_like_with_like(tmp_path
 
 EXPLORED = """
 const told = {smoothed: smoothed([1, 3, 2], 0.5), charts: at("curves").children.length};
+told.numbers = [-2e-7, 1.5e-7, 1e6, 1234567, 0.25, 100].map(number);
 const all = (query) => [...document.querySelectorAll(query)];
 const lines = () => all("#curves path.curve").map((p) => p.getAttribute("d"));
 const chart = document.querySelector("#curves svg"), box = chart.getBoundingClientRect();
@@ -817,6 +820,7 @@ def test_curves_zoom_and_smooth_and_samples_are_found(tmp_path: Path) -> None:
     # Averages by hand, without their bias: 1; (0.25 + 1.5) / 0.75; (1.75 / 2 + 1) / 0.875.
     assert told["smoothed"] == pytest.approx([1.0, 1.75 / 0.75, 1.875 / 0.875])
     assert told["charts"] == 2
+    assert told["numbers"] == ["-2e-7", "1.5e-7", "1e+6", "1.23e+6", "0.25", "100"]
     low, high = told["range"]
     assert 1 < low < high < 40
     assert told["whole"] == [None, True]

@@ -99,7 +99,7 @@ class Recorder(ExitStack):
         # Last of the files: a step with metrics has all its records.
         self._run.append_metrics(step, stats)
         for tracker in self._trackers:
-            tracker.log(step, stats)
+            tracker.log(step, stats, kept)
         self._progress.step(step, self._total, stats, kept)
         batch = [r for r in rollouts if r.id in rewards]
         for text in self._remarks.of(step, batch, rewards) if self._remarks and batch else ():

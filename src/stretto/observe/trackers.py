@@ -9,19 +9,53 @@ from __future__ import annotations
 import importlib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from html import escape
 from typing import Any, NamedTuple
 
 from stretto.config import ObserveConfig
 from stretto.errors import StorageError, require
-from stretto.observe.run_directory import RunDirectory
+from stretto.observe.run_directory import RunDirectory, Sample
+
+CELL_CHARS = 2000
+"""Longest text in a table of samples; more of it is cut off."""
 
 
 class Tracker(NamedTuple):
-    """A receiver of a run's metrics besides its folder."""
+    """A receiver of a run's metrics and samples besides its folder."""
 
-    log: Callable[[int, Mapping[str, float]], None]
+    log: Callable[[int, Mapping[str, float], Sequence[Sample]], None]
     close: Callable[[], None]
+
+
+def sample_table(samples: Sequence[Sample]) -> tuple[list[str], list[list[Any]]]:
+    """Return samples as columns and rows, with a column for each source of scores."""
+    sources = list(dict.fromkeys(name for sample in samples for name in sample.scores))
+    rows = [
+        [s.reward, *map(s.scores.get, sources), s.tokens, s.finish]
+        + [text[:CELL_CHARS] for text in (s.prompt, s.response)]
+        for s in samples
+    ]
+    return ["reward", *sources, "tokens", "finish", "prompt", "response"], rows
+
+
+def _markdown(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Write a table in which a cell is a line of plain text."""
+
+    def line(cells: Iterable[Any]) -> str:
+        texts = (f"{c:.4g}" if isinstance(c, float) else str(c) for c in cells)
+        plain = (re.sub(r"([\\`*_\[\]|])", r"\\\1", escape(text, quote=False)) for text in texts)
+        return f"| {' | '.join(' ↵ '.join(text.splitlines()) for text in plain)} |"
+
+    return "\n".join([line(columns), "|---" * len(columns) + "|", *map(line, rows)])
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def port_taken(port: int, error: OSError) -> StorageError:
@@ -33,31 +67,39 @@ def port_taken(port: int, error: OSError) -> StorageError:
     )
 
 
-def tensorboard(run: RunDirectory, resumed_step: int) -> Tracker:
-    """Write event files under ``tensorboard/`` in the run directory."""
+def tensorboard(run: RunDirectory, settings: Mapping[str, Any], resumed_step: int) -> Tracker:
+    """Write event files under ``tensorboard/`` in the run directory: metrics as scalars, settings
+    and each step's samples as text, in tables."""
     require("tensorboard", "tensorboard", "observe.trackers = 'tensorboard'")
     library = importlib.import_module("torch.utils.tensorboard")
     # purge_step hides what an interrupted run wrote past the step it is resumed from.
     purge = resumed_step + 1 if resumed_step else None
     writer: Any = library.SummaryWriter(log_dir=str(run.path / "tensorboard"), purge_step=purge)
 
-    def log(step: int, stats: Mapping[str, float]) -> None:
+    table = _markdown(["setting", "value"], _flat(settings))
+    writer.add_text("settings", table, global_step=resumed_step)
+
+    def log(step: int, stats: Mapping[str, float], samples: Sequence[Sample]) -> None:
         for name, value in stats.items():
             writer.add_scalar(name, value, global_step=step)
+        if samples:
+            writer.add_text("samples", _markdown(*sample_table(samples)), global_step=step)
         writer.flush()
 
     return Tracker(log, writer.close)
 
 
 def wandb(run: RunDirectory, settings: Mapping[str, Any]) -> Tracker:
-    """Open a Weights & Biases run of the run directory's name, in the project 'stretto'.
+    """Open a Weights & Biases run of the run directory's name, in the project 'stretto': with the
+    settings as its configuration, metrics, and a table of each step's samples.
 
     Its id is kept beside the metrics so that a resumed run goes on with its curves. Uploads follow
     ``wandb login``, ``WANDB_PROJECT`` and ``WANDB_MODE``.
     """
     require("wandb", "wandb", "observe.trackers = 'wandb'")
     id_file = run.path / "wandb.id"
-    opened: Any = importlib.import_module("wandb").init(
+    library: Any = importlib.import_module("wandb")
+    opened = library.init(
         project=None if "WANDB_PROJECT" in os.environ else "stretto",
         name=run.name,
         id=id_file.read_text().strip() if id_file.exists() else None,
@@ -66,7 +108,13 @@ def wandb(run: RunDirectory, settings: Mapping[str, Any]) -> Tracker:
         config=dict(settings),
     )
     id_file.write_text(opened.id)
-    return Tracker(lambda step, stats: opened.log(dict(stats), step=step), opened.finish)
+
+    def log(step: int, stats: Mapping[str, float], samples: Sequence[Sample]) -> None:
+        columns, rows = sample_table(samples)
+        table = {"samples": library.Table(columns=columns, data=rows)} if samples else {}
+        opened.log({**stats, **table}, step=step)
+
+    return Tracker(log, opened.finish)
 
 
 def prometheus(run: RunDirectory, port: int) -> Tracker:
@@ -80,7 +128,8 @@ def prometheus(run: RunDirectory, port: int) -> Tracker:
     except OSError as error:
         raise port_taken(port, error) from error
 
-    def log(step: int, stats: Mapping[str, float]) -> None:
+    def log(step: int, stats: Mapping[str, float], samples: Sequence[Sample]) -> None:
+        del samples  # Prometheus has numbers alone
         for gauge in gauges.values():
             gauge.clear()  # of those that this step has not
         for name, value in {"step": float(step), **stats}.items():
@@ -102,7 +151,7 @@ def open_trackers(
     """Open the trackers that ``observe.trackers`` names, and the page for Prometheus. Raises
     MissingExtraError if a library is not installed, StorageError if the page's port is taken."""
     made = [
-        tensorboard(run, resumed_step) if name == "tensorboard" else wandb(run, settings)
+        tensorboard(run, settings, resumed_step) if name == "tensorboard" else wandb(run, settings)
         for name in observe.trackers
     ]
     if observe.prometheus_port:

@@ -26,7 +26,7 @@ function canvas(host, height) {
 function number(value) {
   if (value === 0) return "0";
   const size = Math.abs(value);
-  if (size >= 1e6 || size < 1e-4) return value.toExponential(2);
+  if (size >= 1e6 || size < 1e-4) return value.toExponential(2).replace(/\.?0+e/, "e");
   return String(Number(value.toPrecision(size >= 1000 ? 4 : 3)));
 }
 

@@ -200,11 +200,13 @@ def _mean(values: Iterable[Any]) -> float | None:
 
 
 def _samples(runs: Sequence[LoadedRun], after: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the samples of each run by step: prompt, response, reward, end, tokens and scores."""
+    """Return the samples of each run by step: prompt, response, reward, end, tokens and scores
+    (with what sources gave beside them)."""
     every: list[dict[int, list[Any]]] = [{} for _ in runs]
     for run, step, by_step in zip(runs, after, every, strict=True):
         for s in (s for s in run.samples if s["step"] > step):
-            scores = {name: _mean([score]) for name, score in s.get("scores", {}).items()}
+            given = {**s.get("scores", {}), **s.get("extra", {})}
+            scores = {n: v if isinstance(v, str) else _mean([v]) for n, v in given.items()}
             row = [s["prompt"], s["response"], _mean([s["reward"]]), s["finish"], s["tokens"]]
             by_step.setdefault(s["step"], []).append([*row, scores])
     return _thinned(every, SAMPLE_CHARS)
