@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -23,21 +25,25 @@ from raising import raises
 from stretto import Config
 from stretto.assembly.models import Overrides, make_actor, with_adapters
 from stretto.config import ModelConfig, recipes
-from stretto.errors import ConfigError, MissingExtraError, RewardError
+from stretto.errors import ConfigError, MissingExtraError, ModelError, RewardError
 from stretto.models.heads import critic_from_actor, reward_model_from
+from stretto.models.info import described, with_adapter_settings
 from stretto.models.load import (
     load_causal_lm,
     load_sequence_classifier,
     load_tokenizer,
     save_model,
 )
-from stretto.models.lora import add_lora, merge_lora, trained_names
+from stretto.models.lora import add_lora, merge_lora, starting_policy, trained_names
 from stretto.models.weights import fingerprint_of, with_own_structure, with_own_weights
+from stretto.observe import RunDirectory
 from stretto.planner.memory import NF4
 from stretto.saying import silent
+from stretto.scoring.models import reference_scorer
 
 ROWS = [{"prompt": f"say {word}", "answer": word} for word in ("cat", "dog", "cow")]
 IDS = torch.arange(40).view(2, 20)
+CPU = torch.device("cpu")
 
 
 def letters(completions: Sequence[str], answer: Sequence[str]) -> list[float]:
@@ -275,9 +281,132 @@ def test_adapters_start_the_same_in_whatever_order_models_are_loaded(tiny: Any) 
     assert not torch.equal(actor, critic)
 
 
+# -- folders of adapters --------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["lora", "rslora", "dora"])
+def adapter(request: pytest.FixtureRequest, tiny_folder: Path, tmp_path: Path) -> Path:
+    """A PEFT folder, beside its model, with adapters that change what it computes."""
+    return saved_adapter(tiny_folder, tmp_path, **{f"use_{request.param}": True})
+
+
+def saved_adapter(base: Path, where: Path, **changes: Any) -> Path:
+    from peft import LoraConfig, get_peft_model
+
+    changes.pop("use_lora", None)
+    lora = LoraConfig(
+        **{"r": 2, "lora_alpha": 6, "target_modules": ["q_proj", "up_proj"], **changes}
+    )
+    torch.manual_seed(0)
+    wrapped: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora)
+    for name, parameter in wrapped.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.3)
+    wrapped.save_pretrained(where / "adapter")
+    return where / "adapter"
+
+
+def with_peft(base: Path, adapter: Path) -> Any:
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+
+
+def rewritten(folder: Path, **changes: Any) -> None:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_a_folder_of_adapters_is_the_model_with_them_merged_in(
+    adapter: Path, tiny_folder: Path
+) -> None:
+    want = logits(with_peft(tiny_folder, adapter))
+    model = load_causal_lm(adapter, torch.float32, CPU)
+    torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-5)
+    assert all(p.requires_grad for p in model.parameters())
+    assert load_tokenizer(adapter).vocab_size == load_tokenizer(tiny_folder).vocab_size
+    assert described(str(adapter)).parameters == described(str(tiny_folder)).parameters
+    shutil.copytree(tiny_folder, adapter / "base")
+    rewritten(adapter, base_model_name_or_path="base")
+    model = load_causal_lm(adapter, torch.float32, CPU)
+    torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("preset", ["sync", "stretto"])
+def test_training_goes_on_with_the_adapters_of_a_folder(
+    adapter: Path, tiny_folder: Path, tmp_path: Path, preset: str
+) -> None:
+    start = logits(with_peft(tiny_folder, adapter))
+    changes: dict[str, Any] = {"model__name": str(adapter), "schedule": {"preset": preset}}
+    result = train(None, tiny_folder, tmp_path, model__lora_rank=0, **changes)
+    first = RunDirectory.open(result.model.parent).read_metrics()[0]
+    # The policy samples as the reference scores; float32, two layers of sums of up to 192 terms.
+    assert abs(first["objective/kl"]) < 1e-4
+    trained = with_peft(tiny_folder, result.model / "adapter")
+    assert (logits(trained) - start).abs().max() > 1e-3
+    saved = load_causal_lm(result.model, torch.float32, CPU)
+    torch.testing.assert_close(logits(saved), logits(trained), rtol=1e-4, atol=1e-4)
+
+
+def test_the_reference_is_the_policy_as_it_starts(adapter: Path, tiny_folder: Path) -> None:
+    settings = with_adapter_settings(ModelConfig(name=str(adapter), device="cpu", dtype="float32"))
+    assert (settings.lora_rank, settings.lora_alpha) == (2, 6.0)
+    assert settings.lora_targets == ("q_proj", "up_proj")
+    base = make_actor(settings, Overrides(), silent, merged=False)
+    actor = with_adapters(base, settings, 0, "CAUSAL_LM", None)
+    want, trained = logits(actor), trained_names(actor)
+    assert trained
+    assert all("lora_" in name for name in trained)
+    reference = starting_policy(actor)
+    assert not trained_names(reference)
+    own = {id(p) for p in reference.parameters()}
+    assert {n for n, p in actor.named_parameters() if id(p) not in own} == trained
+    with torch.no_grad():
+        for name, parameter in actor.named_parameters():
+            if name in trained:
+                parameter.add_(1.0)
+    assert not torch.equal(logits(actor), want)
+    assert torch.equal(logits(reference), want)
+    assert reference_scorer(reference, 1.0, 64).model is reference
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "saved", "model"),
+    [
+        (ConfigError, "adapter-contradicted", {}, {"lora_rank": 4}),
+        (ConfigError, "adapter-contradicted", {}, {"lora_targets": ["v_proj"]}),
+        (ConfigError, "adapter-not-trained", {"peft_type": "IA3"}, {}),
+        (ConfigError, "adapter-not-trained", {"modules_to_save": ["lm_head"]}, {}),
+        (ModelError, "adapter-without-base", {"base_model_name_or_path": None}, {}),
+        (ModelError, "adapter-not-loaded", {"r": 3}, {}),
+        (ModelError, "adapter-not-loaded", {"target_modules": ["q_proj", "v_proj"]}, {}),
+        (ModelError, "no-model-folder", {"base_model_name_or_path": "./not/here"}, {}),
+    ],
+)
+def test_adapters_that_cannot_be_trained_are_refused(
+    tiny_folder: Path,
+    tmp_path: Path,
+    error: Any,
+    code: str,
+    saved: dict[str, Any],
+    model: dict[str, Any],
+) -> None:
+    folder = saved_adapter(tiny_folder, tmp_path)
+    rewritten(folder, **saved)
+    named = {f"model__{key}": value for key, value in {"lora_rank": 0, **model}.items()}
+    with raises(error, code):
+        train(None, tiny_folder, tmp_path, model__name=str(folder), **named)
+
+
+def test_a_warm_up_under_saved_adapters_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = saved_adapter(tiny_folder, tmp_path)
+    with raises(ConfigError, "adapter-with-warmup"):
+        changes = {"model__lora_rank": 0, "warmup_examples": 8}
+        train(None, tiny_folder, tmp_path, model__name=str(folder), **changes)
+
+
 # -- weights in 4 bits ----------------------------------------------------------------------------
 
-CPU = torch.device("cpu")
 LORA = ModelConfig(lora_rank=2)
 
 

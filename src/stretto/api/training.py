@@ -32,7 +32,7 @@ from stretto.errors import (
     is_out_of_memory,
 )
 from stretto.machine import Machine, usable_gpus
-from stretto.models.info import measure, model_info
+from stretto.models.info import measure, model_info, with_adapter_settings
 from stretto.observe import Progress, RunDirectory, make_progress
 from stretto.observe.progress import headline
 from stretto.planner import fitting
@@ -83,6 +83,8 @@ def begin(
     a number in ``config.out``), or open the folder ``resume`` of the run that it goes on with.
     """
     run_dir, folder = None, Path(config.out)
+    if not isinstance(config, RewardModelConfig) and (overrides is None or overrides.actor is None):
+        config = config.model_copy(update={"model": with_adapter_settings(config.model)})
     if resume:
         assert isinstance(config, Config), "runs of supervised training keep no checkpoints"
         run_dir = RunDirectory.open(resume)
@@ -322,7 +324,7 @@ def train(
         run = begin(config, name, overrides=overrides)
         kept = run.run_dir.path.absolute() / DATASET
         shutil.copyfile(file, kept)
-    run = replace(run, config=config.model_copy(update=_rows_in(config.task, kept)))
+    run = replace(run, config=run.config.model_copy(update=_rows_in(config.task, kept)))
     run.run_dir.save_config(run.config)
     return execute(run, progress=progress, on_step=on_step)
 

@@ -22,7 +22,7 @@ from stretto.models.forward import freeze_unread, unwrapped
 from stretto.models.heads import critic_from_actor
 from stretto.models.load import load_causal_lm, load_sequence_classifier, load_tokenizer
 from stretto.models.lora import add_lora, merge_lora, trained_names
-from stretto.models.resolve import resolve
+from stretto.models.resolve import adapter_folder, resolve
 from stretto.models.weights import require_finite, require_trainable
 from stretto.saying import Say, format_size, working
 from stretto.scoring.models import RewardModelScorer, same_tokenizer
@@ -89,10 +89,15 @@ def drawing_apart(name: str, device: torch.device) -> Iterator[None]:
         yield
 
 
-def make_actor(config: ModelConfig, overrides: Overrides, say: Say) -> nn.Module:
-    """Return the actor: the caller's override, or as the settings name it."""
+def make_actor(
+    config: ModelConfig, overrides: Overrides, say: Say, *, merged: bool = True
+) -> nn.Module:
+    """Return the actor: the caller's override, or as the settings name it.
+
+    A PEFT adapter that they name is merged in, or left to :func:`with_adapters`.
+    """
     if overrides.actor is None:
-        return load_actor(config, say, in_files=overrides.in_files)
+        return load_actor(config, say, in_files=overrides.in_files, merged=merged)
     if config.load_in_4bit:
         raise ConfigError(
             "model.load_in_4bit = true is for a model that is loaded by its name, and this one was "
@@ -127,9 +132,11 @@ def made_ready(
     return model
 
 
-def load_actor(config: ModelConfig, say: Say, *, in_files: bool = False) -> nn.Module:
-    """Load the actor, as the settings name it."""
-    load = partial(load_causal_lm, load_in_4bit=config.load_in_4bit)
+def load_actor(
+    config: ModelConfig, say: Say, *, in_files: bool = False, merged: bool = True
+) -> nn.Module:
+    """Load the actor, as the settings name it; see :func:`make_actor`."""
+    load = partial(load_causal_lm, load_in_4bit=config.load_in_4bit, merged=merged)
     return _loaded(load, resolve(config.name, say), config, say, in_files)
 
 
@@ -205,13 +212,15 @@ def with_adapters(
 ) -> nn.Module:
     """Put a model that is trained into LoRA adapters, where the settings ask for them.
 
-    A caller's model is plain again at the end of ``stack``, with the adapters merged in.
+    An actor that the settings name goes on with the PEFT adapter that they name. A caller's model
+    is plain again at the end of ``stack``, with the adapters merged in.
     """
     if not config.lora_rank:
         return model
     trained = trained_names(model)
     with drawing_apart(f"{seed} adapters {kind}", pick_device(config.device)):
-        wrapped = add_lora(model, config, kind)
+        own = stack is None and kind == "CAUSAL_LM"
+        wrapped = add_lora(model, config, kind, adapter_folder(config.name) if own else None)
     if stack is not None:
         stack.callback(merge_lora, wrapped, trained)
     return wrapped

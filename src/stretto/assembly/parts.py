@@ -23,8 +23,8 @@ from stretto.config import Config, PipelineConfig, RewardConfig
 from stretto.errors import ConfigError
 from stretto.models.forward import positions, unwrapped
 from stretto.models.load import end_token_ids, load_tokenizer, set_checkpointing
-from stretto.models.lora import check_lora, trained_names
-from stretto.models.resolve import resolve
+from stretto.models.lora import check_lora, starting_policy, trained_names
+from stretto.models.resolve import adapter_folder, resolve
 from stretto.models.weights import fingerprint
 from stretto.pipelines.executor.stages import check_stages
 from stretto.saying import Say, working
@@ -89,7 +89,7 @@ def trained_models(
     the frozen weights, and checkpoints hold only what changes afterwards.
     """
     m, tokenizer = config.model, prompts.tokenizer
-    base = models.make_actor(m, overrides, say)
+    base = models.make_actor(m, overrides, say, merged=False)
     ends = overrides.end_tokens
     ends = end_token_ids(unwrapped(base), tokenizer) if ends is None else ends
     _check_ends(config.reward, config.rollout.stop, ends)
@@ -112,6 +112,8 @@ def trained_models(
         if overrides.reference is not None:
             reference = models.made_ready(overrides.reference, m.device, "the reference")
             reference.requires_grad_(False)
+        elif overrides.actor is None and adapter_folder(m.name):
+            reference = starting_policy(actor)
         else:  # under LoRA the actor is its own reference, without its adapters
             reference = actor if m.lora_rank else models.frozen_copy(base)
     for name, model in (("critic", critic), ("reference", reference)):

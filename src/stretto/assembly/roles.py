@@ -23,7 +23,7 @@ from stretto.models.cached import slots_within
 from stretto.models.forward import positions, unwrapped
 from stretto.models.load import end_token_ids
 from stretto.models.lora import trained_names
-from stretto.models.resolve import resolve
+from stretto.models.resolve import adapter_base, resolve
 from stretto.models.tensor_parallel import slices_of
 from stretto.models.weights import fingerprint_of
 from stretto.pipelines.executor.stages import Name
@@ -132,7 +132,8 @@ class RoleFactory:
             plain, folder, dtype = unwrapped(actor), "", next(actor.parameters()).dtype
             if kind.own_weights:
                 dtype = pick_dtype(config.model.dtype, device)
-                folder = scratch if overridden else str(resolve(config.model.name, silent))
+                below = adapter_base(resolve(config.model.name, silent)) or config.model.name
+                folder = scratch if overridden else str(resolve(below, silent))
                 if overridden:
                     plain.config.architectures = [type(plain).__name__]
                     plain.config.save_pretrained(scratch)

@@ -18,7 +18,7 @@ from stretto.config.training import PipelineConfig
 from stretto.errors import ConfigError, ModelError, TaskError, require
 from stretto.machine import usable_cores, usable_gpus
 from stretto.models.info import TOKENIZERS, ModelInfo, model_info
-from stretto.models.resolve import cache_dir, cached, is_known
+from stretto.models.resolve import adapter_folder, cache_dir, cached, is_known
 from stretto.models.shapes import undivided
 from stretto.observe.trackers import port_taken
 from stretto.planner import fitting
@@ -62,6 +62,14 @@ def check_run(
     sources = [s for s in config.reward.parsed if s.name not in objects]
     if task and any(source.kind == "task" for source in sources):
         task.require_verifier()
+    named = overrides is None or overrides.actor is None
+    if config.warmup_examples and named and adapter_folder(config.model.name):
+        raise ConfigError(
+            f"warmup_examples = {config.warmup_examples} trains all weights before adapters are "
+            f"put on, and '{config.model.name}' is an adapter of other weights; train it with "
+            "'stretto sft'",
+            "adapter-with-warmup",
+        )
     if task and config.warmup_examples:
         task.own_answer(task.indices[0], f"warmup_examples = {config.warmup_examples}")
     _check_sources(sources, config.model, task, ask_hub=ask_hub)

@@ -75,13 +75,13 @@ class ModelConfig(Section):
     """The actor, and with it the reference."""
 
     name: str = "smollm2-135m"
-    """A known name ('smollm2-135m', 'tiny', 'tiny-2-heads'), a local folder in Hugging Face format, or a hub name."""
+    """A known name ('smollm2-135m', 'tiny', 'tiny-2-heads'), a local folder in Hugging Face format or of a PEFT adapter, or a hub name."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type. auto: bfloat16 where the hardware has it, else float32. Master weights are fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the models. auto: cuda when there is one."""
     lora_rank: NonNegativeInt = 0
-    """Rank of LoRA adapters for actor and critic; 0 trains all weights."""
+    """Rank of LoRA adapters for actor and critic; 0 trains all weights, or of a PEFT adapter in name that adapter."""
     lora_alpha: NonNegative = 16.0
     """LoRA scale: the update is multiplied by alpha / rank."""
     lora_targets: tuple[str, ...] = ("all-linear",)

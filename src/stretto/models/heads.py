@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from stretto.errors import ModelError
+from stretto.errors import ModelError, first_line
 from stretto.models.forward import headless, unwrapped
 from stretto.models.info import language_auto
 from stretto.models.mapped import copied, final_dtype
@@ -79,8 +79,8 @@ def reward_model_from(lm: nn.Module, seed: int) -> nn.Module:
 
 
 def _classifier(lm: Any, body: nn.Module, remedy: str) -> nn.Module:
-    """Return a classifier with a zero head; raises ModelError for a model of other people's code
-    that brings no classifier.
+    """Return a classifier with a zero head; raises ModelError where neither transformers nor a
+    model's own code gives one.
     """
     from transformers import AutoModelForSequenceClassification
     from transformers.initialization import no_init_weights
@@ -93,10 +93,11 @@ def _classifier(lm: Any, body: nn.Module, remedy: str) -> nn.Module:
     try:
         with no_init_weights():
             classifier = auto_class.from_config(config, dtype=final_dtype(next(lm.parameters())))
-    except ValueError as error:
+    except (ValueError, KeyError) as error:
         raise ModelError(
-            f"{type(lm).__name__} is not of transformers, and its own code brings no sequence "
-            f"classifier, of which a scalar head could be made; {remedy}",
+            f"{type(lm).__name__} gives no sequence classifier, of which a critic or a reward "
+            f"model could be made: {first_line(error)}. A model with its own code must bring one; "
+            f"else {remedy}",
             "no-classifier",
         ) from error
     setattr(classifier, classifier.base_model_prefix, body)
@@ -128,6 +129,8 @@ def register_classifier(kind: type[PreTrainedConfig]) -> None:
     }
     name = f"{kind.__name__.removesuffix('Config')}ForSequenceClassification"
     made: Any = type(name, (GenericForSequenceClassification, base), own)
+    if not hasattr(kind, "pad_token_id"):  # which its pass reads, and CodeGen's config lacks
+        setattr(kind, "pad_token_id", None)  # noqa: B010
     Auto.register(kind, made, exist_ok=True)
 
 

@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError, ModelError, first_line, nearest
-from stretto.models.resolve import cached, is_known, resolve
+from stretto.models.resolve import (
+    adapter_base,
+    adapter_folder,
+    cached,
+    is_known,
+    read_json,
+    resolve,
+)
 from stretto.models.shapes import Shape, known_config, weight_shapes
 from stretto.saying import Say
 
@@ -131,7 +138,12 @@ class ModelInfo:
 
 
 def model_info(name: str) -> ModelInfo | None:
-    """Return what is known of a model; ``None`` if its files would have to be fetched or made."""
+    """Return what is known of a model; ``None`` if its files would have to be fetched or made.
+
+    Of an adapter it is what is known of the model below.
+    """
+    if adapter := adapter_folder(name):
+        return model_info(adapter_base(adapter))
     folder = cached(name) if is_known(name) else resolve(name)
     if isinstance(folder, str):
         from huggingface_hub import try_to_load_from_cache
@@ -139,7 +151,7 @@ def model_info(name: str) -> ModelInfo | None:
         found = try_to_load_from_cache(folder, "config.json")
         folder = Path(found).parent if isinstance(found, str) else None
     if folder:
-        config = _json(folder / "config.json", f"the config of '{name}'")
+        config = read_json(folder / "config.json", f"the config of '{name}'")
         text = config.get("text_config")
         decoder = {**config, **text} if isinstance(text, Mapping) else config
         return ModelInfo(name, decoder, _tensor_shapes(folder), folder)
@@ -157,6 +169,37 @@ def described(name: str) -> ModelInfo:
             "model-not-here",
         )
     return info
+
+
+def with_adapter_settings(config: ModelConfig) -> ModelConfig:
+    """Return settings with rank, alpha and targets of the PEFT adapter that they name, if any.
+
+    Raises ConfigError if they contradict the adapter, or if it is none that can be trained.
+    """
+    folder = adapter_folder(config.name)
+    if folder is None:
+        return config
+    found = read_json(folder / "adapter_config.json", f"the adapter of '{config.name}'")
+    parts = {"peft_type": "LORA", "bias": "none", "modules_to_save": None}
+    for key, trained in parts.items():
+        if (value := found.get(key) or trained) != trained:
+            raise ConfigError(
+                f"the adapter '{config.name}' has {key} = {value!r}, and adapters here are LoRA's "
+                "alone. Merge it into its model (merge_and_unload), and train that",
+                "adapter-not-trained",
+            )
+    targets = found["target_modules"]
+    names = (targets,) if isinstance(targets, str) else tuple(sorted(targets))
+    own = {"lora_rank": found["r"], "lora_alpha": float(found["lora_alpha"]), "lora_targets": names}
+    for name, value in own.items():
+        given, default = getattr(config, name), ModelConfig.model_fields[name].default
+        if given not in (value, default):
+            raise ConfigError(
+                f"model.{name} = {given!r}, and the adapter '{config.name}' that training goes on "
+                f"with has {value!r}; leave the setting out",
+                "adapter-contradicted",
+            )
+    return config.model_copy(update=own)
 
 
 def measure(config: ModelConfig) -> tuple[int, int | None]:
@@ -183,25 +226,13 @@ def require_targets(
             )
 
 
-def _json(file: Path, what: str) -> dict[str, Any]:
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(data, dict):
-            raise ValueError("it holds no object")
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"cannot load {what}: {file.name} cannot be read ({error})", "unreadable-model"
-        ) from error
-    return data
-
-
 def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the weights in a folder's safetensors files."""
     from safetensors import SafetensorError, safe_open
 
     files = sorted(folder.glob("model*.safetensors"))
     if (folder / _INDEX).is_file():
-        listed = _json(folder / _INDEX, f"the model of '{folder}'").get("weight_map")
+        listed = read_json(folder / _INDEX, f"the model of '{folder}'").get("weight_map")
         if not isinstance(listed, dict):
             raise ModelError(
                 f"'{folder}': {_INDEX} has no weight_map; download it again", "damaged-weights"
@@ -228,9 +259,14 @@ _NOT_ON_HUB = (
 
 
 def load_config(path: Path | str, trust_remote_code: bool) -> PreTrainedConfig:
-    """Return a model's configuration; raises ModelError if it cannot be found, fetched or read."""
+    """Return a model's configuration, of an adapter that of the model below.
+
+    Raises ModelError if it cannot be found, fetched or read.
+    """
     from transformers import AutoConfig
 
+    if base := adapter_base(path):
+        path = resolve(base)
     with explained(path, "the config"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             str(path), trust_remote_code=trust_remote_code
@@ -275,15 +311,20 @@ def identity(name: str, trust_remote_code: bool, say: Say) -> Mapping[str, str]:
     type change all of it; a few numbers that are edited between two blocks are not seen. A model of
     the hub is known by its commit.
     """
-    path = resolve(name, say)
+    path, below = resolve(name, say), dict[str, str]()
+    if base := adapter_base(path):
+        below = {
+            f"base {key}": mark for key, mark in identity(base, trust_remote_code, say).items()
+        }
     if isinstance(path, str):
         return {"commit": str(load_config(path, trust_remote_code)._commit_hash)}
     try:
-        config = json.loads((path / "config.json").read_bytes())
+        settings = "adapter_config.json" if base else "config.json"
+        config = json.loads((path / settings).read_bytes())
         config.pop("transformers_version", None)
         digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
         weights = {file.name: _fingerprint(file) for file in sorted(path.glob("*.safetensors"))}
-        return {"config.json": _shortened(digest), **weights}
+        return {settings: _shortened(digest), **weights, **below}
     except (OSError, ValueError) as error:
         raise ModelError(
             f"the files of '{name}' cannot be read: {error}", "unreadable-model"

@@ -20,7 +20,8 @@ from stretto.models.backend import backend_of
 from stretto.models.forward import freeze_unread, unwrapped
 from stretto.models.heads import register_classifier
 from stretto.models.info import explained, language_auto, load_config
-from stretto.models.resolve import quiet_transformers, resolve
+from stretto.models.lora import load_lora, merge_lora, trained_names
+from stretto.models.resolve import adapter_base, quiet_transformers, resolve
 from stretto.models.shapes import known_config
 from stretto.models.weights import require_finite
 from stretto.saying import Say, silent, working
@@ -36,6 +37,8 @@ def load_tokenizer(
     with working(say, "loading the tokenizer"), explained(path, "the tokenizer"):
         from transformers import AutoTokenizer
 
+        if (base := adapter_base(path)) and not (Path(path) / "tokenizer_config.json").is_file():
+            path = resolve(base)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(path), trust_remote_code=trust_remote_code
         )
@@ -50,11 +53,13 @@ def load_causal_lm(
     *,
     in_files: bool = False,
     load_in_4bit: bool = False,
+    merged: bool = True,
 ) -> PreTrainedModel:
     """Return a decoder-only language model, in eval mode and with every dropout at 0.
 
     Args:
-        path: a folder in Hugging Face format, with safetensors, or a hub name.
+        path: a folder in Hugging Face format, with safetensors, or a hub name; or a folder of a
+            PEFT adapter, which is merged into its model, or if not ``merged`` left out.
         in_files: leave weights in their files where that can be; see :mod:`stretto.models.mapped`.
         load_in_4bit: have linear layers but the head in 4 bits, whatever ``in_files`` says.
 
@@ -68,7 +73,9 @@ def load_causal_lm(
     # A config of a model's own code is in no table of transformers.
     own = language_auto(type(load_config(path, trust_remote_code)))
     kind = own or AutoModelForCausalLM
-    model = _load(kind, path, dtype, device, trust_remote_code, in_files, load_in_4bit)
+    base = adapter_base(path)
+    found, in_files = resolve(base) if base else path, in_files and not (base and merged)
+    model = _load(kind, found, dtype, device, trust_remote_code, in_files, load_in_4bit)
     if fault := _fault(model):
         raise ModelError(
             "only decoder-only models with a key-value cache can be trained; "
@@ -76,6 +83,9 @@ def load_causal_lm(
             "such as a Llama, Qwen or GPT-NeoX",
             "no-decoder",
         )
+    if base and merged:
+        trained = trained_names(model)
+        merge_lora(load_lora(model, Path(path)), trained)
     return model
 
 

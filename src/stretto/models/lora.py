@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, cast
 
 from torch import nn
 
 from stretto.config import ModelConfig
-from stretto.errors import ConfigError, first_line
+from stretto.errors import ConfigError, ModelError, first_line
+from stretto.models.forward import unwrapped
 from stretto.models.info import require_targets
+from stretto.models.weights import require_finite, with_own_weights
 
 
 def add_lora(
-    model: nn.Module, config: ModelConfig, kind: Literal["CAUSAL_LM", "SEQ_CLS"]
+    model: nn.Module,
+    config: ModelConfig,
+    kind: Literal["CAUSAL_LM", "SEQ_CLS"],
+    start: Path | None = None,
 ) -> nn.Module:
     """Wrap a model in adapters of ``config.lora_rank`` (Hu et al. 2021); the rest is frozen.
 
     Adapters are float32 whatever the model's type. A fresh adapter changes nothing: its B matrix
-    is zero. Raises ConfigError as :func:`check_lora` does, and leaves the model as it was.
+    is zero. Those of a PEFT folder ``start`` are as they were saved, without dropout.
+    Raises ConfigError as :func:`check_lora` does, and leaves the model as it was; ModelError for
+    saved adapters that do not fit.
     """
     from peft import LoraConfig, get_peft_model
+
+    if start:
+        return load_lora(model, start)
 
     check_lora(model, config)
     targets = config.lora_targets
@@ -43,6 +54,38 @@ def add_lora(
             "no-adapters-there",
         ) from error
     return wrapped
+
+
+def load_lora(model: nn.Module, folder: Path) -> nn.Module:
+    """Wrap a model in the adapters of a PEFT folder, which are trained; see :func:`add_lora`."""
+    from peft import PeftConfig, PeftModel
+
+    try:
+        config: Any = PeftConfig.from_pretrained(str(folder))
+        config.lora_dropout = 0.0
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)  # of adapters that the file lacks
+            wrapped: nn.Module = PeftModel.from_pretrained(
+                cast(Any, model), str(folder), config=config, is_trainable=True
+            )
+    except (OSError, ValueError, RuntimeError, TypeError, UserWarning) as error:
+        raise ModelError(
+            f"cannot put the adapters of '{folder}' on {type(model).__name__}: "
+            f"{first_line(error)}. Give the adapter's own model in base_model_name_or_path",
+            "adapter-not-loaded",
+        ) from error
+    require_finite(wrapped, f"'{folder}'")
+    return wrapped
+
+
+def starting_policy(adapted: nn.Module) -> nn.Module:
+    """Return a frozen copy of a policy in adapters, over the same weights below.
+
+    It is no PEFT model, whose adapters a reference takes off.
+    """
+    model: nn.Module = unwrapped(with_own_weights(adapted))
+    vars(model).pop("peft_config", None)
+    return model
 
 
 def check_lora(model: nn.Module, config: ModelConfig) -> None:

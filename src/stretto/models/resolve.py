@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
 import re
 import shutil
@@ -35,6 +36,9 @@ _LEFTOVER_AGE_S = 2 * 3600.0
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
+_ADAPTER = "adapter_config.json"
+"""peft's file of an adapter's settings."""
+
 _FOLDERS: Mapping[str, str] = {
     "smollm2-135m": "smollm2-135m",
     "tiny": "tiny-v1",
@@ -56,17 +60,17 @@ def resolve(name: str, say: Say = print) -> Path | str:
 
     Args:
         name: one of Stretto's own (``smollm2-135m``, ``tiny``, ``tiny-2-heads``), which are made in
-            the cache, a folder in Hugging Face format, a run's folder, which stands for the model
-            that it trained, or a hub name.
+            the cache, a folder in Hugging Face format, one of a PEFT adapter, a run's folder, which
+            stands for the model that it trained, or a hub name.
         say: called with one line before slow work.
     """
     if is_known(name):
         return cached(name) or _made(name, say)
     path = Path(trained_model(name)).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not any((path / file).is_file() for file in ("config.json", _ADAPTER)):
             raise ModelError(
-                f"a model folder holds config.json; '{name}' does not. "
+                f"a model folder holds config.json, or {_ADAPTER}; '{name}' does not. "
                 "Give the folder that save_pretrained wrote, or a run's folder",
                 "folder-without-config",
             )
@@ -86,6 +90,44 @@ def resolve(name: str, say: Say = print) -> Path | str:
         "a hub name as owner/name",
         "unknown-model",
     )
+
+
+def adapter_folder(name: str) -> Path | None:
+    """Return the folder of the PEFT adapter that a name stands for; ``None`` for a whole model."""
+    folder = Path(trained_model(name)).expanduser()
+    return folder if not is_known(name) and adapter_base(folder) else None
+
+
+def adapter_base(path: Path | str) -> str:
+    """Return the name of the model that a folder's PEFT adapter is on; empty for any other path.
+
+    A relative path is one from here, as in peft, or else from the folder.
+    """
+    folder = Path(path)
+    if (folder / "config.json").is_file() or not (folder / _ADAPTER).is_file():
+        return ""
+    base = read_json(folder / _ADAPTER, f"the adapter of '{path}'").get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ModelError(
+            f"'{path}' is an adapter of an unknown model: {_ADAPTER} must name it in "
+            "base_model_name_or_path",
+            "adapter-without-base",
+        )
+    beside = folder / base
+    return str(beside) if beside.is_dir() and not Path(base).is_dir() else base
+
+
+def read_json(file: Path, what: str) -> dict[str, Any]:
+    """Return the object in a JSON file; ModelError, about ``what``, if it cannot be read."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(data, dict):
+            raise ValueError("it holds no object")
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"cannot load {what}: {file.name} cannot be read ({error})", "unreadable-model"
+        ) from error
+    return data
 
 
 def trained_model(name: str | Path) -> str:

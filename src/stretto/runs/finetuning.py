@@ -19,7 +19,7 @@ from stretto.models.backend import pick_device, pick_dtype
 from stretto.models.forward import text_config, unwrapped
 from stretto.models.heads import reward_model_from, set_padding
 from stretto.models.lora import add_lora
-from stretto.models.resolve import resolve
+from stretto.models.resolve import adapter_folder, resolve
 from stretto.observe import Progress, Recorder, RunDirectory
 from stretto.runs.ending import saved_at_the_end
 from stretto.saying import Saying
@@ -93,7 +93,7 @@ def sft(config: SftConfig, *, run_dir: RunDirectory, progress: Progress) -> SftR
     )
     model = loop.model
     if config.model.lora_rank:
-        model = add_lora(model, config.model, "CAUSAL_LM")
+        model = add_lora(model, config.model, "CAUSAL_LM", adapter_folder(config.model.name))
     objective = CrossEntropy.of(model, config)
 
     def measure() -> Stats:
@@ -167,9 +167,9 @@ class _SupervisedLoop(Generic[T]):
         dtype, trust = pick_dtype(m.dtype, device), m.trust_remote_code
         with progress.working(f"loading {path}"):
             self.tokenizer = load.load_tokenizer(path, trust)
-            four = m.load_in_4bit
+            four, goes_on = m.load_in_4bit, isinstance(config, SftConfig)
             self.model: nn.Module = load.load_causal_lm(
-                path, dtype, device, trust, load_in_4bit=four
+                path, dtype, device, trust, load_in_4bit=four, merged=not goes_on
             )
         self.ends = load.end_token_ids(self.model, self.tokenizer)
         layout = PromptLayout(self.tokenizer, self.ends, data)

@@ -20,9 +20,10 @@ from stretto.assembly.roles import RoleFactory, load_reward
 from stretto.config.sections import reward_source
 from stretto.errors import EngineError
 from stretto.models.backend import pick_device
-from stretto.models.lora import trained_names
+from stretto.models.lora import starting_policy, trained_names
 from stretto.models.mapped import take
 from stretto.models.offload import OffloadedTensors
+from stretto.models.resolve import adapter_folder
 from stretto.models.shards import FullParameter, ShardLayout
 from stretto.models.tensor_parallel import Slices, cut_linears, full_parameters, plan_cuts
 from stretto.models.weights import fingerprint
@@ -243,8 +244,10 @@ def reference(setup: RoleSetup) -> ScorerService:
     else:
         model, _ = loaded_actor(setup)
     marks = _marks_of(model)
-    (scorer,) = RoleFactory(config, notes.append).model_scorers(cut(model, setup), None, None)
     own = model is not adapted
+    if setup.overrides.reference is None and adapter_folder(config.model.name):
+        model = starting_policy(model)
+    (scorer,) = RoleFactory(config, notes.append).model_scorers(cut(model, setup), None, None)
     offloaded = setup.offloaded("reference", scorer.model.parameters) if own else None
     return ScorerService(scorer, notes, marks=marks, offloaded=offloaded, give_back=setup.give_back)
 
@@ -344,7 +347,7 @@ def _starting_actor(setup: RoleSetup) -> tuple[nn.Module, PromptSource]:
     """Load the actor as training starts, without adapters; the critic may be made of it."""
     config, overrides = setup.config, setup.overrides
     prompts = open_prompts(config, overrides, _quiet)
-    model = make_actor(config.model, overrides, _quiet)
+    model = make_actor(config.model, overrides, _quiet, merged=False)
     warmed_up(model, config, prompts, overrides, _quiet)
     return model, prompts
 
