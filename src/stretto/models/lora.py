@@ -64,6 +64,7 @@ def load_lora(model: nn.Module, folder: Path) -> nn.Module:
         config: Any = PeftConfig.from_pretrained(str(folder))
         config.lora_dropout = 0.0
         with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # as above
             warnings.simplefilter("error", UserWarning)  # of adapters that the file lacks
             wrapped: nn.Module = PeftModel.from_pretrained(
                 cast(Any, model), str(folder), config=config, is_trainable=True
