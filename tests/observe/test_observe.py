@@ -199,6 +199,7 @@ def test_sparkline() -> None:
     assert sparkline([]) == ""
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what TensorBoard brings along
 def test_tensorboard_writes_event_files_that_can_be_read(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
