@@ -111,7 +111,7 @@ def run_block(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[
     return samples
 
 
-def test_seven_lines_train_ones_own_model_on_ones_own_rows(
+def test_six_lines_train_ones_own_model_on_ones_own_rows(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As printed, but with an untrained model for chats."""
@@ -119,7 +119,7 @@ def test_seven_lines_train_ones_own_model_on_ones_own_rows(
 
     from stretto.models.load import load_tokenizer
 
-    assert len([line for line in PYTHON.splitlines() if line]) == 7
+    assert len([line for line in PYTHON.splitlines() if line]) == 6
     auto: Any = AutoModelForCausalLM
     tokenizer = load_tokenizer(tiny_folder)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
@@ -131,7 +131,7 @@ def test_seven_lines_train_ones_own_model_on_ones_own_rows(
 
 
 @pytest.mark.slow
-def test_seven_lines_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_six_lines_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_block(PYTHON, tmp_path, monkeypatch)
 
 

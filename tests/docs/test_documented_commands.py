@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 import run_helpers
 import stretto
@@ -83,6 +85,9 @@ def _runs(folder: Path) -> None:
     """Runs of 20 small steps, and models under the names of stages that trained them."""
     out, quiet = folder / "runs", {"progress": "off"}
     make_tiny(folder / "tiny")
+    body: Any = AutoModelForCausalLM.from_pretrained(folder / "tiny")
+    adapter = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    get_peft_model(body, adapter).save_pretrained(folder / "adapter")
     sums = run_helpers.settings(folder / "tiny", steps=20, observe=quiet)
     own = api.changed(
         sums,
