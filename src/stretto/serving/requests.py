@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from stretto.config.sections import Temperature
 from stretto.types import Sampling
 
 MOST_CHOICES, MOST_LOGPROBS = 128, 20
@@ -73,7 +74,7 @@ class _Body(BaseModel):
 class _Options(_Body):
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
+    temperature: Temperature | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     stop: str | list[str] | None = None
