@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -130,16 +130,16 @@ def test_requests_enter_while_others_are_decoded() -> None:
 def test_an_answer_that_nobody_reads_any_more_frees_its_slot() -> None:
     async def work(engine: AsyncEngine, generator: Counting) -> None:
         stream = engine.submit([Request((1,), Sampling(90)), Request((1,), Sampling(4))])
-        async with aclosing(stream.chunks()) as chunks:
-            async for number, chunk in chunks:
+        with closing(stream):
+            async for number, chunk in stream.chunks():
                 if number == 0 and chunk.start == 1:
                     stream.abort(0)
                 elif number == 1 and chunk.finish:
                     break
         leaving = engine.submit([Request((1,), Sampling(90))])
-        async with aclosing(leaving.chunks()) as chunks:
-            async for _ in chunks:
-                break
+        while len(generator.calls) < 3:
+            await asyncio.sleep(0)
+        leaving.close()  # before anything of it was read
         assert await collected(engine, 2) == [[(0, 0), (1, 0)]]
         assert generator.held == {}
 
@@ -242,6 +242,7 @@ def test_what_would_change_an_answer_is_refused_by_name() -> None:
         {"messages": [{"role": "assistant", "content": "", "tool_calls": []}]},
         {"messages": []},
         {"messages": MESSAGES, "temperature": -1},
+        {"messages": MESSAGES, "temperature": 1e-39},
         {"messages": MESSAGES, "n": 0},
         {"messages": MESSAGES, "max_tokens": 0},
         {},
@@ -455,15 +456,23 @@ def test_errors_have_openais_form(tiny_folder: Path) -> None:
     answered(tiny_folder, work, api_key="secret")
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_slot(tiny_folder: Path, stream: bool) -> None:
-    """Long before the answer is whole, whether it is streamed or not."""
+@pytest.mark.parametrize(("stream", "early"), [(True, False), (True, True), (False, False)])
+def test_a_client_that_leaves_frees_its_slot(tiny_folder: Path, stream: bool, early: bool) -> None:
+    """Long before the answer is whole, whether it is streamed or not; also before a stream starts,
+    where the first thing sent already fails.
+    """
     pytest.importorskip("starlette")
     from stretto.serving.app import Server
 
     body = json.dumps({"prompt": "a", "max_tokens": 4000, "stream": stream}).encode()
-    http = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST"}
-    place = {"scheme": "http", "path": "/v1/completions", "query_string": b"", "headers": []}
+    http = {
+        "type": "http",
+        "asgi": {"spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+    }
+    kind = [(b"content-type", b"application/json")]
+    place = {"scheme": "http", "path": "/v1/completions", "query_string": b"", "headers": kind}
     tokens = []
 
     async def both() -> None:
@@ -482,9 +491,12 @@ def test_a_client_that_leaves_frees_its_slot(tiny_folder: Path, stream: bool) ->
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
+            if early:
+                raise OSError("the client has left")
             tokens.append(message)
 
-        await app({**http, **place}, receive, send)
+        with suppress(ExceptionGroup if stream else OSError):
+            await app({**http, **place}, receive, send)
         while policy.engine._held:  # until its next token
             await asyncio.sleep(0)
         engine.submit([Request((1,), Sampling(1))])  # there is room again
@@ -685,6 +697,8 @@ def test_chat_reads_lines_and_obeys(
     assert "no chat template" in said.err
     assert main(["chat", str(tiny_folder), "--temperature", "-1"]) == 2
     assert "--temperature -1.0" in capsys.readouterr().err
+    assert main(["chat", str(tiny_folder), "--temperature", "1e-39"]) == 2
+    assert "--temperature 1e-39: must be 0" in capsys.readouterr().err
 
 
 def test_chat_in_a_terminal(chat_folder: Path) -> None:

@@ -6,8 +6,8 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from hmac import compare_digest
 from itertools import groupby
@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from stretto.config import TaskConfig
 from stretto.errors import EngineError, StrettoError, TaskError
@@ -97,29 +98,40 @@ class _Call:
         """Answers to each prompt."""
         return len(self.texts) // len(self.prompts)
 
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """Yield pieces of the answers as they come; closed before the end, it aborts them."""
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Yield pieces of the answers as they come."""
         offsets = [0] * len(self.texts)
-        async with aclosing(self.stream.chunks()) as chunks:
-            async for number, chunk in chunks:
-                text, finish = self.texts[number], chunk.finish
-                taken = text.add(chunk.tokens.tolist())
-                if text.stopped_by is not None:
-                    self.stream.abort(number)
-                    finish = FinishReason.STOP
-                new, offset = text.take(last=finish is not None), offsets[number]
-                offsets[number] += len(new)
-                yield Piece(
-                    number,
-                    new,
-                    chunk.tokens[:taken].tolist(),
-                    chunk.logprobs[:taken].tolist(),
-                    list(chunk.top_logprobs[:taken]),
-                    [chunk.version] * taken,
-                    finish,
-                    text.stopped_by,
-                    offset,
-                )
+        async for number, chunk in self.stream.chunks():
+            text, finish = self.texts[number], chunk.finish
+            taken = text.add(chunk.tokens.tolist())
+            if text.stopped_by is not None:
+                self.stream.abort(number)
+                finish = FinishReason.STOP
+            new, offset = text.take(last=finish is not None), offsets[number]
+            offsets[number] += len(new)
+            yield Piece(
+                number,
+                new,
+                chunk.tokens[:taken].tolist(),
+                chunk.logprobs[:taken].tolist(),
+                list(chunk.top_logprobs[:taken]),
+                [chunk.version] * taken,
+                finish,
+                text.stopped_by,
+                offset,
+            )
+
+
+class _EventStream(StreamingResponse):
+    """Events of a stream, which is closed with the response, even before its first event."""
+
+    def __init__(self, events: AsyncIterator[str], stream: Stream) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._stream = stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with closing(self._stream):
+            await super().__call__(scope, receive, send)
 
 
 class Server:
@@ -280,23 +292,20 @@ class Server:
             about |= {"id": name, "object": kind, "system_fingerprint": fingerprint}
         else:
             about |= {"request_id": name, "output_mode": "tokens"}
+        texts = [GrowingText(self._tokenizer, stop) for _ in requests]
+        stream = self._engine.submit(requests)
         call = _Call(
-            asked=asked,
-            prompts=prompts,
-            stream=self._engine.submit(requests),
-            texts=[GrowingText(self._tokenizer, stop) for _ in requests],
-            choice=choice,
-            about=about,
+            asked=asked, prompts=prompts, stream=stream, texts=texts, choice=choice, about=about
         )
         if asked.stream:
-            return StreamingResponse(self._events(call), media_type="text/event-stream")
-        return await _unless_gone(http, self._whole(call))
+            return _EventStream(self._events(call), stream)
+        with closing(stream):
+            return await _unless_gone(http, self._whole(call))
 
     async def _whole(self, call: _Call) -> Response:
         answers = [Piece(i) for i in range(len(call.texts))]
-        async with aclosing(call.pieces()) as pieces:
-            async for piece in pieces:
-                answers[piece.index].add(piece)
+        async for piece in call.pieces():
+            answers[piece.index].add(piece)
         found = {
             **call.about,
             "choices": [call.choice(answer, True) for answer in answers],
@@ -321,14 +330,13 @@ class Server:
                 yield _event({**call.about, "choices": [choice], **first})
             first = {}
         try:
-            async with aclosing(call.pieces()) as pieces:
-                async for piece in pieces:
-                    counts[piece.index] += len(piece.tokens)
-                    if piece.text or piece.finish or (details and piece.tokens):
-                        choices = [call.choice(piece, False)]
-                        versioned = self._versioned(call, [piece])
-                        yield _event({**call.about, "choices": choices, **versioned, **first})
-                        first = {}
+            async for piece in call.pieces():
+                counts[piece.index] += len(piece.tokens)
+                if piece.text or piece.finish or (details and piece.tokens):
+                    choices = [call.choice(piece, False)]
+                    versioned = self._versioned(call, [piece])
+                    yield _event({**call.about, "choices": choices, **versioned, **first})
+                    first = {}
         except EngineError as error:
             yield _event(_of_engine(error).body)
         else:
