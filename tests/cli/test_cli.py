@@ -458,6 +458,14 @@ def test_generate_takes_files_and_writes_json_lines(
     for wrong in (["x", "--prompts", "lines.txt"], ["--prompts", "no.txt"], ["--prompts", "no"]):
         assert run("generate", *wrong) == 2
     assert run("generate", "x", "--out", f"{tmp_path}/no/out.jsonl") == 2
+    written = Path("out.jsonl").read_text()
+    assert run("generate", "x", "--out", "out.jsonl", "--top-p", "0") == 2
+    assert run("generate", "--prompts", "out.jsonl", "--out", "./out.jsonl") == 2
+    assert Path("out.jsonl").read_text() == written
+    Path("lines.txt").write_text("a\u2028b\nc\r\n", newline="")
+    assert run("generate", "--prompts", "lines.txt", "--out", "out.jsonl") == 0
+    found = [json.loads(line) for line in Path("out.jsonl").read_text().split("\n")[:-1]]
+    assert [row["prompt"] for row in found] == ["a\u2028b", "c"]
 
 
 def test_generate_reads_lines(

@@ -93,6 +93,17 @@ def test_a_lock_that_was_removed_meanwhile_is_taken_anew(
             pass
 
 
+def test_a_look_at_the_lock_keeps_nobody_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes the lock, too, for a moment."""
+    looking = os.open(tmp_path / NAME, os.O_RDONLY | os.O_CREAT)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    monkeypatch.setattr(time, "sleep", lambda _: os.close(looking))
+    with locked(tmp_path, print):
+        assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
+
+
 def test_without_locks_on_the_file_system_it_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -130,16 +130,16 @@ def test_requests_enter_while_others_are_decoded() -> None:
 def test_an_answer_that_nobody_reads_any_more_frees_its_slot() -> None:
     async def work(engine: AsyncEngine, generator: Counting) -> None:
         stream = engine.submit([Request((1,), Sampling(90)), Request((1,), Sampling(4))])
-        async with aclosing(stream.chunks()) as chunks:
-            async for number, chunk in chunks:
+        with closing(stream):
+            async for number, chunk in stream.chunks():
                 if number == 0 and chunk.start == 1:
                     stream.abort(0)
                 elif number == 1 and chunk.finish:
                     break
         leaving = engine.submit([Request((1,), Sampling(90))])
-        async with aclosing(leaving.chunks()) as chunks:
-            async for _ in chunks:
-                break
+        while len(generator.calls) < 3:
+            await asyncio.sleep(0)
+        leaving.close()  # before anything of it was read
         assert await collected(engine, 2) == [[(0, 0), (1, 0)]]
         assert generator.held == {}
 
@@ -239,9 +239,14 @@ def test_what_would_change_an_answer_is_refused_by_name() -> None:
     image = [{"type": "image_url", "image_url": {"url": "x"}}]
     for body in (
         {"messages": [{"role": "user", "content": image}]},
-        {"messages": [{"role": "assistant", "content": "", "tool_calls": []}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "foo", "text": "x"}]}]},
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]},
+        {"messages": ["hi"]},
+        {"messages": MESSAGES, "top_logprobs": 2},
         {"messages": []},
         {"messages": MESSAGES, "temperature": -1},
+        {"messages": MESSAGES, "temperature": 1e-39},
         {"messages": MESSAGES, "n": 0},
         {"messages": MESSAGES, "max_tokens": 0},
         {},
@@ -263,10 +268,11 @@ def test_fields_without_effect_are_taken() -> None:
     }
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     turn = {"role": "user", "content": parts}
+    own = {"role": "assistant", "content": "b", "refusal": None, "tool_calls": [], "audio": None}
     asked = parsed(
-        ChatRequest, {"messages": [turn], "top_k": -1, "seed": 7, "user": "u", **neutral}
+        ChatRequest, {"messages": [turn, own], "top_k": -1, "seed": 7, "user": "u", **neutral}
     )
-    assert asked.messages[0].content == "ab"
+    assert [m.content for m in asked.messages] == ["ab", "b"]
     assert asked.sampling(2, 5) == Sampling(5, 1.0, 0, 1.0, (7, 2), 0)
     for prompt, several in (("a", ["a"]), ([1, 2], [[1, 2]]), (["a", [3]], ["a", [3]])):
         assert parsed(CompletionRequest, {"prompt": prompt}).prompt == several
@@ -343,6 +349,14 @@ def test_completions_are_those_of_generate(tiny_folder: Path) -> None:
         counts = {"prompt_tokens": 3, "completion_tokens": 27, "total_tokens": 30}
         assert found["usage"] == counts
         assert [c["text"] for c in both.json()["choices"]] == greedy
+        alike = await post(prompt=["one", "one"], **given)  # with numbers of their own
+        assert [c["text"] for c in alike.json()["choices"]] == expected[:2]
+        asked = {"stream": True, "return_token_ids": True, "n": 2, "max_tokens": 3}
+        read: list[list[list[int]]] = [[], [], [], []]
+        for event in events((await post(prompt=["one", "two"], **asked)).text):
+            (choice,) = event["choices"]
+            read[choice["index"]] += [choice[k] for k in ("prompt_token_ids",) if k in choice]
+        assert read == [[list(b"one")]] * 2 + [[list(b"two")]] * 2
         stop = expected[0][3:5]
         cut = (await post(prompt="one", stop=[stop], **given)).json()["choices"][0]
         before = expected[0][: expected[0].index(stop)]
@@ -405,6 +419,11 @@ def test_log_probs_are_the_models_and_tokens_go_in_and_out(chat_folder: Path) ->
         assert (first["token_ids"], first["finish_reason"]) == (tokens, "length")
         assert second["token_ids"] != tokens
         assert first["weight_versions"] == [{"version": "0", "start": 0, "end": 6}]
+        pieces = {"token_ids": prompt, "sampling_params": {**params, "n": 1}, "stream": True}
+        for event in events((await post("/inference/v1/generate", **pieces)).text):
+            (piece,) = event["choices"]
+            spans = [{"version": "0", "start": 0, "end": len(piece["token_ids"])}]
+            assert piece["weight_versions"] == spans
         entries = first["logprobs"]["content"]
         assert [e["token_id"] for e in entries] == tokens
         assert [e["top_logprobs"][0]["token_id"] for e in entries] == tokens
@@ -423,8 +442,11 @@ def test_log_probs_are_the_models_and_tokens_go_in_and_out(chat_folder: Path) ->
 
 
 def test_errors_have_openais_form(tiny_folder: Path) -> None:
+    pytest.importorskip("starlette")
+    from stretto.serving.app import MOST_BYTES
+
     async def work(client: Any) -> None:
-        client.headers["authorization"] = "Bearer secret"
+        client.headers["authorization"] = "Bearer sécret"
         assert (await client.get("/health")).status_code == 200
         about = (await client.get("/v1/models")).json()["data"][0]
         assert (about["id"], about["max_model_len"]) == ("own", 128)
@@ -445,25 +467,38 @@ def test_errors_have_openais_form(tiny_folder: Path) -> None:
         await refused(tokens, 400, "invalid_value", token_ids=[1], sampling_params={"n": 0})
         await refused("/v1/chat/completions", 400, None, messages=MESSAGES)
         await refused("/v1/embeddings", 404, None)
-        for content, code in ((b"{", None), (b'{"prompt": "\\ud800"}', "invalid_prompt")):
-            response = await client.post(text, content=content)
-            assert (response.status_code, response.json()["error"]["code"]) == (400, code)
+        kind = {"content-type": "application/json"}
+        for content, headers, status, code in (
+            (b"{", kind, 400, None),
+            (b'{"prompt": "\\ud800"}', kind, 400, "invalid_prompt"),
+            (b'{"prompt": "a", "model": "\\ud800"}', kind, 400, "invalid_prompt"),
+            (b"[" * 100_000, kind, 400, None),
+            (b" " * (MOST_BYTES + 1), kind, 413, None),
+            (b'{"prompt": "a"}', {"content-type": "text/plain"}, 415, None),
+        ):
+            response = await client.post(text, content=content, headers=headers)
+            assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+        response = await client.get("/v1/models", headers={"host": "site.example:8000"})
+        assert response.status_code == 400
         client.headers["authorization"] = "Bearer other"
         await refused(text, 401, "invalid_api_key", prompt="a")
         assert (await client.get("/health")).status_code == 200
 
-    answered(tiny_folder, work, api_key="secret")
+    answered(tiny_folder, work, api_key="sécret", hosts=["own"])
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_slot(tiny_folder: Path, stream: bool) -> None:
-    """Long before the answer is whole, whether it is streamed or not."""
+@pytest.mark.parametrize(("stream", "early"), [(True, False), (True, True), (False, False)])
+def test_a_client_that_leaves_frees_its_slot(tiny_folder: Path, stream: bool, early: bool) -> None:
+    """Long before the answer is whole, whether it is streamed or not; also before a stream starts,
+    where the first thing sent already fails.
+    """
     pytest.importorskip("starlette")
     from stretto.serving.app import Server
 
     body = json.dumps({"prompt": "a", "max_tokens": 4000, "stream": stream}).encode()
     http = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST"}
-    place = {"scheme": "http", "path": "/v1/completions", "query_string": b"", "headers": []}
+    kind = [(b"content-type", b"application/json")]
+    place = {"scheme": "http", "path": "/v1/completions", "query_string": b"", "headers": kind}
     tokens = []
 
     async def both() -> None:
@@ -482,9 +517,12 @@ def test_a_client_that_leaves_frees_its_slot(tiny_folder: Path, stream: bool) ->
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
+            if early:
+                raise OSError("the client has left")
             tokens.append(message)
 
-        await app({**http, **place}, receive, send)
+        with suppress(OSError):
+            await app({**http, **place}, receive, send)
         while policy.engine._held:  # until its next token
             await asyncio.sleep(0)
         engine.submit([Request((1,), Sampling(1))])  # there is room again
@@ -573,6 +611,10 @@ def test_what_cannot_be_served_is_said_first(
     assert "--follow needs a run's folder" in capsys.readouterr().err
     with raises(ConfigError, "too-few-positions", "--max-model-len 100000"):
         open_policy(str(tiny_folder), RolloutConfig(), max_model_len=100_000, **EXACT)
+    assert main(["chat", str(tiny_folder), "--max-model-len", "-5"]) == 2
+    assert "--max-model-len -5: a prompt" in capsys.readouterr().err
+    assert main(["serve", str(tiny_folder), "--port", "0", "--seed", "-1"]) == 2
+    assert "seed = -1" in capsys.readouterr().err
 
 
 # -- policies of runs ----------------------------------------------------------------------------
@@ -592,6 +634,11 @@ def test_a_policy_is_followed_while_it_trains(rank: int, tmp_path: Path) -> None
     options: dict[str, Any] = {"max_new_tokens": 40, **EXACT}
     stretto.train("tiny", **settings, warmup_examples=32 if rank else 0)
     run = tmp_path / "tiny-001"
+    if rank:
+        kept = (run / "warmup.safetensors").rename(tmp_path / "kept")
+        with raises(ConfigError, "nothing-to-follow", "warm-up"):
+            opened(run, follow=True)
+        kept.rename(run / "warmup.safetensors")
     policy = opened(run, follow=True)
     assert (policy.step, policy.label(1)) == (1, "step-1")
 
@@ -685,6 +732,8 @@ def test_chat_reads_lines_and_obeys(
     assert "no chat template" in said.err
     assert main(["chat", str(tiny_folder), "--temperature", "-1"]) == 2
     assert "--temperature -1.0" in capsys.readouterr().err
+    assert main(["chat", str(tiny_folder), "--temperature", "1e-39"]) == 2
+    assert "--temperature 1e-39: must be 0" in capsys.readouterr().err
 
 
 def test_chat_in_a_terminal(chat_folder: Path) -> None:

@@ -14,6 +14,7 @@ from stretto.assembly.models import load_actor, prepare_torch, with_adapters
 from stretto.assembly.roles import RoleFactory
 from stretto.checks import check_measured
 from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig, recipes
+from stretto.config.sections import require_seed
 from stretto.errors import ConfigError, EngineError, StateError
 from stretto.models.backend import fastest_dtype, pick_device
 from stretto.models.forward import positions
@@ -183,9 +184,13 @@ def open_policy(
         follow: take the policy of checkpoints, or of the start where there is none yet.
 
     Raises:
-        ConfigError: there is no such run to follow, or no such device.
+        ConfigError: there is no such run to follow, or no such device; an option is out of range.
         ModelError: there is no such model.
     """
+    require_seed(seed)
+    if max_model_len < 0 or max_model_len == 1:
+        least = "a prompt and an answer are two tokens, at least"
+        raise ConfigError(f"--max-model-len {max_model_len}: {least}", "too-few-positions")
     run = _run_with_policies(name, follow=follow)
     own = recipes.load(run.path).model if run else ModelConfig(name=trained_model(name))
     asked = {k: v for k, v in (("dtype", dtype), ("device", device)) if v != "auto" or not run}
@@ -259,7 +264,15 @@ def _run_with_policies(name: str, *, follow: bool) -> RunDirectory | None:
         )
     has_checkpoint = checkpoint.newest(run.checkpoints) > 0
     saved = run.model.is_dir() and not in_use(folder)
-    return run if follow or (has_checkpoint and not saved) else None
+    if not (follow or (has_checkpoint and not saved)):
+        return None
+    if config.model.lora_rank and config.warmup_examples and not run.warmup.exists():
+        raise ConfigError(
+            f"the adapters of the run '{name}' are on weights after a warm-up, which "
+            f"'{run.warmup}' has once that has ended; try again then",
+            "nothing-to-follow",
+        )
+    return run
 
 
 @torch.no_grad()
@@ -274,9 +287,6 @@ def _read(run: RunDirectory) -> tuple[int, dict[str, torch.Tensor]]:
 
 def _longest(actor: nn.Module, asked: int) -> int:
     most = positions(actor, generating=True)
-    if asked == 1:
-        message = "--max-model-len 1: a prompt and an answer are two tokens, at least"
-        raise ConfigError(message, "too-few-positions")
     if asked and most is not None and asked > most:
         raise ConfigError(
             f"--max-model-len {asked}: the model has positions for {most} tokens; lower it",

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -16,7 +15,6 @@ import tyro
 from stretto import tasks
 from stretto.api.models import answers
 from stretto.config import ModelConfig, RolloutConfig, TaskConfig, recipes
-from stretto.config.sections import require_seed
 from stretto.errors import ConfigError, EngineError, TaskError
 from stretto.observe.progress import on_stderr
 from stretto.saying import LOADING, working
@@ -70,6 +68,8 @@ def command_generate(
             and says which; greedy texts of the two differ now and then.
         device: Device to compute on. auto: cuda when there is one.
     """
+    if out and prompts and Path(out).resolve() == Path(prompts).resolve():
+        raise ConfigError(f"--out would overwrite --prompts, '{prompts}'", "cannot-write")
     rows = _prompts(prompt, prompts, prompt_column)
     options = {
         "samples_per_prompt": samples,
@@ -81,16 +81,16 @@ def command_generate(
     }
     config = ModelConfig(name=model, dtype=dtype, device=device)
     task = TaskConfig(chat=chat, system=system)
-    with _options_by_name(), _lines_to(out) as write:
-        for answer in answers(config, rows, task, options, seed=seed):
-            number, sample = divmod(answer.number, samples)
-            if json or out:
-                write(_record(rows[number], number, sample, answer))
-            elif len(rows) * samples == 1:
-                write(answer.text)
-            else:
-                of = f".{sample + 1}" if samples > 1 else ""
-                write(f"[{number + 1}{of}] {answer.text}")
+
+    def line(answer: Answer) -> str:
+        number, sample = divmod(answer.number, samples)
+        if json or out:
+            return _record(rows[number], number, sample, answer)
+        of = f".{sample + 1}" if samples > 1 else ""
+        return answer.text if len(rows) * samples == 1 else f"[{number + 1}{of}] {answer.text}"
+
+    with _options_by_name():
+        _write(map(line, answers(config, rows, task, options, seed=seed)), out)
 
 
 @contextmanager
@@ -119,7 +119,7 @@ def _prompts(given: Sequence[str], file: str, column: str) -> list[TaskRow]:
     lines: Iterable[str] = given
     if file:
         try:
-            lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
+            lines = Path(file).read_text(encoding="utf-8-sig").split("\n")  # as standard input
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read '{file}': {error}", "unreadable-prompts") from error
     elif not given and not sys.stdin.isatty():
@@ -146,20 +146,21 @@ def _record(row: TaskRow, number: int, sample: int, answer: Answer) -> str:
     return json.dumps(record, ensure_ascii=False)
 
 
-@contextmanager
-def _lines_to(out: str) -> Iterator[Callable[[str], object]]:
-    """Yield what writes a line to a file, or to standard output where none is named."""
-    if not out:
-        yield partial(print, flush=True)
-        return
+def _write(lines: Iterable[str], out: str) -> None:
+    """Write lines to a file, or to standard output where none is named. What a file had before
+    stays until there is a first line.
+    """
     try:
-        file = Path(out).open("w", encoding="utf-8")  # noqa: SIM115
+        file = Path(out).open("a", encoding="utf-8") if out else nullcontext(sys.stdout)  # noqa: SIM115
     except OSError as error:
         raise ConfigError(
             f"cannot write '{out}': {error}; choose another with --out", "cannot-write"
         ) from error
-    with file:
-        yield partial(print, file=file, flush=True)
+    with file as stream:
+        for number, line in enumerate(lines):
+            if out and not number and stream.seekable():
+                stream.truncate(0)
+            print(line, file=stream, flush=True)
 
 
 CHAT_HELP = "/exit leaves, /clear begins anew, /system TEXT sets the system message"
@@ -206,7 +207,6 @@ def command_chat(
     }
     with _options_by_name():
         rollout = recipes.build({"batch": 1, **options}, "options", RolloutConfig)
-    require_seed(seed)
     with working(on_stderr, LOADING):
         from stretto.api.policies import Conversation, open_policy
     policy = open_policy(

@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Callable
 from functools import partial
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
@@ -30,6 +31,9 @@ FOLLOW_S = 2.0
 """Seconds between two looks for a newer checkpoint."""
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+OWN_HOSTS = ("127.0.0.1", "localhost", "[::1]")
+"""Names by which requests reach a server on the loopback; an IPv6 address stands in brackets."""
 
 
 def command_serve(
@@ -73,8 +77,8 @@ def command_serve(
         "options",
         RolloutConfig,
     )
-    if queue < 0 or max_model_len < 0:
-        raise ConfigError("--queue and --max-model-len must be 0 or more", "option-range")
+    if queue < 0:
+        raise ConfigError("--queue must be 0 or more", "option-range")
     key = api_key or os.environ.get(API_KEY, "")
     if host not in LOOPBACK and not key:
         on_stderr(
@@ -123,12 +127,21 @@ async def _serve(
         policy = await thread.run(opened)
         engine = AsyncEngine(ThreadGenerator(policy.engine, thread), policy.longest, most)
         engine.version = policy.step
-        app = Server(engine, policy.tokenizer, policy.name, api_key=key, label=policy.label).app
+        host, port, *_ = listener.getsockname()
+        # Without a key, a page whose site's name leads to this address could use the server.
+        own = ip_address(host).is_loopback and not key
+        app = Server(
+            engine,
+            policy.tokenizer,
+            policy.name,
+            api_key=key,
+            label=policy.label,
+            hosts=OWN_HOSTS if own else ("*",),
+        ).app
         config = uvicorn.Config(
             app, log_level="warning", lifespan="off", timeout_graceful_shutdown=PATIENCE_S
         )
         server = uvicorn.Server(config)
-        host, port, *_ = listener.getsockname()
         at = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         of = f", step {policy.step}" if policy.run else ""
         print(f"serving {policy.name}{of} at {at} ({policy.longest} tokens)", flush=True)
@@ -159,4 +172,4 @@ async def _follow(policy: Policy, engine: AsyncEngine) -> None:
         await asyncio.sleep(FOLLOW_S)
         if weights := await asyncio.to_thread(policy.newer):
             engine.load(weights)
-            on_stderr(f"answers are of step {weights.version} from now on")
+            on_stderr(f"step {weights.version} answers once the answers under way have ended")

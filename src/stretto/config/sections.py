@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    field_validator,
+    model_validator,
+)
 
 from stretto.errors import ConfigError, RuleError
 
@@ -14,6 +22,18 @@ PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
+LEAST_TEMPERATURE = 1e-4
+"""Temperature above 0, at least: logits that are divided by less may overflow."""
+
+
+def _greedy_or_enough(temperature: float) -> float:
+    if 0 < temperature < LEAST_TEMPERATURE:
+        least = f"must be 0, which is greedy, or {LEAST_TEMPERATURE} at least"
+        raise ValueError(f"temperature = {temperature}: {least}")
+    return temperature
+
+
+Temperature = Annotated[NonNegative, AfterValidator(_greedy_or_enough)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 LARGEST_SEED = 2**63 - 1
@@ -276,8 +296,8 @@ class RolloutConfig(Section):
     """Responses to each prompt; divides batch."""
     max_new_tokens: PositiveInt = 64
     """Token limit of a response."""
-    temperature: NonNegative = 1.0
-    """Softmax temperature; 0 is greedy (not for training)."""
+    temperature: Temperature = 1.0
+    """Softmax temperature, 0.0001 at least; 0 is greedy (not for training)."""
     top_k: NonNegativeInt = 0
     """Sample among the k likeliest tokens; 0 is off. Refused in training, where the learner's distribution is the full one."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0

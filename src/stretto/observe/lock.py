@@ -9,6 +9,7 @@ import os
 import shlex
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -85,6 +86,7 @@ def in_use(folder: Path) -> bool:
 
 def _take(file: Path, note: Callable[[str], None]) -> int:
     """Return a descriptor of the file, locked."""
+    tries = 10  # for a moment :func:`in_use` holds the lock, too
     while True:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -94,7 +96,11 @@ def _take(file: Path, note: Callable[[str], None]) -> int:
         except BlockingIOError:
             holder = os.pread(descriptor, 1 << 16, 0)
             os.close(descriptor)
-            raise _refusal(file.parent, holder) from None
+            if not tries:
+                raise _refusal(file.parent, holder) from None
+            tries -= 1
+            time.sleep(0.01)
+            continue
         except FileNotFoundError:  # its holder removed the file, and let go, after it was opened
             pass
         except OSError as error:

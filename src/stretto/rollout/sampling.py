@@ -62,7 +62,8 @@ def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
         ordered = logits.sort(-1, descending=True).values
         p = ordered.softmax(-1)
         before = p.cumsum(-1) - p  # probability of everything likelier
-        border = ordered.masked_fill(before >= top_p, torch.inf).amin(-1, keepdim=True)
+        left_out = before >= max(top_p, torch.finfo(p.dtype).tiny)  # never the likeliest, with 0
+        border = ordered.masked_fill(left_out, torch.inf).amin(-1, keepdim=True)
         logits = logits.masked_fill(logits < border, -torch.inf)
     return logits
 

@@ -6,8 +6,8 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from hmac import compare_digest
 from itertools import groupby
@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from stretto.config import TaskConfig
 from stretto.errors import EngineError, StrettoError, TaskError
@@ -31,7 +34,7 @@ from stretto.serving.requests import (
 from stretto.serving.streams import EngineClient, Request, Stream
 from stretto.serving.texts import GrowingText
 from stretto.tasks.base import TaskRow
-from stretto.tasks.encode import Encoder
+from stretto.tasks.encode import Encoder, utf8
 from stretto.tasks.prompts import render
 from stretto.types import FinishReason, Message, TopLogprobs
 
@@ -40,6 +43,9 @@ if TYPE_CHECKING:
 
 DEFAULT_COMPLETION_TOKENS = 16
 """Token limit of ``/v1/completions`` where the request has none; OpenAI's."""
+
+MOST_BYTES = 1 << 23
+"""Bytes of a request's body, at most."""
 
 _STATUS = {
     "context-length": (400, "context_length_exceeded"),
@@ -63,6 +69,7 @@ class Piece:
     versions: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
     stopped_by: str | None = None
+    start: int = 0  # tokens of the answer before
     offset: int = 0  # characters of the answer before
 
     def add(self, piece: Piece) -> None:
@@ -97,29 +104,41 @@ class _Call:
         """Answers to each prompt."""
         return len(self.texts) // len(self.prompts)
 
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """Yield pieces of the answers as they come; closed before the end, it aborts them."""
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Yield pieces of the answers as they come."""
         offsets = [0] * len(self.texts)
-        async with aclosing(self.stream.chunks()) as chunks:
-            async for number, chunk in chunks:
-                text, finish = self.texts[number], chunk.finish
-                taken = text.add(chunk.tokens.tolist())
-                if text.stopped_by is not None:
-                    self.stream.abort(number)
-                    finish = FinishReason.STOP
-                new, offset = text.take(last=finish is not None), offsets[number]
-                offsets[number] += len(new)
-                yield Piece(
-                    number,
-                    new,
-                    chunk.tokens[:taken].tolist(),
-                    chunk.logprobs[:taken].tolist(),
-                    list(chunk.top_logprobs[:taken]),
-                    [chunk.version] * taken,
-                    finish,
-                    text.stopped_by,
-                    offset,
-                )
+        async for number, chunk in self.stream.chunks():
+            text, finish = self.texts[number], chunk.finish
+            taken = text.add(chunk.tokens.tolist())
+            if text.stopped_by is not None:
+                self.stream.abort(number)
+                finish = FinishReason.STOP
+            new, offset = text.take(last=finish is not None), offsets[number]
+            offsets[number] += len(new)
+            yield Piece(
+                number,
+                new,
+                chunk.tokens[:taken].tolist(),
+                chunk.logprobs[:taken].tolist(),
+                list(chunk.top_logprobs[:taken]),
+                [chunk.version] * taken,
+                finish,
+                text.stopped_by,
+                chunk.start,
+                offset,
+            )
+
+
+class _EventStream(StreamingResponse):
+    """Events of a stream, which is closed with the response, even before its first event."""
+
+    def __init__(self, events: AsyncIterator[str], stream: Stream) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._stream = stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with closing(self._stream):
+            await super().__call__(scope, receive, send)
 
 
 class Server:
@@ -137,6 +156,7 @@ class Server:
         *,
         api_key: str = "",
         label: Callable[[int], str | None] = lambda _: None,
+        hosts: Sequence[str] = ("*",),
     ) -> None:
         """Make one.
 
@@ -144,6 +164,7 @@ class Server:
             name: of the model in requests and answers.
             api_key: that requests must bring, if any.
             label: names a version of the weights, for ``system_fingerprint``.
+            hosts: names that requests may call this host by; '*' is any.
         """
         self._engine, self._tokenizer, self._name = engine, tokenizer, name
         self._key, self._label = api_key, label
@@ -159,12 +180,13 @@ class Server:
                 Route("/health", self._health),
                 *(Route(p, self._guarded(f), methods=[m]) for p, (m, f) in routes.items()),
             ],
-            exception_handlers={ApiError: _refused, HTTPException: _refused},
+            middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
+            exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _refused),
         )
 
     def _guarded(self, answer: Callable[[HttpRequest], Any]) -> Callable[[HttpRequest], Any]:
         async def guarded(http: HttpRequest) -> Response:
-            given = http.headers.get("authorization", "").removeprefix("Bearer ").encode()
+            given = http.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
             if self._key and not compare_digest(given, self._key.encode()):
                 raise ApiError("this server needs its API key", 401, "invalid_api_key")
             try:
@@ -219,11 +241,11 @@ class Server:
         ]
         most = asked.max_tokens or DEFAULT_COMPLETION_TOKENS
 
-        def choice(piece: Piece, whole: bool) -> dict[str, Any]:
+        def choice(piece: Piece, _: bool) -> dict[str, Any]:
             logprobs = None if asked.likeliest is None else self._text_logprobs(piece)
             found = {"index": piece.index, "text": piece.text, "logprobs": logprobs}
             ids = _ids(asked, piece)
-            if ids and whole:
+            if ids and not piece.start:
                 prompt = prompts[piece.index // asked.choices]
                 ids["prompt_token_ids"] = list(prompt)
             return {**found, "finish_reason": piece.finish, **ids}
@@ -235,7 +257,7 @@ class Server:
         params = asked.sampling_params
         prompt = self._checked(asked.token_ids)
 
-        def choice(piece: Piece, whole: bool) -> dict[str, Any]:
+        def choice(piece: Piece, _: bool) -> dict[str, Any]:
             logprobs = None if params.likeliest is None else {"content": _token_logprobs(piece)}
             spans, start = [], 0
             for version, run in groupby(piece.versions):
@@ -244,7 +266,7 @@ class Server:
                 start = end
             found = {"index": piece.index, "token_ids": piece.tokens, "logprobs": logprobs}
             ended = {"finish_reason": piece.finish, "stop_reason": piece.stopped_by}
-            return {**found, **ended, **({"weight_versions": spans} if whole else {})}
+            return {**found, **ended, "weight_versions": spans}
 
         return await self._answer(http, asked, [prompt], params.max_tokens, choice, "", "")
 
@@ -270,8 +292,7 @@ class Server:
             raise ApiError("an empty stop string ends every answer", param="stop")
         requests = [
             Request(p, options.sampling(i, most or max(self._engine.longest - len(p), 1)))
-            for p in prompts
-            for i in range(options.choices)
+            for i, p in enumerate(p for p in prompts for _ in range(options.choices))
         ]
         name = asked.request_id or f"{prefix}{uuid.uuid4().hex}"
         about: dict[str, Any] = {"created": int(time.time()), "model": self._name}
@@ -280,23 +301,20 @@ class Server:
             about |= {"id": name, "object": kind, "system_fingerprint": fingerprint}
         else:
             about |= {"request_id": name, "output_mode": "tokens"}
+        texts = [GrowingText(self._tokenizer, stop) for _ in requests]
+        stream = self._engine.submit(requests)
         call = _Call(
-            asked=asked,
-            prompts=prompts,
-            stream=self._engine.submit(requests),
-            texts=[GrowingText(self._tokenizer, stop) for _ in requests],
-            choice=choice,
-            about=about,
+            asked=asked, prompts=prompts, stream=stream, texts=texts, choice=choice, about=about
         )
         if asked.stream:
-            return StreamingResponse(self._events(call), media_type="text/event-stream")
-        return await _unless_gone(http, self._whole(call))
+            return _EventStream(self._events(call), stream)
+        with closing(stream):
+            return await _unless_gone(http, self._whole(call))
 
     async def _whole(self, call: _Call) -> Response:
         answers = [Piece(i) for i in range(len(call.texts))]
-        async with aclosing(call.pieces()) as pieces:
-            async for piece in pieces:
-                answers[piece.index].add(piece)
+        async for piece in call.pieces():
+            answers[piece.index].add(piece)
         found = {
             **call.about,
             "choices": [call.choice(answer, True) for answer in answers],
@@ -313,7 +331,9 @@ class Server:
         options = asked.sampling_params if isinstance(asked, GenerateRequest) else asked
         tokens = isinstance(asked, GenerateRequest) or bool(asked.return_token_ids)
         details = tokens or options.likeliest is not None
-        first = {"prompt_token_ids": list(call.prompts[0])} if asked.return_token_ids else {}
+        first: dict[str, Any] = {}
+        if asked.return_token_ids and not isinstance(asked, CompletionRequest):
+            first = {"prompt_token_ids": list(call.prompts[0])}
         if isinstance(asked, ChatRequest):
             opening = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
             for index in range(len(call.texts)):
@@ -321,14 +341,13 @@ class Server:
                 yield _event({**call.about, "choices": [choice], **first})
             first = {}
         try:
-            async with aclosing(call.pieces()) as pieces:
-                async for piece in pieces:
-                    counts[piece.index] += len(piece.tokens)
-                    if piece.text or piece.finish or (details and piece.tokens):
-                        choices = [call.choice(piece, False)]
-                        versioned = self._versioned(call, [piece])
-                        yield _event({**call.about, "choices": choices, **versioned, **first})
-                        first = {}
+            async for piece in call.pieces():
+                counts[piece.index] += len(piece.tokens)
+                if piece.text or piece.finish or (details and piece.tokens):
+                    choices = [call.choice(piece, False)]
+                    versioned = self._versioned(call, [piece])
+                    yield _event({**call.about, "choices": choices, **versioned, **first})
+                    first = {}
         except EngineError as error:
             yield _event(_of_engine(error).body)
         else:
@@ -413,10 +432,20 @@ def _event(body: Mapping[str, Any]) -> str:
 
 
 async def _json(http: HttpRequest) -> Any:
+    # Of browsers, a page of another site may send other types without having asked the server.
+    if http.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        raise ApiError("requests have the header Content-Type: application/json", 415)
+    body = bytearray()
+    async for part in http.stream():
+        body += part
+        if len(body) > MOST_BYTES:
+            raise ApiError(f"the body has more than {MOST_BYTES} bytes", 413)
     try:
-        return json.loads(await http.body())
-    except ValueError as error:
+        found = json.loads(body)
+        utf8(json.dumps(found, ensure_ascii=False))  # JSON spells what is no Unicode, too
+    except (ValueError, RecursionError) as error:
         raise ApiError(f"the body is no JSON: {error}") from error
+    return found
 
 
 async def _unless_gone(http: HttpRequest, work: Any) -> Response:
@@ -447,5 +476,6 @@ def _of_engine(error: StrettoError) -> ApiError:
 async def _refused(_: HttpRequest, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         error = ApiError(error.detail, error.status_code)
-    assert isinstance(error, ApiError)
+    if not isinstance(error, ApiError):
+        error = ApiError("the server has a fault, which its log shows", 500)
     return JSONResponse(error.body, error.status)

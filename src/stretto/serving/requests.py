@@ -7,8 +7,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
+from stretto.config.sections import Temperature
 from stretto.types import Sampling
 
 MOST_CHOICES, MOST_LOGPROBS = 128, 20
@@ -73,7 +82,7 @@ class _Body(BaseModel):
 class _Options(_Body):
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
+    temperature: Temperature | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     stop: str | list[str] | None = None
@@ -131,15 +140,25 @@ class ChatMessage(_Body):
     role: str
     content: str
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nothing(cls, value: Any) -> Any:
+        """Leave out what an answer of a server has besides its text, where that is nothing."""
+        if not isinstance(value, dict):
+            return value
+        return {k: v for k, v in value.items() if k == "content" or v not in (None, [])}
+
     @field_validator("content", mode="before")
     @classmethod
     def _joined(cls, value: Any) -> Any:
         if not isinstance(value, list):
             return value
         for part in value:
-            if not isinstance(part, dict) or part.keys() != {"type", "text"}:
-                kind = part.get("type") if isinstance(part, dict) else part
-                raise ValueError(f"a part of kind {kind!r} is not supported: give text alone")
+            match part:
+                case {"type": "text", "text": str(), **others} if not others:
+                    pass
+                case _:
+                    raise ValueError('parts of a content are {"type": "text", "text": "..."} alone')
         return "".join(part["text"] for part in value)
 
 
@@ -150,6 +169,13 @@ class ChatRequest(_Request, _Options):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _with_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and not info.data.get("logprobs"):
+            raise ValueError("needs logprobs = true")
+        return value
 
     @property
     def likeliest(self) -> int | None:

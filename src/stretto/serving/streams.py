@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import NamedTuple, Protocol
@@ -26,13 +26,16 @@ class Request(NamedTuple):
 class Stream(Protocol):
     """The answers to some requests, as they grow."""
 
-    def chunks(self) -> AsyncGenerator[tuple[int, Chunk], None]:
-        """Yield chunks, each with the number of its request, until all answers have ended. Closed
-        before, it aborts those that go on. Raises EngineError if the engine has stopped.
+    def chunks(self) -> AsyncIterator[tuple[int, Chunk]]:
+        """Yield chunks, each with the number of its request, until all answers have ended. Raises
+        EngineError if the engine has stopped.
         """
 
     def abort(self, number: int) -> None:
         """End an answer, of which nothing more comes; one that has ended is left as it is."""
+
+    def close(self) -> None:
+        """End all answers. Whoever submits requests closes their stream."""
 
 
 class EngineClient(Protocol):
@@ -197,24 +200,24 @@ class _Stream:
         self._engine, self._ids = engine, ids
         self._numbers = {id_: number for number, id_ in enumerate(ids)}
 
-    async def chunks(self) -> AsyncGenerator[tuple[int, Chunk], None]:
-        try:
-            while self._numbers:
-                found = await self.queue.get()
-                if isinstance(found, EngineError):
-                    raise found
-                number = self._numbers.get(found.rollout_id)
-                if number is None:  # aborted meanwhile
-                    continue
-                if found.finish:
-                    del self._numbers[found.rollout_id]
-                yield number, found
-        finally:
-            for number in list(self._numbers.values()):
-                self.abort(number)
+    async def chunks(self) -> AsyncIterator[tuple[int, Chunk]]:
+        while self._numbers:
+            found = await self.queue.get()
+            if isinstance(found, EngineError):
+                raise found
+            number = self._numbers.get(found.rollout_id)
+            if number is None:  # aborted meanwhile
+                continue
+            if found.finish:
+                del self._numbers[found.rollout_id]
+            yield number, found
 
     def abort(self, number: int) -> None:
         id_ = self._ids[number]
         if self._numbers.pop(id_, None) is not None:
             with suppress(KeyError):  # it has just ended by itself
                 self._engine.forget(id_)
+
+    def close(self) -> None:
+        for number in list(self._numbers.values()):
+            self.abort(number)
