@@ -246,6 +246,20 @@ def test_verls_scores_keep_what_stands_beside_them(function: Scorers) -> None:
             return {"score": 1, "acc": solution_str == ground_truth, "pred": solution_str,
                     "odd": {1: math.nan}}
         """,
+@pytest.mark.parametrize("default", ["", "=None", "={'none': 1}"])
+def test_verl_without_extra_info(function: Scorers, default: str) -> None:
+    scorer = function(
+        f"""
+        def compute_score(data_source, solution_str, ground_truth, extra_info{default}):
+            assert (extra_info is None) == ({default!r} in ("", "=None"))
+            return solution_str == ground_truth
+        """,
+        name="compute_score",
+        columns=VERL,
+    )
+    assert numbers(judge(scorer, ["7"], [Prompt(0, (0,), "q", data=VERL)])) == [1.0]
+
+
         name="compute_score",
     )
     prompts = [Prompt(0, (0,), "q", data=VERL)] * 2

@@ -28,15 +28,13 @@ Value = Callable[[Sample], Any]
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_ABSENT = object()
-
 
 def _of(key: str) -> Value:
     return lambda sample: sample[key]
 
 
 def _column(name: str) -> Value:
-    return lambda sample: sample["data"].get(name, _ABSENT)
+    return lambda sample: sample["data"].get(name)
 
 
 def _completion(sample: Sample) -> Any:
@@ -231,15 +229,14 @@ def recognise(function: Callable[..., Any], file: str, name: str) -> RewardFunct
     convention, columns, required = convention_of(signature, file, name)
     call = _caller(function, signature, convention.aliases)
 
+    needed = {p.name for p in signature.parameters.values() if p.default is p.empty}
     def each(sample: Sample) -> Any:
-        arguments = convention.arguments([sample])
-        return call({key: value[0] for key, value in arguments.items() if value[0] is not _ABSENT})
+        """Call with what the row has; of the rest, defaults stay, and other parameters get None."""
+        arguments = convention.arguments([sample]).items()
+        return call({key: v for key, (v,) in arguments if v is not None or key in needed})
 
     def whole(samples: Sequence[Sample], log: Log) -> Any:
-        arguments: dict[str, Any] = {
-            key: [None if value is _ABSENT else value for value in values]
-            for key, values in convention.arguments(samples).items()
-        }
+        arguments: dict[str, Any] = convention.arguments(samples)
         if convention.others_are_columns:
             state = SimpleNamespace(**samples[0]["state"])
             arguments |= {"trainer_state": state, "log_extra": log.add, "log_metric": log.metric}
