@@ -153,10 +153,13 @@ def test_trls_state_and_logs(function: Scorers) -> None:
     scorer = function(
         """
         import numpy as np
+        import math
         def f(completions, trainer_state, log_extra=None, log_metric=None):
             log_metric("share", trainer_state.global_step / trainer_state.max_steps)
             log_metric("share", 1.0)
             log_extra("seen", [c.upper() for c in completions])
+            log_metric("share", math.nan)
+            log_metric("odd", None)
             log_extra("length", np.array([len(c) for c in completions]))
             return [None if c == "b" else 1.0 for c in completions]
         """,
@@ -236,16 +239,6 @@ def test_verl_per_sample(function: Scorers) -> None:
     assert "row has no ground truth" in (scores[2].failure or "")
 
 
-def test_verls_scores_keep_what_stands_beside_them(function: Scorers) -> None:
-    scorer = function(
-        """
-        import math
-        def compute_score(solution_str, ground_truth):
-            if solution_str == "pair":
-                return True, {"not": "kept"}
-            return {"score": 1, "acc": solution_str == ground_truth, "pred": solution_str,
-                    "odd": {1: math.nan}}
-        """,
 @pytest.mark.parametrize("default", ["", "=None", "={'none': 1}"])
 def test_verl_without_extra_info(function: Scorers, default: str) -> None:
     scorer = function(
@@ -267,6 +260,16 @@ def test_verl_without_extra_info(function: Scorers, default: str) -> None:
     assert numbers(scores) == [1.0, 1.0]
     assert scores[0].extra == {"acc": True, "pred": "7", "odd": {"1": None}}
     assert scores[1].extra == {}
+def test_verls_scores_keep_what_stands_beside_them(function: Scorers) -> None:
+    scorer = function(
+        """
+        import math
+        def compute_score(solution_str, ground_truth):
+            if solution_str == "pair":
+                return True, {"not": "kept"}
+            return {"score": 1, "acc": solution_str == ground_truth, "pred": solution_str,
+                    "odd": {1: math.nan}}
+        """,
 
 
 @pytest.mark.parametrize(

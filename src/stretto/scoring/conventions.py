@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -289,8 +290,13 @@ class Log:
         self._of_samples[str(column)] = listed
 
     def metric(self, name: str, value: Any) -> None:
-        """Take a number for all samples, as TRL's ``log_metric``; of several it is their mean."""
-        self._of_all.setdefault(str(name), []).append(as_number(value))
+        """Take a number for all samples, as TRL's ``log_metric``; of several it is their mean.
+
+        What is no finite number is left out: it must not cost the scores beside it.
+        """
+        with suppress(RewardError):
+            number = as_number(value)
+            self._of_all.setdefault(str(name), []).append(number)
 
     def scores(self, result: Any) -> Any:
         """Return the scores in a result: it, or the ``rewards`` of a dict, whose ``extra_logs`` are
