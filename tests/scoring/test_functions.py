@@ -176,6 +176,12 @@ def test_trls_state_and_logs(function: Scorers) -> None:
 
 
 def test_a_log_of_another_length_is_a_failure(function: Scorers) -> None:
+def test_what_trls_state_has_not_is_named(function: Scorers) -> None:
+    scorer = function("def f(completions, trainer_state): return [trainer_state.epoch]")
+    failure = judge(scorer, ["a"])[0].failure or ""
+    assert "trainer_state has global_step and max_steps here, and no 'epoch'" in failure
+
+
     scorer = function(
         """
         def f(completions, log_extra):

@@ -229,8 +229,8 @@ def recognise(function: Callable[..., Any], file: str, name: str) -> RewardFunct
     signature = inspect.signature(function)
     convention, columns, required = convention_of(signature, file, name)
     call = _caller(function, signature, convention.aliases)
-
     needed = {p.name for p in signature.parameters.values() if p.default is p.empty}
+
     def each(sample: Sample) -> Any:
         """Call with what the row has; of the rest, defaults stay, and other parameters get None."""
         arguments = convention.arguments([sample]).items()
@@ -239,7 +239,7 @@ def recognise(function: Callable[..., Any], file: str, name: str) -> RewardFunct
     def whole(samples: Sequence[Sample], log: Log) -> Any:
         arguments: dict[str, Any] = convention.arguments(samples)
         if convention.others_are_columns:
-            state = SimpleNamespace(**samples[0]["state"])
+            state = TrainerState(**samples[0]["state"])
             arguments |= {"trainer_state": state, "log_extra": log.add, "log_metric": log.metric}
         return log.scores(call(arguments))
 
@@ -272,6 +272,14 @@ def _caller(
         return runner.run(wait(result)) if inspect.isawaitable(result) else result
 
     return call
+
+
+class TrainerState(SimpleNamespace):
+    """What TRL's functions get of TRL's ``TrainerState``."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        known = " and ".join(vars(self))
+        raise AttributeError(f"trainer_state has {known} here, and no '{name}'")
 
 
 class Log:
