@@ -444,8 +444,18 @@ def test_a_folder_of_files_and_its_splits(tmp_path: Path, suffix: str) -> None:
     with raises(TaskError, "unknown-split", "'dev'", "test, train"):
         prompts("dev")
     for file in folder.glob("train*"):
-        file.rename(folder / f"part{file.name[5:]}")
-    assert prompts("train") == ["a", "b", "c", "d", "e"]
+        file.rename(folder / f"train_sft{file.name[5:]}")
+    assert (prompts("train_sft"), prompts("test")) == (["a", "b", "c"], ["d", "e"])
+    with raises(TaskError, "unknown-split", "'train'", "train_sft"):
+        prompts("train")
+    for file in folder.glob("train*"):
+        file.unlink()
+    with raises(TaskError, "unknown-split", "'train'", "test"):
+        prompts("train")
+    for file in folder.glob("test*"):
+        file.rename(folder / f"part{file.name[4:]}")
+    write("more", "f")
+    assert prompts("train") == ["f", "d", "e"]
 
 
 def test_folders_of_save_to_disk(tmp_path: Path) -> None:

@@ -29,6 +29,10 @@ KEYS = "'role' and 'content', and of further keys only 'tool_calls', 'tool_call_
 """What a message may have."""
 
 _FINAL = re.compile(r"####\s*(\S.*?)\s*$", re.MULTILINE)
+SPLITS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
+"""First words in names of files that are splits."""
+
+_NUMBER = re.compile(r"[-_]\d+(-of-\d+)?$")
 
 
 def read(config: TaskConfig | RowsConfig) -> Sequence[Row]:
@@ -139,16 +143,17 @@ def no_split(name: str, split: str, known: Iterable[str]) -> TaskError:
 
 
 def _read_folder(path: Path, split: str) -> Any:
-    """Read a folder's files in the order of their names: those that begin with the split, if any do
-    (``train-00000-of-00002.parquet``), else all.
+    """Read a folder's files in the order of their names: those that are called as the split, with
+    or without a number (``train-00000-of-00002.parquet``); all where none is called as any split.
     """
     files = sorted(file for file in path.iterdir() if format_of(file))
     if not files:
         raise TaskError(f"the folder '{path}' has no file that ends in {FORMATS}", "no-data-files")
-    begins = {file: re.split(r"[\W_]", file.name)[0] for file in files}
-    chosen = [file for file in files if begins[file] == split]
-    if not chosen and split != "train":
-        raise no_split(str(path), split, begins.values())
+    splits = {file: _NUMBER.sub("", file.name.partition(".")[0]) for file in files}
+    chosen = [file for file in files if splits[file] == split]
+    named = any(re.split(r"[\W_]", own)[0] in SPLITS for own in splits.values())
+    if not chosen and (named or split != "train"):
+        raise no_split(str(path), split, set(splits.values()))
     parts = list(map(_read_file, chosen or files))
     if all(isinstance(part, _ArrowRows) for part in parts):
         return _ArrowRows.of(parts, path)
