@@ -9,6 +9,7 @@ import json
 import re
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,11 +29,11 @@ FORMATS = f"{', '.join(SUFFIXES)} (all but parquet also with .gz)"
 KEYS = "'role' and 'content', and of further keys only 'tool_calls', 'tool_call_id' and 'name'"
 """What a message may have."""
 
-_FINAL = re.compile(r"####\s*(\S.*?)\s*$", re.MULTILINE)
 SPLITS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 """First words in names of files that are splits."""
 
 _NUMBER = re.compile(r"[-_]\d+(-of-\d+)?$")
+_FINAL = re.compile(r"####\s*(\S.*?)\s*$", re.MULTILINE)
 
 
 def read(config: TaskConfig | RowsConfig) -> Sequence[Row]:
@@ -200,23 +201,22 @@ def _text_of(path: Path) -> str:
 
 
 def _read_csv(path: Path) -> list[Row]:
-    """Read a table whose first line names its columns; all cells are text."""
+    """Read a table whose first line names its columns; all cells are text.
+
+    A line with more or fewer cells has none that can be trusted: its row is all ``None``.
+    """
     csv.field_size_limit(sys.maxsize)
-    lines = csv.DictReader(io.StringIO(_text_of(path), newline=""), strict=True)
-    rows = []
+    lines = csv.reader(io.StringIO(_text_of(path), newline=""), strict=True)
     try:
-        for row in lines:
-            if None in row or None in row.values():
-                raise TaskError(
-                    f"'{path}', line {lines.line_num}: it has not as many cells as the first line "
-                    f"({', '.join(lines.fieldnames or ())})",
-                    "ragged-csv",
-                )
-            rows.append(dict(row))
+        names = next(lines, [])
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            message = f"'{path}' has several columns of one name: {', '.join(twice)}"
+            raise TaskError(message, "columns-alike")
+        none = [None] * len(names)
+        cells = (row if len(row) == len(names) else none for row in lines if row)
+        return [dict(zip(names, row, strict=True)) for row in cells]
     except csv.Error as error:
-        line = lines.reader.line_num
-        raise TaskError(f"'{path}', line {line}: {error}", "invalid-csv") from error
-    return rows
+        raise TaskError(f"'{path}', line {lines.line_num}: {error}", "invalid-csv") from error
 
 
 def _read_json(path: Path) -> list[Row]:
