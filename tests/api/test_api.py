@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -157,11 +159,14 @@ def test_datasets_of_other_kinds_are_rows(tmp_path: Path) -> None:
     rows = [{"prompt": prompt} for prompt in prompts]
     assert kept(prompts) == rows
     assert kept(iter(prompts), columns={"prompt": "q"}) == [{"q": prompt} for prompt in prompts]
-    frame = pandas.DataFrame({"prompt": [*prompts, None], "n": [1.5, None, 3]})
+    third, day = 1 / 3, pandas.Timestamp(2024, 5, 6)
+    frame = pandas.DataFrame({"prompt": [*prompts, None], "n": [third, None, math.inf]})
+    frame["day"], frame["list"] = day, [np.array([1, 2])] * 3
+    more = {"day": "2024-05-06T00:00:00", "list": [1, 2]}
     assert kept(frame) == [
-        {"prompt": "say a", "n": 1.5},
-        {"prompt": "say b", "n": None},
-        {"prompt": None, "n": 3.0},
+        {"prompt": "say a", "n": third, **more},
+        {"prompt": "say b", "n": None, **more},
+        {"prompt": None, "n": math.inf, **more},
     ]
     data = datasets.Dataset.from_list(rows)
     both = datasets.DatasetDict(train=data, test=data.select([1]))

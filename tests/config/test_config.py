@@ -478,3 +478,11 @@ def test_reward_models_count_with_their_own_size() -> None:
         sizes[source] = plan.mixed["reward"]
     assert sizes["model:smollm2-135m"] == 4 * 134_515_008
     assert sizes["model:tiny"] == 4 * 115_200
+
+
+@pytest.mark.parametrize(("former", "now"), recipes.RENAMED.items())
+def test_former_names_of_settings_lead_to_present_ones(former: str, now: str) -> None:
+    section, name = former.split(".")
+    with raises(ConfigError, "extra_forbidden", f"'{former}'", f"called '{now}' now"):
+        recipes.build({section: {name: 1}}, "here")
+    assert any(now.startswith(known) for known in recipes.setting_names())

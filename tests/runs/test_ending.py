@@ -206,7 +206,7 @@ def test_records_that_cannot_be_written_end_the_run_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """No file may have more than 8,000 bytes, but those of the model."""
+    """No file may have more than 40,000 bytes, but those of the model: a few steps of the trace."""
     config = settings(tiny_folder, steps=99, out=str(tmp_path), observe={"progress": "plain"})
     (tmp_path / "full.toml").write_text(recipes.dump(config))
 
@@ -215,7 +215,7 @@ def test_records_that_cannot_be_written_end_the_run_in_one_line(
             save_model(*args)
 
     monkeypatch.setattr("stretto.training.trained.save_model", where_there_is_room)
-    with full_beyond(8000):
+    with full_beyond(40_000):
         assert main(["train", str(tmp_path / "full.toml")]) == 2
     printed = capsys.readouterr()
     run_dir = RunDirectory.open(tmp_path / "full-001")

@@ -15,6 +15,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +153,13 @@ def test_trl_gets_text_where_the_row_has_text_whatever_the_template(function: Sc
 def test_trls_state_and_logs(function: Scorers) -> None:
     scorer = function(
         """
+        import math
         import numpy as np
         def f(completions, trainer_state, log_extra=None, log_metric=None):
             log_metric("share", trainer_state.global_step / trainer_state.max_steps)
             log_metric("share", 1.0)
+            log_metric("share", math.nan)
+            log_metric("odd", None)
             log_extra("seen", [c.upper() for c in completions])
             log_extra("length", np.array([len(c) for c in completions]))
             return [None if c == "b" else 1.0 for c in completions]
@@ -170,6 +174,12 @@ def test_trls_state_and_logs(function: Scorers) -> None:
         {"share": 0.75, "seen": "AA", "length": 2},
         {"share": 0.75, "seen": "B", "length": 1},
     ]
+
+
+def test_what_trls_state_has_not_is_named(function: Scorers) -> None:
+    scorer = function("def f(completions, trainer_state): return [trainer_state.epoch]")
+    failure = judge(scorer, ["a"])[0].failure or ""
+    assert "trainer_state has global_step and max_steps here, and no 'epoch'" in failure
 
 
 def test_a_log_of_another_length_is_a_failure(function: Scorers) -> None:
@@ -234,6 +244,20 @@ def test_verl_per_sample(function: Scorers) -> None:
     scores = judge(scorer, ["7", "7", "7", "7"], prompts)
     assert numbers(scores) == [1.0, 2.5, None, 0.0]
     assert "row has no ground truth" in (scores[2].failure or "")
+
+
+@pytest.mark.parametrize("default", ["", "=None", "={'none': 1}"])
+def test_verl_without_extra_info(function: Scorers, default: str) -> None:
+    scorer = function(
+        f"""
+        def compute_score(data_source, solution_str, ground_truth, extra_info{default}):
+            assert (extra_info is None) == ({default!r} in ("", "=None"))
+            return solution_str == ground_truth
+        """,
+        name="compute_score",
+        columns=VERL,
+    )
+    assert numbers(judge(scorer, ["7"], [Prompt(0, (0,), "q", data=VERL)])) == [1.0]
 
 
 def test_verls_scores_keep_what_stands_beside_them(function: Scorers) -> None:
@@ -440,6 +464,69 @@ def test_functions_of_a_package(package: Path, source: str) -> None:
     scorer = FunctionScorer(reward_source(source), TaskConfig(), 0, TOKENIZER)
     try:
         assert numbers(judge(scorer, ["aeb", "x"])) == [2.0, 0.0]
+    finally:
+        scorer.close()
+
+
+LENGTHS = "def f(completions): return list(map(len, completions))"
+
+
+@pytest.mark.parametrize(
+    ("file", "init", "code"),
+    [
+        ("rewards/rewards.py", "", LENGTHS),
+        ("mine/rewards.py", "import nowhere", LENGTHS),
+        ("v1.2/rewards.py", "", LENGTHS),
+        ("mine/my-rewards.py", "", f"from . import rest\n{LENGTHS}"),
+    ],
+)
+def test_a_file_in_any_folder_with_an_init(tmp_path: Path, file: str, init: str, code: str) -> None:
+    path = tmp_path / file
+    path.parent.mkdir()
+    (path.parent / "rest.py").touch()
+    (path.parent / "__init__.py").write_text(init)
+    path.write_text(code)
+    scorer = FunctionScorer(reward_source(f"{path}:f"), TaskConfig(), 0, TOKENIZER)
+    try:
+        assert numbers(judge(scorer, ["ab"])) == [2.0]
+    finally:
+        scorer.close()
+
+
+def test_a_package_that_its_file_needs_and_that_fails_is_named(tmp_path: Path) -> None:
+    package = tmp_path / "mine"
+    package.mkdir()
+    (package / "__init__.py").write_text("import nowhere")
+    (package / "rewards.py").write_text(f"from . import rest\n{LENGTHS}")
+    with raises(ConfigError, "import-failed", "No module named 'nowhere'"):
+        FunctionScorer(reward_source(f"{package / 'rewards.py'}:f"), TaskConfig(), 0, TOKENIZER)
+
+
+class Editable:
+    """A finder as editable installs have it: of a package in a folder that is on no path."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        return PathFinder.find_spec(name, [str(self.folder)]) if name == "mine" else None
+
+
+@pytest.mark.parametrize("found", ["path", "finder"])
+def test_modules_are_found_as_python_finds_them(
+    package: Path, monkeypatch: pytest.MonkeyPatch, found: str
+) -> None:
+    root = package.parents[2]
+    monkeypatch.chdir("/")
+    if found == "path":
+        monkeypatch.syspath_prepend(root)
+    else:
+        monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Editable(root)])
+    source = reward_source("mine.rewards.short:f")
+    check(source, [])
+    scorer = FunctionScorer(source, TaskConfig(), 0, TOKENIZER)
+    try:
+        assert numbers(judge(scorer, ["aeb"])) == [2.0]
     finally:
         scorer.close()
 

@@ -23,6 +23,9 @@ from stretto.scoring.functions import FunctionScorer
 Answer = Callable[[dict[str, Any]], tuple[int, Any]]
 Serve = Callable[[Answer], str]
 
+tokens: list[str | None] = []
+"""What requests had for authorization."""
+
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
@@ -33,6 +36,7 @@ def serve() -> Iterator[Serve]:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
+                tokens.append(self.headers["Authorization"])
                 status, said = answer(json.loads(body))
                 self.send_response(status)
                 if status in (301, 307):
@@ -172,6 +176,31 @@ def test_a_server_that_is_gone() -> None:
 def test_urls_to_which_nothing_is_sent(url: str, fact: str) -> None:
     with raises(ConfigError, "reward-url", url, fact):
         check(reward_source(url), [])
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://me:secret@a.example/x",
+        "https://a.example/x?key=secret",
+        "http://a.example/x#secret",
+    ],
+)
+def test_urls_with_secrets_are_refused_without_saying_them(url: str) -> None:
+    with raises(ConfigError, "reward-url", "://a.example/x'", remote.TOKEN) as caught:
+        check(reward_source(url), [])
+    assert "secret" not in str(caught.value)
+
+
+def test_a_token_of_the_environment_is_sent(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = serve(lengths)
+    tokens.clear()
+    assert verdicts(url) == []  # no samples, no request
+    monkeypatch.delenv(remote.TOKEN, raising=False)
+    verdicts(url, "a")
+    monkeypatch.setenv(remote.TOKEN, "secret")
+    verdicts(url, "a")
+    assert tokens == [None, "Bearer secret"]
 
 
 @pytest.mark.parametrize(

@@ -375,9 +375,12 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("prompt\nx\n")
     with raises(TaskError, "unknown-suffix", ".jsonl, .json, .csv, .parquet (all but"):
         load("t.txt")
-    (tmp_path / "t.csv").write_text("prompt,answer\nx,1\ny\n")
-    with raises(TaskError, "ragged-csv", "t.csv', line 3", "prompt, answer"):
+    (tmp_path / "t.csv").write_text("prompt,answer,prompt\nx,1,y\n")
+    with raises(TaskError, "columns-alike", "t.csv", "prompt"):
         load("t.csv")
+    (tmp_path / "r.csv").write_text("prompt,answer\nx\n")
+    with raises(TaskError, "prompt-not-text", "row 0", "None"):
+        load("r.csv")
     (tmp_path / "q.csv").write_text('prompt\n"x\n')
     with raises(TaskError, "invalid-csv", "q.csv', line 2"):
         load("q.csv")
@@ -444,8 +447,18 @@ def test_a_folder_of_files_and_its_splits(tmp_path: Path, suffix: str) -> None:
     with raises(TaskError, "unknown-split", "'dev'", "test, train"):
         prompts("dev")
     for file in folder.glob("train*"):
-        file.rename(folder / f"part{file.name[5:]}")
-    assert prompts("train") == ["a", "b", "c", "d", "e"]
+        file.rename(folder / f"train_sft{file.name[5:]}")
+    assert (prompts("train_sft"), prompts("test")) == (["a", "b", "c"], ["d", "e"])
+    with raises(TaskError, "unknown-split", "'train'", "train_sft"):
+        prompts("train")
+    for file in folder.glob("train*"):
+        file.unlink()
+    with raises(TaskError, "unknown-split", "'train'", "test"):
+        prompts("train")
+    for file in folder.glob("test*"):
+        file.rename(folder / f"part{file.name[4:]}")
+    write("more", "f")
+    assert prompts("train") == ["f", "d", "e"]
 
 
 def test_folders_of_save_to_disk(tmp_path: Path) -> None:
@@ -464,6 +477,17 @@ def test_folders_of_save_to_disk(tmp_path: Path) -> None:
         prompt(both, split="dev")
     with raises(TaskError, "setting-without-effect", "task.split = 'test'"):
         prompt(one, split="test")
+
+
+def test_a_ragged_line_of_a_table_costs_no_other(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("prompt,answer\nx,1\ny\n\nz,2,3\nw,4\n")
+    task = tasks.load(TaskConfig(kind="dataset", name=str(tmp_path / "t.csv")), 0)
+    assert [task.row(i).data for i in task.indices] == [
+        {"prompt": "x", "answer": "1"},
+        {"prompt": "w", "answer": "4"},
+    ]
+    assert task.left_out == 2
+    assert "row 1, column 'prompt'" in task.left_out_because
 
 
 def test_a_row_that_cannot_be_used_costs_no_other(tmp_path: Path) -> None:

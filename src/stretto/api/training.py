@@ -441,8 +441,8 @@ def _rows_of(dataset: Any, task: TaskConfig) -> Iterator[Mapping[str, Any]]:
         if task.split not in dataset:
             raise no_split("dataset", task.split, dataset)
         dataset = dataset[task.split]
-    if hasattr(dataset, "itertuples"):  # a DataFrame, which writes its NaN as null
-        dataset = json.loads(dataset.to_json(orient="records", date_format="iso"))
+    if hasattr(dataset, "itertuples"):  # a DataFrame, whose NaN are cells without a value
+        dataset = dataset.astype(object).where(dataset.notna(), None).to_dict("records")
     for row in dataset:
         yield {task.columns.get("prompt", "prompt"): row} if isinstance(row, str) else row
 
@@ -452,7 +452,7 @@ def write_rows(rows: Iterable[Mapping[str, Any]], file: Path) -> None:
     lines = []
     for number, row in enumerate(rows):
         try:
-            lines.append(json.dumps(dict(row), ensure_ascii=False) + "\n")
+            lines.append(json.dumps(dict(row), ensure_ascii=False, default=_plain) + "\n")
         except (TypeError, ValueError) as error:
             raise TaskError(
                 f"dataset: row {number} must be a mapping of plain data (text, numbers, lists and "
@@ -460,3 +460,11 @@ def write_rows(rows: Iterable[Mapping[str, Any]], file: Path) -> None:
                 "row-not-plain",
             ) from error
     file.write_text("".join(lines), encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    """Return the list of an array or the text of a date, which DataFrames have in cells."""
+    for method in ("tolist", "isoformat"):
+        if hasattr(value, method):
+            return getattr(value, method)()
+    raise TypeError(f"got {value!r}")

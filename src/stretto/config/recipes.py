@@ -37,6 +37,7 @@ _OWN_FILES = (("task", "name"), ("task", "held_out"), ("data", "name"), ("reward
 """Settings that may name files which come with the packaged recipes."""
 
 RENAMED = {
+    "algorithm.group_std": "algorithm.scale_rewards",
     "task.prompt_column": "task.columns.prompt",
     "task.answer_column": "task.columns.answer",
     "schedule.batches_per_handover": "schedule.weight_sync_interval",

@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -28,15 +29,13 @@ Value = Callable[[Sample], Any]
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_ABSENT = object()
-
 
 def _of(key: str) -> Value:
     return lambda sample: sample[key]
 
 
 def _column(name: str) -> Value:
-    return lambda sample: sample["data"].get(name, _ABSENT)
+    return lambda sample: sample["data"].get(name)
 
 
 def _completion(sample: Sample) -> Any:
@@ -230,18 +229,17 @@ def recognise(function: Callable[..., Any], file: str, name: str) -> RewardFunct
     signature = inspect.signature(function)
     convention, columns, required = convention_of(signature, file, name)
     call = _caller(function, signature, convention.aliases)
+    needed = {p.name for p in signature.parameters.values() if p.default is p.empty}
 
     def each(sample: Sample) -> Any:
-        arguments = convention.arguments([sample])
-        return call({key: value[0] for key, value in arguments.items() if value[0] is not _ABSENT})
+        """Call with what the row has; of the rest, defaults stay, and other parameters get None."""
+        arguments = convention.arguments([sample]).items()
+        return call({key: v for key, (v,) in arguments if v is not None or key in needed})
 
     def whole(samples: Sequence[Sample], log: Log) -> Any:
-        arguments: dict[str, Any] = {
-            key: [None if value is _ABSENT else value for value in values]
-            for key, values in convention.arguments(samples).items()
-        }
+        arguments: dict[str, Any] = convention.arguments(samples)
         if convention.others_are_columns:
-            state = SimpleNamespace(**samples[0]["state"])
+            state = TrainerState(**samples[0]["state"])
             arguments |= {"trainer_state": state, "log_extra": log.add, "log_metric": log.metric}
         return log.scores(call(arguments))
 
@@ -276,6 +274,14 @@ def _caller(
     return call
 
 
+class TrainerState(SimpleNamespace):
+    """What TRL's functions get of TRL's ``TrainerState``."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        known = " and ".join(vars(self))
+        raise AttributeError(f"trainer_state has {known} here, and no '{name}'")
+
+
 class Log:
     """The values that a function gives beside the scores of ``count`` samples, by name."""
 
@@ -292,8 +298,13 @@ class Log:
         self._of_samples[str(column)] = listed
 
     def metric(self, name: str, value: Any) -> None:
-        """Take a number for all samples, as TRL's ``log_metric``; of several it is their mean."""
-        self._of_all.setdefault(str(name), []).append(as_number(value))
+        """Take a number for all samples, as TRL's ``log_metric``; of several it is their mean.
+
+        What is no finite number is left out: it must not cost the scores beside it.
+        """
+        with suppress(RewardError):
+            number = as_number(value)
+            self._of_all.setdefault(str(name), []).append(number)
 
     def scores(self, result: Any) -> Any:
         """Return the scores in a result: it, or the ``rewards`` of a dict, whose ``extra_logs`` are

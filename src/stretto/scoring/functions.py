@@ -10,11 +10,12 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -191,9 +192,9 @@ def _task_payload(response: Response, text: str) -> Payload:
 
 
 def locate(source: RewardSource) -> dict[str, str]:
-    """Return the absolute path of a function's file, its module where it is named by that, and its
-    own name; or the URL of a server. Raises ConfigError if there is no such file or module, or if
-    texts should not be sent to the URL.
+    """Return the absolute path of a function's file, its module and the folder of that where it is
+    named by it, and its own name; or the URL of a server. Raises ConfigError if there is no such
+    file or module, or if texts should not be sent to the URL.
     """
     if source.kind == "server":
         check_url(source.name)
@@ -204,32 +205,38 @@ def locate(source: RewardSource) -> dict[str, str]:
             "'package.module:name', 'http://127.0.0.1:PORT/...' and 'model:NAME'",
             "unknown-source",
         )
-    path, module = source.file.expanduser(), ""
+    path, module, root = source.file.expanduser(), "", ""
     if path.suffix != ".py":
-        path, module = _file_of(source.name, str(path)), str(path)
+        module = str(path)
+        path, root = _file_of(source.name, module)
     elif not path.is_file():
         raise ConfigError(
             f"reward.sources: '{source.name}' names the file '{path}', which is not there (looked "
             f"for from {Path.cwd()})",
             "no-reward-file",
         )
-    return {"file": str(path.resolve()), "module": module, "function": source.function}
+    place = {"file": str(path.resolve()), "module": module, "root": root}
+    return place | {"function": source.function}
 
 
-def _file_of(source: str, module: str) -> Path:
-    """Return the file of a module without importing anything."""
-    places, spec = [*sys.path, str(Path.cwd())], None
-    for name in module.split("."):
-        spec = PathFinder.find_spec(name, places)
-        if spec is None:
-            raise ConfigError(
-                f"reward.sources: '{source}' names the module '{module}', of which '{name}' is not "
-                f"there (looked for in what is installed, and in {Path.cwd()}); install it, or "
-                "name a file as 'file.py:name'",
-                "no-reward-module",
-            )
-        places = spec.submodule_search_locations or []
-    return Path((spec and spec.origin) or "")
+def _file_of(source: str, module: str) -> tuple[Path, str]:
+    """Return a module's file and the folder to import it from, without importing anything."""
+    name, *inner = module.split(".")
+    top = None
+    with suppress(ValueError):  # of a module without a spec, as __main__ may be
+        top = find_spec(name)  # by all finders, which editable installs add to
+    top = spec = top or PathFinder.find_spec(name, [str(Path.cwd())])
+    for name in inner:
+        spec = PathFinder.find_spec(name, (spec and spec.submodule_search_locations) or [])
+    if top is None or spec is None:
+        raise ConfigError(
+            f"reward.sources: '{source}' names the module '{module}', which is not there (looked "
+            f"for in what is installed, and in {Path.cwd()}); install it, or name a file as "
+            "'file.py:name'",
+            "no-reward-module",
+        )
+    home = top.submodule_search_locations or [top.origin or ""]
+    return Path(spec.origin or ""), str(Path(home[0]).parent.resolve())
 
 
 def require_columns(source: str, required: Iterable[str], columns: Collection[str]) -> None:

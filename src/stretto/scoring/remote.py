@@ -9,6 +9,7 @@ A request has lists of texts, and the answer has one number for each of them::
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,8 @@ from stretto.scoring.conventions import (
     listed,
 )
 
+TOKEN = "STRETTO_REWARD_TOKEN"
+"""Environment variable whose value, if any, servers get as a bearer token."""
 IN_FLIGHT = 8
 """Requests to a server at a time; a batch is cut into as many."""
 WAITS_S = (0.5, 1.0, 2.0)
@@ -60,8 +63,19 @@ def is_loopback(url: str) -> bool:
 
 
 def check_url(url: str) -> None:
-    """Raise ConfigError for a URL without a host, or to which texts would travel in the clear."""
-    if not urlsplit(url).hostname:
+    """Raise ConfigError for a URL without a host, to which texts would travel in the clear, or with
+    parts that may be secret: records and messages name sources by their URLs.
+    """
+    place = urlsplit(url)
+    if "@" in place.netloc or place.query or place.fragment:
+        shown = f"{place.scheme}://{place.netloc.rpartition('@')[2]}{place.path}"
+        raise ConfigError(
+            f"reward.sources: '{shown}' must be all of the URL, without user, password, query or "
+            f"fragment, as records name sources by it. {TOKEN} in the environment is sent as a "
+            "bearer token",
+            "reward-url",
+        )
+    if not place.hostname:
         raise ConfigError(f"reward.sources: '{url}' names no host", "reward-url")
     if url.startswith("http:") and not is_loopback(url):
         raise ConfigError(
@@ -79,7 +93,7 @@ def open_server(url: str) -> RewardFunction:
     judge = partial(_judge, build_opener(proxies, _NoRedirect), url)
 
     def run(samples: Sequence[Sample], send: Send) -> None:
-        size = -(-len(samples) // IN_FLIGHT)
+        size = -(-len(samples) // IN_FLIGHT) or 1
         parts = [samples[start : start + size] for start in range(0, len(samples), size)]
         with ThreadPoolExecutor(IN_FLIGHT) as threads:
             verdicts = (verdict for part in threads.map(judge, parts) for verdict in part)
@@ -118,7 +132,10 @@ def _post(opener: OpenerDirector, url: str, samples: Sequence[Sample]) -> Any:
         "prompts": [s["prompt"] for s in samples],
         "labels": [s["data"].get("label") for s in samples],
     }
-    request = Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json"}
+    if token := os.environ.get(TOKEN):
+        headers["Authorization"] = f"Bearer {token}"
+    request = Request(url, json.dumps(body).encode(), headers)
     for wait_s in (*WAITS_S, None):
         try:
             with opener.open(request) as answer:

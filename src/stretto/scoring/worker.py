@@ -5,7 +5,7 @@ prints goes to standard error. It ends with its parent, however that ends, and w
 ::
 
     in    {"task": settings, "seed": n}  or  {"url": of a server}  or                  once, first
-          {"file": path, "module": name or "", "function": name}
+          {"file": path, "module": name or "", "root": folder it is in, "function": name}
     out   {"ready": {"columns": names or null for all, "required": names}}
           {"refused": "ConfigError" or "TaskError", "message": text, "code": text}     and the end
     in    [sample, ...]                                                                repeatedly
@@ -31,6 +31,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from queue import SimpleQueue
@@ -121,7 +122,7 @@ def open_function(opening: Mapping[str, Any]) -> RewardFunction:
     if "url" in opening:
         return open_server(opening["url"])
     file, name = opening["file"], opening["function"]
-    return recognise(_import(file, opening["module"], name), file, name)
+    return recognise(_import(file, opening["module"], opening["root"], name), file, name)
 
 
 def _open_task(settings: Mapping[str, Any], seed: int) -> RewardFunction:
@@ -145,19 +146,12 @@ def _open_task(settings: Mapping[str, Any], seed: int) -> RewardFunction:
     return RewardFunction(run=one_by_one(verify))
 
 
-def _import(file: str, named: str, name: str) -> Callable[..., Any]:
-    """Import the function ``name`` of a module, or of a Python file: this may import its neighbours
-    and, where it is a module of a package, the rest of that.
+def _import(file: str, named: str, root: str, name: str) -> Callable[..., Any]:
+    """Import the function ``name`` of the module ``named`` in the folder ``root``, or of a Python
+    file: this may import its neighbours and, where it is a module of a package, the rest of that.
     """
-    path = Path(file)
     if named:
-        sys.path.append(str(Path.cwd()))
-    else:
-        sys.path.insert(0, str(path.parent))
-        package = list(takewhile(lambda folder: (folder / "__init__.py").is_file(), path.parents))
-        if package and package[-1].name not in sys.modules:
-            sys.path.insert(1, str(package[-1].parent))
-            named = ".".join([*(folder.name for folder in reversed(package)), path.stem])
+        sys.path.append(root)
     try:
         load = importlib.import_module if named else _load
         module = in_this_process(load, named or file)
@@ -179,7 +173,28 @@ def _import(file: str, named: str, name: str) -> Callable[..., Any]:
 
 
 def _load(file: str) -> ModuleType:
+    """Import a file as a module of its package; alone, where that cannot be and the file can."""
     path = Path(file)
+    sys.path.insert(0, str(path.parent))
+    package = list(takewhile(_is_package, path.parents))
+    if not package or package[-1].name in sys.modules:
+        return _load_alone(path)
+    sys.path.insert(0, str(package[-1].parent))
+    named = ".".join(folder.name for folder in reversed(package))
+    try:
+        importlib.import_module(named)
+    except Exception:  # whatever its __init__ raises
+        with suppress(ImportError):  # as of a neighbour: the package's error says why
+            return _load_alone(path)
+        raise
+    return importlib.import_module(f"{named}.{path.stem}")
+
+
+def _is_package(folder: Path) -> bool:
+    return folder.name.isidentifier() and (folder / "__init__.py").is_file()
+
+
+def _load_alone(path: Path) -> ModuleType:
     # The name that others import it by: processes that are not forked find its functions by it.
     known_as = f"stretto_reward_{path.stem}" if path.stem in sys.modules else path.stem
     spec = importlib.util.spec_from_file_location(known_as, path)

@@ -9,6 +9,7 @@ import json
 import re
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,10 @@ FORMATS = f"{', '.join(SUFFIXES)} (all but parquet also with .gz)"
 KEYS = "'role' and 'content', and of further keys only 'tool_calls', 'tool_call_id' and 'name'"
 """What a message may have."""
 
+SPLITS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
+"""First words in names of files that are splits."""
+
+_NUMBER = re.compile(r"[-_]\d+(-of-\d+)?$")
 _FINAL = re.compile(r"####\s*(\S.*?)\s*$", re.MULTILINE)
 
 
@@ -139,16 +144,17 @@ def no_split(name: str, split: str, known: Iterable[str]) -> TaskError:
 
 
 def _read_folder(path: Path, split: str) -> Any:
-    """Read a folder's files in the order of their names: those that begin with the split, if any do
-    (``train-00000-of-00002.parquet``), else all.
+    """Read a folder's files in the order of their names: those that are called as the split, with
+    or without a number (``train-00000-of-00002.parquet``); all where none is called as any split.
     """
     files = sorted(file for file in path.iterdir() if format_of(file))
     if not files:
         raise TaskError(f"the folder '{path}' has no file that ends in {FORMATS}", "no-data-files")
-    begins = {file: re.split(r"[\W_]", file.name)[0] for file in files}
-    chosen = [file for file in files if begins[file] == split]
-    if not chosen and split != "train":
-        raise no_split(str(path), split, begins.values())
+    splits = {file: _NUMBER.sub("", file.name.partition(".")[0]) for file in files}
+    chosen = [file for file in files if splits[file] == split]
+    named = any(re.split(r"[\W_]", own)[0] in SPLITS for own in splits.values())
+    if not chosen and (named or split != "train"):
+        raise no_split(str(path), split, set(splits.values()))
     parts = list(map(_read_file, chosen or files))
     if all(isinstance(part, _ArrowRows) for part in parts):
         return _ArrowRows.of(parts, path)
@@ -195,23 +201,22 @@ def _text_of(path: Path) -> str:
 
 
 def _read_csv(path: Path) -> list[Row]:
-    """Read a table whose first line names its columns; all cells are text."""
+    """Read a table whose first line names its columns; all cells are text.
+
+    A line with more or fewer cells has none that can be trusted: its row is all ``None``.
+    """
     csv.field_size_limit(sys.maxsize)
-    lines = csv.DictReader(io.StringIO(_text_of(path), newline=""), strict=True)
-    rows = []
+    lines = csv.reader(io.StringIO(_text_of(path), newline=""), strict=True)
     try:
-        for row in lines:
-            if None in row or None in row.values():
-                raise TaskError(
-                    f"'{path}', line {lines.line_num}: it has not as many cells as the first line "
-                    f"({', '.join(lines.fieldnames or ())})",
-                    "ragged-csv",
-                )
-            rows.append(dict(row))
+        names = next(lines, [])
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            message = f"'{path}' has several columns of one name: {', '.join(twice)}"
+            raise TaskError(message, "columns-alike")
+        none = [None] * len(names)
+        cells = (row if len(row) == len(names) else none for row in lines if row)
+        return [dict(zip(names, row, strict=True)) for row in cells]
     except csv.Error as error:
-        line = lines.reader.line_num
-        raise TaskError(f"'{path}', line {line}: {error}", "invalid-csv") from error
-    return rows
+        raise TaskError(f"'{path}', line {lines.line_num}: {error}", "invalid-csv") from error
 
 
 def _read_json(path: Path) -> list[Row]:
