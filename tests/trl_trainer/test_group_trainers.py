@@ -610,6 +610,9 @@ def test_true_resumes_the_newest_run_of_the_folder(tiny_folder: Path, tmp_path: 
         make_trainer(tiny_folder, out, settings=saving).train(resume_from_checkpoint=True)
     stopped = make_trainer(tiny_folder, out, settings=saving, callbacks=[stopping])
     stopped.train()
+    name = stopped.run_dir.path.name.rpartition("-")[0]
+    other = make_trainer(tiny_folder, out, settings={**saving, "run_name": f"{name}-b"})
+    other.train()
     resumed = make_trainer(tiny_folder, out, settings=saving)
     output = resumed.train(resume_from_checkpoint=True)
     assert resumed.run_dir.path == stopped.run_dir.path

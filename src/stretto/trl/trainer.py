@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -576,7 +577,9 @@ class OnlineDPOTrainer(_PromptsTrainer):
 
 def _newest(out: Path, name: str) -> str:
     """Return the newest run in a folder that has a checkpoint; raises StateError without one."""
-    runs = [run for run in out.glob(f"{name}-*") if newest(run / "checkpoints")]
+    named = re.compile(re.escape(name) + r"-\d+")
+    found = (run for run in out.glob("*") if named.fullmatch(run.name))
+    runs = [run for run in found if newest(run / "checkpoints")]
     if not runs:
         raise StateError(
             f"resume_from_checkpoint = True: no run in '{out}' is called '{name}' and has a "
