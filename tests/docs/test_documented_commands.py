@@ -87,7 +87,7 @@ def _runs(folder: Path) -> None:
     make_tiny(folder / "tiny")
     body: Any = AutoModelForCausalLM.from_pretrained(folder / "tiny")
     adapter = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    get_peft_model(body, adapter).save_pretrained(folder / "adapter")
+    get_peft_model(body, adapter).save_pretrained(str(folder / "adapter"))
     sums = run_helpers.settings(folder / "tiny", steps=20, observe=quiet)
     own = api.changed(
         sums,
