@@ -15,6 +15,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
 
+_SECRET = re.compile(r"((?:^|\0)-[^\0=]*(?:key|token|password|secret)[=\0])[^\0]*", re.IGNORECASE)
+"""An option of arguments between NULs whose value nobody is to see."""
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -50,16 +53,17 @@ class Machine:
 
 def current_start() -> dict[str, Any]:
     """Return when and how this process was started to train: ``date``, ``command``, ``versions``
-    by name."""
+    by name. Values of options such as ``--hf-token``, as scripts have them, are ``***``."""
     program = Path(sys.argv[0])
     name = program.parent.name if program.name == "__main__.py" else program.name
+    command = _SECRET.sub(r"\1***", "\0".join([name, *sys.argv[1:]])).split("\0")
     versions = {"python": platform.python_version()}
     for package in ("stretto", "torch", "transformers"):
         with suppress(metadata.PackageNotFoundError):  # as of a source tree that is not installed
             versions[package] = metadata.version(package)
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([name, *sys.argv[1:]]),
+        "command": shlex.join(command),
         "versions": versions,
     }
 

@@ -304,12 +304,19 @@ def test_machine_and_starts_are_kept_in_the_folder_of_a_run(
     begun, resumed = folder.read_starts()
     assert begun["command"] == "stretto train tiny --out 'my runs'"
     assert resumed["command"] == "stretto train --resume run-001"
+    given = ["run.py", "--hf-token", "a", "--judge.API_KEY=b c", "--max-new-tokens", "8", "--token"]
+    monkeypatch.setattr("sys.argv", given)
+    folder.save_machine(found)
+    hidden = "run.py --hf-token '***' '--judge.API_KEY=***' --max-new-tokens 8 --token"
+    assert folder.read_starts()[2]["command"] == hidden
     assert datetime.fromisoformat(begun["date"]) <= datetime.fromisoformat(resumed["date"])
     assert begun["versions"]["torch"] == found.torch
     assert list(begun["versions"]) == ["python", "stretto", "torch", "transformers"]
     folder.machine_file.write_text("{}")
     with pytest.raises(StateError, match=r"machine\.json' cannot be read"):
         folder.read_machine()
+    folder.save_machine(found)  # as of a run that is resumed
+    assert (folder.read_machine(), len(folder.read_starts())) == (found, 1)
     two = Machine("a CPU", 1, 1, ("H200", "H200"), "2.11")
     assert str(two) == "a CPU, 1 core, 2 x H200, torch 2.11"
 

@@ -18,11 +18,12 @@ from run_helpers import Kill, Notes, ended_rollout, length, lines, run, settings
 from stretto import errors, runs
 from stretto.assembly.models import Overrides
 from stretto.config import Config
-from stretto.errors import MissingExtraError, RewardError
+from stretto.errors import MissingExtraError, RewardError, StorageError
 from stretto.models.load import load_tokenizer
 from stretto.observe import RunDirectory
 from stretto.observe.run_directory import SCORE, TrainResult
 from stretto.runs import evaluating
+from stretto.runtime.run import Run
 from stretto.types import FinishReason, Score
 
 DIVIDED = {"processes": [{"roles": ["learner", "generator", "reference", "critic"], "fsdp": 2}]}
@@ -139,6 +140,8 @@ def test_figures_of_three_answers_by_hand(tiny_folder: Path) -> None:
         evaluating.figures(config, answers)
     dropping = config.changed_in("reward", on_failure="drop")
     assert evaluating.figures(dropping, answers)["eval/score"] == pytest.approx(1.625)
+    with raises(RewardError, "responses-without-reward"):
+        evaluating.figures(dropping, answers[:1])
 
 
 @pytest.mark.parametrize("held_out", [0.0, 0.25], ids=["another seed", "a share"])
@@ -251,6 +254,29 @@ def test_the_best_model_of_adapters_and_of_processes(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_a_model_that_cannot_be_written_leaves_the_one_before_it(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Model and record stay together; the next evaluation is compared with that one."""
+    scripted(monkeypatch, [0.5, 0.9, 0.4, 0.7])
+    written, save = list[dict[str, Any]](), Run.save_staged
+    notes, config = Notes(), evaluated(tiny_folder, steps=6)
+    run_dir = RunDirectory.create(tmp_path, "run", config)
+
+    def failing(running: Run, folder: Path) -> None:
+        save(running, folder)
+        if run_dir.best_file.is_file():
+            written.append(json.loads(run_dir.best_file.read_text()))
+        if len(written) == 1:
+            raise StorageError("the disk is full", "cannot-write")
+
+    monkeypatch.setattr(Run, "save_staged", failing)
+    runs.train(config, run_dir=run_dir, progress=notes)
+    assert written == [{"step": 0, "eval/score": 0.5}] * 2
+    assert json.loads(run_dir.best_file.read_text()) == {"step": 6, "eval/score": 0.7}
+    assert sum("The model of the best evaluation is not kept" in n for n in notes.notes) == 1
+
+
 # -- ends ----------------------------------------------------------------------------------------
 
 
@@ -321,6 +347,22 @@ def test_a_resumed_run_evaluates_each_step_once(tiny_folder: Path, tmp_path: Pat
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_evaluations_that_a_resumed_run_repeats_do_not_wear_out_its_patience(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint is of step 3, the best evaluation of step 5."""
+    observe = {"eval_every": 1, "eval_patience": 1, "checkpoint_every": 3}
+    config = evaluated(tiny_folder, steps=9, observe=observe)
+    run_dir = RunDirectory.create(tmp_path, "cut", config)
+    scripted(monkeypatch, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
+    with pytest.raises(KeyboardInterrupt):
+        runs.train(config, run_dir=run_dir, progress=Kill(5))
+    scripted(monkeypatch, [4.0, 5.0, 4.5])
+    result = runs.train(config, run_dir=run_dir, resume=True, progress=Notes())
+    assert result.steps == 6
+    assert result.stopped.startswith("no evaluation of the last 1 was better than that of step 5")
+
+
 # -- results and settings ------------------------------------------------------------------------
 
 
@@ -332,6 +374,7 @@ def test_a_result_has_the_history(
     assert result.history == lines(run_dir.metrics_file)
     frame = result.frame()
     assert list(frame.index) == [0, 1, 2]
+    assert TrainResult(0, {}, tmp_path / "none").frame().index.name == "step"
     assert frame["eval/score"].notna().tolist() == [True, False, True]
     assert frame["objective/scores"].tolist()[1:] == [
         m["objective/scores"] for m in result.history[1:]

@@ -49,8 +49,8 @@ class Growing:
                 self._records, self._inode, self._size = [], found.st_ino, 0
             stream.seek(self._size)
             lines = files.whole_lines(stream.read())
-        self._size += sum(map(len, lines))
         self._records += [_record(line, self._file) for line in lines]
+        self._size += sum(map(len, lines))
         return self._records
 
 

@@ -158,7 +158,7 @@ class TrainResult:
         require("pandas", "hub", "TrainResult.frame()")
         import pandas as pd
 
-        return pd.DataFrame(self.history).set_index("step")
+        return pd.DataFrame(self.history or {"step": []}).set_index("step")
 
 
 class RunDirectory:
@@ -230,7 +230,9 @@ class RunDirectory:
     def save_machine(self, machine: Machine) -> None:
         """Write what the run works on, and below it when and how it was begun, and each time
         resumed."""
-        starts = self.read_starts() if self.machine_file.is_file() else []
+        starts = list[dict[str, Any]]()
+        with suppress(StateError):  # as of a run that begins
+            starts = self.read_starts()
         kept = {**asdict(machine), "starts": [*starts, current_start()]}
         files.write_whole(self.machine_file, json.dumps(kept, indent=2).encode())
 

@@ -25,10 +25,8 @@ from stretto.types import FinishReason
 
 
 def figures(config: Config, answers: Sequence[Rollout]) -> dict[str, float]:
-    """Return the metrics of scored answers, without those that no reward applies to.
-
-    Raises RewardError where a reward function failed, unless such answers are to be left out.
-    """
+    """Return the metrics of scored answers. Raises RewardError if one has no reward, unless such
+    answers are to be left out, or if none has one."""
     factors = config.reward.factors
     drops = config.reward.on_failure == "drop"
     out = reasons_to_reject(answers, drop_failures=drops, group_at_least=1, weights=factors)
@@ -71,8 +69,7 @@ class Evaluator:
         self._config, self._running, self._run_dir, self._note = config, running, run_dir, note
         self.news: dict[str, float] = {}
         self.best = run_dir.best()
-        known = {int(m[EVALUATED]) for m in run_dir.read_metrics() if EVALUATED in m}
-        self._since_best = sum(self.best is None or step > self.best.step for step in known)
+        self._evaluated = {int(m[EVALUATED]) for m in run_dir.read_metrics() if EVALUATED in m}
         self._writing: Future[None] | None = None
         every, facts = config.observe.eval_every, held_out.facts
         running.schedule.evaluation = Evaluation(every, held_out.prompts, self._take)
@@ -84,12 +81,15 @@ class Evaluator:
     @property
     def exhausted(self) -> str:
         """Why the run is to end, if it is."""
-        patience = self._config.observe.eval_patience
-        if not patience or self._since_best < patience or self.best is None:
+        patience, best = self._config.observe.eval_patience, self.best
+        if not patience or best is None:
+            return ""
+        worse = sum(step > best.step for step in self._evaluated)  # not those that are repeated
+        if worse < patience:
             return ""
         return (
-            f"no evaluation of the last {self._since_best} was better than that of step "
-            f"{self.best.step}; observe.eval_patience = {patience}"
+            f"no evaluation of the last {worse} was better than that of step {best.step}; "
+            f"observe.eval_patience = {patience}"
         )
 
     def take_news(self) -> dict[str, float]:
@@ -100,22 +100,21 @@ class Evaluator:
     async def _take(self, step: int, answers: Sequence[Rollout], seconds: float) -> None:
         found = figures(self._config, answers)
         self.news = {EVALUATED: float(step), **found, "timing_s/eval": seconds}
-        if self.best and found[SCORE] <= self.best.score:
-            self._since_best += 1
-            return
-        self._since_best = 0
-        self.best = Best(step, found[SCORE], self._run_dir.best_model)
         await self._written()
+        self._evaluated.add(step)
+        if self.best and found[SCORE] <= self.best.score:
+            return
+        self.best = Best(step, found[SCORE], self._run_dir.best_model)
         await self._running.stage_model()
         self._writing = in_background(lambda: self._write(step, found))
 
     def _write(self, step: int, found: Mapping[str, float]) -> None:
         folder = self._run_dir.best_model
         with self._running.spans.span(CHECKPOINT, "checkpoint/best", step=step):
-            self._running.save_staged(folder)
             record = json.dumps({"step": step, **found}, indent=2) + "\n"
-            with files.explained(folder):
-                files.write_whole(self._run_dir.best_file, record.encode())
+            with files.explained(folder), files.new_folder(folder) as scratch:
+                self._running.save_staged(scratch)
+                (scratch / self._run_dir.best_file.name).write_text(record)
 
     async def _written(self) -> None:
         if self._writing is None:
@@ -124,6 +123,8 @@ class Evaluator:
             await asyncio.wrap_future(self._writing)
         except StorageError as error:
             self._note(f"{error}. The model of the best evaluation is not kept")
+            self.best = self._run_dir.best()
+            self._evaluated.clear()  # that model was better than the one on disk
         finally:
             if self._writing.done():
                 self._writing = None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from stretto.errors import ConfigError, StrettoError
@@ -27,8 +29,8 @@ class RunServer(ThreadingHTTPServer):
     """A server of the page ``/`` and of what is new in it, ``/data``, to this machine alone.
 
     A request must name the loopback as its host, so that no page of another site, whose name was
-    made to lead here, can read the runs. Raises ConfigError if the port is taken, or there are too
-    many runs for curves.
+    made to lead here, can read the runs. Raises ConfigError if the port is taken or none, or there
+    are too many runs for curves.
 
     Args:
         runs: run directories, which a run that begins later may have yet to make.
@@ -42,7 +44,7 @@ class RunServer(ThreadingHTTPServer):
             text = f"at most {MAX_RUNS} runs can be watched on one page; got {len(runs)}"
             raise ConfigError(text, "too-many-runs")
         self._folders = runs
-        self._names = [run.name for run in load(runs, begun=False)]
+        self.names = [run.name for run in load(runs, begun=False)]
         directories = [RunDirectory(Path(run)) for run in runs]
         self._files = [
             (Growing(run.metrics_file), Growing(run.samples_file)) for run in directories
@@ -50,8 +52,8 @@ class RunServer(ThreadingHTTPServer):
         self._lock = Lock()
         try:
             super().__init__((HOST, port), _Handler)
-        except OSError as error:
-            text = f"--port {port} cannot be listened on: {error.strerror}; choose another"
+        except (OSError, OverflowError) as error:
+            text = f"--port {port} cannot be listened on: {error}; choose another"
             raise ConfigError(text, "port-taken") from error
 
     @property
@@ -64,17 +66,20 @@ class RunServer(ThreadingHTTPServer):
         return html_page(load(self._folders, begun=False), poll_ms=POLL_MS)
 
     def data(self, after: Sequence[int]) -> str:
-        """Return what a page lacks that has the runs up to these steps, as JSON; empty if it lacks
-        nothing. Raises ValueError for other than one step for each run."""
-        if len(after) != len(self._names):
-            raise ValueError(f"one step for each of {len(self._names)} runs; got {after}")
+        """Return what a page lacks that has the runs up to these steps, one for each run, as JSON;
+        empty if it lacks nothing."""
         with self._lock:
             runs = [
                 LoadedRun(name, {}, metrics.read(), (), samples=samples.read())
-                for name, (metrics, samples) in zip(self._names, self._files, strict=True)
+                for name, (metrics, samples) in zip(self.names, self._files, strict=True)
             ]
             newest = [run.metrics[-1]["step"] if run.metrics else 0 for run in runs]
             return "" if newest == list(after) else json.dumps(news(runs, after))
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a page that was closed before it had its answer."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -83,19 +88,20 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer with the page or its news."""
         asked = urlsplit(self.path)
+        after = parse_qs(asked.query).get("after", [])
         try:
             if urlsplit(f"//{self.headers.get('Host', '')}").hostname not in _NAMES:
                 self._send(403, "text/plain", "only the loopback is served")
             elif asked.path == "/":
                 self._send(200, "text/html", self.server.page())
-            elif asked.path == "/data":
-                text = self.server.data([int(n) for n in parse_qs(asked.query).get("after", ())])
-                self._send(200 if text else 204, "application/json", text)
-            else:
+            elif asked.path != "/data":
                 self._send(404, "text/plain", "there is nothing else")
-        except ValueError:
-            self._send(400, "text/plain", "one step for each run is needed")
-        except StrettoError as error:
+            elif len(after) != len(self.server.names) or not all(map(str.isdecimal, after)):
+                self._send(400, "text/plain", "one step for each run is needed")
+            else:
+                text = self.server.data(list(map(int, after)))
+                self._send(200 if text else 204, "application/json", text)
+        except (StrettoError, ValueError) as error:  # a ValueError: settings that are no TOML
             self._send(500, "text/plain", str(error))
 
     def _send(self, status: int, kind: str, text: str) -> None:
