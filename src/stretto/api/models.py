@@ -247,7 +247,7 @@ def answers(
     The options are settings of the section ``rollout``; the task says how rows become prompts.
     """
     each = options.get("samples_per_prompt", 1)
-    batch = each * max(min(len(rows), 32 // max(each, 1)), 1)
+    batch = max(each, 1) * max(min(len(rows), 32 // max(each, 1)), 1)
     rollout = recipes.build({"batch": batch, **options}, "options", RolloutConfig)
     if overrides is None:
         with working(on_stderr, CHECKING):
