@@ -36,8 +36,8 @@ def models(kind: str) -> tuple[Any, Any]:
     dtype = torch.bfloat16 if kind.startswith("bfloat16") else torch.float64
     actor = qwen(dtype) if kind == "norms of heads" else llama(dtype=dtype, tied=kind != "untied")
     critic = critic_of(actor)
-    if kind.endswith("lora"):
-        lora = ModelConfig(lora_rank=2)
+    if kind.endswith(("lora", "dora")):
+        lora = ModelConfig(lora_rank=2, lora_kind="dora" if kind == "dora" else "lora")
         return add_lora(actor, lora, "CAUSAL_LM"), add_lora(critic, lora, "SEQ_CLS")
     if kind == "partly frozen":
         actor.model.embed_tokens.requires_grad_(False)

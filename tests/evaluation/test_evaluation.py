@@ -257,12 +257,19 @@ def test_references_end_as_the_policys_responses_do(
     assert measured.win_rate.reference_score == pytest.approx(fmean(references), abs=1e-5)
 
 
+def adapter_of(base: Path, folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    return folder
+
+
 def test_end_tokens_are_known_without_the_weights(
     config: Config, policy: Path, tmp_path: Path
 ) -> None:
     _, folder, tokenizer = ending_turns(config, policy, tmp_path / "chat")
     assert end_tokens_of(folder, tokenizer) == {BOS, 258}
     assert end_tokens_of(folder, tokenizer) == end_token_ids(_load(folder), tokenizer)
+    assert end_tokens_of(adapter_of(folder, tmp_path / "adapter"), tokenizer) == {BOS, 258}
     (folder / "generation_config.json").unlink()
     model_config = json.loads((folder / "config.json").read_text())
     for named, expected in (([7, 9], {7, 9, 258}), (5, {5, 258}), (None, {258})):
@@ -729,6 +736,10 @@ def test_benchmarks_get_the_examples_of_the_table(
         evaluation.Benchmark("own", "acc", 3, 0.25, 0.125),
         evaluation.Benchmark("gsm8k", "exact_match,strict-match", 5, 0.5, None),
     ]
+    adapter = str(adapter_of(tiny_folder, tmp_path / "adapter"))
+    evaluation.benchmark(config.model, tasks=["mmlu"], model=adapter, batch=4)
+    given = calls[-1]["model_args"]
+    assert (given["pretrained"], given["peft"]) == (str(tiny_folder), adapter)
     with raises(ConfigError, "unknown-benchmark", "'mmlo'", "'mmlu'"):
         evaluation.benchmark(config.model, **asked, tasks=["mmlo"])
     with raises(ConfigError, "unreadable", "nowhere.yaml"):

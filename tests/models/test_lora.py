@@ -34,7 +34,7 @@ from stretto.models.load import (
     load_tokenizer,
     save_model,
 )
-from stretto.models.lora import add_lora, merge_lora, starting_policy, trained_names
+from stretto.models.lora import add_lora, load_lora, merge_lora, starting_policy, trained_names
 from stretto.models.weights import fingerprint_of, with_own_structure, with_own_weights
 from stretto.observe import RunDirectory
 from stretto.planner.memory import NF4
@@ -247,9 +247,15 @@ def test_a_model_with_adapters_of_its_own_keeps_them(
     from peft import LoraConfig, PeftModel, get_peft_model
 
     wrapped: Any = get_peft_model(tiny, LoraConfig(r=2, target_modules=["q_proj"]))
+    for name, parameter in wrapped.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.3)
     with raises(ConfigError, "adapters-already", "model.lora_rank = 0"):
         train(wrapped, tiny_folder, tmp_path)
     result = train(wrapped, tiny_folder, tmp_path, model__lora_rank=0)
+    # The reference is the policy as it starts, as with an adapter's folder.
+    first = RunDirectory.open(result.model.parent).read_metrics()[0]
+    assert abs(first["objective/kl"]) < 1e-4
     trained = logits(wrapped)
     loaded = AutoModelForCausalLM.from_pretrained(result.model)
     torch.testing.assert_close(logits(loaded), trained, rtol=1e-4, atol=1e-5)
@@ -317,6 +323,11 @@ def rewritten(folder: Path, **changes: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
+def kind_of(folder: Path) -> str:
+    saved = json.loads((folder / "adapter_config.json").read_text())
+    return "dora" if saved["use_dora"] else "rslora" if saved["use_rslora"] else "lora"
+
+
 def test_a_folder_of_adapters_is_the_model_with_them_merged_in(
     adapter: Path, tiny_folder: Path
 ) -> None:
@@ -333,15 +344,20 @@ def test_a_folder_of_adapters_is_the_model_with_them_merged_in(
 
 
 @pytest.mark.parametrize("preset", ["sync", "stretto"])
-def test_training_goes_on_with_the_adapters_of_a_folder(
-    adapter: Path, tiny_folder: Path, tmp_path: Path, preset: str
+@pytest.mark.parametrize("fresh", [False, True], ids=["saved", "fresh"])
+def test_adapters_of_each_kind_are_trained_and_merged(
+    adapter: Path, tiny_folder: Path, tmp_path: Path, preset: str, fresh: bool
 ) -> None:
-    start = logits(with_peft(tiny_folder, adapter))
-    changes: dict[str, Any] = {"model__name": str(adapter), "schedule": {"preset": preset}}
-    result = train(None, tiny_folder, tmp_path, model__lora_rank=0, **changes)
+    kind, start = kind_of(adapter), logits(with_peft(tiny_folder, adapter))
+    changes: dict[str, Any] = {"model__name": str(adapter), "model__lora_rank": 0}
+    if fresh:
+        start = logits(AutoModelForCausalLM.from_pretrained(tiny_folder))
+        changes = {"model__name": str(tiny_folder), "model__lora_kind": kind}
+    result = train(None, tiny_folder, tmp_path, schedule={"preset": preset}, **changes)
     first = RunDirectory.open(result.model.parent).read_metrics()[0]
     # The policy samples as the reference scores; float32, two layers of sums of up to 192 terms.
     assert abs(first["objective/kl"]) < 1e-4
+    assert kind_of(result.model / "adapter") == kind
     trained = with_peft(tiny_folder, result.model / "adapter")
     assert (logits(trained) - start).abs().max() > 1e-3
     saved = load_causal_lm(result.model, torch.float32, CPU)
@@ -352,6 +368,7 @@ def test_the_reference_is_the_policy_as_it_starts(adapter: Path, tiny_folder: Pa
     settings = with_adapter_settings(ModelConfig(name=str(adapter), device="cpu", dtype="float32"))
     assert (settings.lora_rank, settings.lora_alpha) == (2, 6.0)
     assert settings.lora_targets == ("q_proj", "up_proj")
+    assert settings.lora_kind == kind_of(adapter)
     base = make_actor(settings, Overrides(), silent, merged=False)
     actor = with_adapters(base, settings, 0, "CAUSAL_LM", None)
     want, trained = logits(actor), trained_names(actor)
@@ -398,6 +415,11 @@ def test_adapters_that_cannot_be_trained_are_refused(
         train(None, tiny_folder, tmp_path, model__name=str(folder), **named)
 
 
+def test_an_adapter_is_no_reward_model(tiny_folder: Path, tmp_path: Path) -> None:
+    with raises(ModelError, "adapter-of-classifier", "merge_and_unload"):
+        load_sequence_classifier(saved_adapter(tiny_folder, tmp_path), torch.float32, CPU)
+
+
 def test_a_warm_up_under_saved_adapters_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     folder = saved_adapter(tiny_folder, tmp_path)
     with raises(ConfigError, "adapter-with-warmup"):
@@ -431,6 +453,7 @@ def drawn(model: nn.Module, kind: Literal["CAUSAL_LM", "SEQ_CLS"] = "CAUSAL_LM")
     [
         ("4bit-without-adapters", {"model": {"load_in_4bit": True}}),
         ("4bit-with-warmup", {"warmup_examples": 8}),
+        ("4bit-with-dora", {"model": {"load_in_4bit": True, "lora_rank": 2, "lora_kind": "dora"}}),
         ("4bit-with-vllm", {"runtime": "local", "rollout": {"engine": "vllm"}}),
         ("4bit-in-parts", {"pipeline": {"ranks": 2}}),
         (
@@ -442,6 +465,28 @@ def drawn(model: nn.Module, kind: Literal["CAUSAL_LM", "SEQ_CLS"] = "CAUSAL_LM")
 def test_4_bits_are_refused_where_they_cannot_be(code: str, changes: dict[str, Any]) -> None:
     with raises(ConfigError, code):
         recipes.build({"model": {"load_in_4bit": True, "lora_rank": 2}, **changes}, "here")
+
+
+def test_adapters_of_a_folder_are_trained_on_4_bits(
+    in_4bit: Any, tiny_folder: Path, tmp_path: Path
+) -> None:
+    folder, four = saved_adapter(tiny_folder, tmp_path), {"model__load_in_4bit": True}
+    start = logits(load_lora(in_4bit, folder))
+    result = train(None, tiny_folder, tmp_path, model__name=str(folder), **four)
+    first = RunDirectory.open(result.model.parent).read_metrics()[0]
+    assert abs(first["objective/kl"]) < 1e-4
+    base = load_causal_lm(tiny_folder, torch.float32, CPU, load_in_4bit=True)
+    trained = logits(load_lora(base, result.model / "adapter"))
+    assert (trained - start).abs().max() > 1e-3
+    saved = logits(load_causal_lm(result.model, torch.float32, CPU))
+    # In float32: two layers of sums of up to 192 terms.
+    assert (saved - trained).abs().max() < 1e-5 * trained.abs().max()
+
+
+def test_dora_of_a_folder_on_4_bits_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = saved_adapter(tiny_folder, tmp_path, use_dora=True)
+    with raises(ConfigError, "4bit-with-dora"):
+        with_adapter_settings(ModelConfig(name=str(folder), load_in_4bit=True, lora_rank=2))
 
 
 def test_4_bits_are_for_models_by_name(tiny: Any) -> None:

@@ -70,6 +70,12 @@ def test_one_rank_cuts_nothing() -> None:
         (llama, 4, "tp-divides", "2 attention heads"),
         (qwen, 4, "tp-divides", "2 key-value heads"),
         (
+            lambda: add_lora(llama(), ModelConfig(lora_rank=2, lora_kind="dora"), "CAUSAL_LM"),
+            2,
+            "dora-in-slices",
+            "q_proj",
+        ),
+        (
             lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16)),
             2,
             "no-tp-plan",

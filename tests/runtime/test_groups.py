@@ -21,7 +21,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GraniteConfig
 
 from helpers import check_trace_events
 from raising import raises
@@ -31,7 +31,7 @@ from stretto.assembly.models import Overrides
 from stretto.config import ClusterConfig, Config, recipes
 from stretto.config.cluster import ProcessConfig
 from stretto.errors import ConfigError, EngineError, MissingExtraError, RankError, RewardError
-from stretto.models.load import load_causal_lm
+from stretto.models.load import load_causal_lm, save_model
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
@@ -300,6 +300,27 @@ def test_roles_work_at_the_same_time_and_a_run_is_resumed(
     runs.train(config, run_dir=run, resume=True, progress=NoProgress())
     assert [m["step"] for m in run.read_metrics()] == [1, 2, 3, 4]
     assert [m["staleness/max"] for m in run.read_metrics()] == [0, 1, 1, 1]
+    assert_same(run, whole)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_classifier_made_here_goes_to_processes_and_is_resumed(tmp_path: Path, rank: int) -> None:
+    """Granite has no sequence classifier in transformers, and PPO's critic is one."""
+    torch.manual_seed(0)
+    granite = GraniteConfig(
+        vocab_size=260, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, eos_token_id=258, tie_word_embeddings=True,
+    )  # fmt: skip
+    save_model(AutoModelForCausalLM.from_config(granite), byte_tokenizer(), tmp_path / "granite")
+    model = {"name": str(tmp_path / "granite"), "dtype": "float32", "lora_rank": rank}
+    config = settings(tmp_path, model=model, steps=4, observe={"checkpoint_every": 2})
+    whole = trained(config, tmp_path / "whole")
+    config = config.model_copy(update={"runtime": "local"})
+    with pytest.raises(KeyboardInterrupt):
+        trained(config, tmp_path / "half", Stopper())
+    (folder,) = (tmp_path / "half").iterdir()
+    run = RunDirectory.open(folder)
+    runs.train(config, run_dir=run, resume=True, progress=NoProgress())
     assert_same(run, whole)
 
 

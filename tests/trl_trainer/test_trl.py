@@ -720,7 +720,11 @@ def test_lora_is_what_the_settings_call_it(folders: dict[str, Path], tmp_path: P
         "q_proj",
         "v_proj",
     )
-    for more in ({"use_dora": True}, {"bias": "all"}, {"modules_to_save": ["lm_head"]}):
+    for kind, asked in (("rslora", {"use_rslora": True}), ("dora", {"use_dora": True})):
+        trainer = make_trainer(folders, tmp_path, peft_config=LoraConfig(**asked))
+        assert trainer.config.model.lora_kind == kind
+    both = {"use_dora": True, "use_rslora": True}
+    for more in (both, {"bias": "all"}, {"modules_to_save": ["lm_head"]}):
         with raises(ConfigError, "lora-argument-refused", next(iter(more))):
             make_trainer(folders, tmp_path, peft_config=LoraConfig(**more))
     with raises(ConfigError, "lora-targets-pattern", ".*q_proj"):

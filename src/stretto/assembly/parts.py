@@ -96,6 +96,9 @@ def trained_models(
     config.require_positions("the actor", positions(base, generating=True))
     RoleFactory(config, say).check_rewards(rewards, prompts.first(FIRST))
     check_lora(base, m)
+    adapted = hasattr(base, "peft_config") or (
+        overrides.actor is None and adapter_folder(m.name) is not None
+    )
     _check_cuts(config.pipeline, config.critic.init, base, rewards)
     warmed_up(base, config, prompts, overrides, say)
     critic, trained = None, trained_names(base)
@@ -112,7 +115,7 @@ def trained_models(
         if overrides.reference is not None:
             reference = models.made_ready(overrides.reference, m.device, "the reference")
             reference.requires_grad_(False)
-        elif overrides.actor is None and adapter_folder(m.name):
+        elif adapted:
             reference = starting_policy(actor)
         else:  # under LoRA the actor is its own reference, without its adapters
             reference = actor if m.lora_rank else models.frozen_copy(base)

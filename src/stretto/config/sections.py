@@ -103,7 +103,9 @@ class ModelConfig(Section):
     lora_rank: NonNegativeInt = 0
     """Rank of LoRA adapters for actor and critic; 0 trains all weights, or of a PEFT adapter in name that adapter."""
     lora_alpha: NonNegative = 16.0
-    """LoRA scale: the update is multiplied by alpha / rank."""
+    """LoRA scale: the update is multiplied by alpha / rank, with rslora by alpha / sqrt(rank)."""
+    lora_kind: Literal["lora", "rslora", "dora"] = "lora"
+    """Kind of adapters: lora, rslora (scaled for high ranks), or dora (learns the magnitude of weights apart from their direction; not with load_in_4bit or tp)."""
     lora_targets: tuple[str, ...] = ("all-linear",)
     """Modules that get adapters, by the end of their name; 'all-linear' takes every linear layer but the head."""
     load_in_4bit: bool = False
@@ -123,10 +125,15 @@ class ModelConfig(Section):
         return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
     def rules(self, broken: Rules) -> None:
-        """Check that weights in 4 bits have adapters, which alone are trained."""
+        """Check that weights in 4 bits have adapters, which alone are trained, and can be merged."""
         broken["4bit-without-adapters"] = (self.load_in_4bit and not self.lora_rank) and (
             "model.load_in_4bit = true keeps weights that cannot be trained, and model.lora_rank = "
-            "0 trains them; set model.lora_rank, to 32 for example, or leave load_in_4bit out"
+            "0 trains them; set model.lora_rank, to 32 for example, or to that of a PEFT adapter in "
+            "model.name; or leave load_in_4bit out"
+        )
+        broken["4bit-with-dora"] = (self.load_in_4bit and self.lora_kind == "dora") and (
+            "model.load_in_4bit = true with adapters of kind 'dora' is not supported; set "
+            "model.lora_kind to 'lora' or 'rslora', or leave load_in_4bit out"
         )
 
 

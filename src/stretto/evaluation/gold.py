@@ -19,6 +19,7 @@ from stretto.assembly.roles import RoleFactory
 from stretto.config.sections import reward_source
 from stretto.errors import ConfigError, RewardError, TaskError
 from stretto.models.info import load_config
+from stretto.models.resolve import adapter_base, resolve
 from stretto.observe.progress import on_stderr
 from stretto.saying import working
 from stretto.schedules.rollout import Rollout
@@ -116,6 +117,8 @@ def end_tokens_of(
     from transformers import GenerationConfig
 
     config: Any
+    if base := adapter_base(path):
+        path = resolve(base)
     try:
         config = GenerationConfig.from_pretrained(str(path))
     except OSError:  # it has none: transformers then takes the model's config for it

@@ -13,7 +13,7 @@ from typing import Any
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError, require
 from stretto.models.backend import pick_device, pick_dtype
-from stretto.models.resolve import resolve
+from stretto.models.resolve import adapter_base, resolve
 from stretto.observe.progress import on_stderr
 from stretto.saying import working
 
@@ -75,11 +75,13 @@ def benchmark(
             remedy = f"did you mean '{close[0]}'?" if close else "'lm-eval ls tasks' lists them"
             message = f"--lm-eval: there is no benchmark '{name}'; {remedy}"
             raise ConfigError(message, "unknown-benchmark")
-    device = pick_device(config.device)
+    device, path = pick_device(config.device), resolve(model, on_stderr)
+    base = adapter_base(path)
     options = {
         "model": "hf",
         "model_args": {
-            "pretrained": str(resolve(model, on_stderr)),
+            "pretrained": str(resolve(base, on_stderr) if base else path),
+            **({"peft": str(path)} if base else {}),
             "dtype": str(pick_dtype(config.dtype, device)).removeprefix("torch."),
             "trust_remote_code": config.trust_remote_code,
         },

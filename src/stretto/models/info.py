@@ -172,9 +172,9 @@ def described(name: str) -> ModelInfo:
 
 
 def with_adapter_settings(config: ModelConfig) -> ModelConfig:
-    """Return settings with rank, alpha and targets of the PEFT adapter that they name, if any.
+    """Return settings with rank, alpha, kind and targets of a PEFT adapter that they name.
 
-    Raises ConfigError if they contradict the adapter, or if it is none that can be trained.
+    Raises ConfigError if they contradict the adapter, or if it cannot be trained so.
     """
     folder = adapter_folder(config.name)
     if folder is None:
@@ -190,7 +190,9 @@ def with_adapter_settings(config: ModelConfig) -> ModelConfig:
             )
     targets = found["target_modules"]
     names = (targets,) if isinstance(targets, str) else tuple(sorted(targets))
+    kind = next((k for k in ("dora", "rslora") if found.get(f"use_{k}")), "lora")
     own = {"lora_rank": found["r"], "lora_alpha": float(found["lora_alpha"]), "lora_targets": names}
+    own |= {"lora_kind": kind}
     for name, value in own.items():
         given, default = getattr(config, name), ModelConfig.model_fields[name].default
         if given not in (value, default):
@@ -199,6 +201,12 @@ def with_adapter_settings(config: ModelConfig) -> ModelConfig:
                 f"with has {value!r}; leave the setting out",
                 "adapter-contradicted",
             )
+    if kind == "dora" and config.load_in_4bit:
+        raise ConfigError(
+            f"the adapter '{config.name}' is DoRA's, and model.load_in_4bit = true is not "
+            "supported with those; leave load_in_4bit out",
+            "4bit-with-dora",
+        )
     return config.model_copy(update=own)
 
 

@@ -100,6 +100,12 @@ def load_sequence_classifier(
     """Return a model with one score for a sequence (a reward model); see :func:`load_causal_lm`."""
     from transformers import AutoModelForSequenceClassification
 
+    if adapter_base(path):
+        raise ModelError(
+            f"'{path}' is a folder of a PEFT adapter, and a reward model or critic is a whole "
+            "model; merge the adapter into its model (merge_and_unload), and give that folder",
+            "adapter-of-classifier",
+        )
     config = load_config(path, trust_remote_code)
     if (labels := config.num_labels) != 1:
         raise ModelError(

@@ -22,10 +22,12 @@ def add_lora(
     kind: Literal["CAUSAL_LM", "SEQ_CLS"],
     start: Path | None = None,
 ) -> nn.Module:
-    """Wrap a model in adapters of ``config.lora_rank`` (Hu et al. 2021); the rest is frozen.
+    """Wrap a model in adapters of ``config.lora_rank``; the rest is frozen. They are LoRA's (Hu et
+    al. 2021), or by ``config.lora_kind`` rsLoRA's (Kalajdzievski 2023) or DoRA's (Liu et al. 2024).
 
     Adapters are float32 whatever the model's type. A fresh adapter changes nothing: its B matrix
-    is zero. Those of a PEFT folder ``start`` are as they were saved, without dropout.
+    is zero, and DoRA's magnitudes are those of the weights. Those of a PEFT folder ``start`` are as
+    they were saved, without dropout.
     Raises ConfigError as :func:`check_lora` does, and leaves the model as it was; ModelError for
     saved adapters that do not fit.
     """
@@ -41,6 +43,8 @@ def add_lora(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # peft divides by it: a float is fine
         lora_dropout=0.0,
+        use_rslora=config.lora_kind == "rslora",
+        use_dora=config.lora_kind == "dora",
         target_modules="all-linear" if targets == ("all-linear",) else list(targets),
     )
     try:

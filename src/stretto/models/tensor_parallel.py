@@ -264,6 +264,13 @@ def _linears(layer: Any, style: str, name: str) -> Iterator[nn.Linear]:
     """
     parts = [layer]
     if hasattr(layer, "base_layer"):
+        if layer.lora_magnitude_vector:
+            raise ModelError(
+                f"'{name}' has an adapter of DoRA, which reads the magnitude of whole weights, and "
+                "tensor parallelism cuts these; set model.lora_kind to 'lora' or 'rslora', or tp "
+                "to 1",
+                "dora-in-slices",
+            )
         adapters = layer.lora_B if style == BY_OUTPUTS else layer.lora_A
         parts = [layer.base_layer, *adapters.values()]
     for part in parts:

@@ -245,7 +245,10 @@ def reference(setup: RoleSetup) -> ScorerService:
         model, _ = loaded_actor(setup)
     marks = _marks_of(model)
     own = model is not adapted
-    if setup.overrides.reference is None and adapter_folder(config.model.name):
+    actor = setup.overrides.actor
+    if setup.overrides.reference is None and (
+        adapter_folder(config.model.name) if actor is None else hasattr(actor, "peft_config")
+    ):
         model = starting_policy(model)
     (scorer,) = RoleFactory(config, notes.append).model_scorers(cut(model, setup), None, None)
     offloaded = setup.offloaded("reference", scorer.model.parameters) if own else None

@@ -63,7 +63,7 @@ _NOT_HERE = {
 }
 """Arguments of trainers that are refused, with the reason and the remedy."""
 
-_LORA_TAKEN = ("r", "lora_alpha", "target_modules")
+_LORA_TAKEN = ("r", "lora_alpha", "target_modules", "use_rslora", "use_dora")
 _LORA_FREE = (
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "peft_type"),
     *("peft_version", "revision", "runtime_config", "task_type"),
@@ -202,13 +202,20 @@ def lora_settings(peft_config: Any, policy: Any) -> dict[str, Any]:
         value, default = getattr(peft_config, name), getattr(plain, name)
         if name not in (*_LORA_TAKEN, *_LORA_FREE) and value != default:
             raise ConfigError(
-                f"peft_config: {name} = {value!r} is not supported; LoRA here has r, "
-                "lora_alpha and target_modules. Leave it out",
+                f"peft_config: {name} = {value!r} is not supported; LoRA here has "
+                f"{', '.join(_LORA_TAKEN)}. Leave it out",
                 "lora-argument-refused",
             )
+    kinds = [kind for kind in ("rslora", "dora") if getattr(peft_config, f"use_{kind}")]
+    if len(kinds) > 1:
+        raise ConfigError(
+            "peft_config: use_rslora and use_dora are not supported together; leave one out",
+            "lora-argument-refused",
+        )
     return {
         "lora_rank": peft_config.r,
         "lora_alpha": float(peft_config.lora_alpha),
+        "lora_kind": kinds[0] if kinds else "lora",
         "lora_targets": _targets(peft_config.target_modules, policy),
     }
 
