@@ -499,6 +499,15 @@ class Listening(TrainerCallback):
         assert more["model"] is not None
         self.events.append(f"begin of {state.max_steps}")
 
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.events.append("epoch begins")
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.events.append(f"epoch ends at {state.global_step}")
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        raise AssertionError
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.events.append(f"step {state.global_step} logs {control.should_log}")
         control.should_training_stop |= state.global_step == self.last
@@ -511,9 +520,9 @@ class Listening(TrainerCallback):
 
 
 def test_callbacks_are_objects_or_classes_and_come_and_go(
-    tiny_folder: Path, tmp_path: Path
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    few = {"logging_steps": 2, "num_iterations": 2, "max_steps": 4}
+    few = {"logging_steps": 2, "num_iterations": 2, "max_steps": 6}
     trainer = make_trainer(tiny_folder, tmp_path, settings=few, callbacks=[Listening])
     told = trainer.pop_callback(Listening)
     assert told.events == ["init"]
@@ -523,11 +532,14 @@ def test_callbacks_are_objects_or_classes_and_come_and_go(
     trainer.remove_callback(extra)
     output = trainer.train()
     # A step of ours is 2 of the optimizer's, on 2 of the 4 prompts.
-    steps = ["step 2 logs True", "0.5 True", "step 4 logs True", "1.0 True"]
-    assert told.events == ["init", "begin of 4", *steps, "end"]
+    first = ["step 2 logs True", "0.5 True", "step 4 logs True", "1.0 True", "epoch ends at 4"]
+    second = ["step 6 logs True", "1.5 True", "epoch ends at 6"]
+    begins = "epoch begins"
+    assert told.events == ["init", "begin of 6", begins, *first, begins, *second, "end"]
+    assert "without effect: on_save of Listening" in capsys.readouterr().out
     assert extra.events == []
-    assert output.global_step == 4
-    assert [row["step"] for row in trainer.state.log_history] == [2, 4]
+    assert output.global_step == 6
+    assert [row["step"] for row in trainer.state.log_history] == [2, 4, 6]
 
     stopping = Listening()
     stopping.last = 1

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
+from transformers import TrainerCallback
+from transformers.trainer_callback import CallbackHandler
+
 from stretto.observe.run_directory import EVALUATED, SCORE
 
 if TYPE_CHECKING:
@@ -27,6 +30,11 @@ METRICS = {
 }
 """Names of TRL's metrics, with those that the same figures have in metrics.jsonl."""
 
+_NEVER = (
+    *("on_save", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"),
+    *("on_predict", "on_prediction_step"),
+)
+
 
 def after_step(
     t: BaseTrainer, step: int, stats: Mapping[str, float]
@@ -35,7 +43,7 @@ def after_step(
     the run, or a checkpoint.
     """
     t.tell("on_step_begin")
-    batch = t.config.rollout.batch
+    batch, epochs = t.config.rollout.batch, int(t.state.epoch or 0)
     t.state.global_step = step * t.sizes.updates
     t.state.epoch = step * batch / (t.config.rollout.samples_per_prompt * len(t.train_dataset))
     t.tell("on_step_end")
@@ -43,9 +51,25 @@ def after_step(
     t.log({**stats, **as_trl_names(stats), "episode": step * batch})
     if EVALUATED in stats:
         t.tell("on_evaluate", metrics=evaluated(stats))
-    if t.control.should_training_stop or wishes[0]:
+    stops = t.control.should_training_stop or wishes[0] or step == t.config.steps
+    if stops or int(t.state.epoch) > epochs:
+        t.tell("on_epoch_end")
+    if stops or t.control.should_training_stop:
         return "stop"
+    if int(t.state.epoch) > epochs:
+        wishes = False, wishes[1] or t.control.should_save
+        t.tell("on_epoch_begin")
     return "save" if t.control.should_save or wishes[1] else None
+
+
+def never_called(handler: CallbackHandler) -> list[str]:
+    """Return a note on each event that a callback waits for and is never told of."""
+    return [
+        f"without effect: {hook} of {type(callback).__name__} (callbacks are not told of it)"
+        for callback in handler.callbacks
+        for hook in _NEVER
+        if getattr(type(callback), hook, None) is not getattr(TrainerCallback, hook)
+    ]
 
 
 def evaluated(stats: Mapping[str, float]) -> dict[str, float]:

@@ -48,7 +48,7 @@ from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.models import RewardModelScorer
 from stretto.tasks.prompts import render
 from stretto.trl import arguments, objects
-from stretto.trl.callbacks import after_step
+from stretto.trl.callbacks import after_step, never_called
 from stretto.trl.config import GRPOConfig, OnlineDPOConfig, PPOConfig, RLOOConfig, TrlConfig
 from stretto.trl.objects import PromptTask, Rewards, TokenTask
 
@@ -180,10 +180,11 @@ class BaseTrainer:
         run = api.begin(self.config, name, resume=resumed, overrides=self._overrides())
         self.run_dir = run.run_dir
         display = make_progress(self.config.observe.progress)
-        for line in arguments.notes(args, self.sizes):
+        for line in arguments.notes(args, self.sizes) + never_called(self.callback_handler):
             display.note(line)
         self.state.compute_steps(args, self.state.max_steps)  # type: ignore[no-untyped-call]
         self.tell("on_train_begin")
+        self.tell("on_epoch_begin")
         result = api.execute(run, progress=display, on_step=partial(after_step, self))
         took_s, done = time.monotonic() - began_s, self.state.global_step
         losses = [row["loss"] for row in self.state.log_history if "loss" in row]
