@@ -720,8 +720,9 @@ def test_lora_is_what_the_settings_call_it(folders: dict[str, Path], tmp_path: P
         "q_proj",
         "v_proj",
     )
-    for kind, asked in (("rslora", {"use_rslora": True}), ("dora", {"use_dora": True})):
-        trainer = make_trainer(folders, tmp_path, peft_config=LoraConfig(**asked))
+    kinds = {"rslora": LoraConfig(use_rslora=True), "dora": LoraConfig(use_dora=True)}
+    for kind, asked in kinds.items():
+        trainer = make_trainer(folders, tmp_path, peft_config=asked)
         assert trainer.config.model.lora_kind == kind
     both = {"use_dora": True, "use_rslora": True}
     for more in (both, {"bias": "all"}, {"modules_to_save": ["lm_head"]}):
