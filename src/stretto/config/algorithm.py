@@ -116,7 +116,7 @@ class AlgorithmConfig(Section):
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Policy ratios of single tokens, or of a whole response: the geometric mean of its tokens' ratios (GSPO)."""
     mask_truncated_completions: bool = False
-    """Leave responses that hit the token limit out of the loss; they still count in their group's mean."""
+    """Leave responses that hit the token limit out of the losses and of their means; they still count in their group's mean reward."""
     aggregation: Literal["auto", Aggregation] = "auto"
     """Aggregation of per-token losses. token_mean: mean over all tokens. sequence_mean: mean over each response, then over responses. sequence_sum: sum over each response, then mean over responses. fixed_length: that sum divided by rollout.max_new_tokens (Dr. GRPO). auto: the algorithm's own."""
     old_policy: Literal["auto", "behaviour", "proximal"] = "auto"
