@@ -256,7 +256,10 @@ def test_three_stages_end_in_a_table(
     assert before["kl"]["kl"] == pytest.approx(0, abs=1e-4)  # the tuned model against itself
     assert after["kl"]["kl"] != 0
     assert before["samples"] == after["samples"] == 6
-    assert sampled == [result["sft"]["model"], result["train"]["model"]]  # once for all measures
+    assert sampled == [
+        result["sft"]["model"],
+        str(Path(result["train"]["run_dir"]) / "model"),
+    ]  # once for all measures
     row = next(line for line in printed.out.splitlines() if line.startswith("| after RL "))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     gold, proxy = after["win_rates"]
@@ -320,7 +323,7 @@ def test_what_is_done_is_not_done_again(
         assert [path.stat().st_mtime_ns for path in done] == kept
         names = {entry.name for entry in run.iterdir() if entry.is_dir()}
         assert names == {"sft-001", "reward-001", "run-001", *(() if text else ("run-002",))}
-        last = Path(outcome(run)["train"]["model"]).parent
+        last = Path(outcome(run)["train"]["run_dir"])
         assert [step["step"] for step in lines(last / "metrics.jsonl")] == [1, 2]
 
         after = outcome(run)["after"]  # as without an interruption

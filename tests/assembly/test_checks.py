@@ -279,8 +279,8 @@ def test_rows_that_are_no_unicode_are_found_when_the_task_is_opened(
     config = Config().task.model_copy(update={"kind": "dataset", "name": str(rows)})
     rows.write_text(whole)
     assert load(config, 0).row(0).prompt == "😀"
-    rows.write_text(whole + f'{{"prompt": {prompt}}}\n')
-    with raises(TaskError, "invalid-unicode", "row 1, column 'prompt'"):
+    rows.write_text(f'{{"prompt": {prompt}}}\n')
+    with raises(TaskError, "invalid-unicode", "row 0, column 'prompt'"):
         load(config, 0)
 
 

@@ -146,6 +146,9 @@ def execute(
         display.close()
         records = "metrics, samples" if run_dir.samples_file.exists() else "metrics"
         display.note(f"done; {records} and the trained model are in {run_dir.path}")
+        if best := run_dir.best():
+            found = f"of the evaluations, step {best.step} had the best score, {best.score:.3f}"
+            display.note(f"{found}; its model is in {best.model}")
         return result
 
 

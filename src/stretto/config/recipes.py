@@ -38,8 +38,8 @@ _OWN_FILES = (("task", "name"), ("task", "held_out"), ("data", "name"), ("reward
 
 RENAMED = {
     "algorithm.group_std": "algorithm.scale_rewards",
-    "task.prompt_column": "task.columns.prompt",
-    "task.answer_column": "task.columns.answer",
+    "task.prompt_column": "task.columns",
+    "task.answer_column": "task.columns",
     "schedule.batches_per_handover": "schedule.weight_sync_interval",
     "cluster.handover_timeout_s": "cluster.weight_sync_timeout_s",
 }
