@@ -560,6 +560,8 @@ def test_curves_are_of_all_metrics_and_have_gaps_where_those_have(
     values = {"objective/kl": [1.5], "eval/pass@1": [0.75]}
     assert new["curves"] == {"steps": [3], "times": [4.5], "values": values}
     assert new["steps"] == 3
+    (first,) = news([made(metrics=[{"step": 0, "time_s": 0, "eval/score": 0.5}])])["runs"]
+    assert (first["curves"]["steps"], first["steps"]) == ([0], 0)
     monkeypatch.setattr("stretto.observe.report.page._POINTS", 2)
     assert payload([run])["runs"][0]["curves"] == {
         "steps": [2, 3],
@@ -811,7 +813,9 @@ document.title = JSON.stringify(told);
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs a browser")
 def test_curves_zoom_and_smooth_and_samples_are_found(tmp_path: Path) -> None:
-    metrics = [{"step": s, "time_s": s, "objective/kl": s % 5, "eval/x": s} for s in range(1, 41)]
+    metrics = [
+        {"step": s, "time_s": s, "objective/kl": s % 5, "eval/score": s} for s in range(1, 41)
+    ]
     rows = [sample(1, "one"), sample(1, "two", 0.5), sample(2, "three", -1.0)]
     page = dom(html_page([made(metrics=metrics, samples=rows)]), tmp_path, EXPLORED)
     found = re.search("<title>(.*?)</title>", page)
@@ -957,7 +961,9 @@ def test_a_browser_follows_a_run(
 
     def step(number: int) -> None:
         run.append_samples(number, [Sample("2+2?", "four", 1.0, "stop", 2)])
-        run.append_metrics(number, {"objective/kl": 0.5, "eval/pass" if number > 1 else "lr": 0.25})
+        run.append_metrics(
+            number, {"objective/kl": 0.5, "eval/score" if number > 1 else "lr": 0.25}
+        )
 
     if steps:
         step(1)
@@ -972,5 +978,5 @@ def test_a_browser_follows_a_run(
     with served(run.path) as server:
         page = dom(server.url, tmp_path)
     assert "live: step 3; timelines" in page
-    assert ">eval/pass</h3>" in page
+    assert ">Evaluations, mean score</h3>" in page
     assert page.count('<div class="text">four</div>') == 3

@@ -129,7 +129,7 @@ def news(runs: Sequence[LoadedRun], after: Sequence[int] = ()) -> dict[str, Any]
     """Return what grows with the steps of runs: ``curves`` and ``samples`` after the steps given,
     by default all; and the figures of the whole runs that the page draws anew."""
     where_time_went = [figures.shares(run) for run in runs]
-    after, in_brief = after or [0] * len(runs), len(runs) > MAX_RUNS
+    after, in_brief = after or [-1] * len(runs), len(runs) > MAX_RUNS
     samples = [{} for _ in runs] if in_brief else _samples(runs, after)
     return {
         "roles": sorted({s.role for own in where_time_went for s in own}, key=role_order),
@@ -138,7 +138,7 @@ def news(runs: Sequence[LoadedRun], after: Sequence[int] = ()) -> dict[str, Any]
                 "curves": _curves([] if in_brief else run.metrics, run.times_s(), step),
                 "samples": own_samples,
                 "seconds": _short(max(run.times_s().values(), default=0.0)),
-                "steps": len(run.metrics),
+                "steps": run.metrics[-1]["step"] if run.metrics else 0,
                 "rate": run.mean_over_time(SAMPLES_PER_S),
                 "reward": figures.last_reward(run),
                 "staleness": run.mean_over_time("staleness/mean"),

@@ -196,6 +196,8 @@ function shareBars() {
 
 const CURVES = [
   ["objective/scores", "Reward"],
+  ["eval/score", "Evaluations, mean score"],
+  ["eval/pass@1", "Evaluations, pass@1"],
   ["objective/kl", "KL to the reference [nats a response]"],
   ["loss/policy_avg", "Policy loss"],
   ["loss/value_avg", "Value loss"],
@@ -215,13 +217,12 @@ const AXES = {
   times: { xLabel: "time", xText: duration, xTicksOf: (a, b, n) => timeTicks(a, b, n).map((x) => [x, timeText(x, b)]) },
 };
 
-/** Metrics of all runs: those of CURVES that are not 0 throughout, evaluations, all others. */
+/** Metrics of all runs: those of CURVES that are not 0 throughout, and all others. */
 function metrics() {
   const names = [...new Set(D.runs.flatMap((run) => Object.keys(run.curves.values)))].sort();
   const used = ([name]) => D.runs.some((run) => run.curves.values[name]?.some(Boolean));
   const shown = CURVES.filter(used);
-  shown.splice(1, 0, ...names.filter((name) => name.startsWith("eval/")).map((name) => [name, name]));
-  const known = new Set([...CURVES, ...shown].map(([name]) => name));
+  const known = new Set(CURVES.map(([name]) => name));
   return [shown, names.filter((name) => !known.has(name)).map((name) => [name, name])];
 }
 
