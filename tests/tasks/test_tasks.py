@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from raising import raises
 from scorer_helpers import byte_tokenizer
 from stretto import tasks
-from stretto.config import TaskConfig, recipes
-from stretto.errors import ConfigError, StateError, TaskError
+from stretto.config import TaskConfig
+from stretto.errors import StateError, TaskError
 from stretto.tasks.base import INDEX_KEY, TaskRow, extract, fingerprint, same_answer
 from stretto.tasks.procedural import WORDS, ChainSum, SpellBackward
 from stretto.tasks.prompts import PromptSource, render
@@ -551,11 +551,6 @@ def test_columns_have_further_names_for_functions(tmp_path: Path) -> None:
         row | {"label": row["answer"]} for row in rows
     ]
     assert not task.has_verifier
-
-
-def test_former_names_of_the_columns_are_refused_with_the_new_ones() -> None:
-    with raises(ConfigError, "extra_forbidden", "'task.columns.prompt'", "'task.columns.answer'"):
-        recipes.build({"task": {"prompt_column": "q", "answer_column": "a"}}, "mine.toml")
 
 
 def test_the_hub_is_asked_by_name_configuration_and_split(monkeypatch: pytest.MonkeyPatch) -> None:

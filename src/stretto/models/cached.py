@@ -6,6 +6,7 @@ h key-value heads, d head size, c cached tokens of one row.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ class CachedPass:
         self.backbone = backbone(model)
         self.config_of_model: Any = self.backbone.config
         self._masks = LayerMasks(self.config_of_model, self.dtype)
+        takes = inspect.signature(self.backbone.forward).parameters
+        self._cache_name = "cache" if "cache" in takes else "past_key_values"  # transformers < 5.24
 
     def prefill(
         self, slots: Sequence[int], starts: Sequence[int], rows: Sequence[Sequence[int]]
@@ -67,7 +70,7 @@ class CachedPass:
         return self._hidden(ids, at, self._masks(at, read))
 
     def _hidden(self, ids: Tensor, positions: Tensor, mask: Masks | None) -> Tensor:
-        given = {"position_ids": positions, "attention_mask": mask, "past_key_values": self.cache}
+        given = {"position_ids": positions, "attention_mask": mask, self._cache_name: self.cache}
         hidden: Tensor = self.backbone(input_ids=ids, use_cache=True, **given).last_hidden_state
         return hidden
 

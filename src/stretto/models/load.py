@@ -252,7 +252,7 @@ def _fault(model: PreTrainedModel) -> str:
     difference = (logits[0, :2] - logits[1, :2]).abs().max()
     if difference > max(1e-4, 4 * torch.finfo(model.dtype).eps) * logits.abs().max():
         return "looks ahead"
-    cache = getattr(outputs, "past_key_values", None)
+    cache = getattr(outputs, "cache", None) or getattr(outputs, "past_key_values", None)
     with suppress(ValueError, IndexError):  # of a cache without any layer of keys and values
         if cache is not None and cache.get_seq_length() == 3:
             return ""
