@@ -69,6 +69,14 @@ class Overrides:
 NO_OVERRIDES = Overrides()
 
 
+def starts_adapted(config: ModelConfig, actor: nn.Module | None) -> bool:
+    """Return whether the policy starts with a PEFT adapter: that of the caller's ``actor``, or
+    without one that of the folder which the settings name."""
+    if actor is None:
+        return adapter_folder(config.name) is not None
+    return hasattr(actor, "peft_config")
+
+
 def prepare_torch(seed: int, threads: int) -> None:
     """Set memory, threads (0 leaves torch's choice) and the seed, from which models are drawn."""
     keep_freed_memory()

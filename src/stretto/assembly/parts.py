@@ -24,7 +24,7 @@ from stretto.errors import ConfigError
 from stretto.models.forward import positions, unwrapped
 from stretto.models.load import end_token_ids, load_tokenizer, set_checkpointing
 from stretto.models.lora import check_lora, starting_policy, trained_names
-from stretto.models.resolve import adapter_folder, resolve
+from stretto.models.resolve import resolve
 from stretto.models.weights import fingerprint
 from stretto.pipelines.executor.stages import check_stages
 from stretto.saying import Say, working
@@ -96,9 +96,7 @@ def trained_models(
     config.require_positions("the actor", positions(base, generating=True))
     RoleFactory(config, say).check_rewards(rewards, prompts.first(FIRST))
     check_lora(base, m)
-    adapted = hasattr(base, "peft_config") or (
-        overrides.actor is None and adapter_folder(m.name) is not None
-    )
+    adapted = models.starts_adapted(m, overrides.actor)
     _check_cuts(config.pipeline, config.critic.init, base, rewards)
     warmed_up(base, config, prompts, overrides, say)
     critic, trained = None, trained_names(base)

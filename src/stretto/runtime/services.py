@@ -14,7 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from stretto.assembly.models import made_ready, make_actor, make_critic, with_adapters
+from stretto.assembly.models import (
+    made_ready,
+    make_actor,
+    make_critic,
+    starts_adapted,
+    with_adapters,
+)
 from stretto.assembly.parts import open_prompts, warmed_up
 from stretto.assembly.roles import RoleFactory, load_reward
 from stretto.config.sections import reward_source
@@ -23,7 +29,6 @@ from stretto.models.backend import pick_device
 from stretto.models.lora import starting_policy, trained_names
 from stretto.models.mapped import take
 from stretto.models.offload import OffloadedTensors
-from stretto.models.resolve import adapter_folder
 from stretto.models.shards import FullParameter, ShardLayout
 from stretto.models.tensor_parallel import Slices, cut_linears, full_parameters, plan_cuts
 from stretto.models.weights import fingerprint
@@ -235,8 +240,8 @@ def reference(setup: RoleSetup) -> ScorerService:
     the process of a learner of adapters its actor without them.
     """
     setup.prepare()
-    config, notes = setup.config, list[str]()
-    model, adapted = setup.overrides.reference, setup.shared.get(ADAPTED)
+    config, overrides, notes = setup.config, setup.overrides, list[str]()
+    model, adapted = overrides.reference, setup.shared.get(ADAPTED)
     if model is None and adapted is not None:
         model = adapted
     elif model is not None:
@@ -245,10 +250,7 @@ def reference(setup: RoleSetup) -> ScorerService:
         model, _ = loaded_actor(setup)
     marks = _marks_of(model)
     own = model is not adapted
-    actor = setup.overrides.actor
-    if setup.overrides.reference is None and (
-        adapter_folder(config.model.name) if actor is None else hasattr(actor, "peft_config")
-    ):
+    if overrides.reference is None and starts_adapted(config.model, overrides.actor):
         model = starting_policy(model)
     (scorer,) = RoleFactory(config, notes.append).model_scorers(cut(model, setup), None, None)
     offloaded = setup.offloaded("reference", scorer.model.parameters) if own else None
