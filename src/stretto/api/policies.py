@@ -191,8 +191,8 @@ def open_policy(
     if max_model_len < 0 or max_model_len == 1:
         least = "a prompt and an answer are two tokens, at least"
         raise ConfigError(f"--max-model-len {max_model_len}: {least}", "too-few-positions")
-    run = _run_with_policies(name, follow=follow)
-    own = recipes.load(run.path).model if run else ModelConfig(name=trained_model(name))
+    run, settings = _run_with_policies(name, follow=follow) or (None, None)
+    own = settings.model if settings else ModelConfig(name=trained_model(name))
     asked = {k: v for k, v in (("dtype", dtype), ("device", device)) if v != "auto" or not run}
     model = own.model_copy(update=asked)
     with working(on_stderr, CHECKING):
@@ -209,10 +209,10 @@ def open_policy(
     here = model.model_copy(update={"device": "cpu"} if engine_kind.own_weights else {})
     actor = load_actor(here, on_stderr)
     step, tensors = 0, dict[str, torch.Tensor]()
-    if run:
+    if run and settings:
         if run.warmup.exists():
             warmup.take(actor, None, run.warmup)
-        actor = with_adapters(actor, here, recipes.load(run.path).seed, "CAUSAL_LM", None)
+        actor = with_adapters(actor, here, settings.seed, "CAUSAL_LM", None)
         if checkpoint.newest(run.checkpoints):
             step, tensors = _read(run)
     longest = _longest(actor, max_model_len)
@@ -240,8 +240,10 @@ def open_policy(
     return policy
 
 
-def _run_with_policies(name: str, *, follow: bool) -> RunDirectory | None:
-    """Return a run whose checkpoints have the weights to take; ``None`` where a model is named."""
+def _run_with_policies(name: str, *, follow: bool) -> tuple[RunDirectory, Config] | None:
+    """Return a run whose checkpoints have the weights to take, and its settings; ``None`` where a
+    model is named.
+    """
     folder = Path(name).expanduser()
     if is_known(name) or not (folder / "config.toml").is_file():
         if follow:
@@ -272,7 +274,7 @@ def _run_with_policies(name: str, *, follow: bool) -> RunDirectory | None:
             f"'{run.warmup}' has once that has ended; try again then",
             "nothing-to-follow",
         )
-    return run
+    return run, config
 
 
 @torch.no_grad()
