@@ -287,7 +287,7 @@ class Server:
         if asked.model not in (None, "", self._name):
             message = f"the model '{asked.model}' does not exist; there is '{self._name}'"
             raise ApiError(message, 404, "model_not_found", "model")
-        options = asked.sampling_params if isinstance(asked, GenerateRequest) else asked
+        options = asked.options
         if "" in (stop := options.stop_strings):
             raise ApiError("an empty stop string ends every answer", param="stop")
         requests = [
@@ -321,19 +321,14 @@ class Server:
             "usage": _usage(call, [len(answer.tokens) for answer in answers]),
             **self._versioned(call, answers),
         }
-        if call.asked.return_token_ids and not isinstance(call.asked, CompletionRequest):
-            found["prompt_token_ids"] = list(call.prompts[0])
-        return JSONResponse(found)
+        return JSONResponse({**found, **_prompt_ids(call)})
 
     async def _events(self, call: _Call) -> AsyncIterator[str]:
         """Yield the events of a stream."""
         asked, counts = call.asked, [0] * len(call.texts)
-        options = asked.sampling_params if isinstance(asked, GenerateRequest) else asked
         tokens = isinstance(asked, GenerateRequest) or bool(asked.return_token_ids)
-        details = tokens or options.likeliest is not None
-        first: dict[str, Any] = {}
-        if asked.return_token_ids and not isinstance(asked, CompletionRequest):
-            first = {"prompt_token_ids": list(call.prompts[0])}
+        details = tokens or asked.options.likeliest is not None
+        first = _prompt_ids(call)
         if isinstance(asked, ChatRequest):
             opening = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
             for index in range(len(call.texts)):
@@ -416,6 +411,14 @@ def _token_logprobs(piece: Piece) -> list[dict[str, Any]]:
 
 def _ids(asked: ChatRequest | CompletionRequest, piece: Piece) -> dict[str, Any]:
     return {"token_ids": piece.tokens} if asked.return_token_ids else {}
+
+
+def _prompt_ids(call: _Call) -> dict[str, Any]:
+    """Return the token ids of the one prompt, if they are asked for; completions, which may have
+    several, give them with their answers."""
+    if isinstance(call.asked, CompletionRequest) or not call.asked.return_token_ids:
+        return {}
+    return {"prompt_token_ids": list(call.prompts[0])}
 
 
 def _usage(call: _Call, counts: Sequence[int]) -> dict[str, int]:

@@ -89,6 +89,11 @@ class _Options(_Body):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
 
     @property
+    def options(self) -> _Options:
+        """How answers are sampled, wherever a request has it."""
+        return self
+
+    @property
     def choices(self) -> int:
         return self.n or 1
 
@@ -228,6 +233,11 @@ class GenerateRequest(_Request):
 
     token_ids: Annotated[list[int], Field(min_length=1)]
     sampling_params: SamplingParams
+
+    @property
+    def options(self) -> _Options:
+        """As in other requests."""
+        return self.sampling_params
 
 
 R = TypeVar("R", bound=_Request)
