@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Self
 
@@ -66,6 +67,14 @@ def current_start() -> dict[str, Any]:
         "command": shlex.join(command),
         "versions": versions,
     }
+
+
+def is_loopback(host: str | None) -> bool:
+    """Return whether a host's name or address is that of this machine for itself."""
+    try:
+        return host == "localhost" or ip_address(host or "").is_loopback
+    except ValueError:
+        return False
 
 
 def usable_cores() -> int:

@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 from stretto.config.sections import RewardSource
 from stretto.errors import ConfigError
+from stretto.machine import is_loopback
 from stretto.scoring.conventions import convention_of, not_defined
 from stretto.scoring.functions import locate, require_columns
-from stretto.scoring.remote import is_loopback
 
 PATIENCE_S = 4.0
 """Seconds in which a reward server of this machine must take a connection."""
@@ -60,7 +60,7 @@ def check(source: RewardSource, columns: Collection[str] | None) -> None:
 def _check_server(url: str) -> None:
     """Refuse a server of this machine that is not there; others may be behind proxies."""
     place = urlsplit(url)
-    if not is_loopback(url):
+    if not is_loopback(place.hostname):
         return
     try:
         port = place.port or (443 if place.scheme == "https" else 80)

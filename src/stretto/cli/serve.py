@@ -7,13 +7,13 @@ import os
 import socket
 from collections.abc import Callable
 from functools import partial
-from ipaddress import ip_address
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from stretto.config import RolloutConfig, recipes
 from stretto.errors import ConfigError, StorageError, require
+from stretto.machine import is_loopback
 from stretto.observe.progress import on_stderr
 from stretto.saying import LOADING, working
 
@@ -29,8 +29,6 @@ PATIENCE_S = 10
 
 FOLLOW_S = 2.0
 """Seconds between two looks for a newer checkpoint."""
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 OWN_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 """Names by which requests reach a server on the loopback; an IPv6 address stands in brackets."""
@@ -80,7 +78,7 @@ def command_serve(
     if queue < 0:
         raise ConfigError("--queue must be 0 or more", "option-range")
     key = api_key or os.environ.get(API_KEY, "")
-    if host not in LOOPBACK and not key:
+    if not (is_loopback(host) or key):
         on_stderr(
             f"whoever reaches {host} may use the model; {API_KEY} in the environment sets a key"
         )
@@ -129,7 +127,7 @@ async def _serve(
         engine.version = policy.step
         host, port, *_ = listener.getsockname()
         # Without a key, a page whose site's name leads to this address could use the server.
-        own = ip_address(host).is_loopback and not key
+        own = is_loopback(host) and not key
         app = Server(
             engine,
             policy.tokenizer,

@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.client import HTTPException
-from ipaddress import ip_address
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
 from stretto.errors import ConfigError, RewardError
+from stretto.machine import is_loopback
 from stretto.scoring.conventions import (
     Log,
     RewardFunction,
@@ -53,15 +53,6 @@ class _NoRedirect(HTTPRedirectHandler):
         return None
 
 
-def is_loopback(url: str) -> bool:
-    """Return whether a URL's host is this machine."""
-    host = urlsplit(url).hostname or ""
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def check_url(url: str) -> None:
     """Raise ConfigError for a URL without a host, to which texts would travel in the clear, or with
     parts that may be secret: records and messages name sources by their URLs.
@@ -77,7 +68,7 @@ def check_url(url: str) -> None:
         )
     if not place.hostname:
         raise ConfigError(f"reward.sources: '{url}' names no host", "reward-url")
-    if url.startswith("http:") and not is_loopback(url):
+    if url.startswith("http:") and not is_loopback(place.hostname):
         raise ConfigError(
             f"reward.sources: '{url}' would send prompts and responses to another machine in the "
             "clear. Use https://, or a tunnel: ssh -N -L PORT:127.0.0.1:PORT HOST, and "
@@ -89,7 +80,7 @@ def check_url(url: str) -> None:
 def open_server(url: str) -> RewardFunction:
     """Make a reward function of a server. Proxies of the environment are not used for loopback."""
     # ProxyHandler({}) is without proxies, ProxyHandler() with those of the environment.
-    proxies = ProxyHandler({}) if is_loopback(url) else ProxyHandler()
+    proxies = ProxyHandler({}) if is_loopback(urlsplit(url).hostname) else ProxyHandler()
     judge = partial(_judge, build_opener(proxies, _NoRedirect), url)
 
     def run(samples: Sequence[Sample], send: Send) -> None:
