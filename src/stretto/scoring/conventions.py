@@ -83,7 +83,9 @@ class Convention:
         values: what each parameter gets of a sample.
         aliases: other names of these parameters.
         needs: groups of names; a function has a parameter of each group.
-        columns: columns of the dataset that the values come from.
+        columns: by parameter, the column of the dataset that must be there if a function requires
+            the parameter.
+        reads: columns of the dataset that the values come from.
         entry: reads a sample's part of the result.
         batched: it is called once, with lists of all samples' values; otherwise once a sample.
         others_are_columns: its other parameters are columns of the dataset, by their names.
