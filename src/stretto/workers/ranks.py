@@ -199,8 +199,7 @@ class Ranks:
             if self._closed:
                 raise self._died or _ended()
             try:
-                until_s = None if timeout_s is None else time.monotonic() + timeout_s
-                return self._take(self._words.get(method, f"'{method}'"), messages, until_s)
+                return self._take(self._words.get(method, f"'{method}'"), messages, timeout_s)
             except BaseException:  # Ctrl-C too: ranks in the middle of work are of no more use
                 self.close()
                 raise
@@ -208,27 +207,26 @@ class Ranks:
     def _start(
         self, doing: str, messages: Iterable[memoryview], timeout_s: float | None
     ) -> list[Any]:
-        until_s = None if timeout_s is None else time.monotonic() + timeout_s
-        return self._take(doing, messages, until_s, SAY_EVERY_S)
+        return self._take(doing, messages, timeout_s, SAY_EVERY_S)
 
     def _take(
         self,
         doing: str,
         messages: Iterable[memoryview],
-        until_s: float | None = None,
+        timeout_s: float | None = None,
         every_s: float = math.inf,
     ) -> list[Any]:
         """Have ranks take a step, from the first on; return the results when none has failed. A
         line says which are waited for, every so many seconds and at half of the time.
         """
+        began_s = time.monotonic()
+        limit_s = math.inf if timeout_s is None else timeout_s
+        end_s = began_s + limit_s
         asked = [c.step(message) for c, message in zip(self._connections, messages, strict=False)]
         if self._closed:
             raise _ended()
         silent = {future: rank for rank, future in enumerate(asked)}
         raised: list[tuple[int, Failed]] = []
-        began_s = time.monotonic()
-        end_s = math.inf if until_s is None else until_s
-        limit_s = end_s - began_s
         say_s = began_s + min(every_s, limit_s / 2)  # when a line is said
         while silent:
             next_s = min(say_s, end_s)
@@ -236,7 +234,7 @@ class Ranks:
             done = wait(silent, left_s, FIRST_COMPLETED).done
             if not done and say_s < end_s:
                 late = ", ".join(map(self._name, sorted(silent.values())))
-                most = f"; it may {limit_s:.3g} s" if until_s is not None else ""
+                most = f"; it may {limit_s:.3g} s" if timeout_s is not None else ""
                 self._say(f"{late}: {doing} has taken {say_s - began_s:.3g} s{most}")
                 say_s += every_s
                 continue
