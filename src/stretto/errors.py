@@ -125,6 +125,10 @@ class RoleLostError(RankError):
         return self._message
 
 
+class EpisodeLostError(_RolloutsError):
+    """Episodes of ``rollout_ids`` cannot go on: their environment was lost and is not replayed."""
+
+
 class StalledError(_RolloutsError):
     """A role did not answer in time about ``rollout_ids``, or all roles wait for each other."""
 

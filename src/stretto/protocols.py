@@ -1,4 +1,4 @@
-"""The three roles a schedule talks to: generator, scorer, learner; the tracer and the clock.
+"""The roles a schedule talks to: generator, scorer, environment, learner; the tracer and the clock.
 
 The methods are coroutines so that one schedule serves a single process, a cluster and virtual time
 alike. A role answers its calls in the order they were made. Generators and scorers whose process is
@@ -17,6 +17,7 @@ from stretto.types import (
     Chunk,
     Decoded,
     KVTransfer,
+    Observation,
     Response,
     Score,
     ScorerInfo,
@@ -150,6 +151,28 @@ class Scorer(Replaceable, Protocol):
     @remote(light=True)
     async def release(self, rollout_ids: Sequence[int]) -> None:
         """Forget rollouts without a score; unknown ids are ignored."""
+
+
+class Environment(Protocol):
+    """The role that answers the turns of episodes: tools, an environment, or a program.
+
+    Episodes go on side by side. Raises EpisodeLostError where an episode cannot go on, as the
+    process that it was in has ended and it cannot be replayed: it is begun anew.
+    """
+
+    async def open(self, response: Response, log: Sequence[Observation] = ()) -> Observation:
+        """Begin the episode of a response, or bring a new environment to the end of its log.
+
+        Returns the opening, or the last observation of the log.
+        """
+
+    async def step(self, response: Response) -> Observation:
+        """Answer the turn that a response ends with; its ``finish`` is LENGTH where a limit of
+        tokens ended it, and the episode with it. One call at a time for an episode.
+        """
+
+    async def release(self, rollout_ids: Sequence[int]) -> None:
+        """Close the episodes of these samples, ended or not; those closed before are ignored."""
 
 
 class Learner(Protocol):

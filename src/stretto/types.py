@@ -76,6 +76,8 @@ class Sampling:
         seed: a seed, and which of its random streams (of a run: the rollout with that id) gives the
             response's random numbers; ``None``: those of the run's seed and the response's id.
         top_logprobs: likeliest tokens that are reported beside each sampled one.
+        max_turn_tokens: of one turn of an episode, whose tokens ``max_new_tokens`` counts, context
+            among them. 0: the response is no episode, and what would end a turn ends it.
     """
 
     max_new_tokens: int
@@ -84,6 +86,7 @@ class Sampling:
     top_p: float = 1.0
     seed: tuple[int, int] | None = None
     top_logprobs: int = 0
+    max_turn_tokens: int = 0
 
     @property
     def distribution(self) -> tuple[float, int, float]:
@@ -95,14 +98,28 @@ class Sampling:
         return self is other or (self.distribution == other.distribution and not self.top_logprobs)
 
 
+CONTEXT = -1
+"""The version of tokens that no policy sampled; their log-probability is 0."""
+
+FORKS = 1 << 40
+"""Ids of an episode's samples are apart by this number; the first has the episode's id."""
+
+
+def episode_of(rollout_id: int) -> int:
+    """Return the id of the episode that a rollout is a sample of."""
+    return rollout_id % FORKS if rollout_id >= 0 else -(-rollout_id % FORKS)
+
+
 class FinishReason(StrEnum):
     """The reason why a response ended: an end token or a stop string, or the token limit.
 
-    It comes from the engine, never from the padding.
+    It comes from the engine, never from the padding. In an episode an end token or a stop string
+    ends a turn; the response then waits for its environment. A limit, a turn's too, ends both.
     """
 
     STOP = "stop"
     LENGTH = "length"
+    TURN = "turn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +130,8 @@ class Chunk:
         start: index of the first token in the response.
         tokens: token ids [t]; none only when ``finish`` is set.
         logprobs: [t], of each token under the distribution it was sampled from.
-        version: of the policy that sampled them.
-        finish: why the rollout ended with this chunk; ``None`` while it goes on.
+        version: of the policy that sampled them; :data:`CONTEXT` for those of an environment.
+        finish: why the rollout, or its turn, ended with this chunk; ``None`` while it goes on.
         sampled: [t], true where the policy drew the token; ``None``: it drew all of them.
         top_logprobs: for each token, the likeliest ones in its place with their log-probabilities,
             the likeliest first; empty where none were asked for.
@@ -152,6 +169,7 @@ class Response:
         version: of the policy that sampled the last token; 0 where there is none.
         finish, sampled: as in :class:`Chunk`.
         sampling: how it goes on, where that is its own; ``None``: as the engine's settings say.
+        messages: what an episode's response says, for roles that read text; ``None`` for others.
     """
 
     id: int
@@ -162,6 +180,7 @@ class Response:
     finish: FinishReason | None = None
     sampled: BoolArray | None = None
     sampling: Sampling | None = None
+    messages: tuple[Message, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -170,6 +189,52 @@ class Response:
     def total_tokens(self) -> int:
         """Prompt and response tokens so far."""
         return len(self.prompt.tokens) + len(self.tokens)
+
+    @property
+    def turn_start(self) -> int:
+        """The place in the response where its present turn begins: behind the last context."""
+        if self.sampled is None:
+            return 0
+        context = np.flatnonzero(~self.sampled)
+        return int(context[-1]) + 1 if len(context) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """The answer of an environment to a turn: what the policy reads next, or the episode's end.
+
+    Attributes:
+        rollout_id: the sample that goes on, or ends: the one whose turn it was, another one of the
+            episode that waits, or a new one (a fork), whose id no sample has.
+        number: 0 for the opening of an episode, and 1 more for each that follows.
+        tokens: context for that sample, [t]; none where the episode is over.
+        prompt: of a sample that begins: where an opening changes it, and of each fork.
+        reward: of the turn; of the last one, with what the whole episode earns.
+        ended_by: why the episode is over: ``environment``, ``turn_tokens``, ``tokens``, ``turns``
+            or ``seconds``; empty while it goes on.
+        messages: the turn as a message, and those that answer it.
+        record: plain data on what was called: names, arguments, statuses, seconds, errors.
+    """
+
+    rollout_id: int
+    number: int
+    tokens: IntArray
+    prompt: Prompt | None = None
+    reward: float | None = None
+    ended_by: str = ""
+    messages: tuple[Message, ...] = ()
+    record: Mapping[str, Any] = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain data, without the prompt, which its rollout keeps."""
+        state = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "prompt"}
+        return {**state, "tokens": self.tokens.tolist(), "messages": list(self.messages)}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Observation:
+        """Make an observation of what :meth:`state_dict` returned."""
+        tokens = np.array(state["tokens"], np.int32)
+        return cls(**{**state, "tokens": tokens, "messages": tuple(state["messages"])})
 
 
 def short_name(scorer: str) -> str:
@@ -267,11 +332,14 @@ class TrainBatch:
         ended: [B], true where the response ended by itself.
         tokens: [N].
         logprobs: [N], of the distribution that each token was sampled from.
-        versions: [N], of the policy that sampled each token.
+        versions: [N], of the policy that sampled each token; :data:`CONTEXT` for the others.
         rewards: [B], by reward source; 0 where a source does not apply.
         applies: [B], by reward source.
         per_token: [M], by the kind of the score: ``logprobs`` of the reference, ``values``.
         sampled: [N], true where the policy drew the token; ``None``: it drew all of them.
+        turn_rewards: [M], what an environment gave for turns, at the last token of each, and 0
+            elsewhere; part of the rewards of its source. ``None`` where it gave none.
+        episodes: [B], shared by the samples of one episode; ``None``: each has one of its own.
     """
 
     ids: LongArray
@@ -286,6 +354,8 @@ class TrainBatch:
     applies: Mapping[str, BoolArray] = field(default_factory=dict)
     per_token: Mapping[ScoreKind, FloatArray] = field(default_factory=dict)
     sampled: BoolArray | None = None
+    turn_rewards: FloatArray | None = None
+    episodes: LongArray | None = None
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -6,6 +6,7 @@ here, at construction, before anything heavy is loaded.
 
 from stretto.config.algorithm import AlgorithmConfig
 from stretto.config.cluster import ClusterConfig, ProcessConfig
+from stretto.config.environment import ENVIRONMENT, EnvironmentConfig
 from stretto.config.run import Config
 from stretto.config.schedule import KNOBS, PRESETS, Knobs, PresetName, ScheduleConfig
 from stretto.config.sections import (
@@ -30,6 +31,7 @@ from stretto.config.training import (
 )
 
 __all__ = [
+    "ENVIRONMENT",
     "KNOBS",
     "PRESETS",
     "AlgorithmConfig",
@@ -37,6 +39,7 @@ __all__ = [
     "Config",
     "CriticConfig",
     "DemonstrationsConfig",
+    "EnvironmentConfig",
     "Knobs",
     "ModelConfig",
     "ObserveConfig",

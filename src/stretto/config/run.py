@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from stretto.config.algorithm import ALGORITHMS, AlgorithmConfig
 from stretto.config.cluster import LEARNER, ClusterConfig
+from stretto.config.environment import ENVIRONMENT, EnvironmentConfig
 from stretto.config.schedule import ScheduleConfig
 from stretto.config.sections import (
     CriticConfig,
@@ -45,6 +46,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     critic: CriticConfig = CriticConfig()
     task: TaskConfig = TaskConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()
     schedule: ScheduleConfig = ScheduleConfig()
@@ -127,6 +129,11 @@ class Config(Section):
         broken["truncated-sampling"] = (r.top_k or r.top_p < 1) and (
             f"rollout.top_k = {r.top_k} and top_p = {r.top_p} truncate sampling, and the learner's "
             "log-probabilities are of the full distribution; set top_k = 0 and top_p = 1"
+        )
+        asked = ENVIRONMENT in self.reward.sources and not self.environment.sources
+        broken["environment-without-source"] = asked and (
+            "reward.sources has 'environment', and environment.sources is empty; name the "
+            "environment there"
         )
         broken |= self.schedule.overcommit_rules(r.batch)
         broken["migrate-with-one-engine"] = (self.schedule.asks_to_migrate and r.engines == 1) and (

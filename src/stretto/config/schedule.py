@@ -188,6 +188,8 @@ class Settings:
         reward_weights: factor of each reward source; ``None`` for 1 each.
         restarts: processes that may replace each generator's or scorer's own; with 0 the loss of
             one ends the run.
+        max_turn_tokens: of a turn, where there is an environment; 0: no limit of its own.
+        environment_rewards: whether the environment's rewards are a source of the score.
     """
 
     batch: int
@@ -203,6 +205,8 @@ class Settings:
     max_carries: int = 8
     deadline_s: float = 1800.0
     restarts: int = 0
+    max_turn_tokens: int = 0
+    environment_rewards: bool = False
 
 
 def _from_preset(knob: str) -> Any:

@@ -6,7 +6,7 @@ import hashlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -14,15 +14,20 @@ import numpy as np
 
 from stretto.errors import LifecycleError, RewardError, StateError
 from stretto.types import (
+    CONTEXT,
+    BoolArray,
     Chunk,
     FinishReason,
     FloatArray,
+    Message,
+    Observation,
     Prompt,
     Response,
     Sampling,
     Score,
     ScoreKind,
     TrainBatch,
+    episode_of,
     is_finite,
 )
 
@@ -38,6 +43,7 @@ class RolloutState(StrEnum):
 
     QUEUED = "queued"
     DECODING = "decoding"
+    WAITING = "waiting"
     CARRIED = "carried"
     FINISHED = "finished"
     SCORED = "scored"
@@ -48,8 +54,9 @@ class RolloutState(StrEnum):
 _S = RolloutState
 
 _EDGES: Mapping[RolloutState, tuple[RolloutState, ...]] = {
-    _S.QUEUED: (_S.DECODING, _S.REJECTED),
-    _S.DECODING: (_S.CARRIED, _S.FINISHED, _S.REJECTED),
+    _S.QUEUED: (_S.DECODING, _S.WAITING, _S.REJECTED),
+    _S.DECODING: (_S.CARRIED, _S.WAITING, _S.FINISHED, _S.REJECTED),
+    _S.WAITING: (_S.DECODING, _S.FINISHED, _S.REJECTED),
     _S.CARRIED: (_S.DECODING, _S.REJECTED),
     _S.FINISHED: (_S.SCORED, _S.REJECTED),
     _S.SCORED: (_S.TRAINED, _S.REJECTED),
@@ -63,6 +70,9 @@ class Rollout:
     """A response to one prompt, from queue to gradient; tokens are only ever added.
 
     Arrays take 12 bytes a token where lists take 100, and are copied at once.
+
+    In an episode the response has turns of the policy, and between them context: answers of the
+    environment. An episode may have several rollouts, whose ids :func:`episode_of` brings together.
     """
 
     id: int  # stable over the run, in dispatch order
@@ -76,7 +86,13 @@ class Rollout:
     scores: dict[str, Score] = field(default_factory=dict)
     carries: int = 0  # rounds that went by without it since it was dispatched
     rejected_because: str = ""
-    sampling: Sampling | None = None  # that of an evaluation's answer, which is never saved
+    sampling: Sampling | None = None  # its own, which is never saved: evaluations, episodes
+    asked: Prompt | None = None  # the task's prompt, where the episode begins with another one
+    context: list[tuple[int, int]] = field(default_factory=list)  # spans that no policy drew
+    log: list[Observation] = field(default_factory=list)  # answers to this rollout's turns
+    turns: list[int] = field(default_factory=list)  # tokens at the end of each turn
+    turn_rewards: list[float] = field(default_factory=list)  # of the turns that were answered
+    ended_by: str = ""  # as in Observation
 
     def __len__(self) -> int:
         """Response tokens so far."""
@@ -102,12 +118,57 @@ class Rollout:
         self.tokens.frombytes(np.asarray(chunk.tokens, np.int32).tobytes())
         self.logprobs.frombytes(np.asarray(chunk.logprobs, np.float32).tobytes())
         self.versions.extend([chunk.version] * len(chunk.tokens))
-        self.finish = chunk.finish
+        if chunk.version == CONTEXT and len(chunk.tokens):
+            self.context.append((chunk.start, len(self.tokens)))
+        if chunk.finish and self.in_turns:
+            self.turns.append(len(self.tokens))
+            if chunk.finish is FinishReason.LENGTH:
+                whole = len(self.tokens) >= self.most_tokens
+                self.ended_by = "tokens" if whole else "turn_tokens"
+        else:
+            self.finish = chunk.finish
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether it is a sample of an episode."""
+        return self.sampling is not None and self.sampling.max_turn_tokens > 0
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of an episode's response, at most."""
+        assert self.sampling
+        return self.sampling.max_new_tokens
+
+    def observe(self, observation: Observation) -> Chunk:
+        """Add an answer of the environment to the log; return its context as a chunk."""
+        self.log.append(observation)
+        n = len(observation.tokens)
+        zeros, context = np.zeros(n, np.float32), np.zeros(n, np.bool_)
+        start = len(self.tokens)
+        return Chunk(self.id, start, observation.tokens, zeros, CONTEXT, sampled=context)
 
     @property
     def total_tokens(self) -> int:
         """Prompt and response tokens so far."""
         return len(self.prompt.tokens) + len(self.tokens)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Response tokens that the policy drew."""
+        return len(self.tokens) - sum(end - start for start, end in self.context)
+
+    @property
+    def sampled(self) -> BoolArray:
+        """Which response tokens the policy drew, [T]."""
+        drawn = np.ones(len(self.tokens), np.bool_)
+        for start, end in self.context:
+            drawn[start:end] = False
+        return drawn
+
+    @property
+    def messages(self) -> tuple[Message, ...] | None:
+        """The response as messages, in an episode."""
+        return tuple(m for o in self.log for m in o.messages) if self.log else None
 
     def response(self, *, text: bool = False) -> Response:
         """Return a copy for roles; with ``text`` it has the prompt's text, messages and data."""
@@ -116,9 +177,11 @@ class Rollout:
             self.group,
             self.prompt if text else self.prompt.bare,
             np.array(self.tokens, np.int32),
-            self.versions[-1] if self.versions else 0,
+            next((v for v in reversed(self.versions) if v != CONTEXT), 0),
             self.finish,
-            sampling=self.sampling,
+            self.sampled if self.context else None,
+            self.sampling,
+            self.messages if text else None,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -126,7 +189,7 @@ class Rollout:
         return {
             "id": self.id,
             "prompt": self.prompt.id,
-            "prompt_mark": _mark(self.prompt),
+            "prompt_mark": _mark(self.asked or self.prompt),
             "group": self.group,
             "tokens": self.tokens,
             "logprobs": self.logprobs,
@@ -135,6 +198,18 @@ class Rollout:
             "state": str(self.state),
             "carries": self.carries,
             "scores": [score.state_dict() for score in self.scores.values()],
+            **({"episode": self._episode_state()} if self.log else {}),
+        }
+
+    def _episode_state(self) -> dict[str, Any]:
+        opened = self.asked and (self.prompt.tokens, self.prompt.text, self.prompt.messages)
+        return {
+            "context": list(self.context),
+            "opened": opened,
+            "turns": list(self.turns),
+            "turn_rewards": list(self.turn_rewards),
+            "ended_by": self.ended_by,
+            "log": [o.state_dict() for o in self.log],
         }
 
     @classmethod
@@ -148,6 +223,11 @@ class Rollout:
                 "rows in the order of Python sets need PYTHONHASHSEED=0 in the environment",
                 "prompt-changed",
             )
+        episode = state.get("episode", {})
+        asked, opened = None, episode.get("opened")
+        if opened:
+            tokens, text, messages = opened
+            asked, prompt = prompt, replace(prompt, tokens=tokens, text=text, messages=messages)
         return cls(
             id=state["id"],
             prompt=prompt,
@@ -159,6 +239,12 @@ class Rollout:
             state=RolloutState(state["state"]),
             carries=state["carries"],
             scores={s["source"]: Score.from_state(s) for s in state["scores"]},
+            asked=asked,
+            context=[(start, end) for start, end in episode.get("context", ())],
+            log=[Observation.from_state(o) for o in episode.get("log", ())],
+            turns=list(episode.get("turns", ())),
+            turn_rewards=list(episode.get("turn_rewards", ())),
+            ended_by=episode.get("ended_by", ""),
         )
 
 
@@ -267,6 +353,9 @@ def train_batch(rollouts: Sequence[Rollout]) -> TrainBatch:
         for source in sources
     }
     kinds: tuple[ScoreKind, ...] = ("logprobs", "values")
+    drawn = np.concatenate([r.sampled for r in rollouts])
+    rewarded = any(any(r.turn_rewards) for r in rollouts)
+    episodes = np.array([episode_of(r.id) for r in rollouts], np.int64)
     return TrainBatch(
         ids=np.array([r.id for r in rollouts], np.int64),
         prompts=tuple(r.prompt.tokens for r in rollouts),
@@ -283,16 +372,28 @@ def train_batch(rollouts: Sequence[Rollout]) -> TrainBatch:
             for kind in kinds
             if of_kind(rollouts[0], kind)
         },
+        sampled=None if drawn.all() else drawn,
+        turn_rewards=np.concatenate([_turn_rewards(r) for r in rollouts]) if rewarded else None,
+        episodes=episodes if len(set(episodes.tolist())) < len(episodes) else None,
     )
+
+
+def _turn_rewards(rollout: Rollout) -> FloatArray:
+    """Return rewards by sampled token: each at the last one of its turn."""
+    column = np.zeros(len(rollout), np.float32)
+    for end, reward in zip(rollout.turns, rollout.turn_rewards, strict=False):
+        column[end - 1] += reward
+    return column[rollout.sampled]
 
 
 def _per_token(rollout: Rollout, kind: ScoreKind) -> FloatArray:
     scores = of_kind(rollout, kind)
-    if len(scores) != 1 or len(scores[0].values) != len(rollout):
+    wanted = rollout.sampled_tokens
+    if len(scores) != 1 or len(scores[0].values) != wanted:
         got = [len(s.values) for s in scores]
         raise LifecycleError(
-            f"rollout {rollout.id} needs one score of kind '{kind}' with {len(rollout)} numbers, "
-            f"one a response token; got {got or 'none'}",
+            f"rollout {rollout.id} needs one score of kind '{kind}' with {wanted} numbers, "
+            f"one a sampled token; got {got or 'none'}",
             "scores-per-token",
         )
     return scores[0].values
