@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 from program_helpers import (
     END,
@@ -25,7 +24,7 @@ from stretto.environments.program import reward_of
 from stretto.environments.sessions import Sessions
 from stretto.errors import EpisodeLostError
 from stretto.schedules.rollout import Rollout
-from stretto.types import FORKS, Observation, Prompt, episode_of
+from stretto.types import FORKS, Prompt, episode_of
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
