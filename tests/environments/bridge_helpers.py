@@ -1,4 +1,4 @@
-"""A bridge of plain text for tests of environments, and episodes of a policy that says what it is told."""
+"""A bridge of plain text for tests of environments, and episodes of a made-up policy."""
 
 from __future__ import annotations
 

@@ -54,7 +54,9 @@ def test_functions_are_tools_whose_calls_are_run_side_by_side(places: Places) ->
     assert schemas[0]["parameters"]["required"] == ["a", "b"]
     turn = f"both {call('add', a=2, b=3)}{call('greet', name='you')}"
     opening, first, second = play(role_of(ready), turn, "5")
-    assert opening.number == 0 and opening.prompt is None and not len(opening.tokens)
+    assert opening.number == 0
+    assert opening.prompt is None
+    assert not len(opening.tokens)
     assert said(first) == ["5", '{"said": "hello you"}']
     assert [m["role"] for m in first.messages] == ["assistant", "tool", "tool"]
     assert text_of(first.tokens) == '\n[tool] 5\n[tool] {"said": "hello you"}\n'
@@ -62,7 +64,9 @@ def test_functions_are_tools_whose_calls_are_run_side_by_side(places: Places) ->
         ("add", "ok"),
         ("greet", "ok"),
     ]
-    assert second.ended_by == "environment" and second.number == 2 and second.reward is None
+    assert second.ended_by == "environment"
+    assert second.number == 2
+    assert second.reward is None
 
 
 @pytest.mark.parametrize(
@@ -77,7 +81,8 @@ def test_a_call_that_cannot_be_made_is_an_error_that_the_policy_reads(
     places: Places, turn: str, error: str
 ) -> None:
     _, seen, after = play(role_of(places("add", "greet")), turn, call("add", a=1, b=1))
-    assert error in said(seen)[0] and said(seen)[0].startswith('{"error"')
+    assert error in said(seen)[0]
+    assert said(seen)[0].startswith('{"error"')
     assert "error" in seen.record["calls"][0]
     assert said(after) == ["2"]
 
@@ -89,16 +94,22 @@ def test_an_unfinished_call_is_not_run(places: Places) -> None:
         return await player.say("<{'name': 'a", cut=True)
 
     seen = asyncio.run(go())
-    assert seen.ended_by == "tokens" and not said(seen) and not len(seen.tokens)
+    assert seen.ended_by == "tokens"
+    assert not said(seen)
+    assert not len(seen.tokens)
 
 
 def test_own_protocol_opens_steps_and_closes(places: Places, monkeypatch: Any) -> None:
     opening, first, wrong, last = play(role_of(places("Counter")), "3", "bad", "6", start=1)
     assert opening.prompt.messages[-1]["content"] == "go from 1"
-    assert said(first) == ["4"] and first.reward == 0.5
-    assert said(wrong) == ['{"error": "ValueError: no number"}'] and wrong.reward is None
+    assert said(first) == ["4"]
+    assert first.reward == 0.5
+    assert said(wrong) == ['{"error": "ValueError: no number"}']
+    assert wrong.reward is None
     assert "worlds.py" in wrong.record["calls"][0]["error"]
-    assert last.ended_by == "environment" and last.reward == 0.5 and not len(last.tokens)
+    assert last.ended_by == "environment"
+    assert last.reward == 0.5
+    assert not len(last.tokens)
 
 
 @pytest.mark.parametrize("factory", ["Vault", "vault"])
@@ -108,16 +119,20 @@ def test_trl_environments_have_tools_and_a_reward_at_the_end(places: Places, fac
     for _ in range(2):  # the second one with the same object, reset
         opening, first, last = play(role_of(ready), call("look", lock=1), "8", secret=7)
         assert opening.prompt.messages[-1]["content"] == "go There are 1 locks."
-        assert said(first) == ["8"] and first.reward is None
-        assert last.reward == 1.0 and last.ended_by == "environment"
+        assert said(first) == ["8"]
+        assert first.reward is None
+        assert last.reward == 1.0
+        assert last.ended_by == "environment"
 
 
 def test_a_dict_of_environments_is_chosen_from_by_the_row(places: Places) -> None:
     role = role_of(places("WORLDS"))
     opening, seen = play(role, "3", environment="gym", goal=4)
-    assert said(seen) == ["higher"] and opening.prompt.messages[-1]["content"] == "goguess"
+    assert said(seen) == ["higher"]
+    assert opening.prompt.messages[-1]["content"] == "goguess"
     opening, _ = play(role, "x", environment="vault", secret=4)
-    assert opening.prompt.text.startswith("[tools") and "look" in opening.prompt.text
+    assert opening.prompt.text.startswith("[tools")
+    assert "look" in opening.prompt.text
 
 
 def test_gymnasium(places: Places) -> None:
@@ -129,28 +144,37 @@ def test_gymnasium(places: Places) -> None:
 def test_four_values_and_an_observation_that_is_no_text(places: Places) -> None:
     opening, first, last = play(role_of(places("OldGym")), "on", "end")
     assert opening.prompt is None
-    assert said(first) == ["[1 2]"] and first.record["read_as"] == "str() of numpy.ndarray"
-    assert last.ended_by == "environment" and last.reward == 0.25
+    assert said(first) == ["[1 2]"]
+    assert first.record["read_as"] == "str() of numpy.ndarray"
+    assert last.ended_by == "environment"
+    assert last.reward == 0.25
 
 
 def test_skyrl(places: Places) -> None:
     opening, first, last = play(role_of(places("Sky")), "1", "2", goal=2)
     assert [m["role"] for m in opening.prompt.messages] == ["system", "user"]
-    assert said(first) == ["not 1"] and last.reward == 1.0 and last.ended_by == "environment"
+    assert said(first) == ["not 1"]
+    assert last.reward == 1.0
+    assert last.ended_by == "environment"
 
 
 def test_openrlhf(places: Places) -> None:
     opening, first, last = play(role_of(places("Rlhf")), "1", "2", label="2")
     assert opening.prompt is None
-    assert said(first) == ["again"] and last.reward == 1.0 and last.ended_by == "environment"
+    assert said(first) == ["again"]
+    assert last.reward == 1.0
+    assert last.ended_by == "environment"
 
 
 def test_openenv_and_tinker(places: Places) -> None:
     opening, first, last = play(role_of(places("Open")), "on", "end")
     assert opening.prompt.messages[-1]["content"] == "goready"
-    assert said(first) == ["did on"] and last.ended_by == "environment"
+    assert said(first) == ["did on"]
+    assert last.ended_by == "environment"
     opening, first, last = play(role_of(places("Tink")), "on", "end")
-    assert said(first) == ["more"] and last.reward == 1.0 and last.ended_by == "environment"
+    assert said(first) == ["more"]
+    assert last.reward == 1.0
+    assert last.ended_by == "environment"
 
 
 def test_a_program_is_recognised_and_run(places: Places) -> None:
@@ -175,7 +199,8 @@ def test_a_program_is_recognised_and_run(places: Places) -> None:
             "environments-mixed",
         ),
         (
-            "class A:\n    replay = 'maybe'\n    def reset(self): pass\n    def step(self, a): pass\n",
+            "class A:\n    replay = 'maybe'\n    def reset(self): pass\n"
+            "    def step(self, a): pass\n",
             ["A"],
             "unknown-replay",
         ),

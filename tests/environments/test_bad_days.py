@@ -1,4 +1,4 @@
-"""Tools and environments that hang, raise, end their process or say too much: the episode goes on."""
+"""Tools and environments that hang, raise, end their process or say too much."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from stretto.environments.role import EnvironmentRole
 from stretto.errors import EpisodeLostError
 from stretto.types import FORKS
 
-SHORT = EnvironmentConfig(timeout_s=0.3, parallel=2, max_observation_tokens=50)
+SHORT = EnvironmentConfig(timeout_s=0.3, parallel=2, max_observation_tokens=60)
 
 
 def pid_of(role: EnvironmentRole) -> int:
     (place,) = role._places
-    assert isinstance(place, EnvironmentProcess) and place._process
+    assert isinstance(place, EnvironmentProcess)
+    assert place._process
     return place._process.pid
 
 
@@ -36,10 +37,11 @@ def test_bad_tools_are_observations() -> None:
         player = Player(role)
         await player.open()
         hung = await player.say(call("slow", seconds=60) + call("add", a=1, b=1))
-        assert "longer than 0.3 s" in said(hung)[0] and said(hung)[1] == "2"
+        assert "longer than 0.3 s" in said(hung)[0]
+        assert said(hung)[1] == "2"
         assert "longer than" in hung.record["calls"][0]["error"]
         much = await player.say(call("big", characters=1_000_000))
-        assert said(much) == ["x" * 50 + "\n[999950 more characters were left out]"]
+        assert said(much) == ["x" * 60 + "\n[999940 more characters were left out]"]
         wrong = await player.say(call("raises", why="of turn 3"))
         assert said(wrong) == ['{"error": "ValueError: of turn 3"}']
         assert said(await player.say(call("leave"))) == ['{"error": "SystemExit: 3"}']
@@ -61,7 +63,8 @@ def test_text_of_a_tool_spells_no_control_token() -> None:
         player = Player(role)
         await player.open()
         seen = await player.say(call("raises", why="</s>"))
-        assert "</s>" in text_of(seen.tokens) and 1 not in seen.tokens.tolist()
+        assert "</s>" in text_of(seen.tokens)
+        assert 1 not in seen.tokens.tolist()
 
     asyncio.run(go())
     role.close()
@@ -82,7 +85,8 @@ def test_a_process_whose_threads_all_hang_is_replaced_and_others_go_on() -> None
         assert said(await one.say(call("add", a=2, b=2))) == ["4"]
 
     asyncio.run(go())
-    assert role._places[0].starts == 2 and pid_of(role) != old
+    assert role._places[0].starts == 2
+    assert pid_of(role) != old
     role.close()
 
 
@@ -109,7 +113,8 @@ def test_a_tool_that_ends_its_process_twice_is_an_error() -> None:
         player = Player(role)
         await player.open()
         seen = await player.say(call("die"))
-        assert "exit code 7" in said(seen)[0] and seen.record["calls"][0]["error"]
+        assert "exit code 7" in said(seen)[0]
+        assert seen.record["calls"][0]["error"]
         assert said(await player.say(call("add", a=1, b=1))) == ["2"]
 
     asyncio.run(go())
@@ -225,7 +230,8 @@ def test_no_return_value_is_an_error_that_the_policy_reads() -> None:
         player = Player(role)
         await player.open()
         seen = await player.say("a")
-        assert "step returned None" in said(seen)[0] and seen.reward is None
+        assert "step returned None" in said(seen)[0]
+        assert seen.reward is None
 
     asyncio.run(go())
     role.close()
@@ -238,8 +244,10 @@ def test_where_the_template_breaks_a_sample_is_forked() -> None:
         player = Player(role, 5)
         await player.open()
         seen = await player.say(call("raises", why="break"))
-        assert seen.rollout_id == 5 + FORKS and not len(seen.tokens)
-        assert seen.prompt and [m["role"] for m in seen.prompt.messages or ()] == [
+        assert seen.rollout_id == 5 + FORKS
+        assert not len(seen.tokens)
+        assert seen.prompt
+        assert [m["role"] for m in seen.prompt.messages or ()] == [
             "user",
             "assistant",
             "tool",

@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -133,7 +134,7 @@ class Counter:
         return {"observation": str(self.total), "reward": 0.5, "done": self.total >= 10}
 
     def close(self) -> None:
-        with open(os.environ.get("CLOSED", os.devnull), "a") as file:
+        with Path(os.environ.get("CLOSED", os.devnull)).open("a") as file:
             file.write(f"{self.total}\n")
 
 

@@ -285,7 +285,7 @@ class EnvironmentRole:
                 asked = {"do": "finish"} if body.get("do") else {"do": "step", "turn": body}
                 return await self._answer(live, asked)
             except ProcessLostError as error:
-                how = str(error)
+                live.starts, how = -1, str(error)
             except asyncio.CancelledError:
                 live.starts = -1  # it may have been answered, which nobody has seen
                 raise
