@@ -20,6 +20,7 @@ from stretto.config.sections import (
     Rules,
     Section,
 )
+from stretto.types import Sampling
 
 ScoreOn = Literal["batch", "rollout", "chunk"]
 PresetName = Literal["sync", "oppo", "async", "rlhfuse", "stretto"]
@@ -188,7 +189,7 @@ class Settings:
         reward_weights: factor of each reward source; ``None`` for 1 each.
         restarts: processes that may replace each generator's or scorer's own; with 0 the loss of
             one ends the run.
-        max_turn_tokens: of a turn, where there is an environment; 0: no limit of its own.
+        episodes: how the turns of episodes are sampled, where there is an environment.
         environment_rewards: whether the environment's rewards are a source of the score.
     """
 
@@ -205,7 +206,7 @@ class Settings:
     max_carries: int = 8
     deadline_s: float = 1800.0
     restarts: int = 0
-    max_turn_tokens: int = 0
+    episodes: Sampling | None = None
     environment_rewards: bool = False
 
 
