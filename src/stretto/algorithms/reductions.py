@@ -48,7 +48,7 @@ def token_weights(
     lengths = joined(mask.sum(dim=1), episodes)[:, None]
     responses = _count(mask.any(dim=1), episodes)
     denominator = {
-        "token_mean": lengths.sum(),
+        "token_mean": mask.sum(),
         "sequence_mean": lengths * responses,
         "sequence_sum": responses,
         "fixed_length": longest * responses,
