@@ -73,6 +73,7 @@ class Episode:
     score: float
     ended: bool = True
     samples: list[list[Token]] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)  # of the samples, in the batch
 
     @property
     def tokens(self) -> list[Token]:
@@ -113,6 +114,7 @@ def episodes_of(
                 token.reward = WEIGHTS[ENVIRONMENT] * r.turn_rewards[r.turns.index(t + 1)]
             sample.append(token)
         e.samples.append(sample)
+        e.rows.append(row)
     for e in found.values():
         e.score = e.score if e.ended else penalty(e.score)
     return list(found.values())
@@ -132,21 +134,14 @@ def naive_loss(
         ]
     if a.mask_truncated_completions:
         trained = [e for e in trained if e.ended]
-    all_tokens = sum(len(e.tokens) for e in trained)
     loss = torch.zeros((), dtype=torch.float64)
     for e in trained:
-        n, count = len(e.tokens), len(trained)
-        weight = {
-            "token_mean": 1 / all_tokens,
-            "sequence_mean": 1 / (n * count),
-            "sequence_sum": 1 / count,
-            "fixed_length": 1 / (longest * count),
-        }[a.averaging]
+        n, weight = len(e.tokens), _weight_of_token(a, e, trained, longest)
         log_ratio = sum(t.now - t.old for t in e.tokens)
         behind = sum(t.old - t.behaviour for t in e.tokens)
         if a.name == "proximal-rloo":
             value = e.tokens[0].advantage * _weight(a, behind)
-            loss = loss + _clipped(a, torch.exp(log_ratio), value) / count
+            loss = loss + _clipped(a, torch.exp(log_ratio), value) / len(trained)
         for t in e.tokens:
             value = t.advantage
             if a.correction != "off":
@@ -163,15 +158,29 @@ def naive_loss(
     return loss
 
 
+def _weight_of_token(
+    a: AlgorithmConfig, e: Episode, trained: Sequence[Episode], longest: int
+) -> float:
+    count = sum(bool(o.tokens) for o in trained)
+    denominators = {
+        "token_mean": sum(len(o.tokens) for o in trained),
+        "sequence_mean": len(e.tokens) * count,
+        "sequence_sum": count,
+        "fixed_length": longest * count,
+    }
+    return 1 / denominators[a.averaging]
+
+
 def naive_value_loss(a: AlgorithmConfig, episodes: Sequence[Episode]) -> Tensor:
     """Of the critic; the advantages have been made."""
-    tokens = [t for e in episodes for t in e.tokens]
     loss = torch.zeros((), dtype=torch.float64)
-    for t in tokens:
-        near = t.value + (t.new_value - t.value).clamp(-a.value_clip, a.value_clip)
-        squares = (t.new_value - t.returns) ** 2
-        loss = loss + torch.maximum(squares, (near - t.returns) ** 2) / 2
-    return loss / len(tokens)
+    for e in episodes:
+        for t in e.tokens:
+            near = t.value + (t.new_value - t.value).clamp(-a.value_clip, a.value_clip)
+            squares = (t.new_value - t.returns) ** 2
+            larger = torch.maximum(squares, (near - t.returns) ** 2)
+            loss = loss + _weight_of_token(a, e, episodes, 1) * larger / 2
+    return loss
 
 
 def naive_now(model: Any, batch: Sequence[Rollout]) -> tuple[list[Tensor], list[Tensor]]:
@@ -273,12 +282,14 @@ def _of_token(a: AlgorithmConfig, ratio: Tensor, value: float, t: Token) -> Tens
 
 
 def _dpo(a: AlgorithmConfig, episodes: Sequence[Episode]) -> Tensor:
-    losses = []
+    losses, sides = [], []
     for group in dict.fromkeys(e.group for e in episodes):
         best = _best(episodes, group, lambda e: e.score)
         worst = _best(episodes, group, lambda e: e.score, -1)
         if best.score == worst.score or not best.tokens or not worst.tokens:
             continue
-        sides = [sum(t.now - t.ref for t in e.tokens) for e in (best, worst)]
-        losses.append(-torch.nn.functional.logsigmoid(a.kl_coef * (sides[0] - sides[1])))
-    return torch.stack(losses).mean()
+        ratios = [sum(t.now - t.ref for t in e.tokens) for e in (best, worst)]
+        losses.append(-torch.nn.functional.logsigmoid(a.kl_coef * (ratios[0] - ratios[1])))
+        sides += [best, worst]
+    entropies = [t.entropy * _weight_of_token(a, e, sides, 1) for e in sides for t in e.tokens]
+    return torch.stack(losses).mean() - a.entropy_coef * sum(entropies)
