@@ -137,7 +137,7 @@ def naive_loss(
     loss = torch.zeros((), dtype=torch.float64)
     for e in trained:
         n, weight = len(e.tokens), _weight_of_token(a, e, trained, longest)
-        log_ratio = sum(t.now - t.old for t in e.tokens)
+        log_ratio = torch.stack([t.now - t.old for t in e.tokens]).sum()
         behind = sum(t.old - t.behaviour for t in e.tokens)
         if a.name == "proximal-rloo":
             value = e.tokens[0].advantage * _weight(a, behind)
@@ -148,7 +148,7 @@ def naive_loss(
                 whole = a.correction_level == "sequence"
                 value = value * _weight(a, behind if whole else t.old - t.behaviour)
             of_sequence = a.importance_sampling_level == "sequence"
-            ratio = torch.exp(log_ratio / n if of_sequence else t.now - t.old)
+            ratio = (log_ratio / n if of_sequence else t.now - t.old).exp()
             if a.name != "proximal-rloo":
                 loss = loss + weight * _of_token(a, ratio, value, t)
             if a.kl_place == "loss" and beta:
@@ -288,7 +288,7 @@ def _dpo(a: AlgorithmConfig, episodes: Sequence[Episode]) -> Tensor:
         worst = _best(episodes, group, lambda e: e.score, -1)
         if best.score == worst.score or not best.tokens or not worst.tokens:
             continue
-        ratios = [sum(t.now - t.ref for t in e.tokens) for e in (best, worst)]
+        ratios = [torch.stack([t.now - t.ref for t in e.tokens]).sum() for e in (best, worst)]
         losses.append(-torch.nn.functional.logsigmoid(a.kl_coef * (ratios[0] - ratios[1])))
         sides += [best, worst]
     entropies = [t.entropy * _weight_of_token(a, e, sides, 1) for e in sides for t in e.tokens]

@@ -68,7 +68,8 @@ def describe(batch: TrainBatch) -> dict[str, float]:
     _, first, place = np.unique(episodes, return_index=True, return_inverse=True)
 
     def summed(of_rows: Iterable[float]) -> list[float]:
-        return np.bincount(place, list(of_rows))[place[np.sort(first)]].tolist()
+        sums = np.bincount(place, list(of_rows))[place[np.sort(first)]]
+        return [float(x) for x in sums]
 
     drawn = batch.split(sampled_of(batch))
     lengths = summed(int(d.sum()) for d in drawn)
