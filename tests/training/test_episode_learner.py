@@ -72,7 +72,7 @@ def test_gradients_equal_those_of_loops_over_tokens(variant: str, budget: int) -
     got, stats = learned_gradients(learner, batch)
     assert_close(got, expected)
     assert stats["staleness/max"] == 0
-    assert stats["episode/samples"] == 8 / 6
+    assert stats["response/length_mean"] == (6 + 5 + 6 + 6 + 3 + 4) / 6
 
 
 @pytest.mark.parametrize("variant", ["ppo", "rloo", "proximal-rloo", "gspo", "copg"])
@@ -107,7 +107,7 @@ def test_nothing_that_stands_beside_context_is_read(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_one_turn_is_learned_from_bit_for_bit(name: str) -> None:
-    """With a mask that says that all was drawn, and in the rollouts of an environment."""
+    """With a mask that says that all was drawn."""
     ends = []
     for masked in (False, True):
         actor = llama()
@@ -115,9 +115,7 @@ def test_one_turn_is_learned_from_bit_for_bit(name: str) -> None:
         if masked:
             batch = replace(batch, sampled=np.ones(len(batch.tokens), np.bool_))
         stats = dict(learner_of({"name": name}, actor).train(batch).stats)
-        of_turns = {k: v for k, v in stats.items() if k.startswith("episode/")}
-        assert set(of_turns.values()) <= {0.0, 1.0}
-        ends.append((stats.items() - of_turns.items(), fingerprint(actor.named_parameters())))
+        ends.append((stats, fingerprint(actor.named_parameters())))
     assert ends[0] == ends[1]
 
 

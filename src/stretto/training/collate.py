@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from stretto.algorithms.experience import Scored
 from stretto.config import ENVIRONMENT
-from stretto.types import BoolArray, TrainBatch, sampled_of, short_name
+from stretto.types import TrainBatch, sampled_of, short_name
 
 
 def collate(batch: TrainBatch, weights: Mapping[str, float]) -> Scored:
@@ -62,7 +62,7 @@ def describe(batch: TrainBatch) -> dict[str, float]:
     source over the responses that it applies to.
 
     An episode is one response, of all that the policy drew in it, and has the mean of its samples'
-    rewards; turns and context are counted where there is any context.
+    rewards.
     """
     episodes = np.arange(len(batch)) if batch.episodes is None else batch.episodes
     _, first, place = np.unique(episodes, return_index=True, return_inverse=True)
@@ -71,18 +71,12 @@ def describe(batch: TrainBatch) -> dict[str, float]:
         sums = np.bincount(place, list(of_rows))[place[np.sort(first)]]
         return [float(x) for x in sums]
 
-    drawn = batch.split(sampled_of(batch))
-    lengths = summed(int(d.sum()) for d in drawn)
+    lengths = summed(int(drawn.sum()) for drawn in batch.split(sampled_of(batch)))
     stats = {
         "response/length_mean": fmean(lengths),
         "response/length_max": max(lengths),
         "response/ended": fmean(cut == 0 for cut in summed(~batch.ended)),
     }
-    if batch.sampled is not None or batch.episodes is not None:
-        turns = summed(_turns(d) for d in drawn)
-        stats["episode/turns_mean"], stats["episode/turns_max"] = fmean(turns), max(turns)
-        stats["episode/context_tokens"] = fmean(summed(int((~d).sum()) for d in drawn))
-        stats["episode/samples"] = len(batch) / len(first)
     for source in sorted(batch.rewards):
         counts = summed(batch.applies[source])
         if any(counts):
@@ -90,8 +84,3 @@ def describe(batch: TrainBatch) -> dict[str, float]:
             means = [x / n for x, n in zip(sums, counts, strict=True) if n]
             stats[f"reward/{short_name(source)}"] = fmean(means)
     return stats
-
-
-def _turns(drawn: BoolArray) -> int:
-    """Count the stretches of sampled tokens [T] with context between them."""
-    return int(np.count_nonzero(np.diff(drawn, prepend=False) & drawn))
