@@ -369,6 +369,11 @@ class TrainBatch:
         return len(self.ids)
 
     @property
+    def response_count(self) -> int:
+        """Responses, the samples of an episode counted once."""
+        return len(self) if self.episodes is None else len(np.unique(self.episodes))
+
+    @property
     def total_tokens(self) -> int:
         """Tokens of all prompts and responses."""
         return sum(map(len, self.prompts)) + len(self.tokens)

@@ -392,7 +392,8 @@ def _turn_rewards(rollout: Rollout) -> FloatArray:
     """Return rewards by sampled token: each at the last one of its turn."""
     column = np.zeros(len(rollout), np.float32)
     for end, reward in zip(rollout.turns, rollout.turn_rewards, strict=False):
-        column[end - 1] += reward
+        if end:  # else the turn has no token: its reward is in the episode's total alone
+            column[end - 1] += reward
     return column[rollout.sampled]
 
 
