@@ -255,7 +255,7 @@ def _timeline(run: LoadedRun, step: TracedStep, kinds: list[str]) -> list[Any]:
             kinds.append(bar.kind)
         row: list[Any] = [roles[bar.role], kinds.index(bar.kind), *place(bar.start_s, bar.end_s)]
         row += [bar.tokens, bar.version, bar.count or None, list(bar.rollouts) or None]
-        row.append(bar.spans if bar.spans > 1 else None)
+        row += [bar.spans if bar.spans > 1 else None, None if bar.height == 1 else bar.height]
         while row[-1] is None:
             row.pop()
         drawn.append(row)
