@@ -9,8 +9,9 @@ then the learner. Work has the category ``work``, waiting ``wait``. Flow events 
 generators of a batch over its scorers to the learner, and from a version's publication to the roles
 that load it. Counters have the rollouts in decoding, those that wait for the learner or for their
 environment, and figures of each step. An environment's calls, which overlap, are spread over a few
-tracks; what finds no place there is joined. A track of its own has the steps, one event each. It is written last, with the spans
-that ended during the step before it, and is what a resumed run rewinds to.
+tracks; what finds no place there is joined. A track of its own has the steps, one event each. It is
+written last, with the spans that ended during the step before it, and is what a resumed run rewinds
+to.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from stretto.observe.spans import ENVIRONMENT, Span
 
@@ -22,6 +23,13 @@ def at_once(span: Span) -> int:
     return int(span.attributes.get("calls", 1))
 
 
+INSTANT_S = 1e-6
+"""Stretches no longer than this, to which traces are exact, are none."""
+
+FURTHER = 1000
+"""Spans that such calls of a step become, at most."""
+
+
 class Lanes:
     """The tracks of a trace that an environment's calls are spread over, as they fill up."""
 
@@ -30,8 +38,9 @@ class Lanes:
         self._joined_s = float("-inf")  # end of what shares the last track
 
     def place(self, spans: Iterable[Span]) -> list[tuple[str, Span]]:
-        """Return names of tracks, each with a span. Calls that find no free track become one span
-        for each stretch, whose attribute ``calls`` is the most of them at a time.
+        """Return names of tracks, each with a span. Calls that find no free track become spans one
+        after the other, at most :data:`FURTHER`, whose attribute ``calls`` is their number; what of
+        them lies before the end of the last such span is cut off.
         """
         placed: list[tuple[str, Span]] = []
         beyond: list[Span] = []
@@ -43,12 +52,11 @@ class Lanes:
                 continue
             self._ends_s[lane] = span.end_s
             placed.append((f"{ENVIRONMENT} {lane + 1}" if lane else ENVIRONMENT, span))
-        for start_s, end_s, count in _stretches(beyond):
-            start_s = max(start_s, self._joined_s)
-            if start_s < end_s:
-                self._joined_s = end_s
-                joined = Span(ENVIRONMENT, "further calls", start_s, end_s, {"calls": count})
-                placed.append((f"{ENVIRONMENT} {LANES + 1}", joined))
+        ends_s = max((span.end_s for span in beyond), default=0.0)
+        for start_s, end_s, count in profile(beyond, self._joined_s, ends_s, FURTHER // 2):
+            self._joined_s = end_s
+            joined = Span(ENVIRONMENT, "further calls", start_s, end_s, {"calls": count})
+            placed.append((f"{ENVIRONMENT} {LANES + 1}", joined))
         return placed
 
 
@@ -56,7 +64,8 @@ def profile(
     spans: Iterable[Span], start_s: float, end_s: float, most: int
 ) -> list[tuple[float, float, int]]:
     """Return how many calls go on at once between two moments: stretches of time, in order, each
-    with their number. Of more than ``most`` stretches, neighbours are joined, with the greater one.
+    with their number. Of more than ``most`` stretches, neighbours are joined, with the greater
+    number; then they are at most twice as many.
     """
     inside = ((max(s.start_s, start_s), min(s.end_s, end_s), at_once(s)) for s in spans)
     changes: dict[float, int] = {}
@@ -66,11 +75,13 @@ def profile(
             changes[finish_s] = changes.get(finish_s, 0) - count
     found: list[tuple[float, float, int]] = []
     times, open_now = sorted(changes), 0
-    for at_s, next_s in zip(times, times[1:], strict=False):
+    for at_s, next_s in pairwise(times):
         open_now += changes[at_s]
-        if open_now:
+        if open_now and next_s - at_s > INSTANT_S:  # of spans read back, one ends in the next
             found.append((at_s, next_s, open_now))
-    return _joined(found, (end_s - start_s) / most) if len(found) > most else found
+    if len(found) <= most:
+        return found
+    return _joined(found, (found[-1][1] - found[0][0]) / most)
 
 
 def _joined(
@@ -84,17 +95,3 @@ def _joined(
         else:
             joined.append((start_s, end_s, count))
     return joined
-
-
-def _stretches(spans: Sequence[Span]) -> list[tuple[float, float, int]]:
-    """Return the time that any span covers, as stretches, each with the most spans at a time."""
-    if not spans:
-        return []
-    end_s = max(span.end_s for span in spans)
-    whole: list[tuple[float, float, int]] = []
-    for start_s, stop_s, count in profile(spans, spans[0].start_s, end_s, 2 * len(spans)):
-        if whole and start_s <= whole[-1][1]:
-            whole[-1] = (whole[-1][0], stop_s, max(whole[-1][2], count))
-        else:
-            whole.append((start_s, stop_s, count))
-    return whole

@@ -45,9 +45,11 @@ def calls(observation: Observation) -> Iterator[Mapping[str, Any]]:
 
 
 def wait_s(observation: Observation) -> float:
-    """Return the seconds that an answer took; 0 where they were not recorded."""
+    """Return the seconds that an answer took; those of its calls where it has none of its own."""
     seconds = observation.record.get("seconds")
-    return float(seconds) if isinstance(seconds, int | float) else 0.0
+    if seconds is None:
+        return sum(float(call.get("seconds") or 0.0) for call in calls(observation))
+    return float(seconds)
 
 
 def episode_metrics(rollouts: Iterable[Rollout]) -> dict[str, float]:

@@ -204,6 +204,8 @@ const CURVES = [
   ["policy/entropy_avg", "Entropy [nats a token]"],
   ["policy/clipfrac_avg", "Clipped share of tokens", { zero: true }],
   ["response/length_mean", "Response length, mean [tokens]"],
+  ["episode/turns_mean", "Turns of an episode, mean", { zero: true }],
+  ["episode/wait_s_mean", "Wait for the environment, mean [s]", { zero: true }],
   ["perf/samples_per_s", "Samples per second", { zero: true }],
   ["schedule/overcommit", "Over-commitment: responses in flight beyond the batch", { stepped: true, zero: true }],
   ["schedule/chunk_tokens", "Chunk size [tokens]", { stepped: true, zero: true }],
@@ -312,7 +314,10 @@ const samples = {
       return node("th", {}, button);
     });
     at("samples").replaceChildren(node("table", {}, node("thead", {}, node("tr", {}, ...head)),
-      node("tbody", {}, ...rows.slice(0, this.most).map((row) => node("tr", {}, ...columns.map(([, get, made]) => node("td", {}, made ? made(row) : shown(get(row)))))))));
+      node("tbody", {}, ...rows.slice(0, this.most).flatMap((row, i) => [
+        node("tr", {}, ...columns.map(([, get, made]) => node("td", {}, made ? made(row) : shown(get(row))))),
+        ...(row[8] ? [node("tr", {}, node("td", { colspan: columns.length }, transcript(row[8], i === 0)))] : []),
+      ]))));
     at("sample-count").textContent = `${Math.min(this.most, rows.length)} of ${rows.length} samples`;
     at("sample-more").hidden = rows.length <= this.most;
   },
