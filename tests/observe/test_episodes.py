@@ -52,7 +52,7 @@ def calculation() -> Rollout:
     call = {"name": "calculator", "arguments": {"expression": "17*3"}, "status": "ok"}
     said = Message(role="assistant", content="17*3=<call>")
     answer = Message(role="tool", content="51")
-    record = {"seconds": 0.25, "calls": [{**call, "seconds": 0.2, "error": "", "result": "51"}]}
+    record = {"seconds": 0.25, "calls": [{**call, "seconds": 0.2, "error": ""}]}
     context = np.array([4, 4], np.int32)
     observed = Observation(7, 1, context, reward=0.5, messages=(said, answer), record=record)
     rollout.append(rollout.observe(observed))
@@ -69,6 +69,7 @@ def test_a_transcript_has_turns_calls_rewards_and_what_was_trained_on() -> None:
     first, second = told["turns"]
     assert [m["role"] for m in first["messages"]] == ["assistant", "tool"]
     assert first["calls"][0]["arguments"] == {"expression": "17*3"}
+    assert first["calls"][0]["result"] == "51"
     assert (first["tokens"], first["context"], first["wait_s"]) == (3, 2, 0.25)
     assert (first["reward"], second["reward"]) == (0.5, None)
     assert (second["tokens"], second["context"], second["wait_s"], second["calls"]) == (2, 0, 0, [])

@@ -49,7 +49,8 @@ def test_figures_of_episodes_are_over_episodes_and_those_of_tools_over_calls() -
         (2, 0, {"seconds": 0.0}),
     )
     fork = episode(1 + FORKS, (3, 1, {"calls": [call("search", 4.0)]}), ended_by="turns")
-    unread = [call("rm -rf", None, status="invalid"), call("?", None, status="unclosed")]
+    unread = [call("rm -rf", status="invalid"), call("?", None, status="unclosed")]
+    unread.append(call("no such", status="unknown"))
     second = episode(2, (8, 1, {"seconds": 6.0, "calls": unread}), ended_by="tokens")
     found = episode_metrics([first, second, fork, Rollout(5, Prompt(0, (1,), ""), 0)])
     assert found == pytest.approx(
@@ -58,15 +59,16 @@ def test_figures_of_episodes_are_over_episodes_and_those_of_tools_over_calls() -
             "episode/turns_max": 3,
             "episode/context_tokens_mean": (7 + 1) / 2,
             "episode/context_share": 8 / (17 + 8),
-            "episode/wait_s_mean": (2 + 0 + 4 + 6) / 4,
-            "episode/wait_s_p95": 4 + 0.85 * (6 - 4),  # between the third and the last of four
+            "episode/wait_s_mean": (2 + 0 + 0 + 4 + 6) / 5,  # the fork began with an answer
+            "episode/wait_s_p95": 4 + 0.8 * (6 - 4),  # of five, at place 0.95 * 4
             "episode/wait_s_total_mean": (6 + 6) / 2,
             "episode/samples_mean": 1.5,
             "episode/ended_by/turns": 0.5,  # the fork was answered last
             "episode/ended_by/tokens": 0.5,
-            "tools/calls/ok": 3 / 5,
-            "tools/calls/invalid": 1 / 5,
-            "tools/calls/unclosed": 1 / 5,
+            "tools/calls/ok": 3 / 6,
+            "tools/calls/invalid": 1 / 6,
+            "tools/calls/unclosed": 1 / 6,
+            "tools/calls/unknown": 1 / 6,
             "tools/add/calls": 2,
             "tools/add/errors": 1,
             "tools/add/timeouts": 1,
@@ -81,7 +83,7 @@ def test_figures_of_episodes_are_over_episodes_and_those_of_tools_over_calls() -
 
 def test_names_that_the_policy_makes_up_become_no_metrics() -> None:
     many = [call(f"tool/{i} é\n" + "x" * 99) for i in range(MOST_TOOLS + 9)]
-    record = {"calls": [call("never ran", None), *many, "no call"]}
+    record = {"calls": [call("never ran", status="unknown"), *many, "no call"]}
     found = episode_metrics([episode(1, (1, 1, record))])
     names = {name.removesuffix("/calls") for name in found if name.endswith("/calls")}
     assert len(names) == MOST_TOOLS

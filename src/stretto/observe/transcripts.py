@@ -86,9 +86,13 @@ def _told(answer: Observation | None) -> dict[str, Any]:
     """Return messages and calls of a turn's answer."""
     if answer is None:
         return {"messages": [], "calls": []}
+    made = list(calls(answer))
+    results = [message["content"] for message in answer.messages if message["role"] == "tool"]
+    if len(results) == len(made):
+        made = [{"result": result, **call} for result, call in zip(results, made, strict=True)]
     return {
         "messages": [plain(message) for message in answer.messages],
-        "calls": [plain(call) for call in calls(answer)],
+        "calls": [plain(call) for call in made],
     }
 
 

@@ -6,9 +6,9 @@ records and transcripts, all of it optional:
 ``seconds``
     That the environment took to answer.
 ``calls``
-    Of the turn, in order, each with ``name``, ``arguments``, ``status`` (``ok``, ``invalid`` or
-    ``unclosed``, as it was parsed), ``seconds``, ``error`` (a text; empty where it worked),
-    ``timed_out`` and ``result``. A call that did not run has no ``seconds``.
+    Of the turn, in order, each with ``name``, ``arguments``, ``status`` (``ok``; ``invalid`` or
+    ``unclosed`` as it was parsed, ``unknown`` where there is no such tool: then it did not run),
+    ``seconds``, ``error`` (a text; empty where it worked), ``timed_out`` and ``result``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import numpy as np
 from stretto.schedules.rollout import Rollout
 from stretto.types import Observation, episode_of
 
-CALL_STATUSES = ("ok", "invalid", "unclosed")
-"""Outcomes of parsing a call."""
+CALL_STATUSES = ("ok", "invalid", "unclosed", "unknown")
+"""Outcomes of reading a call, of which only the first is run."""
 
 MOST_TOOLS = 32
 """Tools of a step that have figures of their own, the most often called first."""
@@ -34,8 +34,13 @@ _NAME_CHARS = 64
 
 
 def answers(rollout: Rollout) -> Sequence[Observation]:
-    """Return the environment's answers to a rollout's turns: its log without what it began with."""
+    """Return what follows a rollout's turns, in their order: its log without what it began with."""
     return rollout.log[1:]
+
+
+def _answers(samples: Sequence[Rollout]) -> list[Observation]:
+    """Return all answers to turns of an episode, those among them that began a fork."""
+    return [o for rollout in samples for o in rollout.log if o.number]
 
 
 def calls(observation: Observation) -> Iterator[Mapping[str, Any]]:
@@ -48,7 +53,8 @@ def wait_s(observation: Observation) -> float:
     """Return the seconds that an answer took; those of its calls where it has none of its own."""
     seconds = observation.record.get("seconds")
     if seconds is None:
-        return sum(float(call.get("seconds") or 0.0) for call in calls(observation))
+        each = (float(call.get("seconds") or 0.0) for call in calls(observation))
+        return max(each, default=0.0)  # they ran side by side
     return float(seconds)
 
 
@@ -70,7 +76,7 @@ def episode_metrics(rollouts: Iterable[Rollout]) -> dict[str, float]:
     turns = [sum(len(r.turns) for r in samples) for samples in each]
     context = [sum(len(r) - r.sampled_tokens for r in samples) for samples in each]
     tokens = sum(len(r) for samples in each for r in samples)
-    waits = [[wait_s(o) for r in samples for o in answers(r)] for samples in each]
+    waits = [[wait_s(o) for o in _answers(samples)] for samples in each]
     flat = [seconds for own in waits for seconds in own]
     found = {
         "episode/turns_mean": fmean(turns),
@@ -85,7 +91,9 @@ def episode_metrics(rollouts: Iterable[Rollout]) -> dict[str, float]:
         found["episode/samples_mean"] = fmean(map(len, each))
     ended = Counter(_ended_by(samples) for samples in each)
     found |= {f"episode/ended_by/{why}": n / len(each) for why, n in ended.items() if why}
-    return found | _tools([call for s in each for r in s for o in answers(r) for call in calls(o)])
+    return found | _tools(
+        [call for samples in each for o in _answers(samples) for call in calls(o)]
+    )
 
 
 def _ended_by(samples: Sequence[Rollout]) -> str:
@@ -101,7 +109,7 @@ def _tools(made: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     # Names that were not run are whatever the policy wrote: no metric is named after them.
     by_name: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for call in made:
-        if call.get("seconds") is not None:
+        if call.get("status", "ok") == "ok":
             by_name[_clean(str(call.get("name") or "tool"))].append(call)
     often = sorted(by_name, key=lambda name: (-len(by_name[name]), name))[:MOST_TOOLS]
     for name in often:
@@ -110,7 +118,7 @@ def _tools(made: Sequence[Mapping[str, Any]]) -> dict[str, float]:
             f"tools/{name}/calls": float(len(own)),
             f"tools/{name}/errors": float(sum(bool(call.get("error")) for call in own)),
             f"tools/{name}/timeouts": float(sum(bool(call.get("timed_out")) for call in own)),
-            f"tools/{name}/seconds_mean": fmean(float(call["seconds"]) for call in own),
+            f"tools/{name}/seconds_mean": fmean(float(call.get("seconds") or 0.0) for call in own),
         }
     return found
 

@@ -141,7 +141,7 @@ const timeline = {
     for (const [role, kind, from, units, tokens, version, count, ids, joined, height] of bars) {
       kinds.add(kind);
       const [colour, title, pale] = D.kinds[kind];
-      rect(role, from, units, colour, "work", () => [
+      rect(role, from, units, colour, height ? "count" : "work", () => [
         `${run.roles[role]}: ${title}`, when(from, units),
         count ? `${count} rollout${count > 1 ? "s" : ""}${ids ? `: ${ids.join(", ")}${count > ids.length ? ", ..." : ""}` : ""}` : "",
         tokens != null ? `${tokens.toLocaleString("en")} tokens` : "",
