@@ -26,7 +26,7 @@ from stretto.runtime.run import Run, start
 from stretto.saying import Say, Saying, working
 from stretto.schedules.rollout import Rollout
 from stretto.schedules.schedule import Step
-from stretto.scoring.responses import response_text
+from stretto.scoring.responses import response_text, spelt_out
 from stretto.tasks.base import SHA256
 from stretto.tasks.prompts import PromptSource
 from stretto.types import Stats
@@ -214,7 +214,7 @@ class _TrainingLoop:
             tokens=len(rollout),
             scores=scores_by_source(rollout),
             extra=extra_by_source(rollout),
-            **transcript(rollout, partial(tokenizer.decode, skip_special_tokens=False)),
+            **transcript(rollout, partial(spelt_out, tokenizer)),
         )
 
 

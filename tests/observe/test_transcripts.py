@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.observe.test_report import dom
 
+from browser import dom, needs_browser
 from stretto.config import Config
 from stretto.observe import RunDirectory
 from stretto.observe.idle import CAUSES, time_of_roles
@@ -240,7 +239,7 @@ def looked_at(tmp_path: Path) -> list[LoadedRun]:
     return load([run.path])
 
 
-@pytest.mark.skipif(not shutil.which("chromium"), reason="needs a browser")
+@needs_browser
 def test_a_browser_shows_transcripts(tmp_path: Path) -> None:
     page = dom(html_page(looked_at(tmp_path)), tmp_path)
     shown = page[page.index('id="samples"') : page.index('id="sample-count"')]
