@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from browser import dom, needs_browser
+from helpers import ManualClock
 from stretto.config import Config
 from stretto.observe import RunDirectory
 from stretto.observe.idle import CAUSES, time_of_roles
@@ -22,7 +23,7 @@ from stretto.observe.report.style import CAUSES as TITLES
 from stretto.observe.report.style import HATCHINGS, KINDS
 from stretto.observe.report.timeline import MAX_BARS, bars
 from stretto.observe.run_directory import RolloutRecord, Sample
-from stretto.observe.spans import Span, Window
+from stretto.observe.spans import Span, Spans, Window
 from stretto.observe.trace import COUNTS, TracedStep
 from stretto.observe.transcripts import MOST_CHARS, cut, plain, transcript, turn_sizes
 from stretto.observe.waiting import LANES, Lanes, profile
@@ -218,6 +219,14 @@ def test_waiting_for_the_environment_is_a_cause_of_idleness() -> None:
         "environment": [(2.0, 4.0)],
         "other": [(4.0, 5.0)],
     }
+
+
+def test_a_call_of_an_environment_is_no_step_of_the_run() -> None:
+    spans = Spans(ManualClock())
+    spans.add("environment", "step", 0.0, 2.0)
+    spans.add("environment", "step", 1.0, 2.0)
+    spans.add("generator", "gen", 0.0, 1.0)
+    assert spans.totals() == {"environment/step": 3.0, "gen": 1.0}
 
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u202e<|im_end|>"

@@ -134,11 +134,15 @@ class Spans:
             return tuple(self._records)
 
     def totals(self) -> dict[str, float]:
-        """Return seconds of work by name, of :attr:`records`; overlapping spans count in full."""
+        """Return seconds of work by name, of :attr:`records`; overlapping spans count in full.
+
+        Names of an environment's calls begin with its role, as a step is something else, too.
+        """
         totals: defaultdict[str, float] = defaultdict(float)
         for record in self.records:
             if not record.waits:
-                totals[record.name] += record.end_s - record.start_s
+                of = f"{ENVIRONMENT}/" if record.role == ENVIRONMENT else ""
+                totals[f"{of}{record.name}"] += record.end_s - record.start_s
         return dict(totals)
 
     def take(self) -> Window:
