@@ -25,7 +25,7 @@ from stretto.errors import EngineError
 from stretto.runtime.sim.cluster import GeneratorRole, known
 from stretto.runtime.sim.costs import GeneratorCost
 from stretto.runtime.sim.devices import SimWorker
-from stretto.types import Chunk, Decoded, FinishReason, KVTransfer, Response, WeightsRef
+from stretto.types import Chunk, Decoded, FinishReason, Hold, KVTransfer, Response, WeightsRef
 
 _TOKENS, _LOGPROBS = np.zeros(1 << 17, np.int32), np.full(1 << 17, -1.0, np.float32)
 """Stand-ins for sampled tokens and their log-probabilities; longer than any response."""
@@ -288,6 +288,9 @@ class SimGenerator:
             for id_ in rollout_ids:
                 if replica := self._home.pop(id_, None):
                     replica.take_out(id_)
+
+    async def hold(self, rollout_ids: Sequence[int], how: Hold) -> None:
+        """Do nothing: no turn ends here."""
 
     async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Sequence[KVTransfer]:
         """Let go of rollouts; the time that moving a cache takes is the receiver's."""
