@@ -77,6 +77,11 @@ class Episodes(Section):
     """Turns of a recorded run in place of all these, by rollout id: of each its tokens, seconds
     until it was answered, and tokens of the answer; beyond its end they start over."""
 
+    def at_once(self) -> Episodes:
+        """Return the same episodes, whose turns are answered at once."""
+        recorded = tuple(tuple((n, 0.0, answer) for n, _, answer in e) for e in self.recorded)
+        return self.model_copy(update={"wait_s": Waits(median=0, p95=0), "recorded": recorded})
+
 
 class Turns:
     """The turns of each rollout, of which :class:`Lengths` gives a turn's tokens."""

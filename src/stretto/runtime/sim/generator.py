@@ -247,13 +247,16 @@ def decode(
 
     Args:
         stop_after: once so many rows have ended, every replica finishes its step and stops; 0 does
-            not stop.
+            not stop. The end of a turn does not count.
     """
     for replica in replicas:
         replica.begin(max_steps)
     ended: list[tuple[float, int, int, SimRow]] = []
+    finished = 0
 
     def note(replica: Replica, rows: Sequence[SimRow]) -> None:
+        nonlocal finished
+        finished += sum(row.finish is not FinishReason.TURN for row in rows)
         ended.extend((replica.time_s, replica.work["steps"], row.id, row) for row in rows)
 
     while True:
@@ -262,7 +265,7 @@ def decode(
         if time_s == inf:
             break
         note(first, first.advance())
-        if stop_after and len(ended) >= stop_after:
+        if stop_after and finished >= stop_after:
             for replica in replicas:
                 if replica is not first:
                     note(replica, replica.advance_until(time_s))
