@@ -308,20 +308,15 @@ def test_slots_are_as_many_as_fit_beside_passes() -> None:
     assert apart.rollout.slots == 0  # the learner does not fit, whatever an engine takes
 
 
-@pytest.mark.parametrize(("hold", "rows"), [("keep", 16), ("auto", 16), ("remake", 8)])
+@pytest.mark.parametrize(("hold", "times"), [("keep", 2), ("auto", 2), ("remake", 1)])
 def test_copies_of_episodes_that_wait_are_counted_as_the_engine_bounds_them(
-    hold: str, rows: int
+    hold: str, times: int
 ) -> None:
-    config, (load,) = fitted_to(
-        1,
-        80,
-        rollout={"slots": 8},
-        environment={"sources": ["tools.py:add"]},
-        schedule={"hold": hold},
-        runtime="inline",
-        model={"name": QWEN, "lora_rank": 16},
-    )
-    assert load.held[CACHE] == pytest.approx(rows * config.longest * 2 * 28 * 512 * 2, rel=0.01)
+    given = {"runtime": "inline", "model": {"name": QWEN, "lora_rank": 16}, "rollout": {"slots": 8}}
+    _, (plain,) = fitted_to(1, 80, **given)
+    tools = {"environment": {"sources": ["tools.py:add"]}, "schedule": {"hold": hold}}
+    _, (load,) = fitted_to(1, 80, **given, **tools)
+    assert load.held[CACHE] == times * plain.held[CACHE]
 
 
 def test_peft_keeps_a_float32_input_of_each_adapted_layer() -> None:
