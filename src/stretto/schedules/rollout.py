@@ -192,6 +192,7 @@ class Rollout:
             self.sampled if self.context else None,
             self.sampling,
             self.messages if text else None,
+            np.array(self.logprobs, np.float32) if text and self.in_turns else None,
         )
 
     def state_dict(self) -> dict[str, Any]:
