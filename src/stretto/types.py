@@ -304,6 +304,14 @@ class WeightsRef:
     channel: str = ""
 
 
+Hold = Literal["keep", "offload", "remake"]
+"""What becomes of the keys and values of a parked rollout, whose environment is at work.
+
+``keep`` leaves them on the device, ``offload`` takes them to the host's memory, and ``remake``
+drops them: what the rollout goes on with is then prefilled as a whole.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class KVTransfer:
     """A rollout on its way from one generator to another.
@@ -361,6 +369,11 @@ class TrainBatch:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def response_count(self) -> int:
+        """Responses, the samples of an episode counted once."""
+        return len(self) if self.episodes is None else len(np.unique(self.episodes))
 
     @property
     def total_tokens(self) -> int:
