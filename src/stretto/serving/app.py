@@ -341,11 +341,11 @@ class Server:
 
         Without ``most`` tokens an answer may take what the prompt leaves of the context.
         """
-        if asked.model not in (None, "", self._name):
+        client, options = self._client(http), asked.options
+        in_session = isinstance(client, Session)  # which has one model, whatever its name
+        if not in_session and asked.model not in (None, "", self._name):
             message = f"the model '{asked.model}' does not exist; there is '{self._name}'"
             raise ApiError(message, 404, "model_not_found", "model")
-        client, options = self._client(http), asked.options
-        in_session = isinstance(client, Session)
         if in_session and options.stop_strings:
             message = "turns of an episode end with the stop strings of the run, rollout.stop"
             raise ApiError(message, 400, "unsupported_parameter", "stop")
