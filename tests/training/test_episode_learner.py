@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import masking_utils
 
 from episode_helpers import (
     as_episodes,
@@ -17,12 +18,20 @@ from episode_helpers import (
     naive_value_loss,
 )
 from helpers import critic_of, llama, make_learner, naive_values, train_on
-from learner_helpers import Grads, algorithm_settings, assert_close, learned_gradients, make_batch
+from learner_helpers import (
+    Grads,
+    NoHostSync,
+    algorithm_settings,
+    assert_close,
+    learned_gradients,
+    make_batch,
+)
 from loss_helpers import VARIANTS
 from stretto.config import AlgorithmConfig
 from stretto.config.algorithm import ALGORITHMS
 from stretto.models.weights import fingerprint
 from stretto.schedules.rollout import Rollout, train_batch
+from stretto.training import backprop
 from stretto.training.learner import PolicyLearner
 from stretto.types import CONTEXT
 
@@ -178,3 +187,38 @@ def test_the_kl_and_its_coefficient_count_an_episode_once() -> None:
     train_on(learner, batch)
     moved = 0.2 if total > 0 else -0.2
     assert learner.state_dict()["kl"]["coef"] == pytest.approx(0.1 * (1 + moved * 6 / 40))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_passes_over_samples_make_no_host_wait(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes, made = backprop._passes, []
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+
+    def spied(*given: Any) -> Any:
+        with NoHostSync():
+            made.append(given)
+            return passes(*given)
+
+    monkeypatch.setattr(backprop, "_passes", spied)
+    actor = llama()
+    algorithm = VARIANTS[variant] | (CORRECTED if variant in ("ppo", "gspo") else {})
+    learner = learner_of(algorithm, actor, microbatch_tokens=60)
+    train_on(learner, as_episodes(make_batch(actor, algorithm)))
+    assert len(made) == len(learner.trained)
+
+
+@torch.no_grad()
+def test_the_policy_before_the_step_is_of_the_tokens_drawn() -> None:
+    """A step of several updates makes a pass for it, over context, too."""
+    actor = llama(dtype=torch.float64)
+    algorithm = {"name": "ppo", "old_policy": "proximal", "kl_coef": 0}
+    learner = learner_of(algorithm, actor, minibatches=2)
+    batch = as_episodes(make_batch(actor, algorithm))
+    now, _ = naive_now(actor, batch)
+    e = learner.experience_of(train_batch(batch))
+    for row, r in enumerate(batch):
+        drawn = now[row][torch.from_numpy(r.sampled)].float()
+        assert e.mask[row].sum() == len(drawn)
+        torch.testing.assert_close(e.old_logprobs[row, : len(drawn)], drawn, rtol=1e-5, atol=1e-5)
