@@ -404,12 +404,12 @@ def listed(result: Any, count: int) -> Sequence[Any]:
     return result
 
 
-def not_defined(file: str, name: str, functions: Collection[str]) -> ConfigError:
+def not_defined(
+    file: str, name: str, functions: Collection[str], setting: str = "reward.sources"
+) -> ConfigError:
     """Return the error of a file that lacks a function, and has ``functions``."""
     hint = nearest(name, functions) if functions else "It defines no function."
-    return ConfigError(
-        f"reward.sources: '{file}' has no function '{name}'. {hint}", "unknown-function"
-    )
+    return ConfigError(f"{setting}: '{file}' has no function '{name}'. {hint}", "unknown-function")
 
 
 def as_number(value: Any) -> float:

@@ -85,6 +85,12 @@ def response_text(
     return text[: min(found)] if found else text
 
 
+def spelt_out(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    """Decode tokens with special tokens among them."""
+    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    return cast(str, tokenizer.decode(list(tokens), **options))
+
+
 STREAMED_SHARE = 16
 """The part of a forward pass, 1 / 16, from which a streaming scorer's call is worth its fixed cost
 (docs/schedules.md): 64 tokens on a CPU. A constant, so that a run repeats itself."""

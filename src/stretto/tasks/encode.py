@@ -83,11 +83,19 @@ class Encoder:
             return escaped
         return self._either.sub(lambda m: self._plain[m[0]], escaped)
 
-    def chat(self, turns: Iterable[Message], *, unfinished: bool = False, **options: Any) -> str:
+    def chat(
+        self,
+        turns: Iterable[Message],
+        *,
+        unfinished: bool = False,
+        before: Sequence[Message] = (),
+        **options: Any,
+    ) -> str:
         """Return a conversation in the tokenizer's chat template, its contents escaped.
 
         Args:
             unfinished: put :data:`MARK` behind the last content.
+            before: earlier turns, which are taken as they are, :data:`MARK` in them too.
             options: of ``apply_chat_template``; the texts of ``tools`` are escaped as well.
 
         Raises:
@@ -99,14 +107,15 @@ class Encoder:
             options["tools"] = self._escaped(options["tools"])
         if unfinished:
             conversation[-1]["content"] += MARK
+        conversation = [*before, *conversation]
         return str(self.tokenizer.apply_chat_template(conversation, tokenize=False, **options))
 
     def _escaped(self, value: Any) -> Any:
-        """Return a copy of plain data with its texts escaped."""
+        """Return a copy of plain data with its texts escaped, those of keys too."""
         if isinstance(value, str):
             return self.escape(value)
         if isinstance(value, dict):
-            return {key: self._escaped(entry) for key, entry in value.items()}
+            return {self._escaped(key): self._escaped(entry) for key, entry in value.items()}
         return list(map(self._escaped, value)) if isinstance(value, list) else value
 
     def marked(self, turns: Iterable[Message]) -> tuple[list[int], list[bool]]:
@@ -140,6 +149,29 @@ class Encoder:
         if not self.tokenizer.is_fast:
             return self._by_parts(escaped, special)
         return list(self._twin.encode(self._exchanged(escaped), add_special_tokens=special).ids)
+
+    def spelled(self, ids: Sequence[int]) -> str:
+        """Return the escaped text of tokens: what spells a control token in it is one."""
+        text, run = "", list[int]()
+        for i in [*ids, None]:
+            if i in self._ids or i is None:
+                decoded = self.tokenizer.decode(run, clean_up_tokenization_spaces=False)
+                text += self.escape(str(decoded)) if run else ""
+                run = []
+            if i in self._ids:
+                text += self._spellings[i]
+            elif i is not None:
+                run.append(i)
+        return text
+
+    def control_in(self, escaped: str, start: int = 0) -> tuple[int, int, int] | None:
+        """Return the first control token of an escaped text from a place on: start, end and id."""
+        found = self._spelling.search(escaped, start)
+        return (found.start(), found.end(), self._control[found[0]]) if found else None
+
+    @cached_property
+    def _spellings(self) -> dict[int, str]:
+        return {i: text for text, i in self._control.items()}
 
     def pieces(self, escaped: str, *, special: bool = False) -> Pieces:
         """Return the tokens of an escaped text with their places; for fast tokenizers only."""

@@ -1,0 +1,1 @@
+"""Environments of episodes: what answers the policy's turns."""

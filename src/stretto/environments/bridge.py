@@ -1,0 +1,401 @@
+"""From one turn of a conversation to the next, in tokens: what was sampled is never rendered again.
+
+Between two turns of the policy a chat template writes the end of the turn, what models do not emit
+behind it (a line break, often), the messages that answer, and the header of the next turn. The
+bridge takes these from the template by a difference: it renders a made-up conversation that ends
+with the messages, and cuts off what comes before the end of the made-up turn. So what stands is
+only ever added to.
+
+That is right if the template writes the same behind every conversation, and leaves what stands as
+it is. Both are proved when a bridge is made, on conversations of several turns, with and without
+calls of tools and reasoning; and again with the messages themselves, whenever they are bridged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product, takewhile
+from typing import Any, NamedTuple
+
+from stretto.environments.calls import CallFormat, ToolCall, find_calls
+from stretto.environments.templates import Shape, made_up, made_up_call, names_of
+from stretto.errors import TaskError
+from stretto.tasks.encode import MARK, Encoder, template_accepts
+from stretto.types import Message
+
+THINK, UNTHINK = "<think>", "</think>"
+_REASONING = f"{THINK}\nmade up reasoning\n{UNTHINK}\n\n"
+_QUESTION = Message(role="user", content="made up question")
+_SYSTEM = Message(role="system", content="made up rule")
+_WHAT_TO_DO = (
+    "environment.on_break = 'fork' begins a new sample of the episode there; a chat_template.jinja "
+    "that keeps earlier turns, in the model's folder, needs none"
+)
+
+
+class _Case(NamedTuple):
+    """What a template's ways may depend on.
+
+    Attributes:
+        role: of a message behind the turn.
+        reasoned: whether the policy wrote its reasoning.
+        system: whether the conversation begins with a system message.
+    """
+
+    role: str
+    reasoned: bool
+    system: bool
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the policy said in one turn.
+
+    Attributes:
+        text: all of it, reasoning and calls too, without control tokens.
+        message: for the chat template: calls that are ok as ``tool_calls``, and the rest of the
+            text as content.
+        calls: in the order of the text, those that are not to be run among them.
+    """
+
+    text: str
+    message: Message
+    calls: tuple[ToolCall, ...]
+
+
+class _Start(NamedTuple):
+    """A made-up conversation that ends with a turn of the policy.
+
+    Attributes:
+        turns: escaped; :data:`MARK` is in the last of them.
+        said: the text of that turn in front of any calls.
+        called: whether the mark is within a call, and more of it follows.
+    """
+
+    turns: tuple[Message, ...]
+    said: str
+    called: bool
+
+
+class _Exchange(NamedTuple):
+    """The answers to a made-up turn, and whether the policy reasons in it."""
+
+    answers: list[Message]
+    reasoned: bool
+
+
+class Bridge:
+    """A chat template as a way from tokens to tokens.
+
+    Attributes:
+        breaks: which conversations cannot go on from the tokens that stand, why, and what to do;
+            ``None`` where all can. Others go on all the same: :meth:`context` decides for each.
+        breaks_before: the same, by the role of the message that follows a turn.
+        form: how calls of tools are written.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        tools: Sequence[Mapping[str, Any]] = (),
+        end_tokens: frozenset[int] = frozenset(),
+    ) -> None:
+        """Read the template's ways off made-up conversations.
+
+        Args:
+            tools: JSON schemas of the tools that prompts tell of. Where rows bring others, those
+                of any row: it matters only whether there are some.
+            end_tokens: that end a turn, beside the one that the template writes.
+
+        Raises:
+            ConfigError: there is no chat template, it refuses a plain conversation, or it writes
+                calls of tools in a way that is not read here.
+        """
+        self._encoder, self._tools = encoder, tuple(tools)
+        self._shape = Shape(encoder, self._tools)
+        eos = encoder.tokenizer.eos_token_id
+        self._ends = end_tokens | self._shape.ends | ({eos} if eos is not None else set())
+        self.form: CallFormat = self._shape.form
+        self._header = self._rendered([_QUESTION])
+        self._opens_reasoning = self._header.rstrip().endswith(THINK)
+        self._broken: set[_Case] = set()
+        self.breaks_before: dict[str, str] = {}
+        for role in ("tool", "user") if tools else ("user",):
+            self._prove(role)
+        told = "; ".join(self.breaks_before.values())
+        self.breaks = f"{told}. {_WHAT_TO_DO}" if told else None
+
+    # -- prompts and turns -------------------------------------------------------------------------
+
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[list[int], str]:
+        """Return a conversation as the policy reads it before its turn: ids, and their text.
+
+        Raises TaskError if the template refuses the conversation, or a text is no valid Unicode.
+
+        Args:
+            tools: in place of the bridge's own.
+        """
+        with template_accepts(messages):
+            read = self._rendered(messages, tools=self._tools if tools is None else tools)
+        return self._encoder.ids(read), self._encoder.plain(read)
+
+    def parse(
+        self,
+        ids: Sequence[int],
+        *,
+        ended: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Turn:
+        """Read a turn.
+
+        Args:
+            ids: that were sampled, the end token among them.
+            ended: whether the turn ended by itself, and not at a limit.
+            tools: in place of the bridge's own.
+        """
+        ids = list(ids)
+        while ids and ids[-1] in self._ends:
+            ids.pop()
+        escaped = self._encoder.spelled(ids)
+        begin = self._begin(escaped)
+        rest = escaped[begin:]
+        names = names_of(self._tools if tools is None else tools)
+        plain = self._encoder.plain(rest)
+        found = find_calls(rest, plain, self.form, names=names, ended=ended)
+        text = self._without_control(escaped)
+        message = Message(role="assistant", content=text)
+        good = [f for f in found if f.call.status == "ok"]
+        if good:
+            content, at = "", 0
+            for start, end, _ in good:
+                content += escaped[at : max(at, begin + start)]
+                at = max(at, begin + end)
+            message["content"] = self._without_control(content + escaped[at:]).strip()
+            message["tool_calls"] = [_as_written(f.call) for f in good]
+        return Turn(text, message, tuple(call for _, _, call in found))
+
+    def _begin(self, escaped: str) -> int:
+        """Return where calls may begin: behind reasoning, and a token such as <|python_tag|>."""
+        begin = 0
+        if self._opens_reasoning or escaped.lstrip().startswith(THINK):
+            end = escaped.find(UNTHINK)
+            begin = end + len(UNTHINK) if end >= 0 else len(escaped)
+        if not self.form.opening.strip():
+            while (token := self._encoder.control_in(escaped, begin)) and token[0] == begin:
+                begin = token[1]
+        return begin
+
+    def written(self, calls: Sequence[Mapping[str, Any]]) -> str:
+        """Return calls, each with name and arguments, as the policy is to write them."""
+        return self.form.write(calls)
+
+    # -- from turn to turn -------------------------------------------------------------------------
+
+    def context(
+        self,
+        standing: Sequence[int],
+        messages: Sequence[Message],
+        *,
+        prompt: Sequence[Message] | None = None,
+    ) -> list[int] | None:
+        """Return the tokens to append to what stands; ``None`` where the template would change it.
+
+        Raises TaskError if the template refuses the messages, or a text is no valid Unicode.
+
+        Args:
+            standing: prompt and response, which ends with a turn of the policy.
+            messages: that answer it, of the roles user, tool or system.
+            prompt: the messages of the prompt, which tell whether there is a system message;
+                without them there may be one.
+        """
+        roles = {m["role"] for m in messages}
+        if not roles <= {"user", "tool", "system"}:
+            return None
+        systems = (False, True) if prompt is None else (_in_front(prompt),)
+        reasoned = self._has_reasoning(standing, roles)
+        if any(_Case(role, reasoned, s) in self._broken for role in roles for s in systems):
+            return None
+        text = self._text(messages, reasoned)
+        if text is None:
+            return None
+        ids = self._encoder.ids(text)
+        return ids[1:] if standing[-1] == ids[0] else ids
+
+    def _has_reasoning(self, standing: Sequence[int], roles: set[str]) -> bool:
+        """Return whether there is reasoning in what stands, if that makes a difference."""
+        if not any(role in roles and reasoned for role, reasoned, _ in self._broken):
+            return False
+        text = self._encoder.tokenizer.decode(list(standing), clean_up_tokenization_spaces=False)
+        return UNTHINK in str(text)
+
+    def _text(
+        self, messages: Sequence[Message], reasoned: bool, system: bool = False
+    ) -> str | None:
+        """Return what the template writes from a turn's end token on; ``None``: a break."""
+        shaped = self._shape.messages(messages)
+        header = self._rendered([], before=[_SYSTEM, _QUESTION]) if system else self._header
+        refusal: Exception | None = None
+        for start in self._starts(shaped, reasoned, MARK):
+            before = (_SYSTEM, *start.turns) if system else start.turns
+            try:
+                rendered = self._rendered(shaped, before=before)
+            except TaskError:
+                raise
+            except Exception as error:  # it may ask for as many calls as results, or for one
+                refusal = error
+                continue
+            if MARK in rendered:
+                goes_on = _begins(rendered, header, start.said)
+                return self._behind_turn(rendered, start.called) if goes_on else None
+        if refusal:
+            with template_accepts(messages):
+                raise refusal
+        return None
+
+    def _behind_turn(self, rendered: str, called: bool) -> str | None:
+        """Return what follows the marked turn, from its end token on; ``None``: there is none."""
+        mark = rendered.rindex(MARK)
+        end = self._encoder.control_in(rendered, mark)
+        while end and called and end[2] not in self._ends:
+            end = self._encoder.control_in(rendered, end[1])
+        if not end or (rendered[mark + 1 : end[0]].strip() and not called):
+            return None
+        return rendered[end[0] :]
+
+    def _starts(self, answers: Sequence[Message], reasoned: bool, mark: str) -> Iterator[_Start]:
+        """Make up conversations whose last turn could be answered so, the likeliest first."""
+        reasoning = _REASONING if reasoned else ""
+        if self._opens_reasoning:
+            reasoning = reasoning.removeprefix(f"{THINK}\n")
+        said = f"{reasoning}made up answer"
+        results = list(takewhile(lambda m: m["role"] == "tool", answers))
+        if results and self._shape.writes_calls and (self._shape.text_beside_calls or not reasoned):
+            beside = said if self._shape.text_beside_calls else ""
+            for count in dict.fromkeys((len(results), 1)):
+                calls = [self._call(m, mark) for m in results[:count]]
+                turn = Message(role="assistant", content=beside, tool_calls=calls)
+                yield _Start((_QUESTION, turn), beside, True)
+        yield _Start((_QUESTION, Message(role="assistant", content=said + mark)), said, False)
+
+    def _call(self, result: Message, argument: str) -> dict[str, Any]:
+        """Make up the call that a result answers."""
+        model = made_up("tool")
+        name = result.get("name") or model["name"]
+        call_id = result.get("tool_call_id") or model["tool_call_id"]
+        return made_up_call(self._encoder.escape(name), self._encoder.escape(call_id), argument)
+
+    # -- proofs ------------------------------------------------------------------------------------
+
+    def _prove(self, role: str) -> None:
+        """Find which conversations break where a message of this role follows a turn."""
+        why = dict[_Case, str]()
+        for system in (False, True) if self._shape.takes_system else (False,):
+            for reasoned in (False, True):
+                case = _Case(role, reasoned, system)
+                if broken := self._why_broken(case):
+                    self._broken.add(case)
+                    why[case] = broken
+        if not why:
+            return
+        first = next(iter(why))
+        where = "a conversation"
+        if first.reasoned:
+            where += f" with reasoning ({THINK})"
+        if first.system:
+            where += " with a system message"
+        message = "the result of a tool" if role == "tool" else f"a {role} message"
+        self.breaks_before[role] = f"{where} does not go on with {message}: {why[first]}"
+
+    def _why_broken(self, case: _Case) -> str:
+        answers = [made_up(case.role)]
+        try:
+            text = self._text(answers, case.reasoned, case.system)
+        except TaskError as error:
+            return str(error)
+        if text is None:
+            return "the chat template rewrites or drops what stands, or ends a turn with no token"
+        if text != self._text(answers, False):
+            return "the chat template goes on in a way that depends on what was said"
+        for turns in self._conversations(case):
+            if not self._goes_on(turns, case.system):
+                return "the chat template rewrites what stands after a few turns"
+        return ""
+
+    def _conversations(self, case: _Case) -> Iterator[list[_Exchange]]:
+        """Yield turns of conversations, each with its answers; the last one's are the case's."""
+        answers = [made_up(case.role)]
+        last = [answers, answers * 2] if case.role == "tool" else [answers]
+        for role, reasoned, final in product(("tool", "user"), {case.reasoned, False}, last):
+            if _Case(role, reasoned, case.system) not in self._broken:
+                first = _Exchange([made_up(role)], reasoned)
+                yield [first, _Exchange(final, case.reasoned and not reasoned)]
+                yield [first, _Exchange(final, case.reasoned)]
+
+    def _goes_on(self, turns: Sequence[_Exchange], system: bool) -> bool:
+        """Return whether each rendering begins with the one before, and the last ends as bridged.
+
+        So do conversations that the template refuses, and those that break before: there are none.
+        """
+        said = [_SYSTEM, _QUESTION] if system else [_QUESTION]
+        standing = self._rendered([], before=said)
+        goes_on = True
+        for answers, reasoned in turns:
+            if not goes_on:
+                return True
+            shaped = self._shape.messages(answers)
+            start = next(self._starts(shaped, reasoned, ""))
+            said = [*said, start.turns[-1], *shaped]
+            try:
+                rendered = self._rendered([], before=said)
+            except Exception:
+                return True
+            goes_on = _begins(rendered, standing, start.said)
+            standing = rendered
+        if not goes_on:
+            return False
+        text = self._text(turns[-1].answers, False)
+        if text is None or not standing.endswith(text):
+            return False
+        ids = self._encoder.ids
+        return ids(standing) == ids(standing.removesuffix(text)) + ids(text)
+
+    # -- texts -------------------------------------------------------------------------------------
+
+    def _rendered(
+        self,
+        messages: Sequence[Message],
+        *,
+        before: Sequence[Message] = (),
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        tools = self._tools if tools is None else tools
+        return self._shape.render(messages, tools, before)
+
+    def _without_control(self, escaped: str) -> str:
+        """Return an escaped text as people read it, without the control tokens that are spelled."""
+        text, at = "", 0
+        while found := self._encoder.control_in(escaped, at):
+            text += self._encoder.plain(escaped[at : found[0]])
+            at = found[1]
+        return text + self._encoder.plain(escaped[at:])
+
+
+def _begins(rendered: str, standing: str, said: str) -> bool:
+    """Return whether a rendering begins with what stands, and then with what the policy said.
+
+    A space or line break between the two is the policy's to write.
+    """
+    behind = rendered[len(standing) :].lstrip()
+    return rendered.startswith(standing) and behind.startswith(said.lstrip())
+
+
+def _in_front(messages: Sequence[Message]) -> bool:
+    return bool(messages) and messages[0]["role"] == "system"
+
+
+def _as_written(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"type": "function", "id": call.id, "function": function}

@@ -1,0 +1,291 @@
+"""Calls of tools, as a policy writes them: JSON between marks; nothing is ever evaluated.
+
+How a call is written is read off what a chat template makes of a made-up one. So there is one
+reader for Hermes' and Qwen's ``<tool_call>{...}</tool_call>``, for Llama 3's bare JSON, and for
+Mistral's ``[TOOL_CALLS][{...}]``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, Literal, NamedTuple, NoReturn
+
+from stretto.errors import first_line
+
+Status = Literal["ok", "invalid", "unclosed"]
+
+MAX_DEPTH = 64
+"""Lists and objects in one another, at most, in the arguments of a call."""
+_BLANK = re.compile(r"\s*")
+_BETWEEN = re.compile(r"[\s;]*")
+_LIKE_A_CALL = re.compile(r'\s*\{\s*"(?:name|type)"')
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the policy wrote.
+
+    Attributes:
+        arguments: by name; empty unless ``status`` is ``ok``.
+        status: ``ok``; ``invalid``, for ``reason``; ``unclosed``: the turn ended within it.
+        raw: the call as it was written.
+        id: what the policy wrote, or else nine letters and digits that follow from ``raw``.
+        reason: what is wrong with the call, in words that a policy can read.
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+    status: Status
+    raw: str
+    id: str
+    reason: str = ""
+
+
+class Found(NamedTuple):
+    """A call, and its (start, end) in the text; calls of one list share them."""
+
+    start: int
+    end: int
+    call: ToolCall
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """How calls are written.
+
+    Attributes:
+        opening: before the JSON; blank: a turn with a call has nothing before it.
+        closing: behind the JSON; blank: the end of the turn.
+        arguments: the key of the arguments.
+        listed: whether the JSON is a list of calls, and not one call.
+        numbered: whether a call has an id.
+    """
+
+    opening: str = "<tool_call>\n"
+    closing: str = "\n</tool_call>"
+    arguments: str = "arguments"
+    listed: bool = False
+    numbered: bool = False
+
+    def __str__(self) -> str:
+        call = f'{{"name": ..., "{self.arguments}": {{...}}}}'
+        listed = f"[{call}]" if self.listed else call
+        return f"{self.opening}{listed}{self.closing}".replace("\n", "")
+
+    def write(self, calls: Sequence[Mapping[str, Any]]) -> str:
+        """Return calls, each with name and arguments, as a policy is to write them."""
+        made = [self._json(call) for call in calls]
+        if self.listed:
+            return f"{self.opening}[{', '.join(made)}]{self.closing}"
+        return "\n".join(f"{self.opening}{one}{self.closing}" for one in made)
+
+    def _json(self, call: Mapping[str, Any]) -> str:
+        value = {"name": call["name"], self.arguments: call["arguments"]}
+        if self.numbered and call.get("id"):
+            value["id"] = call["id"]
+        return json.dumps(value, ensure_ascii=False)
+
+
+HERMES = CallFormat()
+"""The format where a chat template has none; most open models have seen it."""
+
+
+def format_of(written: str, name: str, arguments: Mapping[str, Any]) -> CallFormat | None:
+    """Return the format of a call that a chat template wrote; ``None``: not one with JSON.
+
+    Args:
+        written: all that stands between the turn's header and its end.
+        name, arguments: of the call, which nothing else in the template can spell.
+    """
+    for found in re.finditer(r"[\[{]", written):
+        try:
+            value, end = json.JSONDecoder().raw_decode(written, found.start())
+        except (ValueError, RecursionError):
+            continue
+        listed = isinstance(value, list)
+        call = value[0] if listed and len(value) == 1 else value
+        if not isinstance(call, dict) or call.get("name") != name:
+            continue
+        keys = [key for key, entry in call.items() if entry == arguments]
+        if len(keys) == 1:
+            opening, closing = written[: found.start()], written[end:]
+            return CallFormat(opening, closing, keys[0], listed, "id" in call)
+    return None
+
+
+def find_calls(
+    escaped: str, plain: str, form: CallFormat, *, names: Collection[str] = (), ended: bool = True
+) -> list[Found]:
+    """Return the calls in a text.
+
+    Args:
+        escaped: the text, in which marks of the format that are control tokens are spelled only
+            where they were sampled as such.
+        plain: the same text as people read it, of the same length.
+        names: of the tools; empty: any.
+        ended: whether the turn ended by itself; a call that only the end closes is unclosed else.
+    """
+    found = _Reader(escaped, plain, form, names, ended)
+    calls = list(found.marked() if form.opening.strip() else found.bare())
+    taken = set[str]()
+    for n, (start, end, call) in enumerate(calls):
+        own = call.id if call.id and call.id not in taken else _made_id(n, call.raw)
+        taken.add(own)
+        calls[n] = Found(start, end, _with_id(call, own))
+    return calls
+
+
+def _with_id(call: ToolCall, own: str) -> ToolCall:
+    return ToolCall(call.name, call.arguments, call.status, call.raw, own, call.reason)
+
+
+def _made_id(number: int, raw: str) -> str:
+    """Return nine letters and digits, which is what Mistral's templates ask for."""
+    return blake2b(f"{number} {raw}".encode(), digest_size=5).hexdigest()[:9]
+
+
+@dataclass
+class _Reader:
+    escaped: str
+    plain: str
+    form: CallFormat
+    names: Collection[str]
+    ended: bool
+    _decoder: json.JSONDecoder = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._decoder = json.JSONDecoder(
+            object_pairs_hook=_without_duplicates, parse_constant=_no_number, parse_float=_finite
+        )
+
+    def marked(self) -> Iterator[Found]:
+        """Yield the calls behind each opening mark."""
+        opening, at = self.form.opening.strip(), 0
+        while (start := self.escaped.find(opening, at)) >= 0:
+            value, behind, wrong = self._read(start + len(opening))
+            at, closed = self._close(behind)
+            if closed and not wrong and self._is_more(behind, at):
+                wrong = "text follows the JSON"
+            raw = self.plain[start:at]
+            for call in self._calls(value, raw, closed, wrong):
+                yield Found(start, at, call)
+
+    def bare(self) -> Iterator[Found]:
+        """Yield the calls of a turn that is nothing but calls, one behind the other."""
+        at = _end(_BLANK, self.plain, 0)
+        if not self.plain.startswith("{", at):
+            return
+        while at < len(self.plain):
+            value, behind, wrong = self._read(at)
+            is_call = isinstance(value, dict) and {"name", self.form.arguments} <= value.keys()
+            if not (is_call or (wrong and _LIKE_A_CALL.match(self.plain, at))):
+                return
+            follows = _end(_BETWEEN, self.plain, behind)
+            if wrong or not self.plain.startswith("{", follows):
+                wrong = wrong or ("text follows the JSON" if follows < len(self.plain) else "")
+                follows = behind = len(self.plain)
+            closed = self.ended or (follows < len(self.plain) and not wrong)
+            for call in self._calls(value, self.plain[at:behind], closed, wrong):
+                yield Found(at, behind, call)
+            at = follows
+
+    def _read(self, start: int) -> tuple[Any, int, str]:
+        """Return a JSON value, the place behind it, and what is wrong with it."""
+        start = _end(_BLANK, self.plain, start)
+        try:
+            value, end = self._decoder.raw_decode(self.plain, start)
+        except RecursionError:
+            return None, start, "the JSON is nested too deeply"
+        except ValueError as error:
+            return None, start, f"the JSON is not valid: {first_line(error)}"
+        return value, end, ""
+
+    def _close(self, behind: int) -> tuple[int, bool]:
+        """Return the place behind the closing mark, and whether there is one."""
+        closing = self.form.closing.strip()
+        if not closing:
+            return len(self.plain), self.ended
+        at = self.escaped.find(closing, behind)
+        return (len(self.plain), False) if at < 0 else (at + len(closing), True)
+
+    def _is_more(self, behind: int, end: int) -> bool:
+        return _end(_BLANK, self.plain, behind) < end - len(self.form.closing.strip())
+
+    def _calls(self, value: Any, raw: str, closed: bool, wrong: str) -> Iterator[ToolCall]:
+        if not closed:
+            reason = "the turn ended before the call was closed"
+            yield ToolCall(_name(value), {}, "unclosed", raw, "", reason)
+        elif wrong:
+            yield ToolCall(_name(value), {}, "invalid", raw, "", wrong)
+        elif self.form.listed and isinstance(value, list) and value:
+            for entry in value:
+                yield self._call(entry, raw)
+        else:
+            yield self._call(value, raw)
+
+    def _call(self, value: Any, raw: str) -> ToolCall:
+        key = self.form.arguments
+        name, arguments, wrong = _name(value), None, ""
+        if not isinstance(value, dict):
+            wrong = "a call is a JSON object"
+        elif not name:
+            wrong = "a call has the name of a tool as 'name'"
+        elif not isinstance(arguments := value.get(key), dict):
+            wrong = f"a call has an object as '{key}'"
+        elif not _is_sound(value):
+            wrong = f"the JSON is nested more than {MAX_DEPTH} deep, or is no valid Unicode"
+        elif self.names and name not in self.names:
+            wrong = f"there is no tool '{name[:64]}'; known are: {', '.join(sorted(self.names))}"
+        if wrong or not isinstance(arguments, dict):
+            return ToolCall(name, {}, "invalid", raw, "", wrong)
+        own = value.get("id")
+        own = own if isinstance(own, str) and len(own) <= 64 else ""
+        return ToolCall(name, arguments, "ok", raw, own)
+
+
+def _end(pattern: re.Pattern[str], text: str, start: int) -> int:
+    found = pattern.match(text, start)
+    return found.end() if found else start
+
+
+def _name(value: Any) -> str:
+    """Return the name in a call, as valid Unicode; empty where there is none."""
+    name = value.get("name") if isinstance(value, dict) else None
+    return name.encode(errors="replace").decode() if isinstance(name, str) else ""
+
+
+def _is_sound(value: Any) -> bool:
+    """Return whether plain data is nested no deeper than :data:`MAX_DEPTH`, and valid Unicode."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner = [e.values() if isinstance(e, dict) else e for e in level]
+        level = [e for entries in inner for e in entries if isinstance(e, dict | list)]
+    if level:
+        return False
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("an object has a key twice")
+    return made
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number of JSON's")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if abs(number) == float("inf"):
+        raise ValueError(f"{text[:32]} is too large")
+    return number

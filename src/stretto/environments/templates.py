@@ -1,0 +1,224 @@
+"""What a chat template can write: tools, calls, their results; and a plain way for one that cannot.
+
+Where a template leaves tools out, they are told of in the system message; calls it leaves out are
+a part of the content, in Hermes' format; results that it has no role for are a user's message.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, cast
+
+from stretto.environments.calls import HERMES, format_of
+from stretto.errors import ConfigError
+from stretto.tasks.encode import MARK, Encoder
+from stretto.types import Message
+
+Tools = Sequence[Mapping[str, Any]]
+
+_NAME, _ARGUMENTS, _RESULT = "made_up_tool", {"made_up_key": "made up value"}, "made up result"
+_CALL_ID = "madeup001"  # nine letters and digits, as Mistral's templates demand
+_QUESTION = Message(role="user", content="made up question")
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "Made up.",
+        "parameters": {"type": "object", "properties": {"made_up_key": {"type": "string"}}},
+    },
+}
+
+
+class Shape:
+    """The abilities of a chat template, and messages in the shape that it takes.
+
+    Attributes:
+        form: how calls are written.
+        writes_calls: whether the template writes ``tool_calls``.
+        text_beside_calls: whether it writes the content of a turn that has calls, too.
+        writes_tools: whether it tells of tools.
+        tool_role: whether it has the role ``tool``.
+        takes_system: whether it takes a system message in front.
+        ends: control tokens that it ends a turn of the assistant with.
+    """
+
+    def __init__(self, encoder: Encoder, tools: Tools) -> None:
+        """Read them off made-up conversations; raise ConfigError as :class:`Bridge` does."""
+        self._encoder = encoder
+        if not encoder.tokenizer.chat_template:
+            raise ConfigError(
+                "an environment answers in messages, and the model's tokenizer has no chat "
+                "template to write them; choose a model that was made for chat, or put a "
+                "chat_template.jinja into its folder",
+                "no-chat-template",
+            )
+        try:
+            self._chat([_QUESTION], add_generation_prompt=True)
+        except Exception as error:
+            raise ConfigError(
+                f"the chat template refuses a conversation of one question: {error}; environments "
+                "need a template that takes messages of the roles user and assistant",
+                "template-refuses",
+            ) from error
+        self.writes_tools = _NAME in self._shown([_QUESTION], tools=[_TOOL])
+        system = Message(role="system", content=_RESULT)
+        self.takes_system = _RESULT in self._shown([system, _QUESTION])
+        self.form, self.writes_calls, self.text_beside_calls = HERMES, True, True
+        self.tool_role = any(
+            _RESULT in self._shown([_QUESTION, turn, made_up("tool")])
+            for turn in (_called(), _said())
+        )
+        self.ends = self._find_ends()
+        self._read_calls(bool(tools))
+
+    def _read_calls(self, needed: bool) -> None:
+        header = self._chat([_QUESTION], add_generation_prompt=True)
+        shown = self._shown([_QUESTION, _called(), made_up("tool")])
+        shown = shown or self._shown([_QUESTION, _called()])
+        self.writes_calls = _NAME in shown and "made up value" in shown
+        if not self.writes_calls:
+            return
+        start = len(header) if shown.startswith(header) else shown.find(_NAME)
+        end = self._encoder.control_in(shown, shown.find("made up value"))
+        while end and end[2] not in self.ends:
+            end = self._encoder.control_in(shown, end[1])
+        written = shown[start : end[0] if end else len(shown)]
+        form = format_of(written.rpartition("</think>")[2].strip(), _NAME, _ARGUMENTS)
+        if form:
+            self.form = form
+        elif needed:
+            raise ConfigError(
+                "the chat template writes calls of tools in a way that is not read here: "
+                f"{written[:200]!r}. Read are JSON objects with 'name' and the arguments, between "
+                "marks or alone; choose another model, or put another chat_template.jinja into its "
+                "folder",
+                "unknown-call-format",
+            )
+        both = Message(**{**_called(), **_said()})
+        self.text_beside_calls = _said()["content"] in self._shown(
+            [_QUESTION, both, made_up("tool")]
+        )
+
+    def _find_ends(self) -> frozenset[int]:
+        """Find the control tokens behind an assistant's turn, by what follows it."""
+        found = set()
+        for behind in ([], [made_up("user")], [made_up("tool")]):
+            turn = Message(role="assistant", content="made up answer" + MARK)
+            shown = self._shown(behind, before=[_QUESTION, turn])
+            place = shown.rfind(MARK)
+            end = self._encoder.control_in(shown, place) if place >= 0 else None
+            if end and not shown[place + 1 : end[0]].strip():
+                found.add(end[2])
+        return frozenset(found)
+
+    def messages(self, messages: Iterable[Message]) -> list[Message]:
+        """Return messages as the template takes them."""
+        shaped: list[Message] = []
+        results = False
+        for message in messages:
+            made = cast(Message, {**message, "content": message.get("content") or ""})
+            if calls := made.get("tool_calls"):
+                made["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
+                if not self.writes_calls:
+                    text = self.form.write([c.get("function", c) for c in made.pop("tool_calls")])
+                    made["content"] = f"{made['content']}\n{text}" if made["content"] else text
+            is_result = made["role"] == "tool" and not self.tool_role
+            if is_result:
+                text = f"<tool_response>\n{made['content']}\n</tool_response>"
+                if results:
+                    shaped[-1]["content"] += f"\n{text}"
+                    continue
+                made = Message(role="user", content=text)
+            results = is_result
+            shaped.append(made)
+        return shaped
+
+    def render(self, messages: Sequence[Message], tools: Tools, before: Sequence[Message]) -> str:
+        """Return a conversation with the header of the next turn, escaped.
+
+        Args:
+            before: earlier turns, in shape and escaped.
+        """
+        shaped, before = self.messages(messages), list(before)
+        if not tools or self.writes_tools:
+            return self._chat(shaped, before=before, tools=tools, add_generation_prompt=True)
+        about = self._about(tools)
+        if before:
+            before = self._told(before, self._encoder.escape(about))
+        else:
+            shaped = self._told(shaped, about)
+        return self._chat(shaped, before=before, add_generation_prompt=True)
+
+    def _about(self, tools: Tools) -> str:
+        """Describe tools for a system message."""
+        listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        example = self.form.write([{"name": "NAME", "arguments": {"ARGUMENT": "VALUE"}}])
+        return (
+            f"You can call these tools:\n<tools>\n{listed}\n</tools>\n"
+            f"To call one, end your turn with its name and arguments as JSON:\n{example}"
+        )
+
+    def _told(self, turns: Sequence[Message], about: str) -> list[Message]:
+        """Return a conversation that begins with a text about tools."""
+        first, *rest = turns
+        takes_it = "system" if self.takes_system else "user"
+        if first["role"] not in (takes_it, "system"):
+            return [Message(role=takes_it, content=about), *turns]
+        texts = (
+            [first["content"], about] if first["role"] == "system" else [about, first["content"]]
+        )
+        return [cast(Message, {**first, "content": "\n\n".join(filter(None, texts))}), *rest]
+
+    def _chat(
+        self,
+        turns: Sequence[Message],
+        tools: Tools = (),
+        before: Sequence[Message] = (),
+        **options: Any,
+    ) -> str:
+        own = [dict(tool) for tool in tools] or None
+        return self._encoder.chat(turns, before=before, tools=own, **options)
+
+    def _shown(self, turns: Sequence[Message], **options: Any) -> str:
+        """Render a made-up conversation; nothing where the template refuses it."""
+        try:
+            return self._chat(turns, **options)
+        except Exception:  # a template may do anything with what it does not know
+            return ""
+
+
+def made_up(role: str) -> Message:
+    """Make up a message that answers a turn."""
+    message = Message(role=role, content=_RESULT)
+    return Message(**message, name=_NAME, tool_call_id=_CALL_ID) if role == "tool" else message
+
+
+def made_up_call(name: str, call_id: str, argument: str) -> dict[str, Any]:
+    """Make up a call with one argument, of that text."""
+    function = {"name": name, "arguments": {"made_up_key": argument}}
+    return {"type": "function", "id": call_id, "function": function}
+
+
+def names_of(tools: Tools) -> Collection[str]:
+    """Return the names in tools' schemas."""
+    return {str(tool.get("function", tool).get("name")) for tool in tools}
+
+
+def _called() -> Message:
+    call = made_up_call(_NAME, _CALL_ID, _ARGUMENTS["made_up_key"])
+    return Message(role="assistant", content="", tool_calls=[call])
+
+
+def _said() -> Message:
+    return Message(role="assistant", content="made up answer")
+
+
+def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call whose arguments are an object: clients of OpenAI's send them as its text."""
+    function = dict(call.get("function", call))
+    if isinstance(arguments := function.get("arguments"), str):
+        with suppress(ValueError, RecursionError):
+            function["arguments"] = json.loads(arguments)
+    return {**call, "function": function} if "function" in call else function
