@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import masking_utils
 
+from engine_helpers import episodes, play
 from episode_helpers import (
     as_episodes,
     episodes_of,
@@ -27,13 +28,17 @@ from learner_helpers import (
     make_batch,
 )
 from loss_helpers import VARIANTS
-from stretto.config import AlgorithmConfig
+from raising import raises
+from stretto.config import AlgorithmConfig, RolloutConfig
 from stretto.config.algorithm import ALGORITHMS
+from stretto.errors import LearnerError
 from stretto.models.weights import fingerprint
+from stretto.rollout.base import EngineSettings
+from stretto.rollout.engine import TorchEngine
 from stretto.schedules.rollout import Rollout, train_batch
 from stretto.training import backprop
 from stretto.training.learner import PolicyLearner
-from stretto.types import CONTEXT
+from stretto.types import CONTEXT, FinishReason, Sampling, Score
 
 CORRECTED = {"old_policy": "proximal", "correction": "truncate", "correction_level": "sequence"}
 
@@ -222,3 +227,56 @@ def test_the_policy_before_the_step_is_of_the_tokens_drawn() -> None:
         drawn = now[row][torch.from_numpy(r.sampled)].float()
         assert e.mask[row].sum() == len(drawn)
         torch.testing.assert_close(e.old_logprobs[row, : len(drawn)], drawn, rtol=1e-5, atol=1e-5)
+
+
+# -- on-policy data of the engine ----------------------------------------------------------------
+
+
+def decoded(actor: Any, temperature: float) -> list[Rollout]:
+    """Episodes that the engine decoded turn by turn, with waits between them, and rewards."""
+    config = RolloutConfig(batch=8, max_new_tokens=40, temperature=temperature)
+    ends = frozenset(range(3, 9))
+    engine = TorchEngine(actor, EngineSettings(rollout=config, seed=5, end_tokens=ends, rows=3))
+    made = episodes(
+        [[11 + i, 2, 9] for i in range(8)], Sampling(40, temperature, max_turn_tokens=9)
+    )
+    play(engine, made)
+    rng = np.random.default_rng(1)
+    for r in made:
+        r.finish = FinishReason.STOP if r.ended_by == "turns" else FinishReason.LENGTH
+        r.prompt = replace(r.prompt, id=r.id // 4)
+        r.scores["task"] = Score(r.id, "task", "reward", rng.normal(size=1).astype(np.float32))
+    assert max(len(r.turns) for r in made) > 1
+    return made
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_engine_and_learner_agree_over_several_turns(temperature: float) -> None:
+    actor = llama()
+    made = decoded(actor, temperature)
+    given = {
+        "rollout": {"batch": 8, "temperature": temperature, "samples_per_prompt": 4},
+        "algorithm": {"name": "grpo", "kl_coef": 0},
+    }
+    stats = train_on(make_learner(actor, None, given), made)
+    assert abs(stats["val/ratio_max"] - 1) < 1e-5
+    assert abs(stats["val/ratio_min"] - 1) < 1e-5
+    assert stats["sampling/logp_difference_max"] < 1e-5
+    assert stats["staleness/off_policy_tokens"] == 0
+
+
+def test_an_engine_that_disagrees_after_the_first_turn_is_found_out() -> None:
+    """As one that read another context than the transcript has."""
+    actor = llama()
+    made = decoded(actor, 1.0)
+    first = next(r for r in made if r.context)
+    start, _ = first.context[0]
+    first.tokens[start] = (first.tokens[start] + 7) % 61
+    given = {
+        "rollout": {"batch": 8, "samples_per_prompt": 4},
+        "algorithm": {"name": "grpo", "kl_coef": 0},
+    }
+    before = fingerprint(actor.named_parameters())
+    with raises(LearnerError, "policies-disagree"):
+        train_on(make_learner(actor, None, given), made)
+    assert fingerprint(actor.named_parameters()) == before
