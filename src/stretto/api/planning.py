@@ -38,6 +38,8 @@ PLANNED = (
     *("rlhfuse", "stretto"),
 )
 """Variants of the schedule among which a plan is searched."""
+_NO_FUNCTION = ("model", "environment")
+"""Kinds of reward sources that are no functions."""
 FUNCTION_S, PROMPT, MEDIAN, P95 = 0.001, 256, 0.15, 0.75
 """Assumed: seconds that a reward function takes for a response; tokens of a prompt, on average; and
 median and 95th percentile of response lengths, as shares of the limit."""
@@ -229,7 +231,7 @@ def _models(
     """Return the shapes of the models, and the reward functions; ``init`` is the critic's."""
     actor = _shape(model, options.model_shape)
     named = [source.model for source in rewards.models]
-    functions = [source.name for source in rewards.parsed if source.kind != "model"]
+    functions = [source.name for source in rewards.parsed if source.kind not in _NO_FUNCTION]
     reward = None
     if named:
         name = options.reward_shape or named[0]

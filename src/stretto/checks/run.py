@@ -73,6 +73,9 @@ def check_run(
     if task and config.warmup_examples:
         task.own_answer(task.indices[0], f"warmup_examples = {config.warmup_examples}")
     _check_sources(sources, config.model, task, ask_hub=ask_hub)
+    for name in config.environment.sources:
+        if overrides is None or name not in overrides.environment:
+            functions.check_environment(name)
     if overrides is None or overrides.actor is None:
         name, critic = config.model.name, config.critic.model
         tokenizer = overrides is None or overrides.tokenizer is None
@@ -189,7 +192,7 @@ def _check_sources(
     for source in sources:
         if source.kind == "model":
             _check_model(source.model, model, **how)
-        elif source.kind != "task":
+        elif source.kind not in ("task", "environment"):
             functions.check(source, columns)
 
 

@@ -17,20 +17,37 @@ from threading import Lock, Thread
 from typing import Any, Protocol
 
 from stretto.config import EnvironmentConfig
+from stretto.config.sections import reward_source
 from stretto.environments.host import Host
 from stretto.errors import ConfigError, RewardError
+from stretto.scoring.functions import locate
 from stretto.workers.function import START_LIMIT_S, kill
 
-SILENCE_S = 10.0
+SILENCE_S = 30.0
 """Seconds without a sign of life of a process that has something to answer, or the time limit of a
 call where that is longer: then its event loop is blocked, and it is ended."""
 
 Answer = Mapping[str, Any]
 
+SETTING = "environment.sources"
+
 
 def settings_of(config: EnvironmentConfig) -> dict[str, Any]:
     """Return the settings that places of episodes go by."""
     return config.model_dump(include={"timeout_s", "parallel", "max_observation_tokens"})
+
+
+def locate_source(name: str) -> dict[str, str]:
+    """Return where what ``environment.sources`` names is, as :func:`locate` does; ConfigError if it
+    names nothing.
+    """
+    source = reward_source(name)
+    if source.kind != "function":
+        raise ConfigError(
+            f"{SETTING}: '{name}' is neither 'file.py:name' nor 'package.module:name'",
+            "unknown-source",
+        )
+    return locate(source, SETTING)
 
 
 class ProcessLostError(Exception):
