@@ -50,7 +50,7 @@ class Turn:
 
 
 class PlainBridge:
-    """Turns as '[role] content' and calls as '{"name": ..., "arguments": ...}' in brackets '<>'."""
+    """Turns as '[role] content' and calls as '{"name": ..., "arguments": ...}' in brackets «»."""
 
     breaks: str | None = None
 
@@ -62,7 +62,7 @@ class PlainBridge:
     def parse(self, tokens: Sequence[int], *, ended: bool, tools: Any = None) -> Turn:
         text = text_of(tokens)
         calls = []
-        for raw in re.findall(r"<([^<>]*)>?", text):
+        for raw in re.findall(r"«([^«»]*)»?", text):
             try:
                 call = json.loads(raw)
                 calls.append(Call(call["name"], call["arguments"], "ok", raw))
@@ -79,7 +79,7 @@ class PlainBridge:
 
 
 def call(name: str, /, **arguments: Any) -> str:
-    return f"<{json.dumps({'name': name, 'arguments': arguments})}>"
+    return f"«{json.dumps({'name': name, 'arguments': arguments})}»"
 
 
 def places_of(

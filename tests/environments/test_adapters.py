@@ -74,7 +74,7 @@ def test_functions_are_tools_whose_calls_are_run_side_by_side(places: Places) ->
     [
         (call("add", a=1), "missing a required argument: 'b'"),
         (call("sub", a=1), "there is no tool 'sub'"),
-        ("<not json>", "the call cannot be read: not json"),
+        ("«not json»", "the call cannot be read: not json"),
     ],
 )
 def test_a_call_that_cannot_be_made_is_an_error_that_the_policy_reads(
@@ -91,7 +91,7 @@ def test_an_unfinished_call_is_not_run(places: Places) -> None:
     async def go() -> Any:
         player = Player(role_of(places("add", "greet")), most=12)
         await player.open()
-        return await player.say("<{'name': 'a", cut=True)
+        return await player.say("«{'name': 'a", cut=True)
 
     seen = asyncio.run(go())
     assert seen.ended_by == "tokens"

@@ -60,8 +60,8 @@ def open_places(settings: EnvironmentConfig, objects: Mapping[str, Any]) -> Sequ
     places: list[Place]
     if brought and named:
         raise ConfigError(
-            f"environment.sources: '{named[0]}' is a name, and '{next(iter(brought))}' an object of this "
-            "process; give all as objects, or all by name",
+            f"environment.sources: '{named[0]}' is a name, and '{next(iter(brought))}' an object "
+            "of this process; give all as objects, or all by name",
             "environments-mixed",
         )
     if brought:

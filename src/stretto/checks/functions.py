@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from inspect import Signature, signature
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -42,10 +42,10 @@ def check(source: RewardSource, columns: Collection[str] | None) -> None:
             require_columns(source.name, convention.required, columns)
 
 
-def check_environment(source: str) -> None:
-    """Refuse a tool or an environment that cannot be found or imported."""
-    place = locate_source(source)
-    _find(Path(place["file"]), place["function"], SETTING)
+def check_environments(sources: Iterable[str]) -> None:
+    """Refuse tools or an environment that cannot be found or imported."""
+    for place in map(locate_source, sources):
+        _find(Path(place["file"]), place["function"], SETTING)
 
 
 def _find(file: Path, name: str, setting: str) -> ast.stmt | None:
