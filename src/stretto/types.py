@@ -170,6 +170,7 @@ class Response:
         finish, sampled: as in :class:`Chunk`.
         sampling: how it goes on, where that is its own; ``None``: as the engine's settings say.
         messages: what an episode's response says, for roles that read text; ``None`` for others.
+        logprobs: of an episode's tokens, for its environment; ``None`` for others.
     """
 
     id: int
@@ -181,6 +182,7 @@ class Response:
     sampled: BoolArray | None = None
     sampling: Sampling | None = None
     messages: tuple[Message, ...] | None = None
+    logprobs: FloatArray | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -367,6 +369,11 @@ class TrainBatch:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def response_count(self) -> int:
+        """Responses, the samples of an episode counted once."""
+        return len(self) if self.episodes is None else len(np.unique(self.episodes))
 
     @property
     def total_tokens(self) -> int:

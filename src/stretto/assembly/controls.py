@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from stretto.config import Config, ScheduleConfig
+from stretto.config import ENVIRONMENT, Config, ScheduleConfig
 from stretto.config.schedule import Settings
 from stretto.schedules import migration, overcommit
 from stretto.schedules.chunking import FixedChunk, TunedChunk
 from stretto.schedules.migration import AutoMigration, FixedMigration, MigrationLimits
 from stretto.schedules.schedule import Controls
+from stretto.types import Sampling
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,18 @@ def controls_of(config: Config, migrating: Migrating | None, *, restarts: int = 
         group_at_least=config.algorithm.definition.group,
         reward_weights=config.reward.factors,
         restarts=restarts,
+        episodes=_episodes(config),
+        environment_rewards=ENVIRONMENT in config.reward.sources,
     )
     return controls(config.schedule, settings, r.engines, config.seed, migrating)
+
+
+def _episodes(config: Config) -> Sampling | None:
+    r = config.rollout
+    if not config.environment.sources:
+        return None
+    turn = config.environment.max_turn_tokens or r.max_new_tokens
+    return Sampling(r.max_new_tokens, r.temperature, r.top_k, r.top_p, max_turn_tokens=turn)
 
 
 def controls(

@@ -247,6 +247,7 @@ class RoleFactory:
             stop,
             slots=slots,
             given_ends=ends,
+            episodes=bool(self.config.environment.sources),
             say=self._say,
         )
 

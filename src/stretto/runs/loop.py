@@ -24,8 +24,7 @@ from stretto.runs.ending import StoppedError, saved_at_the_end
 from stretto.runs.evaluating import Evaluator
 from stretto.runtime.run import Run, start
 from stretto.saying import Say, Saying, working
-from stretto.schedules.rollout import Rollout
-from stretto.schedules.schedule import Step
+from stretto.schedules.rollout import Rollout, Step
 from stretto.scoring.responses import response_text, spelt_out
 from stretto.tasks.base import SHA256
 from stretto.tasks.prompts import PromptSource

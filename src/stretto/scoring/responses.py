@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from stretto.errors import LifecycleError
-from stretto.types import Chunk, FinishReason, IntArray, Response, sampled_of
+from stretto.types import CONTEXT, Chunk, FinishReason, IntArray, Response, sampled_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,8 +44,8 @@ class ResponseScorer:
             self._responses[known.id] = replace(
                 known,
                 tokens=buffer[:end],
-                version=chunk.version,
-                finish=chunk.finish,
+                version=known.version if chunk.version == CONTEXT else chunk.version,
+                finish=None if chunk.finish is FinishReason.TURN else chunk.finish,
                 sampled=np.concatenate([sampled_of(known), sampled_of(chunk)]) if mixed else None,
             )
 

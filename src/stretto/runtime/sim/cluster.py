@@ -20,6 +20,7 @@ from stretto.config import ScheduleConfig, changes, recipes
 from stretto.config.sections import NonNegative, NonNegativeInt, PositiveInt, Section, Seed, refuse
 from stretto.errors import ConfigError, RuleError
 from stretto.runtime.sim import costs
+from stretto.runtime.sim.episodes import Episodes, Turns
 from stretto.runtime.sim.faults import Faults
 from stretto.runtime.sim.lengths import Distribution, LearningCurve, Lognormal, Uniform
 from stretto.schedules.migration import MigrationLimits
@@ -146,7 +147,9 @@ class Workload(Section):
     prompt_tokens: Distribution = Uniform(low=128, high=384)
     """Lengths of prompts, by prompt id."""
     response_tokens: Distribution = Lognormal(median=300, p95=1200)
-    """Lengths of responses, by rollout id, before the limit."""
+    """Lengths of responses, by rollout id, before the limit; of turns, where there are episodes."""
+    episodes: Episodes | None = None
+    """Turns, answers and waits, where responses have several turns; max_new_tokens counts all."""
     learning: LearningCurve = LearningCurve()
     """The effect of training on rewards."""
     chunks: tuple[PositiveInt, ...] = ()
@@ -165,8 +168,16 @@ class Workload(Section):
         """Tokens of a prompt and its response, on average."""
         shares = [(i + 0.5) / _QUANTILES for i in range(_QUANTILES)]
         prompts = (self.prompt_tokens.quantile(u, i) for i, u in enumerate(shares))
+        if turns := self.turns:
+            each = (sum(t.tokens + t.answer for t in turns(i)) for i in range(_QUANTILES))
+            return fmean(prompts) + fmean(min(tokens, self.max_new_tokens) for tokens in each)
         responses = (self.response_tokens.quantile(u, i) for i, u in enumerate(shares))
         return fmean(prompts) + fmean(min(tokens, self.max_new_tokens) for tokens in responses)
+
+    @property
+    def turns(self) -> Turns | None:
+        """The turns of each rollout, where responses have several."""
+        return Turns(self.episodes, self.response_tokens, self.seed) if self.episodes else None
 
     def reward(self, rollout_id: int, version: int) -> float:
         """Return the reward of a rollout whose last tokens a version has sampled."""

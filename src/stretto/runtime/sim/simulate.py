@@ -162,7 +162,8 @@ def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule
 def make_roles(cluster: Cluster, tracer: Tracer) -> SimRoles:
     """Make the description's roles, with its faults, on its devices; call it in a running loop."""
     devices = [Device(i) for i in range(cluster.device_count)]
-    w, lengths = cluster.workload, Lengths(cluster.workload.response_tokens, cluster.workload.seed)
+    w = cluster.workload
+    lengths, turns = Lengths(w.response_tokens, w.seed), w.turns or (lambda rollout_id: ())
     cores = Cores(cluster.cores) if cluster.cores else None
 
     def worker(name: str, role: GeneratorRole | ScorerRole | LearnerRole) -> SimWorker:
@@ -176,7 +177,9 @@ def make_roles(cluster: Cluster, tracer: Tracer) -> SimRoles:
     for i, g in enumerate(cluster.generators):
         name = f"generator {i}" if len(cluster.generators) > 1 else "generator"
         limit, carry = w.max_new_tokens, cluster.schedule.carry
-        made = SimGenerator(worker(name, g), g, lengths, max_new_tokens=limit, carry=carry)
+        made = SimGenerator(
+            worker(name, g), g, lengths, max_new_tokens=limit, carry=carry, turns=turns
+        )
         generators.append(put(made, name))
     replicas = [
         ScorerReplica(put(SimScorer(worker(s.name, s), s, w.reward), f"{s.name} {i}"), s.host)
