@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from stretto.config.environment import ENVIRONMENT
+from stretto.config import ENVIRONMENT
 from stretto.config.schedule import Settings
 from stretto.protocols import DRIVER, Clock, Environment, Generator, Learner, Tracer
 from stretto.schedules.buffer import Buffer
