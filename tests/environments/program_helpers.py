@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from stretto.config import EnvironmentConfig
 from stretto.environments.program import ProgramEnvironment
 from stretto.environments.sessions import Limits, Sessions
 from stretto.errors import EngineError
@@ -19,6 +18,7 @@ from stretto.tasks.encode import Encoder
 from stretto.types import Chunk, FinishReason, Message, Observation, Prompt, Sampling
 
 TOKENIZER = byte_tokenizer()
+TOKENIZER.chat_template = "{{ messages }}"  # which the bridge has in place of
 END: int = TOKENIZER.eos_token_id  # type: ignore[assignment]
 CALL = "!"
 """What a turn that calls a tool begins with; a name and JSON follow."""
@@ -51,7 +51,10 @@ class ByteBridge:
             said += f"{CALL}{function['name']} {json.dumps(function['arguments'])}"
         return f"<{message['role']}>{said}\n"
 
-    def parse(self, ids: Sequence[int], *, ended: bool) -> Said:
+    def of(self, _: object) -> ByteBridge:
+        return self
+
+    def parse(self, ids: Sequence[int], *, ended: bool, tools: object = None) -> Said:
         text = bytes(i for i in ids if i < 256).decode(errors="replace")
         said, mark, call = text.partition(CALL)
         name, _, arguments = call.partition(" ")
@@ -61,7 +64,9 @@ class ByteBridge:
         made = {"id": "c1", "type": "function", "function": function}
         return Said(Message(role="assistant", content=said, tool_calls=[made]))
 
-    def context(self, standing: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
+    def context(
+        self, standing: Sequence[int], messages: Sequence[Message], *, prompt: object
+    ) -> list[int] | None:
         if any("rewrite" in m["content"] for m in messages):
             return None
         return list(("\n" + "".join(map(self._shown, messages)) + "<assistant>").encode())
@@ -73,7 +78,7 @@ class Here:
     def __init__(self, program: Program) -> None:
         self.program = program
 
-    async def run(self, data: Mapping[str, Any], base_url: str, api_key: str) -> Any:
+    async def run(self, group: int, data: Mapping[str, Any], base_url: str, api_key: str) -> Any:
         try:
             return await self.program(data, base_url, api_key)
         except Exception as error:
@@ -108,7 +113,8 @@ class Played:
 
 
 def sessions(response: int = 400, prompt: int = 200, **options: Any) -> Sessions:
-    return Sessions(ByteBridge(), Encoder(TOKENIZER), Limits(prompt, response, **options))
+    bridges: Any = ByteBridge()
+    return Sessions(bridges, Encoder(TOKENIZER), Limits(prompt, response, **options))
 
 
 async def played(
@@ -148,11 +154,3 @@ async def played(
         observation = await environment.step(ended)
     await environment.release(list(found.rollouts))
     return found
-
-
-def environment(
-    program: Program, over: Sessions | None = None, **settings: Any
-) -> tuple[ProgramEnvironment, Sessions]:
-    over = over or sessions()
-    settings = {"timeout_s": 20.0, **settings}
-    return ProgramEnvironment(Here(program), over, EnvironmentConfig(**settings)), over

@@ -11,16 +11,16 @@ import pytest
 from program_helpers import (
     END,
     TOKENIZER,
-    ByteBridge,
+    Here,
     Played,
     Program,
-    environment,
     played,
     sessions,
 )
 
 from raising import raises
-from stretto.environments.program import reward_of
+from stretto.config import EnvironmentConfig
+from stretto.environments.program import ProgramEnvironment, reward_of
 from stretto.environments.sessions import Sessions
 from stretto.errors import EpisodeLostError
 from stretto.schedules.rollout import Rollout
@@ -53,13 +53,17 @@ async def ask(client: Any, messages: list[Any], **options: Any) -> Any:
 
 
 @asynccontextmanager
-async def serving(over: Sessions) -> AsyncIterator[None]:
+async def serving(
+    program: Program, over: Sessions | None = None, **settings: Any
+) -> AsyncIterator[tuple[ProgramEnvironment, Sessions]]:
+    """The environment of a program in this process, with its server."""
     from stretto.serving.programs import ProgramServer
 
-    server = ProgramServer(over, TOKENIZER, "own", ByteBridge(), {END})
-    await server.start()
+    over = over or sessions()
+    server = ProgramServer(over, TOKENIZER, "own", frozenset({END}))
+    config = EnvironmentConfig(**{"timeout_s": 20.0, **settings})
     try:
-        yield
+        yield ProgramEnvironment(Here(program), over, server, config), over
     finally:
         while CLIENTS:
             await CLIENTS.pop().close()
@@ -70,8 +74,7 @@ def episodes(program: Program, *scripts: list[str], **settings: Any) -> list[Pla
     """Play an episode for each script, all at once."""
 
     async def all_of_them() -> list[Played]:
-        role, over = environment(program, settings.pop("over", None), **settings)
-        async with serving(over):
+        async with serving(program, **settings) as (role, _):
             return await asyncio.gather(
                 *(played(role, script, id_) for id_, script in enumerate(scripts))
             )
@@ -340,16 +343,15 @@ def test_a_client_that_leaves_gets_the_same_turn_when_it_asks_again() -> None:
         return float(again.choices[0].message.content == "x")
 
     async def one() -> Played:
-        role, over = environment(run)
+        async with serving(run) as (role, over):
 
-        async def later() -> None:
-            (session,) = over._by_key.values()
-            first = session._current
-            await left.wait()
-            while first and first.is_open:
-                await asyncio.sleep(0.01)
+            async def later() -> None:
+                (session,) = over._by_key.values()
+                first = session._current
+                await left.wait()
+                while first and first.is_open:
+                    await asyncio.sleep(0.01)
 
-        async with serving(over):
             return await played(role, ["x"], between=later)
 
     found = asyncio.run(asyncio.wait_for(one(), 60))
@@ -370,8 +372,7 @@ def test_a_released_episode_ends_its_program_and_its_session() -> None:
         return 1.0
 
     async def one() -> None:
-        role, over = environment(run)
-        async with serving(over):
+        async with serving(run) as (role, _):
             prompt = Prompt(5, tuple(b"Q"), "Q")
             rollout = Rollout(-5, prompt, 0)  # of an evaluation
             opening = await role.open(rollout.response(text=True))
@@ -380,9 +381,7 @@ def test_a_released_episode_ends_its_program_and_its_session() -> None:
             await role.release([-5])
             assert ended[-1] == "ended"
             with raises(EpisodeLostError, "program-lost"):
-                await role.open(
-                    rollout.response(text=True), [Observation(-5, 0, np.empty(0, np.int32))]
-                )
+                await role.open(rollout.response(text=True), [opening])
 
     asyncio.run(asyncio.wait_for(one(), 60))
 

@@ -584,8 +584,8 @@ def test_openais_client_is_served(chat_folder: Path, tmp_path: Path) -> None:
         left = create(**greedy, max_tokens=250, stream=True)
         next(iter(left))
         left.close()
-        with pytest.raises(openai.BadRequestError, match="tools"):
-            create(**greedy, tools=[{"type": "function", "function": {"name": "f"}}])
+        with pytest.raises(openai.BadRequestError, match="functions"):
+            create(**greedy, functions=[{"name": "f"}])
         with pytest.raises(openai.BadRequestError) as caught:
             create(**greedy, max_tokens=3000)
         assert caught.value.code == "context_length_exceeded"

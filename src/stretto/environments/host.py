@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from stretto.environments.launch import launch
 from stretto.environments.results import CHARACTERS_PER_TOKEN, Step, shortened
 from stretto.environments.running import CallError, Runner
 from stretto.environments.shapes import Episode, Source, recognise
@@ -24,7 +25,8 @@ class Host:
         {"do": "step", "episode": id, "turn": {...}}                    -> a Step, as a dict
         {"do": "finish", "episode": id}         -> {"reward": number or null, maybe "failure": text}
         {"do": "close", "episode": id}                                  -> {}
-        {"do": "run", "arguments": {...}}     of a program              -> {"result": plain data}
+        {"do": "run", "episode": id, "arguments": {...}}  of a program  -> {"result": plain data}
+        {"do": "stop", "episode": id}                                   -> {}
         any of them                                                     -> {"error": text}
 
     Args:
@@ -41,12 +43,14 @@ class Host:
         self._characters = CHARACTERS_PER_TOKEN * settings["max_observation_tokens"]
         self.source: Source = recognise(named, self._run)
         self._episodes: dict[int, Episode] = {}
+        self._programs: dict[int, asyncio.Future[Any]] = {}
         self._does: Mapping[str, Callable[[Any], Coroutine[Any, Any, dict[str, Any]]]] = {
             "open": self._open,
             "step": self._step,
             "finish": self._finish,
             "close": self._close,
             "run": self._run_program,
+            "stop": self._stop_program,
         }
 
     def ready(self) -> dict[str, Any]:
@@ -101,7 +105,19 @@ class Host:
 
     async def _run_program(self, body: Mapping[str, Any]) -> dict[str, Any]:
         assert self.source.run, "only programs are run"
-        return {"result": plain(await self._unlimited(self.source.run, **body["arguments"]))}
+        work = launch(self._unlimited, self.source.run, **body["arguments"])
+        program = self._programs[body["episode"]] = asyncio.ensure_future(work)
+        try:
+            return {"result": plain(await program)}
+        except asyncio.CancelledError:
+            return {"error": "it was ended"}
+        finally:
+            self._programs.pop(body["episode"], None)
+
+    async def _stop_program(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        if program := self._programs.get(body["episode"]):
+            program.cancel()
+        return {}
 
     async def close(self) -> None:
         """Close all episodes; errors of theirs are ignored, as nobody is left to hear of them."""

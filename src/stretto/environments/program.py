@@ -12,13 +12,20 @@ from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from time import monotonic
 from typing import Any, Protocol
 
 from stretto.config import EnvironmentConfig
+from stretto.environments.processes import Place, ProcessLostError
 from stretto.environments.sessions import Session, Sessions
-from stretto.errors import EpisodeLostError, StrettoError
+from stretto.errors import EpisodeLostError, RewardError, StrettoError
+from stretto.scoring.conventions import plain
+from stretto.tasks.base import INDEX_KEY
 from stretto.types import FinishReason, Observation, Response, episode_of, is_finite
+
+LOOK_S = 2.0
+"""Seconds between two looks at a process that a program runs in."""
 
 REWARD = "reward"
 """Name of the reward in a program's result with several numbers."""
@@ -27,11 +34,48 @@ REWARD = "reward"
 class Runner(Protocol):
     """Where programs run."""
 
-    def run(self, data: Mapping[str, Any], base_url: str, api_key: str) -> Coroutine[Any, Any, Any]:
+    def run(
+        self, group: int, data: Mapping[str, Any], base_url: str, api_key: str
+    ) -> Coroutine[Any, Any, Any]:
         """Run a program to its end; return what it returned. Cancelled, it ends the program.
 
-        Raises StrettoError with the last lines of the traceback if it has raised or died.
+        Raises StrettoError if it has raised, with the place, and ProcessLostError if the process
+        that it was in has ended.
         """
+
+
+class Server(Protocol):
+    """The server that programs ask."""
+
+    async def start(self) -> None:
+        """Listen, if it does not yet."""
+
+
+class PlacedPrograms:
+    """Runs programs in the processes of environments; those of a group in the same one."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        """Take places that were started."""
+        self._places, self._number = places, count()
+
+    async def run(self, group: int, data: Mapping[str, Any], base_url: str, api_key: str) -> Any:
+        """Run a program; see :class:`Runner`."""
+        place, number = self._places[group % len(self._places)], next(self._number)
+        await asyncio.to_thread(place.start)  # if it was lost
+        arguments = {"data": plain(dict(data)), "base_url": base_url, "api_key": api_key}
+        asked = place.ask({"do": "run", "episode": number, "arguments": arguments})
+        answer = asyncio.wrap_future(asked)
+        try:
+            while not answer.done():
+                await asyncio.wait((answer,), timeout=LOOK_S)
+                place.require_alive()
+        except asyncio.CancelledError:
+            place.ask({"do": "stop", "episode": number})
+            raise
+        found = answer.result()
+        if "error" in found:
+            raise RewardError(str(found.get("place") or found["error"]), code="program-raised")
+        return found["result"]
 
 
 @dataclass
@@ -49,8 +93,11 @@ class ProgramEnvironment:
         failures: episodes that failed so far, by the reason.
     """
 
-    def __init__(self, runner: Runner, sessions: Sessions, config: EnvironmentConfig) -> None:
+    def __init__(
+        self, runner: Runner, sessions: Sessions, server: Server, config: EnvironmentConfig
+    ) -> None:
         self._runner, self._sessions, self._config = runner, sessions, config
+        self._server = server
         self._episodes: dict[int, _Episode] = {}
         self.failures: Counter[str] = Counter()
 
@@ -60,26 +107,25 @@ class ProgramEnvironment:
         A program that was lost is started anew with its episode: it may have done anything.
         """
         if log:
-            raise EpisodeLostError(
-                "a program cannot go on in the middle; its episode is begun anew",
-                [response.id],
-                "program-lost",
-            )
+            raise _lost(response.id)
+        await self._server.start()
         session = self._sessions.open(response)
-        data = dict(response.prompt.data)
+        data = {k: v for k, v in response.prompt.data.items() if k != INDEX_KEY}
         if response.prompt.messages is None:
             data.setdefault("prompt", response.prompt.text)
         else:
             data.setdefault("messages", [dict(m) for m in response.prompt.messages])
         url, key = self._sessions.url(session), self._sessions.api_key
-        program = asyncio.ensure_future(self._runner.run(data, url, key))
+        program = asyncio.ensure_future(self._runner.run(response.group, data, url, key))
         episode = _Episode(session, program, monotonic(), response.id)
-        self._episodes[response.id] = episode
+        self._episodes[episode_of(response.id)] = episode
         return await self._next(episode)
 
     async def step(self, response: Response) -> Observation:
         """Answer a program with a turn; return its next request, or the end."""
-        episode = self._episodes[episode_of(response.id)]
+        episode = self._episodes.get(episode_of(response.id))
+        if episode is None:
+            raise _lost(response.id)
         episode.sample = response.id
         episode.session.deliver(response, self._ended_by(episode, response))
         return await self._next(episode)
@@ -127,6 +173,8 @@ class ProgramEnvironment:
         if program.cancelled():
             return self._failed(episode, "died", "the program was ended")
         if error := program.exception():
+            if isinstance(error, ProcessLostError):  # perhaps by another episode's program
+                raise _lost(session.root, str(error)) from error
             if not isinstance(error, StrettoError):
                 raise error
             return self._failed(episode, "raised", str(error))
@@ -157,6 +205,15 @@ class ProgramEnvironment:
         self._sessions.close(episode.session)
         episode.program.cancel()
         await asyncio.gather(episode.program, return_exceptions=True)
+
+
+def _lost(rollout_id: int, how: str = "") -> EpisodeLostError:
+    why = f"{how}; a program" if how else "a program"
+    return EpisodeLostError(
+        f"{why} cannot go on in the middle, and its episode is begun anew",
+        [rollout_id],
+        "program-lost",
+    )
 
 
 def reward_of(result: Any, answers: Sequence[str] = ()) -> tuple[float, dict[str, Any]]:

@@ -70,7 +70,11 @@ class Runner:
 
     async def _in_loop(self, call: Callable[[], Awaitable[Any]], timeout_s: float) -> Any:
         task = asyncio.ensure_future(_outcome(call))
-        done, _ = await asyncio.wait({task}, timeout=timeout_s)
+        try:
+            done, _ = await asyncio.wait({task}, timeout=timeout_s)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
         if not done:
             task.cancel()  # and not awaited, as it may refuse
             raise _too_long(timeout_s)

@@ -13,10 +13,12 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from stretto.environments.bridge import Bridge
+from stretto.environments.templates import Tools
 from stretto.errors import EngineError
 from stretto.types import (
     FORKS,
@@ -33,27 +35,29 @@ if TYPE_CHECKING:
     from stretto.tasks.encode import Encoder
 
 
-class Turn(Protocol):
-    """What a turn says."""
+class Bridges:
+    """The ways from messages to tokens of a chat template: with tools, and without."""
 
-    @property
-    def message(self) -> Message:
-        """The turn as a message."""
+    def __init__(self, encoder: Encoder, end_tokens: frozenset[int]) -> None:
+        self._encoder, self._ends = encoder, end_tokens
+        self._made: dict[bool, Bridge] = {}
+
+    def of(self, tools: Sequence[Mapping[str, Any]]) -> Bridge:
+        """Return the way for conversations with tools, or for those without any; raise ConfigError
+        where the template has none.
+        """
+        with_tools = bool(tools)
+        if with_tools not in self._made:
+            self._made[with_tools] = Bridge(self._encoder, tools, self._ends)
+        return self._made[with_tools]
 
 
-class Bridge(Protocol):
-    """The part of a bridge between messages and tokens that sessions need."""
+class _Read(NamedTuple):
+    """A conversation whose tokens were asked for: its messages, those new in it, and its tools."""
 
-    def prompt(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> tuple[list[int], str]:
-        """Return a conversation's tokens with the header of the next turn, and its text."""
-
-    def parse(self, ids: Sequence[int], *, ended: bool) -> Turn:
-        """Read a turn."""
-
-    def context(self, standing: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
-        """Return the tokens of messages that follow a turn; ``None`` where that cannot be."""
+    messages: tuple[Message, ...]
+    new: tuple[Message, ...]
+    tools: Tools
 
 
 @dataclass(frozen=True)
@@ -149,19 +153,18 @@ class Session:
     """
 
     def __init__(
-        self, key: str, response: Response, bridge: Bridge, encoder: Encoder, limits: Limits
+        self, key: str, response: Response, bridges: Bridges, encoder: Encoder, limits: Limits
     ) -> None:
         self.key, self.root = key, response.id
         self.longest, self.version = limits.prompt + limits.response, response.version
         self.answers: list[str] = []
         self.limit, self.turns, self._refused = "", 0, False
-        self._asked_prompt, self._bridge, self._encoder = response.prompt, bridge, encoder
+        self._asked_prompt, self._bridges, self._encoder = response.prompt, bridges, encoder
         self._limits = limits
         self._standing: dict[int, tuple[int, ...]] = {}
         self._responses: dict[int, int] = {}  # tokens behind the prompt
         self._known: list[_Known] = []
-        self._read: dict[tuple[int, ...], tuple[Message, ...]] = {}
-        self._rest: dict[tuple[int, ...], tuple[Message, ...]] = {}
+        self._read: dict[tuple[int, ...], _Read] = {}
         self._unsaid: dict[int, Message] = {}  # turns that no observation has told of
         self._waiting: list[Asked] = []
         self._current: Asked | None = None
@@ -177,8 +180,10 @@ class Session:
     ) -> tuple[int, ...]:
         """Return the tokens of a conversation: those that stand, where it goes on from such.
 
-        Raises EngineError where a template rewrites what stands, and that is not allowed.
+        Raises EngineError where a template rewrites what stands, and that is not allowed, and
+        ConfigError where there is no way from messages to tokens.
         """
+        bridge = self._bridges.of(tools)
         keys, shown = [_key(m) for m in messages], _canonical(list(tools))
         for known in sorted(self._known, key=lambda k: len(k.messages), reverse=True):
             rest = known.rest_of(keys, shown)
@@ -187,10 +192,10 @@ class Session:
             context: list[int] | None = []
             new = tuple(messages[len(messages) - rest :]) if rest else ()
             if rest:
-                context = self._bridge.context(known.tokens, new)
+                context = bridge.context(known.tokens, new, prompt=messages)
             if context is not None:
                 tokens = (*known.tokens, *context)
-                self._read[tokens], self._rest[tokens] = tuple(messages), new
+                self._read[tokens] = _Read(tuple(messages), new, tools)
                 return tokens
             if self._limits.on_break == "refuse":
                 raise EngineError(
@@ -198,8 +203,8 @@ class Session:
                     "broken off with environment.on_break = 'refuse'",
                     "template-breaks",
                 )
-        tokens = tuple(self._bridge.prompt(messages, tools)[0])
-        self._read[tokens] = tuple(messages)
+        tokens = tuple(bridge.prompt(messages, tools)[0])
+        self._read[tokens] = _Read(tuple(messages), (), tools)
         return tokens
 
     def said(
@@ -282,7 +287,7 @@ class Session:
         chunk = Chunk(response.id, 0, turn, logprobs, response.version, finish)
         self._standing[response.id] = (*response.prompt.tokens, *response.tokens.tolist())
         self._responses[response.id] = len(response.tokens)
-        self._unsaid[response.id] = self._bridge.parse(turn.tolist(), ended=not cut).message
+        self._unsaid[response.id] = self._message(turn.tolist(), ended=not cut)
         self.version, self.turns = response.version, self.turns + 1
         asked, self._current = self._current, None
         if asked and not asked.is_open:  # the same may have been asked again
@@ -329,17 +334,15 @@ class Session:
 
     def _observation(self, tokens: tuple[int, ...]) -> Observation:
         """Return what a request is for the policy: an opening, context for a sample, or a fork."""
-        messages = self._read.get(tokens)
+        read = self._read.get(tokens)
         sample = self._extended(tokens)
         if sample is None:
-            return self._begun(tokens, messages)
+            return self._begun(tokens, read.messages if read else None)
         context = tokens[len(self._standing[sample]) :]
         room = self._limits.response - self._responses[sample] - len(context)
         if room < 1:
             raise _too_long(len(tokens) + 1, len(tokens) + room)
-        told = self._rest.get(tokens) if messages else None
-        if told is None:
-            told = (Message(role="user", content=self._text(context)),)
+        told = read.new if read else (Message(role="user", content=self._text(context)),)
         turn = self._unsaid.pop(sample, None)
         self._number += 1
         return Observation(
@@ -372,6 +375,15 @@ class Session:
         )
         return Observation(sample, self._number, np.empty(0, np.int32), prompt)
 
+    def _message(self, turn: Sequence[int], *, ended: bool) -> Message:
+        """Return a turn as a message, whatever the form of its request."""
+        read = self._read.get(self._current.tokens) if self._current else None
+        if read is not None:
+            bridge = self._bridges.of(read.tools)
+            return bridge.parse(turn, ended=ended, tools=read.tools).message
+        text = self._encoder.tokenizer.decode(list(turn), skip_special_tokens=True)
+        return Message(role="assistant", content=str(text))
+
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self._encoder.tokenizer.decode(list(tokens)))
 
@@ -382,18 +394,19 @@ class Sessions:
     Attributes:
         api_key: that every program's requests bring.
         base_url: of the server, without a session; empty while it is not running.
+        bridges: from messages to tokens.
     """
 
-    def __init__(self, bridge: Bridge, encoder: Encoder, limits: Limits) -> None:
+    def __init__(self, bridges: Bridges, encoder: Encoder, limits: Limits) -> None:
         self.api_key = secrets.token_urlsafe(24)
         self.base_url = ""
-        self._bridge, self._encoder, self.limits = bridge, encoder, limits
+        self.bridges, self._encoder, self._limits = bridges, encoder, limits
         self._by_key: dict[str, Session] = {}
 
     def open(self, response: Response) -> Session:
         """Begin the session of an episode."""
         key = secrets.token_urlsafe(12)
-        session = Session(key, response, self._bridge, self._encoder, self.limits)
+        session = Session(key, response, self.bridges, self._encoder, self._limits)
         self._by_key[key] = session
         return session
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal
 
+from stretto.environments.launch import is_program
 from stretto.environments.results import Opening, Step, error_text, read_opening, read_step
 from stretto.environments.running import CallError, Runner
 from stretto.environments.tools import Results, Tool, ToolSet, schema_of
@@ -88,7 +89,7 @@ def recognise(named: Mapping[str, Any], run: Runner) -> Source:
             "environments-mixed",
         )
     ((name, thing),) = named.items()
-    if _is_program(thing):
+    if is_program(thing):
         return Source("program", lambda row: _refuse_program(), run=thing)
     if isinstance(thing, Mapping):
         return _choice(name, thing, run)
@@ -102,13 +103,9 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
         return {}
 
 
-def _is_program(thing: Any) -> bool:
-    return inspect.isroutine(thing) and "base_url" in _parameters(thing)
-
-
 def _is_tool(thing: Any) -> bool:
     """Return whether it is a function, and neither a program nor one that makes environments."""
-    return inspect.isroutine(thing) and not _is_program(thing) and _made_by(thing) is None
+    return inspect.isroutine(thing) and not is_program(thing) and _made_by(thing) is None
 
 
 def _made_by(factory: Any) -> type | None:

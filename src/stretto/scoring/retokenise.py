@@ -77,10 +77,10 @@ class ConversationReader:
         text = response_text(self._actor_tokenizer, sampled, response.finish, self._stop)
         if response.messages:
             asked_first = prompt.messages or (Message(role="user", content=prompt.text),)
-            *before, last = (*asked_first, *response.messages)
+            *earlier, last = (*asked_first, *response.messages)
             if last["role"] != "assistant" or last.get("tool_calls"):
-                return self._transcript([*before, last])
-            prompt, text = replace(prompt, messages=tuple(before)), last["content"]
+                return self._transcript([*earlier, last])
+            prompt, text = replace(prompt, messages=tuple(earlier)), last["content"]
         read, special = self._render(prompt, text), not self._templated(prompt)
         if not self._ends:
             return self._encoder.ids(read, special=special)

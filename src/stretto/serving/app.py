@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from hmac import compare_digest
@@ -23,7 +23,7 @@ from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from stretto.config import TaskConfig
-from stretto.environments.sessions import Bridge, Session, Sessions
+from stretto.environments.sessions import Bridges, Session, Sessions
 from stretto.errors import ConfigError, EngineError, StrettoError, TaskError
 from stretto.serving.answers import Logprobs, Piece, received, sent, token_logprobs
 from stretto.serving.requests import (
@@ -163,8 +163,7 @@ class Server:
         api_key: str = "",
         label: Callable[[int], str | None] = lambda _: None,
         hosts: Sequence[str] = ("*",),
-        bridge: Bridge | None = None,
-        end_tokens: Collection[int] = (),
+        end_tokens: frozenset[int] = frozenset(),
     ) -> None:
         """Make one.
 
@@ -173,14 +172,15 @@ class Server:
             api_key: that requests must bring, if any.
             label: names a version of the weights, for ``system_fingerprint``.
             hosts: names that requests may call this host by; '*' is any.
-            bridge: reads and writes calls of tools; ``None``: there are no tools.
             end_tokens: what ends every answer.
         """
-        self._bridge, self._ends = bridge, frozenset(end_tokens)
+        self._ends = end_tokens
         self._logprobs = Logprobs(tokenizer)
         self._engine, self._tokenizer, self._name = engine, tokenizer, name
         self._key, self._label = api_key, label
         self._encoder, self._since = Encoder(tokenizer), int(time.time())
+        sessions = engine if isinstance(engine, Sessions) else None
+        self._bridges = sessions.bridges if sessions else Bridges(self._encoder, end_tokens)
         routes: dict[str, tuple[str, Callable[[HttpRequest], Any]]] = {
             "/v1/models": ("GET", self._models),
             "/v1/chat/completions": ("POST", self._chat),
@@ -188,7 +188,7 @@ class Server:
             "/inference/v1/generate": ("POST", self._generate),
         }
         guarded = [Route(p, self._guarded(f), methods=[m]) for p, (m, f) in routes.items()]
-        in_paths = [Mount("/e/{session}", routes=guarded)] if isinstance(engine, Sessions) else []
+        in_paths = [Mount("/e/{session}", routes=guarded)] if sessions else []
         self.app = Starlette(
             routes=[Route("/health", self._health), *guarded, *in_paths],
             middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
@@ -231,7 +231,7 @@ class Server:
 
     async def _chat(self, http: HttpRequest) -> Response:
         asked = parsed(ChatRequest, await _json(http))
-        if not (self._tokenizer.chat_template or self._bridge):
+        if not self._tokenizer.chat_template:
             raise ApiError("the model has no chat template; it takes /v1/completions")
         client, tools = self._client(http), asked.offered
         turns = [received(m.model_dump(exclude_none=True)) for m in asked.messages]
@@ -239,10 +239,10 @@ class Server:
         most = asked.max_completion_tokens or asked.max_tokens
 
         def message(piece: Piece) -> Message:
-            if not (tools and self._bridge):
+            if not tools:
                 return Message(role="assistant", content=piece.text)
             ended = piece.finish is FinishReason.STOP
-            return self._bridge.parse(piece.tokens, ended=ended).message
+            return self._bridges.of(tools).parse(piece.tokens, ended=ended, tools=tools).message
 
         def choice(piece: Piece, whole: bool) -> dict[str, Any]:
             if asked.likeliest is None:
@@ -275,13 +275,11 @@ class Server:
         tools: Sequence[Mapping[str, Any]],
     ) -> Sequence[int]:
         """Return the tokens of a conversation."""
-        if tools and not self._bridge:
-            raise ApiError("'tools' are not supported", 400, "unsupported_parameter", "tools")
         try:
             if isinstance(client, Session):
                 return client.prompt(turns, tools)
-            if tools and self._bridge:
-                return self._bridge.prompt(turns, tools)[0]
+            if tools:
+                return self._bridges.of(tools).prompt(turns, tools)[0]
         except ConfigError as error:  # the template cannot do it
             raise ApiError(str(error), 400, "unsupported_parameter", "tools") from error
         row = TaskRow(tuple(turns))

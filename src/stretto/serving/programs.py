@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import uvicorn
 
-from stretto.environments.sessions import Bridge, Sessions
+from stretto.environments.sessions import Sessions
 from stretto.serving.app import Server
 
 if TYPE_CHECKING:
@@ -41,8 +41,7 @@ class ProgramServer:
         sessions: Sessions,
         tokenizer: PreTrainedTokenizerBase,
         name: str,
-        bridge: Bridge,
-        end_tokens: Collection[int],
+        end_tokens: frozenset[int],
     ) -> None:
         """Make one; ``name`` is the model's in requests, and the others as for :class:`Server`."""
         self._sessions = sessions
@@ -52,14 +51,19 @@ class ProgramServer:
             name,
             api_key=sessions.api_key,
             hosts=(HOST,),
-            bridge=bridge,
             end_tokens=end_tokens,
         ).app
         self._server = _Quiet(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        self._starting: asyncio.Task[None] | None = None
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listen on a free port, in the running event loop."""
+        """Listen on a free port, in the running event loop, if it is not listening."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        await asyncio.shield(self._starting)
+
+    async def _start(self) -> None:
         listener = socket.create_server((HOST, 0))
         self._sessions.base_url = f"http://{HOST}:{listener.getsockname()[1]}"
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
@@ -73,4 +77,3 @@ class ProgramServer:
         self._server.should_exit = self._server.force_exit = True
         if self._serving:
             await asyncio.gather(self._serving, return_exceptions=True)
-        self._sessions.base_url = ""
