@@ -27,6 +27,7 @@ from stretto.schedules.buffer import Buffer
 from stretto.schedules.chunking import ChunkSize
 from stretto.schedules.controller import Meter
 from stretto.schedules.episodes import Episodes
+from stretto.schedules.episodes_metrics import episode_metrics
 from stretto.schedules.evaluation import Evaluation
 from stretto.schedules.fleet import Fleet, RoleContext, Sync, load_each, tickets_from, tickets_of
 from stretto.schedules.migration import MigrationPolicy
@@ -172,7 +173,7 @@ class Schedule:
         self._reported = self._evaluated
         rejections = {"rejected": float(self.ledger.rejected.total())}
         metrics = {**self._metrics.popleft(), **rejections, **self._meter.metrics(batch)}
-        stats = {**stats, **metrics, **self._fleet.metrics()}
+        stats = {**stats, **metrics, **self._fleet.metrics(), **episode_metrics(batch)}
         return Step(kept, rejected, stats, rewards, self._fleet.losses())
 
     async def evaluated(self) -> None:
