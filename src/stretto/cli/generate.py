@@ -18,7 +18,7 @@ from stretto.config import EnvironmentConfig, ModelConfig, RolloutConfig, TaskCo
 from stretto.errors import ConfigError, EngineError, TaskError
 from stretto.observe.progress import on_stderr
 from stretto.saying import LOADING, working
-from stretto.schedules.episodes_metrics import calls
+from stretto.schedules.episode_metrics import calls
 from stretto.signals import Terminated
 from stretto.tasks import TaskRow
 from stretto.tasks.encode import Encoder

@@ -19,7 +19,7 @@ from stretto.observe.recorder import LIMITS
 from stretto.protocols import Environment
 from stretto.rollout.base import Engine
 from stretto.saying import working
-from stretto.schedules.episodes_metrics import calls
+from stretto.schedules.episode_metrics import calls
 from stretto.schedules.rollout import Rollout
 from stretto.tasks.encode import Encoder
 from stretto.types import FinishReason, Message, Observation, Prompt, Sampling, episode_of
