@@ -9,6 +9,7 @@ from stretto.config import ENVIRONMENT, Config, ScheduleConfig
 from stretto.config.schedule import Settings
 from stretto.schedules import migration, overcommit
 from stretto.schedules.chunking import FixedChunk, TunedChunk
+from stretto.schedules.hold import AutoHold, FixedHold, HoldLimits, HoldPolicy
 from stretto.schedules.migration import AutoMigration, FixedMigration, MigrationLimits
 from stretto.schedules.schedule import Controls
 from stretto.types import Sampling
@@ -81,13 +82,19 @@ def _episodes(config: Config) -> Sampling | None:
 
 
 def controls(
-    s: ScheduleConfig, settings: Settings, engines: int, seed: int, migrating: Migrating | None
+    s: ScheduleConfig,
+    settings: Settings,
+    engines: int,
+    seed: int,
+    migrating: Migrating | None,
+    holding: HoldLimits | None = None,
 ) -> Controls:
     """Make the controllers that the knobs ask for.
 
     Args:
         settings: of the run; those that ``s`` has too are taken from there.
         migrating: needed where stragglers are moved together.
+        holding: of an engine; ``None`` where it has room for all keys and values, or makes it.
     """
     settings = replace(
         settings,
@@ -103,7 +110,15 @@ def controls(
         FixedChunk(s.chunk_tokens) if s.chunk_tokens else tuned,
         _overcommit(s, settings, engines, seed),
         _migration(s, settings, seed, migrating) if migrating else None,
+        _hold(s, holding) if settings.episodes else None,
     )
+
+
+def _hold(s: ScheduleConfig, limits: HoldLimits | None) -> HoldPolicy | None:
+    how = s.knobs.hold
+    if how == "auto":
+        return AutoHold(limits) if limits else None
+    return FixedHold(how) if how != "keep" else None
 
 
 def _overcommit(

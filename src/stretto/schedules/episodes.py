@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from stretto.config.environment import ENVIRONMENT
+from stretto.config import ENVIRONMENT
 from stretto.errors import EpisodeLostError, LifecycleError
 from stretto.protocols import Environment, Tracer
 from stretto.schedules.fleet import RoleContext

@@ -12,6 +12,7 @@ from stretto.errors import LifecycleError, StrettoError
 from stretto.protocols import Generator
 from stretto.schedules.controller import DecodeSample
 from stretto.schedules.fleet import GoneError, Guard, RoleContext
+from stretto.schedules.hold import HoldPolicy, Parked
 from stretto.schedules.migration import MigrationPolicy
 from stretto.schedules.rollout import Rollout
 from stretto.schedules.waits import Work
@@ -80,7 +81,9 @@ class Pool:
         waiting: Callable[[], int] = lambda: 0,  # rollouts that environments may send back
         lockstep: Callable[[], bool] = lambda: False,  # none goes on before all of these are back
         read_on: Callable[[], None] = lambda: None,  # called when there is nothing but these
+        hold: HoldPolicy | None = None,  # of keys and values of these; without one they are kept
     ) -> None:
+        self._holds = Parked(hold) if hold else None
         self._waiting, self._lockstep, self._read_on = waiting, lockstep, read_on
         self._parked: dict[int, _Engine] = {}
         self._gathering: list[_Engine] = []  # where stragglers of the round were moved
@@ -121,7 +124,7 @@ class Pool:
         """Go on with a rollout whose environment has answered, where it is parked; with its keys
         and values where stragglers are gathered, once they are.
         """
-        engine = self._parked.pop(rollout.id, None)
+        engine = self._unpark(rollout.id, self._context.clock.now())
         if engine is None or not engine.guard.serves:
             self._place([rollout])
             return
@@ -139,8 +142,13 @@ class Pool:
 
     def release(self, rollout: Rollout) -> None:
         """Let go of a rollout that is parked and goes on no more."""
-        if engine := self._parked.pop(rollout.id, None):
+        if engine := self._unpark(rollout.id):
             engine.gone.append(rollout.id)
+
+    def _unpark(self, rollout_id: int, now_s: float | None = None) -> _Engine | None:
+        if self._holds:
+            self._holds.end(rollout_id, now_s)
+        return self._parked.pop(rollout_id, None)
 
     def wake(self) -> None:
         """Have generators look again for what they wait for."""
@@ -149,6 +157,8 @@ class Pool:
 
     async def load(self, weights: WeightsRef) -> None:
         """Give new weights to all generators."""
+        if self._holds:
+            self._holds.void()
 
         async def load(loaded: Work) -> None:
             with suppress(GoneError):
@@ -182,6 +192,7 @@ class Pool:
                 await engine.admit()
             elif engine.held:
                 self._take(await self._decode(engine, self._chunk_tokens(), missing))
+                await self._hold(engine)
                 self._plan_moves()
                 await self._move(engine)
             elif engine.inbound or self._replaces or self._waiting():
@@ -237,10 +248,24 @@ class Pool:
         engine.carried = None
         for chunk in chunks:
             if chunk.finish:
-                del held[chunk.rollout_id]
+                ended = held.pop(chunk.rollout_id)
             if chunk.finish is FinishReason.TURN:
                 self._parked[chunk.rollout_id] = engine
+                if self._holds:
+                    self._holds.begin(ended, self._context.clock.now())
         return chunks
+
+    async def _hold(self, engine: _Engine) -> None:
+        """Let go of keys and values of rollouts that wait, as their policy has it."""
+        if self._holds is None:
+            return
+        chunk = self._chunk_tokens()
+        decoding = sum(r.total_tokens + chunk for r in engine.held.values())
+        waiting = [id_ for id_, at in self._parked.items() if at is engine]
+        decided = self._holds.decide(waiting, decoding, self._context.clock.now())
+        with suppress(GoneError):
+            for how, ids in decided.items():
+                await engine.guard.ask(engine.generator.hold(ids, how), ids)
 
     def _plan_moves(self) -> None:
         """Plan to move all that is being decoded together, once in a round, when little is."""

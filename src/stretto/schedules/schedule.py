@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from stretto.config.environment import ENVIRONMENT
+from stretto.config import ENVIRONMENT
 from stretto.config.schedule import Settings
 from stretto.protocols import DRIVER, Clock, Environment, Generator, Learner, Tracer
 from stretto.schedules.buffer import Buffer
@@ -29,6 +29,7 @@ from stretto.schedules.controller import Meter
 from stretto.schedules.episodes import Episodes
 from stretto.schedules.evaluation import Evaluation
 from stretto.schedules.fleet import Fleet, RoleContext, Sync, load_each, tickets_from, tickets_of
+from stretto.schedules.hold import HoldPolicy
 from stretto.schedules.migration import MigrationPolicy
 from stretto.schedules.overcommit import Overcommit
 from stretto.schedules.pool import Pool
@@ -57,6 +58,7 @@ class Controls:
     chunk: ChunkSize
     overcommit: Overcommit
     migration: MigrationPolicy | None = None
+    hold: HoldPolicy | None = None
 
 
 class Schedule:
@@ -88,7 +90,7 @@ class Schedule:
         s = self._settings = controls.settings
         self._next_prompt, self._learner = next_prompt, learner
         self._chunk, self._overcommit = controls.chunk, controls.overcommit
-        self._migration = controls.migration
+        self._migration, self._hold = controls.migration, controls.hold
         self._clock, self._tracer, self._phases = clock, tracer, Phases(clock, tracer)
         self.ledger = Ledger()
         self._buffer = Buffer(s.max_carries)
@@ -107,6 +109,7 @@ class Schedule:
             self._waiting,
             self._in_lockstep,
             self._scoring.read_on,
+            controls.hold,
         )
         self._episodes: Episodes | None = None
         if environment is not None:
@@ -577,6 +580,7 @@ class Schedule:
             "chunk": self._chunk.state_dict(),
             "overcommit": self._overcommit.state_dict(),
             "migration": self._migration.state_dict() if self._migration else {},
+            "hold": self._hold.state_dict() if self._hold else {},
         }
 
     def load_state_dict(
@@ -603,3 +607,5 @@ class Schedule:
         self._overcommit.load_state_dict(state["overcommit"])
         if self._migration is not None:
             self._migration.load_state_dict(state["migration"])
+        if self._hold is not None and state.get("hold"):
+            self._hold.load_state_dict(state["hold"])
