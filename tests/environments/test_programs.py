@@ -19,6 +19,7 @@ from program_helpers import (
     sessions,
 )
 
+from docs_helpers import blocks
 from raising import raises
 from stretto.config import EnvironmentConfig
 from stretto.environments.launch import is_program
@@ -442,6 +443,19 @@ def test_errors_in_a_process_are_told_and_its_loss_begins_the_episode_anew() -> 
     assert "programs_under_test.py, line 16" in failure
     with raises(EpisodeLostError, "program-lost"):
         in_a_process("run", "die")
+
+
+def test_the_program_of_the_page() -> None:
+    (code,) = blocks("episodes-programs", "python")
+    names: dict[str, Any] = {}
+    exec(compile(code, "documentation", "exec"), names)
+
+    async def run(data: Mapping[str, Any], base_url: str, api_key: str) -> Any:
+        row = {"messages": [user(data["prompt"])], "answer": data["answer"]}
+        return await names["run"](row, base_url=base_url, api_key=api_key)
+
+    right, wrong = episodes(run, ["It is 42."], ["I do not know."])
+    assert (right.end.reward, wrong.end.reward) == (1.0, 0.0)
 
 
 def test_programs_are_told_from_tools_and_environments() -> None:
