@@ -2,10 +2,11 @@
 
 import os
 import time
+from typing import Any
 
 from openai import AsyncOpenAI, OpenAI
 
-QUESTION = [{"role": "user", "content": "q"}]
+QUESTION: Any = [{"role": "user", "content": "q"}]
 
 
 async def run(data, base_url, api_key, http_client):
