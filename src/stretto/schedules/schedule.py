@@ -5,7 +5,7 @@ waits for their scores, and the caller of ``step`` trains on them, batch by batc
 how far they run into each other: ``score_on`` (when scorers get to see a response), ``overcommit``
 (prompts in flight beyond the batch), ``lag`` (versions that generation may be behind) and
 ``migrate`` (whether stragglers move together). With all of them at zero each stage waits for the
-one before it.
+one before it. A fifth, ``hold``, decides what is kept of an episode that waits for its environment.
 
 A *round* is what is generated between two weight syncs: ``weight_sync_interval`` batches.
 """
