@@ -47,8 +47,15 @@ def open_environment(
             stack.callback(place.close)
     if places[0].ready["kind"] == "program":
         return _programs(config, places, prompts, overrides)
+    if config.task.chat == "off":
+        raise ConfigError(
+            "task.chat = 'off' gives plain text, and an environment answers in a conversation; set "
+            "task.chat = 'auto'",
+            "environment-without-chat",
+        )
     prompts.tools = places[0].ready["tools"]
     bridge = Bridge(prompts.encoder, prompts.tools, end_tokens=overrides.end_tokens or frozenset())
+    prompts.chat = bridge.prompt
     if bridge.breaks and settings.on_break == "refuse":
         raise ConfigError(
             f"environment.on_break = 'refuse': {bridge.breaks}", "template-rewrites-history"

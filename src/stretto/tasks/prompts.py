@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+Chat = Callable[[Sequence[Message], Sequence[Mapping[str, Any]] | None], tuple[list[int], str]]
+"""Makes tokens, and the text of them, of messages and schemas of tools."""
+
+
 def render(
     row: TaskRow,
     config: TaskConfig,
@@ -29,6 +33,7 @@ def render(
     encoder: Encoder | None = None,
     section: Literal["task", "data"] = "task",
     tools: Sequence[Mapping[str, Any]] = (),
+    chat: Chat | None = None,
 ) -> Prompt:
     """Return one row as the actor reads it.
 
@@ -44,14 +49,18 @@ def render(
         encoder: of the tokenizer, where the caller keeps one.
         section: of the settings, for messages.
         tools: schemas of an environment's tools, beside those that the row brings.
+        chat: makes tokens and text of a conversation, in place of the template's own way.
     """
     encoder = encoder or Encoder(tokenizer)
     turns = None if row.tokens else _conversation(row, config, tokenizer, section)
     if turns is not None:
         known = [*map(dict, tools), *(_tools(row, config) or ())] or None
         with template_accepts(turns):
-            read = encoder.chat(turns, add_generation_prompt=True, tools=known)
-        text, tokens = encoder.plain(read), encoder.ids(read)
+            if chat:
+                tokens, text = chat(turns, known)
+            else:
+                read = encoder.chat(turns, add_generation_prompt=True, tools=known)
+                text, tokens = encoder.plain(read), encoder.ids(read)
     elif row.tokens:
         text, tokens = str(row.prompt), list(row.tokens)
     else:
@@ -86,6 +95,7 @@ class PromptSource:
         encoder: of that tokenizer.
         found: spellings of control tokens in prompts so far; they are read as text.
         tools: schemas of the environment's tools, which prompts tell of.
+        chat: the environment's way of rendering a conversation with its tools.
     """
 
     def __init__(
@@ -95,6 +105,7 @@ class PromptSource:
         self.encoder = Encoder(tokenizer)
         self.found = self.encoder.found
         self.tools: Sequence[Mapping[str, Any]] = ()
+        self.chat: Chat | None = None
         self._place = self.skipped = 0
         self._order = lru_cache(maxsize=2)(self._make_order)  # this epoch's, and the one before
 
@@ -133,7 +144,7 @@ class PromptSource:
     def prompt_by_id(self, prompt_id: int) -> Prompt:
         """Return the prompt that has, had or will have this id."""
         row = self.row_by_id(prompt_id)
-        how: Any = {"encoder": self.encoder, "tools": self.tools}
+        how: Any = {"encoder": self.encoder, "tools": self.tools, "chat": self.chat}
         return render(row, self.config, self.tokenizer, prompt_id, **how)
 
     def row_by_id(self, prompt_id: int) -> TaskRow:
