@@ -182,7 +182,7 @@ def test_a_program_is_recognised_and_run(places: Places) -> None:
     assert place.ready["kind"] == "program"
     arguments = {"data": {"n": 2}, "base_url": "abc", "api_key": ""}
     asked = {"do": "run", "episode": 1, "arguments": arguments}
-    assert place.ask({"do": "run", "episode": 0, "arguments": asked}).result(10) == {"result": 5.0}
+    assert place.ask(asked).result(10) == {"result": 5.0}
 
 
 @pytest.mark.parametrize(

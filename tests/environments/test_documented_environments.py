@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from bridge_helpers import Player, call, places_of, role_of, said
+
 from docs_helpers import blocks
 
 Played = list[tuple[list[str], float | None, str]]
