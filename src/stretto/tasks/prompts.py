@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-Chat = Callable[[Sequence[Message], Sequence[Mapping[str, Any]] | None], tuple[list[int], str]]
-"""Makes tokens, and the text of them, of messages and schemas of tools."""
+Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], tuple[list[int], str]]
+"""Writes a conversation and schemas of tools as a prompt: its tokens, and their text."""
 
 
 def render(
@@ -32,8 +32,7 @@ def render(
     *,
     encoder: Encoder | None = None,
     section: Literal["task", "data"] = "task",
-    tools: Sequence[Mapping[str, Any]] = (),
-    chat: Chat | None = None,
+    render: Render | None = None,
 ) -> Prompt:
     """Return one row as the actor reads it.
 
@@ -48,19 +47,19 @@ def render(
     Args:
         encoder: of the tokenizer, where the caller keeps one.
         section: of the settings, for messages.
-        tools: schemas of an environment's tools, beside those that the row brings.
-        chat: makes tokens and text of a conversation, in place of the template's own way.
+        render: writes conversations in place of the chat template alone: that of an environment,
+            which tells of its tools beside those that the row brings.
     """
     encoder = encoder or Encoder(tokenizer)
     turns = None if row.tokens else _conversation(row, config, tokenizer, section)
     if turns is not None:
-        known = [*map(dict, tools), *(_tools(row, config) or ())] or None
-        with template_accepts(turns):
-            if chat:
-                tokens, text = chat(turns, known)
-            else:
-                read = encoder.chat(turns, add_generation_prompt=True, tools=known)
-                text, tokens = encoder.plain(read), encoder.ids(read)
+        tools = _tools(row, config)
+        if render:
+            tokens, text = render(turns, tools or ())
+        else:
+            with template_accepts(turns):
+                read = encoder.chat(turns, add_generation_prompt=True, tools=tools)
+            text, tokens = encoder.plain(read), encoder.ids(read)
     elif row.tokens:
         text, tokens = str(row.prompt), list(row.tokens)
     else:
@@ -94,8 +93,7 @@ class PromptSource:
         config, seed, tokenizer: settings of the rows, seed of their order, the actor's tokenizer.
         encoder: of that tokenizer.
         found: spellings of control tokens in prompts so far; they are read as text.
-        tools: schemas of the environment's tools, which prompts tell of.
-        chat: the environment's way of rendering a conversation with its tools.
+        render: writes conversations in place of the chat template alone; an environment's.
     """
 
     def __init__(
@@ -104,8 +102,7 @@ class PromptSource:
         self.task, self.tokenizer, self.config, self.seed = task, tokenizer, config, seed
         self.encoder = Encoder(tokenizer)
         self.found = self.encoder.found
-        self.tools: Sequence[Mapping[str, Any]] = ()
-        self.chat: Chat | None = None
+        self.render: Render | None = None
         self._place = self.skipped = 0
         self._order = lru_cache(maxsize=2)(self._make_order)  # this epoch's, and the one before
 
@@ -144,7 +141,7 @@ class PromptSource:
     def prompt_by_id(self, prompt_id: int) -> Prompt:
         """Return the prompt that has, had or will have this id."""
         row = self.row_by_id(prompt_id)
-        how: Any = {"encoder": self.encoder, "tools": self.tools, "chat": self.chat}
+        how: Any = {"encoder": self.encoder, "render": self.render}
         return render(row, self.config, self.tokenizer, prompt_id, **how)
 
     def row_by_id(self, prompt_id: int) -> TaskRow:
