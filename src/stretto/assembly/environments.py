@@ -45,6 +45,12 @@ def open_environment(
         places = open_places(settings, overrides.environment)
         for place in places:
             stack.callback(place.close)
+    if config.task.chat == "off":
+        raise ConfigError(
+            "task.chat = 'off' gives plain text, and an environment answers in a conversation; set "
+            "task.chat = 'auto'",
+            "environment-without-chat",
+        )
     if places[0].ready["kind"] == "program":
         return _programs(config, places, prompts, overrides)
     tools = places[0].ready["tools"]
