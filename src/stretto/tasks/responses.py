@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from stretto.config import RowsConfig, TaskConfig
 from stretto.errors import TaskError
@@ -175,7 +175,7 @@ class PromptLayout:
             )
         return whole[len(text) :]
 
-    def _template(self, turns: Sequence[Message], **options: bool) -> str:
+    def _template(self, turns: Sequence[Message], **options: Any) -> str:
         with template_accepts(turns):
             return self._encoder.chat(turns, **options)
 
