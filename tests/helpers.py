@@ -146,7 +146,7 @@ def make_learner(
     rate = LearningRate(t.critic_lr, updates, warmup)
     second = TrainedModel(critic, rate, t) if critic else None
     backprop = LocalBackprop(first, second, losses, t.microbatch_tokens)
-    return PolicyLearner(first, second, backprop, config, {"task": 1.0})
+    return PolicyLearner(first, second, backprop, config, {"task": 1.0, "environment": 0.5})
 
 
 def told(rollouts: Iterable[Rollout]) -> list[Response]:

@@ -8,11 +8,12 @@ from typing import Any
 
 from stretto.config.schedule import Settings
 from stretto.schedules.chunking import FixedChunk
+from stretto.schedules.controls import Controls
 from stretto.schedules.migration import FixedMigration, MigrationLimits
 from stretto.schedules.overcommit import FixedOvercommit
-from stretto.schedules.schedule import Controls, Schedule
+from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import ScorerReplica
-from stretto.testing import FakeGenerator, FakeLearner, FakeScorer, World
+from stretto.testing import FakeEnvironment, FakeGenerator, FakeLearner, FakeScorer, World
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Setting:
 
     Attributes:
         settings: of the schedule.
+        turns: tokens of turns by rollout, and seconds of their answers, where there are episodes.
         hosted: whether each generator's device has a copy of each scorer that is a model.
         critic: whether there is one.
         score_s, train_s: seconds of a scorer's call, and of a step of the learner.
@@ -40,11 +42,13 @@ class Setting:
     train_s: float = 2.0
     fails: Sequence[int] = ()
     order: int | None = None
+    turns: Sequence[Sequence[int]] = ()
+    waits_s: Sequence[float] = (3.0,)
 
     @property
     def timeless(self) -> bool:
         """Whether time decides nothing of what is trained on, as no engines race."""
-        return not self.delta or self.engines == 1
+        return not self.delta or (self.engines == 1 and not self.turns)
 
 
 def schedule_of(setting: Setting, world: World) -> Schedule:
@@ -73,4 +77,5 @@ def schedule_of(setting: Setting, world: World) -> Schedule:
         ),
         world.clock,
         world,
+        environment=FakeEnvironment(world, setting.waits_s) if setting.turns else None,
     )

@@ -114,7 +114,7 @@ class ShardedRank:
                 t.microbatch_tokens,
             ),
             config,
-            {"task": 1.0},
+            {"task": 1.0, "environment": 0.5},
         )
 
     def train(self, batches: Sequence[TrainBatch]) -> list[Mapping[str, float]]:

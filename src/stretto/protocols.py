@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 from stretto.types import (
     Chunk,
     Decoded,
+    Hold,
     KVTransfer,
     Observation,
     Response,
@@ -109,13 +110,22 @@ class Generator(Replaceable, Protocol):
     async def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
         """Give every admitted rollout up to ``max_tokens`` more tokens.
 
-        Returns as soon as ``stop_after`` rollouts have finished (0 does not look). Chunks of
-        finished rollouts come first, in the order in which they ended; these leave by themselves.
+        Returns as soon as ``stop_after`` rollouts have finished (0 does not look), or none is left
+        that goes on. Chunks of finished rollouts come first, in the order in which they ended;
+        these leave by themselves. In an episode a turn may end (``FinishReason.TURN``), which
+        counts for nothing: its chunk is among those, and the rollout is parked until it is admitted
+        again, with the tokens that it has and more.
         """
 
     @remote(light=True)
     async def release(self, rollout_ids: Sequence[int]) -> None:
         """Forget rollouts, finished or not; unknown ids are ignored."""
+
+    @remote(light=True)
+    async def hold(self, rollout_ids: Sequence[int], how: Hold) -> None:
+        """Say what becomes of the keys and values of parked rollouts, which are kept until then;
+        others are ignored.
+        """
 
     @remote("migrate")
     async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Sequence[KVTransfer]:

@@ -11,16 +11,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
+from stretto.errors import EpisodeLostError
 from stretto.runtime.sim.loop import VirtualClock
 from stretto.types import (
     Chunk,
     Decoded,
     FinishReason,
+    Hold,
     KVTransfer,
+    Observation,
     Prompt,
     Response,
     Score,
@@ -29,6 +33,7 @@ from stretto.types import (
     TrainBatch,
     TrainOutput,
     WeightsRef,
+    episode_of,
 )
 
 
@@ -53,6 +58,7 @@ class World:
 
     Args:
         lengths: response tokens by rollout id; they repeat where there are more rollouts.
+        turns: tokens of each turn by rollout id, in their place where there is an environment.
         fails: ids of the rollouts that scorers of rewards fail on.
 
     Attributes:
@@ -63,8 +69,13 @@ class World:
         clock: the virtual clock; reads the loop that is running.
     """
 
-    def __init__(self, lengths: Sequence[int], fails: Sequence[int] = ()) -> None:
-        self.lengths, self.fails = lengths, set(fails)
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        fails: Sequence[int] = (),
+        turns: Sequence[Sequence[int]] = (),
+    ) -> None:
+        self.lengths, self.fails, self.turns = lengths, set(fails), turns
         self.log: list[str] = []
         self.spans: list[tuple[str, str, float, float]] = []
         self.places = 0
@@ -73,7 +84,14 @@ class World:
 
     def length(self, rollout_id: int) -> int:
         """Return the tokens that the response gets in all."""
+        if self.turns:
+            return self.turn_ends(rollout_id)[-1]
         return self.lengths[rollout_id % len(self.lengths)]
+
+    def turn_ends(self, rollout_id: int) -> list[int]:
+        """Return how long the response is at the end of each of its turns."""
+        turns = self.turns[rollout_id % len(self.turns)]
+        return list(accumulate(turns, lambda end, tokens: end + CONTEXT_TOKENS + tokens))
 
     def write(self, text: str) -> None:
         """Add a line to the log, behind the time."""
@@ -101,6 +119,66 @@ class World:
         self.spans.append((role, attributes.get("cause", name), start_s, end_s))
 
 
+def token(rollout_id: int, place: int) -> int:
+    """Return the token at a place of a scripted response."""
+    return 100 * episode_of(rollout_id) + place
+
+
+CONTEXT_TOKENS = 2
+"""Tokens of each answer of a :class:`FakeEnvironment`."""
+
+
+class FakeEnvironment:
+    """An environment that answers a turn with two tokens, in so many seconds, until the last turn.
+
+    Its methods are those of :class:`~stretto.protocols.Environment`. Opening takes a second. Turn n
+    of a rollout, the first being 1, earns n, and the last one is as long as :class:`World` says.
+
+    Args:
+        seconds: that answers take, by rollout id; they repeat.
+
+    Attributes:
+        log: of episodes, the answers given so far.
+        lost: ids of rollouts whose next answer is that their environment is lost.
+    """
+
+    def __init__(self, world: World, seconds: Sequence[float] = (3.0,)) -> None:
+        self.world, self.seconds = world, seconds
+        self.log: dict[int, list[Observation]] = {}
+        self.lost: set[int] = set()
+
+    async def open(self, response: Response, log: Sequence[Observation] = ()) -> Observation:
+        self.world.write(f"env open {response.id} {len(log)}")
+        await asyncio.sleep(1.0)
+        nothing = Observation(response.id, 0, np.empty(0, np.int32))
+        self.log[response.id] = list(log) or [nothing]
+        return self.log[response.id][-1]
+
+    async def step(self, response: Response) -> Observation:
+        id_, log = response.id, self.log[response.id]
+        await asyncio.sleep(self.seconds[id_ % len(self.seconds)])
+        if id_ in self.lost:
+            self.lost.discard(id_)
+            raise EpisodeLostError(f"the environment of {id_} is lost", [id_])
+        over = len(response) == self.world.length(id_) or response.finish is FinishReason.LENGTH
+        tokens = [token(id_, len(response) + t) for t in range(CONTEXT_TOKENS)]
+        answer = Observation(
+            id_,
+            len(log),
+            np.array([] if over else tokens, np.int32),
+            reward=float(len(log)),
+            ended_by="environment" if over else "",
+            messages=({"role": "tool", "content": f"answer {len(log)}"},),
+        )
+        log.append(answer)
+        self.world.write(f"env step {id_} turn {len(log) - 1}")
+        return answer
+
+    async def release(self, rollout_ids: Sequence[int]) -> None:
+        for id_ in rollout_ids:
+            self.log.pop(id_, None)
+
+
 class FakeGenerator:
     """A generator that decodes a token a second for all; token t of rollout i is ``100 i + t``.
 
@@ -126,7 +204,7 @@ class FakeGenerator:
 
     async def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
         async with self._turn:
-            left = {i: self.world.length(i) - n for i, n in self.done.items()}
+            left = {i: self._end(i, n) - n for i, n in self.done.items()}
             ends = sorted(left.values())
             steps = min(max_tokens, ends[-1]) if ends else 0
             if stop_after and len(ends) >= stop_after:
@@ -138,8 +216,10 @@ class FakeGenerator:
             chunks = []
             for i in list(left):
                 start, n = self.done[i], min(steps, left[i])
-                tokens = [100 * i + t for t in range(start, start + n)]
-                finish = FinishReason.STOP if n == left[i] else None
+                tokens = [token(i, t) for t in range(start, start + n)]
+                finish = None
+                if n == left[i]:
+                    finish = FinishReason.TURN if self.world.turns else FinishReason.STOP
                 chunks.append(make_chunk(i, start, tokens, [-0.5] * n, version, finish))
                 self.done[i] += n
                 if finish:
@@ -147,10 +227,19 @@ class FakeGenerator:
             chunks.sort(key=lambda c: (c.finish is None, len(c.tokens), c.rollout_id))
             return Decoded(chunks, steps)
 
+    def _end(self, rollout_id: int, tokens: int) -> int:
+        if not self.world.turns:
+            return self.world.length(rollout_id)
+        return next(end for end in self.world.turn_ends(rollout_id) if end > tokens)
+
     async def release(self, rollout_ids: Sequence[int]) -> None:
         async with self._turn:
             for i in rollout_ids:
                 self.done.pop(i, None)
+
+    async def hold(self, rollout_ids: Sequence[int], how: Hold) -> None:
+        async with self._turn:
+            self.world.write(f"{self.name} hold {list(rollout_ids)} {how}")
 
     async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> list[KVTransfer]:
         async with self._turn:
@@ -228,10 +317,13 @@ class FakeScorer:
 
     def _score(self, i: int, version: int) -> Score:
         length, values = self.world.length(i), [i + 0.5]
-        assert self.tokens.pop(i) == [100 * i + t for t in range(length)]
+        sampled = length
+        if self.world.turns:
+            sampled = sum(self.world.turns[i % len(self.world.turns)])
+        assert self.tokens.pop(i) == [token(i, t) for t in range(length)]
         failure = None
         if self.info.follows:
-            values = [float(version)] * length
+            values = [float(version)] * sampled
         elif self.info.kind == "reward" and i in self.world.fails:
             values, failure = [], f"no verdict on {i}"
         return Score(i, self.name, self.info.kind, np.array(values, np.float32), failure)

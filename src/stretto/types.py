@@ -170,6 +170,7 @@ class Response:
         finish, sampled: as in :class:`Chunk`.
         sampling: how it goes on, where that is its own; ``None``: as the engine's settings say.
         messages: what an episode's response says, for roles that read text; ``None`` for others.
+        logprobs: of an episode's tokens, for its environment; ``None`` for others.
     """
 
     id: int
@@ -181,6 +182,7 @@ class Response:
     sampled: BoolArray | None = None
     sampling: Sampling | None = None
     messages: tuple[Message, ...] | None = None
+    logprobs: FloatArray | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -302,6 +304,14 @@ class WeightsRef:
     channel: str = ""
 
 
+Hold = Literal["keep", "offload", "remake"]
+"""What becomes of the keys and values of a parked rollout, whose environment is at work.
+
+``keep`` leaves them on the device, ``offload`` takes them to the host's memory, and ``remake``
+drops them: what the rollout goes on with is then prefilled as a whole.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class KVTransfer:
     """A rollout on its way from one generator to another.
@@ -359,6 +369,11 @@ class TrainBatch:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def response_count(self) -> int:
+        """Responses, the samples of an episode counted once."""
+        return len(self) if self.episodes is None else len(np.unique(self.episodes))
 
     @property
     def total_tokens(self) -> int:

@@ -34,11 +34,11 @@ def choices(annotation: Any) -> Iterator[object]:
 
 def test_the_presets() -> None:
     assert {name: preset.knobs for name, preset in PRESETS.items()} == {
-        "sync": Knobs(score_on="batch", overcommit=0, lag=0, migrate="off"),
-        "oppo": Knobs(score_on="chunk", overcommit="auto", lag=0, migrate="off"),
-        "async": Knobs(score_on="rollout", overcommit=0, lag=1, migrate="off"),
-        "rlhfuse": Knobs(score_on="rollout", overcommit=0, lag=0, migrate="auto"),
-        "stretto": Knobs(score_on="chunk", overcommit="auto", lag=1, migrate="auto"),
+        "sync": Knobs(score_on="batch", overcommit=0, lag=0, migrate="off", hold="keep"),
+        "oppo": Knobs(score_on="chunk", overcommit="auto", lag=0, migrate="off", hold="keep"),
+        "async": Knobs(score_on="rollout", overcommit=0, lag=1, migrate="off", hold="keep"),
+        "rlhfuse": Knobs(score_on="rollout", overcommit=0, lag=0, migrate="auto", hold="keep"),
+        "stretto": Knobs(score_on="chunk", overcommit="auto", lag=1, migrate="auto", hold="auto"),
     }
     assert tuple(PRESETS) == get_args(PresetName)
     assert ScheduleConfig().knobs == Knobs()
@@ -61,7 +61,7 @@ def test_table_settings_and_presets_have_the_same_knobs() -> None:
 
 def test_what_is_set_by_hand_comes_before_the_preset() -> None:
     schedule = ScheduleConfig(preset="stretto", score_on="batch", overcommit=3, lag=0, migrate=0.5)
-    assert schedule.knobs == Knobs("batch", 3, 0, 0.5)
+    assert schedule.knobs == Knobs("batch", 3, 0, 0.5, "auto")
     assert ScheduleConfig(preset="async", lag=2).knobs == Knobs("rollout", 0, 2, "off")
 
 
@@ -75,6 +75,9 @@ def test_what_is_set_by_hand_comes_before_the_preset() -> None:
         ({"overcommit": 1, "lag": 2}, {"overcommit", "lag"}),
         ({"migrate": 0.2}, {"migrate"}),
         ({"migrate": "auto"}, {"migrate"}),
+        ({"hold": "keep"}, set()),
+        ({"hold": "offload"}, {"hold"}),
+        ({"hold": "auto"}, {"hold"}),
     ],
 )
 def test_which_values_switch_a_knob_on(values: dict[str, Any], on: set[str]) -> None:
@@ -90,6 +93,7 @@ def test_what_each_knob_takes() -> None:
         "overcommit": set(),
         "lag": {"training worker", "weights"},
         "migrate": {"engines"},
+        "hold": set(),
     }
 
 
@@ -140,6 +144,7 @@ def test_the_line_that_a_run_shows() -> None:
     assert Knobs("chunk", "auto", 1, 0.5).describe(2) == (
         "score on chunk, overcommit auto, lag 1, migrate 0.5"
     )
+    assert Knobs(hold="remake").describe(1, episodes=True).endswith(", hold remake")
     one = Config.model_validate({"schedule": {"preset": "rlhfuse"}})
     assert (
         "\nschedule: rlhfuse: score on rollout, overcommit 0, lag 0, "

@@ -8,19 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any, get_args
 
 import numpy as np
 import pytest
 
-from engine_helpers import STAND_IN_MODEL, Virtual, stand_in_engine
+from engine_helpers import (
+    STAND_IN_MODEL,
+    WAITS,
+    Virtual,
+    answer,
+    context_of,
+    episodes,
+    play,
+    played_whole,
+    stand_in_engine,
+)
 from helpers import llama, told
 from raising import raises
 from stretto.config import Config, ModelConfig, RolloutConfig
 from stretto.errors import EngineError
 from stretto.models.weights import fingerprint
-from stretto.rollout.base import Engine, EngineSettings
+from stretto.rollout.base import Engine, EngineSettings, StopStrings
 from stretto.rollout.engine import TorchEngine
 from stretto.rollout.registry import ENGINES
 from stretto.rollout.vllm.llm import installed
@@ -30,11 +41,20 @@ from stretto.runtime.sim.devices import Device, SimWorker
 from stretto.runtime.sim.generator import SimGenerator
 from stretto.schedules.rollout import Rollout
 from stretto.testing import World
-from stretto.types import Chunk, Decoded, FinishReason, KVTransfer, Prompt, WeightsRef
+from stretto.types import (
+    Chunk,
+    Decoded,
+    FinishReason,
+    KVTransfer,
+    Observation,
+    Prompt,
+    WeightsRef,
+)
 from stretto.weights.channel import SharedChannel
 
 LIMIT, END = 12, 14
 IDS = range(5)
+NOTHING = Observation(0, 0, np.empty(0, np.int32))
 CHANNEL = SharedChannel()
 
 
@@ -47,12 +67,11 @@ def simulated(**options: Any) -> Any:
 
 def own(**options: Any) -> Engine:
     config = RolloutConfig(batch=4, max_new_tokens=LIMIT)
-    ends = frozenset({END})
-    given = EngineSettings(rollout=config, end_tokens=ends, seed=5, channel=CHANNEL, **options)
-    return TorchEngine(llama(), given)
+    options = {"end_tokens": frozenset({END}), "channel": CHANNEL, **options}
+    return TorchEngine(llama(), EngineSettings(rollout=config, seed=5, **options))
 
 
-def vllm_itself(**_: Any) -> Engine:
+def vllm_itself(end_tokens: frozenset[int] = frozenset({END}), **_: Any) -> Engine:
     """Greedy, as its samples depend on their company; the process is vLLM's from here on."""
     from stretto.assembly.roles import RoleFactory
 
@@ -64,14 +83,14 @@ def vllm_itself(**_: Any) -> Engine:
         ),
     )
     tokenizer: Any = None
-    model, ends = llama(hidden=64), frozenset({END})
-    return RoleFactory(config, print).make_engine(model, tokenizer, 4, ends, overridden=True)
+    model = llama(hidden=64)
+    return RoleFactory(config, print).make_engine(model, tokenizer, 4, end_tokens, overridden=True)
 
 
 SUBJECTS: dict[str, Callable[..., Any]] = {
     "torch": own,
     "torch, one slot": partial(own, rows=1),
-    "vllm, stand-in": lambda **_: stand_in_engine(channel=CHANNEL),
+    "vllm, stand-in": partial(stand_in_engine, channel=CHANNEL),
     "vllm": vllm_itself,
     "simulated": simulated,
 }
@@ -296,6 +315,178 @@ def test_what_is_measured_disturbs_no_rollout(name: str) -> None:
     assert engine.kv_bytes_per_token > 0
     finish(engine, [r for r in made if not r.finish])
     assert_same(made, expected(name))
+
+
+# -- episodes --------------------------------------------------------------------------------------
+
+TURN_LIMIT, EPISODE_LIMIT = 9, 30
+
+
+def turning(name: str) -> tuple[Callable[[], Any], list[Rollout]]:
+    """An engine of which turns end often, and episodes for it."""
+    make = partial(SUBJECTS[name], end_tokens=frozenset(range(3, 9)))
+    limits = {"max_new_tokens": EPISODE_LIMIT, "max_turn_tokens": TURN_LIMIT}
+    sampling = replace(make()._sampling, **limits)
+    return make, episodes([r.prompt.tokens for r in rollouts(range(8))], sampling)
+
+
+@cache
+def turning_alone(name: str) -> list[Rollout]:
+    """Episodes as they are if every turn is decoded from the whole transcript."""
+    make, made = turning(name)
+    played_whole(make, made)
+    return made
+
+
+def assert_episodes(name: str, made: Sequence[Rollout]) -> None:
+    for r, other in zip(made, turning_alone(name), strict=True):
+        assert (r.tokens, r.turns, r.ended_by) == (other.tokens, other.turns, other.ended_by)
+        assert r.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ENGINES_ALONE)
+def test_episodes_of_the_tests_have_several_turns_and_end_in_several_ways(name: str) -> None:
+    made = turning_alone(name)
+    assert sum(len(r.turns) > 1 for r in made) > 1
+    assert len({r.ended_by for r in made}) > 1
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize("name", ENGINES_ALONE)
+def test_a_turn_ends_by_itself_or_by_a_limit_which_ends_the_episode(name: str, size: int) -> None:
+    make, made = turning(name)
+    ended: list[Chunk] = []
+
+    def each(chunks: Sequence[Chunk]) -> None:
+        first = [c for c in chunks if c.finish]
+        rest = [c.rollout_id for c in chunks[len(first) :]]
+        assert list(chunks[: len(first)]) == first
+        assert rest == sorted(rest)
+        ended.extend(first)
+
+    play(make(), made, size, each=each)
+    assert_episodes(name, made)
+    starts = {r.id: [0, *(end for _, end in r.context)] for r in made}
+    for c in ended:
+        r, end = made[c.rollout_id], c.start + len(c.tokens)
+        turn = end - max(start for start in starts[r.id] if start < end)
+        full = turn == TURN_LIMIT or end == EPISODE_LIMIT
+        assert turn <= TURN_LIMIT
+        ends = FinishReason.TURN if c.tokens[-1] in range(3, 9) else FinishReason.LENGTH
+        assert c.finish is ends
+        assert full or ends is FinishReason.TURN
+
+
+@pytest.mark.parametrize("way", WAITS)
+@pytest.mark.parametrize("name", ENGINES_ALONE)
+def test_whatever_becomes_of_a_rollout_that_waits_it_goes_on_the_same(name: str, way: str) -> None:
+    make, made = turning(name)
+    play(make(), made, way=WAITS[way])
+    assert_episodes(name, made)
+
+
+@pytest.mark.parametrize("name", ENGINES_ALONE)
+def test_one_that_waits_may_move_as_it_is(name: str) -> None:
+    make, made = turning(name)
+    by_id, engine = {r.id: r for r in made}, make()
+
+    def waits(engine: Any, ids: list[int]) -> None:
+        responses = [replace(by_id[i].response(), finish=FinishReason.TURN) for i in ids]
+        engine.accept(responses, engine.export(ids, True))
+
+    play(engine, made, way=(waits, WAITS["kept"][1]))
+    assert_episodes(name, made)
+
+
+@pytest.mark.parametrize("name", ENGINES_ALONE)
+def test_a_call_counts_no_turns_and_returns_when_all_rollouts_wait(name: str) -> None:
+    make, made = turning(name)
+    engine, (other,) = make(), rollouts([50])
+    engine.admit(told(made))
+    decoded = engine.decode(1000, stop_after=len(made))
+    assert len(decoded.chunks) == len(made)  # each ended, or ended a turn
+    turns = [c.rollout_id for c in decoded.chunks if c.finish is FinishReason.TURN]
+    assert turns
+    assert tuple(engine.decode(1000, stop_after=1)) == ([], 0)
+    engine.admit(told([other]))  # the slots are free
+    (chunk,) = engine.decode(1000, stop_after=1).chunks
+    assert (chunk.rollout_id, chunk.finish in ("stop", "length")) == (50, True)
+
+
+@pytest.mark.parametrize("name", ENGINES_ALONE)
+def test_one_that_waits_goes_on_from_its_own_tokens_alone(name: str) -> None:
+    make, made = turning(name)
+    engine = make()
+    engine.admit(told(made))
+    take(engine.decode(1000), made)
+    waiting = [r for r in made if not r.ended_by]
+    r, before = waiting[0], waiting[0].response()
+    with raises(EngineError, "not-in-engine", 99):
+        engine.export([r.id, 99], True)
+    assert answer(r)
+    response = r.response()
+    tokens = response.tokens.copy()
+    tokens[0] += 1
+    shorter = replace(before, tokens=before.tokens[:-1])
+    other = replace(response, prompt=replace(r.prompt, tokens=(1, *r.prompt.tokens)))
+    for wrong in (replace(response, tokens=tokens), shorter, other):
+        with raises(EngineError, "other-transcript", r.id, before.total_tokens):
+            engine.admit([wrong])
+    with raises(EngineError, "already-in-engine", r.id):
+        engine.accept([response], [KVTransfer(r.id)])
+    full = np.full(TURN_LIMIT, 9, np.int32)
+    with raises(EngineError, "rollout-ended", TURN_LIMIT):
+        engine.admit([replace(before, id=77, tokens=full)])
+    engine.admit([response])
+    with raises(EngineError, "already-in-engine", r.id):
+        engine.admit([response])
+
+
+@pytest.mark.parametrize("name", [n for n in ENGINES_ALONE if isinstance(n, str)])
+def test_one_that_waited_over_a_weight_sync_goes_on_with_the_new_weights(name: str) -> None:
+    """The weights are the same, so that responses are."""
+    make, made = turning(name)
+    versions = iter(range(1, 100))
+
+    def waits(engine: Any, ids: list[int]) -> None:
+        with synced(engine, next(versions)) as ref:
+            engine.load(ref)
+
+    play(make(), made, way=(waits, WAITS["kept"][1]))
+    assert_episodes(name, made)
+    assert {v for r in made for v in r.versions} > {-1, 0, 1}
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def decode(self, tokens: Sequence[int], **_: Any) -> str:
+        return "".join(chr(ord("A") + t) for t in tokens)
+
+
+@pytest.mark.parametrize("name", [n for n in ENGINES_ALONE if isinstance(n, str)])
+def test_a_stop_string_is_looked_for_in_the_present_turn(name: str) -> None:
+    """Neither in the context before it, nor across."""
+    _, made = turning(name)
+    r = made[0]
+    free = SUBJECTS[name](end_tokens=frozenset())
+    context = np.array(context_of(0, 1), np.int32)
+    r.append(Chunk(0, 0, np.array([9], np.int32), np.zeros(1, np.float32), 0, FinishReason.TURN))
+    r.append(r.observe(replace(NOTHING, tokens=context)))
+    start = r.response()
+    assert start.turn_start == 1 + len(context)
+    free.admit([start])
+    (chunk,) = free.decode(4).chunks
+    said, read = chunk.tokens.tolist(), Letters().decode(context.tolist())
+    text = Letters().decode(said)
+    for stop in (read, read + text[0], text[0], text[1:3]):
+        length = next((n for n in range(1, 5) if stop in text[:n]), 4)
+        strings = StopStrings([stop], Letters())
+        engine = SUBJECTS[name](end_tokens=frozenset(), stop=strings)
+        engine.admit([start])
+        (chunk,) = engine.decode(4).chunks
+        assert chunk.tokens.tolist() == said[:length]
+        assert chunk.finish is (FinishReason.TURN if stop in text else None)
 
 
 def test_each_name_of_the_settings_is_an_engine() -> None:

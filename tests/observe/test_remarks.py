@@ -223,3 +223,15 @@ def test_a_run_without_a_signal_says_so(tiny_folder: Path, tmp_path: Path) -> No
     assert len(remarks) == 1
     assert remarks[0].startswith("step 1: all 4 rewards are -1: a batch with one reward teaches")
     assert "4 of 4 responses were cut at rollout.max_new_tokens = 2, and" in remarks[0]
+
+
+def test_limits_that_ended_episodes_are_named() -> None:
+    batch = responses(0, 1, 1, 0, cut=3)
+    for rollout, why in zip(batch, ("turns", "tokens", "turns", "environment"), strict=True):
+        rollout.ended_by = why
+    (text,) = said(remarks_of(settings()), 1, batch, -1, -1, -1, 0)
+    assert text.startswith(
+        "step 1: 3 of 4 episodes were ended by a limit (environment.max_turns 2, "
+        "rollout.max_new_tokens 1), and reward.missing_eos = 'replace'"
+    )
+    assert LIMIT not in text

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import shutil
 import socket
-import subprocess
 import threading
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from browser import dom, needs_browser
 from helpers import ManualClock
 from raising import raises
 from stretto.cli.main import main
@@ -711,22 +710,7 @@ def test_the_command_writes_what_is_asked(
         assert message in capsys.readouterr().err
 
 
-def dom(page: str, folder: Path, script: str = "") -> str:
-    """A page (its text, or its address) as a browser has it once its script, and then another, has
-    run, without a complaint."""
-    if not page.startswith("http:"):
-        file = folder / "report.html"
-        file.write_text(page + f"<script>{script}</script>", encoding="utf-8")
-        page = file.as_uri()
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
-    command += [f"--user-data-dir={folder / 'profile'}", "--dump-dom", page]
-    command.insert(1, "--virtual-time-budget=2000")
-    done = subprocess.run(command, capture_output=True, check=True, text=True, timeout=60)
-    assert "CONSOLE" not in done.stderr
-    return done.stdout
-
-
-@pytest.mark.skipif(not shutil.which("chromium"), reason="needs a browser")
+@needs_browser
 def test_a_browser_draws_the_page(pair: list[Path], tmp_path: Path) -> None:
     runs = load(pair)
     page = dom(html_page(runs, 5, [PREDICTED, {"why": "the run took <3> steps"}]), tmp_path)
@@ -746,7 +730,7 @@ def test_a_browser_draws_the_page(pair: list[Path], tmp_path: Path) -> None:
     assert f"<li>{runs[1].name}: no prediction: the run took &lt;3&gt; steps</li>" in page
 
 
-@pytest.mark.skipif(not shutil.which("chromium"), reason="needs a browser")
+@needs_browser
 def test_a_browser_draws_outcomes(tmp_path: Path) -> None:
     verified: dict[str, Any] = {"pass@1": 0.5, "pass@1_standard_error": 0.0625, "overlap": 0.25}
     verified |= {"mean_score": 0.75, "mean_score_standard_error": 0.125}
@@ -765,7 +749,7 @@ def test_a_browser_draws_outcomes(tmp_path: Path) -> None:
     assert ">Curves<" not in page
 
 
-@pytest.mark.skipif(not shutil.which("chromium"), reason="needs a browser")
+@needs_browser
 def test_a_page_opens_at_a_step_of_all_runs_and_compares_like_with_like(tmp_path: Path) -> None:
     runs = load([fake_run(tmp_path, f"of-{n}", False, steps=n).path for n in (3, 12)])
     page = dom(html_page(runs), tmp_path)
@@ -811,7 +795,7 @@ document.title = JSON.stringify(told);
 """
 
 
-@pytest.mark.skipif(not shutil.which("chromium"), reason="needs a browser")
+@needs_browser
 def test_curves_zoom_and_smooth_and_samples_are_found(tmp_path: Path) -> None:
     metrics = [
         {"step": s, "time_s": s, "objective/kl": s % 5, "eval/score": s} for s in range(1, 41)
@@ -950,7 +934,7 @@ def test_watching_ends_in_order_on_ctrl_c(
     assert seen[0].socket.fileno() == -1
 
 
-@pytest.mark.skipif(not shutil.which("chromium"), reason="needs a browser")
+@needs_browser
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_browser_follows_a_run(
     steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -308,6 +308,17 @@ def test_slots_are_as_many_as_fit_beside_passes() -> None:
     assert apart.rollout.slots == 0  # the learner does not fit, whatever an engine takes
 
 
+@pytest.mark.parametrize(("hold", "times"), [("keep", 2), ("auto", 2), ("remake", 1)])
+def test_copies_of_episodes_that_wait_are_counted_as_the_engine_bounds_them(
+    hold: str, times: int
+) -> None:
+    given = {"runtime": "inline", "model": {"name": QWEN, "lora_rank": 16}, "rollout": {"slots": 8}}
+    _, (plain,) = fitted_to(1, 80, **given)
+    tools = {"environment": {"sources": ["tools.py:add"]}, "schedule": {"hold": hold}}
+    _, (load,) = fitted_to(1, 80, **given, **tools)
+    assert load.held[CACHE] == times * plain.held[CACHE]
+
+
 def test_peft_keeps_a_float32_input_of_each_adapted_layer() -> None:
     """Of bfloat16 weights: three of Q, K and V, each a copy; without copies in float32 itself."""
     inputs = 2 * (6 * 8 + 16)

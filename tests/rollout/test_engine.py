@@ -313,7 +313,7 @@ def assert_answers(made: Sequence[Rollout]) -> None:
 def test_the_answers_are_of_all_kinds() -> None:
     lengths = {len(a.tokens) for a in answers()}
     assert len(lengths) > 1
-    assert {a.finish for a in answers()} == set(FinishReason)
+    assert {a.finish for a in answers()} == {FinishReason.STOP, FinishReason.LENGTH}
     assert len({tuple(a.tokens) for a in answers()[4:]}) == 3  # one prompt, three streams
 
 

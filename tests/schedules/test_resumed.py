@@ -14,8 +14,9 @@ from schedule_helpers import Setting, schedule_of
 from stretto.config.schedule import Settings
 from stretto.errors import RewardError
 from stretto.runtime.sim.loop import run
-from stretto.schedules.schedule import Step
+from stretto.schedules.rollout import Step
 from stretto.testing import World
+from stretto.types import Sampling
 
 
 @dataclass(frozen=True)
@@ -183,3 +184,38 @@ def test_runs_of_four_thousand_seeds_go_on_from_each_of_their_checkpoints() -> N
     counts = resumed_from_everywhere(range(1000, 5000))
     print(dict(counts))
     assert counts["all"] >= 10_000
+
+
+# -- episodes -------------------------------------------------------------------------------------
+
+
+def with_turns(seed: int) -> Setting:
+    """A random setting of the schedule, with episodes."""
+    r, setting = random.Random(-seed), random_setting(seed)
+    turns = [
+        tuple(r.choice([1, 2, 5, 9]) for _ in range(r.randint(1, 4)))
+        for _ in range(r.randint(1, 5))
+    ]
+    return replace(
+        setting,
+        settings=replace(setting.settings, episodes=Sampling(100, max_turn_tokens=100), restarts=0),
+        turns=turns,
+        waits_s=[r.choice([0.0, 0.5, 3.0, 40.0]) for _ in range(r.randint(1, 4))],
+    )
+
+
+def test_episodes_are_taken_up_again_from_every_checkpoint() -> None:
+    """Whatever the knobs: each rollout is trained on once, and without a race the same ones."""
+    counts: Counter[str] = Counter()
+    for seed in range(150):
+        setting = with_turns(seed)
+        if setting.fails:
+            continue
+        try:
+            counts["checkpoints"] += resumed(setting)
+        except BaseException as error:
+            error.add_note(f"seed {seed}: {setting}")
+            raise
+        counts["runs"] += 1
+    assert counts["runs"] > 50
+    assert counts["checkpoints"] > 100

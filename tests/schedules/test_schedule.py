@@ -21,9 +21,11 @@ from stretto.errors import LifecycleError, RewardError, StalledError
 from stretto.runtime.sim.loop import run
 from stretto.schedules.buffer import Buffer
 from stretto.schedules.chunking import FixedChunk
+from stretto.schedules.controls import Controls
+from stretto.schedules.evaluation import Evaluation
 from stretto.schedules.overcommit import FixedOvercommit
-from stretto.schedules.rollout import Ledger, Rollout, RolloutState
-from stretto.schedules.schedule import Controls, Evaluation, Schedule, Step
+from stretto.schedules.rollout import Ledger, Rollout, RolloutState, Step
+from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import ScorerReplica
 from stretto.testing import FakeGenerator, FakeLearner, FakeScorer, World
 from stretto.types import FinishReason, Prompt, Score, WeightsRef
@@ -782,8 +784,9 @@ def test_ledger_refuses_what_does_not_add_up() -> None:
 # -- the life of a rollout -----------------------------------------------------------------------
 
 EDGES = {
-    "queued": "decoding rejected",
-    "decoding": "carried finished rejected",
+    "queued": "decoding waiting rejected",
+    "decoding": "carried waiting finished rejected",
+    "waiting": "decoding finished rejected",
     "carried": "decoding rejected",
     "finished": "scored rejected",
     "scored": "trained rejected",

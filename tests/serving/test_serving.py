@@ -223,11 +223,11 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 def test_what_would_change_an_answer_is_refused_by_name() -> None:
     for name, value in {
-        "tools": [{"type": "function"}],
+        "functions": [{"name": "f"}],
         "response_format": {"type": "json_object"},
         "presence_penalty": 0.5,
         "logit_bias": {"5": 1},
-        "tool_choice": "auto",
+        "function_call": "auto",
     }.items():
         with pytest.raises(ApiError) as caught:
             parsed(ChatRequest, {"messages": MESSAGES, name: value})
@@ -244,6 +244,9 @@ def test_what_would_change_an_answer_is_refused_by_name() -> None:
         {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]},
         {"messages": ["hi"]},
         {"messages": MESSAGES, "top_logprobs": 2},
+        {"messages": MESSAGES, "tools": [{"type": "function"}]},
+        {"messages": MESSAGES, "tools": [{"type": "function", "function": {"x": 1}}]},
+        {"messages": MESSAGES, "tool_choice": "required"},
         {"messages": []},
         {"messages": MESSAGES, "temperature": -1},
         {"messages": MESSAGES, "temperature": 1e-39},
@@ -581,8 +584,8 @@ def test_openais_client_is_served(chat_folder: Path, tmp_path: Path) -> None:
         left = create(**greedy, max_tokens=250, stream=True)
         next(iter(left))
         left.close()
-        with pytest.raises(openai.BadRequestError, match="tools"):
-            create(**greedy, tools=[{"type": "function", "function": {"name": "f"}}])
+        with pytest.raises(openai.BadRequestError, match="functions"):
+            create(**greedy, functions=[{"name": "f"}])
         with pytest.raises(openai.BadRequestError) as caught:
             create(**greedy, max_tokens=3000)
         assert caught.value.code == "context_length_exceeded"

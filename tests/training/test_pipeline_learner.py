@@ -19,7 +19,9 @@ import psutil
 import pytest
 import torch
 
+from episode_helpers import WEIGHTS, as_episodes
 from helpers import critic_of, llama, make_learner, make_rollouts, train_on
+from learner_helpers import make_batch
 from raising import raises
 from rounding import GRADIENT_TERMS, rounding
 from run_helpers import worker_of
@@ -144,7 +146,7 @@ def pipelined_learner(
     staged = pipelined.start(actor, critic, config, rates, 2)
     models = staged.models["actor"], staged.models["critic"]
     try:
-        yield PolicyLearner(*models, staged, config, {"task": 1.0}, snapshots=snapshots)
+        yield PolicyLearner(*models, staged, config, WEIGHTS, snapshots=snapshots)
     finally:
         staged.ranks.close()
 
@@ -235,6 +237,29 @@ def test_steps_are_those_of_one_process(case: str, lent_ranks: None) -> None:
             assert_same_weights(got, expected, atol=0)
         assert_same_figures(train_on(learner, plain), train_on(resumed, plain))
         assert learner.publish()["actor"].version == 1
+
+
+OF_EPISODES: list[dict[str, Any]] = [
+    {},
+    {"importance_sampling_level": "sequence", "clip": 0.05},
+    {"old_policy": "proximal", "correction": "truncate", "correction_level": "sequence"},
+]
+
+
+@pytest.mark.parametrize("algorithm", OF_EPISODES, ids=["tokens", "responses", "corrected"])
+def test_steps_on_episodes_are_those_of_one_process(
+    algorithm: dict[str, Any], lent_ranks: None
+) -> None:
+    """Turns with context between them and forks; a sample each, or an episode, in a micro-batch."""
+    given = settings(algorithm=algorithm, training={"microbatch_tokens": 40})
+    ours, theirs = models(), models()
+    batch = as_episodes(make_batch(ours[0], {"name": "ppo", **algorithm}))
+    local = local_learner(*theirs, given)
+    with pipelined_learner(*ours, given) as learner:
+        for _ in range(2):
+            assert_same_figures(train_on(learner, batch), train_on(local, batch))
+            for got, expected in zip(ours, theirs, strict=True):
+                assert_same_weights(got, expected)
 
 
 def assert_same_structure(got: Any, expected: Any, path: str = "") -> None:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from episode_helpers import as_episodes
 from helpers import make_learner, make_rollouts
 from learner_helpers import SHAPES, algorithm_settings, make_batch
 from rounding import GRADIENT_TERMS, rounding
@@ -114,6 +115,26 @@ def test_every_algorithm_learns_the_same(
     )
     ranks = request.getfixturevalue(layout)
     assert_same_learning(ranks, "plain", given, batches_of(given))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("layout", ["two", "both"])
+def test_every_algorithm_learns_the_same_of_episodes(
+    algorithm: str, layout: str, request: pytest.FixtureRequest
+) -> None:
+    """Turns with context between them, their rewards, and forks."""
+    given = algorithm_settings({"name": algorithm}, training={"microbatch_tokens": 60})
+    batch = train_batch(as_episodes(make_batch(models("plain")[0], given["algorithm"])))
+    ranks = request.getfixturevalue(layout)
+    assert_same_learning(ranks, "plain", given, [batch] * 2)
+
+
+def test_ranks_learn_the_same_of_episodes_in_several_updates(two: Ranks) -> None:
+    """Ratios to the policy before the step, of which ranks share out the passes."""
+    algorithm = {"name": "ppo", "old_policy": "proximal", "correction": "truncate"}
+    given = algorithm_settings(algorithm, training={"microbatch_tokens": 60, "minibatches": 2})
+    batch = train_batch(as_episodes(make_batch(models("plain")[0], given["algorithm"])))
+    assert_same_learning(two, "plain", given, [batch] * 2)
 
 
 @pytest.mark.parametrize("layout", ["two", "three", "sliced", "both"])

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from stretto.algorithms.experience import LossInputs
-from stretto.algorithms.reductions import Metrics, weighted_sums
+from stretto.algorithms.reductions import Metrics, joined, weighted_sums
 from stretto.config import AlgorithmConfig
 
 
@@ -46,6 +46,7 @@ def settled(
         settings.correction,
         settings.correction_level,
         settings.correction_cap,
+        inputs.episodes,
     )
     figures = {"correction/weight_mean": inputs.of_tokens(weights)}
     metrics = Metrics(weighted_sums(inputs.of_tokens(inputs.means), figures))
@@ -59,16 +60,17 @@ def importance_weights(
     kind: Literal["truncate", "mask"],
     level: Literal["token", "sequence"],
     cap: float,
+    episodes: Tensor | None = None,
 ) -> Tensor:
     """Return ``w = pi_prox / pi_behave`` [B, T], kept small; 0 outside the mask.
 
     ``truncate`` gives min(w, cap) (Espeholt et al. 2018); ``mask`` keeps w within 1 / cap to cap,
-    and gives 0 outside. The level is a weight a token, or the product over the response for all its
-    tokens.
+    and gives 0 outside. The level is a weight a token, or the product over the response, an
+    episode's over all its rows, for all its tokens.
     """
     log_ratio = torch.where(mask, proximal - behaviour, 0.0)
     if level == "sequence":
-        log_ratio = log_ratio.sum(dim=1, keepdim=True).expand_as(mask)
+        log_ratio = joined(log_ratio.sum(dim=1), episodes)[:, None].expand_as(mask)
     weights = log_ratio.exp()
     if kind == "truncate":
         weights = weights.clamp(max=cap)

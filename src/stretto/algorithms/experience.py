@@ -14,14 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.algorithms.reductions import Metrics, response_weights, token_weights
+from stretto.algorithms.reductions import (
+    Metrics,
+    first_rows,
+    joined,
+    response_weights,
+    token_weights,
+)
 from stretto.config.algorithm import Aggregation
 from stretto.errors import LearnerError
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A batch of scored responses, on the CPU in float32."""
+    """A batch of scored responses, on the CPU in float32: one a row, or several rows an episode.
+
+    Tokens are those that the policy drew; what an environment said stands nowhere here.
+    """
 
     mask: Tensor  # [B, T] bool, true where there is a response token
     logprobs: Tensor  # [B, T] of the behaviour policy, as the engine stored them
@@ -30,6 +39,36 @@ class Scored:
     scores: Tensor  # [B], the weighted sum of all reward sources
     ended: Tensor  # [B] bool, from the finish reason
     groups: Tensor  # [B] int64, the same for the responses to one prompt
+    turn_rewards: Tensor | None = None  # [B, T], the part of the scores that is given for turns
+    episodes: Tensor | None = None  # [B] int64, the same for the rows of an episode; None: no two
+
+    def shared(self) -> Scored:
+        """Return the batch with one score and one end an episode: the mean of its rows' scores,
+        which only scorers that read rows apart can tell from each; the end only where all ended.
+        """
+        if self.episodes is None:
+            return self
+        rows = joined(torch.ones_like(self.episodes), self.episodes)
+        scores = joined(self.scores.double(), self.episodes) / rows
+        cut = joined((~self.ended).long(), self.episodes)
+        return replace(self, scores=scores.to(self.scores.dtype), ended=cut == 0)
+
+    def responses(self) -> tuple[Tensor, Tensor]:
+        """Return a row for each response [E], to compare them by, and the place among these of the
+        response that each row is of [B].
+        """
+        if self.episodes is None:
+            every = torch.arange(len(self.mask))
+            return every, every
+        return first_rows(self.episodes)
+
+    def rows(self) -> list[tuple[int, ...]]:
+        """Return all rows of each response, in the order of :meth:`responses`."""
+        first, place = self.responses()
+        rows: list[list[int]] = [[] for _ in first]
+        for row, response in enumerate(place.tolist()):
+            rows[response].append(row)
+        return [tuple(of_response) for of_response in rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +77,7 @@ class Targets:
 
     Advantages are constant along a response where the algorithm has one a response. Units are rows
     that are trained on together, in one micro-batch and in this order; rows in no unit are left
-    out. By default each row is by itself.
+    out. By default each response is by itself.
     """
 
     advantages: Tensor  # [B, T], 0 outside the mask
@@ -67,6 +106,7 @@ class LossInputs:
     fresh: Tensor | None = None  # [b] bool
     own: Tensor | None = None  # [b] bool
     tensors: Mapping[str, Tensor] = field(default_factory=dict)  # see Targets
+    episodes: Tensor | None = None  # [b], as in Scored
     places: Tensor | None = None  # [N] of the response tokens among b * T; None: not looked for
     fresh_places: Tensor | None = None  # [n] of those in fresh rows
 
@@ -100,9 +140,9 @@ class LossInputs:
         """Return the same rows, weighted as all that an optimizer step trains on."""
         return replace(
             self,
-            weights=token_weights(self.mask, averaging, longest),
+            weights=token_weights(self.mask, averaging, longest, self.episodes),
             means=token_weights(self.mask, "token_mean"),
-            response_weights=response_weights(self.mask),
+            response_weights=response_weights(self.mask, self.episodes),
         )
 
     def of_tokens(self, x: Tensor) -> Tensor:
@@ -112,8 +152,15 @@ class LossInputs:
         return x.flatten().index_select(0, places)
 
     def of_response(self, per_token: Tensor) -> Tensor:
-        """Sum over each response: [b, T] to [b]. The log-prob of a response is one such sum."""
-        return torch.where(self.mask, per_token, 0.0).sum(dim=1)
+        """Sum over each response: [b, T] to [b]. The log-prob of a response is one such sum; all
+        rows of an episode have that of the episode.
+        """
+        return joined(torch.where(self.mask, per_token, 0.0).sum(dim=1), self.episodes)
+
+    @property
+    def response_tokens(self) -> Tensor:
+        """Tokens of each row's response, [b]."""
+        return joined(self.mask.sum(dim=1), self.episodes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +168,7 @@ class Experience(LossInputs):
     """The inputs of a whole batch's losses; its rows have no weights yet."""
 
     units: Sequence[Sequence[int]]  # see Targets; every row accounted for
+    apart: bool = False  # whether rows of a unit may be in several micro-batches of a mini-batch
     rewards: Tensor  # [B], the scores after the rule for missing ends
     stats: Mapping[str, float]  # by metric name
 
@@ -169,6 +217,7 @@ def check(data: Scored, kl_coef: float) -> None:
         ("log-prob", data.logprobs),
         ("reference log-prob", data.ref_logprobs),
         ("value", data.values),
+        ("turn reward", data.turn_rewards),
     ):
         if values is not None:
             require_finite(name, values[data.mask])

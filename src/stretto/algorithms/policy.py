@@ -34,7 +34,7 @@ def policy_ratio(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig
     """
     log_ratio = logprobs - inputs.old_logprobs
     if settings.importance_sampling_level == "sequence":
-        mean = inputs.of_response(log_ratio) / inputs.mask.sum(dim=1).clamp_min(1)
+        mean = inputs.of_response(log_ratio) / inputs.response_tokens.clamp_min(1)
         log_ratio = mean[:, None].expand_as(log_ratio)
     return bounded_ratio(inputs.of_tokens(log_ratio))
 

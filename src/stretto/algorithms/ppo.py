@@ -17,7 +17,11 @@ from stretto.errors import LearnerError
 
 
 def targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Targets:
-    """Advantages by GAE, whitened over the batch where asked for, and returns for the critic."""
+    """Advantages by GAE, whitened over the batch where asked for, and returns for the critic.
+
+    Each row is a trajectory of its own that earns the score of its episode. What the rest of the
+    episode earned before a row's first token is a constant there, which biases no gradient.
+    """
     if data.values is None:
         raise LearnerError(
             "PPO needs the critic's values, and there are none; score with a critic",
@@ -108,8 +112,10 @@ def grpo_targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> T
     'fixed_length'``.
     DAPO (Yu et al. 2025): ``clip_high = 0.28``, ``aggregation = 'token_mean'``, ``kl_coef = 0``.
     """
-    advantages = group_normalised(rewards.totals, data.groups, settings.scale_rewards)
+    first, place = data.responses()
+    totals, groups = rewards.totals[first], data.groups[first]
+    advantages = group_normalised(totals, groups, settings.scale_rewards)[place]
     return Targets(
         advantages=torch.where(data.mask, advantages[:, None], 0.0),
-        stats=group_stats(rewards.scores, data.groups),
+        stats=group_stats(rewards.scores[first], groups),
     )

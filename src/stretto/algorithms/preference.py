@@ -8,36 +8,42 @@ from torch import Tensor
 from stretto.algorithms.advantages import best_and_worst, group_stats
 from stretto.algorithms.experience import LossInputs, LossTerm, Scored, Targets
 from stretto.algorithms.policy import policy_term
-from stretto.algorithms.reductions import weighted_sums
+from stretto.algorithms.reductions import joined, weighted_sums
 from stretto.algorithms.rewards import Rewards
 from stretto.config import AlgorithmConfig
 from stretto.errors import LearnerError
 
 
 def dpo_targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Targets:
-    """Pairs of rows: the best of each group, and its worst.
+    """Pairs of responses: the best of each group, and its worst, each with all its rows.
 
     A group whose scores are all the same has no preference and is left out. So is a pair with an
     empty response. ``dpo/pairs`` is the number of pairs that are left.
     """
-    tokens = data.mask.sum(dim=1)
+    first, rows = data.responses()[0], data.rows()
+    tokens = joined(data.mask.sum(dim=1), data.episodes)[first]
+    scores, groups = rewards.scores[first], data.groups[first]
     pairs = [
         (best, worst)
-        for best, worst in best_and_worst(rewards.scores, data.groups)
-        if rewards.scores[best] > rewards.scores[worst] and tokens[best] and tokens[worst]
+        for best, worst in best_and_worst(scores, groups)
+        if scores[best] > scores[worst] and tokens[best] and tokens[worst]
     ]
-    stats = group_stats(rewards.scores, data.groups)
+    sides = torch.zeros_like(data.logprobs)
+    for number, (best, worst) in enumerate(pairs, 1):
+        sides[list(rows[best])], sides[list(rows[worst])] = number, -number
     return Targets(
         advantages=torch.zeros_like(data.logprobs),
-        units=pairs,
-        stats={**stats, "dpo/pairs": float(len(pairs))},
+        units=[(*rows[best], *rows[worst]) for best, worst in pairs],
+        tensors={} if data.episodes is None else {"sides": sides},
+        stats={**group_stats(scores, groups), "dpo/pairs": float(len(pairs))},
     )
 
 
 def dpo_loss(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> LossTerm:
     """Online DPO (Guo et al. 2024; Rafailov et al. 2023): the logistic loss on pairs' margins.
 
-    Rows are best, worst, best, worst, ... ::
+    Rows are best, worst, best, worst, ...; where episodes have several, ``sides`` has the number of
+    a row's pair, negative for the worst. ::
 
         margin = beta (log pi(y+)/pi_ref(y+) - log pi(y-)/pi_ref(y-))
         L      = -sum_pairs w log sigmoid(margin)
@@ -50,9 +56,14 @@ def dpo_loss(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) ->
             "score with the reference",
             "reference-missing",
         )
-    log_ratio = inputs.of_response(logprobs - inputs.ref_logprobs)
-    margin = settings.kl_coef * (log_ratio[0::2] - log_ratio[1::2])
-    w = inputs.response_weights[0::2] + inputs.response_weights[1::2]
+    log_ratio = torch.where(inputs.mask, logprobs - inputs.ref_logprobs, 0.0).sum(dim=1)
+    if "sides" in inputs.tensors:
+        side = inputs.tensors["sides"][:, 0]
+        margin = settings.kl_coef * joined(side.sign() * log_ratio, side.abs())
+        w = inputs.response_weights
+    else:
+        margin = settings.kl_coef * (log_ratio[0::2] - log_ratio[1::2])
+        w = inputs.response_weights[0::2] + inputs.response_weights[1::2]
     loss = -(w * torch.nn.functional.logsigmoid(margin)).sum()
 
     figures = {"dpo/margin": margin, "dpo/accuracy": margin > 0}
@@ -60,11 +71,13 @@ def dpo_loss(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) ->
 
 
 def best_targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Targets:
-    """The best row of each group; the others are left out. Of equals the first is best."""
+    """The best response of each group; the others are left out. Of equals the first is best."""
+    first, rows = data.responses()[0], data.rows()
+    groups = data.groups[first]
     return Targets(
         advantages=torch.zeros_like(data.logprobs),
-        units=[(best,) for best, _ in best_and_worst(rewards.totals, data.groups)],
-        stats=group_stats(rewards.scores, data.groups),
+        units=[rows[best] for best, _ in best_and_worst(rewards.totals[first], groups)],
+        stats=group_stats(rewards.scores[first], groups),
     )
 
 

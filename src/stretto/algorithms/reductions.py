@@ -4,6 +4,9 @@ B responses, T tokens. A loss is ``sum(weights * per_token)`` with weights from
 :func:`token_weights`, whose denominators count over the whole optimizer step: the sum over
 micro-batches is then the loss of the whole. The masked statistics read the selected tokens only,
 row by row, so that padding columns do not even change the order of a sum.
+
+Rows are responses, but where ``episodes`` [B] says which belong together: an episode is one
+response, whose tokens are those of all its rows.
 """
 
 from __future__ import annotations
@@ -17,7 +20,23 @@ from torch import Tensor
 from stretto.config.algorithm import Aggregation
 
 
-def token_weights(mask: Tensor, mode: Aggregation, longest: int = 1) -> Tensor:
+def joined(x: Tensor, episodes: Tensor | None) -> Tensor:
+    """Return for each row the sum over all rows of its episode, [B] to [B]; ``None``: as it is."""
+    if episodes is None:
+        return x
+    return torch.where(episodes[:, None] == episodes, x, x.new_zeros(())).sum(dim=1)
+
+
+def first_rows(episodes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first row of each episode [E], in order, and each row's place among these [B]."""
+    first = (episodes[:, None] == episodes).int().argmax(dim=1)
+    rows, places = first.unique(return_inverse=True)
+    return rows, places
+
+
+def token_weights(
+    mask: Tensor, mode: Aggregation, longest: int = 1, episodes: Tensor | None = None
+) -> Tensor:
     """Return the weight of each token in a loss of tokens: [B, T] float32, 0 outside the mask.
 
     The mask [B, T] is of *all* responses of one optimizer step; micro-batches take rows of the
@@ -26,10 +45,10 @@ def token_weights(mask: Tensor, mode: Aggregation, longest: int = 1) -> Tensor:
     ``mask / (length_b * responses)``, every response counting alike; ``sequence_sum`` gives ``mask
     / responses``; ``fixed_length`` gives ``mask / (longest * responses)``.
     """
-    lengths = mask.sum(dim=1, keepdim=True)
-    responses = (lengths > 0).sum()
+    lengths = joined(mask.sum(dim=1), episodes)[:, None]
+    responses = _count(mask.any(dim=1), episodes)
     denominator = {
-        "token_mean": lengths.sum(),
+        "token_mean": mask.sum(),
         "sequence_mean": lengths * responses,
         "sequence_sum": responses,
         "fixed_length": longest * responses,
@@ -37,12 +56,21 @@ def token_weights(mask: Tensor, mode: Aggregation, longest: int = 1) -> Tensor:
     return torch.where(mask, 1.0 / denominator.clamp_min(1), 0.0)
 
 
-def response_weights(mask: Tensor) -> Tensor:
-    """Return the weight of each response in a loss of whole responses: 1 / responses that are not
-    empty, and 0 for those that are; [B] float32.
+def response_weights(mask: Tensor, episodes: Tensor | None = None) -> Tensor:
+    """Return the weight of each row in a loss of whole responses: 1 / responses that are not empty,
+    in equal parts on the rows of an episode, and 0 for rows without a token; [B] float32.
     """
     present = mask.any(dim=1)
-    return torch.where(present, 1.0 / present.sum().clamp_min(1), 0.0)
+    denominator = _count(present, episodes) * joined(present.long(), episodes)
+    return torch.where(present, 1.0 / denominator.clamp_min(1), 0.0)
+
+
+def _count(present: Tensor, episodes: Tensor | None) -> Tensor:
+    """Count the responses among the rows that are ``present`` [B], []."""
+    if episodes is None:
+        return present.sum()
+    earlier = ((episodes[:, None] == episodes) & present).tril(-1).any(dim=1)
+    return (present & ~earlier).sum()
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:

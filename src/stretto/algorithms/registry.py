@@ -62,8 +62,9 @@ def prepare(
     that policy and training moves away from it; ``None`` takes those of the behaviour policy.
     """
     check(data, kl_coef)
+    data = data.shared()
     if settings.definition.group > 1:
-        require_several(data.groups, settings.name)
+        require_several(data.groups[data.responses()[0]], settings.name)
 
     def clean(x: Tensor) -> Tensor:
         return torch.where(data.mask, x, 0.0)
@@ -71,8 +72,7 @@ def prepare(
     with torch.no_grad():
         rewards = make_rewards(data, reward, settings, kl_coef)
         targets = FUNCTIONS[settings.name].targets(data, rewards, settings)
-        singles = [(row,) for row in range(len(data.mask))]
-        units: Sequence[Sequence[int]] = singles if targets.units is None else targets.units
+        units: Sequence[Sequence[int]] = data.rows() if targets.units is None else targets.units
         if settings.mask_truncated_completions:
             units = [unit for unit in units if data.ended[list(unit)].all()]
         none = torch.zeros_like(targets.advantages)
@@ -86,7 +86,9 @@ def prepare(
             behaviour_logprobs=clean(data.logprobs),
             ref_logprobs=None if data.ref_logprobs is None else clean(data.ref_logprobs),
             tensors={name: clean(tensor) for name, tensor in targets.tensors.items()},
+            episodes=data.episodes,
             units=units,
+            apart=targets.units is None and not settings.of_whole_responses,
             rewards=rewards.scores,
             stats={**rewards.stats, **targets.stats},
         )

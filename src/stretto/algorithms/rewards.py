@@ -11,6 +11,7 @@ from torch import Tensor
 
 from stretto.algorithms.experience import Scored, require_finite
 from stretto.algorithms.kl import kl_estimate
+from stretto.algorithms.reductions import joined
 from stretto.config import AlgorithmConfig, RewardConfig
 
 MissingEos = Literal["off", "replace", "subtract"]
@@ -23,7 +24,7 @@ class Rewards:
     """
 
     scores: Tensor  # [B], after the rule for missing ends
-    tokens: Tensor  # [B, T], 0 outside the mask: the score at the last token, less each one's KL
+    tokens: Tensor  # [B, T], 0 outside the mask: the score where it is earned, less each one's KL
     totals: Tensor  # [B], the score less the KL's cost over the whole response
     stats: Mapping[str, float]
 
@@ -40,14 +41,21 @@ def apply_missing_eos(scores: Tensor, ended: Tensor, mode: MissingEos, penalty: 
     return torch.where(ended, scores, penalised)
 
 
-def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
+def token_rewards(
+    scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float, turns: Tensor | None = None
+) -> Tensor:
     """``r_t = -beta KL_t``, plus the score at the last response token.
 
     Ziegler et al. 2019, section 2.2. Of scores [B] and estimates [B, T] to [B, T], 0 outside the
-    mask. An empty response has no last token: its score goes nowhere.
+    mask. An empty response has no last token: its score goes nowhere. What was given for turns
+    [B, T] stays in its places, and only the rest of the score is at the last token.
     """
     is_last = mask & ~torch.nn.functional.pad(mask[:, 1:], (0, 1))
-    return torch.where(mask, -kl_coef * kl, 0.0) + torch.where(is_last, scores[:, None], 0.0)
+    tokens = torch.where(mask, -kl_coef * kl, 0.0)
+    if turns is not None:
+        turns = torch.where(mask, turns, 0.0)
+        tokens, scores = tokens + turns, scores - turns.sum(dim=1)
+    return tokens + torch.where(is_last, scores[:, None], 0.0)
 
 
 def make_rewards(
@@ -60,14 +68,16 @@ def make_rewards(
     reference = data.logprobs if data.ref_logprobs is None else data.ref_logprobs
     kl = torch.where(data.mask, kl_estimate(data.logprobs, reference, algorithm.estimator), 0.0)
     cost = kl_coef if algorithm.kl_place == "reward" else 0.0
-    tokens = token_rewards(scores, kl, data.mask, cost)
+    tokens = token_rewards(scores, kl, data.mask, cost, data.turn_rewards)
     require_finite("reward", tokens)
     has_reference = data.ref_logprobs is not None
     return Rewards(
         scores,
         tokens,
-        totals=scores - cost * kl.sum(dim=1),
-        stats=_stats(scores, kl[data.mask] if has_reference else None, kl_coef, cost),
+        totals=scores - cost * joined(kl.sum(dim=1), data.episodes),
+        stats=_stats(
+            scores[data.responses()[0]], kl[data.mask] if has_reference else None, kl_coef, cost
+        ),
     )
 
 

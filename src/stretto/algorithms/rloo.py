@@ -15,10 +15,11 @@ from stretto.config import AlgorithmConfig
 
 def targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Targets:
     """``A_i = R_i - mean of the others' R``, along the whole response (Ahmadian et al. 2024)."""
-    advantages = leave_one_out(rewards.totals, data.groups)
+    first, place = data.responses()
+    advantages = leave_one_out(rewards.totals[first], data.groups[first])[place]
     return Targets(
         advantages=torch.where(data.mask, advantages[:, None], 0.0),
-        stats=group_stats(rewards.scores, data.groups),
+        stats=group_stats(rewards.scores[first], data.groups[first]),
     )
 
 

@@ -32,15 +32,29 @@ from stretto.types import short_name
 if TYPE_CHECKING:
     from stretto.planner.candidates import Candidate, PlanSpec
     from stretto.planner.search import Found
+    from stretto.runtime.sim.episodes import Episodes
 
 PLANNED = (
     *("sync", "oppo", "oppo-no-intra", "oppo-no-inter", "async", "async-overcommit"),
     *("rlhfuse", "stretto"),
 )
 """Variants of the schedule among which a plan is searched."""
+_NO_FUNCTION = ("model", "environment")
+"""Kinds of reward sources that are no functions."""
 FUNCTION_S, PROMPT, MEDIAN, P95 = 0.001, 256, 0.15, 0.75
 """Assumed: seconds that a reward function takes for a response; tokens of a prompt, on average; and
 median and 95th percentile of response lengths, as shares of the limit."""
+EPISODES: Mapping[str, tuple[float, float]] = {
+    "turns": (2, 4),
+    "wait": (0.5, 5.0),
+    "answer-tokens": (40, 160),
+}
+"""Assumed of episodes, by option."""
+EPISODE_WORDS = {
+    "turns": "{:g} to {:g} turns",
+    "wait": "answers after a median of {:g} s and a 95th percentile of {:g} s",
+    "answer-tokens": "answers with a median of {:g} tokens and a 95th percentile of {:g}",
+}
 MINUTES = (0.75, 8.0)
 """Minutes that a search may take, on up to 64 GPUs and on more."""
 
@@ -62,7 +76,14 @@ class PlanOptions:
     prompt_tokens: int = 0
     """Tokens of a prompt, on average; 0 assumes some."""
     response_tokens: Annotated[tuple[float, ...], arg(metavar="MEDIAN P95")] = ()
-    """Median and 95th percentile of responses' tokens; else shares of the limit."""
+    """Median and 95th percentile of responses' tokens; else shares of the limit. Of one turn's,
+    where responses have several."""
+    turns: Annotated[tuple[int, ...], arg(metavar="LOW HIGH")] = ()
+    """Fewest and most turns of a response, in episodes."""
+    wait: Annotated[tuple[float, ...], arg(metavar="MEDIAN P95")] = ()
+    """Seconds until a turn is answered, by tools or an environment."""
+    answer_tokens: Annotated[tuple[float, ...], arg(metavar="MEDIAN P95")] = ()
+    """Tokens of an answer."""
     like: Annotated[str, arg(metavar="RUN_DIR")] = ""
     """A run whose lengths of prompts and responses are taken."""
     on_paper: Annotated[bool, arg(metavar="")] = False
@@ -129,7 +150,7 @@ def spec_of(config: Config, options: PlanOptions) -> tuple[PlanSpec, list[str]]:
         samples_per_prompt=config.rollout.samples_per_prompt,
         group_at_least=config.algorithm.definition.group,
         max_new_tokens=config.rollout.max_new_tokens,
-        **_lengths(config.rollout.max_new_tokens, options, assumed),
+        **_lengths(config, options, assumed),
     )
     spec = PlanSpec(
         models,
@@ -229,7 +250,7 @@ def _models(
     """Return the shapes of the models, and the reward functions; ``init`` is the critic's."""
     actor = _shape(model, options.model_shape)
     named = [source.model for source in rewards.models]
-    functions = [source.name for source in rewards.parsed if source.kind != "model"]
+    functions = [source.name for source in rewards.parsed if source.kind not in _NO_FUNCTION]
     reward = None
     if named:
         name = options.reward_shape or named[0]
@@ -268,31 +289,77 @@ def _shape(model: ModelConfig, name: str) -> Shape:
             ) from unknown
 
 
-def _lengths(limit: int, options: PlanOptions, assumed: list[str]) -> Mapping[str, Any]:
+def _lengths(config: Config, options: PlanOptions, assumed: list[str]) -> Mapping[str, Any]:
     from stretto.runtime.sim.lengths import Lognormal, Uniform
 
     if options.like:
         from stretto.planner.replay import Recording
 
         recorded = Recording.read(options.like).cluster().workload
-        return {name: getattr(recorded, name) for name in ("prompt_tokens", "response_tokens")}
+        taken = ("prompt_tokens", "response_tokens", "episodes")
+        return {name: getattr(recorded, name) for name in taken}
+    episodes, limit, what = _episodes(config, options, assumed), _turn_limit(config), "turns"
+    if episodes is None:
+        limit, what = config.rollout.max_new_tokens, "responses"
     mean = options.prompt_tokens or PROMPT
     if not options.prompt_tokens:
         assumed.append(f"prompts of {mean} tokens on average (--prompt-tokens, or --like RUN)")
     if mean < 1:
         raise ConfigError(f"--prompt-tokens {mean}: must be 0 or more", "greater_than_equal")
-    if len(options.response_tokens) not in (0, 2):
-        given = " ".join(map(str, options.response_tokens))
-        problem = f"--response-tokens {given}: give two, the median and the 95th percentile"
-        raise ConfigError(problem, "two-percentiles")
-    median, p95 = options.response_tokens or (MEDIAN * limit, P95 * limit)
+    shares = MEDIAN * limit, P95 * limit
+    median, p95 = _two("--response-tokens", options.response_tokens) or shares
     if not options.response_tokens:
         assumed.append(
-            f"responses with a median of {median:.0f} tokens and a 95th percentile of {p95:.0f} "
+            f"{what} with a median of {median:.0f} tokens and a 95th percentile of {p95:.0f} "
             "(--response-tokens, or --like RUN)"
         )
     given, low = f"--response-tokens {median:g} {p95:g}", max(mean // 2, 1)
     return {
         "prompt_tokens": Uniform(low=low, high=max(2 * mean - low, low)),
         "response_tokens": recipes.build({"median": median, "p95": p95}, given, Lognormal),
+        "episodes": episodes,
     }
+
+
+def _turn_limit(config: Config) -> int:
+    each = config.rollout.max_new_tokens // int(EPISODES["turns"][1])
+    return config.environment.max_turn_tokens or max(each, 1)
+
+
+def _episodes(config: Config, options: PlanOptions, assumed: list[str]) -> Episodes | None:
+    """Return the turns and waits that are planned for, where responses have several turns."""
+    from stretto.runtime.sim.episodes import Episodes
+
+    given = {
+        "turns": _two("--turns", options.turns, "the fewest and the most"),
+        "wait": _two("--wait", options.wait),
+        "answer-tokens": _two("--answer-tokens", options.answer_tokens),
+    }
+    environment = config.environment
+    if not (environment.sources or any(given.values())):
+        return None
+    for name, numbers in given.items():
+        if not numbers:
+            first, second = (
+                min(n, environment.max_turns) if name == "turns" else n for n in EPISODES[name]
+            )
+            given[name] = first, second
+            assumed.append(f"{EPISODE_WORDS[name].format(first, second)} (--{name}, or --like RUN)")
+    (low, high), (wait_s, long_s), (tokens, most) = given.values()
+    settings = {
+        "turns": {"kind": "uniform", "low": low, "high": high},
+        "wait_s": {"median": wait_s, "p95": long_s},
+        "answer_tokens": {"kind": "lognormal", "median": tokens, "p95": most},
+        "max_turn_tokens": environment.max_turn_tokens,
+    }
+    shown = ", ".join(f"--{name} {first:g} {second:g}" for name, (first, second) in given.items())
+    return recipes.build(settings, shown, Episodes)
+
+
+def _two(
+    name: str, given: tuple[float, ...], of: str = "the median and the 95th percentile"
+) -> tuple[float, ...]:
+    if len(given) not in (0, 2):
+        problem = f"{name} {' '.join(map(str, given))}: give two, {of}"
+        raise ConfigError(problem, "two-percentiles")
+    return given

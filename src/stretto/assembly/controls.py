@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from stretto.config import Config, ScheduleConfig
+from stretto.config import ENVIRONMENT, Config, ScheduleConfig
 from stretto.config.schedule import Settings
 from stretto.schedules import migration, overcommit
 from stretto.schedules.chunking import FixedChunk, TunedChunk
+from stretto.schedules.hold import AutoHold, FixedHold, HoldLimits, HoldPolicy
 from stretto.schedules.migration import AutoMigration, FixedMigration, MigrationLimits
-from stretto.schedules.schedule import Controls
+from stretto.schedules.controls import Controls
+from stretto.types import Sampling
 
 
 @dataclass(frozen=True)
@@ -65,18 +67,34 @@ def controls_of(config: Config, migrating: Migrating | None, *, restarts: int = 
         group_at_least=config.algorithm.definition.group,
         reward_weights=config.reward.factors,
         restarts=restarts,
+        episodes=_episodes(config),
+        environment_rewards=ENVIRONMENT in config.reward.sources,
     )
     return controls(config.schedule, settings, r.engines, config.seed, migrating)
 
 
+def _episodes(config: Config) -> Sampling | None:
+    r = config.rollout
+    if not config.environment.sources:
+        return None
+    turn = config.environment.max_turn_tokens or r.max_new_tokens
+    return Sampling(r.max_new_tokens, r.temperature, r.top_k, r.top_p, max_turn_tokens=turn)
+
+
 def controls(
-    s: ScheduleConfig, settings: Settings, engines: int, seed: int, migrating: Migrating | None
+    s: ScheduleConfig,
+    settings: Settings,
+    engines: int,
+    seed: int,
+    migrating: Migrating | None,
+    holding: HoldLimits | None = None,
 ) -> Controls:
     """Make the controllers that the knobs ask for.
 
     Args:
         settings: of the run; those that ``s`` has too are taken from there.
         migrating: needed where stragglers are moved together.
+        holding: of an engine; ``None`` where it has room for all keys and values, or makes it.
     """
     settings = replace(
         settings,
@@ -92,7 +110,15 @@ def controls(
         FixedChunk(s.chunk_tokens) if s.chunk_tokens else tuned,
         _overcommit(s, settings, engines, seed),
         _migration(s, settings, seed, migrating) if migrating else None,
+        _hold(s, holding) if settings.episodes else None,
     )
+
+
+def _hold(s: ScheduleConfig, limits: HoldLimits | None) -> HoldPolicy | None:
+    how = s.knobs.hold
+    if how == "auto":
+        return AutoHold(limits) if limits else None
+    return FixedHold(how) if how != "keep" else None
 
 
 def _overcommit(

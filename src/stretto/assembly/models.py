@@ -45,6 +45,7 @@ class Overrides:
         critic: a model with a scalar head; it is trained in place.
         opened: the task that the settings name, where it was opened before.
         functions: reward functions by their names in ``reward.sources``.
+        environment: tools or an environment by their names in ``environment.sources``.
         reward_models: model and tokenizer by their names in ``reward.sources``.
         end_tokens: in place of the tokenizer's and those of the generation config.
         warmup: a file that keeps the warm-up's outcome; it is read if it is there, else written.
@@ -59,6 +60,7 @@ class Overrides:
     task: Task | None = None
     opened: Task | None = None
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
     reward_models: Mapping[str, Reward] = field(default_factory=dict)
     end_tokens: frozenset[int] | None = None
     warmup: Path | None = None

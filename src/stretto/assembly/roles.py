@@ -220,7 +220,9 @@ class RoleFactory:
         return [
             self.open_function(source, columns, tokenizer, stack, overrides.functions)
             for source in self.config.reward.parsed
-            if not (source.kind == "model" or source.name in overrides.reward_models)
+            if not (
+                source.kind in ("model", "environment") or source.name in overrides.reward_models
+            )
         ]
 
     def reward_scorer(
@@ -245,6 +247,7 @@ class RoleFactory:
             stop,
             slots=slots,
             given_ends=ends,
+            episodes=bool(self.config.environment.sources),
             say=self._say,
         )
 

@@ -1,16 +1,17 @@
-"""Reward functions in files, looked at without running them: syntax, imports, name, parameters."""
+"""Users' functions in files, looked at without running them: syntax, imports, name, parameters."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from inspect import Signature, signature
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from stretto.config.sections import RewardSource
+from stretto.environments.processes import SETTING, locate_source
 from stretto.errors import ConfigError
 from stretto.machine import is_loopback
 from stretto.scoring.conventions import convention_of, not_defined
@@ -34,27 +35,41 @@ def check(source: RewardSource, columns: Collection[str] | None) -> None:
     if source.kind == "server":
         _check_server(source.name)
         return
-    file, name = Path(place["file"]), place["function"]
+    function = _find(Path(place["file"]), place["function"], "reward.sources")
+    if isinstance(function, _FUNCTIONS) and not function.decorator_list:
+        convention = convention_of(_signature(function), place["file"], place["function"])
+        if columns is not None:
+            require_columns(source.name, convention.required, columns)
+
+
+def check_environments(sources: Iterable[str]) -> None:
+    """Refuse tools or an environment that cannot be found or imported."""
+    for place in map(locate_source, sources):
+        _find(Path(place["file"]), place["function"], SETTING)
+
+
+def _find(file: Path, name: str, setting: str) -> ast.stmt | None:
+    """Return what a file defines by a name; ``None`` where only running it can tell.
+
+    Raises ConfigError if the file cannot be read or imported, or has no such name.
+    """
     try:
         text = file.read_text(encoding="utf-8")
         tree = ast.parse(text, file.name)
     except SyntaxError as error:
         line = f"line {error.lineno}: {(error.text or '').strip()}"
-        message = f"reward.sources: '{file}' is no Python: {error.msg}, {line}"
+        message = f"{setting}: '{file}' is no Python: {error.msg}, {line}"
         raise ConfigError(message, "reward-file-syntax") from error
     except (OSError, ValueError) as error:
-        message = f"reward.sources: '{file}' cannot be read: {error}"
+        message = f"{setting}: '{file}' cannot be read: {error}"
         raise ConfigError(message, "reward-file-unreadable") from error
-    _check_imports(tree, file)
+    _check_imports(tree, file, setting)
     defined = dict(_defined(tree))
-    function = defined.get(name)
-    if function is None and not ({"*", "__getattr__"} & defined.keys() or "globals(" in text):
-        found = [n for n, node in defined.items() if isinstance(node, _FUNCTIONS)]
-        raise not_defined(str(file), name, found)
-    if isinstance(function, _FUNCTIONS) and not function.decorator_list:
-        convention = convention_of(_signature(function), str(file), name)
-        if columns is not None:
-            require_columns(source.name, convention.required, columns)
+    found = defined.get(name)
+    if found is None and not ({"*", "__getattr__"} & defined.keys() or "globals(" in text):
+        known = [n for n, node in defined.items() if isinstance(node, (*_FUNCTIONS, ast.ClassDef))]
+        raise not_defined(str(file), name, known, setting)
+    return found
 
 
 def _check_server(url: str) -> None:
@@ -72,7 +87,7 @@ def _check_server(url: str) -> None:
         ) from error
 
 
-def _check_imports(tree: ast.Module, file: Path) -> None:
+def _check_imports(tree: ast.Module, file: Path, setting: str) -> None:
     """Refuse an import, outside of functions and of ``try``, of a module that is not there."""
     for node in tree.body:
         names: list[str] = []
@@ -84,7 +99,7 @@ def _check_imports(tree: ast.Module, file: Path) -> None:
             beside = file.parent / name
             if not (beside.is_dir() or beside.with_suffix(".py").is_file() or _is_there(name)):
                 raise ConfigError(
-                    f"reward.sources: '{file}' imports '{name}', which is not installed "
+                    f"{setting}: '{file}' imports '{name}', which is not installed "
                     f"({file.name}, line {node.lineno}); install it, or put it beside the file",
                     "reward-import-missing",
                 )

@@ -73,6 +73,8 @@ def check_run(
     if task and config.warmup_examples:
         task.own_answer(task.indices[0], f"warmup_examples = {config.warmup_examples}")
     _check_sources(sources, config.model, task, ask_hub=ask_hub)
+    brought = overrides.environment if overrides else ()
+    functions.check_environments(n for n in config.environment.sources if n not in brought)
     if overrides is None or overrides.actor is None:
         name, critic = config.model.name, config.critic.model
         tokenizer = overrides is None or overrides.tokenizer is None
@@ -189,7 +191,7 @@ def _check_sources(
     for source in sources:
         if source.kind == "model":
             _check_model(source.model, model, **how)
-        elif source.kind != "task":
+        elif source.kind not in ("task", "environment"):
             functions.check(source, columns)
 
 

@@ -61,7 +61,7 @@ TARGET_HELP = (
 class Options:
     """Train with several schedules, on the same recipe, seeds and data order, and compare them in
     one table. Settings come from the recipe and from options, which come after it, and hold for all
-    runs; a variant replaces the recipe's schedule.preset and its four knobs. The runs, with their
+    runs; a variant replaces the recipe's schedule.preset and its five knobs. The runs, with their
     trained models, and the table go into a new folder in --out. With --sim and no recipe: the same
     in virtual time ('stretto compare --sim CLUSTER.toml --help').
     """

@@ -135,6 +135,7 @@ async def _serve(
             api_key=key,
             label=policy.label,
             hosts=OWN_HOSTS if own else ("*",),
+            end_tokens=policy.engine.settings.end_tokens,
         ).app
         config = uvicorn.Config(
             app, log_level="warning", lifespan="off", timeout_graceful_shutdown=PATIENCE_S

@@ -6,10 +6,11 @@ here, at construction, before anything heavy is loaded.
 
 from stretto.config.algorithm import AlgorithmConfig
 from stretto.config.cluster import ClusterConfig, ProcessConfig
-from stretto.config.environment import ENVIRONMENT, EnvironmentConfig
+from stretto.config.environment import EnvironmentConfig
 from stretto.config.run import Config
 from stretto.config.schedule import KNOBS, PRESETS, Knobs, PresetName, ScheduleConfig
 from stretto.config.sections import (
+    ENVIRONMENT,
     CriticConfig,
     ModelConfig,
     ObserveConfig,

@@ -153,6 +153,12 @@ class AlgorithmConfig(Section):
         return self.definition.aggregation or "sequence_mean"
 
     @property
+    def of_whole_responses(self) -> bool:
+        """Whether the loss takes the ratio of a whole response, an episode's for all its samples."""
+        levels = self.importance_sampling_level, self.correction != "off" and self.correction_level
+        return self.definition.aggregation is None or "sequence" in levels
+
+    @property
     def has_reference(self) -> bool:
         """Whether the run has a reference model."""
         return self.kl_coef > 0

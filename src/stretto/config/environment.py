@@ -6,9 +6,6 @@ from typing import Literal
 
 from stretto.config.sections import NonNegative, NonNegativeInt, Positive, PositiveInt, Section
 
-ENVIRONMENT = "environment"
-"""The reward source of what environments give."""
-
 
 class EnvironmentConfig(Section):
     """What answers the policy's turns: tools, an environment, or a program; none by default."""

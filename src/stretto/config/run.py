@@ -6,9 +6,10 @@ from typing import Literal, Self
 
 from stretto.config.algorithm import ALGORITHMS, AlgorithmConfig
 from stretto.config.cluster import LEARNER, ClusterConfig
-from stretto.config.environment import ENVIRONMENT, EnvironmentConfig
+from stretto.config.environment import EnvironmentConfig
 from stretto.config.schedule import ScheduleConfig
 from stretto.config.sections import (
+    ENVIRONMENT,
     CriticConfig,
     ModelConfig,
     NonNegativeInt,

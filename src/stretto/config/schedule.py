@@ -1,4 +1,4 @@
-"""Settings of the schedule: four knobs, their presets, and all that follows from them.
+"""Settings of the schedule: five knobs, their presets, and all that follows from them.
 
 A knob is a field of :class:`Knobs`, an entry of :data:`KNOBS`, and a setting of the same name
 (:class:`ScheduleConfig`). Whatever lists knobs or presets reads them here.
@@ -20,6 +20,7 @@ from stretto.config.sections import (
     Rules,
     Section,
 )
+from stretto.types import Sampling
 
 ScoreOn = Literal["batch", "rollout", "chunk"]
 PresetName = Literal["sync", "oppo", "async", "rlhfuse", "stretto"]
@@ -55,18 +56,23 @@ KNOBS: Mapping[str, Knob] = {
         needs=("engines",),
         off=("off", 0),
     ),
+    "hold": Knob(
+        "What becomes of keys and values of a response that waits for its environment. keep: they stay. offload: they go to the host's memory, and come back. remake: they are dropped, and its tokens are read again. auto: they stay while there is room for all; beyond that, the way that costs least by measured rates, for those that are expected to wait longest.",
+        off=("keep",),
+    ),
 }
 """Every knob, by the name of its setting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """Values of the four knobs, and what follows from them."""
+    """Values of the five knobs, and what follows from them."""
 
     score_on: ScoreOn = "batch"
     overcommit: int | Literal["auto"] = 0
     lag: int = 0
     migrate: float | Literal["off", "auto"] = "off"
+    hold: Literal["keep", "offload", "remake", "auto"] = "keep"
 
     def on(self, name: str) -> bool:
         """Return whether the knob of this name is on."""
@@ -120,10 +126,11 @@ class Knobs:
         """Return whether model scorers work on a worker of their own while responses are decoded."""
         return self.scores_early and not self.hosts_scorers(engines)
 
-    def describe(self, engines: int) -> str:
-        """Describe all knobs in one line, as they work with so many engines."""
-        shown = {name: getattr(self, name) for name in KNOBS}
-        for name in KNOBS:
+    def describe(self, engines: int, *, episodes: bool = False) -> str:
+        """Describe all knobs in one line, as they work with so many engines; ``hold`` where
+        responses wait, in episodes."""
+        shown = {name: getattr(self, name) for name in KNOBS if episodes or name != "hold"}
+        for name in shown:
             if self.on(name) and not self.works(name, engines):
                 shown[name] = f"{KNOBS[name].off[0]} (there is one engine)"
         return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in shown.items())
@@ -156,12 +163,12 @@ PRESETS: Mapping[PresetName, Preset] = {
         Knobs(score_on="rollout", migrate="auto"), "gather stragglers", several_engines=True
     ),
     "stretto": Preset(
-        Knobs(score_on="chunk", overcommit="auto", lag=1, migrate="auto"), "all of it"
+        Knobs(score_on="chunk", overcommit="auto", lag=1, migrate="auto", hold="auto"), "all of it"
     ),
 }
 """Every preset, by name. docs/schedules.md says where they come from."""
 
-_PRESET_HELP = "What the four knobs are where they say 'preset'. " + " ".join(
+_PRESET_HELP = "What the five knobs are where they say 'preset'. " + " ".join(
     f"{name}: {preset.help}." for name, preset in PRESETS.items()
 )
 
@@ -188,7 +195,7 @@ class Settings:
         reward_weights: factor of each reward source; ``None`` for 1 each.
         restarts: processes that may replace each generator's or scorer's own; with 0 the loss of
             one ends the run.
-        max_turn_tokens: of a turn, where there is an environment; 0: no limit of its own.
+        episodes: how the turns of episodes are sampled, where there is an environment.
         environment_rewards: whether the environment's rewards are a source of the score.
     """
 
@@ -205,7 +212,7 @@ class Settings:
     max_carries: int = 8
     deadline_s: float = 1800.0
     restarts: int = 0
-    max_turn_tokens: int = 0
+    episodes: Sampling | None = None
     environment_rewards: bool = False
 
 
@@ -214,13 +221,14 @@ def _from_preset(knob: str) -> Any:
 
 
 class ScheduleConfig(Section):
-    """Order and overlap of the work: four knobs, and the settings that adapt them."""
+    """Order and overlap of the work: five knobs, and the settings that adapt them."""
 
     preset: PresetName = Field(default="sync", description=_PRESET_HELP)
     score_on: Literal["preset", ScoreOn] = _from_preset("score_on")
     overcommit: Literal["preset", "auto"] | NonNegativeInt = _from_preset("overcommit")
     lag: Literal["preset"] | NonNegativeInt = _from_preset("lag")
     migrate: Literal["preset", "off", "auto"] | Fraction = _from_preset("migrate")
+    hold: Literal["preset", "keep", "offload", "remake", "auto"] = _from_preset("hold")
     chunk_tokens: NonNegativeInt = 0
     """Tokens that each response gets between two looks at what has ended, and that are streamed at a time; 0 tries several sizes and keeps the best."""
     chunk_window: Annotated[int, Field(gt=3)] = 50

@@ -211,19 +211,23 @@ MISSING_EOS = "missing_eos"
 """A reward source that takes a penalty off responses without an end token, in place of the rule."""
 
 
+ENVIRONMENT = "environment"
+"""The reward source of what environments give."""
+
+
 @dataclass(frozen=True)
 class RewardSource:
     """A source of rewards, as ``reward.sources`` names it.
 
     Attributes:
         kind: task: its verifier. function: 'file.py:name', or 'package.module:name'. model:
-            'model:NAME'. server: a URL. object: a name to which only the caller of a run can give
+            'model:NAME'. server: a URL. environment: what it gave. object: a name to which only the caller of a run can give
             a meaning.
         file: of the function; without '.py', the name of its module.
     """
 
     name: str
-    kind: Literal["task", "function", "model", "server", "object"] = "object"
+    kind: Literal["task", "function", "model", "server", "environment", "object"] = "object"
     model: str = ""
     file: Path = Path()
     function: str = ""
@@ -233,6 +237,8 @@ def reward_source(name: str) -> RewardSource:
     """Parse a source of rewards."""
     if name == "task":
         return RewardSource(name, "task")
+    if name == ENVIRONMENT:
+        return RewardSource(name, "environment")
     if name.startswith("model:"):
         return RewardSource(name, "model", model=name.removeprefix("model:"))
     if name.startswith(("http://", "https://")):

@@ -257,6 +257,16 @@ class RowCache:
     values: tuple[Tensor, ...]
     version: int
 
+    @property
+    def device(self) -> torch.device:
+        """The device that has them."""
+        return self.keys[0].device
+
+    def to(self, device: torch.device) -> RowCache:
+        """Return the same on a device; copies that are there already are not copied."""
+        keys, values = (tuple(x.to(device) for x in of) for of in (self.keys, self.values))
+        return RowCache(keys, values, self.version)
+
 
 class SlotCache(Cache):
     """Keys and values of every layer, [S, h, C + 1, d] each, allocated when first seen.

@@ -24,6 +24,8 @@ FIGURES = (
     ("pass@1", "eval/pass@1", ".3f"),
     ("kl", "objective/kl", ".4f"),
     ("length", "response/length_mean", ".1f"),
+    ("turns", "episode/turns_mean", ".1f"),
+    ("wait_s", "episode/wait_s_mean", ".2f"),
     ("loss", LOSS, ".4f"),
     ("accuracy", "train/accuracy", ".3f"),
     ("held-out loss", "held_out/loss", ".4f"),

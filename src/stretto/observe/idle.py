@@ -9,7 +9,8 @@ to do. Its cause follows from what the others do at that moment:
 4. a scorer works: ``scores``;
 5. the learner works, or a role loads weights: ``weights``;
 6. no role does anything while another role's process is lost: ``down``;
-7. no role does anything: ``other`` (writing records, checkpoints, the schedule itself).
+7. no role does anything while an environment answers: ``environment``;
+8. no role does anything: ``other`` (writing records, checkpoints, the schedule itself).
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from stretto.observe.spans import DOWN, NO_DEVICES, Span, Window
+from stretto.observe.spans import DOWN, ENVIRONMENT, NO_DEVICES, Span, Window
 from stretto.saying import aligned
 
-CAUSES = ("data", "stragglers", "scores", "weights", DOWN, "other")
+CAUSES = ("data", "stragglers", ENVIRONMENT, "scores", "weights", DOWN, "other")
 """Causes of idle time, in the order in which they are shown."""
 
 ALL_DEVICES = "all devices"
@@ -33,10 +34,12 @@ Intervals = list[tuple[float, float]]
 
 
 def role_order(role: str) -> tuple[int, int, str]:
-    """Return the sort key of roles as they are shown: generators by number, scorers by name, the
-    learner, roles without a device, and the mean over devices."""
+    """Return the sort key of roles as they are shown: generators by number, the environment,
+    scorers by name, the learner, roles without a device, and the mean over devices."""
     if role == ALL_DEVICES:
         return 4, 0, role
+    if role == ENVIRONMENT:
+        return 1, -1, role
     if role in NO_DEVICES:
         return 3, 0, role
     if is_generator(role):
@@ -84,15 +87,19 @@ def time_of_roles(
     """
     work: defaultdict[tuple[str, str], Intervals] = defaultdict(list)
     waits: defaultdict[tuple[str, str], Intervals] = defaultdict(list)
+    answers = Intervals()
     named = {*roles, *devices}
     for span in spans:
         named.add(span.role)
         part = (max(span.start_s, start_s), min(span.end_s, end_s))
+        if span.role == ENVIRONMENT and part[0] < part[1]:
+            answers.append(part)
         if span.role not in NO_DEVICES and part[0] < part[1]:
             place = devices.get(span.role, span.role)
             (waits[place, span.cause] if span.waits else work[place, _product(span)]).append(part)
     worked = {key: union(parts) for key, parts in work.items()}
     waited = {key: union(parts) for key, parts in waits.items()}
+    answers = union(answers)
     window = [(start_s, end_s)] if end_s > start_s else []
     named -= NO_DEVICES
     generates = {devices.get(role, role) for role in named if is_generator(role)}
@@ -100,7 +107,7 @@ def time_of_roles(
     for role in sorted({devices.get(role, role) for role in named}, key=role_order):
         busy = union(part for (own, _), parts in worked.items() if own == role for part in parts)
         left = subtract(window, busy)
-        times[role] = RoleTime(busy, _idle(role, role in generates, left, worked, waited))
+        times[role] = RoleTime(busy, _idle(role, role in generates, left, worked, waited, answers))
     return times
 
 
@@ -119,9 +126,10 @@ def _idle(
     left: Intervals,
     worked: Mapping[tuple[str, str], Intervals],
     waited: Mapping[tuple[str, str], Intervals],
+    answers: Intervals,
 ) -> dict[str, Intervals]:
     """Put the window's time without a role's own work down to causes."""
-    reasons: list[tuple[int, int, str, Intervals]] = []
+    reasons: list[tuple[int, int, str, Intervals]] = [(6, 0, ENVIRONMENT, answers)]
     for (other, cause), parts in waited.items():
         if other == role:
             reasons.append((0, cause != DOWN, cause, parts))

@@ -131,6 +131,7 @@ class RichProgress(Progress):
             reward, kl, length = (known.get(label, "-") for label in ("reward", "kl", "length"))
             cells = [f"reward [bold]{reward}[/] {self._trend(good=1)}", f"KL {kl}"]
             cells.append(f"length {length}")
+            cells += [f"{label} {known[label]}" for label in ("turns", "wait_s") if label in known]
         metrics = Table.grid(padding=(0, 3))
         metrics.add_row(*cells, f"{speed} tokens/s")
         parts: list[RenderableType] = [head, metrics, Text(sparkline(list(self._history.curve)))]

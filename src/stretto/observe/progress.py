@@ -129,7 +129,7 @@ def headline(config: Config | SupervisedConfig, model: str = "", where: str = ""
             f", {training.epochs} epoch(s) x {training.minibatches} mini-batch(es) of "
             f"{rollout.batch // training.minibatches}"
         )
-        knobs = schedule.knobs.describe(rollout.engines)
+        knobs = schedule.knobs.describe(rollout.engines, episodes=bool(config.environment.sources))
         last = f"schedule: {schedule.preset}: {knobs}; runtime {config.runtime}"
     else:
         pairs = isinstance(config, RewardModelConfig)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from statistics import fmean
@@ -110,6 +111,15 @@ class Recorder(ExitStack):
         return self._time_sheet.table()
 
 
+LIMITS = {
+    "tokens": "rollout.max_new_tokens",
+    "turn_tokens": "environment.max_turn_tokens",
+    "turns": "environment.max_turns",
+    "seconds": "environment.max_seconds",
+}
+"""The setting behind each limit that ends an episode."""
+
+
 class Remarks:
     """Remarks on what the mean reward of a step hides. To be called after every step."""
 
@@ -132,7 +142,7 @@ class Remarks:
                 self._due("cut", step)  # is part of the remark
             return [f"step {step}: {self._one_reward(batch, cut, rewards[batch[0].id])}"]
         if cut and (first or 2 * len(cut) >= len(batch)) and self._due("cut", step):
-            return [f"step {step}: {self._cut(len(cut), len(batch))}"]
+            return [f"step {step}: {self._cut(cut, len(batch))}"]
         return []
 
     def _due(self, what: str, step: int) -> bool:
@@ -142,9 +152,13 @@ class Remarks:
         self._pause[what] *= 2
         return True
 
-    def _cut(self, cut: int, of: int) -> str:
-        rule, limit = self._reward, self._limit
-        cuts = f"{cut} of {of} responses were cut at rollout.max_new_tokens = {limit}"
+    def _cut(self, cut: Sequence[Rollout], of: int) -> str:
+        rule, limit = self._reward, f"rollout.max_new_tokens = {self._limit}"
+        ended = Counter(LIMITS.get(rollout.ended_by, "") for rollout in cut)
+        cuts = f"{len(cut)} of {of} responses were cut at {limit}"
+        if not ended[""]:
+            each = ", ".join(f"{setting} {n}" for setting, n in ended.most_common())
+            cuts = f"{len(cut)} of {of} episodes were ended by a limit ({each})"
         if rule.missing_eos == "off" and MISSING_EOS in rule.sources:
             return f"{cuts}; the source '{MISSING_EOS}' takes the penalty off those without an end"
         if rule.missing_eos == "off":
@@ -162,7 +176,7 @@ class Remarks:
 
     def _one_reward(self, batch: Sequence[Rollout], cut: Sequence[Rollout], reward: float) -> str:
         fact = f"all {len(batch)} rewards are {reward:g}: a batch with one reward teaches nothing"
-        parts = [self._cut(len(cut), len(batch))] if cut else []
+        parts = [self._cut(cut, len(batch))] if cut else []
         if len(cut) < len(batch):
             ended = [scores_by_source(r) for r in batch if r.finish is not FinishReason.LENGTH]
             same = {n: x for n, x in ended[0].items() if all(scores[n] == x for scores in ended)}

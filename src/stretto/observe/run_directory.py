@@ -18,11 +18,11 @@ from stretto import files
 from stretto.config import Section
 from stretto.errors import ConfigError, StateError, StorageError, require
 from stretto.machine import Machine, current_start
-from stretto.observe import records
+from stretto.observe import records, transcripts
 from stretto.observe.lock import locked
 from stretto.observe.trace import TraceFile
 from stretto.schedules.rollout import Rollout, RolloutState
-from stretto.types import Stats
+from stretto.types import CONTEXT, Stats
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -51,6 +51,7 @@ class Sample:
         reward: the weighted sum of its scores, after the missing-EOS rule.
         scores: by reward source, before weights and that rule; ``None`` where one does not apply.
         extra: what the sources gave beside their scores, by 'source/name'.
+        turns, pieces, ended_by: of an episode, as its ``observe.transcripts.Transcript`` has them.
     """
 
     prompt: str
@@ -60,6 +61,13 @@ class Sample:
     tokens: int
     scores: Mapping[str, float | None] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
+    turns: Sequence[Mapping[str, Any]] = ()
+    pieces: Sequence[Mapping[str, Any]] = ()
+    ended_by: str = ""
+
+    def record(self) -> dict[str, Any]:
+        """Return plain data; what only episodes have is left out of other responses."""
+        return _without_episode(asdict(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +87,10 @@ class RolloutRecord:
     oldest_version: int | None  # of the policies that sampled its tokens, if it has any
     newest_version: int | None
     reward: float | None  # as trained on; None for one that got none
+    # Of an episode, by turn: ``tokens`` that the policy drew, tokens of ``context`` that answered
+    # it, and the seconds ``wait_s`` until they came.
+    turns: Sequence[Mapping[str, Any]] = ()
+    ended_by: str = ""  # what ended the episode
 
     @property
     def in_flight(self) -> bool:
@@ -88,6 +100,7 @@ class RolloutRecord:
     @classmethod
     def of(cls, step: int, rollout: Rollout, reward: float | None) -> Self:
         """Make the record of a rollout that ended with ``step``."""
+        versions = [version for version in rollout.versions if version != CONTEXT]
         return cls(
             step=step,
             id=rollout.id,
@@ -99,10 +112,16 @@ class RolloutRecord:
             state=str(rollout.state),
             because=rollout.rejected_because,
             carries=rollout.carries,
-            oldest_version=min(rollout.versions, default=None),
-            newest_version=max(rollout.versions, default=None),
+            oldest_version=min(versions, default=None),
+            newest_version=max(versions, default=None),
             reward=reward if reward is not None and math.isfinite(reward) else None,
+            turns=transcripts.turn_sizes(rollout),
+            ended_by=rollout.ended_by,
         )
+
+    def record(self) -> dict[str, Any]:
+        """Return plain data; what only episodes have is left out of other responses."""
+        return _without_episode(asdict(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +280,7 @@ class RunDirectory:
 
     def append_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Add a step's responses."""
-        records.append(self.samples_file, [{"step": step, **asdict(sample)} for sample in samples])
+        records.append(self.samples_file, [{"step": step, **sample.record()} for sample in samples])
 
     def append_rollouts(
         self, step: int, rollouts: Sequence[Rollout], rewards: Mapping[int, float]
@@ -269,7 +288,7 @@ class RunDirectory:
         """Add the rollouts that ended with a step; what is in flight after the last one has the
         next. ``rewards`` are by rollout id, as trained on."""
         ended = (RolloutRecord.of(step, r, rewards.get(r.id)) for r in rollouts)
-        records.append(self.rollouts_file, [asdict(record) for record in ended])
+        records.append(self.rollouts_file, [record.record() for record in ended])
 
     def append_evaluation(self, record: Mapping[str, Any]) -> bool:
         """Add a result of ``stretto eval``: ``model``, ``what`` was measured, ``figures`` and
@@ -328,6 +347,14 @@ class RunDirectory:
         torn = [file.name for file in kept if records.rewind(file, step)]
         self.trace.rewind(step)
         return torn
+
+
+def _without_episode(record: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what only episodes have, where there is no turn."""
+    if not record["turns"]:
+        for name in {"turns", "pieces", "ended_by"} & record.keys():
+            del record[name]
+    return record
 
 
 def claim(root: Path, name: str) -> Path:

@@ -27,7 +27,10 @@ WEIGHT_SYNC = "weights"
 SWAPS = "swaps"
 """The role of copies between a device and the host's memory, beside the work."""
 
-NO_DEVICES = frozenset({CHECKPOINT, DRIVER, WEIGHT_SYNC, SWAPS})
+ENVIRONMENT = "environment"
+"""The role that answers turns of episodes, many at once; also the cause of waiting for it."""
+
+NO_DEVICES = frozenset({CHECKPOINT, DRIVER, WEIGHT_SYNC, SWAPS, ENVIRONMENT})
 """Roles that work beside the others and occupy no device: they are never busy or idle."""
 
 
@@ -39,9 +42,10 @@ class Span:
         role: 'generator' ('generator 0', 'generator 1', ... of several), a scorer by its name,
             'learner', or one of :data:`NO_DEVICES`. One track of a timeline each.
         name: gen, prefill/ROLE, score/ROLE, update, publish, load, send, migrate, swap,
-            driver/WORK, checkpoint/stage, checkpoint/write; or :data:`WAIT`, or :data:`DOWN`.
+            driver/WORK, checkpoint/stage, checkpoint/write; of an environment, open and step; or
+            :data:`WAIT`, or :data:`DOWN`.
         attributes: further facts, such as rollouts, tokens, version; for a wait, the ``cause``:
-            data, stragglers, scores, weights, swap; down for :data:`DOWN`.
+            data, stragglers, environment, scores, weights, swap; down for :data:`DOWN`.
     """
 
     role: str
@@ -130,11 +134,15 @@ class Spans:
             return tuple(self._records)
 
     def totals(self) -> dict[str, float]:
-        """Return seconds of work by name, of :attr:`records`; overlapping spans count in full."""
+        """Return seconds of work by name, of :attr:`records`; overlapping spans count in full.
+
+        Names of an environment's calls begin with its role, as a step is something else, too.
+        """
         totals: defaultdict[str, float] = defaultdict(float)
         for record in self.records:
             if not record.waits:
-                totals[record.name] += record.end_s - record.start_s
+                of = f"{ENVIRONMENT}/" if record.role == ENVIRONMENT else ""
+                totals[f"{of}{record.name}"] += record.end_s - record.start_s
         return dict(totals)
 
     def take(self) -> Window:

@@ -7,9 +7,11 @@ be read as well. Times are microseconds since the run's start, over all resumpti
 Each role is a track ("thread") of the process that it works in: generators on top, then scorers,
 then the learner. Work has the category ``work``, waiting ``wait``. Flow events lead from the
 generators of a batch over its scorers to the learner, and from a version's publication to the roles
-that load it. Counters have the rollouts in decoding, those that wait for the learner, and figures
-of each step. A track of its own has the steps, one event each. It is written last, with the spans
-that ended during the step before it, and is what a resumed run rewinds to.
+that load it. Counters have the rollouts in decoding, those that wait for the learner or for their
+environment, and figures of each step. An environment's calls, which overlap, are spread over a few
+tracks; what finds no place there is joined. A track of its own has the steps, one event each. It is
+written last, with the spans that ended during the step before it, and is what a resumed run rewinds
+to.
 """
 
 from __future__ import annotations
@@ -26,13 +28,17 @@ from typing import Any
 from stretto import files
 from stretto.errors import StateError
 from stretto.observe.idle import generator_number, is_generator
-from stretto.observe.spans import WAIT, Span, Window
+from stretto.observe.spans import ENVIRONMENT, WAIT, Span, Window
+from stretto.observe.waiting import Lanes, is_environment, profile
 
 LIMIT_BYTES = 200_000_000
 """Size at which a trace is no longer written on, as viewers no longer open it."""
 
 LIST_ITEMS = 8
 """A longer list in an event's arguments is cut to its first items, and its length is given."""
+
+COUNTS = 1000
+"""Changes in the number of waiting rollouts that the trace has of a step, at most."""
 
 COUNTED = (
     *("schedule/carried", "schedule/overcommit", "schedule/chunk_tokens"),
@@ -43,7 +49,7 @@ COUNTED = (
 Event = dict[str, Any]
 
 _DRIVER = 1
-_LEARNER_TRACK, _SCORER_TRACK, _STEP_TRACK = 1_000_000, 100_000, 0
+_LEARNER_TRACK, _SCORER_TRACK, _ENVIRONMENT_TRACK, _STEP_TRACK = 1_000_000, 100_000, 50_000, 0
 _STEP = "step"
 _STEP_MARK = b'"cat": "step"'
 _END = b"\n]\n"
@@ -74,6 +80,7 @@ class TraceFile:
         self.path = path
         self._tracks: _Tracks | None = None
         self._rollouts = _Rollouts()
+        self._lanes = Lanes()
 
     def append(
         self,
@@ -101,11 +108,14 @@ class TraceFile:
         if not size:
             process = _named("process_name", _DRIVER, _STEP_TRACK, name="stretto")
             events += [process, *_track("steps", _DRIVER, _STEP_TRACK)]
-        for span in window.ended:
-            place = self._tracks.place(span.role, window.processes.get(span.role, ""), events)
+        calls = [span for span in window.ended if span.role == ENVIRONMENT]
+        others = ((span.role, span) for span in window.ended if span.role != ENVIRONMENT)
+        for track, span in (*others, *self._lanes.place(calls)):
+            place = self._tracks.place(track, window.processes.get(span.role, ""), events)
             event = _event(span, offset_s, *place)
             events += [event, *self._rollouts.follow(span, event)]
         self._rollouts.end(ended)
+        events += _answering(calls, window, offset_s)
         marker = Span("", f"{_STEP} {step}", window.start_s, window.end_s, {"step": step})
         event = {**_event(marker, offset_s, _DRIVER, _STEP_TRACK), "cat": _STEP}
         found = {name: stats[name] for name in COUNTED if math.isfinite(stats.get(name, math.nan))}
@@ -117,7 +127,7 @@ class TraceFile:
     def rewind(self, step: int) -> None:
         """Drop what was written after step ``step``, and what a crash left unfinished. Raises
         StateError if a step's event is not JSON, StorageError if the file cannot be written."""
-        self._tracks, self._rollouts = None, _Rollouts()
+        self._tracks, self._rollouts, self._lanes = None, _Rollouts(), Lanes()
         if not self.path.exists():
             return
         kept = 0
@@ -152,6 +162,7 @@ class TraceFile:
             else:
                 name = WAIT if event["name"].startswith(f"{WAIT}: ") else event["name"]
                 role = names[event["pid"], event["tid"]]
+                role = ENVIRONMENT if is_environment(role) else role
                 spans.append(Span(role, name, start_s, end_s, event["args"]))
         return Trace(tuple(read), tuple(spans))
 
@@ -221,6 +232,8 @@ class _Tracks:
             return _LEARNER_TRACK
         if is_generator(role):
             return 1 + generator_number(role)
+        if is_environment(role):
+            return _ENVIRONMENT_TRACK + int(role.partition(" ")[2] or 1)
         scorers = (track for _, track in self._places.values() if track < _LEARNER_TRACK)
         return max([_SCORER_TRACK, *scorers]) + 1
 
@@ -283,6 +296,22 @@ class _Rollouts:
 
 
 _WAITING = "scored rollouts that wait for the learner"
+_ANSWERING = "rollouts that wait for their environment"
+
+
+def _answering(calls: Iterable[Span], window: Window, offset_s: float) -> Iterator[Event]:
+    """Yield the counter of the environment's calls that ended in a window, and of those still open,
+    as far as they are in it."""
+    open_now = [span for span in window.open if span.role == ENVIRONMENT]
+    last_s = None
+    found = profile([*calls, *open_now], window.start_s, window.end_s, COUNTS)
+    for start_s, end_s, count in found:
+        if last_s is not None and last_s < start_s:
+            yield _counter(_ANSWERING, _micros(last_s + offset_s), _DRIVER, 0)
+        yield _counter(_ANSWERING, _micros(start_s + offset_s), _DRIVER, count)
+        last_s = end_s
+    if last_s is not None:
+        yield _counter(_ANSWERING, _micros(last_s + offset_s), _DRIVER, 0)
 
 
 def _flow(name: str, number: str, *events: Event) -> Iterator[Event]:
@@ -339,10 +368,14 @@ def _event(span: Span, offset_s: float, pid: int, track: int) -> Event:
         # The cause is in a wait's name as well: a viewer shows names without a click.
         "name": f"{WAIT}: {span.cause}" if span.name == WAIT else span.name,
         "cat": WAIT if span.waits else "work",
-        "ts": round(start_s * 1e6, 3),
-        "dur": round((end_s - start_s) * 1e6, 3),
+        "ts": _micros(start_s),
+        "dur": _micros(end_s - start_s),
         "args": _arguments(span.attributes),
     }
+
+
+def _micros(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
 
 
 def _arguments(attributes: Mapping[str, Any]) -> dict[str, Any]:

@@ -401,7 +401,7 @@ class RunMemory:
                     len(place.devices),
                     c.rollout.prefill_tokens if generates else tokens,
                     mesh if follows and not inline else None,
-                    rows=c.rollout.slots or rows if generates else None,
+                    rows=_parked_too(c, c.rollout.slots or rows) if generates else None,
                     positions=c.longest,
                     logits=seat.scorer == "reference",
                     rests=sleeps if generates else rests,
@@ -453,6 +453,12 @@ class RunMemory:
                 f"{_remedies(model, algorithm, reward)}",
                 "memory-exceeded",
             )
+
+
+def _parked_too(config: Config, slots: int) -> int:
+    """Return an engine's rows and, of episodes, the copies of those that wait: as many at most."""
+    kept = config.environment.sources and config.schedule.knobs.hold in ("keep", "auto")
+    return 2 * slots if kept else slots
 
 
 def _remedies(model: ModelConfig, algorithm: AlgorithmConfig, reward: RewardConfig) -> str:

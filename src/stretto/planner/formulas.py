@@ -167,6 +167,9 @@ def generator_cost(
         transfer=costs.TransferCost(
             latency_s=1e-4, bytes_per_s=tensor * gpu.link_bytes_per_s * assumed.link
         ),
+        offload=costs.TransferCost(
+            latency_s=1e-4, bytes_per_s=tensor * gpu.host_bytes_per_s * assumed.link
+        ),
         cache_bytes=cache_bytes(shape, 1),
         cache_tokens=int(free / cache),
     )

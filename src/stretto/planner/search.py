@@ -63,9 +63,12 @@ class StepWork(NamedTuple):
 def work_of(workload: Workload, schedule: ScheduleConfig, first: int, last: int) -> StepWork:
     """Return the work of a step, on average between two weight syncs.
 
-    All rows in flight get a token a decode step, which is the only thing that takes time.
+    All rows in flight get a token a decode step, which is the only thing that takes time: turns of
+    episodes are answered at once.
     """
     interval = schedule.weight_sync_interval
+    if workload.episodes:
+        workload = workload.model_copy(update={"episodes": workload.episodes.at_once()})
     cluster = Cluster(
         generators=(GeneratorRole(cost=GeneratorCost(decode=DecodeCost(step_s=1.0))),),
         learner=LearnerRole(devices=(1,), cost=TrainCost()),

@@ -21,6 +21,7 @@ from stretto.types import (
     Decoded,
     FinishReason,
     FloatArray,
+    Hold,
     IntArray,
     KVTransfer,
     Response,
@@ -44,6 +45,9 @@ PREFILLED = 256
 """Tokens of the prompt by which prefilling is measured, at most."""
 
 
+_TURN = FinishReason.TURN
+
+
 class StopStrings:
     """A check whether the newest token completed one of several strings."""
 
@@ -54,7 +58,7 @@ class StopStrings:
         self._window = max(len(s.encode()) for s in strings) + 4
 
     def ends(self, tokens: Sequence[int], start: int = 0) -> bool:
-        """Return whether the response, ``tokens[start:]``, holds a stop string near its end."""
+        """Return whether a response or turn, ``tokens[start:]``, has a stop string near its end."""
         tail = tokens[max(start, len(tokens) - self._window) :]
         text = self._tokenizer.decode(list(tail), skip_special_tokens=False)
         return any(s in text for s in self._strings)
@@ -102,6 +106,7 @@ class Row:
     Attributes:
         tokens: prompt and response so far.
         reported: response tokens that earlier calls have returned, or that it came with.
+        turn_start: index of the response token with which its turn begins; 0 without turns.
         logprobs: of the response tokens that no call has returned yet.
         top_logprobs: of the same, where they are asked for.
     """
@@ -111,6 +116,7 @@ class Row:
     tokens: list[int]
     reported: int
     sampling: Sampling
+    turn_start: int = 0
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
 
@@ -119,12 +125,22 @@ class Row:
         """Response tokens."""
         return len(self.tokens) - len(self.prompt)
 
+    @property
+    def tokens_left(self) -> int:
+        """Tokens until a limit ends it: of the response, or of its turn."""
+        return _tokens_left(self.sampling, self.generated, self.turn_start)
+
 
 class Engine(ABC):
     """A generation engine: it decodes the rollouts that it holds, chunk by chunk.
 
     Stored log-probabilities are of the distribution that was sampled (temperature and truncation
     applied). There is no state to save: rollouts in flight are the schedule's.
+
+    In an episode, whose responses have a limit of tokens a turn, an end token or a stop string ends
+    a turn (``FinishReason.TURN``), and the engine parks the rollout: others get its slot, and it
+    goes on when it is admitted again, with more tokens. A limit ends turn and episode
+    (``FinishReason.LENGTH``), and the rollout leaves.
 
     Attributes:
         check: raises MissingExtraError where a library is missing, ConfigError for one too old.
@@ -151,20 +167,27 @@ class Engine(ABC):
             config.max_new_tokens, config.temperature, config.top_k, config.top_p
         )
         self._held: dict[int, Any] = {}  # rows by rollout
+        self._parked: dict[int, Any] = {}  # those whose turn has ended, as they ended
         self._done: list[Chunk] = []
         self.version = self.prefilled_tokens = self.context_tokens = 0
 
     def admit(self, responses: Sequence[Response]) -> None:
-        """Queue responses; each goes on after the tokens it already has."""
+        """Queue responses; each goes on after the tokens it already has.
+
+        Those of a parked rollout begin with the ones that it was parked with. A response that waits
+        itself, with ``FinishReason.TURN``, is parked.
+        """
         for r in responses:
             self._add(r)
 
     def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
         """Decode up to ``max_tokens`` more for each rollout that there is room for.
 
-        Return after the step in which ``stop_after`` rollouts have finished, if that is not 0: the
-        number of steps in which tokens came, and a chunk for each rollout that advanced. Those that
-        have finished come first, as they ended (those of one step by id), then the others by id.
+        Return after the step in which ``stop_after`` rollouts have finished, if that is not 0, or
+        none is left that goes on: the number of steps in which tokens came, and a chunk for each
+        rollout that advanced. Those that have finished, or ended a turn, come first, as they ended
+        (those of one step by id), then the others by id. The end of a turn does not count for
+        ``stop_after``, as the rollout has not finished.
 
         An interrupted call leaves the model as it was, but the rollouts in doubt: release them, and
         admit them again with the tokens that earlier calls have returned.
@@ -175,32 +198,43 @@ class Engine(ABC):
         return Decoded([*done, *(self._chunk(row, None) for row in going_on)], steps)
 
     def release(self, rollout_ids: Iterable[int]) -> None:
-        """Forget rollouts; unknown ids are ignored."""
+        """Forget rollouts, parked ones too; unknown ids are ignored."""
         gone = set(rollout_ids)
         self._done = [c for c in self._done if c.rollout_id not in gone]  # of an interrupted call
         self._held = {id_: row for id_, row in self._held.items() if id_ not in gone}
+        self._parked = {id_: row for id_, row in self._parked.items() if id_ not in gone}
         self._drop()
 
+    @abstractmethod
+    def hold(self, rollout_ids: Iterable[int], how: Hold) -> None:
+        """Say what becomes of the keys and values of parked rollouts, which are kept until then.
+
+        Others are ignored. It changes no token.
+        """
+
     def export(self, rollout_ids: Sequence[int], with_cache: bool) -> list[KVTransfer]:
-        """Let go of unfinished rollouts that go on in another engine, in the order asked.
+        """Let go of unfinished rollouts that go on in another engine, in the order asked; of parked
+        ones too.
 
         Their keys and values are copied if asked, where the engine can. Raises EngineError, and
         lets go of none, if one is not here or named twice.
         """
-        if wrong := [i for i, n in Counter(rollout_ids).items() if n > 1 or i not in self._held]:
+        here = self._held | self._parked
+        if wrong := [i for i, n in Counter(rollout_ids).items() if n > 1 or i not in here]:
             raise EngineError(
                 f"rollouts {wrong} are not in this engine, or were named twice; export only those "
                 "that were admitted and have not finished, each once",
                 "not-in-engine",
             )
-        transfers = [self._transfer_of(self._held[i], with_cache) for i in rollout_ids]
+        transfers = [self._transfer_of(here[i], with_cache) for i in rollout_ids]
         self.release(rollout_ids)
         return transfers
 
     def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> None:
         """Queue rollouts that another engine of the same model has exported, each by its transfer.
 
-        Keys and values of other weights are treated as at a weight sync.
+        Keys and values of other weights are treated as at a weight sync. A parked one may come with
+        the answer to its turn, or as it was, with ``FinishReason.TURN``, and is parked here.
         """
         for r, transfer in zip(responses, transfers, strict=True):
             if transfer.rollout_id != r.id or transfer.cached_tokens >= r.total_tokens:
@@ -215,7 +249,9 @@ class Engine(ABC):
 
     @abstractmethod
     def load(self, weights: WeightsRef) -> None:
-        """Decode with these weights from now on; ``carry`` says what becomes of rows in flight."""
+        """Decode with these weights from now on; ``carry`` says what becomes of rows in flight, and
+        of parked ones.
+        """
 
     @abstractmethod
     def logprobs(self, sequences: IntArray) -> FloatArray:
@@ -230,13 +266,18 @@ class Engine(ABC):
         return tokens / (time.perf_counter() - start_s)
 
     @property
+    def _finished(self) -> int:
+        """How many rollouts have finished of which no call has returned the last chunk."""
+        return sum(chunk.finish is not _TURN for chunk in self._done)
+
+    @property
     @abstractmethod
     def kv_bytes_per_token(self) -> int:
         """Bytes of a token's keys and values; 0 while they are not known."""
 
     @abstractmethod
     def _row(self, r: Response, tokens: list[int], transfer: KVTransfer | None) -> Row:
-        """Make the row of a response, and queue it."""
+        """Make the row of a response; if it was parked, it still is."""
 
     @abstractmethod
     def _decode_steps(self, max_tokens: int, stop_after: int) -> int:
@@ -254,9 +295,10 @@ class Engine(ABC):
         return KVTransfer(row.id)
 
     def _add(self, r: Response, transfer: KVTransfer | None = None) -> None:
-        prompt, most = r.prompt, (r.sampling or self._sampling).max_new_tokens
-        length = len(prompt.tokens)
-        if r.id in self._held:
+        prompt, sampling = r.prompt, r.sampling or self._sampling
+        length, most, waits = len(prompt.tokens), sampling.max_new_tokens, r.finish is _TURN
+        parked, tokens = self._parked.get(r.id), [*prompt.tokens, *r.tokens.tolist()]
+        if r.id in self._held or (parked and (transfer or waits)):
             raise EngineError(
                 f"rollout {r.id} is in the engine already; release it first", "already-in-engine"
             )
@@ -264,7 +306,7 @@ class Engine(ABC):
             raise EngineError(
                 f"prompt {prompt.id} has no tokens; put a start token before it", "empty-prompt"
             )
-        if r.finish or len(r) >= most:
+        if not waits and (r.finish or _tokens_left(sampling, len(r), r.turn_start) <= 0):
             raise EngineError(
                 f"rollout {r.id} has ended, at {len(r)} tokens; admit only those that go on",
                 "rollout-ended",
@@ -276,24 +318,39 @@ class Engine(ABC):
                 "task.max_prompt_tokens",
                 "too-few-positions",
             )
-        self._held[r.id] = self._row(r, [*prompt.tokens, *r.tokens.tolist()], transfer)
+        if parked:
+            stand = parked.tokens
+            if parked.prompt != prompt.tokens or tokens[: len(stand)] != stand:
+                raise EngineError(
+                    f"rollout {r.id} goes on from other tokens than the {len(stand)} that its turn "
+                    "ended with; append to these alone, or release it first",
+                    "other-transcript",
+                )
+            transfer = self._transfer_of(parked, with_cache=True)
+        row = self._row(r, tokens, transfer)
+        self._parked.pop(r.id, None)
+        (self._parked if waits else self._held)[r.id] = row
 
     def _append(
         self, row: Row, token: int, logprob: float, top_logprobs: TopLogprobs | None = None
     ) -> Chunk | None:
-        """Add a token to a row; if that ends the row, let go of it and return its last chunk."""
+        """Add a token to a row; if that ends it or its turn, let go of it, or park it, and return
+        its last chunk.
+        """
         row.tokens.append(token)
         row.logprobs.append(logprob)
         if top_logprobs is not None:
             row.top_logprobs.append(top_logprobs)
-        stop = self.settings.stop
-        if token in self.settings.end_tokens or (stop and stop.ends(row.tokens, len(row.prompt))):
-            finish = FinishReason.STOP
-        elif row.generated >= row.sampling.max_new_tokens:
+        stop, turn = self.settings.stop, len(row.prompt) + row.turn_start
+        if token in self.settings.end_tokens or (stop and stop.ends(row.tokens, turn)):
+            finish = _TURN if row.sampling.max_turn_tokens else FinishReason.STOP
+        elif row.tokens_left <= 0:
             finish = FinishReason.LENGTH
         else:
             return None
         del self._held[row.id]
+        if finish is _TURN:
+            self._parked[row.id] = row
         return self._chunk(row, finish)
 
     def _chunk(self, row: Row, finish: FinishReason | None) -> Chunk:
@@ -304,3 +361,10 @@ class Engine(ABC):
         return Chunk(
             row.id, start, tokens, logprobs, self.version, finish, top_logprobs=top_logprobs
         )
+
+
+def _tokens_left(sampling: Sampling, generated: int, turn_start: int) -> int:
+    left = sampling.max_new_tokens - generated
+    if most := sampling.max_turn_tokens:
+        left = min(left, most - (generated - turn_start))
+    return left

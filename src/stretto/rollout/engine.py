@@ -6,13 +6,16 @@ A rollout waits, takes a slot, has its tokens prefilled within a budget, and the
 decode step together with all others, until it ends and its slot goes to the next. The newest token
 of a row is never in the cache: the step that samples its successor puts it there. So prefill needs
 no logits, and a prompt, a carried response and a fresh set of weights are all the same case.
+
+So is a parked row, whose turn has ended: its keys and values are copied out of the slot, and into
+one again when it goes on. Until then no other row shares its prompt.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -28,12 +31,14 @@ from stretto.models.cached import CachedPass, RowCache, SlotCache, check_cache
 from stretto.models.devices import Backend, PackedLinears
 from stretto.models.forward import backbone, output_head, positions, unwrapped
 from stretto.models.weights import load_weights
-from stretto.rollout.base import Engine, EngineSettings, Row
+from stretto.rollout.base import CPU, Engine, EngineSettings, Row
 from stretto.rollout.sampling import sample, stream_seed, top_logprobs, uniform
 from stretto.saying import Say
 from stretto.types import (
     Capabilities,
+    FinishReason,
     FloatArray,
+    Hold,
     IntArray,
     KVTransfer,
     Response,
@@ -56,7 +61,7 @@ class SlotRow(Row):
 
     Attributes:
         cache_version: of the weights under which its cache was begun; older if carried over.
-        kv: keys and values that came with it, until it has a slot.
+        kv: keys and values that came with it, or that it is parked with, until it has a slot.
     """
 
     seed: int
@@ -88,6 +93,7 @@ class TorchEngine(Engine):
         moves_cache=True, deterministic=True, interruptible=True, logprobs="sampled"
     )
     _held: dict[int, SlotRow]
+    _parked: dict[int, SlotRow]
 
     def __init__(self, model: nn.Module, settings: EngineSettings) -> None:
         super().__init__(settings, positions(model, generating=True))
@@ -119,12 +125,21 @@ class TorchEngine(Engine):
         self.version = weights.version
         self._packed.invalidate()
         rows = [*self._rows, *self._waiting]
-        for row in rows:
+        for row in (*rows, *self._parked.values()):
             self._renew(row)
         if not any(row.cached for row in rows):
             # In the order in which they would be admitted to another engine, such as that of a
             # resumed run: the same rows are then prefilled together, and all bits are the same.
             self._rows, self._waiting = [], deque(sorted(rows, key=lambda row: row.id))
+
+    @torch.inference_mode()
+    def hold(self, rollout_ids: Iterable[int], how: Hold) -> None:
+        """See :meth:`Engine.hold`; on a CPU ``offload`` does nothing."""
+        for row in (self._parked[i] for i in rollout_ids if i in self._parked):
+            if how == "remake":
+                row.void(self.version)
+            elif row.kv:
+                row.kv = row.kv.to(self.device if how == "keep" else CPU)
 
     @torch.inference_mode()
     def logprobs(self, sequences: IntArray) -> FloatArray:
@@ -153,6 +168,7 @@ class TorchEngine(Engine):
             tokens=tokens,
             reported=len(r),
             sampling=sampling,
+            turn_start=r.turn_start,
             seed=stream_seed(*(sampling.seed or (self.settings.seed, r.id))),
             cache_version=self.version,
         )
@@ -162,15 +178,19 @@ class TorchEngine(Engine):
             row.cache_version = kv.version
             if kv.version != self.version:
                 self._renew(row)
-        self._waiting.append(row)
         return row
+
+    def _add(self, r: Response, transfer: KVTransfer | None = None) -> None:
+        super()._add(r, transfer)
+        if r.id in self._held:
+            self._waiting.append(self._held[r.id])
 
     @torch.inference_mode()
     def _decode_steps(self, max_tokens: int, stop_after: int) -> int:
         steps = 0
         try:
             with self._packed:
-                while steps < max_tokens and not 0 < stop_after <= len(self._done):
+                while steps < max_tokens and not 0 < stop_after <= self._finished:
                     self._fill_slots()
                     if not self._rows:
                         break
@@ -283,10 +303,35 @@ class TorchEngine(Engine):
                 continue
             rows[slot].cached += 1
             if chunk := self._append(rows[slot], tokens[slot], logprobs[slot], likeliest[slot]):
+                if chunk.finish is FinishReason.TURN:
+                    self._park(slot)
                 self._vacate(slot)
                 ended.append(chunk)
         self._done += sorted(ended, key=lambda chunk: chunk.rollout_id)
+        if any(chunk.finish is FinishReason.TURN for chunk in ended):
+            self._bound_parked()
         return True
+
+    def _park(self, slot: int) -> None:
+        row = self._rows[slot]
+        try:
+            row.kv = self._cache.take(slot, row.cached, row.cache_version)
+        except torch.OutOfMemoryError:
+            row.void(self.version)  # it is prefilled again
+
+    def _bound_parked(self) -> None:
+        """Drop keys and values of the rows that have been parked for longest, where the device has
+        more tokens of parked rows than the slots can hold.
+
+        So an engine has at most twice the memory of its slots, however many episodes wait.
+        """
+        kept = [r for r in self._parked.values() if r.kv and r.kv.device == self.device]
+        excess = sum(row.cached for row in kept) - self._slots * self._cache.capacity
+        for row in kept:
+            if excess <= 0:
+                break
+            excess -= row.cached
+            row.void(self.version)
 
     def _vacate(self, slot: int) -> None:
         last = self._rows.pop()

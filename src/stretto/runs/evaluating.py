@@ -18,8 +18,8 @@ from stretto.observe.run_directory import EVALUATED, SCORE, Best
 from stretto.observe.spans import CHECKPOINT
 from stretto.runs.checkpoint import in_background
 from stretto.runtime.run import Run
+from stretto.schedules.evaluation import Evaluation
 from stretto.schedules.rollout import Rollout, reasons_to_reject, total_reward
-from stretto.schedules.schedule import Evaluation
 from stretto.tasks.base import RIGHT
 from stretto.types import FinishReason
 

@@ -17,15 +17,15 @@ from stretto.models.info import identity
 from stretto.observe import Progress, Recorder, RunDirectory, Sample
 from stretto.observe.recorder import extra_by_source, extra_means, scores_by_source
 from stretto.observe.run_directory import TrainResult
+from stretto.observe.transcripts import transcript
 from stretto.protocols import DRIVER, RECORDS
 from stretto.runs.checkpoint import INPUTS, Checkpointer, load_latest
 from stretto.runs.ending import StoppedError, saved_at_the_end
 from stretto.runs.evaluating import Evaluator
 from stretto.runtime.run import Run, start
 from stretto.saying import Say, Saying, working
-from stretto.schedules.rollout import Rollout
-from stretto.schedules.schedule import Step
-from stretto.scoring.responses import response_text
+from stretto.schedules.rollout import Rollout, Step
+from stretto.scoring.responses import response_text, spelt_out
 from stretto.tasks.base import SHA256
 from stretto.tasks.prompts import PromptSource
 from stretto.types import Stats
@@ -202,7 +202,9 @@ class _TrainingLoop:
             self.stopped = "on_step returned 'stop'" if asked == "stop" else worse
 
     def _sample(self, rollout: Rollout, reward: float) -> Sample:
-        tokenizer, stop = self.running.tokenizer, self.config.rollout.stop
+        tokenizer = self.running.tokenizer
+        # In an episode a stop string ends a turn, and more may follow.
+        stop = () if rollout.in_turns else self.config.rollout.stop
         return Sample(
             prompt=rollout.prompt.text,
             response=response_text(tokenizer, rollout.tokens, rollout.finish, stop),
@@ -211,6 +213,7 @@ class _TrainingLoop:
             tokens=len(rollout),
             scores=scores_by_source(rollout),
             extra=extra_by_source(rollout),
+            **transcript(rollout, partial(spelt_out, tokenizer)),
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from stretto.errors import LifecycleError
 from stretto.schedules.rollout import Rollout, restored
-from stretto.types import Prompt
+from stretto.types import Prompt, episode_of
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +25,10 @@ class _Group:
     rollouts: list[Rollout]
     open: int
     place: int = -1
+
+    def __len__(self) -> int:
+        """Rollouts as they were drawn: samples of one episode count once."""
+        return len({episode_of(r.id) for r in self.rollouts})
 
 
 class Buffer:
@@ -45,8 +49,8 @@ class Buffer:
         self._ended = 0
 
     def __len__(self) -> int:
-        """Rollouts, chosen or not."""
-        return sum(len(g.rollouts) for g in self._groups.values())
+        """Rollouts, chosen or not; samples of one episode count once."""
+        return sum(map(len, self._groups.values()))
 
     def __iter__(self) -> Iterator[Rollout]:
         """All rollouts, in the order in which they were drawn."""
@@ -61,12 +65,13 @@ class Buffer:
     @property
     def chosen(self) -> Sequence[Rollout]:
         """The rollouts of the round so far, in dispatch order."""
-        return sorted((r for g in self._chosen for r in g.rollouts), key=lambda r: r.id)
+        chosen = (r for g in self._chosen for r in g.rollouts)
+        return sorted(chosen, key=lambda r: (episode_of(r.id), r.id))
 
     @property
     def chosen_size(self) -> int:
-        """Rollouts that the round has so far."""
-        return sum(len(g.rollouts) for g in self._chosen)
+        """Rollouts that the round has so far; samples of one episode count once."""
+        return sum(map(len, self._chosen))
 
     @property
     def complete(self) -> bool:
@@ -76,6 +81,19 @@ class Buffer:
     def add(self, group: Sequence[Rollout]) -> None:
         """Put a fresh group at the end."""
         self._groups[group[0].group] = _Group(list(group), len(group))
+
+    def join(self, fork: Rollout) -> None:
+        """Add a further sample of an episode to its group."""
+        group = self._groups[fork.group]
+        fork.carries = group.rollouts[0].carries
+        group.rollouts.append(fork)
+        group.open += 1
+
+    def drop(self, fork: Rollout) -> None:
+        """Take a sample out again that has not ended, of an episode that is begun anew."""
+        group = self._groups[fork.group]
+        group.rollouts.remove(fork)
+        group.open -= 1
 
     def begin_round(self, groups: int) -> Sequence[Rollout]:
         """Start choosing; return what is chosen at once: what ended before, but too late."""

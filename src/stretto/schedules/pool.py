@@ -12,10 +12,11 @@ from stretto.errors import LifecycleError, StrettoError
 from stretto.protocols import Generator
 from stretto.schedules.controller import DecodeSample
 from stretto.schedules.fleet import GoneError, Guard, RoleContext
+from stretto.schedules.hold import HoldPolicy, Parked
 from stretto.schedules.migration import MigrationPolicy
 from stretto.schedules.rollout import Rollout
 from stretto.schedules.waits import Work
-from stretto.types import Chunk, WeightsRef
+from stretto.types import Chunk, FinishReason, WeightsRef
 
 DEADLINE_TOKENS = 4096
 """Tokens of each rollout that an engine may take ``schedule.deadline_s`` for."""
@@ -36,6 +37,7 @@ class _Engine:
         self.guard = Guard(generator, name, "actor", context, partial(lost, self))
         self.held: dict[int, Rollout] = {}
         self.untold: dict[int, Rollout] = {}  # held, and not given to it yet
+        self.gone: list[int] = []  # parked, and not wanted any more
         self.arrival = asyncio.Event()  # more to decode, or nothing to wait for any more
         self.inbound = 0  # moves to it that are planned or under way
         self.moves: dict[tuple[_Engine, bool], list[int]] = {}  # planned: to where, and with cache
@@ -44,9 +46,15 @@ class _Engine:
 
     async def admit(self) -> None:
         """Give the generator what it has not been given."""
+        gone, self.gone = self.gone, []
         share, self.untold = self.untold, {}
-        responses = [r.response() for r in share.values()]
+        rollouts = list(share.values())
+        if any(r.in_turns for r in rollouts):  # in the order of answers, which chance decides
+            rollouts.sort(key=lambda r: r.id)
+        responses = [r.response() for r in rollouts]
         with suppress(GoneError):
+            if gone:
+                await self.guard.ask(self.generator.release(gone), gone)
             await self.guard.ask(self.generator.admit(responses), share)
 
 
@@ -56,6 +64,9 @@ class Pool:
     A generator may be lost in any call. The others go on with its rollouts, from the tokens that
     they had given; what is left over waits for the process that comes in its place. Nothing here is
     saved: which generator holds which rollout is decided anew after a restart.
+
+    The rollout of an episode leaves its generator's slots at the end of a turn, and is parked there
+    until :meth:`resume`.
     """
 
     def __init__(
@@ -67,7 +78,15 @@ class Pool:
         chunk_tokens: Callable[[], int],  # that a call may add to a rollout
         missing: Callable[[], int],  # rollouts that have to end, at least, before decoding may stop
         take: Callable[[Sequence[Chunk]], None],  # called with what was decoded
+        waiting: Callable[[], int] = lambda: 0,  # rollouts that environments may send back
+        lockstep: Callable[[], bool] = lambda: False,  # none goes on before all of these are back
+        read_on: Callable[[], None] = lambda: None,  # called when there is nothing but these
+        hold: HoldPolicy | None = None,  # of keys and values of these; without one they are kept
     ) -> None:
+        self._holds = Parked(hold) if hold else None
+        self._waiting, self._lockstep, self._read_on = waiting, lockstep, read_on
+        self._parked: dict[int, _Engine] = {}
+        self._gathering: list[_Engine] = []  # where stragglers of the round were moved
         self._migration, self._context, self._freed = migration, context, freed
         self._chunk_tokens, self._missing, self._take = chunk_tokens, missing, take
         self._replaces = context.fleet.restarts > 0
@@ -101,8 +120,45 @@ class Pool:
             if engine.untold:
                 await engine.admit()
 
+    async def resume(self, rollout: Rollout) -> None:
+        """Go on with a rollout whose environment has answered, where it is parked; with its keys
+        and values where stragglers are gathered, once they are.
+        """
+        engine = self._unpark(rollout.id, self._context.clock.now())
+        if engine is None or not engine.guard.serves:
+            self._place([rollout])
+            return
+        engine.held[rollout.id] = rollout
+        if self._gathering and engine not in self._gathering:
+            destination = min(self._gathering, key=lambda other: len(other.held))
+            if destination.guard.serves:
+                destination.inbound += 1
+                await self._transfer(engine, destination, [rollout.id], with_cache=True)
+                destination.inbound -= 1
+                destination.arrival.set()
+                return
+        engine.untold[rollout.id] = rollout
+        engine.arrival.set()
+
+    def release(self, rollout: Rollout) -> None:
+        """Let go of a rollout that is parked and goes on no more."""
+        if engine := self._unpark(rollout.id):
+            engine.gone.append(rollout.id)
+
+    def _unpark(self, rollout_id: int, now_s: float | None = None) -> _Engine | None:
+        if self._holds:
+            self._holds.end(rollout_id, now_s)
+        return self._parked.pop(rollout_id, None)
+
+    def wake(self) -> None:
+        """Have generators look again for what they wait for."""
+        for engine in self._engines:
+            engine.arrival.set()
+
     async def load(self, weights: WeightsRef) -> None:
         """Give new weights to all generators."""
+        if self._holds:
+            self._holds.void()
 
         async def load(loaded: Work) -> None:
             with suppress(GoneError):
@@ -115,7 +171,7 @@ class Pool:
     async def decode(self, *, gathers: bool = True) -> None:
         """Decode until nothing is missing, all generators at once; ``gathers``: stragglers may be
         moved together."""
-        self._migrated = not gathers
+        self._migrated, self._gathering = not gathers, []
         for engine in self._engines:
             engine.moves = {}
             self._context.decoding.add(engine.number)
@@ -130,31 +186,43 @@ class Pool:
     async def _run(self, engine: _Engine) -> None:
         """Decode what a generator holds, until nothing is missing or can come its way."""
         while missing := self._missing():
-            if engine.untold:
+            if self._lockstep() and self._waiting():
+                await self._arrival(engine)
+            elif engine.untold:
                 await engine.admit()
             elif engine.held:
                 self._take(await self._decode(engine, self._chunk_tokens(), missing))
+                await self._hold(engine)
                 self._plan_moves()
                 await self._move(engine)
-            elif engine.inbound or self._replaces:
+            elif engine.inbound or self._replaces or self._waiting():
                 await self._arrival(engine)
             else:
                 break
         await self._move(engine)  # others may wait for what was planned
         engine.idle_since_s = self._context.clock.now()
         self._free(engine)
-        for other in self._engines if self._replaces else ():
-            other.arrival.set()  # nothing is missing, and they need not wait for it
+        if self._replaces or self._waiting():
+            self.wake()  # nothing is missing, and they need not wait for it
 
     async def _arrival(self, engine: _Engine) -> None:
         """Wait for rollouts; the device is free meanwhile, unless some are on the way."""
+        phases, before = self._context.phases, self._context.phases.cause
         if not engine.inbound:
             self._free(engine)
+        since_s = self._context.clock.now() if self._waiting() else None
+        if since_s is not None and not any(other.held for other in self._engines):
+            phases.enter("environment")
+            self._read_on()
         engine.arrival.clear()
         await self._context.waits.until(
             engine.arrival.is_set, engine.arrival, engine.name, "responses to decode"
         )
         self._context.decoding.add(engine.number)
+        if since_s is not None:
+            phases.waited(engine.name, since_s)
+            if phases.cause == "environment":
+                phases.enter("data" if before == "environment" else before)
 
     def _free(self, engine: _Engine) -> None:
         self._context.decoding.remove(engine.number)
@@ -180,8 +248,24 @@ class Pool:
         engine.carried = None
         for chunk in chunks:
             if chunk.finish:
-                del held[chunk.rollout_id]
+                ended = held.pop(chunk.rollout_id)
+            if chunk.finish is FinishReason.TURN:
+                self._parked[chunk.rollout_id] = engine
+                if self._holds:
+                    self._holds.begin(ended, self._context.clock.now())
         return chunks
+
+    async def _hold(self, engine: _Engine) -> None:
+        """Let go of keys and values of rollouts that wait, as their policy has it."""
+        if self._holds is None:
+            return
+        chunk = self._chunk_tokens()
+        decoding = sum(r.total_tokens + chunk for r in engine.held.values())
+        waiting = [id_ for id_, at in self._parked.items() if at is engine]
+        decided = self._holds.decide(waiting, decoding, self._context.clock.now())
+        with suppress(GoneError):
+            for how, ids in decided.items():
+                await engine.guard.ask(engine.generator.hold(ids, how), ids)
 
     def _plan_moves(self) -> None:
         """Plan to move all that is being decoded together, once in a round, when little is."""
@@ -202,6 +286,7 @@ class Pool:
             serving[move.source].moves.setdefault(to, []).append(move.rollout_id)
         for destination, _ in chain(*(engine.moves for engine in serving)):
             destination.inbound += 1
+            self._gathering.append(destination)
 
     async def _move(self, source: _Engine) -> None:
         """Carry out what is planned for the rollouts of one generator."""
@@ -254,6 +339,8 @@ class Pool:
         rollouts = list(engine.held.values())
         engine.held.clear()
         engine.untold.clear()
+        engine.gone.clear()
+        self._parked = {id_: at for id_, at in self._parked.items() if at is not engine}
         moves, engine.moves = engine.moves, {}
         for destination, _ in moves:
             destination.inbound -= 1

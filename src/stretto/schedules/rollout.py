@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from stretto.types import (
     Sampling,
     Score,
     ScoreKind,
+    Stats,
     TrainBatch,
     episode_of,
     is_finite,
@@ -128,6 +130,14 @@ class Rollout:
         else:
             self.finish = chunk.finish
 
+    def begin_anew(self) -> None:
+        """Forget all of an episode, whose prompt is the task's again."""
+        self.prompt, self.asked, self.ended_by = self.asked or self.prompt, None, ""
+        for column in (self.tokens, self.logprobs, self.versions):
+            del column[:]
+        for items in (self.context, self.log, self.turns, self.turn_rewards):
+            items.clear()
+
     @property
     def in_turns(self) -> bool:
         """Whether it is a sample of an episode."""
@@ -182,6 +192,7 @@ class Rollout:
             self.sampled if self.context else None,
             self.sampling,
             self.messages if text else None,
+            np.array(self.logprobs, np.float32) if text and self.in_turns else None,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -382,7 +393,8 @@ def _turn_rewards(rollout: Rollout) -> FloatArray:
     """Return rewards by sampled token: each at the last one of its turn."""
     column = np.zeros(len(rollout), np.float32)
     for end, reward in zip(rollout.turns, rollout.turn_rewards, strict=False):
-        column[end - 1] += reward
+        if end:  # else the turn has no token: its reward is in the episode's total alone
+            column[end - 1] += reward
     return column[rollout.sampled]
 
 
@@ -418,7 +430,11 @@ def reasons_to_reject(
     bad = {r.id: why for r in rollouts if (why := _no_reward(r, weights)) is not None}
     if not bad:
         return {}
-    left = Counter(r.prompt.id for r in rollouts if r.id not in bad)
+    whole = {episode_of(id_): why for id_, why in bad.items()}  # with all of its samples
+    bad = {r.id: whole[episode_of(r.id)] for r in rollouts if episode_of(r.id) in whole}
+    left = Counter(
+        p for p, _ in {(r.prompt.id, episode_of(r.id)) for r in rollouts if r.id not in bad}
+    )
     alone = [r for r in rollouts if r.id not in bad and left[r.prompt.id] < group_at_least]
     if len(bad) + len(alone) < len(rollouts) and drop_failures:
         return {i: reason for i, (reason, _) in bad.items()} | dict.fromkeys(
@@ -459,3 +475,23 @@ def _no_reward(rollout: Rollout, weights: Mapping[str, float] | None) -> tuple[s
         f"the reward of rollout {rollout.id} is {total}, not finite as float32: "
         + " + ".join(f"{weight:g} x {score} ({source})" for score, weight, source in terms)
     )
+
+
+def by_episodes(rollouts: Sequence[Rollout], size: int) -> list[list[Rollout]]:
+    """Split rollouts, those of an episode in a row, into parts of so many episodes."""
+    episodes: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        episodes.setdefault(episode_of(rollout.id), []).append(rollout)
+    each = list(episodes.values())
+    return [[*chain(*each[i : i + size])] for i in range(0, len(each), size)]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The outcome of one step."""
+
+    batch: Sequence[Rollout]  # that were trained on
+    rejected: Sequence[Rollout]  # that were left out, with a reason
+    stats: Stats  # the learner's metrics, and the schedule's own
+    rewards: Mapping[int, float]  # of the batch, by id, as trained on
+    losses: Sequence[str] = ()  # a line about each role's process lost since the step before

@@ -16,23 +16,26 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from stretto.config.schedule import Settings
-from stretto.protocols import DRIVER, Clock, Generator, Learner, Tracer
+from stretto.config import ENVIRONMENT
+from stretto.protocols import DRIVER, Clock, Environment, Generator, Learner, Tracer
 from stretto.schedules.buffer import Buffer
-from stretto.schedules.chunking import ChunkSize
 from stretto.schedules.controller import Meter
+from stretto.schedules.controls import Controls
+from stretto.schedules.episode_metrics import episode_metrics
+from stretto.schedules.episodes import Episodes
+from stretto.schedules.evaluation import Evaluation
 from stretto.schedules.fleet import Fleet, RoleContext, Sync, load_each, tickets_from, tickets_of
-from stretto.schedules.migration import MigrationPolicy
-from stretto.schedules.overcommit import Overcommit
 from stretto.schedules.pool import Pool
 from stretto.schedules.rollout import (
     Ledger,
     Rollout,
     RolloutState,
+    Step,
+    by_episodes,
     reasons_to_reject,
     restored,
     train_batch,
@@ -42,46 +45,6 @@ from stretto.schedules.waits import Phases, Text, Waits, answered, first_of
 from stretto.types import Chunk, Prompt, Sampling, Stats, TrainBatch, WeightsRef
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Controls:
-    """Settings and controllers of one schedule; the controllers change as it runs."""
-
-    settings: Settings
-    chunk: ChunkSize
-    overcommit: Overcommit
-    migration: MigrationPolicy | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """An evaluation of the policy while it is trained: prompts that it answers now and then.
-
-    Answers are greedy, and rollouts with ids below 0: random numbers and books of training are as
-    without them.
-
-    Attributes:
-        every: steps between two evaluations, at the least: the weights of a weight sync are
-            evaluated. Those that training starts from and the last ones are, too.
-        take: called with the step, the scored answers and the seconds that they took, before
-            generators get other weights.
-    """
-
-    every: int
-    prompts: Sequence[Prompt]
-    take: Callable[[int, Sequence[Rollout], float], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The outcome of one step."""
-
-    batch: Sequence[Rollout]  # that were trained on
-    rejected: Sequence[Rollout]  # that were left out, with a reason
-    stats: Stats  # the learner's metrics, and the schedule's own
-    rewards: Mapping[int, float]  # of the batch, by id, as trained on
-    losses: Sequence[str] = ()  # a line about each role's process lost since the step before
 
 
 class Schedule:
@@ -108,18 +71,19 @@ class Schedule:
         tracer: Tracer,
         initial: Mapping[str, WeightsRef] | None = None,
         sync: Sync = load_each,
+        environment: Environment | None = None,
     ) -> None:
         s = self._settings = controls.settings
         self._next_prompt, self._learner = next_prompt, learner
         self._chunk, self._overcommit = controls.chunk, controls.overcommit
-        self._migration = controls.migration
+        self._migration, self._hold = controls.migration, controls.hold
         self._clock, self._tracer, self._phases = clock, tracer, Phases(clock, tracer)
         self.ledger = Ledger()
         self._buffer = Buffer(s.max_carries)
         self._fleet = Fleet(s.restarts, initial)
         self._waits, self._changed = Waits(), asyncio.Event()
         context = RoleContext(self._fleet, s.deadline_s, clock, self._phases, self._waits, sync)
-        self._scoring = Scoring(replicas, s.score_on, context)
+        self._scoring = Scoring(replicas, s.score_on, context, int(s.environment_rewards))
         self._pool = Pool(
             generators,
             controls.migration,
@@ -128,7 +92,24 @@ class Schedule:
             self._chunk_tokens,
             self._missing,
             self._take,
+            self._waiting,
+            self._in_lockstep,
+            self._scoring.read_on,
+            controls.hold,
         )
+        self._episodes: Episodes | None = None
+        if environment is not None:
+            assert s.episodes
+            self._episodes = Episodes(
+                environment,
+                s.episodes,
+                context,
+                tracer,
+                self._pool,
+                self._scoring,
+                self,
+                rewards=s.environment_rewards,
+            )
         self._rollouts: dict[int, Rollout] = {}  # all in flight
         self._generated: deque[Sequence[Rollout]] = deque()  # rounds that wait for scores
         self._ready: deque[Sequence[Rollout]] = deque()  # batches that wait for the learner
@@ -180,7 +161,7 @@ class Schedule:
         self._reported = self._evaluated
         rejections = {"rejected": float(self.ledger.rejected.total())}
         metrics = {**self._metrics.popleft(), **rejections, **self._meter.metrics(batch)}
-        stats = {**stats, **metrics, **self._fleet.metrics()}
+        stats = {**stats, **metrics, **episode_metrics(kept), **self._fleet.metrics()}
         return Step(kept, rejected, stats, rewards, self._fleet.losses())
 
     async def evaluated(self) -> None:
@@ -255,15 +236,10 @@ class Schedule:
         return version * self._settings.weight_sync_interval
 
     def _is_due(self, step: int) -> bool:
-        if self.evaluation is None or step <= self._evaluated:
-            return False
-        every, last = self.evaluation.every, self._step_of(self._rounds_in_all)
-        if step in (0, last):
-            return True
-        # Where the learner goes on, figures come some steps later: not with those of the last.
-        lag = self._settings.lag
+        lag, last = self._settings.lag, self._step_of(self._rounds_in_all)
         late = self._step_of(lag) + 1 if lag else 0
-        return step // every > self._evaluated // every and step + late < last
+        evaluation = self.evaluation
+        return evaluation is not None and evaluation.is_due(step, self._evaluated, last, late)
 
     async def _evaluate(self) -> None:
         """Have the weights that generators hold evaluated, if that is due.
@@ -279,9 +255,13 @@ class Schedule:
         answers = [Rollout(-i, prompt, -i, sampling=greedy) for i, prompt in prompts]
         self._answers = {r.id: r for r in answers}
         self._decoding()  # carried ones go on beside it
-        await self._pool.admit(answers)
+        if self._episodes:
+            self._episodes.add(answers, greedy=True)
+            await self._open(answers)
+        else:
+            await self._pool.admit(answers)
         await self._pool.decode(gathers=False)
-        self._answers = {}
+        answers, self._answers = list(self._answers.values()), {}
         await self._scoring.evaluate(answers)
         await self.evaluation.take(step, answers, self._clock.now() - since_s)
         self._evaluated = step
@@ -297,6 +277,8 @@ class Schedule:
             self.ledger.dispatch(group)
             self._rollouts.update((r.id, r) for r in group)
             self._buffer.add(group)
+            if self._episodes:
+                self._episodes.add(group)
         for rollout in self._buffer.begin_round(self._round_size // n):
             self._scoring.chosen(rollout)
         self._rounds, self._round_open = self._rounds + 1, True
@@ -308,19 +290,27 @@ class Schedule:
         self._phases.enter("data")
 
     def _decoding(self) -> None:
+        stays = (RolloutState.DECODING, RolloutState.WAITING)
         for rollout in self._buffer.open:
-            if rollout.state is not RolloutState.DECODING:
+            if rollout.state not in stays and (rollout.log or not self._episodes):
                 self.ledger.move(rollout, RolloutState.DECODING)
 
     async def _admit(self) -> None:
         self._decoding()
-        new = [r for r in self._buffer.open if not self._pool.holds(r)]
+        if self._episodes:
+            await self._open(self._buffer.open)
+        new = [
+            r
+            for r in self._buffer.open
+            if r.state is RolloutState.DECODING and not self._pool.holds(r)
+        ]
         self._scoring.dispatched(new)
         await self._pool.admit(new)
 
     def _chunk_tokens(self) -> int:
         unseen = self._settings.score_on == "batch" and self._migration is None
-        whole = unseen and (self._pool.single or len(self._buffer) <= self._round_size)
+        plain = len(self._buffer) <= self._round_size
+        whole = unseen and (plain or (self._pool.single and not self._episodes))
         return self._settings.max_new_tokens if whole else self._chunk.tokens
 
     def _missing(self) -> int:
@@ -328,18 +318,77 @@ class Schedule:
             return sum(r.finish is None for r in self._answers.values())
         return 0 if self._buffer.complete else self._buffer.missing()
 
+    # -- episodes -----------------------------------------------------------------------------
+
+    def _waiting(self) -> int:
+        return len(self._episodes.pending) if self._episodes else 0
+
+    def _in_lockstep(self) -> bool:
+        """Whether turns are answered all together: the plain loop, which chance does not order."""
+        return self._chunk_tokens() == self._settings.max_new_tokens
+
+    async def _open(self, rollouts: Sequence[Rollout]) -> None:
+        """Have episodes opened that are not; in lockstep, wait for all of them."""
+        assert self._episodes
+        for rollout in rollouts:
+            if rollout.id not in self._episodes.pending and self._episodes.is_unanswered(rollout):
+                self._wait(rollout)
+        if self._in_lockstep():
+            opening = {r.id for r in rollouts}
+            pending = self._episodes.pending
+            await self._until(lambda: not opening & pending, "generation", "openings of episodes")
+
+    def _wait(self, rollout: Rollout) -> None:
+        assert self._episodes
+        if rollout.state is not RolloutState.WAITING:
+            self.move(rollout, RolloutState.WAITING)
+        self._episodes.ask(rollout, self._work)
+
+    def move(self, rollout: Rollout, state: RolloutState) -> None:
+        """See :class:`~stretto.schedules.episodes.Books`."""
+        if rollout.id < 0:
+            self._answers[rollout.id] = rollout
+            rollout.move(state)
+            return
+        if rollout.id not in self._rollouts:
+            self._rollouts[rollout.id] = rollout
+            self.ledger.dispatch([rollout])
+            self._buffer.join(rollout)
+        self.ledger.move(rollout, state)
+
+    def ended(self, rollout: Rollout) -> None:
+        """See :class:`~stretto.schedules.episodes.Books`."""
+        if rollout.id >= 0:
+            self._end(rollout)
+
+    def answered(self) -> None:
+        """See :class:`~stretto.schedules.episodes.Books`."""
+        self._pool.wake()
+        self._changed.set()
+
+    def drop(self, fork: Rollout) -> None:
+        """See :class:`~stretto.schedules.episodes.Books`."""
+        if fork.id < 0:
+            del self._answers[fork.id]
+            return
+        self._buffer.drop(fork)
+        self._finish(fork, RolloutState.REJECTED, "its episode is begun anew")
+
+    # -- what was decoded ---------------------------------------------------------------------
+
     def _take(self, chunks: Sequence[Chunk]) -> None:
         """Put decoded tokens where they belong, and pass them on."""
         with self._own_work("chunks", len(chunks)):
             for chunk in chunks:
-                answer = self._answers.get(chunk.rollout_id)
-                if answer is not None:
-                    answer.append(chunk)
-                    continue
-                rollout = self._rollouts[chunk.rollout_id]
+                evaluated = chunk.rollout_id < 0
+                rollout = (self._answers if evaluated else self._rollouts)[chunk.rollout_id]
                 rollout.append(chunk)
-                self._scoring.extended(chunk)
-                if chunk.finish:
+                if not evaluated:
+                    seen = replace(chunk, finish=None) if rollout.in_turns else chunk
+                    self._scoring.extended(seen)
+                if chunk.finish and rollout.in_turns:
+                    self._wait(rollout)
+                elif chunk.finish and not evaluated:
                     self._end(rollout)
         if 5 * self._buffer.chosen_size >= 4 * self._round_size:
             self._phases.enter("stragglers")
@@ -355,7 +404,8 @@ class Schedule:
         """Send the round on to be scored; what has not ended is carried into the next."""
         batch, carried = self._buffer.take()
         for rollout in carried:
-            self.ledger.move(rollout, RolloutState.CARRIED)
+            if rollout.state is RolloutState.DECODING:
+                self.ledger.move(rollout, RolloutState.CARRIED)
         metrics = {**self._filled, "schedule/carried": float(len(carried))}
         self._metrics.extend([metrics] * self._settings.weight_sync_interval)
         self._scoring.gathered(batch)
@@ -364,8 +414,7 @@ class Schedule:
         self._phases.enter("scores")
 
     def _split(self, scored: Sequence[Rollout]) -> None:
-        size = self._settings.batch
-        self._ready.extend(scored[i : i + size] for i in range(0, len(scored), size))
+        self._ready.extend(by_episodes(scored, self._settings.batch))
         if not self._round_open:
             self._phases.enter("weights")
 
@@ -434,6 +483,8 @@ class Schedule:
     def _finish(self, rollout: Rollout, state: RolloutState, because: str = "") -> None:
         self.ledger.move(rollout, state, because)
         del self._rollouts[rollout.id]
+        if self._episodes:
+            self._episodes.forget(rollout)
 
     def _own_work(self, name: str, items: int) -> AbstractContextManager[object]:
         return self._tracer.span(DRIVER, f"{DRIVER}/{name}", items=items)
@@ -444,8 +495,8 @@ class Schedule:
         await self._waits.until(condition, self._changed, part, what)
 
     async def __aenter__(self) -> Self:
-        self._ask_again()
         await self._work.__aenter__()
+        self._ask_again()
         scorers = (queue.run for queue in self._scoring.queues)
         loops = (self._generate, self._gather, *scorers, *self._pool.keepers())
         self._loops = [self._waits.begin(loop, self._work) for loop in loops]
@@ -460,6 +511,8 @@ class Schedule:
         """End the loops; raise the first error that one ended with, which interrupted the step."""
         for loop in self._loops:
             loop.cancel()
+        if self._episodes:
+            self._episodes.cancel()
         try:
             await self._work.__aexit__(kind, error, trace)
         except BaseExceptionGroup as group:
@@ -474,11 +527,19 @@ class Schedule:
                     self._finish(rollout, RolloutState.REJECTED, f"the run ended: {because}")
 
     def _ask_again(self) -> None:
-        """Have everything scored that had ended before a restart and was not."""
+        """Have everything scored that had ended before a restart and was not, and turns answered
+        that were not.
+        """
+        waiting = [r for r in self._buffer.open if r.state is RolloutState.WAITING]
+        self._scoring.dispatched(r for r in waiting if r.log)
+        for rollout in waiting:
+            if Episodes.is_unanswered(rollout):
+                self._wait(rollout)
         rounds = [r for batch in self._generated for r in batch]
         for rollout in (*self._buffer, *rounds):
             if rollout.finish and not self._scoring.is_scored(rollout):
-                rollout.scores.clear()
+                given = rollout.scores.pop(ENVIRONMENT, None)
+                rollout.scores = {ENVIRONMENT: given} if given else {}
                 self._scoring.ended(rollout)
         for rollout in (*self._buffer.chosen, *rounds):
             if not self._scoring.is_scored(rollout):
@@ -505,6 +566,7 @@ class Schedule:
             "chunk": self._chunk.state_dict(),
             "overcommit": self._overcommit.state_dict(),
             "migration": self._migration.state_dict() if self._migration else {},
+            "hold": self._hold.state_dict() if self._hold else {},
         }
 
     def load_state_dict(
@@ -517,6 +579,8 @@ class Schedule:
             batches.extend(restored(batch, prompt_by_id) for batch in state[saved])
         waiting = (r for batch in (*self._generated, *self._ready) for r in batch)
         self._rollouts = {r.id: r for r in (*self._buffer, *waiting)}
+        if self._episodes:
+            self._episodes.add(self._rollouts.values())
         self._next_id, self._steps, self._rounds, self._version, self._loaded = state["counts"]
         self._round_open = state["round_open"]
         self._evaluated = self._reported = state.get("evaluated", -1)
@@ -529,3 +593,5 @@ class Schedule:
         self._overcommit.load_state_dict(state["overcommit"])
         if self._migration is not None:
             self._migration.load_state_dict(state["migration"])
+        if self._hold is not None and state.get("hold"):
+            self._hold.load_state_dict(state["hold"])

@@ -152,6 +152,16 @@ class ReplicaQueue:
                 del self.unscored[id_], self.asked_for[id_]
             self._deliver(scores)
 
+    def anew(self, rollout: Rollout) -> None:
+        """Forget what an admitted rollout had; it will be admitted as it then is."""
+        self._chunks = [c for c in self._chunks if c.rollout_id != rollout.id]
+        self._admitted[rollout.id] = rollout
+
+    def read_on(self) -> None:
+        """Have the scorer read all that has arrived, as there is time for it."""
+        if self._admitted or self._chunks:
+            self.call()
+
     def _begin_anew(self) -> None:
         self._admitted, self._chunks = dict(self.unscored), []
         self.wanted = list(self.asked_for)
@@ -290,9 +300,13 @@ class Scoring:
     """
 
     def __init__(
-        self, replicas: Sequence[ScorerReplica], score_on: ScoreOn, context: RoleContext
+        self,
+        replicas: Sequence[ScorerReplica],
+        score_on: ScoreOn,
+        context: RoleContext,
+        given: int = 0,  # scores that rollouts come with, from their environment
     ) -> None:
-        self._score_on, self._waits = score_on, context.waits
+        self._score_on, self._waits, self._given = score_on, context.waits, given
         self._rollouts: dict[int, Rollout] = {}
         self._delivered = asyncio.Event()
         self.queues = [ReplicaQueue(replica, self._deliver, context) for replica in replicas]
@@ -324,7 +338,20 @@ class Scoring:
         """Note that rollouts are about to be decoded."""
         for rollout in rollouts:
             for group in self._streaming:
-                group.admit(rollout)
+                if rollout.id not in group.queue_of:  # else it was begun anew
+                    group.admit(rollout)
+
+    def anew(self, rollout: Rollout) -> None:
+        """Note that a rollout loses all its tokens, and is dispatched again."""
+        for group in self._streaming:
+            if queue := group.queue_of.get(rollout.id):
+                queue.anew(rollout)
+
+    def read_on(self) -> None:
+        """Note that nothing is being decoded, while environments are waited for."""
+        for group in self._streaming:
+            for queue in group.queues:
+                queue.read_on()
 
     def extended(self, chunk: Chunk) -> None:
         """Note that a rollout has got more tokens."""
@@ -368,7 +395,8 @@ class Scoring:
 
     def is_scored(self, rollout: Rollout) -> bool:
         """Return whether every scorer has answered on the rollout that is to."""
-        return len(rollout.scores) == len(self._evaluating if rollout.id < 0 else self._groups)
+        groups = self._evaluating if rollout.id < 0 else self._groups
+        return len(rollout.scores) == len(groups) + self._given
 
     async def all_scored(self, rollouts: Sequence[Rollout]) -> None:
         """Wait until every scorer has answered on each of these."""

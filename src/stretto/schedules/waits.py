@@ -154,7 +154,9 @@ def _listed(ids: Sequence[int]) -> str:
 
 
 class Phases:
-    """The cause that idle roles wait for, as it changes: data, stragglers, scores, weights."""
+    """The cause that idle roles wait for, as it changes: data, stragglers, environment, scores,
+    weights.
+    """
 
     KEPT = 256  # changes remembered: more than pass between two pieces of work of any role
 
@@ -163,6 +165,11 @@ class Phases:
         self._times: list[float] = [clock.now()]
         self._causes: list[str] = ["data"]
         self._lost: dict[str, AbstractContextManager[None]] = {}
+
+    @property
+    def cause(self) -> str:
+        """The cause as of now."""
+        return self._causes[-1]
 
     def enter(self, cause: str) -> None:
         """Make ``cause`` what idle roles wait for from now on."""

@@ -39,7 +39,11 @@ def _column(name: str) -> Value:
 
 
 def _completion(sample: Sample) -> Any:
-    """Return the response in the form of its row's prompt, as TRL does: text, or a message."""
+    """Return the response in the form of its row's prompt, as TRL does: text, or a message; that of
+    an episode is all messages behind the prompt.
+    """
+    if "messages" in sample:
+        return sample["messages"]
     said = sample["response"]
     return said if isinstance(sample["asked"], str) else [{"role": "assistant", "content": said}]
 
@@ -404,12 +408,12 @@ def listed(result: Any, count: int) -> Sequence[Any]:
     return result
 
 
-def not_defined(file: str, name: str, functions: Collection[str]) -> ConfigError:
+def not_defined(
+    file: str, name: str, functions: Collection[str], setting: str = "reward.sources"
+) -> ConfigError:
     """Return the error of a file that lacks a function, and has ``functions``."""
     hint = nearest(name, functions) if functions else "It defines no function."
-    return ConfigError(
-        f"reward.sources: '{file}' has no function '{name}'. {hint}", "unknown-function"
-    )
+    return ConfigError(f"{setting}: '{file}' has no function '{name}'. {hint}", "unknown-function")
 
 
 def as_number(value: Any) -> float:

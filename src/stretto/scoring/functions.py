@@ -180,6 +180,7 @@ class FunctionScorer(ResponseScorer):
             "response": text,
             "tokens": response.tokens.tolist(),
             "data": row,
+            **({} if response.messages is None else {"messages": list(response.messages)}),
             "state": {"global_step": self.global_step, "max_steps": self._max_steps},
         }
 
@@ -188,10 +189,12 @@ def _task_payload(response: Response, text: str) -> Payload:
     data = response.prompt.data
     if INDEX_KEY not in data:
         raise RewardError("the prompt is no row of the task, and only its rows can be verified")
-    return {"index": data[INDEX_KEY], "fingerprint": fingerprint(data), "response": text}
+    turns = [m["content"] for m in response.messages or () if m["role"] == "assistant"]
+    answer = turns[-1] if turns else text
+    return {"index": data[INDEX_KEY], "fingerprint": fingerprint(data), "response": answer}
 
 
-def locate(source: RewardSource) -> dict[str, str]:
+def locate(source: RewardSource, setting: str = "reward.sources") -> dict[str, str]:
     """Return the absolute path of a function's file, its module and the folder of that where it is
     named by it, and its own name; or the URL of a server. Raises ConfigError if there is no such
     file or module, or if texts should not be sent to the URL.
@@ -208,10 +211,10 @@ def locate(source: RewardSource) -> dict[str, str]:
     path, module, root = source.file.expanduser(), "", ""
     if path.suffix != ".py":
         module = str(path)
-        path, root = _file_of(source.name, module)
+        path, root = _file_of(source.name, module, setting)
     elif not path.is_file():
         raise ConfigError(
-            f"reward.sources: '{source.name}' names the file '{path}', which is not there (looked "
+            f"{setting}: '{source.name}' names the file '{path}', which is not there (looked "
             f"for from {Path.cwd()})",
             "no-reward-file",
         )
@@ -219,7 +222,7 @@ def locate(source: RewardSource) -> dict[str, str]:
     return place | {"function": source.function}
 
 
-def _file_of(source: str, module: str) -> tuple[Path, str]:
+def _file_of(source: str, module: str, setting: str) -> tuple[Path, str]:
     """Return a module's file and the folder to import it from, without importing anything."""
     name, *inner = module.split(".")
     top = None
@@ -230,7 +233,7 @@ def _file_of(source: str, module: str) -> tuple[Path, str]:
         spec = PathFinder.find_spec(name, (spec and spec.submodule_search_locations) or [])
     if top is None or spec is None:
         raise ConfigError(
-            f"reward.sources: '{source}' names the module '{module}', which is not there (looked "
+            f"{setting}: '{source}' names the module '{module}', which is not there (looked "
             f"for in what is installed, and in {Path.cwd()}); install it, or name a file as "
             "'file.py:name'",
             "no-reward-module",

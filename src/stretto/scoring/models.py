@@ -140,6 +140,8 @@ class RewardModelScorer(ModelScorer):
 
     Args:
         given_ends: tokens of the actor that end responses which were given rather than sampled.
+        episodes: whether responses are of several turns. One with a tokenizer of its own reads them
+            at their end, as messages: what a template makes of a turn may depend on later ones.
 
     Attributes:
         rolled_back_tokens: tokens read so far that were taken back.
@@ -155,9 +157,11 @@ class RewardModelScorer(ModelScorer):
         stop: Sequence[str] = (),
         *,
         given_ends: frozenset[int] = frozenset(),
+        episodes: bool = False,
         slots: int = 0,
         say: Say = warn,
     ) -> None:
+        self._episodes = episodes
         self.same_tokenizer = same_tokenizer(tokenizer, actor_tokenizer)
         self.reads_text = not self.same_tokenizer
         self.rolled_back_tokens = 0
@@ -173,6 +177,8 @@ class RewardModelScorer(ModelScorer):
         why = "its tokenizer does not say where in the text its tokens are"
         if not self._causal:
             why = "the model is no causal decoder with a linear head on the last token"
+        elif self.reads_text and self._episodes:
+            why = "it has a tokenizer of its own, and reads episodes as messages"
         elif self._has_offsets:
             return super()._open_rows(slots)
         self._say(f"'{self.name}' scores rollouts whole, at their end: {why}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from stretto.errors import LifecycleError
-from stretto.types import Chunk, FinishReason, IntArray, Response, sampled_of
+from stretto.types import CONTEXT, Chunk, FinishReason, IntArray, Response, sampled_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,8 +44,8 @@ class ResponseScorer:
             self._responses[known.id] = replace(
                 known,
                 tokens=buffer[:end],
-                version=chunk.version,
-                finish=chunk.finish,
+                version=known.version if chunk.version == CONTEXT else chunk.version,
+                finish=None if chunk.finish is FinishReason.TURN else chunk.finish,
                 sampled=np.concatenate([sampled_of(known), sampled_of(chunk)]) if mixed else None,
             )
 
@@ -83,6 +83,12 @@ def response_text(
     # A response ends with the first stop string it holds, so there is none before that one.
     found = [at for at in (text.find(string) for string in stop) if at >= 0]
     return text[: min(found)] if found else text
+
+
+def spelt_out(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    """Decode tokens with special tokens among them."""
+    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    return cast(str, tokenizer.decode(list(tokens), **options))
 
 
 STREAMED_SHARE = 16

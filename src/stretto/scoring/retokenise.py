@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from stretto.errors import ModelError
@@ -45,8 +46,9 @@ class ConversationReader:
     A conversation goes through the model's chat template, or where it has none becomes the text of
     its turns with empty lines between. A plain prompt and its response are one text. The prompt's
     tokens stay what they are without a response. A response that has ended is followed by an end
-    token, and that by nothing, as where reward models are trained. Raises ModelError where the
-    chat template refuses a conversation.
+    token, and that by nothing, as where reward models are trained. An episode is read as its
+    messages, not as its tokens, which are laid out by the actor's template. Raises ModelError where
+    the chat template refuses a conversation.
 
     Args:
         name: the scorer's, for messages.
@@ -73,6 +75,12 @@ class ConversationReader:
         """Return all tokens that are read of a finished response."""
         prompt, sampled = response.prompt, response.tokens.tolist()
         text = response_text(self._actor_tokenizer, sampled, response.finish, self._stop)
+        if response.messages:
+            first = prompt.messages or (Message(role="user", content=prompt.text),)
+            *earlier, last = (*first, *response.messages)
+            if last["role"] != "assistant" or last.get("tool_calls"):
+                return self._transcript([*earlier, last])
+            prompt, text = replace(prompt, messages=tuple(earlier)), last["content"]
         read, special = self._render(prompt, text), not self._templated(prompt)
         if not self._ends:
             return self._encoder.ids(read, special=special)
@@ -91,6 +99,11 @@ class ConversationReader:
         elif ended:
             said.append(self._end)
         return [*before, *said]
+
+    def _transcript(self, turns: Sequence[Message]) -> list[int]:
+        """Return the tokens of a conversation that does not end with words of the assistant's."""
+        special = not self._tokenizer.chat_template
+        return self._encoder.ids(self._conversation(turns), special=special)
 
     def begun(self, response: Response) -> str:
         """Return the text that is read of an unfinished response, escaped, up to its end so far.
@@ -142,7 +155,10 @@ class ConversationReader:
         if not prompt.messages:
             return self._encoder.escape(prompt.text + text) + MARK * unfinished
         turns = [*prompt.messages, Message(role="assistant", content=text)]
-        if not self._templated(prompt):
+        return self._conversation(turns, unfinished=unfinished)
+
+    def _conversation(self, turns: Sequence[Message], *, unfinished: bool = False) -> str:
+        if not self._tokenizer.chat_template:
             read = "\n\n".join(turn["content"] for turn in turns)
             return self._encoder.escape(read) + MARK * unfinished
         from jinja2 import TemplateError
@@ -150,11 +166,12 @@ class ConversationReader:
         try:
             return self._encoder.chat(turns, unfinished=unfinished)
         except TemplateError as error:
-            shown = Message(role="assistant", content=text + " [...]" * unfinished)
+            *before, last = turns
+            shown = Message(role=last["role"], content=last["content"] + " [...]" * unfinished)
             raise ModelError(
                 f"the chat template of reward model '{self._name}' refuses the conversation "
-                f"{[*turns[:-1], shown]}: {error}. Leave task.system empty, or choose another "
-                "reward model",
+                f"{[*before, shown]}: {error}. Leave task.system empty, or choose another "
+                "reward model, one that knows tools where there are any",
                 "template-refuses",
             ) from error
 

@@ -19,25 +19,21 @@ Verdicts come in the order of the samples. A null ``"value"`` says that the func
 to the sample.
 
 A sample of a task is ``{"index", "fingerprint", "response"}``; of a function ``{"prompt", "asked",
-"response", "tokens", "data", "state"}``, where "asked" is the row's own text or messages.
+"response", "tokens", "data", "state"}``, where "asked" is the row's own text or messages. That of
+an episode has its "messages" behind the prompt, too.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
-import os
-import signal
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from stretto.errors import ConfigError, RewardError, StrettoError
 from stretto.scoring.conventions import (
@@ -50,11 +46,12 @@ from stretto.scoring.conventions import (
     recognise,
 )
 from stretto.scoring.remote import open_server
+from stretto.workers.channel import Channel
 
 
 def main() -> None:
     """Open the reward function that the first line names, then answer until the parent goes."""
-    channel = _Channel()
+    channel = Channel()
     try:
         function = open_function(channel.next_request())
     except StrettoError as error:
@@ -67,54 +64,6 @@ def main() -> None:
         channel.send({"done": function.run(samples, channel.send)})
 
 
-class _Channel:
-    """The original standard input and output, hidden from the function and its forked children."""
-
-    def __init__(self) -> None:
-        self._requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
-        self._replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-        self._pid, self._request = os.getpid(), 0
-        self._inbox: SimpleQueue[str] = SimpleQueue()
-        self._nothing = os.open(os.devnull, os.O_RDWR)
-        os.dup2(self._nothing, 0)
-        os.dup2(2, 1)
-        os.register_at_fork(after_in_child=self._lose)
-        Thread(target=self._listen, daemon=True).start()
-
-    def next_request(self) -> Any:
-        """Return the body of the next request; all that is sent from now on answers it."""
-        request = json.loads(self._inbox.get())
-        self._request = request["request"]
-        return request["body"]
-
-    def send(self, message: Mapping[str, Any]) -> None:
-        """Answer the request; a process that is not the one that was asked ends instead."""
-        if os.getpid() != self._pid:
-            os._exit(1)
-        line = json.dumps({"request": self._request, "pid": self._pid, **message})
-        try:
-            self._replies.write(line + "\n")
-            self._replies.flush()
-        except BrokenPipeError:
-            _end()
-
-    def _lose(self) -> None:
-        for end in (self._requests, self._replies):
-            os.dup2(self._nothing, end.fileno(), inheritable=False)
-
-    def _listen(self) -> NoReturn:
-        """Take lines, while the function works, until the parent goes; then end all it started."""
-        for line in self._requests:
-            self._inbox.put(line)
-        _end()
-
-
-def _end() -> NoReturn:
-    if os.getpgrp() == os.getpid():  # else it was started by hand, in a group of others
-        os.killpg(0, signal.SIGKILL)
-    os._exit(0)
-
-
 def open_function(opening: Mapping[str, Any]) -> RewardFunction:
     """Open the reward function that a first line names, or raise ConfigError or TaskError."""
     if "task" in opening:
@@ -122,7 +71,8 @@ def open_function(opening: Mapping[str, Any]) -> RewardFunction:
     if "url" in opening:
         return open_server(opening["url"])
     file, name = opening["file"], opening["function"]
-    return recognise(_import(file, opening["module"], opening["root"], name), file, name)
+    function = import_named(file, opening["module"], opening["root"], name)
+    return recognise(function, file, name)
 
 
 def _open_task(settings: Mapping[str, Any], seed: int) -> RewardFunction:
@@ -146,30 +96,40 @@ def _open_task(settings: Mapping[str, Any], seed: int) -> RewardFunction:
     return RewardFunction(run=one_by_one(verify))
 
 
-def _import(file: str, named: str, root: str, name: str) -> Callable[..., Any]:
-    """Import the function ``name`` of the module ``named`` in the folder ``root``, or of a Python
-    file: this may import its neighbours and, where it is a module of a package, the rest of that.
+def import_named(file: str, named: str, root: str, name: str) -> Callable[..., Any]:
+    """Import the function ``name`` of what :func:`import_module` imports."""
+    module = import_module(file, named, root)
+    function = getattr(module, name, None)
+    if callable(function):
+        return function  # type: ignore[no-any-return]
+    raise not_defined(file, name, callables(module))
+
+
+def import_module(file: str, named: str, root: str, setting: str = "reward.sources") -> ModuleType:
+    """Import the module ``named`` in the folder ``root``, or a Python file: this may import its
+    neighbours and, where it is a module of a package, the rest of that.
+
+    Raises ConfigError, which names the setting.
     """
     if named:
         sys.path.append(root)
     try:
         load = importlib.import_module if named else _load
-        module = in_this_process(load, named or file)
+        return in_this_process(load, named or file)
     except BaseException as error:  # SystemExit too: the file may call sys.exit
         raise ConfigError(
-            f"reward.sources: '{file}' must be importable; importing it raised "
-            f"{describe(error, file)}",
+            f"{setting}: '{file}' must be importable; importing it raised {describe(error, file)}",
             "import-failed",
         ) from error
-    function = getattr(module, name, None)
-    if callable(function):
-        return function  # type: ignore[no-any-return]
-    known = [
+
+
+def callables(module: ModuleType) -> list[str]:
+    """Return the names of the functions and classes that a module defines itself."""
+    return [
         key
         for key, value in vars(module).items()
         if callable(value) and getattr(value, "__module__", "") == module.__name__
     ]
-    raise not_defined(file, name, known)
 
 
 def _load(file: str) -> ModuleType:

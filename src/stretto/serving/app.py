@@ -6,9 +6,9 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hmac import compare_digest
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,11 +19,13 @@ from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from stretto.config import TaskConfig
-from stretto.errors import EngineError, StrettoError, TaskError
+from stretto.environments.sessions import Bridges, Session, Sessions
+from stretto.errors import ConfigError, EngineError, StrettoError, TaskError
+from stretto.serving.answers import Logprobs, Piece, received, sent, token_logprobs
 from stretto.serving.requests import (
     ApiError,
     ChatRequest,
@@ -36,7 +38,7 @@ from stretto.serving.texts import GrowingText
 from stretto.tasks.base import TaskRow
 from stretto.tasks.encode import Encoder, utf8
 from stretto.tasks.prompts import render
-from stretto.types import FinishReason, Message, TopLogprobs
+from stretto.types import FinishReason, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,35 +53,31 @@ _STATUS = {
     "context-length": (400, "context_length_exceeded"),
     "too-many-requests": (429, "rate_limit_exceeded"),
     "engine-stopped": (503, None),
+    "one-answer": (400, "unsupported_parameter"),
+    "episode-over": (400, "episode_over"),
+    "template-breaks": (400, "conversation_rewritten"),
 }
 """Status and OpenAI's code of an engine's refusals; what is missing is a server's error."""
+
+SESSION = "x-session-id"
+"""Header of a request's session, where its path has none."""
 
 T = TypeVar("T")
 
 
 @dataclass
-class Piece:
-    """What has come of one answer since the last piece, or all of it."""
+class _Form:
+    """The form of answers: see :class:`_Call`.
 
-    index: int
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[TopLogprobs] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    finish: FinishReason | None = None
-    stopped_by: str | None = None
-    start: int = 0  # tokens of the answer before
-    offset: int = 0  # characters of the answer before
+    Attributes:
+        prefix, kind: of answers' names, and OpenAI's name of such objects; empty: vLLM's form.
+    """
 
-    def add(self, piece: Piece) -> None:
-        """Take in the next piece of the same answer."""
-        self.text += piece.text
-        self.tokens += piece.tokens
-        self.logprobs += piece.logprobs
-        self.top_logprobs += piece.top_logprobs
-        self.versions += piece.versions
-        self.finish, self.stopped_by = piece.finish, piece.stopped_by
+    choice: Callable[[Piece, bool], dict[str, Any]]
+    prefix: str = ""
+    kind: str = ""
+    said: Callable[[Piece], None] | None = None
+    whole: bool = False
 
 
 @dataclass(kw_only=True)
@@ -90,14 +88,20 @@ class _Call:
         prompts: token ids; each has as many answers as the next.
         choice: makes the JSON of an answer, or in a stream of a piece of it.
         about: fields of every JSON object that is sent.
+        said: is told of each whole answer.
+        whole: whether an answer is sent at its end alone, as its calls are.
+        stop_ids: tokens that end an answer, besides those that end every one.
     """
 
     asked: ChatRequest | CompletionRequest | GenerateRequest
-    prompts: Sequence[tuple[int, ...]]
+    prompts: Sequence[Sequence[int]]
     stream: Stream
     texts: Sequence[GrowingText]
     choice: Callable[[Piece, bool], dict[str, Any]]
     about: Mapping[str, Any]
+    said: Callable[[Piece], None] | None = None
+    whole: bool = False
+    stop_ids: Collection[int] = ()
 
     @property
     def per_prompt(self) -> int:
@@ -109,8 +113,10 @@ class _Call:
         offsets = [0] * len(self.texts)
         async for number, chunk in self.stream.chunks():
             text, finish = self.texts[number], chunk.finish
-            taken = text.add(chunk.tokens.tolist())
-            if text.stopped_by is not None:
+            tokens = chunk.tokens.tolist()
+            end = next((i for i, t in enumerate(tokens, 1) if t in self.stop_ids), None)
+            taken = text.add(tokens[:end])
+            if text.stopped_by is not None or taken == end:
                 self.stream.abort(number)
                 finish = FinishReason.STOP
             new, offset = text.take(last=finish is not None), offsets[number]
@@ -144,19 +150,23 @@ class _EventStream(StreamingResponse):
 class Server:
     """The application: one model, whose newest weights answer.
 
+    With sessions, it is for the programs of a run's episodes: every request belongs to a session,
+    by its path or else its header, and the run's schedule has its turn sampled.
+
     Attributes:
         app: for any ASGI server.
     """
 
     def __init__(
         self,
-        engine: EngineClient,
+        engine: EngineClient | Sessions,
         tokenizer: PreTrainedTokenizerBase,
         name: str,
         *,
         api_key: str = "",
         label: Callable[[int], str | None] = lambda _: None,
         hosts: Sequence[str] = ("*",),
+        end_tokens: frozenset[int] = frozenset(),
     ) -> None:
         """Make one.
 
@@ -165,21 +175,24 @@ class Server:
             api_key: that requests must bring, if any.
             label: names a version of the weights, for ``system_fingerprint``.
             hosts: names that requests may call this host by; '*' is any.
+            end_tokens: that end a turn, for chats with tools.
         """
+        self._logprobs = Logprobs(tokenizer)
         self._engine, self._tokenizer, self._name = engine, tokenizer, name
         self._key, self._label = api_key, label
         self._encoder, self._since = Encoder(tokenizer), int(time.time())
+        sessions = engine if isinstance(engine, Sessions) else None
+        self._bridges = sessions.bridges if sessions else Bridges(self._encoder, end_tokens)
         routes: dict[str, tuple[str, Callable[[HttpRequest], Any]]] = {
             "/v1/models": ("GET", self._models),
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._complete),
             "/inference/v1/generate": ("POST", self._generate),
         }
+        guarded = [Route(p, self._guarded(f), methods=[m]) for p, (m, f) in routes.items()]
+        in_paths = [Mount("/e/{session}", routes=guarded)] if sessions else []
         self.app = Starlette(
-            routes=[
-                Route("/health", self._health),
-                *(Route(p, self._guarded(f), methods=[m]) for p, (m, f) in routes.items()),
-            ],
+            routes=[Route("/health", self._health), *guarded, *in_paths],
             middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
             exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _refused),
         )
@@ -202,33 +215,77 @@ class Server:
     async def _health(self, _: HttpRequest) -> Response:
         return Response()
 
-    async def _models(self, _: HttpRequest) -> Response:
+    def _client(self, http: HttpRequest) -> EngineClient | Session:
+        """Return what answers a request: the engine, or the request's session."""
+        if not isinstance(self._engine, Sessions):
+            return self._engine
+        key = http.path_params.get("session") or http.headers.get(SESSION)
+        session = self._engine.find(key or "")
+        if session is None:
+            message = "no episode has this session; use the base_url that the program was given"
+            raise ApiError(message, 404, "unknown_session")
+        return session
+
+    async def _models(self, http: HttpRequest) -> Response:
         about = {"object": "model", "created": self._since, "owned_by": "stretto"}
-        model = {"id": self._name, **about, "max_model_len": self._engine.longest}
+        model = {"id": self._name, **about, "max_model_len": self._client(http).longest}
         return JSONResponse({"object": "list", "data": [model]})
 
     async def _chat(self, http: HttpRequest) -> Response:
         asked = parsed(ChatRequest, await _json(http))
         if not self._tokenizer.chat_template:
             raise ApiError("the model has no chat template; it takes /v1/completions")
-        turns = tuple(Message(role=m.role, content=m.content) for m in asked.messages)
-        prompt = render(TaskRow(turns), TaskConfig(), self._tokenizer, encoder=self._encoder).tokens
+        client, tools = self._client(http), asked.offered
+        turns = [received(m.model_dump(exclude_none=True)) for m in asked.messages]
+        prompt = self._chat_prompt(client, turns, tools)
         most = asked.max_completion_tokens or asked.max_tokens
 
+        def message(piece: Piece) -> Message:
+            if not tools:
+                return Message(role="assistant", content=piece.text)
+            ended = piece.finish is FinishReason.STOP
+            return self._bridges.of(tools).parse(piece.tokens, ended=ended, tools=tools).message
+
         def choice(piece: Piece, whole: bool) -> dict[str, Any]:
-            found = {"index": piece.index, "finish_reason": piece.finish}
             if asked.likeliest is None:
                 logprobs = None
             else:
-                logprobs = {"content": self._chat_logprobs(piece), "refusal": None}
-            said: dict[str, Any] = {"content": piece.text} if piece.text or whole else {}
+                logprobs = {"content": self._logprobs.chat_logprobs(piece), "refusal": None}
+            said: dict[str, Any] = {}
+            if piece.text or whole or tools:
+                said = sent(message(piece), streamed=not whole)
+            finish = "tool_calls" if said.get("tool_calls") else piece.finish
             key = "message" if whole else "delta"
             if whole:
                 said = {"role": "assistant", **said, "refusal": None}
+            found = {"index": piece.index, "finish_reason": finish}
             return {**found, key: said, "logprobs": logprobs, **_ids(asked, piece)}
 
+        def said(piece: Piece) -> None:
+            if isinstance(client, Session):
+                told = received({"role": "assistant", **sent(message(piece))})
+                client.said(turns, tools, told, prompt, piece.tokens)
+
         kind = "chat.completion" + (".chunk" if asked.stream else "")
-        return await self._answer(http, asked, [prompt], most, choice, "chatcmpl-", kind)
+        form = _Form(choice, "chatcmpl-", kind, said, whole=bool(tools))
+        return await self._answer(http, asked, [prompt], most, form)
+
+    def _chat_prompt(
+        self,
+        client: EngineClient | Session,
+        turns: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+    ) -> Sequence[int]:
+        """Return the tokens of a conversation."""
+        try:
+            if isinstance(client, Session):
+                return client.prompt(turns, tools)
+            if tools:
+                return self._bridges.of(tools).prompt(turns, tools)[0]
+        except ConfigError as error:  # the template cannot do it
+            raise ApiError(str(error), 400, "unsupported_parameter", "tools") from error
+        row = TaskRow(tuple(turns))
+        return render(row, TaskConfig(), self._tokenizer, encoder=self._encoder).tokens
 
     async def _complete(self, http: HttpRequest) -> Response:
         asked = parsed(CompletionRequest, await _json(http))
@@ -242,7 +299,8 @@ class Server:
         most = asked.max_tokens or DEFAULT_COMPLETION_TOKENS
 
         def choice(piece: Piece, _: bool) -> dict[str, Any]:
-            logprobs = None if asked.likeliest is None else self._text_logprobs(piece)
+            likely = asked.likeliest is not None
+            logprobs = self._logprobs.text_logprobs(piece) if likely else None
             found = {"index": piece.index, "text": piece.text, "logprobs": logprobs}
             ids = _ids(asked, piece)
             if ids and not piece.start:
@@ -250,7 +308,8 @@ class Server:
                 ids["prompt_token_ids"] = list(prompt)
             return {**found, "finish_reason": piece.finish, **ids}
 
-        return await self._answer(http, asked, prompts, most, choice, "cmpl-", "text_completion")
+        form = _Form(choice, "cmpl-", "text_completion")
+        return await self._answer(http, asked, prompts, most, form)
 
     async def _generate(self, http: HttpRequest) -> Response:
         asked = parsed(GenerateRequest, await _json(http))
@@ -258,7 +317,7 @@ class Server:
         prompt = self._checked(asked.token_ids)
 
         def choice(piece: Piece, _: bool) -> dict[str, Any]:
-            logprobs = None if params.likeliest is None else {"content": _token_logprobs(piece)}
+            logprobs = None if params.likeliest is None else {"content": token_logprobs(piece)}
             spans, start = [], 0
             for version, run in groupby(piece.versions):
                 end = start + len(list(run))
@@ -268,17 +327,15 @@ class Server:
             ended = {"finish_reason": piece.finish, "stop_reason": piece.stopped_by}
             return {**found, **ended, "weight_versions": spans}
 
-        return await self._answer(http, asked, [prompt], params.max_tokens, choice, "", "")
+        return await self._answer(http, asked, [prompt], params.max_tokens, _Form(choice))
 
     async def _answer(
         self,
         http: HttpRequest,
         asked: ChatRequest | CompletionRequest | GenerateRequest,
-        prompts: Sequence[tuple[int, ...]],
+        prompts: Sequence[Sequence[int]],
         most: int | None,
-        choice: Callable[[Piece, bool], dict[str, Any]],
-        prefix: str,
-        kind: str,
+        form: _Form,
     ) -> Response:
         """Submit a request; return the answer, or begin to stream it.
 
@@ -287,24 +344,38 @@ class Server:
         if asked.model not in (None, "", self._name):
             message = f"the model '{asked.model}' does not exist; there is '{self._name}'"
             raise ApiError(message, 404, "model_not_found", "model")
-        options = asked.options
+        client, options = self._client(http), asked.options
+        in_session = isinstance(client, Session)
+        if in_session and options.stop_strings:
+            message = "turns of an episode end with the stop strings of the run, rollout.stop"
+            raise ApiError(message, 400, "unsupported_parameter", "stop")
         if "" in (stop := options.stop_strings):
             raise ApiError("an empty stop string ends every answer", param="stop")
         requests = [
-            Request(p, options.sampling(i, most or max(self._engine.longest - len(p), 1)))
+            Request(p, options.sampling(i, most or max(client.longest - len(p), 1)))
             for i, p in enumerate(p for p in prompts for _ in range(options.choices))
         ]
-        name = asked.request_id or f"{prefix}{uuid.uuid4().hex}"
+        name = asked.request_id or f"{form.prefix}{uuid.uuid4().hex}"
         about: dict[str, Any] = {"created": int(time.time()), "model": self._name}
-        if kind:
-            fingerprint = self._label(self._engine.version)
-            about |= {"id": name, "object": kind, "system_fingerprint": fingerprint}
+        if form.kind:
+            fingerprint = self._label(client.version)
+            about |= {"id": name, "object": form.kind, "system_fingerprint": fingerprint}
         else:
             about |= {"request_id": name, "output_mode": "tokens"}
         texts = [GrowingText(self._tokenizer, stop) for _ in requests]
-        stream = self._engine.submit(requests)
+        stream: Stream = client.submit(requests)
+        if isinstance(client, Session):
+            client.answers.append(name)
         call = _Call(
-            asked=asked, prompts=prompts, stream=stream, texts=texts, choice=choice, about=about
+            asked=asked,
+            prompts=prompts,
+            stream=stream,
+            texts=texts,
+            choice=form.choice,
+            about=about,
+            said=form.said,
+            whole=form.whole,
+            stop_ids=() if in_session else frozenset(options.stop_token_ids or ()),
         )
         if asked.stream:
             return _EventStream(self._events(call), stream)
@@ -315,6 +386,9 @@ class Server:
         answers = [Piece(i) for i in range(len(call.texts))]
         async for piece in call.pieces():
             answers[piece.index].add(piece)
+        if call.said:
+            for answer in answers:
+                call.said(answer)
         found = {
             **call.about,
             "choices": [call.choice(answer, True) for answer in answers],
@@ -336,8 +410,17 @@ class Server:
                 yield _event({**call.about, "choices": [choice], **first})
             first = {}
         try:
+            answers = [Piece(i) for i in range(len(call.texts))]
             async for piece in call.pieces():
                 counts[piece.index] += len(piece.tokens)
+                answer = answers[piece.index]
+                answer.add(piece)
+                if piece.finish and call.said:
+                    call.said(answer)
+                if call.whole:
+                    if not piece.finish:
+                        continue
+                    piece = answer
                 if piece.text or piece.finish or (details and piece.tokens):
                     choices = [call.choice(piece, False)]
                     versioned = self._versioned(call, [piece])
@@ -363,50 +446,6 @@ class Server:
             message = f"token ids are from 0 to {known - 1}; got {wrong[0]}"
             raise ApiError(message, code="invalid_prompt")
         return tuple(tokens)
-
-    def _token(self, token: int) -> str:
-        return str(self._tokenizer.decode([token]))
-
-    def _chat_logprobs(self, piece: Piece) -> list[dict[str, Any]]:
-        def entry(token: int, logprob: float) -> dict[str, Any]:
-            text = self._token(token)
-            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-        return [
-            {**entry(token, logprob), "top_logprobs": [entry(*pair) for pair in top]}
-            for token, logprob, top in _places(piece)
-        ]
-
-    def _text_logprobs(self, piece: Piece) -> dict[str, Any]:
-        texts = [self._token(token) for token in piece.tokens]
-        offsets, at = [], piece.offset
-        for text in texts:
-            offsets.append(at)
-            at += len(text)
-        return {
-            "tokens": texts,
-            "token_logprobs": piece.logprobs,
-            "top_logprobs": [
-                {self._token(token): logprob for token, logprob in (*top, (sampled, own))}
-                for sampled, own, top in _places(piece)
-            ],
-            "text_offset": offsets,
-        }
-
-
-def _places(piece: Piece) -> list[tuple[int, float, TopLogprobs]]:
-    tops = piece.top_logprobs or [()] * len(piece.tokens)
-    return list(zip(piece.tokens, piece.logprobs, tops, strict=True))
-
-
-def _token_logprobs(piece: Piece) -> list[dict[str, Any]]:
-    """Return vLLM's form: the sampled token first among the likeliest."""
-    found = []
-    for token, logprob, top in _places(piece):
-        own = {"token_id": token, "logprob": logprob}
-        others = [{"token_id": t, "logprob": x} for t, x in top if t != token]
-        found.append({**own, "top_logprobs": [own, *others] if top else []})
-    return found
 
 
 def _ids(asked: ChatRequest | CompletionRequest, piece: Piece) -> dict[str, Any]:

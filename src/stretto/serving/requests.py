@@ -5,7 +5,7 @@ cannot be done, is refused by its name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -26,15 +26,16 @@ WITHOUT_EFFECT = frozenset(
     {
         "user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier",
         "parallel_tool_calls", "cache_salt", "detokenize", "prompt_cache_retention",
+        "routed_experts_prompt_start",
     }
 )  # fmt: skip
 """Fields that no answer depends on here."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens"), (0,)),
-    **dict.fromkeys(("tools", "functions", "stop_token_ids", "bad_words"), ([],)),
+    **dict.fromkeys(("functions", "bad_words"), ([],)),
     **dict.fromkeys(("logit_bias", "chat_template_kwargs"), ({},)),
-    **dict.fromkeys(("tool_choice", "function_call"), ("none",)),
+    **dict.fromkeys(("function_call",), ("none",)),
     **dict.fromkeys(("echo", "ignore_eos", "use_beam_search", "continue_final_message"), (False,)),
     **dict.fromkeys(("skip_special_tokens", "add_generation_prompt"), (True,)),
     "include_stop_str_in_output": (False,),
@@ -79,7 +80,9 @@ class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
-class _Options(_Body):
+class Options(_Body):
+    """How answers are sampled."""
+
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Temperature | None = None
@@ -87,18 +90,21 @@ class _Options(_Body):
     top_k: Annotated[int, Field(ge=-1)] | None = None
     stop: str | list[str] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop_token_ids: list[int] | None = None
 
     @property
-    def options(self) -> _Options:
+    def options(self) -> Options:
         """How answers are sampled, wherever a request has it."""
         return self
 
     @property
     def choices(self) -> int:
+        """Answers to each prompt."""
         return self.n or 1
 
     @property
     def stop_strings(self) -> list[str]:
+        """Strings that end an answer."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
@@ -139,11 +145,43 @@ class _Request(_Body):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
+class Function(_Body):
+    """The function that a call names; its arguments are JSON, as the policy wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ChatCall(_Body):
+    """A call of a tool, in a turn of the assistant."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class Tool(_Body):
+    """A tool that the policy may call."""
+
+    type: Literal["function"]
+    function: Annotated[dict[str, Any], Field(min_length=1)]
+
+    @field_validator("function")
+    @classmethod
+    def _named(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(value.get("name"), str):
+            raise ValueError("a function has a name")
+        return value
+
+
 class ChatMessage(_Body):
     """A turn of a conversation, whose content may come in parts that are text."""
 
     role: str
     content: str
+    tool_calls: list[ChatCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -151,7 +189,10 @@ class ChatMessage(_Body):
         """Leave out what an answer of a server has besides its text, where that is nothing."""
         if not isinstance(value, dict):
             return value
-        return {k: v for k, v in value.items() if k == "content" or v not in (None, [])}
+        found = {k: v for k, v in value.items() if k == "content" or v not in (None, [])}
+        if found.get("tool_calls") and found.get("content") is None:
+            found["content"] = ""
+        return found
 
     @field_validator("content", mode="before")
     @classmethod
@@ -167,13 +208,22 @@ class ChatMessage(_Body):
         return "".join(part["text"] for part in value)
 
 
-class ChatRequest(_Request, _Options):
+class ChatRequest(_Request, Options):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools that the policy is told of."""
+        if self.tool_choice == "none":
+            return []
+        return [tool.model_dump() for tool in self.tools or ()]
 
     @field_validator("top_logprobs")
     @classmethod
@@ -188,7 +238,7 @@ class ChatRequest(_Request, _Options):
         return self.top_logprobs or 0 if self.logprobs else None
 
 
-class CompletionRequest(_Request, _Options):
+class CompletionRequest(_Request, Options):
     """``POST /v1/completions``: texts or token ids, one or several."""
 
     prompt: Annotated[list[str | list[int]], Field(min_length=1)]
@@ -217,7 +267,7 @@ def _are_ids(value: Any) -> bool:
     return isinstance(value, list) and value != [] and all(type(x) is int for x in value)
 
 
-class SamplingParams(_Options):
+class SamplingParams(Options):
     """vLLM's, as far as there are such."""
 
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
@@ -235,7 +285,7 @@ class GenerateRequest(_Request):
     sampling_params: SamplingParams
 
     @property
-    def options(self) -> _Options:
+    def options(self) -> Options:
         """As in other requests."""
         return self.sampling_params
 
@@ -249,7 +299,8 @@ def parsed(kind: type[R], body: Any) -> R:
         raise ApiError("the body must be a JSON object")
     body = _known(body)
     if isinstance(inner := body.get("sampling_params"), dict):
-        body["sampling_params"] = _known(inner)
+        of_text = ("skip_special_tokens", "include_stop_str_in_output")  # and there is none
+        body["sampling_params"] = _known({k: v for k, v in inner.items() if k not in of_text})
     try:
         return kind.model_validate(body)
     except ValidationError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,6 +28,7 @@ def render(
     *,
     encoder: Encoder | None = None,
     section: Literal["task", "data"] = "task",
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> Prompt:
     """Return one row as the actor reads it.
 
@@ -42,12 +43,14 @@ def render(
     Args:
         encoder: of the tokenizer, where the caller keeps one.
         section: of the settings, for messages.
+        tools: schemas of an environment's tools, beside those that the row brings.
     """
     encoder = encoder or Encoder(tokenizer)
     turns = None if row.tokens else _conversation(row, config, tokenizer, section)
     if turns is not None:
+        known = [*map(dict, tools), *(_tools(row, config) or ())] or None
         with template_accepts(turns):
-            read = encoder.chat(turns, add_generation_prompt=True, tools=_tools(row, config))
+            read = encoder.chat(turns, add_generation_prompt=True, tools=known)
         text, tokens = encoder.plain(read), encoder.ids(read)
     elif row.tokens:
         text, tokens = str(row.prompt), list(row.tokens)
@@ -80,15 +83,18 @@ class PromptSource:
     Attributes:
         skipped: prompts left out so far because they are longer than ``task.max_prompt_tokens``.
         config, seed, tokenizer: settings of the rows, seed of their order, the actor's tokenizer.
+        encoder: of that tokenizer.
         found: spellings of control tokens in prompts so far; they are read as text.
+        tools: schemas of the environment's tools, which prompts tell of.
     """
 
     def __init__(
         self, task: Task, config: TaskConfig, tokenizer: PreTrainedTokenizerBase, seed: int
     ) -> None:
         self.task, self.tokenizer, self.config, self.seed = task, tokenizer, config, seed
-        self._encoder = Encoder(tokenizer)
-        self.found = self._encoder.found
+        self.encoder = Encoder(tokenizer)
+        self.found = self.encoder.found
+        self.tools: Sequence[Mapping[str, Any]] = ()
         self._place = self.skipped = 0
         self._order = lru_cache(maxsize=2)(self._make_order)  # this epoch's, and the one before
 
@@ -127,7 +133,8 @@ class PromptSource:
     def prompt_by_id(self, prompt_id: int) -> Prompt:
         """Return the prompt that has, had or will have this id."""
         row = self.row_by_id(prompt_id)
-        return render(row, self.config, self.tokenizer, prompt_id, encoder=self._encoder)
+        how: Any = {"encoder": self.encoder, "tools": self.tools}
+        return render(row, self.config, self.tokenizer, prompt_id, **how)
 
     def row_by_id(self, prompt_id: int) -> TaskRow:
         """Return the row that the prompt with this id is made of."""

@@ -6,7 +6,7 @@ the sampled token t: its log-probability, and the value of the state before it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from statistics import fmean
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from stretto.algorithms.experience import Scored
-from stretto.types import TrainBatch, short_name
+from stretto.config import ENVIRONMENT
+from stretto.types import TrainBatch, sampled_of, short_name
 
 
 def collate(batch: TrainBatch, weights: Mapping[str, float]) -> Scored:
@@ -28,6 +29,10 @@ def collate(batch: TrainBatch, weights: Mapping[str, float]) -> Scored:
         return pad_sequence(rows, batch_first=True)
 
     reference, values = (batch.per_token.get(kind) for kind in ("logprobs", "values"))
+    turns = None
+    if batch.turn_rewards is not None and ENVIRONMENT in batch.rewards:
+        given = torch.from_numpy(batch.applies[ENVIRONMENT])[:, None] * weights[ENVIRONMENT]
+        turns = padded(batch.turn_rewards) * given.float()
     return Scored(
         mask=padded(np.ones(len(batch.tokens), np.bool_)),
         logprobs=padded(batch.logprobs),
@@ -36,6 +41,8 @@ def collate(batch: TrainBatch, weights: Mapping[str, float]) -> Scored:
         scores=torch.from_numpy(batch.totals(weights)).float(),
         ended=torch.from_numpy(batch.ended),
         groups=torch.from_numpy(batch.prompt_ids),
+        turn_rewards=turns,
+        episodes=None if batch.episodes is None else torch.from_numpy(batch.episodes),
     )
 
 
@@ -56,15 +63,27 @@ def staleness(batch: TrainBatch, version: int) -> dict[str, float]:
 def describe(batch: TrainBatch) -> dict[str, float]:
     """Return metrics of a batch that need no model: lengths, endings, and the mean of each reward
     source over the responses that it applies to.
+
+    An episode is one response, of all that the policy drew in it, and has the mean of its samples'
+    rewards.
     """
-    lengths = batch.lengths.tolist()
+    episodes = np.arange(len(batch)) if batch.episodes is None else batch.episodes
+    _, first, place = np.unique(episodes, return_index=True, return_inverse=True)
+
+    def summed(of_rows: Iterable[float]) -> list[float]:
+        sums = np.bincount(place, list(of_rows))[place[np.sort(first)]]
+        return [float(x) for x in sums]
+
+    lengths = summed(int(drawn.sum()) for drawn in batch.split(sampled_of(batch)))
     stats = {
         "response/length_mean": fmean(lengths),
-        "response/length_max": float(max(lengths)),
-        "response/ended": fmean(batch.ended.tolist()),
+        "response/length_max": max(lengths),
+        "response/ended": fmean(cut == 0 for cut in summed(~batch.ended)),
     }
     for source in sorted(batch.rewards):
-        applies = batch.applies[source]
-        if applies.any():
-            stats[f"reward/{short_name(source)}"] = fmean(batch.rewards[source][applies].tolist())
+        counts = summed(batch.applies[source])
+        if any(counts):
+            sums = summed(np.where(batch.applies[source], batch.rewards[source], 0.0))
+            means = [x / n for x, n in zip(sums, counts, strict=True) if n]
+            stats[f"reward/{short_name(source)}"] = fmean(means)
     return stats

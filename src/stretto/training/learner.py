@@ -107,7 +107,7 @@ class PolicyLearner:
         self._steps += 1
         thawed = self._steps > self.config.critic.freeze_steps
         if thawed and "objective/kl" in experience.stats:
-            self._kl.update(experience.stats["objective/kl"], len(batch))
+            self._kl.update(experience.stats["objective/kl"], batch.response_count)
         updates = max(len(minibatches), 1)
         # Means over mini-batches of means within one; only one has sums of the disagreement.
         once = (SUM, SQUARES, TOKENS)
@@ -247,6 +247,8 @@ class PolicyLearner:
         c = self.config
         inputs = experience.pick(rows).weighted(c.algorithm.averaging, c.rollout.max_new_tokens)
         inputs = replace(inputs, fresh=fresh[rows], own=self._own(fresh[rows]))
+        if experience.apart:
+            units = [(row,) for row in rows]
         tokens = [max(responses[row].total_tokens for row in unit) * len(unit) for unit in units]
         batches = []
         for chosen in self.backprop.divide(tokens):

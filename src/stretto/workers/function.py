@@ -50,7 +50,7 @@ class FunctionProcess:
         self._process, self._unread, self._request = process, b"", 0
         self._pid, self._input = process.pid, process.stdin.fileno()
         self._output = process.stdout.fileno()
-        self._kill = weakref.finalize(self, _kill, process)
+        self._kill = weakref.finalize(self, kill, process)
         for pipe in (self._input, self._output):
             os.set_blocking(pipe, False)
         try:
@@ -161,7 +161,7 @@ def _wait(pipe: int, event: int, deadline_s: float) -> None:
             raise TimeoutError
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def kill(process: subprocess.Popen[bytes]) -> None:
     """End a process and its group, now."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

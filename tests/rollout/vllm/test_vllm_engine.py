@@ -11,7 +11,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from engine_helpers import END, LIMIT, STAND_IN_MODEL, StandIn, following, logprob
+from engine_helpers import BLOCK, END, LIMIT, STAND_IN_MODEL, StandIn, following, logprob
 from engine_helpers import stand_in_engine as engine
 from raising import raises
 from stretto.config import RolloutConfig
@@ -20,7 +20,7 @@ from stretto.models.weights import fingerprint
 from stretto.rollout.base import EngineSettings, StopStrings
 from stretto.rollout.sampling import stream_seed
 from stretto.rollout.vllm import llm
-from stretto.rollout.vllm.engine import SEEDS, FullWeights
+from stretto.rollout.vllm.engine import SEEDS, FullWeights, VllmEngine
 from stretto.types import Chunk, FinishReason, Prompt, Response, Sampling, WeightsRef
 from stretto.weights.channel import SharedChannel
 
@@ -160,6 +160,68 @@ def test_rollouts_of_one_prompt_share_its_prefix() -> None:
     one.admit([response(i, prompt=range(1, 10)) for i in range(3)])
     one.decode(4)
     assert one.prefilled_tokens == 9 + 1 + 1  # two blocks of 4 are shared
+
+
+EPISODE = Sampling(30, max_turn_tokens=8)
+
+
+def waiting(one: VllmEngine) -> Response:
+    """A response whose first turn has ended, with 2 more tokens of context; others are released."""
+    one.admit([replace(response(i), sampling=EPISODE) for i in range(20)])
+    turns = [c for c in one.decode(100).chunks if c.finish is FinishReason.TURN]
+    chunk = next(c for c in turns if len(c.tokens) > 3)
+    one.release([i for i in range(20) if i != chunk.rollout_id])
+    sampled = np.array([True] * len(chunk.tokens) + [False] * 2)
+    r = replace(response(chunk.rollout_id), sampling=EPISODE, sampled=sampled)
+    return replace(r, tokens=np.array([*chunk.tokens, 8, 9], np.int32))
+
+
+@pytest.mark.parametrize("carry", [None, "recompute", "reuse"])
+def test_one_that_waited_goes_on_from_what_the_prefix_cache_has(
+    carry: Literal["recompute", "reuse"] | None,
+) -> None:
+    """Its salt is that under which its blocks were made, where a weight sync lets these be used."""
+    channel, ref = weights(1)
+    stand_in = StandIn()
+    one = engine(stand_in, carry or "recompute", channel=channel)
+    r = waiting(one)
+    assert not stand_in.busy
+    if carry:
+        one.load(ref)
+    before = one.prefilled_tokens
+    one.hold([r.id], "remake")  # which does nothing
+    one.admit([r])
+    (chunk,) = one.decode(100).chunks
+    read = one.prefilled_tokens - before
+    assert stand_in.added[-1][1] == r.total_tokens
+    assert stand_in.added[-1][3] == ("1" if carry == "recompute" else "0")
+    whole = (r.total_tokens - 2) // BLOCK * BLOCK  # blocks of prompt and turn
+    assert read == r.total_tokens - (0 if carry == "recompute" else whole)
+    assert stand_in.samplings[-1].max_new_tokens == 8
+    assert chunk.start == len(r)
+
+
+def test_it_stays_awake_for_those_that_wait() -> None:
+    """They go on before weights come, without which it could not wake."""
+    stand_in = StandIn()
+    stand_in.sleeps = True
+    one = engine(stand_in, sleep_level=2)
+    r = waiting(one)
+    one.admit([r])
+    one.decode(100)
+    assert not stand_in.slept
+    one.release([r.id])
+    assert stand_in.slept == ["sleep 2"]
+
+
+def test_the_limit_of_a_turn_or_of_what_is_left_of_the_episode_is_asked_for() -> None:
+    stand_in = StandIn()
+    one = engine(stand_in)
+    r = waiting(one)
+    whole = len(r) + 5
+    one.admit([replace(r, sampling=replace(EPISODE, max_new_tokens=whole))])
+    one.decode(1)
+    assert stand_in.samplings[-1].max_new_tokens == 5
 
 
 def test_stop_strings_end_a_response_by_the_runs_own_rule() -> None:

@@ -98,6 +98,17 @@ def test_rollouts_go_on_where_they_were(checked: dict[str, Any]) -> None:
     assert checked["chunked"] == checked["greedy"]["vllm"]
 
 
+def test_episodes_are_our_engines(checked: dict[str, Any]) -> None:
+    """Greedy, with turns that end by end tokens and limits, whatever became of those waiting."""
+    ours, theirs = checked["turns"]["torch"], checked["turns"]["vllm"]
+    several = [turns for _, turns, _ in ours["kept"]["ended"] if len(turns) > 1]
+    assert len(several) > 3
+    assert len({ended_by for *_, ended_by in ours["kept"]["ended"]}) > 1
+    for of in (ours, theirs):
+        for way in of.values():
+            assert way["ended"] == ours["kept"]["ended"]
+
+
 def test_numbers_are_not_drawn_twice(checked: dict[str, Any]) -> None:
     """After a cut, the continuation does not begin with the tokens that the first part began with.
 

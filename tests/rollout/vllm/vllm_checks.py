@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine_helpers import WAITS, episodes, play
 from helpers import llama
 from stretto.config import ModelConfig, RolloutConfig
 from stretto.errors import ConfigError
@@ -154,6 +155,24 @@ def greedy(requests: LlmRequests, found: dict[str, Any]) -> None:
         learner.sync(engine, model())
 
     found["carried"] = answers(engine, 5, cut)
+    turns(engine, own, found)
+
+
+def turns(engine: VllmEngine, own: TorchEngine, found: dict[str, Any]) -> None:
+    """Episodes, whose turns end often: greedy in both engines, and what of them is read."""
+    prompts = [(3, 4, 5), (10,), tuple(range(20, 60)), (7, 7, 9, 11), *((9, i) for i in range(12))]
+    sampling = Sampling(60, 0.0, max_turn_tokens=20)
+    found["turns"] = {}
+    ends = frozenset(range(0, VOCABULARY, 6))
+    for each, name in ((own, "torch"), (engine, "vllm")):
+        each.settings = replace(each.settings, end_tokens=ends)
+        found["turns"][name] = {}
+        for way in ("kept", "released", "moved"):
+            made, before = episodes(prompts, sampling), each.prefilled_tokens
+            play(each, made, way=WAITS[way])
+            read = each.prefilled_tokens - before
+            ended = [(list(r.tokens), list(r.turns), r.ended_by) for r in made]
+            found["turns"][name][way] = {"read": read, "ended": ended}
 
 
 def sampled(engine: VllmEngine, module: Any, found: dict[str, Any]) -> None:

@@ -85,7 +85,7 @@ def html_page(
         dark=style.variables(dark=True) + colours,
         style=style.asset("report.css"),
         hatches=style.hatch_patterns(),
-        script=style.asset("charts.js") + style.asset("report.js"),
+        script="".join(map(style.asset, ("charts.js", "transcripts.js", "report.js"))),
         data=data,
     )
 
@@ -201,14 +201,16 @@ def _mean(values: Iterable[Any]) -> float | None:
 
 def _samples(runs: Sequence[LoadedRun], after: Sequence[int]) -> list[dict[str, Any]]:
     """Return the samples of each run by step: prompt, response, reward, end, tokens and scores
-    (with what sources gave beside them)."""
+    (with what sources gave beside them), and the transcript of an episode."""
     every: list[dict[int, list[Any]]] = [{} for _ in runs]
     for run, step, by_step in zip(runs, after, every, strict=True):
         for s in (s for s in run.samples if s["step"] > step):
             given = {**s.get("scores", {}), **s.get("extra", {})}
             scores = {n: v if isinstance(v, str) else _mean([v]) for n, v in given.items()}
             row = [s["prompt"], s["response"], _mean([s["reward"]]), s["finish"], s["tokens"]]
-            by_step.setdefault(s["step"], []).append([*row, scores])
+            told = {key: s.get(key) for key in ("turns", "pieces", "ended_by")}
+            more = [told] if told["turns"] else []
+            by_step.setdefault(s["step"], []).append([*row, scores, *more])
     return _thinned(every, SAMPLE_CHARS)
 
 
@@ -255,7 +257,7 @@ def _timeline(run: LoadedRun, step: TracedStep, kinds: list[str]) -> list[Any]:
             kinds.append(bar.kind)
         row: list[Any] = [roles[bar.role], kinds.index(bar.kind), *place(bar.start_s, bar.end_s)]
         row += [bar.tokens, bar.version, bar.count or None, list(bar.rollouts) or None]
-        row.append(bar.spans if bar.spans > 1 else None)
+        row += [bar.spans if bar.spans > 1 else None, None if bar.height == 1 else bar.height]
         while row[-1] is None:
             row.pop()
         drawn.append(row)

@@ -127,8 +127,8 @@ const timeline = {
       draw(svg, "text", { class: "muted", x, y: height - 8, "text-anchor": "middle" }, timeText(t, axis));
     }
     run.roles.forEach((role, i) => draw(svg, "text", { x: left - 8, y: lane * i + 14, "text-anchor": "end" }, role.length > 20 ? role.slice(0, 19) + "…" : role));
-    const rect = (role, from, units, fill, kind, text) => {
-      const made = draw(svg, "rect", { x: left + from * scale, y: lane * role, width: Math.max(units * scale, 0.8), height: bar, fill, class: kind, rx: units * scale > 6 ? 2 : 0 });
+    const rect = (role, from, units, fill, kind, text, height = 1) => {
+      const made = draw(svg, "rect", { x: left + from * scale, y: lane * role + bar * (1 - height), width: Math.max(units * scale, 0.8), height: bar * height, fill, class: kind, rx: units * scale > 6 && height === 1 ? 2 : 0 });
       made.addEventListener("pointermove", (e) => tip.show(e, text()));
       made.addEventListener("pointerleave", () => tip.hide());
     };
@@ -138,17 +138,17 @@ const timeline = {
       const [name, title] = D.causes[cause];
       rect(role, from, units, `url(#hatch-${name})`, "wait", () => `${run.roles[role]}: ${title}\n${when(from, units)}`);
     }
-    for (const [role, kind, from, units, tokens, version, count, ids, joined] of bars) {
+    for (const [role, kind, from, units, tokens, version, count, ids, joined, height] of bars) {
       kinds.add(kind);
       const [colour, title, pale] = D.kinds[kind];
-      rect(role, from, units, colour, "work", () => [
+      rect(role, from, units, colour, height ? "count" : "work", () => [
         `${run.roles[role]}: ${title}`, when(from, units),
-        count ? `${count} rollout${count > 1 ? "s" : ""}: ${(ids ?? []).join(", ")}${count > (ids ?? []).length ? ", ..." : ""}` : "",
+        count ? `${count} rollout${count > 1 ? "s" : ""}${ids ? `: ${ids.join(", ")}${count > ids.length ? ", ..." : ""}` : ""}` : "",
         tokens != null ? `${tokens.toLocaleString("en")} tokens` : "",
         version != null ? `policy version ${version}` : "",
         joined ? `${joined} calls in a row` : "",
-      ].filter(Boolean).join("\n"));
-      if (units * scale > 7 * title.length + 8) {
+      ].filter(Boolean).join("\n"), height);
+      if (!height && units * scale > 7 * title.length + 8) {
         draw(svg, "text", { class: pale ? "on-pale" : "on-bar", x: left + (from + units / 2) * scale, y: lane * role + 13, "text-anchor": "middle" }, title);
       }
     }
@@ -204,6 +204,8 @@ const CURVES = [
   ["policy/entropy_avg", "Entropy [nats a token]"],
   ["policy/clipfrac_avg", "Clipped share of tokens", { zero: true }],
   ["response/length_mean", "Response length, mean [tokens]"],
+  ["episode/turns_mean", "Turns of an episode, mean", { zero: true }],
+  ["episode/wait_s_mean", "Wait for the environment, mean [s]", { zero: true }],
   ["perf/samples_per_s", "Samples per second", { zero: true }],
   ["schedule/overcommit", "Over-commitment: responses in flight beyond the batch", { stepped: true, zero: true }],
   ["schedule/chunk_tokens", "Chunk size [tokens]", { stepped: true, zero: true }],
@@ -312,7 +314,10 @@ const samples = {
       return node("th", {}, button);
     });
     at("samples").replaceChildren(node("table", {}, node("thead", {}, node("tr", {}, ...head)),
-      node("tbody", {}, ...rows.slice(0, this.most).map((row) => node("tr", {}, ...columns.map(([, get, made]) => node("td", {}, made ? made(row) : shown(get(row)))))))));
+      node("tbody", {}, ...rows.slice(0, this.most).flatMap((row, i) => [
+        node("tr", {}, ...columns.map(([, get, made]) => node("td", {}, made ? made(row) : shown(get(row))))),
+        ...(row[8] ? [node("tr", {}, node("td", { colspan: columns.length }, transcript(row[8], i === 0)))] : []),
+      ]))));
     at("sample-count").textContent = `${Math.min(this.most, rows.length)} of ${rows.length} samples`;
     at("sample-more").hidden = rows.length <= this.most;
   },

@@ -12,8 +12,9 @@ from stretto.errors import ConfigError
 from stretto.observe.idle import time_of_roles
 from stretto.observe.report import style
 from stretto.observe.report.runs import LoadedRun
-from stretto.observe.spans import Span
+from stretto.observe.spans import ENVIRONMENT, Span
 from stretto.observe.trace import TracedStep
+from stretto.observe.waiting import profile
 
 MAX_BARS = 300
 """Bars of a role; with more of them, neighbours of one kind are joined."""
@@ -40,19 +41,32 @@ class Bar:
     rollouts: Sequence[int] = ()  # the first ids
     count: int = 0  # of rollouts, in all
     spans: int = 1  # that it stands for
+    height: float = 1.0  # as a share of its lane's
 
 
 def bars(step: TracedStep) -> list[Bar]:
     """Return the work of a step, in order of start; what reaches beyond it is cut off."""
     by_role: dict[str, list[Bar]] = {}
     for span in sorted(step.spans, key=lambda span: span.start_s):
-        if not span.waits:
+        if not span.waits and span.role != ENVIRONMENT:
             by_role.setdefault(span.role, []).append(_bar(span, step))
     gap_s = _JOINED_GAP * (step.end_s - step.start_s)
-    return [
+    work = [
         bar
         for of_role in by_role.values()
         for bar in (_join(of_role, gap_s) if len(of_role) > MAX_BARS else of_role)
+    ]
+    return work + _waiting(step)
+
+
+def _waiting(step: TracedStep) -> list[Bar]:
+    """Return how many rollouts wait for their environment, as bars that are as high."""
+    calls = [span for span in step.spans if span.role == ENVIRONMENT]
+    found = profile(calls, step.start_s, step.end_s, MAX_BARS)
+    most = max((count for *_, count in found), default=1)
+    return [
+        Bar(ENVIRONMENT, ENVIRONMENT, start_s, end_s, count=count, height=count / most)
+        for start_s, end_s, count in found
     ]
 
 
@@ -157,8 +171,10 @@ def _tracks(
         x = _LEFT + (bar.start_s - start_s) * scale
         # A hair narrower than it is, so that consecutive calls can be told apart.
         width = max((bar.end_s - bar.start_s) * scale - 0.6, 0.6)
+        height = _BAR * bar.height
+        top = tops[bar.role] + _BAR - height
         yield (
-            f'<rect x="{x:.2f}" y="{tops[bar.role]:.1f}" width="{width:.2f}" height="{_BAR}" '
+            f'<rect x="{x:.2f}" y="{top:.1f}" width="{width:.2f}" height="{height:.3g}" '
             f'rx="{min(2.0, width / 3):.1f}" fill="{fill}"/>'
         )
 

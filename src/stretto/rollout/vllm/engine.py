@@ -37,6 +37,7 @@ from stretto.types import (
     Capabilities,
     Chunk,
     FloatArray,
+    Hold,
     IntArray,
     KVTransfer,
     Response,
@@ -79,7 +80,8 @@ class VllmEngine(Engine):
 
     Sampling is seeded by run, rollout and position, but kernels add up in an order that depends on
     the batch: the same seed may give other tokens in other company. Keys and values stay behind
-    when a rollout moves; carried ones are read from the prefix cache, as far as it has them.
+    when a rollout moves; carried ones, and those of parked rollouts, are read from the prefix
+    cache, as far as it has them.
     """
 
     capabilities = Capabilities(
@@ -88,6 +90,7 @@ class VllmEngine(Engine):
     own_weights = True
     check = staticmethod(check_version)
     _held: dict[int, RequestRow]
+    _parked: dict[int, RequestRow]
 
     def __init__(self, requests: LlmRequests, source: Source, settings: EngineSettings) -> None:
         super().__init__(settings, requests.longest)
@@ -124,9 +127,14 @@ class VllmEngine(Engine):
         require_fingerprint(weights, self._source.fingerprint(), "the engine")
         self.version = weights.version
         self._loads += 1
-        for row in rows:
+        for row in (*rows, *self._parked.values()):
             if self.settings.carry == "recompute" or not row.generated:
                 row.salt = str(self._loads)
+
+    def hold(self, rollout_ids: Iterable[int], how: Hold) -> None:
+        """Do nothing: a parked rollout has no request, and what the prefix cache has of it stays
+        there until others need the room.
+        """
 
     def logprobs(self, sequences: IntArray) -> FloatArray:
         self._make_idle()
@@ -141,13 +149,15 @@ class VllmEngine(Engine):
         return self._requests.kv_bytes_per_token
 
     def _row(self, r: Response, tokens: list[int], transfer: KVTransfer | None) -> RequestRow:
-        salt, prompt = str(self._loads), r.prompt.tokens
+        parked, prompt = self._parked.get(r.id), r.prompt.tokens
+        salt = parked.salt if parked else str(self._loads)
         return RequestRow(
             id=r.id,
             prompt=prompt,
             tokens=tokens,
             reported=len(r),
             sampling=r.sampling or self._sampling,
+            turn_start=r.turn_start,
             salt=salt,
         )
 
@@ -157,7 +167,7 @@ class VllmEngine(Engine):
                 self._wake("weights", "kv_cache")
                 self._submit(row)
         steps = 0
-        while self._held and steps < max_tokens and not 0 < stop_after <= len(self._done):
+        while self._held and steps < max_tokens and not 0 < stop_after <= self._finished:
             steps += self._step()
         self._rest()
         return steps
@@ -173,7 +183,7 @@ class VllmEngine(Engine):
         seed = stream_seed(*(row.sampling.seed or (self.settings.seed, row.id)))
         if not self._requests.seeds_positions:  # else its first numbers would be drawn once more
             seed = stream_seed(seed, row.generated)
-        left = replace(row.sampling, max_new_tokens=row.sampling.max_new_tokens - row.generated)
+        left = replace(row.sampling, max_new_tokens=row.tokens_left)
         self._requests.add(row.request, row.tokens, row.salt, seed % SEEDS, left)
 
     def _withdraw(self, rows: Iterable[RequestRow]) -> None:
@@ -192,7 +202,8 @@ class VllmEngine(Engine):
         self._wake("weights", "kv_cache")
 
     def _rest(self) -> None:
-        if self._requests.sleeps and not self._held and not self._resting:
+        busy = self._held or self._parked  # these may go on before weights come
+        if self._requests.sleeps and not busy and not self._resting:
             self._requests.sleep(self._level)
             self._resting = ("weights", "kv_cache")
 

@@ -20,10 +20,12 @@ from stretto.config import ScheduleConfig, changes, recipes
 from stretto.config.sections import NonNegative, NonNegativeInt, PositiveInt, Section, Seed, refuse
 from stretto.errors import ConfigError, RuleError
 from stretto.runtime.sim import costs
+from stretto.runtime.sim.episodes import Episodes, Turns
 from stretto.runtime.sim.faults import Faults
 from stretto.runtime.sim.lengths import Distribution, LearningCurve, Lognormal, Uniform
+from stretto.schedules.hold import HoldLimits
 from stretto.schedules.migration import MigrationLimits
-from stretto.types import ScoreKind
+from stretto.types import Sampling, ScoreKind
 
 Devices = tuple[NonNegativeInt, ...]
 C = TypeVar("C")
@@ -146,7 +148,9 @@ class Workload(Section):
     prompt_tokens: Distribution = Uniform(low=128, high=384)
     """Lengths of prompts, by prompt id."""
     response_tokens: Distribution = Lognormal(median=300, p95=1200)
-    """Lengths of responses, by rollout id, before the limit."""
+    """Lengths of responses, by rollout id, before the limit; of turns, where there are episodes."""
+    episodes: Episodes | None = None
+    """Turns, answers and waits, where responses have several turns; max_new_tokens counts all."""
     learning: LearningCurve = LearningCurve()
     """The effect of training on rewards."""
     chunks: tuple[PositiveInt, ...] = ()
@@ -165,8 +169,24 @@ class Workload(Section):
         """Tokens of a prompt and its response, on average."""
         shares = [(i + 0.5) / _QUANTILES for i in range(_QUANTILES)]
         prompts = (self.prompt_tokens.quantile(u, i) for i, u in enumerate(shares))
+        if turns := self.turns:
+            each = (sum(t.tokens + t.answer for t in turns(i)) for i in range(_QUANTILES))
+            return fmean(prompts) + fmean(min(tokens, self.max_new_tokens) for tokens in each)
         responses = (self.response_tokens.quantile(u, i) for i, u in enumerate(shares))
         return fmean(prompts) + fmean(min(tokens, self.max_new_tokens) for tokens in responses)
+
+    @property
+    def turns(self) -> Turns | None:
+        """The turns of each rollout, where responses have several."""
+        return Turns(self.episodes, self.response_tokens, self.seed) if self.episodes else None
+
+    @property
+    def sampling(self) -> Sampling | None:
+        """How a response's turns are limited, where it has several."""
+        if self.episodes is None:
+            return None
+        most = self.episodes.max_turn_tokens or self.max_new_tokens
+        return Sampling(self.max_new_tokens, max_turn_tokens=most)
 
     def reward(self, rollout_id: int, version: int) -> float:
         """Return the reward of a rollout whose last tokens a version has sampled."""
@@ -262,6 +282,19 @@ class Cluster(Section):
             ),
             score_tokens_per_s=1 / scoring_s if scoring_s else 1e12,
             prompt_tokens=int(w.prompt_tokens.quantile(0.5, 0)),
+        )
+
+    @property
+    def holding(self) -> HoldLimits | None:
+        """The facts about keys and values of rollouts that wait, once costs are numbers."""
+        role, w = self.generators[0], self.workload
+        cost, longest = known(role.cost), w.max_new_tokens + int(w.prompt_tokens.quantile(0.999, 0))
+        if not cost.cache_tokens:
+            return None
+        token_s = _token_s(cost.prefill, longest) / role.replicas
+        copied = cost.offload.bytes_per_s / cost.cache_bytes if cost.cache_bytes else 0.0
+        return HoldLimits(
+            cost.cache_tokens * role.replicas, 1 / token_s if token_s else 1e12, copied
         )
 
     @classmethod

@@ -194,6 +194,8 @@ class GeneratorCost(Section):
     """Whether a step reads as much context for each row as for the longest one."""
     transfer: TransferCost = TransferCost()
     """The cost of moving keys and values to another generator."""
+    offload: TransferCost = TransferCost(bytes_per_s=2e10)
+    """The cost of moving them to the host's memory, and back."""
     cache_bytes: NonNegative = 0.0
     """Bytes of keys and values a token."""
     cache_tokens: NonNegativeInt = 0

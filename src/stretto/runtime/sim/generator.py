@@ -5,6 +5,10 @@ Tokens are placeholders, and lengths come from a distribution. Calls that break 
 batching rollouts wait for a slot, are prefilled, and then get one token a decode step together with
 all others, until they end and their slot goes to the next.
 
+In an episode a rollout leaves its slot when its turn has ended. Its keys and values stay, or go to
+the host or are dropped as :meth:`SimGenerator.hold` says; those that have been there longest are
+dropped where rows that decode need the room.
+
 Rows are never walked step by step. All rows of a replica share one count of steps, so that a row is
 two numbers, the steps at which it came and at which it will end; a call costs time in proportion to
 the rows that end in it, and to the chunks that it returns.
@@ -25,7 +29,17 @@ from stretto.errors import EngineError
 from stretto.runtime.sim.cluster import GeneratorRole, known
 from stretto.runtime.sim.costs import GeneratorCost
 from stretto.runtime.sim.devices import SimWorker
-from stretto.types import Chunk, Decoded, FinishReason, KVTransfer, Response, WeightsRef
+from stretto.runtime.sim.episodes import Turn, turn_of
+from stretto.types import (
+    Chunk,
+    Decoded,
+    FinishReason,
+    Hold,
+    KVTransfer,
+    Response,
+    WeightsRef,
+    episode_of,
+)
 
 _TOKENS, _LOGPROBS = np.zeros(1 << 17, np.int32), np.full(1 << 17, -1.0, np.float32)
 """Stand-ins for sampled tokens and their log-probabilities; longer than any response."""
@@ -40,7 +54,7 @@ class SimRow:
     Attributes:
         prompt: its tokens.
         tokens: response tokens that have been returned.
-        length: response tokens at its end.
+        length: response tokens at its end, or its turn's.
         cached: prompt and response tokens whose keys and values came with it.
         base: the replica's count of steps minus the row's tokens, while it has a slot.
     """
@@ -70,6 +84,8 @@ class Replica:
         self._to_prefill = 0
         self._void = False
         self._groups: Counter[int] = Counter()
+        self.parked: dict[int, int] = {}  # tokens whose keys and values are kept, the oldest first
+        self._in_parked = 0
         self.time_s = 0.0  # since the call began
         self.left = 0  # steps of the call
         self.event_s = inf  # when the next event is; infinite when there is no more to do
@@ -110,6 +126,19 @@ class Replica:
         self._void = True
         for row in self.waiting:
             row.cached = 0
+        for id_ in list(self.parked):
+            self.unpark(id_)
+
+    def park(self, rollout_id: int, tokens: int) -> None:
+        """Keep keys and values of a rollout that waits for its environment."""
+        self.parked[rollout_id] = tokens
+        self._in_parked += tokens
+
+    def unpark(self, rollout_id: int) -> int:
+        """Keep them no longer; return the tokens that they were of, 0 for none."""
+        tokens = self.parked.pop(rollout_id, 0)
+        self._in_parked -= tokens
+        return tokens
 
     def fill(self) -> None:
         """Give free slots to waiting rollouts, prefill what is not cached, plan the next event."""
@@ -117,6 +146,7 @@ class Replica:
             self._to_prefill, self._void = self._tokens_of_rows(), False
         while self.waiting and self.left and self._has_room(self.waiting[0]):
             row = self.waiting.popleft()
+            row.cached = max(row.cached, self.unpark(row.id))
             self._reserved += row.prompt + row.length
             shared = row.prompt if self._groups[row.group] else 0
             self._to_prefill += row.prompt + row.tokens - max(row.cached, shared)
@@ -134,9 +164,17 @@ class Replica:
         self._plan()
 
     def _has_room(self, row: SimRow) -> bool:
-        limit = self._cost.cache_tokens
-        fits = not limit or not self.rows or self._reserved + row.prompt + row.length <= limit
-        return fits and (not self._slots or len(self.rows) < self._slots)
+        limit, wanted = self._cost.cache_tokens, self._reserved + row.prompt + row.length
+        if self._slots and len(self.rows) >= self._slots:
+            return False
+        if limit and self.rows and wanted > limit:
+            return False
+        while limit and wanted + self._in_parked - self.parked.get(row.id, 0) > limit:
+            oldest = next((id_ for id_ in self.parked if id_ != row.id), None)
+            if oldest is None:
+                break
+            self.unpark(oldest)
+        return True
 
     def _tokens_of_rows(self) -> int:
         prompts = {row.group: row.prompt for row in self.rows.values()}
@@ -210,13 +248,16 @@ def decode(
 
     Args:
         stop_after: once so many rows have ended, every replica finishes its step and stops; 0 does
-            not stop.
+            not stop. The end of a turn does not count.
     """
     for replica in replicas:
         replica.begin(max_steps)
     ended: list[tuple[float, int, int, SimRow]] = []
+    finished = 0
 
     def note(replica: Replica, rows: Sequence[SimRow]) -> None:
+        nonlocal finished
+        finished += sum(row.finish is not FinishReason.TURN for row in rows)
         ended.extend((replica.time_s, replica.work["steps"], row.id, row) for row in rows)
 
     while True:
@@ -225,7 +266,7 @@ def decode(
         if time_s == inf:
             break
         note(first, first.advance())
-        if stop_after and len(ended) >= stop_after:
+        if stop_after and finished >= stop_after:
             for replica in replicas:
                 if replica is not first:
                     note(replica, replica.advance_until(time_s))
@@ -242,10 +283,11 @@ def decode(
 
 
 class SimGenerator:
-    """A generator that decodes to ``lengths`` of rollouts known beforehand.
+    """A generator that decodes to ``lengths`` of rollouts known beforehand, or ``turns`` of them.
 
-    Rollouts go to the replica with the fewest, and stay there; a call occupies all devices. State:
-    the version. Rollouts in flight are the schedule's to save, as with a real engine.
+    Rollouts go to the replica with the fewest, and stay there, over their waits too while their
+    keys and values are kept; a call occupies all devices. State: the version. Rollouts in flight
+    are the schedule's to save, as with a real engine.
     """
 
     def __init__(
@@ -256,26 +298,35 @@ class SimGenerator:
         *,
         max_new_tokens: int,
         carry: Literal["recompute", "reuse"] = "recompute",
+        turns: Callable[[int], Sequence[Turn]] = lambda rollout_id: (),
     ) -> None:
-        self._worker, self._role, self._lengths = worker, role, lengths
+        self._worker, self._role, self._lengths, self._turns = worker, role, lengths, turns
         self._max_new_tokens, self._carry, self._cost = max_new_tokens, carry, known(role.cost)
         self._begin()
 
     def _begin(self) -> None:
         self._replicas = [Replica(self._cost, self._role.slots) for _ in range(self._role.replicas)]
         self._home: dict[int, Replica] = {}
+        self._parked: dict[int, Replica] = {}
+        self._on_host: dict[int, int] = {}  # tokens of those whose keys and values are there
         self.version = 0
 
     async def admit(self, responses: Sequence[Response]) -> None:
         async with self._worker.turn:
+            back = {r.id: n for r in responses if (n := self._on_host.pop(r.id, 0))}
             for response in responses:
-                self._add(response, 0)
+                self._add(response, back.get(response.id, 0))
+            if back:
+                await self._copy("onload", list(back), sum(back.values()))
 
     async def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
         async with self._worker.turn:
             ended, seconds, work = decode(self._replicas, max_tokens, stop_after)
             for row in ended:
-                del self._home[row.id]
+                replica = self._home.pop(row.id)
+                if row.finish is FinishReason.TURN:
+                    self._parked[row.id] = replica
+                    replica.park(row.id, row.prompt + row.length)
             chunks = [self._chunk(row, row.length, row.finish) for row in ended]
             chunks += self._chunks()
             if chunks:
@@ -288,6 +339,34 @@ class SimGenerator:
             for id_ in rollout_ids:
                 if replica := self._home.pop(id_, None):
                     replica.take_out(id_)
+                self._unpark(id_)
+
+    async def hold(self, rollout_ids: Sequence[int], how: Hold) -> None:
+        """Say what becomes of keys and values of rollouts that wait; others are ignored.
+
+        Those that are not kept do not come back before their rollout goes on.
+        """
+        async with self._worker.turn:
+            moved = 0
+            for id_ in rollout_ids if how != "keep" else ():
+                replica = self._parked.get(id_)
+                tokens = replica.unpark(id_) if replica else 0
+                if tokens and how == "offload":
+                    self._on_host[id_] = tokens
+                    moved += tokens
+            if moved:
+                await self._copy("offload", rollout_ids, moved)
+
+    async def _copy(self, name: str, rollout_ids: Sequence[int], tokens: int) -> None:
+        size_bytes = self._cost.cache_bytes * tokens
+        seconds, rollouts = self._cost.offload.seconds(size_bytes), list(rollout_ids)
+        await self._worker.work(name, seconds, rollouts=rollouts, bytes=size_bytes)
+
+    def _unpark(self, rollout_id: int) -> int:
+        """Forget a rollout that waits; return tokens of its keys and values on the host."""
+        if replica := self._parked.pop(rollout_id, None):
+            replica.unpark(rollout_id)
+        return self._on_host.pop(rollout_id, 0)
 
     async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Sequence[KVTransfer]:
         """Let go of rollouts; the time that moving a cache takes is the receiver's."""
@@ -319,6 +398,7 @@ class SimGenerator:
             await self._worker.work("load", self._cost.load_s, version=weights.version)
             self.version = weights.version
             if self._carry == "recompute":
+                self._on_host.clear()
                 for replica in self._replicas:
                     replica.void_cache()
 
@@ -328,8 +408,7 @@ class SimGenerator:
             self._begin()
 
     def _add(self, response: Response, cached: int) -> None:
-        wanted = self._lengths(response.id)
-        length = min(wanted, self._max_new_tokens)
+        wanted, length = self._end_of(response)
         if response.id in self._home:
             problem = f"rollout {response.id} is in the engine already; release it first"
             raise EngineError(problem, "already-in-engine")
@@ -339,18 +418,30 @@ class SimGenerator:
                 "that go on",
                 "rollout-ended",
             )
-        replica = min(self._replicas, key=lambda r: r.load)
+        ends = FinishReason.TURN if _in_turns(response) else FinishReason.STOP
+        parked = self._parked.pop(response.id, None)
+        replica = parked or min(self._replicas, key=lambda r: r.load)
         row = SimRow(
             id=response.id,
             group=response.group,
             prompt=len(response.prompt.tokens),
             tokens=len(response),
             length=length,
-            finish=FinishReason.LENGTH if wanted > length else FinishReason.STOP,
+            finish=FinishReason.LENGTH if wanted > length else ends,
             cached=cached,
         )
         replica.waiting.append(row)
         self._home[response.id] = replica
+
+    def _end_of(self, response: Response) -> tuple[int, int]:
+        """Return the response's tokens at its end, or its turn's, without and with its limits."""
+        own, start = response.sampling, response.turn_start
+        if own is None or not _in_turns(response):
+            wanted = self._lengths(response.id)
+            return wanted, min(wanted, self._max_new_tokens)
+        turns = self._turns(episode_of(response.id))
+        wanted = start + turns[min(turn_of(response), len(turns) - 1)].tokens
+        return wanted, min(wanted, own.max_new_tokens, start + own.max_turn_tokens)
 
     def _chunks(self) -> list[Chunk]:
         """Make chunks of the rollouts that go on, by id."""
@@ -366,3 +457,7 @@ class SimGenerator:
     def _chunk(self, row: SimRow, now: int, finish: FinishReason | None = None) -> Chunk:
         start, new = row.tokens, now - row.tokens
         return Chunk(row.id, start, _TOKENS[:new], _LOGPROBS[:new], self.version, finish)
+
+
+def _in_turns(response: Response) -> bool:
+    return response.sampling is not None and response.sampling.max_turn_tokens > 0

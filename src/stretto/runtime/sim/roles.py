@@ -15,7 +15,17 @@ from stretto.errors import EngineError
 from stretto.runtime.sim.cluster import LearnerRole, ScorerRole, known
 from stretto.runtime.sim.costs import PrefillCost
 from stretto.runtime.sim.devices import SimWorker
-from stretto.types import Chunk, Response, Score, ScorerInfo, TrainBatch, TrainOutput, WeightsRef
+from stretto.types import (
+    CONTEXT,
+    Chunk,
+    FinishReason,
+    Response,
+    Score,
+    ScorerInfo,
+    TrainBatch,
+    TrainOutput,
+    WeightsRef,
+)
 
 _NUMBERS = np.zeros(1 << 17, np.float32)
 """Zeros that per-token scores are slices of; longer than any response."""
@@ -24,10 +34,14 @@ _NUMBERS.flags.writeable = False
 
 @dataclass(slots=True)
 class _Pending:
-    """A rollout at a scorer: prompt and response tokens, of which ``cached`` are prefilled."""
+    """A rollout at a scorer: prompt and response tokens, of which ``cached`` are prefilled.
+
+    ``sampled`` are the response tokens that the policy drew.
+    """
 
     prompt: int
     tokens: int
+    sampled: int
     version: int
     ended: bool
     cached: int = 0
@@ -58,8 +72,9 @@ class SimScorer:
             for r in responses:
                 if r.id in self._pending:
                     raise EngineError(f"{self.name} has rollout {r.id} already; release it first")
-                prompt_tokens = len(r.prompt.tokens)
-                self._pending[r.id] = _Pending(prompt_tokens, len(r), r.version, bool(r.finish))
+                drawn = len(r) if r.sampled is None else int(r.sampled.sum())
+                sizes = len(r.prompt.tokens), len(r), drawn
+                self._pending[r.id] = _Pending(*sizes, r.version, _has_ended(r.finish))
 
     async def extend(self, chunks: Sequence[Chunk]) -> None:
         async with self._worker.turn:
@@ -72,7 +87,10 @@ class SimScorer:
                         "chunk-out-of-place",
                     )
                 entry.tokens += len(chunk.tokens)
-                entry.version, entry.ended = chunk.version, chunk.finish is not None
+                entry.ended = _has_ended(chunk.finish)
+                if chunk.version != CONTEXT:
+                    entry.sampled += len(chunk.tokens)
+                    entry.version = chunk.version
             if self.info.streams:
                 ids = list(dict.fromkeys(c.rollout_id for c in chunks))
                 await self._work("prefill", ids)
@@ -132,8 +150,12 @@ class SimScorer:
         if self.info.kind == "reward":
             values = np.array([self._reward(rollout_id, entry.version)], np.float32)
         else:
-            values = _NUMBERS[: entry.tokens]
+            values = _NUMBERS[: entry.sampled]
         return Score(rollout_id, self.name, self.info.kind, values)
+
+
+def _has_ended(finish: FinishReason | None) -> bool:
+    return finish not in (None, FinishReason.TURN)
 
 
 class SimLearner:
@@ -149,7 +171,7 @@ class SimLearner:
             tokens = self._tokens(batch)
             await self._worker.work("update", self._cost.seconds(tokens), tokens=tokens)
             rewards, now = batch.totals(), self.version
-            stale = [now - int(v.min(initial=now)) for v in batch.split(batch.versions)]
+            stale = [now - int(v.min(initial=now)) for v in batch.split_sampled(batch.versions)]
             stats = {
                 "objective/scores": sum(rewards.tolist()) / max(len(rewards), 1),
                 "staleness/mean": sum(stale) / max(len(stale), 1),

@@ -16,6 +16,7 @@ from stretto.protocols import DRIVER, RECORDS, Generator, Learner, Tracer
 from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole
 from stretto.runtime.sim.costs import DriverCost
 from stretto.runtime.sim.devices import Cores, Device, SimWorker
+from stretto.runtime.sim.episodes import SimEnvironment
 from stretto.runtime.sim.faults import Faults, faulty
 from stretto.runtime.sim.generator import SimGenerator
 from stretto.runtime.sim.lengths import Lengths
@@ -146,9 +147,11 @@ def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule
         drop_failures=w.on_failure == "drop",
         group_at_least=w.group_at_least,
         restarts=cluster.restarts,
+        episodes=w.sampling,
+        environment_rewards=w.episodes is not None and w.episodes.rewarded,
     )
     migrating = cluster.migrating if schedule.knobs.migrates(engines) else None
-    turned = controls(schedule, settings, engines, w.seed, migrating)
+    turned = controls(schedule, settings, engines, w.seed, migrating, cluster.holding)
     if w.chunks and not schedule.chunk_tokens:
         turned = replace(turned, chunk=FixedChunk(*w.chunks))
     if w.deltas and schedule.knobs.overcommit == "auto":
@@ -156,13 +159,27 @@ def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule
     replicas, learner = roles.replicas, roles.learner
     lengths = Lengths(w.prompt_tokens, w.seed + 1)
     prompts = (Prompt(i, (0,) * lengths(i), "") for i in count()).__next__
-    return Schedule(prompts, roles.generators, replicas, learner, turned, VirtualClock(), tracer)
+    environment = None
+    if w.episodes and w.turns:
+        rewarded = {"reward": w.reward} if w.episodes.rewarded else {}
+        environment = SimEnvironment(w.turns, w.max_new_tokens, **rewarded)
+    return Schedule(
+        prompts,
+        roles.generators,
+        replicas,
+        learner,
+        turned,
+        VirtualClock(),
+        tracer,
+        environment=environment,
+    )
 
 
 def make_roles(cluster: Cluster, tracer: Tracer) -> SimRoles:
     """Make the description's roles, with its faults, on its devices; call it in a running loop."""
     devices = [Device(i) for i in range(cluster.device_count)]
-    w, lengths = cluster.workload, Lengths(cluster.workload.response_tokens, cluster.workload.seed)
+    w = cluster.workload
+    lengths, turns = Lengths(w.response_tokens, w.seed), w.turns or (lambda rollout_id: ())
     cores = Cores(cluster.cores) if cluster.cores else None
 
     def worker(name: str, role: GeneratorRole | ScorerRole | LearnerRole) -> SimWorker:
@@ -176,7 +193,9 @@ def make_roles(cluster: Cluster, tracer: Tracer) -> SimRoles:
     for i, g in enumerate(cluster.generators):
         name = f"generator {i}" if len(cluster.generators) > 1 else "generator"
         limit, carry = w.max_new_tokens, cluster.schedule.carry
-        made = SimGenerator(worker(name, g), g, lengths, max_new_tokens=limit, carry=carry)
+        made = SimGenerator(
+            worker(name, g), g, lengths, max_new_tokens=limit, carry=carry, turns=turns
+        )
         generators.append(put(made, name))
     replicas = [
         ScorerReplica(put(SimScorer(worker(s.name, s), s, w.reward), f"{s.name} {i}"), s.host)

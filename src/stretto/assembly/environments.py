@@ -1,0 +1,102 @@
+"""The environment of a run, opened before any model: its processes, and how turns go on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from stretto.assembly.models import NO_OVERRIDES, Overrides
+from stretto.config import Config, EnvironmentConfig
+from stretto.environments.bridge import Bridge
+from stretto.environments.processes import (
+    EnvironmentProcess,
+    LocalEnvironment,
+    Place,
+    locate_source,
+    settings_of,
+)
+from stretto.environments.program import PlacedPrograms, ProgramEnvironment
+from stretto.environments.role import EnvironmentRole
+from stretto.environments.sessions import Bridges, Limits, Sessions
+from stretto.errors import ConfigError, require
+from stretto.protocols import Environment
+from stretto.saying import Say, working
+from stretto.tasks.prompts import PromptSource
+
+
+def open_environment(
+    config: Config,
+    prompts: PromptSource,
+    stack: ExitStack,
+    say: Say,
+    overrides: Overrides = NO_OVERRIDES,
+) -> Environment | None:
+    """Open what answers turns; ``None`` where nothing does, and a response is one turn.
+
+    The prompts tell of its tools from then on. Raises ConfigError where a source is not there or of
+    no known shape, or where the chat template cannot go from turn to turn.
+    """
+    settings = config.environment
+    if not settings.sources:
+        return None
+    with working(say, "starting the environment"):
+        places = open_places(settings, overrides.environment)
+        for place in places:
+            stack.callback(place.close)
+    if places[0].ready["kind"] == "program":
+        return _programs(config, places, prompts, overrides)
+    prompts.tools = places[0].ready["tools"]
+    bridge = Bridge(prompts.encoder, prompts.tools, end_tokens=overrides.end_tokens or frozenset())
+    if bridge.breaks and settings.on_break == "refuse":
+        raise ConfigError(
+            f"environment.on_break = 'refuse': {bridge.breaks}", "template-rewrites-history"
+        )
+    if bridge.breaks:
+        say(f"where earlier turns are rewritten, a new sample begins: {bridge.breaks}")
+    return EnvironmentRole(settings, places, bridge, prompts.encoder, config.task.max_prompt_tokens)
+
+
+def _programs(
+    config: Config, places: Sequence[Place], prompts: PromptSource, overrides: Overrides
+) -> Environment:
+    """Make the environment of a program, whose server listens once the first episode begins."""
+    for library in ("starlette", "uvicorn"):
+        require(library, "serve", "a program as environment.sources")
+    from stretto.serving.programs import ProgramServer
+
+    bridges = Bridges(prompts.encoder, overrides.end_tokens or frozenset())
+    settings = config.environment
+    limits = Limits(config.task.max_prompt_tokens, config.rollout.max_new_tokens, settings.on_break)
+    sessions = Sessions(bridges, prompts.encoder, limits)
+    name = Path(config.model.name).name
+    server = ProgramServer(sessions, prompts.tokenizer, name)
+    return ProgramEnvironment(PlacedPrograms(places), sessions, server, settings)
+
+
+def open_places(settings: EnvironmentConfig, objects: Mapping[str, Any]) -> Sequence[Place]:
+    """Start the places of episodes: processes, or this one for objects by their names."""
+    brought = {name: objects[name] for name in settings.sources if name in objects}
+    named = [name for name in settings.sources if name not in objects]
+    places: list[Place]
+    if brought and named:
+        raise ConfigError(
+            f"environment.sources: '{named[0]}' is a name, and '{next(iter(brought))}' an object "
+            "of this process; give all as objects, or all by name",
+            "environments-mixed",
+        )
+    if brought:
+        places = [LocalEnvironment(brought, settings_of(settings))]
+    else:
+        sources = {name: locate_source(name) for name in named}
+        opening = {"sources": sources, "settings": settings_of(settings)}
+        places = [EnvironmentProcess(opening) for _ in range(settings.processes)]
+    try:
+        for place in places:
+            place.start()
+    except BaseException:
+        for place in places:
+            place.close()
+        raise
+    return places

@@ -1,0 +1,131 @@
+"""Live episodes of an environment, by their ids, and the requests about them: plain data."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from stretto.environments.launch import launch
+from stretto.environments.results import CHARACTERS_PER_TOKEN, Step, shortened
+from stretto.environments.running import CallError, Runner
+from stretto.environments.shapes import Episode, Source, recognise
+from stretto.errors import RewardError
+from stretto.scoring.conventions import describe, plain
+
+
+class Host:
+    """Answers requests about episodes, many at a time, in an event loop.
+
+    ::
+
+        {"do": "open", "episode": id, "row": {...}, "messages": [...]}  -> an Opening, as a dict
+        {"do": "step", "episode": id, "turn": {...}}                    -> a Step, as a dict
+        {"do": "finish", "episode": id}         -> {"reward": number or null, maybe "failure": text}
+        {"do": "close", "episode": id}                                  -> {}
+        {"do": "run", "episode": id, "arguments": {...}}  of a program  -> {"result": plain data}
+        {"do": "stop", "episode": id}                                   -> {}
+        any of them                                                     -> {"error": text}
+
+    Args:
+        named: the objects of ``environment.sources`` by those names.
+        settings: ``timeout_s``, ``parallel`` and ``max_observation_tokens`` of the environment.
+        worn: is called once as many threads hang as calls may run.
+    """
+
+    def __init__(
+        self, named: Mapping[str, Any], settings: Mapping[str, Any], worn: Callable[[], object]
+    ) -> None:
+        self._run = Runner(settings["parallel"], settings["timeout_s"], worn)
+        self._unlimited = Runner(settings["parallel"], math.inf, worn)
+        self._characters = CHARACTERS_PER_TOKEN * settings["max_observation_tokens"]
+        self.source: Source = recognise(named, self._run)
+        self._episodes: dict[int, Episode] = {}
+        self._programs: dict[int, asyncio.Future[Any]] = {}
+        self._does: Mapping[str, Callable[[Any], Coroutine[Any, Any, dict[str, Any]]]] = {
+            "open": self._open,
+            "step": self._step,
+            "finish": self._finish,
+            "close": self._close,
+            "run": self._run_program,
+            "stop": self._stop_program,
+        }
+
+    def ready(self) -> dict[str, Any]:
+        """Return what the parent must know of the source."""
+        source = self.source
+        return {"kind": source.kind, "tools": source.tools, "replay": source.replay}
+
+    async def answer(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Do what a request says; an error of users' code is an answer."""
+        try:
+            return await self._does[body["do"]](body)
+        except (CallError, RewardError) as error:
+            return {"error": str(error), "place": getattr(error, "place", str(error))}
+        except Exception as error:  # else nobody would answer
+            said = f"{type(error).__name__}: {error}"
+            return {"error": said, "place": describe(error, None)}
+
+    async def _open(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        await self._close(body)
+        episode = self.source.make(body["row"])
+        self._episodes[body["episode"]] = episode
+        try:
+            opening = asdict(await episode.open(body["messages"]))
+        except BaseException:
+            await self._close(body)
+            raise
+        if self.source.tools and not opening["tools"]:
+            opening["tools"] = None  # the prompt has been rendered with them
+        return opening
+
+    async def _step(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        episode = self._episodes[body["episode"]]
+        step: Step = await episode.step(body["turn"])
+        step.messages = shortened(step.messages, self._characters)
+        answer = {**asdict(step), "calls": plain(step.calls)}
+        if step.done:
+            earned = await self._finish(body)
+            answer |= {**earned, "reward": _sum(step.reward, earned["reward"])}
+        return answer
+
+    async def _finish(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return {"reward": await self._episodes[body["episode"]].finish()}
+        except (CallError, RewardError) as error:  # which is no number
+            return {"reward": None, "failure": str(error)}
+
+    async def _close(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        episode = self._episodes.pop(body["episode"], None)
+        if episode is not None:
+            await episode.close()
+        return {}
+
+    async def _run_program(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        assert self.source.run, "only programs are run"
+        work = launch(self._unlimited, self.source.run, **body["arguments"])
+        program = self._programs[body["episode"]] = asyncio.ensure_future(work)
+        try:
+            return {"result": plain(await program)}
+        except asyncio.CancelledError:
+            return {"error": "it was ended"}
+        finally:
+            self._programs.pop(body["episode"], None)
+
+    async def _stop_program(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        if program := self._programs.get(body["episode"]):
+            program.cancel()
+        return {}
+
+    async def close(self) -> None:
+        """Close all episodes; errors of theirs are ignored, as nobody is left to hear of them."""
+        closing = [episode.close() for episode in self._episodes.values()]
+        self._episodes.clear()
+        await asyncio.gather(*closing, return_exceptions=True)
+
+
+def _sum(*rewards: float | None) -> float | None:
+    given = [reward for reward in rewards if reward is not None]
+    return sum(given) if given else None

@@ -1,0 +1,64 @@
+"""A user's program, called in the process that it runs in."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from typing import Any, Protocol
+
+HTTP_CLIENT = "http_client"
+
+
+class Calls(Protocol):
+    """Calls users' code: coroutines in the event loop, other functions on a thread."""
+
+    async def __call__(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        """Return what a call returns."""
+
+
+def is_program(thing: Any) -> bool:
+    """Return whether something is a program: a function that takes ``base_url``, a function of the
+    name ``run`` that takes ``**extra``, or a class with a method ``run`` that is no environment.
+    """
+    if inspect.isclass(thing):
+        steps = callable(getattr(thing, "step", None)) or callable(getattr(thing, "reset", None))
+        return callable(getattr(thing, "run", None)) and not steps
+    if not inspect.isroutine(thing):
+        return False
+    parameters = _parameters(thing)
+    named = thing.__name__ == "run" and _takes_any(parameters)
+    return named or "base_url" in parameters
+
+
+async def launch(
+    call: Calls, program: Callable[..., Any], data: Mapping[str, Any], base_url: str, api_key: str
+) -> Any:
+    """Run a program to its end; return what it returned.
+
+    Of ``base_url``, ``api_key`` and ``http_client`` it gets those that it names, or the first two
+    as ``**extra``. The HTTP client is one for OpenAI's.
+    """
+    made: Any = program() if inspect.isclass(program) else None
+    function = program if made is None else made.run
+    parameters = _parameters(function)
+    given: dict[str, Any] = {"base_url": base_url, "api_key": api_key}
+    if not _takes_any(parameters):
+        given = {name: value for name, value in given.items() if name in parameters}
+    async with AsyncExitStack() as stack:
+        if HTTP_CLIENT in parameters:
+            from openai import DefaultAsyncHttpxClient
+
+            given[HTTP_CLIENT] = await stack.enter_async_context(DefaultAsyncHttpxClient())
+        return await call(function, dict(data), **given)
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some that are written in C do not tell
+        return {}
+
+
+def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -1,0 +1,262 @@
+"""The parent's side of environments: a process that works on many requests, or this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Any, Protocol
+
+from stretto.config import EnvironmentConfig
+from stretto.config.sections import reward_source
+from stretto.environments.host import Host
+from stretto.errors import ConfigError, RewardError
+from stretto.scoring.functions import locate
+from stretto.workers.function import START_LIMIT_S, kill
+
+SILENCE_S = 30.0
+"""Seconds without a sign of life of a process that has something to answer, or the time limit of a
+call where that is longer: then its event loop is blocked, and it is ended."""
+
+Answer = Mapping[str, Any]
+
+SETTING = "environment.sources"
+
+
+def settings_of(config: EnvironmentConfig) -> dict[str, Any]:
+    """Return the settings that places of episodes go by."""
+    return config.model_dump(include={"timeout_s", "parallel", "max_observation_tokens"})
+
+
+def locate_source(name: str) -> dict[str, str]:
+    """Return where what ``environment.sources`` names is, as :func:`locate` does; ConfigError if it
+    names nothing.
+    """
+    source = reward_source(name)
+    if source.kind != "function":
+        raise ConfigError(
+            f"{SETTING}: '{name}' is neither 'file.py:name' nor 'package.module:name'",
+            "unknown-source",
+        )
+    return locate(source, SETTING)
+
+
+class ProcessLostError(Exception):
+    """The process ended, or was ended, before it answered; its text says how."""
+
+
+class Place(Protocol):
+    """A place where episodes live: a process, or threads of this one."""
+
+    ready: Mapping[str, Any]
+    starts: int
+
+    def start(self) -> None:
+        """Start it, if it is not at work; raises ConfigError for what is wrong with the sources."""
+
+    def ask(self, body: Mapping[str, Any]) -> Future[Answer]:
+        """Send a request; the answer comes in any order, or ProcessLostError."""
+
+    def require_alive(self) -> None:
+        """End it, if it gives no sign of life."""
+
+    def close(self) -> None:
+        """End it with all that it does."""
+
+
+class EnvironmentProcess:
+    """A process of environments; started again by :meth:`start` after it was lost.
+
+    Attributes:
+        ready: what the process said of the source.
+        starts: processes that were started.
+    """
+
+    def __init__(self, opening: Mapping[str, Any]) -> None:
+        self._opening = opening
+        self._silence_s = max(SILENCE_S, float(opening["settings"]["timeout_s"]))
+        self.ready: Mapping[str, Any] = {}
+        self.starts = 0
+        self._lock, self._starting = Lock(), Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._kill: Callable[[], object] = lambda: None
+        self._waiting: dict[int, Future[Answer]] = {}
+        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
+        self._request, self._heard_s = 0, 0.0
+
+    def start(self) -> None:
+        """Start a process, unless one is at work, and wait until it has imported its sources."""
+        with self._starting:
+            if self._process is None:
+                self._start()
+
+    def _start(self) -> None:
+        # As for reward functions: a session of its own, and no files of the working directory in
+        # place of libraries of their name.
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "stretto.environments.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+        )
+        with self._lock:
+            self._process, self._waiting, self._outbox = process, {}, SimpleQueue()
+            self._kill = weakref.finalize(self, kill, process)
+        self.starts += 1
+        me = weakref.ref(self)
+        for work in (_write, _read):
+            Thread(target=work, args=(me, process, self._outbox), daemon=True).start()
+        try:
+            answer = self.ask(self._opening).result(START_LIMIT_S)
+        except (ProcessLostError, TimeoutError) as error:
+            self.close()
+            raise RewardError(
+                f"the process of {self._named} ended or took over {START_LIMIT_S:g} s while it was "
+                "starting; see what it wrote to standard error, or run: "
+                f"{sys.executable} -c 'import stretto.environments.worker'",
+                code="environment-not-started",
+            ) from error
+        if "refused" in answer:
+            self.close()
+            raise ConfigError(answer["message"], answer["code"])
+        self.ready = answer["ready"]
+
+    @property
+    def _named(self) -> str:
+        return "environment.sources = " + ", ".join(self._opening["sources"])
+
+    def ask(self, body: Mapping[str, Any]) -> Future[Answer]:
+        """Send a request; the answer comes in any order, or ProcessLostError."""
+        future: Future[Answer] = Future()
+        with self._lock:
+            if self._process is None:
+                future.set_exception(ProcessLostError("it had ended"))
+                return future
+            self._request += 1
+            if not self._waiting:
+                self._heard_s = time.monotonic()
+            self._waiting[self._request] = future
+            message = {"request": self._request, "body": body}
+            self._outbox.put(json.dumps(message).encode() + b"\n")
+        return future
+
+    def require_alive(self) -> None:
+        """End the process if it has something to answer, and has been silent for too long."""
+        with self._lock:
+            silent_s = time.monotonic() - self._heard_s if self._waiting else 0.0
+        if silent_s > self._silence_s:
+            self.close(f"it gave no sign of life for {silent_s:.0f} s: a coroutine may block it")
+
+    def close(self, how: str = "it was closed") -> None:
+        """Kill the process and all that it started; what it was asked has no answer."""
+        with self._lock:
+            process, self._process = self._process, None
+            waiting, self._waiting = self._waiting, {}
+            self._outbox.put(None)
+        if process is not None:
+            self._kill()
+        for future in waiting.values():
+            if not future.done():
+                future.set_exception(ProcessLostError(how))
+
+    def _take(self, process: subprocess.Popen[bytes], line: bytes) -> None:
+        """Take a line of the process; one that answers nothing, or of another process, is none."""
+        try:
+            message = json.loads(line)
+            number, pid = message.pop("request"), message.pop("pid")
+        except (ValueError, TypeError, LookupError, AttributeError):
+            self._ended(process, f"its pipe had no answer, but {line[:200]!r}")
+            return
+        with self._lock:
+            if process is not self._process or pid != process.pid:
+                return
+            self._heard_s = time.monotonic()
+            future = self._waiting.pop(number, None)
+        if future is not None and not future.done():
+            future.set_result(message.get("answer", message))
+
+    def _ended(self, process: subprocess.Popen[bytes], how: str) -> None:
+        if process is self._process:
+            self.close(how)
+
+
+def _read(
+    me: weakref.ref[EnvironmentProcess], process: subprocess.Popen[bytes], outbox: object
+) -> None:
+    """Hand lines over until the process ends, or nobody holds its owner any more."""
+    assert process.stdout
+    unread: list[bytes] = []
+    with suppress(ValueError, OSError):  # of a pipe that was closed meanwhile
+        while data := os.read(process.stdout.fileno(), 1 << 16):
+            *lines, rest = data.split(b"\n")
+            for line in lines:
+                owner = me()
+                if owner is None:
+                    return
+                owner._take(process, b"".join([*unread, line]))
+                unread.clear()
+                del owner
+            unread.append(rest)
+    if owner := me():
+        code = None
+        with suppress(subprocess.TimeoutExpired):
+            code = process.wait(timeout=1.0)
+        owner._ended(process, f"its process ended in the middle of its work (exit code {code})")
+
+
+def _write(me: object, process: subprocess.Popen[bytes], outbox: SimpleQueue[bytes | None]) -> None:
+    """Write lines to the process; the reader notices where it has ended."""
+    assert process.stdin
+    with suppress(ValueError, OSError):
+        pipe = process.stdin.fileno()
+        while line := outbox.get():
+            left = memoryview(line)
+            while left:
+                left = left[os.write(pipe, left) :]
+
+
+class LocalEnvironment:
+    """Environments that the caller has as objects: in this process, in an event loop on a thread.
+
+    Their calls have their deadlines; a function that hangs keeps its thread, and none is replaced.
+    """
+
+    def __init__(self, named: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        self._host = Host(named, settings, worn=lambda: None)
+        self.ready: Mapping[str, Any] = self._host.ready()
+        self.starts = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """Start the event loop."""
+        if self._loop is None:
+            self.starts += 1
+            self._loop = asyncio.new_event_loop()
+            Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def ask(self, body: Mapping[str, Any]) -> Future[Answer]:
+        """Answer a request; see :class:`Host`."""
+        assert self._loop
+        answer = self._host.answer(json.loads(json.dumps(body)))  # as a process would get it
+        return asyncio.run_coroutine_threadsafe(answer, self._loop)
+
+    def require_alive(self) -> None:
+        """Do nothing: there is no process to end."""
+
+    def close(self) -> None:
+        """Close the episodes and the event loop."""
+        if self._loop is not None:
+            loop, self._loop = self._loop, None
+            with suppress(TimeoutError):
+                asyncio.run_coroutine_threadsafe(self._host.close(), loop).result(5.0)
+            loop.call_soon_threadsafe(loop.stop)

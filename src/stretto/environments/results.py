@@ -1,0 +1,154 @@
+"""What tools and environments return, read as messages, rewards and ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from stretto.errors import RewardError
+from stretto.scoring.conventions import as_number, plain
+
+CHARACTERS_PER_TOKEN = 64
+"""Characters of an answer that are kept for each token that it may have; the rest is never read."""
+
+_OBSERVATION = ("observations", "observation", "messages", "environment_feedback")
+_REWARD = ("reward", "rewards")
+_DONE = ("done", "terminated", "truncated", "episode_done")
+
+
+@dataclass
+class Step:
+    """The answer to a turn: messages, whether the episode is over, a reward, records of calls."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    done: bool = False
+    reward: float | None = None
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    read_as: str = ""  # how an observation became text, where it was none
+
+
+@dataclass
+class Opening:
+    """What an environment adds to its prompt: text behind the last user message, messages behind
+    the last one, or a conversation in place of it; and tools of this episode."""
+
+    text: str = ""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    conversation: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+def as_text(value: Any) -> str:
+    """Return a result as the policy reads it: text as it is, anything else as JSON.
+
+    What JSON has no form for is given by its ``str()``, and what is no valid Unicode is replaced.
+    """
+    if isinstance(value, bytes | bytearray):
+        return bytes(value).decode(errors="replace")
+    text = value if isinstance(value, str) else json.dumps(plain(value), ensure_ascii=False)
+    return text.encode(errors="replace").decode()
+
+
+def error_text(said: str) -> str:
+    """Return an error as the policy reads it."""
+    return as_text({"error": said})
+
+
+def read_step(result: Any) -> Step:
+    """Read what a ``step`` returned, in any of the shapes of docs/episodes.md.
+
+    Raises RewardError if it is in none of them, or has a reward that is no finite number.
+    """
+    if result is None:
+        raise RewardError("step returned None; it must return an observation, or say 'done'")
+    if isinstance(result, tuple):
+        if len(result) not in (3, 4, 5):
+            raise RewardError(
+                f"step returned {len(result)} values; they are (observation, reward, done, info), "
+                "or (observation, reward, terminated, truncated, info)"
+            )
+        observation, reward = result[:2]
+        done = bool(result[2]) or (len(result) == 5 and bool(result[3]))
+        return _step(observation, reward, done)
+    if isinstance(result, Mapping):
+        if result.get("role"):
+            return _step(result, None, done=False)
+        found = dict(result)
+    elif any(hasattr(result, name) for name in _DONE):
+        names = (*_OBSERVATION, "next_observation", *_REWARD, *_DONE)
+        found = {name: getattr(result, name) for name in names if hasattr(result, name)}
+    else:
+        return _step(result, None, done=False)
+    observation = _first(found, (*_OBSERVATION, "next_observation"))
+    return _step(observation, _first(found, _REWARD), any(bool(found.get(name)) for name in _DONE))
+
+
+def read_opening(result: Any, *, replaces: bool = False) -> Opening:
+    """Read what a ``reset``, ``init`` or ``open`` returned; ``replaces``: its messages are the
+    whole conversation.
+    """
+    if isinstance(result, tuple):
+        result = result[0] if result else None
+    if isinstance(result, Mapping) and not result.get("role"):
+        tools = result.get("tools")
+        opening = read_opening(_first(result, _OBSERVATION), replaces=replaces)
+        opening.tools = plain(tools) if tools else None
+        return opening
+    if not isinstance(result, str) and hasattr(result, "observation"):
+        result = result.observation
+    if result is None:
+        return Opening()
+    messages, is_text = read_messages(result)
+    if is_text:
+        return Opening(text=messages[0]["content"])
+    return Opening(conversation=messages) if replaces else Opening(messages=messages)
+
+
+def read_messages(observation: Any) -> tuple[list[dict[str, Any]], bool]:
+    """Return an observation as messages, and whether it was none: then it is one of the user."""
+    one = observation if isinstance(observation, Sequence) else [observation]
+    if one and not isinstance(observation, str) and all(_is_message(entry) for entry in one):
+        return [_message(entry) for entry in one], False
+    if isinstance(observation, str | bytes | bytearray):
+        text = as_text(observation)
+    else:  # a picture of numbers reads better as Python shows it than as JSON
+        text = as_text(str(observation))
+    return [{"role": "user", "content": text}], True
+
+
+def _step(observation: Any, reward: Any, done: bool) -> Step:
+    messages: list[dict[str, Any]] = []
+    read_as, is_sequence = "", isinstance(observation, str | list | tuple)
+    if observation is not None and not (is_sequence and not observation):
+        messages, is_text = read_messages(observation)
+        if is_text and not isinstance(observation, str):
+            kind = type(observation)
+            read_as = f"str() of {kind.__module__}.{kind.__qualname__}"
+    return Step(messages, done, None if reward is None else as_number(reward), read_as=read_as)
+
+
+def _is_message(entry: Any) -> bool:
+    return isinstance(entry, Mapping) and isinstance(entry.get("role"), str)
+
+
+def _message(entry: Mapping[str, Any]) -> dict[str, Any]:
+    others = {str(key): plain(value) for key, value in entry.items() if key != "content"}
+    content = entry.get("content")
+    return {**others, "content": "" if content is None else as_text(content)}
+
+
+def _first(found: Mapping[str, Any], names: Sequence[str]) -> Any:
+    return next((found[name] for name in names if found.get(name) is not None), None)
+
+
+def shortened(messages: Sequence[dict[str, Any]], characters: int) -> list[dict[str, Any]]:
+    """Cut texts of messages to so many characters; ``left_out`` is then the number of others."""
+    short = []
+    for message in messages:
+        over = len(message["content"]) - characters
+        if over > 0:
+            message = {**message, "content": message["content"][:characters], "left_out": over}
+        short.append(message)
+    return short

@@ -1,0 +1,422 @@
+"""The environment of a run: answers turns as context tokens, keeps limits, and loses no episode."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from stretto.config import EnvironmentConfig
+from stretto.environments.processes import Place, ProcessLostError
+from stretto.environments.results import CHARACTERS_PER_TOKEN, error_text
+from stretto.errors import EpisodeLostError, RewardError, TaskError
+from stretto.scoring.conventions import plain
+from stretto.tasks.base import INDEX_KEY
+from stretto.types import (
+    FORKS,
+    FinishReason,
+    Message,
+    Observation,
+    Prompt,
+    Response,
+    episode_of,
+    sampled_of,
+)
+
+if TYPE_CHECKING:
+    from stretto.environments.bridge import Bridge, Turn
+    from stretto.tasks.encode import Encoder
+
+LOSSES = 5
+"""Processes that may be lost one after another without an answer in between."""
+
+LOOK_S = 2.0
+"""Seconds between two looks at a process that has not answered."""
+
+_NO_TOKENS = np.empty(0, np.int32)
+_log = logging.getLogger(__name__)
+
+Answer = Mapping[str, Any]
+
+
+@dataclass
+class _Live:
+    """An episode: where it lives, what was said, and what brings a new environment to its place."""
+
+    id: int
+    place: int
+    row: dict[str, Any]
+    messages: list[Message]
+    began_s: float
+    asked: list[Message] = field(default_factory=list)  # the prompt as the environment got it
+    starts: int = -1  # of the place, when the episode was opened there
+    number: int = 0
+    turns: int = 0
+    forks: int = 0
+    tools: Any = None  # of this episode alone
+    samples: set[int] = field(default_factory=set)
+    history: list[tuple[dict[str, Any], Answer]] = field(default_factory=list)
+
+
+class EnvironmentRole:
+    """Answers the turns of episodes; see :class:`stretto.protocols.Environment`.
+
+    An error of users' code, or a call that took too long, is an observation that the policy reads,
+    and is in the record. Where the process of an episode was lost, another one is started, and the
+    episode brought to where it was, as ``environment.replay`` says.
+
+    Args:
+        places: where episodes live, started; those of a group live in the same one.
+        max_prompt_tokens: of a prompt that an environment changes, or that a fork begins with.
+    """
+
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        places: Sequence[Place],
+        bridge: Bridge,
+        encoder: Encoder,
+        max_prompt_tokens: int,
+    ) -> None:
+        self._config, self._places, self._bridge = config, places, bridge
+        self._encoder, self._max_prompt_tokens = encoder, max_prompt_tokens
+        self._episodes: dict[int, _Live] = {}
+        self._losses = [0] * len(places)
+        ready = places[0].ready
+        self._functions = ready["kind"] == "functions"
+        own = ready["replay"] or ("recorded" if self._functions else "pure")
+        self._replay = own if config.replay == "auto" else config.replay
+
+    async def open(self, response: Response, log: Sequence[Observation] = ()) -> Observation:
+        """Begin the episode of a response, or bring a new environment to the end of its log."""
+        prompt = response.prompt
+        data = {key: value for key, value in prompt.data.items() if key != INDEX_KEY}
+        said = _conversation(prompt)
+        live = _Live(
+            id=episode_of(response.id),
+            place=response.group % len(self._places),
+            row=cast(dict[str, Any], plain(data)),
+            messages=said,
+            began_s=time.monotonic(),
+            asked=list(said),
+            samples={response.id},
+        )
+        if log:
+            await self._reopen(live)
+            self._take_up(live, response, log)
+            await self._replayed(live)
+            self._episodes[live.id] = live
+            return log[-1]
+        opening = await self._ask(live, None)
+        if "error" in opening:
+            raise RewardError(
+                f"the environment of rollout {response.id} could not be opened: "
+                f"{opening.get('place') or opening['error']}",
+                [response.id],
+                "environment-not-opened",
+            )
+        self._episodes[live.id] = live
+        changed = self._changed(live, prompt, opening)
+        return Observation(response.id, 0, _NO_TOKENS, prompt=changed)
+
+    async def step(self, response: Response) -> Observation:
+        """Answer the turn that a response ends with."""
+        live = self._episodes.get(episode_of(response.id))
+        if live is None:
+            raise self._lost(response.id, "it was not opened")
+        live.samples.add(response.id)
+        cut = response.finish is FinishReason.LENGTH
+        drawn = response.tokens[response.turn_start :].tolist()
+        turn = self._bridge.parse(drawn, ended=not cut, tools=live.tools)
+        why = self._limit(live, response, cut=cut)
+        asked = _as_plain(turn, live.turns, response, cut=cut)
+        live.turns += 1
+        answer: Answer = {"messages": [], "done": not turn.calls, "reward": None, "calls": []}
+        if not self._functions or (turn.calls and not why):
+            answer = self._read(await self._ask(live, asked))
+        reward, failure = answer["reward"], answer.get("failure")
+        if why and not (answer["done"] or self._functions):
+            ended = await self._ask(live, {"do": "finish"})
+            reward, failure = _sum(reward, ended.get("reward")), ended.get("failure", failure)
+        live.history.append((asked, answer))
+        if answer["done"] and not cut:
+            why = "environment"
+        record = {"calls": answer["calls"], "read_as": answer.get("read_as"), "failure": failure}
+        seen = Observation(
+            response.id,
+            live.number + 1,
+            _NO_TOKENS,
+            reward=reward,
+            ended_by=why,
+            messages=(turn.message, *answer["messages"]),
+            record={key: value for key, value in record.items() if value},
+        )
+        seen = await self._appended(live, response, seen)
+        live.number = seen.number
+        live.messages += seen.messages
+        return seen
+
+    async def release(self, rollout_ids: Sequence[int]) -> None:
+        """Close the episodes of these samples, ended or not; those closed before are ignored."""
+        closing = []
+        for rollout_id in rollout_ids:
+            live = self._episodes.get(episode_of(rollout_id))
+            if live is None:
+                continue
+            live.samples.discard(rollout_id)
+            if not live.samples:
+                del self._episodes[live.id]
+                if live.starts == self._places[live.place].starts:
+                    closing.append(self._close(live))
+        await asyncio.gather(*closing)
+
+    def close(self) -> None:
+        """End the processes, and with them all episodes."""
+        for place in self._places:
+            place.close()
+
+    def _limit(self, live: _Live, response: Response, *, cut: bool) -> str:
+        """Return which limit makes this turn the episode's last, if any."""
+        c, sampling = self._config, response.sampling
+        if cut:
+            whole = sampling is None or len(response) >= sampling.max_new_tokens
+            return "tokens" if whole else "turn_tokens"
+        if live.turns + 1 >= c.max_turns:
+            return "turns"
+        over = c.max_seconds and time.monotonic() - live.began_s > c.max_seconds
+        return "seconds" if over else ""
+
+    async def _appended(self, live: _Live, response: Response, seen: Observation) -> Observation:
+        """Add the context of an observation, unless the episode ends here."""
+        if seen.ended_by:
+            return seen
+        standing = [*response.prompt.tokens, *response.tokens.tolist()]
+        said = seen.messages[1:]
+        context = self._bridge.context(standing, said, prompt=_conversation(response.prompt))
+        if context is None:
+            prompt = self._rendered(live, response.prompt, [*live.messages, *seen.messages])
+            if len(prompt.tokens) <= self._max_prompt_tokens:
+                live.forks += 1
+                apart = live.forks * FORKS
+                fork = live.id + (apart if live.id >= 0 else -apart)
+                live.samples.add(fork)
+                return replace(seen, rollout_id=fork, prompt=prompt)
+        elif response.sampling is None or (
+            len(response) + len(context) < response.sampling.max_new_tokens
+        ):
+            return replace(seen, tokens=np.array(context, np.int32))
+        # What the policy cannot read did not happen to it.
+        ended = await self._ask(live, {"do": "finish"})
+        reward = _sum(seen.reward, ended.get("reward"))
+        failure = {"failure": ended["failure"]} if "failure" in ended else {}
+        return replace(
+            seen,
+            reward=reward,
+            ended_by="tokens",
+            messages=seen.messages[:1],
+            record={**seen.record, **failure},
+        )
+
+    def _changed(self, live: _Live, prompt: Prompt, opening: Answer) -> Prompt | None:
+        """Return the prompt with what the environment adds; ``None`` where that is nothing."""
+        added = opening["messages"] or opening["conversation"] is not None
+        if not (added or opening["text"] or opening["tools"]):
+            return None
+        messages = live.messages
+        if opening["conversation"] is not None:
+            messages = opening["conversation"]
+        if text := opening["text"]:
+            messages = _joined(messages, text)
+        live.messages = [*messages, *opening["messages"]]
+        changed = self._rendered(live, prompt, live.messages)
+        if len(changed.tokens) > self._max_prompt_tokens:
+            raise TaskError(
+                f"an environment made a prompt of {len(changed.tokens)} tokens, and "
+                f"task.max_prompt_tokens = {self._max_prompt_tokens}; raise that limit, or let "
+                "the environment say less when it is opened",
+                "prompts-too-long",
+            )
+        return changed
+
+    def _rendered(self, live: _Live, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
+        ids, text = self._bridge.prompt(messages, live.tools)
+        return replace(prompt, tokens=tuple(ids), text=text, messages=tuple(messages))
+
+    def _read(self, answer: Answer) -> Answer:
+        """Return an answer with its messages shortened; an error of the environment as one."""
+        if "error" in answer:
+            message = {"role": "user", "content": error_text(answer["error"])}
+            calls = [{"name": "step", "status": "ok", "error": answer["place"]}]
+            answer = {"messages": [message], "done": False, "reward": None, "calls": calls}
+        return {**answer, "messages": list(map(self._shortened, answer["messages"]))}
+
+    def _shortened(self, message: Mapping[str, Any]) -> Message:
+        """Cut a message at ``max_observation_tokens``, and say so to the policy."""
+        limit, text = self._config.max_observation_tokens, message["content"]
+        over, kept = message.get("left_out", 0), text[: CHARACTERS_PER_TOKEN * limit]
+        over += len(text) - len(kept)
+        while count := len(self._encoder.ids(self._encoder.escape(kept))):
+            if count <= limit:
+                break
+            shorter = kept[: min(len(kept) * limit // count, len(kept) - 1)]
+            over, kept = over + len(kept) - len(shorter), shorter
+        if over:
+            kept = f"{kept}\n[{over} more characters were left out]"
+        others = {key: value for key, value in message.items() if key != "left_out"}
+        return cast(Message, {**others, "content": kept})
+
+    async def _ask(self, live: _Live, body: Mapping[str, Any] | None) -> Answer:
+        """Return the answer to a turn (without one: of the opening); where the process is lost, ask
+        once more in another one, in which the episode has been brought to where it was.
+        """
+        how = ""
+        for _ in range(2):
+            try:
+                if body is None:
+                    return await self._opened(live)
+                if live.starts != self._places[live.place].starts:
+                    await self._reopen(live)
+                    await self._replayed(live)
+                asked = {"do": "finish"} if body.get("do") else {"do": "step", "turn": body}
+                return await self._answer(live, asked)
+            except ProcessLostError as error:
+                live.starts, how = -1, str(error)
+            except asyncio.CancelledError:
+                live.starts = -1  # it may have been answered, which nobody has seen
+                raise
+        if body is None or not self._functions:
+            raise self._lost(live.id, how)
+        said = f"the process of the tools was lost: {how}"
+        failed = [
+            {"role": "tool", "name": call["name"], "content": error_text(said)}
+            | ({"tool_call_id": call["id"]} if call["id"] else {})
+            for call in body["calls"]
+        ]
+        records = [
+            {key: call[key] for key in ("name", "arguments", "status")} | {"error": said}
+            for call in body["calls"]
+        ]
+        return {"messages": failed, "done": False, "reward": None, "calls": records}
+
+    async def _opened(self, live: _Live) -> Answer:
+        place = self._places[live.place]
+        await asyncio.to_thread(place.start)
+        starts = place.starts
+        asked = {"do": "open", "row": live.row, "messages": live.asked}
+        opening = await self._answer(live, asked)
+        live.starts, live.tools = starts, opening.get("tools")
+        return opening
+
+    async def _answer(self, live: _Live, body: Mapping[str, Any]) -> Answer:
+        """Wait for an answer; raise ProcessLostError, or RewardError where that is no accident."""
+        place = self._places[live.place]
+        try:
+            future = asyncio.wrap_future(place.ask({**body, "episode": live.id}))
+            while not future.done():
+                await asyncio.wait({future}, timeout=LOOK_S)
+                place.require_alive()
+            answer = future.result()
+        except ProcessLostError as error:
+            self._losses[live.place] += 1
+            _log.warning("a process of environments was lost: %s", error)
+            if self._losses[live.place] > LOSSES * max(1, len(self._episodes)):
+                raise RewardError(
+                    f"processes of environments are lost one after another; the last: {error}",
+                    [live.id],
+                    "environment-keeps-ending",
+                ) from error
+            raise
+        self._losses[live.place] = 0
+        return answer
+
+    async def _close(self, live: _Live) -> None:
+        try:
+            answer = await self._answer(live, {"do": "close"})
+        except ProcessLostError:
+            return
+        if "error" in answer:
+            _log.warning("an episode of rollout %d did not close: %s", live.id, answer["place"])
+
+    async def _reopen(self, live: _Live) -> None:
+        """Open an episode anew, for :meth:`_replayed` to bring it to where it was."""
+        if self._replay == "no":
+            raise self._lost(live.id, "environment.replay = 'no'")
+        opening = await self._opened(live)
+        if "error" in opening:
+            raise self._lost(live.id, str(opening["error"]))
+
+    async def _replayed(self, live: _Live) -> None:
+        """Have an environment answer its turns again, if that is its way."""
+        if self._replay == "recorded":
+            return
+        for number, (asked, expected) in enumerate(live.history, 1):
+            answer = self._read(await self._answer(live, {"do": "step", "turn": asked}))
+            if any(answer[key] != expected[key] for key in ("messages", "reward")):
+                live.starts = -1
+                raise self._lost(live.id, f"turn {number} has another answer than it had")
+
+    def _take_up(self, live: _Live, response: Response, log: Sequence[Observation]) -> None:
+        """Take what happened from a response and its log."""
+        turns = _turns(response)
+        if len(turns) < len(log) - 1:
+            raise self._lost(response.id, "its turns are not all in the response")
+        for at, seen in enumerate(log[1:]):
+            turn = self._bridge.parse(turns[at], ended=True, tools=live.tools)
+            answer = {"messages": list(seen.messages[1:]), "reward": seen.reward}
+            asked = _as_plain(turn, at, response, cut=False, tokens=turns[at])
+            live.history.append((asked, answer))
+            live.messages += seen.messages
+        live.turns, live.number = len(log) - 1, log[-1].number
+
+    def _lost(self, rollout_id: int, how: str) -> EpisodeLostError:
+        return EpisodeLostError(
+            f"the episode of rollout {rollout_id} cannot go on in another environment: {how}",
+            [rollout_id],
+            "episode-lost",
+        )
+
+
+def _conversation(prompt: Prompt) -> list[Message]:
+    if prompt.messages is not None:
+        return list(prompt.messages)
+    return [Message(role="user", content=prompt.text)]
+
+
+def _joined(messages: Sequence[Message], text: str) -> list[Message]:
+    """Put a text behind the last message, if that is the user's; else it is a message."""
+    if messages and messages[-1]["role"] == "user":
+        last = Message(**{**messages[-1], "content": messages[-1]["content"] + text})
+        return [*messages[:-1], last]
+    return [*messages, Message(role="user", content=text)]
+
+
+def _turns(response: Response) -> list[list[int]]:
+    """Return the tokens of each turn of a response, those of an unfinished one among them."""
+    drawn = sampled_of(response)
+    starts = np.flatnonzero(np.diff(drawn, prepend=False) & drawn)
+    ends = np.flatnonzero(np.diff(drawn, append=False) & drawn) + 1
+    return [response.tokens[a:b].tolist() for a, b in zip(starts, ends, strict=True)]
+
+
+def _as_plain(
+    turn: Turn, index: int, response: Response, *, cut: bool, tokens: list[int] | None = None
+) -> dict[str, Any]:
+    """Return a turn as environments get it."""
+    return {
+        "index": index,
+        "text": turn.text,
+        "tokens": response.tokens[response.turn_start :].tolist() if tokens is None else tokens,
+        "calls": [{**asdict(call), "arguments": dict(call.arguments)} for call in turn.calls],
+        "message": dict(turn.message),
+        "finish": "length" if cut else "stop",
+    }
+
+
+def _sum(*rewards: float | None) -> float | None:
+    given = [reward for reward in rewards if reward is not None]
+    return sum(given) if given else None

@@ -1,0 +1,449 @@
+"""Sessions: the requests of one program to the policy, each as the sample that it goes on with.
+
+A program that holds its own loop sends whole conversations, or token ids. What of them stands
+already is never tokenised again: a request *extends* the sample whose tokens it begins with, and
+begins a new one (a *fork*) where it begins with none, as it is another conversation or has edited
+its past.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+
+from stretto.environments.bridge import Bridge
+from stretto.environments.templates import Tools
+from stretto.errors import EngineError
+from stretto.types import (
+    FORKS,
+    Chunk,
+    FinishReason,
+    FloatArray,
+    Message,
+    Observation,
+    Response,
+    Sampling,
+)
+
+if TYPE_CHECKING:
+    from stretto.tasks.encode import Encoder
+
+
+class Bridges:
+    """The ways from messages to tokens of a chat template: with tools, and without."""
+
+    def __init__(self, encoder: Encoder, end_tokens: frozenset[int]) -> None:
+        self._encoder, self._ends = encoder, end_tokens
+        self._made: dict[bool, Bridge] = {}
+
+    def of(self, tools: Sequence[Mapping[str, Any]]) -> Bridge:
+        """Return the way for conversations with tools, or for those without any; raise ConfigError
+        where the template has none.
+        """
+        with_tools = bool(tools)
+        if with_tools not in self._made:
+            self._made[with_tools] = Bridge(self._encoder, tools, self._ends)
+        return self._made[with_tools]
+
+
+class _Read(NamedTuple):
+    """A conversation whose tokens were asked for: its messages, those new in it, and its tools."""
+
+    messages: tuple[Message, ...]
+    new: tuple[Message, ...]
+    tools: Tools
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an episode may take.
+
+    Attributes:
+        prompt, response: tokens of a sample's prompt, and of all behind it.
+        on_break: as in the settings ``environment``.
+    """
+
+    prompt: int
+    response: int
+    on_break: Literal["fork", "refuse"] = "fork"
+
+
+class Asked:
+    """A request that waits for its turn; a stream of the one chunk that will be its answer."""
+
+    def __init__(self, session: Session, tokens: tuple[int, ...]) -> None:
+        self.tokens = tokens
+        self.is_open = True
+        self._session = session
+        self._answer: asyncio.Future[Chunk] = asyncio.get_running_loop().create_future()
+
+    def answer(self, chunk: Chunk) -> None:
+        """Answer it."""
+        if not self._answer.done():
+            self._answer.set_result(chunk)
+
+    def refuse(self, error: EngineError) -> None:
+        """Answer that there will be no turn."""
+        if not self._answer.done():
+            self._answer.set_exception(error)
+
+    @property
+    def turn(self) -> Chunk | None:
+        """The answer, if there is one."""
+        answer = self._answer
+        return answer.result() if answer.done() and not answer.exception() else None
+
+    async def chunks(self) -> AsyncIterator[tuple[int, Chunk]]:
+        """Yield the turn. Raises EngineError if it was refused."""
+        chunk = await asyncio.shield(self._answer)
+        self.is_open = False
+        yield 0, chunk
+
+    def abort(self, _: int) -> None:
+        """Give up: the client has gone."""
+        self.close()
+
+    def close(self) -> None:
+        """Give up, if no answer was taken."""
+        if self.is_open:
+            self.is_open = False
+            self._session.gone(self)
+        if self._answer.done() and not self._answer.cancelled():
+            self._answer.exception()  # which nobody may have waited for
+
+
+class _Known:
+    """A conversation whose tokens stand: up to a turn, or up to the header of one."""
+
+    def __init__(
+        self, messages: Sequence[str], tools: str, tokens: tuple[int, ...], after_turn: bool
+    ) -> None:
+        self.messages, self.tools, self.tokens = list(messages), tools, tokens
+        self.after_turn = after_turn
+
+    def rest_of(self, messages: Sequence[str], tools: str) -> int | None:
+        """Return with how many messages a conversation goes on from here; ``None``: it does not."""
+        known = len(self.messages)
+        if tools != self.tools or list(messages[:known]) != self.messages:
+            return None
+        rest = len(messages) - known
+        return rest if (rest > 0) == self.after_turn else None
+
+
+class Session:
+    """One episode of a program: its samples as far as they stand, and its requests.
+
+    It is the engine of a server for its program (``longest``, ``version``, :meth:`submit`), and an
+    environment's view of the program for the schedule (:meth:`next`, :meth:`deliver`).
+
+    Attributes:
+        key: names it in URLs; nobody can guess it.
+        root: id of the episode, and of its first sample.
+        longest: tokens of prompt and answer, at most.
+        version: of the weights that sampled the last turn.
+        answers: names of the answers so far, in order.
+        limit: which limit has ended the episode; empty while none has.
+        turns: answered so far.
+    """
+
+    def __init__(
+        self, key: str, response: Response, bridges: Bridges, encoder: Encoder, limits: Limits
+    ) -> None:
+        self.key, self.root = key, response.id
+        self.longest, self.version = limits.prompt + limits.response, response.version
+        self.answers: list[str] = []
+        self.limit, self.turns, self._refused = "", 0, False
+        self._asked_prompt, self._bridges, self._encoder = response.prompt, bridges, encoder
+        self._limits = limits
+        self._standing: dict[int, tuple[int, ...]] = {}
+        self._responses: dict[int, int] = {}  # tokens behind the prompt
+        self._known: list[_Known] = []
+        self._read: dict[tuple[int, ...], _Read] = {}
+        self._unsaid: dict[int, Message] = {}  # turns that no observation has told of
+        self._waiting: list[Asked] = []
+        self._current: Asked | None = None
+        self._lost: tuple[tuple[int, ...], Chunk] | None = None
+        self._came = asyncio.Event()
+        self._number, self._forks = -1, 0
+        self._closed: EngineError | None = None
+
+    # -- for the server ----------------------------------------------------------------------------
+
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[int, ...]:
+        """Return the tokens of a conversation: those that stand, where it goes on from such.
+
+        Raises EngineError where a template rewrites what stands, and that is not allowed, and
+        ConfigError where there is no way from messages to tokens.
+        """
+        bridge = self._bridges.of(tools)
+        keys, shown = [_key(m) for m in messages], _canonical(list(tools))
+        for known in sorted(self._known, key=lambda k: len(k.messages), reverse=True):
+            rest = known.rest_of(keys, shown)
+            if rest is None:
+                continue
+            context: list[int] | None = []
+            new = tuple(messages[len(messages) - rest :]) if rest else ()
+            if rest:
+                context = bridge.context(known.tokens, new, prompt=messages)
+            if context is not None:
+                tokens = (*known.tokens, *context)
+                self._read[tokens] = _Read(tuple(messages), new, tools)
+                return tokens
+            if self._limits.on_break == "refuse":
+                raise EngineError(
+                    "the chat template rewrites the conversation so far, and a sample may not be "
+                    "broken off with environment.on_break = 'refuse'",
+                    "template-breaks",
+                )
+        tokens = tuple(bridge.prompt(messages, tools)[0])
+        self._read[tokens] = _Read(tuple(messages), (), tools)
+        return tokens
+
+    def said(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        message: Message,
+        tokens: Sequence[int],
+        turn: Sequence[int],
+    ) -> None:
+        """Remember a turn as a message, as it was answered to the program."""
+        keys, shown, before = [_key(m) for m in messages], _canonical(list(tools)), tuple(tokens)
+        after = _Known([*keys, _key(message)], shown, (*before, *turn), True)
+        self._known += [_Known(keys, shown, before, False), after]
+
+    def submit(self, requests: Sequence[tuple[Sequence[int], Sampling]]) -> Asked:
+        """Queue a request; requests of one session are answered one at a time, in their order.
+
+        One that equals the request under way takes its place, if that one's client has gone.
+        Raises EngineError if the episode is over, or for several answers at once.
+        """
+        if self._closed:
+            self._refused = True
+            raise self._closed
+        if len(requests) != 1:
+            raise EngineError(
+                f"a program gets one answer at a time, and asked for {len(requests)} at once; send "
+                "a request for each",
+                "one-answer",
+            )
+        tokens = tuple(requests[0][0])
+        asked = Asked(self, tokens)
+        if self._lost and self._lost[0] == tokens:
+            asked.answer(self._lost[1])
+            self._lost = None
+        elif self._current and not self._current.is_open and self._current.tokens == tokens:
+            self._current = asked
+        else:
+            self._waiting.append(asked)
+            self._came.set()
+        return asked
+
+    def gone(self, asked: Asked) -> None:
+        """Forget a request whose client has gone; its turn is kept for another try."""
+        if asked in self._waiting:
+            self._waiting.remove(asked)
+        elif chunk := asked.turn:
+            self._lost = asked.tokens, chunk
+
+    # -- for the schedule --------------------------------------------------------------------------
+
+    async def next(self) -> Observation:
+        """Wait for a request that can be answered; return what the policy is to read for it."""
+        while True:
+            while not self._waiting:
+                self._came.clear()
+                await self._came.wait()
+            asked = self._waiting.pop(0)
+            try:
+                observation = self._observation(asked.tokens)
+            except EngineError as error:
+                asked.refuse(error)
+                continue
+            self._current = asked
+            return observation
+
+    def deliver(self, response: Response, ended_by: str = "") -> None:
+        """Answer the request under way with the turn that a response ends with.
+
+        Args:
+            ended_by: the limit that ended the episode with this turn, if any.
+        """
+        start = response.turn_start
+        turn = response.tokens[start:]
+        logprobs: FloatArray = np.zeros(len(turn), np.float32)
+        if response.logprobs is not None:
+            logprobs = response.logprobs[start:]
+        cut = response.finish is FinishReason.LENGTH
+        finish = FinishReason.LENGTH if cut else FinishReason.STOP
+        chunk = Chunk(response.id, 0, turn, logprobs, response.version, finish)
+        self._standing[response.id] = (*response.prompt.tokens, *response.tokens.tolist())
+        self._responses[response.id] = len(response.tokens)
+        self._unsaid[response.id] = self._message(turn.tolist(), ended=not cut)
+        self.version, self.turns = response.version, self.turns + 1
+        asked, self._current = self._current, None
+        if asked and not asked.is_open:  # the same may have been asked again
+            tokens = asked.tokens
+            asked = next((a for a in self._waiting if a.tokens == tokens), None)
+            if asked:
+                self._waiting.remove(asked)
+            else:
+                self._lost = tokens, chunk
+        if asked:
+            asked.answer(chunk)
+        if ended_by:
+            self._over(ended_by)
+
+    @property
+    def ended_by(self) -> str:
+        """What ends the episode: a limit of tokens, another one that a request met, or itself."""
+        met = self._refused or self.limit in ("tokens", "turn_tokens")
+        return self.limit if self.limit and met else "environment"
+
+    def end(self, rollout_id: int, **fields: Any) -> Observation:
+        """Return the observation that ends the episode, behind the last turn of a sample."""
+        self._number += 1
+        self.close()
+        messages = tuple(m for m in (self._unsaid.pop(rollout_id, None),) if m)
+        empty = np.empty(0, np.int32)
+        return Observation(rollout_id, self._number, empty, messages=messages, **fields)
+
+    def close(self) -> None:
+        """Refuse what is asked from now on."""
+        self._closed = self._closed or _over("the episode is over")
+        waiting, self._waiting = self._waiting, []
+        for asked in [*waiting, *([self._current] if self._current else [])]:
+            asked.refuse(self._closed)
+
+    def _over(self, limit: str) -> None:
+        """Refuse further turns, as a limit was reached."""
+        self.limit = limit
+        self._closed = _over(f"the episode has no more turns; it reached its limit of {limit}")
+        for asked in self._waiting:
+            self._refused = True
+            asked.refuse(self._closed)
+        self._waiting.clear()
+
+    def _observation(self, tokens: tuple[int, ...]) -> Observation:
+        """Return what a request is for the policy: an opening, context for a sample, or a fork."""
+        read = self._read.get(tokens)
+        sample = self._extended(tokens)
+        if sample is None:
+            return self._begun(tokens, read.messages if read else None)
+        context = tokens[len(self._standing[sample]) :]
+        room = self._limits.response - self._responses[sample] - len(context)
+        if room < 1:
+            raise _too_long(len(tokens) + 1, len(tokens) + room)
+        told = read.new if read else (Message(role="user", content=self._text(context)),)
+        turn = self._unsaid.pop(sample, None)
+        self._number += 1
+        return Observation(
+            sample,
+            self._number,
+            np.array(context, np.int32),
+            messages=(*((turn,) if turn else ()), *told),
+        )
+
+    def _extended(self, tokens: tuple[int, ...]) -> int | None:
+        """Return the sample of most tokens that all stand at the beginning of these."""
+        found = [
+            (len(standing), sample)
+            for sample, standing in self._standing.items()
+            if len(standing) < len(tokens) and tokens[: len(standing)] == standing
+        ]
+        return max(found)[1] if found else None
+
+    def _begun(self, tokens: tuple[int, ...], messages: tuple[Message, ...] | None) -> Observation:
+        """Return the beginning of a sample: of the episode's first one, or of a fork."""
+        if len(tokens) > self._limits.prompt:
+            raise _too_long(len(tokens), self._limits.prompt)
+        sample = self.root
+        if self._number >= 0:
+            self._forks += 1
+            sample += self._forks * (FORKS if self.root >= 0 else -FORKS)
+        self._number += 1
+        prompt = replace(
+            self._asked_prompt, tokens=tokens, text=self._text(tokens), messages=messages
+        )
+        return Observation(sample, self._number, np.empty(0, np.int32), prompt)
+
+    def _message(self, turn: Sequence[int], *, ended: bool) -> Message:
+        """Return a turn as a message, whatever the form of its request."""
+        read = self._read.get(self._current.tokens) if self._current else None
+        if read is not None:
+            bridge = self._bridges.of(read.tools)
+            return bridge.parse(turn, ended=ended, tools=read.tools).message
+        text = self._encoder.tokenizer.decode(list(turn), skip_special_tokens=True)
+        return Message(role="assistant", content=str(text))
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self._encoder.tokenizer.decode(list(tokens)))
+
+
+class Sessions:
+    """The sessions of a run, by their keys.
+
+    Attributes:
+        api_key: that every program's requests bring.
+        base_url: of the server, without a session; empty while it is not running.
+        bridges: from messages to tokens.
+    """
+
+    def __init__(self, bridges: Bridges, encoder: Encoder, limits: Limits) -> None:
+        self.api_key = secrets.token_urlsafe(24)
+        self.base_url = ""
+        self.bridges, self._encoder, self._limits = bridges, encoder, limits
+        self._by_key: dict[str, Session] = {}
+
+    def open(self, response: Response) -> Session:
+        """Begin the session of an episode."""
+        key = secrets.token_urlsafe(12)
+        session = Session(key, response, self.bridges, self._encoder, self._limits)
+        self._by_key[key] = session
+        return session
+
+    def find(self, key: str) -> Session | None:
+        """Return the session of a key."""
+        return self._by_key.get(key)
+
+    def close(self, session: Session) -> None:
+        """End a session; its key is unknown from now on."""
+        session.close()
+        self._by_key.pop(session.key, None)
+
+    def url(self, session: Session) -> str:
+        """Return the base URL for a session's program."""
+        return f"{self.base_url}/e/{session.key}/v1"
+
+
+def _over(why: str) -> EngineError:
+    return EngineError(f"{why}; return the program's reward", "episode-over")
+
+
+def _too_long(asked: int, room: int) -> EngineError:
+    return EngineError(
+        f"a sample would have {asked} tokens where there is room for {room}", "context-length"
+    )
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False)
+
+
+def _key(message: Mapping[str, Any]) -> str:
+    """Return a message as text by which equal ones are found, however they were written."""
+    calls = [
+        {"id": call.get("id"), **call.get("function", {})}
+        for call in message.get("tool_calls") or ()
+    ]
+    others = {k: message[k] for k in ("name", "tool_call_id") if message.get(k)}
+    content = message.get("content") or ""
+    return _canonical({"role": message["role"], "content": content, "calls": calls, **others})

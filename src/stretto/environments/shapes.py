@@ -1,0 +1,484 @@
+"""Environments by their shape: functions as tools, TRL's, gymnasium's, SkyRL's, OpenRLHF's, own."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, Literal
+
+from stretto.environments.launch import is_program
+from stretto.environments.results import Opening, Step, error_text, read_opening, read_step
+from stretto.environments.running import CallError, Runner
+from stretto.environments.tools import Results, Tool, ToolSet, schema_of
+from stretto.errors import ConfigError, RewardError
+from stretto.scoring.conventions import as_number
+
+Row = Mapping[str, Any]
+Turn = Mapping[str, Any]
+"""A turn as ``index``, ``text``, ``tokens``, ``calls``, ``message`` and ``finish``, which is
+``length`` where a limit of tokens cut it."""
+
+Kind = Literal["functions", "environment", "program"]
+
+SHAPES = """\
+  functions  def f(argument: hint) -> result, with a docstring: tools
+  class      open(row), step(turn), close()
+  TRL        reset(**row) and public methods, which are tools; get_reward()
+  gymnasium  reset(seed=, options=), step(action) -> 5 or 4 values; also OpenEnv, Tinker
+  SkyRL      init(prompt), step(action) -> dict
+  OpenRLHF   reset(states), step(states) -> dict
+  program    async def run(data, base_url, api_key)"""
+
+
+class Episode(ABC):
+    """A live episode of one environment."""
+
+    @abstractmethod
+    async def open(self, messages: Sequence[Row]) -> Opening:
+        """Begin with the conversation of the prompt."""
+
+    @abstractmethod
+    async def step(self, turn: Turn) -> Step:
+        """Answer a turn."""
+
+    async def finish(self) -> float | None:
+        """Return what the whole episode earns, at its end, if the environment says so then."""
+        return None
+
+    async def close(self) -> None:
+        """Let go of what the episode holds."""
+        return
+
+
+@dataclass
+class Source:
+    """What ``environment.sources`` names, recognised.
+
+    Attributes:
+        make: an episode for a row.
+        tools: schemas of tools that all episodes have.
+        replay: what the environment says of itself; empty where it does not.
+        run: the program, where it is one.
+    """
+
+    kind: Kind
+    make: Callable[[Row], Episode]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    replay: str = ""
+    run: Callable[..., Any] | None = None
+
+
+class Factory:
+    """What makes environments, where only one that is made tells their shape.
+
+    Attributes:
+        makes: their class.
+    """
+
+    def __init__(self, factory: Callable[[], Any]) -> None:
+        self._factory = factory
+        self._first = [factory()]
+        self.makes = type(self._first[0])
+
+    def __call__(self) -> Any:
+        """Return the one that was made, and then new ones."""
+        return self._first.pop() if self._first else self._factory()
+
+
+def named_objects(tools: Any, environment_factory: Any) -> dict[str, Any]:
+    """Name tools, or what makes environments (a dict of several), as ``environment.sources`` will.
+
+    Raises ConfigError for both at once, and for tools that are no functions.
+    """
+    if tools and environment_factory is not None:
+        raise ConfigError(
+            "tools and environment_factory are both given, and an episode has one of them; make "
+            "the tools methods of the environment",
+            "environments-mixed",
+        )
+    if environment_factory is None:
+        found = [tools] if callable(tools) else list(tools or ())
+        for tool in found:
+            if not inspect.isroutine(tool):
+                raise ConfigError(f"tools are functions; got {tool!r:.80}", "tool-not-function")
+        return {tool.__name__: tool for tool in found}
+    if isinstance(environment_factory, Mapping):
+        made = {key: _factory(each) for key, each in environment_factory.items()}
+        return {"environments": made}
+    name = getattr(environment_factory, "__name__", type(environment_factory).__name__)
+    return {name: _factory(environment_factory)}
+
+
+def _factory(factory: Any) -> Any:
+    return factory if inspect.isclass(factory) else Factory(factory)
+
+
+def recognise(named: Mapping[str, Any], run: Runner) -> Source:
+    """Make a source of the objects that ``environment.sources`` names, by those names.
+
+    Raises ConfigError if their shape is not known, or if they do not go together.
+    """
+    tools = {name: thing for name, thing in named.items() if _is_tool(thing)}
+    if len(tools) == len(named):
+        return _functions(tools, run)
+    if len(named) > 1:
+        other = next(name for name in named if name not in tools)
+        raise ConfigError(
+            f"environment.sources: '{other}' is no function, and only functions, which are tools, "
+            "can be named beside others; name one environment, or a dict of them",
+            "environments-mixed",
+        )
+    ((name, thing),) = named.items()
+    if is_program(thing):
+        return Source("program", lambda row: _refuse_program(), run=thing)
+    if isinstance(thing, Mapping):
+        return _choice(name, thing, run)
+    return _environment(name, thing, run)
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some that are written in C do not tell
+        return {}
+
+
+def _is_tool(thing: Any) -> bool:
+    """Return whether it is a function, and neither a program nor one that makes environments."""
+    return inspect.isroutine(thing) and not is_program(thing) and _made_by(thing) is None
+
+
+def _made_by(factory: Any) -> type | None:
+    """Return the class of the environments that a class, or a function by its hint, makes."""
+    if inspect.isclass(factory):
+        return factory
+    if isinstance(factory, Factory):
+        return factory.makes
+    try:
+        made = inspect.get_annotations(factory, eval_str=True).get("return")
+    except Exception:  # a hint may be any expression
+        return None
+    return made if inspect.isclass(made) and _shape_of(made) else None
+
+
+def _shape_of(kind: type) -> type[_Own | _Trl | _Stepped] | None:
+    if not callable(getattr(kind, "step", None)):
+        return _Trl if callable(getattr(kind, "reset", None)) else None
+    if callable(getattr(kind, "open", None)):
+        return _Own
+    begins = any(callable(getattr(kind, name, None)) for name in _BEGINNINGS)
+    return _Stepped if begins else None
+
+
+def _functions(tools: Mapping[str, Tool], run: Runner) -> Source:
+    by_name: dict[str, Tool] = {}
+    for tool in tools.values():
+        name = tool.__name__
+        if name in by_name:
+            raise ConfigError(
+                f"environment.sources: two tools have the name '{name}', and the policy calls them "
+                "by it; rename one",
+                "tools-alike",
+            )
+        by_name[name] = tool
+    schemas = [schema_of(tool, source) for source, tool in tools.items()]
+    results = Results()
+    return Source("functions", lambda row: _Functions(ToolSet(by_name, run, results)), schemas)
+
+
+def _environment(name: str, factory: Any, run: Runner) -> Source:
+    """Return the environments that a class or a function makes, a new one or a pooled one each."""
+    kind = _made_by(factory)
+    shape = None if kind is None else _shape_of(kind)
+    if kind is None or shape is None:
+        raise ConfigError(
+            f"environment.sources: '{name}' is a {type(factory).__name__} of no known shape. Known:"
+            f"\n{SHAPES}\nA function that makes environments says so by its return type hint",
+            "unknown-environment",
+        )
+    replay = str(getattr(kind, "replay", "") or "")
+    if replay not in ("", "pure", "recorded", "no"):
+        raise ConfigError(
+            f"environment.sources: '{name}' has replay = '{replay}'; it is 'pure', 'recorded' or "
+            "'no'",
+            "unknown-replay",
+        )
+    if shape is _Trl:
+        pool = _Pool(name, factory, run)
+        return Source("environment", lambda row: _Trl(pool, row, run), pool.schemas, replay)
+    for needed in _needed(factory):
+        if needed not in _GIVEN:
+            raise ConfigError(
+                f"environment.sources: '{name}' cannot be made, as '{needed}' is not known; "
+                f"parameters without a default are any of {', '.join(_GIVEN)}",
+                "environment-parameters",
+            )
+    tools = getattr(kind, "tools", None)
+    schemas = [t if isinstance(t, dict) else schema_of(t, name) for t in _listed(tools)]
+    chosen: Any = shape
+    return Source("environment", lambda row: chosen(factory, row, run), schemas, replay)
+
+
+def _choice(name: str, factories: Mapping[Any, Any], run: Runner) -> Source:
+    """Return environments of several kinds, chosen by the column ``environment`` of the row."""
+    sources = {str(key): _environment(f"{name}[{key!r}]", f, run) for key, f in factories.items()}
+    if not sources:
+        raise ConfigError(
+            f"environment.sources: '{name}' is an empty dict; name the environments that the "
+            "column 'environment' of the dataset chooses from",
+            "unknown-environment",
+        )
+
+    def make(row: Row) -> Episode:
+        chosen = sources.get(str(row.get("environment")))
+        if chosen is None:
+            raise CallError(
+                f"the row's column 'environment' is {row.get('environment')!r}, and '{name}' has "
+                f"{', '.join(sources)}"
+            )
+        return _Chosen(chosen.make(row), chosen.tools)
+
+    replays = {source.replay for source in sources.values()}
+    return Source("environment", make, replay=replays.pop() if len(replays) == 1 else "")
+
+
+def _listed(tools: Any) -> Sequence[Any]:
+    return list(tools) if isinstance(tools, list | tuple) else ()
+
+
+def _refuse_program() -> Episode:
+    raise AssertionError("a program holds its loop itself")
+
+
+class _Functions(Episode):
+    """Functions as tools: a turn without calls ends the episode."""
+
+    def __init__(self, tools: ToolSet) -> None:
+        self._tools = tools
+
+    async def open(self, messages: Sequence[Row]) -> Opening:
+        return Opening()
+
+    async def step(self, turn: Turn) -> Step:
+        if turn["finish"] == "length" or not turn["calls"]:
+            return Step(done=True)
+        messages, records = await self._tools.answer(turn["calls"])
+        return Step(messages, calls=records)
+
+
+class _Pool:
+    """Objects of TRL's ``environment_factory``: made once, and reset for one episode after another.
+
+    The first is made at once, as its methods are the tools.
+    """
+
+    def __init__(self, name: str, factory: Callable[[], Any], run: Runner) -> None:
+        self._factory, self._run = factory, run
+        try:
+            first = factory()
+        except Exception as error:
+            raise ConfigError(
+                f"environment.sources: '{name}' cannot be made without arguments: {error}",
+                "environment-parameters",
+            ) from error
+        self._idle = [first]
+        self._names = [
+            key
+            for key, _ in inspect.getmembers(type(first), callable)
+            if not (key.startswith("_") or key in ("reset", "get_reward"))
+        ]
+        self.schemas = [schema_of(getattr(first, key), name) for key in self._names]
+        self.results = Results()
+
+    async def take(self) -> Any:
+        return self._idle.pop() if self._idle else await self._run(self._factory)
+
+    def give_back(self, environment: Any) -> None:
+        self._idle.append(environment)
+
+    def tools(self, environment: Any) -> dict[str, Tool]:
+        return {name: getattr(environment, name) for name in self._names}
+
+
+class _Trl(Episode):
+    """TRL's environments: reset with the row's columns; a turn without calls ends the episode."""
+
+    def __init__(self, pool: _Pool, row: Row, run: Runner) -> None:
+        self._pool, self._row, self._run = pool, row, run
+        self._environment: Any = None
+        self._tools: ToolSet | None = None
+        self._sound = True  # no call of it was given up, which may still be at work
+
+    async def open(self, messages: Sequence[Row]) -> Opening:
+        environment = self._environment = await self._pool.take()
+        tools = self._pool.tools(environment)
+        self._tools = ToolSet(tools, self._run, self._pool.results, environment)
+        self._sound = False
+        columns = _taken(environment.reset, self._row)
+        said = await self._run(environment.reset, of=environment, **columns)
+        self._sound = True
+        return Opening(text=said if isinstance(said, str) else "")
+
+    async def step(self, turn: Turn) -> Step:
+        if turn["finish"] == "length" or not turn["calls"]:
+            return Step(done=True)
+        assert self._tools
+        messages, records = await self._tools.answer(turn["calls"])
+        self._sound &= not any("given up" in record.get("error", "") for record in records)
+        return Step(messages, calls=records)
+
+    async def finish(self) -> float | None:
+        get_reward = getattr(self._environment, "get_reward", None)
+        if get_reward is None:
+            return None
+        reward = await self._run(get_reward, of=self._environment)
+        return None if reward is None else as_number(reward)
+
+    async def close(self) -> None:
+        if self._environment is not None and self._sound:
+            self._pool.give_back(self._environment)
+        self._environment = None
+
+
+_BEGINNINGS = ("reset", "init", "initial_observation")
+_GIVEN = ("row", "extras", "env_config")
+"""What environments may be made with: the row, the same as SkyRL names it, an empty dict."""
+
+
+def _needed(factory: Any) -> list[str]:
+    if hasattr(factory, "from_dict"):
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    found = _parameters(factory).items()
+    return [name for name, p in found if p.kind in kinds and p.default is p.empty]
+
+
+def _made(factory: Any, row: Row) -> Any:
+    if hasattr(factory, "from_dict"):  # rLLM's
+        return factory.from_dict(dict(row))
+    given = {"row": dict(row), "extras": dict(row), "env_config": {}}
+    named = _parameters(factory)
+    return factory(**{name: value for name, value in given.items() if name in named})
+
+
+def _taken(function: Callable[..., Any], values: Row) -> dict[str, Any]:
+    """Return those of the values that a function takes by their names."""
+    parameters = _parameters(function)
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return dict(values)
+    return {key: value for key, value in values.items() if key in parameters}
+
+
+class _Made(Episode):
+    """An environment that is made for each episode, with a ``close`` if it has one."""
+
+    def __init__(self, factory: Any, row: Row, run: Runner) -> None:
+        self._factory, self._row, self._run = factory, row, run
+        self._environment: Any = None
+
+    async def _make(self) -> Any:
+        self._environment = await self._run(_made, self._factory, self._row)
+        return self._environment
+
+    async def _call(self, name: str, *args: Any, **keywords: Any) -> Any:
+        function = getattr(self._environment, name)
+        return await self._run(function, *args, of=self._environment, **keywords)
+
+    async def _step(self, action: Any) -> Step:
+        """Step the environment; what goes wrong is an observation."""
+        try:
+            return read_step(await self._call("step", action))
+        except CallError as error:
+            said, place = str(error), error.place
+        except RewardError as error:
+            said = place = str(error)
+        message = {"role": "user", "content": error_text(said)}
+        return Step([message], calls=[{"name": "step", "status": "ok", "error": place}])
+
+    async def close(self) -> None:
+        environment, close = self._environment, getattr(self._environment, "close", None)
+        self._environment = None
+        if environment is not None and callable(close):
+            await self._run(close, of=environment)
+
+
+class _Own(_Made):
+    """Stretto's own protocol: ``open(row)``, ``step(turn)``, ``close()``."""
+
+    async def open(self, messages: Sequence[Row]) -> Opening:
+        await self._make()
+        return read_opening(await self._call("open", dict(self._row)))
+
+    async def step(self, turn: Turn) -> Step:
+        said = [SimpleNamespace(**call) for call in turn["calls"]]
+        return await self._step(SimpleNamespace(**{**turn, "calls": said}))
+
+
+class _Stepped(_Made):
+    """Environments that are reset and stepped, in the shapes of gymnasium and its relatives."""
+
+    async def open(self, messages: Sequence[Row]) -> Opening:
+        environment = await self._make()
+        begin = next(name for name in _BEGINNINGS if hasattr(environment, name))
+        prompt = list(messages)
+        asked = "\n\n".join(str(m["content"]) for m in prompt)
+        self._states = {"observation": asked, "label": self._row.get("label")}
+        options = dict(self._row)
+        given = {"seed": _seed(self._row), "options": options, "states": self._states}
+        values = {**self._row, **given, "prompt": prompt}
+        function = getattr(environment, begin)
+        parameters = _parameters(function)
+        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            values = {k: v for k, v in values.items() if k not in given or k in parameters}
+        result = await self._call(begin, **_taken(function, values))
+        if "states" in parameters:  # OpenRLHF's answer is the prompt, perhaps with more behind it
+            said = result.get("observation") if isinstance(result, Mapping) else result
+            return Opening() if said == asked else read_opening(said)
+        return read_opening(result, replaces=begin == "init")
+
+    async def step(self, turn: Turn) -> Step:
+        parameters = _parameters(self._environment.step)
+        if "states" in parameters:
+            action: Any = {
+                "observation_text": self._states["observation"],
+                "action_text": turn["text"],
+                "label": self._states["label"],
+                "sampling_params": None,
+            }
+            step = await self._step(action)
+            said = "".join(str(m["content"]) for m in step.messages)
+            self._states["observation"] += turn["text"] + said
+            return step
+        return await self._step(turn["text"])
+
+
+def _seed(row: Row) -> int:
+    """Return a seed that is the same for the same row: siblings meet the same world."""
+    told = json.dumps(row, sort_keys=True, default=str)
+    return int.from_bytes(hashlib.sha256(told.encode()).digest()[:4]) >> 1
+
+
+class _Chosen(Episode):
+    """An episode of one of several environments, with the tools of that one."""
+
+    def __init__(self, episode: Episode, tools: list[dict[str, Any]]) -> None:
+        self._episode, self._tools = episode, tools
+
+    async def open(self, messages: Sequence[Row]) -> Opening:
+        opening = await self._episode.open(messages)
+        opening.tools = [*self._tools, *(opening.tools or ())] or None
+        return opening
+
+    async def step(self, turn: Turn) -> Step:
+        return await self._episode.step(turn)
+
+    async def finish(self) -> float | None:
+        return await self._episode.finish()
+
+    async def close(self) -> None:
+        await self._episode.close()

@@ -1,0 +1,120 @@
+"""Tools: functions that the policy calls, described to it by their type hints and docstrings."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from stretto.environments.results import as_text, error_text
+from stretto.environments.running import CallError, Runner
+from stretto.errors import ConfigError, nearest
+
+SHARED = 4096
+"""Results of deterministic functions that are kept, at most."""
+
+Tool = Callable[..., Any]
+
+
+def schema_of(function: Tool, source: str) -> dict[str, Any]:
+    """Return a function as the policy reads it: name, what it does, and its parameters.
+
+    Raises ConfigError where hints or the docstring, in Google's style, leave one of them out.
+    """
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    try:
+        return dict(get_json_schema(function))
+    except Exception as error:  # of its parsers of hints and of docstrings
+        name = getattr(function, "__name__", repr(function))
+        raise ConfigError(
+            f"environment.sources: the tool '{name}' of '{source}' cannot be described to the "
+            f"policy: {error}. Give each parameter a type hint, and a line under 'Args:' in the "
+            "docstring",
+            "tool-without-schema",
+        ) from error
+
+
+class Results:
+    """Results of functions that are marked ``deterministic``, by name and arguments.
+
+    The siblings of a group often begin with the same call: it is made once, and others wait for it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, asyncio.Future[Any]] = {}
+
+    async def of(self, key: str, make: Callable[[], Any]) -> tuple[Any, bool]:
+        """Return the result for a key, and whether it was there; errors are not kept."""
+        known = self._kept.get(key)
+        if known is not None:
+            return await asyncio.shield(known), True
+        task = self._kept[key] = asyncio.ensure_future(make())
+        while len(self._kept) > SHARED:
+            del self._kept[next(iter(self._kept))]
+        try:
+            return await task, False
+        except BaseException:
+            self._kept.pop(key, None)
+            raise
+
+
+class ToolSet:
+    """The tools of an episode, and how a turn's calls of them are run: side by side."""
+
+    def __init__(
+        self, tools: Mapping[str, Tool], run: Runner, results: Results, of: object = None
+    ) -> None:
+        self._tools, self._run, self._results, self._of = tools, run, results, of
+
+    async def answer(
+        self, calls: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Run the calls of a turn; return a message and a record for each, in their order."""
+        answered = await asyncio.gather(*map(self._answer, calls))
+        return [message for message, _ in answered], [record for _, record in answered]
+
+    async def _answer(self, call: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        began_s = time.monotonic()
+        name, arguments = call["name"], call["arguments"]
+        status = call["status"]
+        record = {"name": name, "arguments": arguments, "status": status}
+        if status == "ok" and name not in self._tools:
+            record["status"] = "unknown"
+        try:
+            result, shared = await self._result(call)
+            text = as_text(result)
+            if shared:
+                record["shared"] = True
+        except CallError as error:
+            text = error_text(str(error))
+            record["error"] = error.place
+            if error.timed_out:
+                record["timed_out"] = True
+        except (RecursionError, TypeError, ValueError) as error:  # of what has no form as text
+            text = error_text(f"its result cannot be read: {error}")
+            record["error"] = f"{type(error).__name__}: {error}"
+        record["seconds"] = time.monotonic() - began_s
+        message = {"role": "tool", "name": name, "content": text}
+        return message | ({"tool_call_id": call["id"]} if call.get("id") else {}), record
+
+    async def _result(self, call: Mapping[str, Any]) -> tuple[Any, bool]:
+        name, arguments = call["name"], call["arguments"]
+        if call["status"] != "ok":
+            why = call.get("reason") or ("it has no end" if call["status"] == "unclosed" else "")
+            raise CallError(f"the call cannot be read: {why or call['raw'][:200]}")
+        tool = self._tools.get(name)
+        if tool is None:
+            raise CallError(f"there is no tool '{name}'. {nearest(name, self._tools)}")
+        try:
+            inspect.signature(tool).bind(**arguments)
+        except TypeError as error:
+            raise CallError(f"{name}: {error}") from error
+        of = tool if self._of is None else self._of
+        if getattr(tool, "deterministic", False) and self._of is None:
+            key = json.dumps([name, arguments], sort_keys=True)
+            return await self._results.of(key, lambda: self._run(tool, of=of, **arguments))
+        return await self._run(tool, of=of, **arguments), False

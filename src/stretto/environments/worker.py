@@ -1,0 +1,93 @@
+"""The process that environments run in: ``python -m stretto.environments.worker``.
+
+It speaks JSON lines as the process of reward functions does (:mod:`stretto.scoring.worker`), and
+gives the same guarantees; but it works on many requests at a time, and answers in any order.
+::
+
+    in    {"sources": {name: {"file", "module", "root", "function"}}, "settings": {...}}       once
+    out   {"ready": {"kind", "tools": schemas, "replay": text}}
+          {"refused": "ConfigError", "message": text, "code": text}                     and the end
+    in    what :class:`stretto.environments.host.Host` takes                             repeatedly
+    out   {"answer": what it answers}
+          {"alive": true}   for request 0, each second: users' code does not block the event loop
+
+It ends once as many calls hang as it may work on at a time, and its parent starts another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from stretto.environments.host import Host
+from stretto.errors import StrettoError
+from stretto.scoring.conventions import not_defined
+from stretto.scoring.worker import callables, import_module
+from stretto.workers.channel import Channel, end_all
+
+BEAT_S = 1.0
+SETTING = "environment.sources"
+
+
+def main() -> None:
+    """Open the sources that the first line names, then answer until the parent goes."""
+    asyncio.run(_Worker().work())
+
+
+class _Worker:
+    def __init__(self) -> None:
+        self._lines: asyncio.Queue[str] = asyncio.Queue()
+        self._asked: set[asyncio.Task[None]] = set()
+        self._is_worn = False
+
+    async def work(self) -> None:
+        loop = asyncio.get_running_loop()
+        take = self._lines.put_nowait
+        self._channel = Channel(lambda line: loop.call_soon_threadsafe(take, line))
+        opening = json.loads(await self._lines.get())
+        number = opening["request"]
+        try:
+            host = Host(_named(opening["body"]["sources"]), opening["body"]["settings"], self._wear)
+        except StrettoError as error:
+            refusal = {"refused": type(error).__name__, "message": str(error), "code": error.code}
+            self._channel.send(refusal, number)
+            return
+        self._channel.send({"ready": host.ready()}, number)
+        beating = asyncio.create_task(self._beat())
+        while True:
+            request = json.loads(await self._lines.get())
+            task = asyncio.create_task(self._answer(host, request))
+            self._asked |= {task, beating}
+            task.add_done_callback(self._asked.discard)
+
+    def _wear(self) -> None:
+        self._is_worn = True
+
+    async def _answer(self, host: Host, request: Mapping[str, Any]) -> None:
+        answer = await host.answer(request["body"])
+        self._channel.send({"answer": answer}, request["request"])
+        if self._is_worn:
+            end_all()
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            self._channel.send({"alive": True}, 0)
+
+
+def _named(sources: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
+    """Import what the sources name: functions, classes, or dicts of these."""
+    found = {}
+    for name, place in sources.items():
+        module = import_module(place["file"], place["module"], place["root"], SETTING)
+        thing = getattr(module, place["function"], None)
+        if thing is None:
+            raise not_defined(place["file"], place["function"], callables(module), SETTING)
+        found[name] = thing
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""Episodes in this process, outside a schedule: an engine decodes turns, an environment answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from stretto.assembly.environments import open_places
+from stretto.config import Config, EnvironmentConfig, RolloutConfig
+from stretto.environments.bridge import Bridge
+from stretto.environments.role import EnvironmentRole
+from stretto.errors import ConfigError, EpisodeLostError, RewardError
+from stretto.observe.progress import on_stderr
+from stretto.observe.recorder import LIMITS
+from stretto.protocols import Environment
+from stretto.rollout.base import Engine
+from stretto.saying import working
+from stretto.schedules.episode_metrics import calls
+from stretto.schedules.rollout import Rollout
+from stretto.tasks.encode import Encoder
+from stretto.types import FinishReason, Message, Observation, Prompt, Sampling, episode_of
+
+
+class Episode(NamedTuple):
+    """An episode that has ended: its samples, and what its environment gave."""
+
+    samples: Sequence[Rollout]  # the first one, and its forks
+    log: Sequence[Observation]  # all answers, the opening first
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The turns and what answered them, without the prompt."""
+        return tuple(message for o in self.log for message in o.messages)
+
+    @property
+    def last(self) -> Rollout:
+        """The sample that the episode ended with."""
+        return next(r for r in self.samples if r.id == self.log[-1].rollout_id)
+
+    @property
+    def reward(self) -> float:
+        """The sum of the environment's rewards."""
+        return sum(o.reward or 0.0 for o in self.log)
+
+    def told(self) -> str:
+        """Write it for a terminal: what the policy said, its calls, and what answered them."""
+        lines: list[str] = []
+        for o in self.log:
+            for message in o.messages:
+                if message["role"] == "assistant" and message["content"].strip():
+                    lines.append(message["content"].strip())
+                elif message["role"] not in ("assistant", "tool"):
+                    lines.append(f"{message['role']}: {message['content']}")
+            results = [m["content"] for m in o.messages if m["role"] == "tool"]
+            for i, call in enumerate(calls(o)):
+                given = json.dumps(call.get("arguments", {}), ensure_ascii=False)
+                result = results[i] if i < len(results) else call.get("error", "")
+                lines.append(f"{call.get('name') or 'a call'}({given}) -> {result}")
+        if (why := self.log[-1].ended_by) in LIMITS:
+            lines.append(f"(ended by a limit: {LIMITS[why]})")
+        return "\n".join(lines)
+
+    @property
+    def failure(self) -> str:
+        """Why the environment's reward does not count; empty where it does."""
+        return str(self.log[-1].record.get("failure") or "")
+
+
+class Tools:
+    """Tools or an environment, in processes that the stack ends.
+
+    Raises ConfigError if a source is not there, or is of no known shape.
+
+    Attributes:
+        schemas: of the tools that prompts tell of.
+    """
+
+    def __init__(self, config: EnvironmentConfig, encoder: Encoder, stack: ExitStack) -> None:
+        self._config, self._encoder = config, encoder
+        with working(on_stderr, "starting the environment"):
+            self._places = open_places(config, {})
+        for place in self._places:
+            stack.callback(place.close)
+        ready = self._places[0].ready
+        if ready["kind"] == "program":
+            raise ConfigError(
+                f"'{config.sources[0]}' is a program, which asks a server for its turns: start one "
+                "with stretto serve, and run the program with its address",
+                "program-holds-the-loop",
+            )
+        self.schemas: Sequence[Mapping[str, Any]] = ready["tools"]
+
+    def episodes(
+        self,
+        engine: Engine,
+        rollouts: Sequence[Rollout],
+        options: RolloutConfig,
+        max_prompt_tokens: int,
+        seed: tuple[int, int] | None = None,
+    ) -> Iterator[Episode]:
+        """Decode rollouts turn by turn; see :func:`completed_episodes`.
+
+        Raises ConfigError if the chat template cannot go from turn to turn.
+
+        Args:
+            seed: as in :class:`~stretto.types.Sampling`.
+        """
+        bridge = Bridge(self._encoder, self.schemas, end_tokens=engine.settings.end_tokens)
+        if bridge.breaks and self._config.on_break == "refuse":
+            raise ConfigError(
+                f"environment.on_break = 'refuse': {bridge.breaks}", "template-rewrites-history"
+            )
+        role = EnvironmentRole(self._config, self._places, bridge, self._encoder, max_prompt_tokens)
+        sampling = replace(_sampling(options, self._config), seed=seed)
+        yield from completed_episodes(engine, role, rollouts, sampling)
+
+
+def _sampling(options: RolloutConfig, environment: EnvironmentConfig) -> Sampling:
+    most, turn = options.max_new_tokens, environment.max_turn_tokens
+    how = options.temperature, options.top_k, options.top_p
+    return Sampling(most, *how, max_turn_tokens=turn or most)
+
+
+def played(
+    engine: Engine, environment: Environment, prompts: Sequence[Prompt], config: Config
+) -> list[Episode]:
+    """Return an episode for each prompt, in their order.
+
+    Raises RewardError if an environment could not say what an episode has earned.
+    """
+    rollouts = [Rollout(n, prompt, prompt.id) for n, prompt in enumerate(prompts)]
+    sampling = _sampling(config.rollout, config.environment)
+    found = dict[int, Episode]()
+    with working(on_stderr, "playing episodes", len(rollouts)) as advance:
+        for episode in completed_episodes(engine, environment, rollouts, sampling):
+            advance(1)
+            found[episode.samples[0].id] = episode
+            if episode.failure:
+                raise RewardError(episode.failure, [episode.samples[0].id], "reward-failed")
+    return [found[n] for n in sorted(found)]
+
+
+def completed_episodes(
+    engine: Engine,
+    environment: Environment,
+    rollouts: Sequence[Rollout],
+    sampling: Sampling,
+    chunk_tokens: int = 16,
+) -> Iterator[Episode]:
+    """Decode rollouts, with ids of their own, turn by turn; yield each episode once it has ended.
+
+    Turns that end together are answered together, and the engine rests meanwhile. Whatever else it
+    holds must have ended. The episodes left are closed if the iterator is. Raises EpisodeLostError
+    as the environment does.
+
+    Args:
+        sampling: of all responses; its ``max_turn_tokens`` are more than 0.
+        chunk_tokens: between two looks at what has ended.
+    """
+    episodes = _Episodes(engine, environment, sampling)
+    with asyncio.Runner() as runner:
+        try:
+            due = episodes.begin(rollouts)
+            while due or episodes.decoding:
+                yield from runner.run(episodes.answer(due))
+                due = episodes.decode(chunk_tokens) if episodes.decoding else []
+        finally:
+            runner.run(episodes.close())
+
+
+class _Episodes:
+    """The episodes under way."""
+
+    def __init__(self, engine: Engine, environment: Environment, sampling: Sampling) -> None:
+        self._engine, self._environment, self._sampling = engine, environment, sampling
+        self._samples: dict[int, list[Rollout]] = {}  # by episode
+        self._logs: dict[int, list[Observation]] = {}
+        self.decoding: dict[int, Rollout] = {}
+
+    def begin(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Take rollouts in; return them, whose openings are due."""
+        for rollout in rollouts:
+            rollout.sampling = self._sampling
+            self._samples[rollout.id], self._logs[rollout.id] = [rollout], []
+        return list(rollouts)
+
+    def decode(self, chunk_tokens: int) -> list[Rollout]:
+        """Decode a chunk of each; return those whose turn has ended."""
+        due = []
+        for chunk in self._engine.decode(chunk_tokens).chunks:
+            rollout = self.decoding[chunk.rollout_id]
+            rollout.append(chunk)
+            if chunk.finish:
+                due.append(self.decoding.pop(rollout.id))
+        return due
+
+    async def answer(self, due: Sequence[Rollout]) -> list[Episode]:
+        """Have turns answered, or episodes opened; return those that have ended."""
+        observations = await asyncio.gather(*map(self._asked, due))
+        ended, go_on = list[Episode](), list[Rollout]()
+        for rollout, o in zip(due, observations, strict=True):
+            self._logs[episode_of(rollout.id)].append(o)
+            if rollout.turns:
+                rollout.turn_rewards.append(o.reward or 0.0)
+            if o.ended_by:
+                rollout.log.append(o)
+                ended.append(self._end(o))
+            else:
+                go_on.append(self._next(rollout, o))
+        await self._environment.release([r.id for e in ended for r in e.samples])
+        self.decoding |= {rollout.id: rollout for rollout in go_on}
+        self._engine.admit([rollout.response() for rollout in go_on])
+        return ended
+
+    async def close(self) -> None:
+        """Close the episodes that are left."""
+        left = [rollout.id for samples in self._samples.values() for rollout in samples]
+        self._engine.release(left)
+        await self._environment.release(left)
+
+    async def _asked(self, rollout: Rollout) -> Observation:
+        if not self._logs[episode_of(rollout.id)]:
+            return await self._environment.open(rollout.response(text=True))
+        finish = FinishReason.LENGTH if rollout.ended_by else FinishReason.TURN
+        return await self._environment.step(replace(rollout.response(text=True), finish=finish))
+
+    def _next(self, rollout: Rollout, o: Observation) -> Rollout:
+        """Return the sample that goes on, with the context that it was given."""
+        samples = self._samples[episode_of(rollout.id)]
+        goes_on = next((r for r in samples if r.id == o.rollout_id), None)
+        if goes_on is None:
+            if o.prompt is None:
+                raise EpisodeLostError(
+                    f"the environment answered rollout {rollout.id} with rollout {o.rollout_id}, "
+                    "which has not begun, and has no prompt",
+                    [rollout.id],
+                    "episode-lost",
+                )
+            goes_on = Rollout(o.rollout_id, o.prompt, rollout.group, sampling=self._sampling)
+            samples.append(goes_on)
+        elif o.prompt is not None:
+            goes_on.prompt = o.prompt
+        context = goes_on.observe(o)
+        if len(context.tokens):
+            goes_on.append(context)
+        return goes_on
+
+    def _end(self, last: Observation) -> Episode:
+        episode = episode_of(last.rollout_id)
+        samples = self._samples.pop(episode)
+        for rollout in samples:
+            rollout.ended_by = last.ended_by
+            limited = last.ended_by in LIMITS
+            rollout.finish = FinishReason.LENGTH if limited else FinishReason.STOP
+        self._engine.release([rollout.id for rollout in samples])
+        return Episode(samples, self._logs.pop(episode))

@@ -1,0 +1,136 @@
+"""Transcripts of episodes: turns, calls, answers and rewards, and which tokens the policy drew."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, TypedDict
+
+from stretto.schedules.episode_metrics import answers, calls, wait_s
+from stretto.schedules.rollout import Rollout
+from stretto.types import Observation
+
+MOST_CHARS = 20_000
+"""Characters of a text in a transcript, at most; of a longer one, the start and the end stay."""
+
+MOST_DEPTH = 8
+"""Depth of plain data in a transcript, at most; what is deeper stands as text."""
+
+
+class Transcript(TypedDict, total=False):
+    """An episode's sample, as plain data; nothing of a response that is none.
+
+    ``turns``
+        In order, each with ``tokens`` that the policy drew, ``messages`` (the turn's, and those
+        that answer it), ``calls`` (``name``, ``arguments``, ``status``, ``seconds``, ``error``,
+        ``result``, as far as they were recorded), ``context`` tokens of the answer, ``wait_s``
+        seconds until it came, and the turn's ``reward``; ``None`` where it has none.
+    ``pieces``
+        The response's ``text`` in pieces, control tokens spelt out, each with its ``tokens``, its
+        ``turn`` (from 0), and ``sampled``: true where the policy drew it, and was trained on it.
+    ``ended_by``
+        As in :class:`~stretto.types.Observation`.
+    """
+
+    turns: Sequence[Mapping[str, Any]]
+    pieces: Sequence[Mapping[str, Any]]
+    ended_by: str
+
+
+def transcript(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> Transcript:
+    """Return the transcript of a rollout; ``decode`` writes token ids as text, with all of them."""
+    if not (rollout.log or rollout.turns):
+        return Transcript()
+    given = answers(rollout)
+    turns = [
+        {**size, **_told(given[i] if i < len(given) else None), "reward": _reward(rollout, i)}
+        for i, size in enumerate(turn_sizes(rollout))
+    ]
+    return Transcript(turns=turns, pieces=_pieces(rollout, decode), ended_by=rollout.ended_by)
+
+
+def turn_sizes(rollout: Rollout) -> list[dict[str, Any]]:
+    """Return tokens that the policy drew in each turn, the answer's tokens of context behind it,
+    and the seconds until it came.
+    """
+    given, found, start = answers(rollout), list[dict[str, Any]](), 0
+    ends = rollout.turns
+    for i, end in enumerate(ends):
+        drawn = end - start - _context(rollout, start, end)
+        behind = _context(rollout, end, _next_start(rollout, end))
+        seconds = wait_s(given[i]) if i < len(given) else 0.0
+        found.append({"tokens": drawn, "wait_s": round(seconds, 6), "context": behind})
+        start = end
+    return found
+
+
+def _next_start(rollout: Rollout, end: int) -> int:
+    """Return where the context that begins at a turn's end gives way to the next turn."""
+    for first, last in rollout.context:
+        if first == end:
+            end = last
+    return end
+
+
+def _context(rollout: Rollout, start: int, end: int) -> int:
+    return sum(max(min(b, end) - max(a, start), 0) for a, b in rollout.context)
+
+
+def _reward(rollout: Rollout, turn: int) -> float | None:
+    rewards = rollout.turn_rewards
+    return float(rewards[turn]) if turn < len(rewards) else None
+
+
+def _told(answer: Observation | None) -> dict[str, Any]:
+    """Return messages and calls of a turn's answer."""
+    if answer is None:
+        return {"messages": [], "calls": []}
+    made = list(calls(answer))
+    results = [message["content"] for message in answer.messages if message["role"] == "tool"]
+    if len(results) == len(made):
+        made = [{"result": result, **call} for result, call in zip(results, made, strict=True)]
+    return {
+        "messages": [plain(message) for message in answer.messages],
+        "calls": [plain(call) for call in made],
+    }
+
+
+def _pieces(
+    rollout: Rollout, decode: Callable[[Sequence[int]], str]
+) -> Sequence[Mapping[str, Any]]:
+    drawn = rollout.sampled
+    turn_ends = set(rollout.turns)
+    changes = {i for a, b in rollout.context for i in (a, b)} | turn_ends | {0, len(rollout)}
+    edges, found, turn = sorted(changes), list[Mapping[str, Any]](), 0
+    for start, end in pairwise(edges):
+        if drawn[start] and start and (start in turn_ends or not drawn[start - 1]):
+            turn = sum(e <= start for e in rollout.turns)
+        text = cut(decode(rollout.tokens[start:end].tolist()))
+        piece = {"text": text, "tokens": end - start, "turn": turn, "sampled": bool(drawn[start])}
+        found.append(piece)
+    return found
+
+
+def cut(text: str) -> str:
+    """Cut the middle out of a text that is too long."""
+    left_out = len(text) - MOST_CHARS
+    if left_out <= 0:
+        return text
+    half = MOST_CHARS // 2
+    return f"{text[:half]} ... {left_out:,} characters left out ... {text[-half:]}"
+
+
+def plain(value: Any, depth: int = MOST_DEPTH) -> Any:
+    """Make a value plain data that JSON has, with texts cut."""
+    if isinstance(value, str):
+        return cut(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, Mapping) and depth:
+        return {str(key): plain(each, depth - 1) for key, each in value.items()}
+    if isinstance(value, list | tuple) and depth:
+        return [plain(each, depth - 1) for each in value]
+    return cut(str(value))

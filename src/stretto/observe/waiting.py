@@ -1,0 +1,97 @@
+"""Calls of an environment, of which a thousand may go on at once: as lanes, and as a count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from stretto.observe.spans import ENVIRONMENT, Span
+
+LANES = 8
+"""Tracks of a trace that an environment's calls are spread over, as those of one may not overlap;
+calls for which none is free share one more."""
+
+
+def is_environment(role: str) -> bool:
+    """Return whether a role, or the name of a track, is the environment's."""
+    name, _, number = role.partition(" ")
+    return name == ENVIRONMENT and (not number or number.isdecimal())
+
+
+def at_once(span: Span) -> int:
+    """Return the most calls that a span stands for at a time; several were joined."""
+    return int(span.attributes.get("calls", 1))
+
+
+INSTANT_S = 1e-6
+"""Stretches no longer than this, to which traces are exact, are none."""
+
+FURTHER = 1000
+"""Spans that such calls of a step become, at most."""
+
+
+class Lanes:
+    """The tracks of a trace that an environment's calls are spread over, as they fill up."""
+
+    def __init__(self) -> None:
+        self._ends_s = [float("-inf")] * LANES
+        self._joined_s = float("-inf")  # end of what shares the last track
+
+    def place(self, spans: Iterable[Span]) -> list[tuple[str, Span]]:
+        """Return names of tracks, each with a span. Calls that find no free track become spans one
+        after the other, at most :data:`FURTHER`, whose attribute ``calls`` is their number; what of
+        them lies before the end of the last such span is cut off.
+        """
+        placed: list[tuple[str, Span]] = []
+        beyond: list[Span] = []
+        for span in sorted(spans, key=lambda span: span.start_s):
+            free = (i for i, end_s in enumerate(self._ends_s) if end_s <= span.start_s)
+            lane = next(free, None)
+            if lane is None:
+                beyond.append(span)
+                continue
+            self._ends_s[lane] = span.end_s
+            placed.append((f"{ENVIRONMENT} {lane + 1}" if lane else ENVIRONMENT, span))
+        ends_s = max((span.end_s for span in beyond), default=0.0)
+        for start_s, end_s, count in profile(beyond, self._joined_s, ends_s, FURTHER // 2):
+            self._joined_s = end_s
+            joined = Span(ENVIRONMENT, "further calls", start_s, end_s, {"calls": count})
+            placed.append((f"{ENVIRONMENT} {LANES + 1}", joined))
+        return placed
+
+
+def profile(
+    spans: Iterable[Span], start_s: float, end_s: float, most: int
+) -> list[tuple[float, float, int]]:
+    """Return how many calls go on at once between two moments: stretches of time, in order, each
+    with their number. Of more than ``most`` stretches, neighbours are joined, with the greater
+    number; then they are at most twice as many.
+    """
+    inside = ((max(s.start_s, start_s), min(s.end_s, end_s), at_once(s)) for s in spans)
+    changes: dict[float, int] = {}
+    for begin_s, finish_s, count in inside:
+        if begin_s < finish_s:
+            changes[begin_s] = changes.get(begin_s, 0) + count
+            changes[finish_s] = changes.get(finish_s, 0) - count
+    found: list[tuple[float, float, int]] = []
+    times, open_now = sorted(changes), 0
+    for at_s, next_s in pairwise(times):
+        open_now += changes[at_s]
+        if open_now and next_s - at_s > INSTANT_S:  # of spans read back, one ends in the next
+            found.append((at_s, next_s, open_now))
+    if len(found) <= most:
+        return found
+    return _joined(found, (found[-1][1] - found[0][0]) / most)
+
+
+def _joined(
+    parts: Sequence[tuple[float, float, int]], least_s: float
+) -> list[tuple[float, float, int]]:
+    """Join neighbours until each stretch, or what follows it, is as long as ``least_s``."""
+    joined: list[tuple[float, float, int]] = []
+    for start_s, end_s, count in parts:
+        if joined and end_s - joined[-1][0] <= least_s:
+            joined[-1] = (joined[-1][0], end_s, max(joined[-1][2], count))
+        else:
+            joined.append((start_s, end_s, count))
+    return joined

@@ -1,0 +1,162 @@
+"""Episodes in virtual time: turns of so many tokens, and an environment that takes its time.
+
+Turns, answers and waits are a pure function of (seed, rollout id), as response lengths are, so all
+schedules can be compared on the very same episodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from math import exp, log
+from statistics import NormalDist
+from typing import NamedTuple, Self
+
+import numpy as np
+from pydantic import model_validator
+
+from stretto.config.sections import NonNegative, NonNegativeInt, PositiveInt, Section
+from stretto.errors import RuleError
+from stretto.runtime.sim.lengths import Distribution, Lengths, Lognormal, Uniform, uniform
+from stretto.types import FinishReason, Observation, Response, episode_of
+
+_NORMAL = NormalDist()
+_TOKENS = np.zeros(1 << 17, np.int32)
+"""Stand-ins for tokens of answers; more than any has."""
+_TOKENS.flags.writeable = False
+
+
+class Turn(NamedTuple):
+    """A turn, and what follows it.
+
+    Attributes:
+        tokens: that the policy draws.
+        wait_s: seconds until the environment has answered.
+        answer: tokens of the answer; 0 where the episode is over.
+    """
+
+    tokens: int
+    wait_s: float
+    answer: int
+
+
+class Waits(Section):
+    """Seconds until an environment answers: a lognormal, fitted to its median and p95."""
+
+    median: NonNegative = 0.5
+    """Seconds; 0 answers at once."""
+    p95: NonNegative = 5.0
+    """Seconds that one answer in twenty exceeds."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.p95 < self.median:
+            given = f"median = {self.median}, p95 = {self.p95}"
+            raise RuleError(f"p95 must not be below the median; got {given}", "p95-below-median")
+        return self
+
+    def quantile(self, u: float) -> float:
+        if not self.median:
+            return 0.0
+        sigma = log(self.p95 / self.median) / _NORMAL.inv_cdf(0.95)
+        return self.median * exp(sigma * _NORMAL.inv_cdf(u))
+
+
+class Episodes(Section):
+    """Responses of several turns, each of which an environment answers after a while."""
+
+    turns: Distribution = Uniform(low=2, high=4)
+    """Turns of an episode, by rollout id; the last one ends it."""
+    answer_tokens: Distribution = Lognormal(median=40, p95=160)
+    """Tokens of an answer, which become part of the response, by rollout id."""
+    wait_s: Waits = Waits()
+    """Seconds until a turn is answered; the last one is at once."""
+    max_turn_tokens: NonNegativeInt = 0
+    """Token limit of a turn, which ends the episode; 0: none but the response's."""
+    rewarded: bool = False
+    """Whether the environment gives rewards, as the workload has them."""
+    recorded: tuple[tuple[tuple[PositiveInt, NonNegative, NonNegativeInt], ...], ...] = ()
+    """Turns of a recorded run in place of all these, by rollout id: of each its tokens, seconds
+    until it was answered, and tokens of the answer; beyond its end they start over."""
+
+    def at_once(self) -> Episodes:
+        """Return the same episodes, whose turns are answered at once."""
+        recorded = tuple(tuple((n, 0.0, answer) for n, _, answer in e) for e in self.recorded)
+        return self.model_copy(update={"wait_s": Waits(median=0, p95=0), "recorded": recorded})
+
+
+class Turns:
+    """The turns of each rollout, of which :class:`Lengths` gives a turn's tokens."""
+
+    def __init__(self, episodes: Episodes, lengths: Distribution, seed: int) -> None:
+        self._episodes, self._lengths, self._seed = episodes, lengths, seed
+        self._first = Lengths(lengths, seed)
+
+    def __call__(self, rollout_id: int) -> Sequence[Turn]:
+        """Return all turns of a rollout's episode, before any limit; at least one."""
+        e = self._episodes
+        if e.recorded:
+            return [Turn(*turn) for turn in e.recorded[rollout_id % len(e.recorded)]]
+        u = uniform(self._seed, "turns", rollout_id)
+        last = max(1, round(e.turns.quantile(u, rollout_id))) - 1
+        return [self._turn(rollout_id, k, k == last) for k in range(last + 1)]
+
+    def _turn(self, rollout_id: int, k: int, last: bool) -> Turn:
+        tokens = self._first(rollout_id) if not k else self._tokens(self._lengths, rollout_id, k)
+        if last:
+            return Turn(tokens, 0.0, 0)
+        wait_s = self._episodes.wait_s.quantile(uniform(self._seed, "wait", rollout_id, k))
+        return Turn(tokens, wait_s, self._tokens(self._episodes.answer_tokens, rollout_id, -1 - k))
+
+    def _tokens(self, distribution: Distribution, rollout_id: int, place: int) -> int:
+        u = uniform(self._seed, "length", rollout_id, place)
+        return max(1, round(distribution.quantile(u, rollout_id)))
+
+
+def turn_of(response: Response) -> int:
+    """Return the number of the turn that a response is in, or ends with, from 0."""
+    if response.sampled is None:
+        return 0
+    drawn = np.concatenate([[True], response.sampled])  # a prompt is before the first turn
+    return int((drawn[:-1] & ~drawn[1:]).sum())
+
+
+class SimEnvironment:
+    """An environment that answers turns as ``turns`` say, each once its wait is over.
+
+    Calls wait side by side, and occupy no device. An episode earns ``reward`` at its end, of its
+    rollout's id and the version of its last tokens.
+    """
+
+    def __init__(
+        self,
+        turns: Callable[[int], Sequence[Turn]],
+        max_new_tokens: int,
+        reward: Callable[[int, int], float | None] = lambda rollout_id, version: None,
+    ) -> None:
+        self._turns, self._max_new_tokens, self._reward = turns, max_new_tokens, reward
+
+    async def open(self, response: Response, log: Sequence[Observation] = ()) -> Observation:
+        return log[-1] if log else Observation(response.id, 0, _TOKENS[:0])
+
+    async def step(self, response: Response) -> Observation:
+        k, turns = turn_of(response), self._turns(episode_of(response.id))
+        if response.finish is FinishReason.LENGTH:
+            whole = len(response) >= self._max_new_tokens
+            return self._end(response, k, "tokens" if whole else "turn_tokens")
+        turn = turns[min(k, len(turns) - 1)]
+        if turn.wait_s:
+            await asyncio.sleep(turn.wait_s)
+        if k + 1 >= len(turns):
+            return self._end(response, k, "environment")
+        if len(response) + turn.answer >= self._max_new_tokens:
+            return self._end(response, k, "tokens")
+        record = {"seconds": turn.wait_s}
+        return Observation(response.id, k + 1, _TOKENS[: turn.answer], record=record)
+
+    async def release(self, rollout_ids: Sequence[int]) -> None:
+        """Close nothing: nothing is open."""
+
+    def _end(self, response: Response, k: int, because: str) -> Observation:
+        reward = self._reward(episode_of(response.id), response.version)
+        return Observation(response.id, k + 1, _TOKENS[:0], reward=reward, ended_by=because)

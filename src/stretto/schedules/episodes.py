@@ -1,0 +1,237 @@
+"""The schedule's side of an environment: which episodes wait for an answer, and what they become.
+
+An answer is awaited beside everything else, one task an episode. While it is, the rollout is
+``WAITING``: it takes memory and no slot, scorers may read all that it has, and new weights come and
+go. A restart finds the turn unanswered, and asks again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from stretto.config import ENVIRONMENT
+from stretto.errors import EpisodeLostError, LifecycleError
+from stretto.protocols import Environment, Tracer
+from stretto.schedules.episode_metrics import tools_called
+from stretto.schedules.fleet import RoleContext
+from stretto.schedules.pool import Pool
+from stretto.schedules.rollout import Rollout, RolloutState
+from stretto.schedules.scoring import Scoring
+from stretto.schedules.waits import answered
+from stretto.types import Chunk, FinishReason, Observation, Sampling, Score, episode_of
+
+LIMITS = ("turn_tokens", "tokens", "turns", "seconds")
+"""Ends of episodes that a limit brought about."""
+
+MOST_BEGINNINGS = 3
+"""Times that an episode is begun, at most, where its environment is lost and not replayed."""
+
+
+class Books(Protocol):
+    """What a schedule notes of the rollouts of episodes."""
+
+    def move(self, rollout: Rollout, state: RolloutState) -> None:
+        """Take a rollout to its next state; one that is new is a fork, and joins its group."""
+
+    def ended(self, rollout: Rollout) -> None:
+        """Note that a rollout has ended."""
+
+    def answered(self) -> None:
+        """Note that one rollout fewer waits for an answer."""
+
+    def drop(self, fork: Rollout) -> None:
+        """Forget a fork of an episode that is begun anew."""
+
+
+class Episodes:
+    """The episodes of a run, and the environment that answers their turns.
+
+    ``sampling`` is that of their responses. ``rewards``: the environment's are part of the score.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        sampling: Sampling,
+        context: RoleContext,
+        tracer: Tracer,
+        pool: Pool,
+        scoring: Scoring,
+        books: Books,
+        *,
+        rewards: bool,
+    ) -> None:
+        self.sampling, self._environment = sampling, environment
+        self._context, self._tracer, self._rewards = context, tracer, rewards
+        self._pool, self._scoring, self._books = pool, scoring, books
+        self._samples: dict[int, list[Rollout]] = {}  # by episode
+        self._open: set[int] = set()  # episodes that the environment knows
+        self._beginnings: dict[int, int] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.pending: set[int] = set()  # rollouts whose answer is under way
+
+    def add(self, rollouts: Iterable[Rollout], *, greedy: bool = False) -> None:
+        """Make rollouts samples of episodes, each of its own or of the one that its id names."""
+        sampling = replace(self.sampling, temperature=0.0) if greedy else self.sampling
+        for rollout in rollouts:
+            rollout.sampling = sampling
+            self._samples.setdefault(episode_of(rollout.id), []).append(rollout)
+
+    def ask(self, rollout: Rollout, group: asyncio.TaskGroup) -> None:
+        """Ask for the answer to a rollout's turn, or for its opening, in a task of a group."""
+        self.pending.add(rollout.id)
+        task = self._context.waits.begin(partial(self._answer, rollout), group)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @staticmethod
+    def is_unanswered(rollout: Rollout) -> bool:
+        """Return whether an answer is due: to the newest turn, or the opening."""
+        return len(rollout.turns) > len(rollout.turn_rewards) or not (rollout.turns or rollout.log)
+
+    def cancel(self) -> None:
+        """End all tasks."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def close(self, rollouts: Iterable[Rollout]) -> None:
+        """Close the episodes of rollouts that go on no more."""
+        ids = [r.id for r in rollouts if episode_of(r.id) in self._open]
+        self._open -= {episode_of(id_) for id_ in ids}
+        if ids:
+            await self._environment.release(ids)
+
+    def forget(self, rollout: Rollout) -> None:
+        """Forget a rollout that has been trained on, or rejected."""
+        self._samples.pop(episode_of(rollout.id), None)
+
+    async def _answer(self, rollout: Rollout) -> None:
+        try:
+            while True:
+                try:
+                    observation = await self._observation(rollout)
+                except EpisodeLostError as error:
+                    rollout = self._begin_anew(rollout, error)
+                else:
+                    break
+            await self._take(rollout, observation)
+        finally:
+            self.pending.discard(rollout.id)
+            self._books.answered()
+
+    async def _observation(self, rollout: Rollout) -> Observation:
+        episode = episode_of(rollout.id)
+        samples = self._samples[episode]
+        if episode not in self._open:
+            root = samples[0]
+            task_prompt = root.asked or root.prompt
+            response = replace(root.response(text=True), prompt=task_prompt)
+            log = sorted((o for r in samples for o in r.log), key=lambda o: o.number)
+            opening = self._environment.open(response, log)
+            observation = await self._asked("open", opening, rollout)
+            self._open.add(episode)
+            if not log:
+                return observation
+        cut = FinishReason.LENGTH if rollout.ended_by else FinishReason.TURN
+        response = replace(rollout.response(text=True), finish=cut)
+        return await self._asked("step", self._environment.step(response), rollout)
+
+    async def _asked(
+        self, name: str, answer: Awaitable[Observation], rollout: Rollout
+    ) -> Observation:
+        clock, start_s = self._context.clock, self._context.clock.now()
+        with self._tracer.awaiting(ENVIRONMENT, name):
+            got = await answered(answer, self._context.deadline_s, "the environment", [rollout.id])
+        now_s = clock.now()
+        facts = {"rollout": rollout.id, "turn": len(rollout.turns), "tool": tools_called(got)}
+        self._tracer.add(ENVIRONMENT, name, start_s, now_s, **facts)
+        return replace(got, record={**got.record, "seconds": now_s - start_s})
+
+    async def _take(self, rollout: Rollout, o: Observation) -> None:
+        if len(rollout.turns) > len(rollout.turn_rewards):
+            rollout.turn_rewards.append(o.reward or 0.0)
+        if o.ended_by:
+            rollout.log.append(o)
+            self._end(o)
+            await self.close([rollout])
+            return
+        samples = self._samples[episode_of(rollout.id)]
+        goes_on = next((r for r in samples if r.id == o.rollout_id), None)
+        fork = goes_on is None
+        if goes_on is None:
+            goes_on = self._fork(samples[0], o)
+        elif o.prompt is not None and o.prompt.tokens != goes_on.prompt.tokens:
+            goes_on.asked, goes_on.prompt = goes_on.prompt, o.prompt
+        if fork:
+            self._books.move(goes_on, RolloutState.WAITING)
+        trained = goes_on.id >= 0  # else it is an evaluation's, and scored at its end
+        if trained and (fork or o.number == 0):
+            self._scoring.dispatched([goes_on])
+        self._books.move(goes_on, RolloutState.DECODING)
+        context = goes_on.observe(o)
+        if len(context.tokens):
+            goes_on.append(context)
+            if trained:
+                self._scoring.extended(context)
+        await self._pool.resume(goes_on)
+
+    def _fork(self, root: Rollout, o: Observation) -> Rollout:
+        if o.prompt is None or episode_of(o.rollout_id) != episode_of(root.id):
+            raise LifecycleError(
+                f"the environment answered an episode of rollout {root.id} with rollout "
+                f"{o.rollout_id}, which is no sample of it, and has no prompt of its own",
+                "no-such-sample",
+            )
+        asked = root.asked or root.prompt
+        fork = Rollout(o.rollout_id, replace(o.prompt, id=asked.id), root.group, asked=asked)
+        self.add([fork], greedy=not root.sampling or root.sampling.temperature == 0)
+        return fork
+
+    def _end(self, last: Observation) -> None:
+        """End all samples of an episode; they share its rewards."""
+        samples = self._samples[episode_of(last.rollout_id)]
+        total = sum(sum(r.turn_rewards) for r in samples)
+        failure = last.record.get("failure")
+        values = np.array([] if failure else [total], np.float32)
+        for rollout in samples:
+            rollout.ended_by = last.ended_by
+            rollout.finish = FinishReason.LENGTH if last.ended_by in LIMITS else FinishReason.STOP
+            if self._rewards:
+                score = Score(rollout.id, ENVIRONMENT, "reward", values, failure)
+                rollout.scores[ENVIRONMENT] = score
+            self._pool.release(rollout)
+            if rollout.id >= 0:
+                self._scoring.extended(_last_chunk(rollout))
+            self._books.ended(rollout)
+
+    def _begin_anew(self, rollout: Rollout, error: EpisodeLostError) -> Rollout:
+        """Take an episode back to its opening; its forks are dropped. Return its first sample."""
+        episode = episode_of(rollout.id)
+        self._beginnings[episode] = self._beginnings.get(episode, 1) + 1
+        if self._beginnings[episode] > MOST_BEGINNINGS:
+            raise error
+        self._open.discard(episode)
+        root, *forks = self._samples[episode]
+        for fork in forks:
+            self._pool.release(fork)
+            self._books.drop(fork)
+        self._samples[episode] = [root]
+        self._pool.release(root)
+        self._scoring.anew(root)
+        root.begin_anew()
+        self.pending.discard(rollout.id)
+        self.pending.add(root.id)
+        return root
+
+
+def _last_chunk(rollout: Rollout) -> Chunk:
+    """Return a chunk without tokens, which tells scorers that an episode's sample has ended."""
+    none = np.empty(0, np.int32), np.empty(0, np.float32)
+    version = rollout.response().version
+    return Chunk(rollout.id, len(rollout), *none, version, rollout.finish)

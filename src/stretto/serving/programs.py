@@ -1,0 +1,77 @@
+"""The server that the programs of a run's episodes ask: on the loopback, in the run's process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from stretto.environments.sessions import Sessions
+from stretto.serving.app import Server
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+HOST = "127.0.0.1"
+
+STARTS_S = 0.01
+"""Seconds between two looks whether the server has started."""
+
+
+class _Quiet(uvicorn.Server):
+    """A server that leaves signals to the run."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class ProgramServer:
+    """Answers the programs' requests while it is running.
+
+    Every request brings the sessions' key, a token of the run that programs are given.
+    """
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+    ) -> None:
+        """Make one; ``name`` is the model's in requests."""
+        self._sessions = sessions
+        app = Server(
+            sessions,
+            tokenizer,
+            name,
+            api_key=sessions.api_key,
+            hosts=(HOST,),
+        ).app
+        self._server = _Quiet(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        self._starting: asyncio.Task[None] | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Listen on a free port, in the running event loop, if it is not listening."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        await asyncio.shield(self._starting)
+
+    async def _start(self) -> None:
+        listener = socket.create_server((HOST, 0))
+        self._sessions.base_url = f"http://{HOST}:{listener.getsockname()[1]}"
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        while not (self._server.started or self._serving.done()):
+            await asyncio.sleep(STARTS_S)
+        if self._serving.done():
+            self._serving.result()
+
+    async def stop(self) -> None:
+        """Close the port, and all connections."""
+        self._server.should_exit = self._server.force_exit = True
+        if self._serving:
+            await asyncio.gather(self._serving, return_exceptions=True)

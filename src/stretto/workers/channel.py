@@ -1,0 +1,73 @@
+"""The child's side of a process that runs users' code: JSON lines that this code cannot touch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Mapping
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Any, NoReturn
+
+
+class Channel:
+    """The original standard input and output, hidden from users' code and its forked children.
+
+    Every line in is ``{"request": number, "body": anything}``; every line out has two more keys
+    than the answer, ``"request"`` with the number that it answers and ``"pid"`` of the sender. The
+    process ends with its parent, however that ends, and whatever it is doing.
+
+    Args:
+        take: is called with each line, on a thread; without it they wait for :meth:`next_request`.
+    """
+
+    def __init__(self, take: Callable[[str], object] | None = None) -> None:
+        self._requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
+        self._replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        self._pid, self._request, self._lock = os.getpid(), 0, Lock()
+        self._inbox: SimpleQueue[str] = SimpleQueue()
+        self._take = take or self._inbox.put
+        self._nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(self._nothing, 0)
+        os.dup2(2, 1)
+        os.register_at_fork(after_in_child=self._lose)
+        Thread(target=self._listen, daemon=True).start()
+
+    def next_request(self) -> Any:
+        """Return the body of the next request; all that is sent from now on answers it."""
+        request = json.loads(self._inbox.get())
+        self._request = request["request"]
+        return request["body"]
+
+    def send(self, message: Mapping[str, Any], request: int | None = None) -> None:
+        """Answer a request, or the last one that was taken; a process that is not the one that was
+        asked ends instead.
+        """
+        if os.getpid() != self._pid:
+            os._exit(1)
+        number = self._request if request is None else request
+        line = json.dumps({"request": number, "pid": self._pid, **message})
+        try:
+            with self._lock:
+                self._replies.write(line + "\n")
+                self._replies.flush()
+        except BrokenPipeError:
+            end_all()
+
+    def _lose(self) -> None:
+        for end in (self._requests, self._replies):
+            os.dup2(self._nothing, end.fileno(), inheritable=False)
+
+    def _listen(self) -> NoReturn:
+        """Take lines, while users' code works, until the parent goes; then end all it started."""
+        for line in self._requests:
+            self._take(line)
+        end_all()
+
+
+def end_all() -> NoReturn:
+    """End this process, and those that it started."""
+    if os.getpgrp() == os.getpid():  # else it was started by hand, in a group of others
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)

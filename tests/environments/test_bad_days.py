@@ -1,0 +1,329 @@
+"""Tools and environments that hang, raise, end their process or say too much."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bridge_helpers import Player, call, places_of, role_of, said, text_of
+
+from raising import raises
+from stretto.config import EnvironmentConfig
+from stretto.environments.processes import EnvironmentProcess
+from stretto.environments.role import EnvironmentRole
+from stretto.errors import EpisodeLostError
+from stretto.types import FORKS
+
+SHORT = EnvironmentConfig(timeout_s=0.3, parallel=2, max_observation_tokens=60)
+
+
+def pid_of(role: EnvironmentRole) -> int:
+    (place,) = role._places
+    assert isinstance(place, EnvironmentProcess)
+    assert place._process
+    return place._process.pid
+
+
+def test_bad_tools_are_observations() -> None:
+    names = ("slow", "big", "raises", "leave", "odd", "noise", "nothing", "split", "add")
+    role = role_of(places_of(*names, config=SHORT), SHORT)
+
+    async def go() -> None:
+        player = Player(role)
+        await player.open()
+        hung = await player.say(call("slow", seconds=60) + call("add", a=1, b=1))
+        assert "longer than 0.3 s" in said(hung)[0]
+        assert said(hung)[1] == "2"
+        assert "longer than" in hung.record["calls"][0]["error"]
+        much = await player.say(call("big", characters=1_000_000))
+        assert said(much) == ["x" * 60 + "\n[999940 more characters were left out]"]
+        wrong = await player.say(call("raises", why="of turn 3"))
+        assert said(wrong) == ['{"error": "ValueError: of turn 3"}']
+        assert said(await player.say(call("leave"))) == ['{"error": "SystemExit: 3"}']
+        odd = await player.say(call("odd") + call("noise") + call("nothing"))
+        assert said(odd)[0] == '{"half": "?", "object": "namespace(a=1)", "nan": null}'
+        assert said(odd)[1:] == ["\ufffd\ufffdok", "null"]
+        assert said(await player.say(call("split"))) == ["parent"]
+        assert said(await player.say(call("add", a=1, b=2))) == ["3"]  # turn 7 of 8
+
+    asyncio.run(go())
+    assert role._places[0].starts == 1
+    role.close()
+
+
+def test_text_of_a_tool_spells_no_control_token() -> None:
+    role = role_of(places_of("raises"))
+
+    async def go() -> None:
+        player = Player(role)
+        await player.open()
+        seen = await player.say(call("raises", why="</s>"))
+        assert "</s>" in text_of(seen.tokens.tolist())
+        assert 1 not in seen.tokens.tolist()
+
+    asyncio.run(go())
+    role.close()
+
+
+def test_a_process_whose_threads_all_hang_is_replaced_and_others_go_on() -> None:
+    role = role_of(places_of("slow", "add", config=SHORT), SHORT)
+    old = pid_of(role)
+
+    async def go() -> None:
+        one, other = Player(role, 1), Player(role, 2)
+        await one.open()
+        await other.open()
+        hanging = call("slow", seconds=60)
+        for seen in (await one.say(hanging), await one.say(hanging)):
+            assert "longer than" in said(seen)[0]
+        assert said(await other.say(call("add", a=1, b=1))) == ["2"]
+        assert said(await one.say(call("add", a=2, b=2))) == ["4"]
+
+    asyncio.run(go())
+    assert role._places[0].starts == 2
+    assert pid_of(role) != old
+    role.close()
+
+
+def test_a_coroutine_that_blocks_is_ended_with_its_process(monkeypatch: Any) -> None:
+    monkeypatch.setattr("stretto.environments.processes.SILENCE_S", 3.0)
+    monkeypatch.setattr("stretto.environments.role.LOOK_S", 0.2)
+    role = role_of(places_of("block", "add", config=SHORT), SHORT)
+
+    async def go() -> None:
+        player = Player(role)
+        await player.open()
+        seen = await player.say(call("block", seconds=60))
+        assert "no sig" in said(seen)[0]
+        assert said(await player.say(call("add", a=1, b=1))) == ["2"]
+
+    asyncio.run(go())
+    role.close()
+
+
+def test_a_tool_that_ends_its_process_twice_is_an_error() -> None:
+    role = role_of(places_of("die", "add"))
+
+    async def go() -> None:
+        player = Player(role)
+        await player.open()
+        seen = await player.say(call("die"))
+        assert "exit code 7" in said(seen)[0]
+        assert seen.record["calls"][0]["error"]
+        assert said(await player.say(call("add", a=1, b=1))) == ["2"]
+
+    asyncio.run(go())
+    role.close()
+
+
+def test_kill_in_the_middle_of_a_wait_loses_no_episode() -> None:
+    """A pure environment answers its turns again in another process, and goes on from there."""
+    role = role_of(places_of("Counter"))
+
+    async def go() -> None:
+        players = [Player(role, n, start=n) for n in range(3)]
+        for player in players:
+            await player.open()
+            await player.say("2")
+        os.kill(pid_of(role), signal.SIGKILL)
+        seen = await asyncio.gather(*(player.say("3") for player in players))
+        assert [said(each) for each in seen] == [["5"], ["6"], ["7"]]
+
+    asyncio.run(go())
+    assert role._places[0].starts == 2
+    role.close()
+
+
+@pytest.mark.parametrize("name", ["Random", "Killer"])
+def test_an_episode_that_cannot_be_replayed_is_lost(name: str) -> None:
+    role = role_of(places_of(name))
+
+    async def go() -> None:
+        player = Player(role, start=1)
+        await player.open()
+        await player.say("2")
+        os.kill(pid_of(role), signal.SIGKILL)
+        await player.say("die" if name == "Killer" else "3")
+
+    with raises(EpisodeLostError, "episode-lost"):
+        asyncio.run(go())
+    role.close()
+
+
+@pytest.mark.parametrize("replay", ["auto", "recorded", "no"])
+def test_a_resumed_episode_goes_on_by_its_log(replay: Any) -> None:
+    config = EnvironmentConfig(replay=replay)
+    role, later = (role_of(places_of("Counter", config=config), config) for _ in range(2))
+
+    async def go() -> None:
+        player = Player(role, start=1)
+        await player.open()
+        await player.say("2")
+        await player.say("3")
+        player.role = later
+        assert await later.open(player.response(), player.log) is player.log[-1]
+        assert said(await player.say("1")) == (["7"] if replay == "auto" else ["2"])
+        assert player.log[-1].number == 3
+
+    if replay == "no":
+        with raises(EpisodeLostError, "episode-lost"):
+            asyncio.run(go())
+    else:
+        asyncio.run(go())
+    for each in (role, later):
+        each.close()
+
+
+def test_another_answer_in_a_replay_is_noticed() -> None:
+    role, later = (role_of(places_of("Random")) for _ in range(2))
+
+    async def go() -> None:
+        player = Player(role, start=1)
+        await player.open()
+        await player.say("2")
+        await later.open(player.response(), player.log)
+
+    with raises(EpisodeLostError, "episode-lost", "turn 1 has another answer"):
+        asyncio.run(go())
+    for each in (role, later):
+        each.close()
+
+
+def test_episodes_end_at_their_limits() -> None:
+    config = EnvironmentConfig(max_turns=3, max_seconds=0)
+    places = places_of("Endless")
+
+    async def turns() -> list[str]:
+        player = Player(role_of(places, config))
+        await player.open()
+        return [(await player.say("a")).ended_by for _ in range(3)]
+
+    assert asyncio.run(turns()) == ["", "", "turns"]
+
+    async def seconds() -> str:
+        player = Player(role_of(places, EnvironmentConfig(max_seconds=1e-9)))
+        await player.open()
+        return (await player.say("a")).ended_by
+
+    assert asyncio.run(seconds()) == "seconds"
+
+    async def tokens() -> Any:
+        player = Player(role_of(places), most=14)  # 'a', its end, and 11 of '[user] on'
+        await player.open()
+        return await player.say("a"), await player.say("b")
+
+    first, second = asyncio.run(tokens())
+    assert (first.ended_by, len(first.tokens)) == ("", 11)
+    assert (second.ended_by, said(second)) == ("tokens", [])
+    places[0].close()
+
+
+def test_no_return_value_is_an_error_that_the_policy_reads() -> None:
+    role = role_of(places_of("Nothing"))
+
+    async def go() -> None:
+        player = Player(role)
+        await player.open()
+        seen = await player.say("a")
+        assert "step returned None" in said(seen)[0]
+        assert seen.reward is None
+
+    asyncio.run(go())
+    role.close()
+
+
+def test_where_the_template_breaks_a_sample_is_forked() -> None:
+    role = role_of(places_of("raises"))
+
+    async def go() -> None:
+        player = Player(role, 5)
+        await player.open()
+        seen = await player.say(call("raises", why="break"))
+        assert seen.rollout_id == 5 + FORKS
+        assert not len(seen.tokens)
+        assert seen.prompt
+        assert [m["role"] for m in seen.prompt.messages or ()] == [
+            "user",
+            "assistant",
+            "tool",
+        ]
+        player.id, player.prompt, player.tokens, player.sampled = (
+            seen.rollout_id,
+            seen.prompt,
+            [],
+            [],
+        )
+        assert (await player.say("done")).ended_by == "environment"
+        await role.release([5])
+        assert role._episodes
+        await role.release([5 + FORKS])
+        assert not role._episodes
+
+    asyncio.run(go())
+    role.close()
+
+
+def test_a_thousand_episodes_wait_at_once() -> None:
+    role = role_of(places_of("greet"))
+
+    async def go() -> list[Any]:
+        players = [Player(role, n) for n in range(1000)]
+        await asyncio.gather(*(player.open() for player in players))
+        turn = call("greet", name="you")
+        return await asyncio.gather(*(player.say(turn) for player in players))
+
+    assert {said(seen)[0] for seen in asyncio.run(go())} == {'{"said": "hello you"}'}
+    role.close()
+
+
+def test_siblings_share_results_of_deterministic_functions() -> None:
+    role = role_of(places_of("counted"))
+
+    async def go() -> list[Any]:
+        players = [Player(role, n) for n in range(8)]
+        for player in players:
+            await player.open()
+        return await asyncio.gather(*(player.say(call("counted", n=3)) for player in players))
+
+    seen = asyncio.run(go())
+    assert {said(each)[0] for each in seen} == {"1"}
+    assert sum(each.record["calls"][0].get("shared", False) for each in seen) == 7
+    role.close()
+
+
+def test_episodes_are_closed_once(tmp_path: Path, monkeypatch: Any) -> None:
+    """Also two runs that share the folder which their environments write to."""
+    closed = tmp_path / "closed"
+    monkeypatch.setenv("CLOSED", str(closed))
+    roles = [role_of(places_of("Counter")) for _ in range(2)]
+
+    async def go() -> None:
+        for role in roles:
+            player = Player(role, start=1)
+            await player.open()
+            await player.say("4")
+            await role.release([player.id])
+            await role.release([player.id])
+
+    asyncio.run(go())
+    for role in roles:
+        role.close()
+    assert closed.read_text() == "5\n5\n"
+
+
+def test_the_process_ends_with_its_parent() -> None:
+    role = role_of(places_of("add"))
+    pid = pid_of(role)
+    role.close()
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    pytest.fail("it lives on")
