@@ -37,9 +37,10 @@ from stretto.protocols import RealClock
 from stretto.runtime.clients import generator_client, scorer_client
 from stretto.runtime.state import copied, write
 from stretto.schedules.chunking import FixedChunk
+from stretto.schedules.controls import Controls
 from stretto.schedules.overcommit import FixedOvercommit
 from stretto.schedules.rollout import Rollout, restored, train_batch
-from stretto.schedules.schedule import Controls, Schedule
+from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import ScorerReplica
 from stretto.types import Chunk, FinishReason, Prompt, Score, TrainBatch, TrainOutput, WeightsRef
 from stretto.workers.group import GroupExecutor, Host, Makes, ServiceGroup

@@ -8,9 +8,10 @@ from typing import Any
 
 from stretto.config.schedule import Settings
 from stretto.schedules.chunking import FixedChunk
+from stretto.schedules.controls import Controls
 from stretto.schedules.migration import FixedMigration, MigrationLimits
 from stretto.schedules.overcommit import FixedOvercommit
-from stretto.schedules.schedule import Controls, Schedule
+from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import ScorerReplica
 from stretto.testing import FakeEnvironment, FakeGenerator, FakeLearner, FakeScorer, World
 

@@ -22,6 +22,7 @@ from stretto.types import (
     Chunk,
     Decoded,
     FinishReason,
+    Hold,
     KVTransfer,
     Observation,
     Prompt,
@@ -235,6 +236,10 @@ class FakeGenerator:
         async with self._turn:
             for i in rollout_ids:
                 self.done.pop(i, None)
+
+    async def hold(self, rollout_ids: Sequence[int], how: Hold) -> None:
+        async with self._turn:
+            self.world.write(f"{self.name} hold {list(rollout_ids)} {how}")
 
     async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> list[KVTransfer]:
         async with self._turn:

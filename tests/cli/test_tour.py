@@ -41,10 +41,10 @@ max_new_tokens = 6
 
 
 def record(id_: int, prompt_tokens: int, tokens: int, step: int = 1) -> RolloutRecord:
-    lengths = {"prompt_tokens": prompt_tokens, "tokens": tokens}
     return RolloutRecord(
         step=step, id=id_, prompt=id_, group=id_, finish="stop", state="trained", because="",
-        carries=0, oldest_version=0, newest_version=0, reward=0.5, **lengths,
+        carries=0, oldest_version=0, newest_version=0, reward=0.5, prompt_tokens=prompt_tokens,
+        tokens=tokens,
     )  # fmt: skip
 
 

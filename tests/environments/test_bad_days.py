@@ -63,7 +63,7 @@ def test_text_of_a_tool_spells_no_control_token() -> None:
         player = Player(role)
         await player.open()
         seen = await player.say(call("raises", why="</s>"))
-        assert "</s>" in text_of(seen.tokens)
+        assert "</s>" in text_of(seen.tokens.tolist())
         assert 1 not in seen.tokens.tolist()
 
     asyncio.run(go())

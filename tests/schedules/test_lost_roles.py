@@ -16,10 +16,11 @@ from stretto.observe.spans import Spans
 from stretto.runtime.sim.faults import Faults, faulty
 from stretto.runtime.sim.loop import run
 from stretto.schedules.chunking import FixedChunk
+from stretto.schedules.controls import Controls
 from stretto.schedules.migration import FixedMigration, MigrationLimits
 from stretto.schedules.overcommit import FixedOvercommit
 from stretto.schedules.rollout import Step
-from stretto.schedules.schedule import Controls, Schedule
+from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import ScorerReplica
 from stretto.schedules.waits import Phases
 from stretto.testing import FakeGenerator, FakeLearner, FakeScorer, World

@@ -21,10 +21,11 @@ from stretto.errors import LifecycleError, RewardError, StalledError
 from stretto.runtime.sim.loop import run
 from stretto.schedules.buffer import Buffer
 from stretto.schedules.chunking import FixedChunk
+from stretto.schedules.controls import Controls
 from stretto.schedules.evaluation import Evaluation
 from stretto.schedules.overcommit import FixedOvercommit
 from stretto.schedules.rollout import Ledger, Rollout, RolloutState, Step
-from stretto.schedules.schedule import Controls, Schedule
+from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import ScorerReplica
 from stretto.testing import FakeGenerator, FakeLearner, FakeScorer, World
 from stretto.types import FinishReason, Prompt, Score, WeightsRef

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypedDict
 
-from stretto.schedules.episodes_metrics import answers, calls, wait_s
+from stretto.schedules.episode_metrics import answers, calls, wait_s
 from stretto.schedules.rollout import Rollout
 from stretto.types import Observation
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stretto import files
 from stretto.assembly.controls import controls_of, migrating_of
+from stretto.assembly.environments import open_environment
 from stretto.assembly.models import NO_OVERRIDES, Overrides, prepare_torch
 from stretto.assembly.parts import look_at_prompts, open_prompts
 from stretto.assembly.roles import RoleFactory
@@ -160,6 +161,7 @@ def start(
     prompts = open_prompts(config, overrides, say)
     with working(say, "starting the reward functions"):
         functions = RoleFactory(config, say).open_functions(prompts, stack, overrides)
+    environment = open_environment(config, prompts, stack, say, overrides)
     first = look_at_prompts(prompts, say)
     held_out = None
     if config.observe.eval_every:
@@ -216,6 +218,7 @@ def start(
         spans,
         workers.ready.refs,
         sync.begin,
+        environment,
     )
     lags = knobs.copies_weights
     return Run(

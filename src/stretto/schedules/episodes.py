@@ -147,9 +147,11 @@ class Episodes:
         clock, start_s = self._context.clock, self._context.clock.now()
         with self._tracer.awaiting(ENVIRONMENT, name):
             got = await answered(answer, self._context.deadline_s, "the environment", [rollout.id])
-        turn = len(rollout.turns)
-        self._tracer.add(ENVIRONMENT, name, start_s, clock.now(), rollout=rollout.id, turn=turn)
-        return got
+        now_s, turn = clock.now(), len(rollout.turns)
+        self._tracer.add(ENVIRONMENT, name, start_s, now_s, rollout=rollout.id, turn=turn)
+        if name == "step":
+            self._pool.waited("", now_s - start_s)
+        return replace(got, record={**got.record, "seconds": now_s - start_s})
 
     async def _take(self, rollout: Rollout, o: Observation) -> None:
         if len(rollout.turns) > len(rollout.turn_rewards):

@@ -16,22 +16,19 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from stretto.config import ENVIRONMENT
-from stretto.config.schedule import Settings
 from stretto.protocols import DRIVER, Clock, Environment, Generator, Learner, Tracer
 from stretto.schedules.buffer import Buffer
-from stretto.schedules.chunking import ChunkSize
 from stretto.schedules.controller import Meter
+from stretto.schedules.controls import Controls
+from stretto.schedules.episode_metrics import episode_metrics
 from stretto.schedules.episodes import Episodes
 from stretto.schedules.evaluation import Evaluation
 from stretto.schedules.fleet import Fleet, RoleContext, Sync, load_each, tickets_from, tickets_of
-from stretto.schedules.hold import HoldPolicy
-from stretto.schedules.migration import MigrationPolicy
-from stretto.schedules.overcommit import Overcommit
 from stretto.schedules.pool import Pool
 from stretto.schedules.rollout import (
     Ledger,
@@ -48,17 +45,6 @@ from stretto.schedules.waits import Phases, Text, Waits, answered, first_of
 from stretto.types import Chunk, Prompt, Sampling, Stats, TrainBatch, WeightsRef
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Controls:
-    """Settings and controllers of one schedule; the controllers change as it runs."""
-
-    settings: Settings
-    chunk: ChunkSize
-    overcommit: Overcommit
-    migration: MigrationPolicy | None = None
-    hold: HoldPolicy | None = None
 
 
 class Schedule:
@@ -175,7 +161,7 @@ class Schedule:
         self._reported = self._evaluated
         rejections = {"rejected": float(self.ledger.rejected.total())}
         metrics = {**self._metrics.popleft(), **rejections, **self._meter.metrics(batch)}
-        stats = {**stats, **metrics, **self._fleet.metrics()}
+        stats = {**stats, **metrics, **episode_metrics(kept), **self._fleet.metrics()}
         return Step(kept, rejected, stats, rewards, self._fleet.losses())
 
     async def evaluated(self) -> None:
@@ -580,7 +566,7 @@ class Schedule:
             "chunk": self._chunk.state_dict(),
             "overcommit": self._overcommit.state_dict(),
             "migration": self._migration.state_dict() if self._migration else {},
-            "hold": self._hold.state_dict() if self._hold else {},
+            "hold": self._hold.state_dict(),
         }
 
     def load_state_dict(
@@ -607,5 +593,4 @@ class Schedule:
         self._overcommit.load_state_dict(state["overcommit"])
         if self._migration is not None:
             self._migration.load_state_dict(state["migration"])
-        if self._hold is not None and state.get("hold"):
-            self._hold.load_state_dict(state["hold"])
+        self._hold.load_state_dict(state["hold"])

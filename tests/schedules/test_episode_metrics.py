@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stretto.schedules.episodes_metrics import MOST_TOOLS, episode_metrics
+from stretto.schedules.episode_metrics import MOST_TOOLS, episode_metrics
 from stretto.schedules.rollout import Rollout
 from stretto.types import CONTEXT, FORKS, Chunk, FinishReason, Observation, Prompt, Sampling
 

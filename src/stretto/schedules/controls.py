@@ -1,0 +1,22 @@
+"""What decides as a schedule runs: its settings, and a controller for each thing that adapts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from stretto.config.schedule import Settings
+from stretto.schedules.chunking import ChunkSize
+from stretto.schedules.hold import FixedHold, HoldPolicy
+from stretto.schedules.migration import MigrationPolicy
+from stretto.schedules.overcommit import Overcommit
+
+
+@dataclass(frozen=True, slots=True)
+class Controls:
+    """Settings and controllers of one schedule; the controllers change as it runs."""
+
+    settings: Settings
+    chunk: ChunkSize
+    overcommit: Overcommit
+    migration: MigrationPolicy | None = None
+    hold: HoldPolicy = field(default_factory=FixedHold)
