@@ -11,6 +11,7 @@ from stretto.api.settings import Settings, changed, config_of, model_of, of_rows
 from stretto.checks import check_measured
 from stretto.config import (
     Config,
+    EnvironmentConfig,
     ModelConfig,
     RewardModelConfig,
     RolloutConfig,
@@ -241,10 +242,12 @@ def answers(
     options: Mapping[str, Any],
     *,
     seed: int,
+    environment: Mapping[str, Any] | None = None,
     overrides: Overrides | None = None,
 ) -> Iterator[Answer]:
     """Yield answers in the order of their prompts, each as soon as it and those before have ended.
-    The options are settings of the section ``rollout``; the task says how rows become prompts.
+    The options are settings of the section ``rollout``, and those of ``environment`` of its own;
+    the task says how rows become prompts.
     """
     each = options.get("samples_per_prompt", 1)
     batch = max(each, 1) * max(min(len(rows), 32 // max(each, 1)), 1)
@@ -258,7 +261,9 @@ def answers(
 
     waiting: dict[int, Answer] = {}
     turn, own = 0, overrides or NO_OVERRIDES
-    for answer in generate(config, rows, task, rollout, seed=seed, overrides=own):
+    answering = recipes.build(environment, "options", EnvironmentConfig) if environment else None
+    how: Any = {"environment": answering, "seed": seed, "overrides": own}
+    for answer in generate(config, rows, task, rollout, **how):
         waiting[answer.number] = answer
         while turn in waiting:
             yield waiting.pop(turn)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from stretto.checks import check_measured
 from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig, recipes
 from stretto.config.sections import require_seed
 from stretto.errors import ConfigError, EngineError, StateError
+from stretto.evaluation.episodes import Tools
 from stretto.models.backend import fastest_dtype, pick_device
 from stretto.models.forward import positions
 from stretto.models.load import load_tokenizer
@@ -30,6 +31,7 @@ from stretto.rollout.registry import engine_of
 from stretto.runs import checkpoint
 from stretto.runtime.state import LEARNER
 from stretto.saying import CHECKING, silent, working
+from stretto.schedules.rollout import Rollout
 from stretto.serving.texts import GrowingText
 from stretto.tasks import TaskRow
 from stretto.tasks.encode import Encoder
@@ -101,9 +103,16 @@ class Conversation:
     and its user go on with in turns.
     """
 
-    def __init__(self, policy: Policy, rollout: RolloutConfig, seed: int, system: str = "") -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        rollout: RolloutConfig,
+        seed: int,
+        system: str = "",
+        tools: Tools | None = None,
+    ) -> None:
         """Begin one; ``rollout`` and ``seed`` say how answers are sampled."""
-        self._policy, self._rollout, self._seed = policy, rollout, seed
+        self._policy, self._rollout, self._seed, self._tools = policy, rollout, seed, tools
         self._encoder = Encoder(policy.tokenizer)
         self._turns, self._text, self._answers = list[Message](), "", 0
         self._system = ""
@@ -128,7 +137,9 @@ class Conversation:
         if self._policy.tokenizer.chat_template:
             row = TaskRow((*self._turns, Message(role="user", content=said)))
         task = TaskConfig(system=self._system)
-        prompt = render(row, task, self._policy.tokenizer, encoder=self._encoder)
+        schemas = self._tools.schemas if self._tools else ()
+        how: Any = {"encoder": self._encoder, "tools": schemas}
+        prompt = render(row, task, self._policy.tokenizer, **how)
         room = self._policy.longest - len(prompt.tokens)
         if room < 1:
             raise EngineError(
@@ -136,6 +147,9 @@ class Conversation:
                 f"{self._policy.longest} with the answer; begin anew with /clear",
                 "context-length",
             )
+        if self._tools:
+            yield self._episode(prompt, said, room)
+            return
         r, most = self._rollout, min(self._rollout.max_new_tokens, room)
         sampling = Sampling(most, r.temperature, r.top_k, r.top_p, seed=(self._seed, self._answers))
         whole = ""
@@ -148,6 +162,18 @@ class Conversation:
             self._text += f"{said}{whole}\n"
             self._turns.append(Message(role="user", content=said))
             self._turns.append(Message(role="assistant", content=whole))
+
+    def _episode(self, prompt: Prompt, said: str, room: int) -> str:
+        """Return an answer with its calls of tools, which joins the conversation as a whole."""
+        assert self._tools
+        most = min(self._rollout.max_new_tokens, room)
+        options = self._rollout.model_copy(update={"max_new_tokens": most})
+        rollout, seed = Rollout(self._answers, prompt, 0), (self._seed, self._answers)
+        longest = self._policy.longest
+        self._answers += 1
+        (episode,) = self._tools.episodes(self._policy.engine, [rollout], options, longest, seed)
+        self._turns += [Message(role="user", content=said), *episode.messages]
+        return episode.told()
 
     def _pieces(self, prompt: Prompt, sampling: Sampling) -> Iterator[str]:
         engine, text = self._policy.engine, GrowingText(self._policy.tokenizer, self._rollout.stop)

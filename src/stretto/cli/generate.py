@@ -6,22 +6,25 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from stretto import tasks
 from stretto.api.models import answers
-from stretto.config import ModelConfig, RolloutConfig, TaskConfig, recipes
+from stretto.config import EnvironmentConfig, ModelConfig, RolloutConfig, TaskConfig, recipes
 from stretto.errors import ConfigError, EngineError, TaskError
 from stretto.observe.progress import on_stderr
 from stretto.saying import LOADING, working
+from stretto.schedules.episode_metrics import calls
 from stretto.signals import Terminated
 from stretto.tasks import TaskRow
+from stretto.tasks.encode import Encoder
 
 if TYPE_CHECKING:
+    from stretto.api.policies import Conversation, Policy
     from stretto.evaluation.answers import Answer
 
 
@@ -42,6 +45,10 @@ def command_generate(
     seed: int = 0,
     system: str = "",
     chat: Literal["auto", "on", "off"] = "auto",
+    tools: Annotated[
+        tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="FILE.py:NAME")
+    ] = (),
+    max_turns: int = 8,
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> None:
@@ -56,7 +63,7 @@ def command_generate(
         json: Print a JSON object for each answer, a line each: prompt, response, finish_reason
             ('stop' or 'length'), tokens, and the numbers of prompt and sample.
         samples: Answers to each prompt.
-        max_new_tokens: Token limit of an answer.
+        max_new_tokens: Token limit of an answer; with tools, of all turns and what answers them.
         temperature: Softmax temperature; 0 is greedy.
         top_k: Sample among the k likeliest tokens; 0 is off.
         top_p: Sample among the likeliest tokens that hold this much probability; 1 is off.
@@ -64,6 +71,10 @@ def command_generate(
         seed: Of the random numbers.
         system: A system message, put before every prompt; needs a chat template.
         chat: Apply the tokenizer's chat template. auto: where the tokenizer has one.
+        tools: A function that the model may call, as 'file.py:name' or 'package.module:name', with
+            type hints and a docstring; may be repeated. Or one environment. An answer is then an
+            episode: its turns, calls and results are printed.
+        max_turns: Turns of an episode, at most.
         dtype: Type to compute in. auto: bfloat16 where the hardware is faster in it, else float32,
             and says which; greedy texts of the two differ now and then.
         device: Device to compute on. auto: cuda when there is one.
@@ -87,10 +98,22 @@ def command_generate(
         if json or out:
             return _record(rows[number], number, sample, answer)
         of = f".{sample + 1}" if samples > 1 else ""
-        return answer.text if len(rows) * samples == 1 else f"[{number + 1}{of}] {answer.text}"
+        text = answer.episode.told() if answer.episode else answer.text
+        return text if len(rows) * samples == 1 else f"[{number + 1}{of}] {text}"
 
+    environment = _environment(tools, max_turns)
+    if environment and chat == "off":
+        raise ConfigError(
+            "tools answer in messages, for which --chat off has no form; leave that out",
+            "tools-without-chat",
+        )
     with _options_by_name():
-        _write(map(line, answers(config, rows, task, options, seed=seed)), out)
+        found = answers(config, rows, task, options, seed=seed, environment=environment)
+        _write(map(line, found), out)
+
+
+def _environment(tools: Sequence[str], max_turns: int) -> dict[str, Any] | None:
+    return {"sources": tuple(tools), "max_turns": max_turns} if tools else None
 
 
 @contextmanager
@@ -143,6 +166,14 @@ def _record(row: TaskRow, number: int, sample: int, answer: Answer) -> str:
         "index": number,
         "sample": sample,
     }
+    if episode := answer.episode:
+        record |= {
+            "messages": list(episode.messages),
+            "calls": [call for o in episode.log for call in calls(o)],
+            "turns": sum(len(r.turns) for r in episode.samples),
+            "ended_by": episode.log[-1].ended_by,
+            "reward": episode.reward,
+        }
     return json.dumps(record, ensure_ascii=False)
 
 
@@ -176,6 +207,10 @@ def command_chat(
     top_p: float = 1.0,
     seed: int = 0,
     max_model_len: int = 0,
+    tools: Annotated[
+        tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="FILE.py:NAME")
+    ] = (),
+    max_turns: int = 8,
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> None:
@@ -195,6 +230,10 @@ def command_chat(
         seed: Of the random numbers.
         max_model_len: Tokens of the whole conversation. 0: 4096, or what the model has positions
             for.
+        tools: A function that the model may call, as 'file.py:name' or 'package.module:name', with
+            type hints and a docstring; may be repeated. An answer, with its calls and their
+            results, then appears as a whole.
+        max_turns: Turns of an answer with tools, at most.
         dtype: Type to compute in. auto: a run's own; else bfloat16 where the hardware is faster in
             it, else float32.
         device: Device to compute on. auto: cuda when there is one.
@@ -207,12 +246,21 @@ def command_chat(
     }
     with _options_by_name():
         rollout = recipes.build({"batch": 1, **options}, "options", RolloutConfig)
+        asked = _environment(tools, max_turns)
+        environment = recipes.build(asked, "options", EnvironmentConfig) if asked else None
     with working(on_stderr, LOADING):
         from stretto.api.policies import Conversation, open_policy
+        from stretto.evaluation.episodes import Tools
     policy = open_policy(
         model, rollout, dtype=dtype, device=device, max_model_len=max_model_len, seed=seed
     )
-    talk = Conversation(policy, rollout, seed, system)
+    with ExitStack() as stack:
+        opened = Tools(environment, Encoder(policy.tokenizer), stack) if environment else None
+        _talk(policy, Conversation(policy, rollout, seed, system, opened))
+
+
+def _talk(policy: Policy, talk: Conversation) -> None:
+    """Answer lines until there are no more."""
     shown = sys.stdin.isatty()
     if shown:
         import readline  # noqa: F401  # with which input() edits lines

@@ -19,11 +19,12 @@ class CallError(Exception):
 
     Attributes:
         place: where it raised, for people; the error's own text is what the policy reads.
+        timed_out: whether it took too long.
     """
 
-    def __init__(self, said: str, place: str = "") -> None:
+    def __init__(self, said: str, place: str = "", *, timed_out: bool = False) -> None:
         super().__init__(said)
-        self.place = place or said
+        self.place, self.timed_out = place or said, timed_out
 
 
 class Runner:
@@ -145,4 +146,4 @@ def _value(result: Any, error: BaseException | None) -> Any:
 
 
 def _too_long(timeout_s: float) -> CallError:
-    return CallError(f"it took longer than {timeout_s:g} s and was given up")
+    return CallError(f"it took longer than {timeout_s:g} s and was given up", timed_out=True)

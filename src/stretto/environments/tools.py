@@ -80,7 +80,10 @@ class ToolSet:
     async def _answer(self, call: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         began_s = time.monotonic()
         name, arguments = call["name"], call["arguments"]
-        record = {"name": name, "arguments": arguments, "status": call["status"]}
+        status = call["status"]
+        record = {"name": name, "arguments": arguments, "status": status}
+        if status == "ok" and name not in self._tools:
+            record["status"] = "unknown"
         try:
             result, shared = await self._result(call)
             text = as_text(result)
@@ -89,6 +92,8 @@ class ToolSet:
         except CallError as error:
             text = error_text(str(error))
             record["error"] = error.place
+            if error.timed_out:
+                record["timed_out"] = True
         except (RecursionError, TypeError, ValueError) as error:  # of what has no form as text
             text = error_text(f"its result cannot be read: {error}")
             record["error"] = f"{type(error).__name__}: {error}"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from stretto.assembly.models import NO_OVERRIDES, Overrides, make_actor, prepare_torch
 from stretto.assembly.roles import RoleFactory
-from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig
+from stretto.config import Config, EnvironmentConfig, ModelConfig, RolloutConfig, TaskConfig
 from stretto.config.sections import require_seed
 from stretto.errors import MissingExtraError
+from stretto.evaluation.episodes import Episode, Tools
 from stretto.models.backend import fastest_dtype, pick_device, pick_dtype
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
@@ -69,12 +71,16 @@ def answer(engine: Engine, prompts: Sequence[Prompt], per_prompt: int = 1) -> li
 
 
 class Answer(NamedTuple):
-    """An answer to a prompt, and its number: those of one prompt follow one another."""
+    """An answer to a prompt, and its number: those of one prompt follow one another.
+
+    Of an episode, the text is what the policy said last, and ``tokens`` are those that it drew.
+    """
 
     number: int
     text: str
     tokens: int
     finish: FinishReason
+    episode: Episode | None = None
 
 
 def generate(
@@ -83,13 +89,15 @@ def generate(
     task: TaskConfig,
     options: RolloutConfig,
     *,
+    environment: EnvironmentConfig | None = None,
     seed: int = 0,
     overrides: Overrides = NO_OVERRIDES,
 ) -> Iterator[Answer]:
     """Yield answers to rows, ``options.samples_per_prompt`` to each, as soon as each has ended.
 
     The overrides are model and tokenizer; of the task, what makes prompts of rows is looked at.
-    Raises ConfigError if the seed is out of range.
+    With an environment an answer is an episode. Raises ConfigError if the seed is out of range, or
+    the environment cannot be opened.
     """
     require_seed(seed)
     prepare_torch(seed, 0)
@@ -97,21 +105,43 @@ def generate(
         resolve(config.name, on_stderr), say=on_stderr
     )
     encoder, samples = Encoder(tokenizer), options.samples_per_prompt
-    prompts = [render(row, task, tokenizer, i, encoder=encoder) for i, row in enumerate(rows)]
-    rollouts = [Rollout(p.id * samples + i, p, p.id) for p in prompts for i in range(samples)]
-    if overrides.actor is None and config.dtype == "auto":
+    with ExitStack() as stack:
+        tools = Tools(environment, encoder, stack) if environment else None
+        how: Any = {"encoder": encoder, "tools": tools.schemas if tools else ()}
+        prompts = [render(row, task, tokenizer, i, **how) for i, row in enumerate(rows)]
+        rollouts = [Rollout(p.id * samples + i, p, p.id) for p in prompts for i in range(samples)]
+        longest = max(len(prompt.tokens) for prompt in prompts)
+        if tools and environment:
+            longest += environment.max_observation_tokens  # what an opening may add
+        task = task.model_copy(update={"max_prompt_tokens": longest})
+        config = _typed(config) if overrides.actor is None else config
+        settings = Config.model_construct(seed=seed, model=config, rollout=options, task=task)
+        engine, _ = open_engine(settings, tokenizer, overrides)
+        if tools:
+            yield from map(_of_episode, tools.episodes(engine, rollouts, options, longest))
+            return
+        for r in completed(engine, rollouts):
+            assert r.finish
+            text = response_text(tokenizer, r.tokens, r.finish, options.stop)
+            yield Answer(r.id, text, len(r), r.finish)
+
+
+def _typed(config: ModelConfig) -> ModelConfig:
+    """Say which type is computed in, where that is for Stretto to choose."""
+    if config.dtype == "auto":
         with working(on_stderr, "trying which type is faster"):
             dtype, because = fastest_dtype(pick_device(config.device))
         kind = str(dtype).removeprefix("torch.")
         on_stderr(f"computing in {kind}: {because}; --dtype takes another")
-    longest = max(len(prompt.tokens) for prompt in prompts)
-    task = task.model_copy(update={"max_prompt_tokens": longest})
-    settings = Config.model_construct(seed=seed, model=config, rollout=options, task=task)
-    engine, _ = open_engine(settings, tokenizer, overrides)
-    for r in completed(engine, rollouts):
-        assert r.finish
-        text = response_text(tokenizer, r.tokens, r.finish, options.stop)
-        yield Answer(r.id, text, len(r), r.finish)
+    return config
+
+
+def _of_episode(episode: Episode) -> Answer:
+    first = episode.samples[0]
+    assert first.finish
+    said = [m["content"] for m in episode.messages if m["role"] == "assistant"]
+    tokens = sum(r.sampled_tokens for r in episode.samples)
+    return Answer(first.id, said[-1] if said else "", tokens, first.finish, episode)
 
 
 def completed(

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from stretto.errors import EpisodeLostError
+from stretto.assembly.environments import open_places
+from stretto.config import Config, EnvironmentConfig, RolloutConfig
+from stretto.environments.bridge import Bridge
+from stretto.environments.role import EnvironmentRole
+from stretto.errors import ConfigError, EpisodeLostError, RewardError
+from stretto.observe.progress import on_stderr
+from stretto.observe.recorder import LIMITS
 from stretto.protocols import Environment
 from stretto.rollout.base import Engine
+from stretto.saying import working
+from stretto.schedules.episode_metrics import calls
 from stretto.schedules.rollout import Rollout
-from stretto.types import FinishReason, Message, Observation, Sampling, episode_of
-
-LIMITS = ("turn_tokens", "tokens", "turns", "seconds")
-"""Ends of episodes that a limit brought about."""
+from stretto.tasks.encode import Encoder
+from stretto.types import FinishReason, Message, Observation, Prompt, Sampling, episode_of
 
 
 class Episode(NamedTuple):
@@ -29,14 +37,111 @@ class Episode(NamedTuple):
         return tuple(message for o in self.log for message in o.messages)
 
     @property
+    def last(self) -> Rollout:
+        """The sample that the episode ended with."""
+        return next(r for r in self.samples if r.id == self.log[-1].rollout_id)
+
+    @property
     def reward(self) -> float:
         """The sum of the environment's rewards."""
         return sum(o.reward or 0.0 for o in self.log)
+
+    def told(self) -> str:
+        """Write it for a terminal: what the policy said, its calls, and what answered them."""
+        lines: list[str] = []
+        for o in self.log:
+            for message in o.messages:
+                if message["role"] == "assistant" and message["content"].strip():
+                    lines.append(message["content"].strip())
+                elif message["role"] not in ("assistant", "tool"):
+                    lines.append(f"{message['role']}: {message['content']}")
+            results = [m["content"] for m in o.messages if m["role"] == "tool"]
+            for i, call in enumerate(calls(o)):
+                given = json.dumps(call.get("arguments", {}), ensure_ascii=False)
+                result = results[i] if i < len(results) else call.get("error", "")
+                lines.append(f"{call.get('name') or 'a call'}({given}) -> {result}")
+        if (why := self.log[-1].ended_by) in LIMITS:
+            lines.append(f"(ended by a limit: {LIMITS[why]})")
+        return "\n".join(lines)
 
     @property
     def failure(self) -> str:
         """Why the environment's reward does not count; empty where it does."""
         return str(self.log[-1].record.get("failure") or "")
+
+
+class Tools:
+    """Tools or an environment, in processes that the stack ends.
+
+    Raises ConfigError if a source is not there, or is of no known shape.
+
+    Attributes:
+        schemas: of the tools that prompts tell of.
+    """
+
+    def __init__(self, config: EnvironmentConfig, encoder: Encoder, stack: ExitStack) -> None:
+        self._config, self._encoder = config, encoder
+        with working(on_stderr, "starting the environment"):
+            self._places = open_places(config, {})
+        for place in self._places:
+            stack.callback(place.close)
+        ready = self._places[0].ready
+        if ready["kind"] == "program":
+            raise ConfigError(
+                f"'{config.sources[0]}' is a program, which asks a server for its turns: start one "
+                "with stretto serve, and run the program with its address",
+                "program-holds-the-loop",
+            )
+        self.schemas: Sequence[Mapping[str, Any]] = ready["tools"]
+
+    def episodes(
+        self,
+        engine: Engine,
+        rollouts: Sequence[Rollout],
+        options: RolloutConfig,
+        max_prompt_tokens: int,
+        seed: tuple[int, int] | None = None,
+    ) -> Iterator[Episode]:
+        """Decode rollouts turn by turn; see :func:`completed_episodes`.
+
+        Raises ConfigError if the chat template cannot go from turn to turn.
+
+        Args:
+            seed: as in :class:`~stretto.types.Sampling`.
+        """
+        bridge = Bridge(self._encoder, self.schemas, end_tokens=engine.settings.end_tokens)
+        if bridge.breaks and self._config.on_break == "refuse":
+            raise ConfigError(
+                f"environment.on_break = 'refuse': {bridge.breaks}", "template-rewrites-history"
+            )
+        role = EnvironmentRole(self._config, self._places, bridge, self._encoder, max_prompt_tokens)
+        sampling = replace(_sampling(options, self._config), seed=seed)
+        yield from completed_episodes(engine, role, rollouts, sampling)
+
+
+def _sampling(options: RolloutConfig, environment: EnvironmentConfig) -> Sampling:
+    most, turn = options.max_new_tokens, environment.max_turn_tokens
+    how = options.temperature, options.top_k, options.top_p
+    return Sampling(most, *how, max_turn_tokens=turn or most)
+
+
+def played(
+    engine: Engine, environment: Environment, prompts: Sequence[Prompt], config: Config
+) -> list[Episode]:
+    """Return an episode for each prompt, in their order.
+
+    Raises RewardError if an environment could not say what an episode has earned.
+    """
+    rollouts = [Rollout(n, prompt, prompt.id) for n, prompt in enumerate(prompts)]
+    sampling = _sampling(config.rollout, config.environment)
+    found = dict[int, Episode]()
+    with working(on_stderr, "playing episodes", len(rollouts)) as advance:
+        for episode in completed_episodes(engine, environment, rollouts, sampling):
+            advance(1)
+            found[episode.samples[0].id] = episode
+            if episode.failure:
+                raise RewardError(episode.failure, [episode.samples[0].id], "reward-failed")
+    return [found[n] for n in sorted(found)]
 
 
 def completed_episodes(

@@ -18,15 +18,17 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from stretto import tasks
+from stretto.assembly.environments import open_environment
 from stretto.assembly.models import NO_OVERRIDES, Overrides, load_actor, prepare_torch
 from stretto.assembly.parts import open_prompts
 from stretto.assembly.roles import RoleFactory
-from stretto.config import Config, ModelConfig, RowsConfig, TaskConfig
+from stretto.config import ENVIRONMENT, Config, ModelConfig, RowsConfig, TaskConfig
 from stretto.config.sections import reward_source
 from stretto.config.training import token_budget
 from stretto.errors import ConfigError, TaskError
 from stretto.evaluation import gold
 from stretto.evaluation.answers import answer, open_engine
+from stretto.evaluation.episodes import played
 from stretto.evaluation.gold import Gold, WinRate, reference_text, score_all, standard_error
 from stretto.evaluation.llm import Judgement, LlmJudge, open_judge
 from stretto.models.backend import pick_device
@@ -44,7 +46,7 @@ from stretto.tasks.base import RIGHT, content, is_held_out
 from stretto.tasks.prompts import PromptSource, all_too_long
 from stretto.tasks.responses import PromptLayout
 from stretto.tasks.tables import format_of
-from stretto.types import FinishReason, Prompt
+from stretto.types import FinishReason, Prompt, sampled_of
 
 SEED = 1000
 """Added to the seed of a procedural task for evaluation, which draws rows of its own. They may ask
@@ -140,6 +142,9 @@ def evaluate(
 ) -> EvalResult:
     """Let a model answer prompts that training leaves out, one greedy answer each, and judge them.
 
+    With an environment an answer is an episode. The task's verifier judges it, or where
+    ``reward.sources`` have the environment and not the task, the environment's reward does.
+
     Args:
         model: a known name, a folder, or a hub name.
         samples: prompts, at most.
@@ -155,11 +160,19 @@ def evaluate(
         source = open_prompts(read, NO_OVERRIDES, on_stderr)
         columns = source.task.first.data.keys()
         factory, tokenizer = RoleFactory(read, on_stderr), source.tokenizer
-        verifier = gold.open_gold("task", factory, columns, tokenizer, stack)
+        verifier, named = None, read.reward.sources
+        if "task" in named or ENVIRONMENT not in named:
+            verifier = gold.open_gold("task", factory, columns, tokenizer, stack)
+        environment = open_environment(read, source, stack, on_stderr)
         prompts, facts = questions(source, samples, trained or config)
         engine, _ = open_engine(read, tokenizer)
-        rollouts = answer(engine, prompts)
-        scores = score_all(verifier, rollouts, greedy.batch)
+        if environment:
+            episodes = played(engine, environment, prompts, read)
+            rollouts, scores = [e.last for e in episodes], [e.reward for e in episodes]
+        else:
+            rollouts, scores = answer(engine, prompts), []
+        if verifier:
+            scores = score_all(verifier, rollouts, greedy.batch)
     right = [float(score >= RIGHT) for score in scores]
     return EvalResult(
         **facts,
@@ -198,6 +211,12 @@ def measure(
     tokenizer; TaskError without reference responses; RewardError or JudgeError if a source or the
     judge failed; ModelError if a model cannot be loaded.
     """
+    if config.environment.sources:
+        raise ConfigError(
+            "win-rates and the KL are measured on responses of one turn, and environment.sources "
+            "has tools or an environment; leave it empty to measure the policy without them",
+            "measure-with-environment",
+        )
     sources = ((by,) if by else ()) if isinstance(by, str) else tuple(by)
     read = measured_on(config).with_model(policy)
     r, trust, limit = read.rollout, read.model.trust_remote_code, read.training.microbatch_tokens
@@ -239,7 +258,7 @@ def measure(
 def _sampled(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     return {
         "samples": len(rollouts),
-        "mean_tokens": fmean(map(len, rollouts)),
+        "mean_tokens": fmean(r.sampled_tokens for r in rollouts),
         "ended": fmean(r.finish is FinishReason.STOP for r in rollouts),
     }
 
@@ -309,7 +328,7 @@ def _drift(
     kls = [policy - reference for policy, reference in zip(own, as_sampled, strict=True)]
     return KlToSft(
         sft=sft.name,
-        perplexity=math.exp(-math.fsum(at_one) / sum(map(len, rollouts))),
+        perplexity=math.exp(-math.fsum(at_one) / sum(r.sampled_tokens for r in rollouts)),
         kl=fmean(kls),
         standard_error=standard_error(kls),
     )
@@ -333,7 +352,8 @@ def _logprob_sums(
         tokens = response_tokens(part, hidden.device)
         for of_temperature, temperature in zip(sums, temperatures, strict=True):
             logprobs, _ = token_logprobs(head, hidden, tokens, temperature)
-            for i, own in zip(chosen, logprobs.split([len(r) for r in part]), strict=True):
+            each = logprobs.split([int(sampled_of(r).sum()) for r in part])
+            for i, own in zip(chosen, each, strict=True):
                 of_temperature[i] = own.double().sum().item()
     return sums
 

@@ -49,6 +49,11 @@ def calls(observation: Observation) -> Iterator[Mapping[str, Any]]:
     yield from (call for call in found or () if isinstance(call, Mapping))
 
 
+def tools_called(observation: Observation) -> str:
+    """Return the names of the tools that a turn called, in words for a trace."""
+    return ", ".join(_clean(str(call.get("name") or "?")) for call in calls(observation))
+
+
 def wait_s(observation: Observation) -> float:
     """Return the seconds that an answer took; those of its calls where it has none of its own."""
     seconds = observation.record.get("seconds")

@@ -18,6 +18,7 @@ import numpy as np
 from stretto.config import ENVIRONMENT
 from stretto.errors import EpisodeLostError, LifecycleError
 from stretto.protocols import Environment, Tracer
+from stretto.schedules.episode_metrics import tools_called
 from stretto.schedules.fleet import RoleContext
 from stretto.schedules.pool import Pool
 from stretto.schedules.rollout import Rollout, RolloutState
@@ -147,10 +148,9 @@ class Episodes:
         clock, start_s = self._context.clock, self._context.clock.now()
         with self._tracer.awaiting(ENVIRONMENT, name):
             got = await answered(answer, self._context.deadline_s, "the environment", [rollout.id])
-        now_s, turn = clock.now(), len(rollout.turns)
-        self._tracer.add(ENVIRONMENT, name, start_s, now_s, rollout=rollout.id, turn=turn)
-        if name == "step":
-            self._pool.waited("", now_s - start_s)
+        now_s = clock.now()
+        facts = {"rollout": rollout.id, "turn": len(rollout.turns), "tool": tools_called(got)}
+        self._tracer.add(ENVIRONMENT, name, start_s, now_s, **facts)
         return replace(got, record={**got.record, "seconds": now_s - start_s})
 
     async def _take(self, rollout: Rollout, o: Observation) -> None:

@@ -7,13 +7,14 @@ the longest time, for the fewest seconds of the engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from stretto.errors import ConfigError
 from stretto.schedules.controller import Stateful, check_least
+from stretto.schedules.rollout import Rollout
 from stretto.types import Hold
 
 WINDOW = 256
@@ -168,3 +169,41 @@ class AutoHold:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._waits.load_state_dict(state)
+
+
+class Parked:
+    """The rollouts that wait, at all engines, and what was decided on their keys and values."""
+
+    def __init__(self, policy: HoldPolicy) -> None:
+        self._policy = policy
+        self._kept: dict[int, Rollout] = {}
+        self._since: dict[int, tuple[float, str]] = {}
+
+    def begin(self, rollout: Rollout, now_s: float) -> None:
+        """Note that a rollout's turn has ended, and that its keys and values are kept."""
+        self._kept[rollout.id] = rollout
+        self._since[rollout.id] = now_s, str(rollout.prompt.data.get("environment", ""))
+
+    def end(self, rollout_id: int, now_s: float | None) -> None:
+        """Note that a rollout goes on, at this time; at none: that it does not."""
+        self._kept.pop(rollout_id, None)
+        since_s, kind = self._since.pop(rollout_id, (0.0, None))
+        if kind is not None and now_s is not None:
+            self._policy.waited(kind, now_s - since_s)
+
+    def void(self) -> None:
+        """Note that new weights have come, under which keys and values are made again."""
+        self._kept.clear()
+
+    def decide(
+        self, rollout_ids: Iterable[int], decoding: int, now_s: float
+    ) -> Mapping[Hold, Sequence[int]]:
+        """Decide on those of one engine that are kept; return which are not any more, and how."""
+        kept = (self._kept[id_] for id_ in sorted(rollout_ids) if id_ in self._kept)
+        waiting = [Waiting(r.id, r.total_tokens, *self._since[r.id]) for r in kept]
+        found: dict[Hold, list[int]] = {}
+        for id_, how in self._policy.decide(waiting, decoding, now_s).items():
+            if how != "keep":
+                del self._kept[id_]
+                found.setdefault(how, []).append(id_)
+        return found

@@ -285,10 +285,12 @@ class Cluster(Section):
         )
 
     @property
-    def holding(self) -> HoldLimits:
+    def holding(self) -> HoldLimits | None:
         """The facts about keys and values of rollouts that wait, once costs are numbers."""
         role, w = self.generators[0], self.workload
         cost, longest = known(role.cost), w.max_new_tokens + int(w.prompt_tokens.quantile(0.999, 0))
+        if not cost.cache_tokens:
+            return None
         token_s = _token_s(cost.prefill, longest) / role.replicas
         copied = cost.offload.bytes_per_s / cost.cache_bytes if cost.cache_bytes else 0.0
         return HoldLimits(
