@@ -55,7 +55,30 @@ def migrating_of(
     )
 
 
-def controls_of(config: Config, migrating: Migrating | None, *, restarts: int = 0) -> Controls:
+def bounds_what_waits(config: Config) -> bool:
+    """Return whether engines have less room for episodes that wait than there may be.
+
+    Stretto's own engine keeps as many tokens of them as its slots have, apart from these; vLLM
+    decides by itself.
+    """
+    r = config.rollout
+    few = 0 < r.slots < -(-config.most_in_flight // r.engines)
+    return bool(config.environment.sources) and few and r.engine != "vllm"
+
+
+def holding_of(config: Config, prefill_tokens_per_s: float, copy_tokens_per_s: float) -> HoldLimits:
+    """Return what an engine can keep of episodes that wait, from its measured rates."""
+    room = config.rollout.slots * config.longest
+    return HoldLimits(room, prefill_tokens_per_s, copy_tokens_per_s, apart=True)
+
+
+def controls_of(
+    config: Config,
+    migrating: Migrating | None,
+    holding: HoldLimits | None = None,
+    *,
+    restarts: int = 0,
+) -> Controls:
     """Make the settings and controllers of a run; see :func:`controls`."""
     r = config.rollout
     settings = Settings(
@@ -70,7 +93,7 @@ def controls_of(config: Config, migrating: Migrating | None, *, restarts: int = 
         episodes=_episodes(config),
         environment_rewards=ENVIRONMENT in config.reward.sources,
     )
-    return controls(config.schedule, settings, r.engines, config.seed, migrating)
+    return controls(config.schedule, settings, r.engines, config.seed, migrating, holding)
 
 
 def _episodes(config: Config) -> Sampling | None:
