@@ -1,9 +1,9 @@
 """Episodes whose tool is slow: what each schedule makes of the waits, for real and in virtual time.
 
 Each variant trains for the same steps, on the same rows: PPO with reference and critic, Stretto's
-own engine, and a tool whose seconds are log-normal. The model has random weights, and hardly learns,
-so that all variants meet the same turns. The run of 'sync' is then replayed in virtual time with
-every other schedule.
+own engine, and a tool whose seconds are log-normal. The model has random weights and hardly learns,
+so all variants meet the same turns. The run of 'sync' is then replayed in virtual time with every
+schedule.
 
     python benchmarks/episodes.py
     python benchmarks/episodes.py --model DIR --steps 8 --variants sync oppo stretto
@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument(
         "--p95", type=float, default=5.0, help="seconds that one call in 20 exceeds"
     )
-    small = {"steps": 8, "batch": 4, "median": 0.005, "p95": 0.05, "new_tokens": 256}
+    small = {"steps": 3, "batch": 4, "median": 0.005, "p95": 0.05, "new_tokens": 128}
     args = parse(parser, {**small, "variants": ["sync", "stretto-no-streaming", "stretto"]})
     if args.variants[0] != "sync":
         args.variants = ["sync", *(name for name in args.variants if name != "sync")]
