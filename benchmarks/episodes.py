@@ -56,7 +56,6 @@ STOPS = tuple("bcdfg")
 """Letters that end a turn, beside the end token: of 259 random tokens, about one in 43."""
 WARM = 2
 """First steps, which do not count."""
-SIZES = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6}
 
 
 class Measured(NamedTuple):
@@ -66,14 +65,17 @@ class Measured(NamedTuple):
     busy: Mapping[str, float]
 
 
-def made(folder: Path, sizes: Mapping[str, int]) -> Path:
-    """A Llama of random weights, of these sizes, whose tokenizer has a template for chats."""
+def made(folder: Path, width: int, layers: int) -> Path:
+    """A Llama of random weights, whose tokenizer has a template for chats."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=259,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=4096,
@@ -81,7 +83,6 @@ def made(folder: Path, sizes: Mapping[str, int]) -> Path:
         pad_token_id=256,
         bos_token_id=257,
         eos_token_id=258,
-        **sizes,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer = byte_tokenizer()
@@ -109,10 +110,11 @@ def settings(args: argparse.Namespace, folder: Path) -> Config:
     """The run, but for its schedule."""
     data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows(args)))
+    model = args.model or made(folder / "model", args.width, args.layers)
     given = {
         "steps": args.steps + WARM,
         "out": str(folder / "runs"),
-        "model": {"name": str(args.model or made(folder / "model", SIZES)), "dtype": "float32"},
+        "model": {"name": str(model), "dtype": "float32"},
         "task": {"kind": "dataset", "name": str(data), "max_prompt_tokens": 128},
         "rollout": {
             "engine": "torch",
@@ -174,6 +176,8 @@ def tables(names: list[str], found: Mapping[str, Mapping[str, Measured]]) -> Ite
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", type=Path, help="default: a Llama of random weights")
+    parser.add_argument("--width", type=int, default=256, help="of that Llama")
+    parser.add_argument("--layers", type=int, default=6, help="of that Llama")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--steps", type=int, default=12, help=f"after {WARM} that warm up")
     parser.add_argument("--batch", type=int, default=32, help="episodes a step")
@@ -184,13 +188,12 @@ def main() -> None:
         "--p95", type=float, default=5.0, help="seconds that one call in 20 exceeds"
     )
     small = {"steps": 3, "batch": 4, "median": 0.005, "p95": 0.05, "new_tokens": 128}
+    small |= {"width": 64, "layers": 2}
     args = parse(parser, {**small, "variants": ["sync", "stretto-no-streaming", "stretto"]})
     if args.variants[0] != "sync":
         args.variants = ["sync", *(name for name in args.variants if name != "sync")]
     found: dict[str, dict[str, Measured]] = {"real": {}, "predicted": {}}
     with tempfile.TemporaryDirectory(prefix="stretto-episodes-") as scratch:
-        if args.smoke:
-            SIZES.update(hidden_size=64, intermediate_size=192, num_hidden_layers=2)
         base = settings(args, Path(scratch))
         recording = None
         for name in args.variants:
