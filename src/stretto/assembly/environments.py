@@ -47,8 +47,9 @@ def open_environment(
             stack.callback(place.close)
     if places[0].ready["kind"] == "program":
         return _programs(config, places, prompts, overrides)
-    prompts.tools = places[0].ready["tools"]
-    bridge = Bridge(prompts.encoder, prompts.tools, end_tokens=overrides.end_tokens or frozenset())
+    tools = places[0].ready["tools"]
+    bridge = Bridge(prompts.encoder, tools, end_tokens=overrides.end_tokens or frozenset())
+    prompts.render = lambda messages, rows: bridge.prompt(messages, [*tools, *rows])
     if bridge.breaks and settings.on_break == "refuse":
         raise ConfigError(
             f"environment.on_break = 'refuse': {bridge.breaks}", "template-rewrites-history"
