@@ -162,7 +162,7 @@ def _prompts(given: Sequence[str], file: str, column: str) -> list[TaskRow]:
 
 def _record(row: TaskRow, number: int, sample: int, answer: Answer) -> str:
     prompt = row.prompt if isinstance(row.prompt, str) else list(row.prompt)
-    record = {
+    record: dict[str, Any] = {
         "prompt": prompt,
         "response": answer.text,
         "finish_reason": str(answer.finish),
