@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers import VOCABULARY, critic_of, left_padded_logprobs, make_rollouts, train_on
 from rounding import GRADIENT_TERMS, rounding
@@ -128,3 +129,20 @@ def now(actor: Any, batch: Sequence[Rollout]) -> Tensor:
     """Log-probs [B, T] of the present policy by a naive pass for each response."""
     rows = [left_padded_logprobs(actor, [r])[0] if len(r) else torch.zeros(0) for r in batch]
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+class NoHostSync(TorchDispatchMode):
+    """Refuses what would make the host wait for a GPU: results whose shape or value it needs, and
+    tensors that are made of Python's numbers.
+    """
+
+    REFUSED = ("nonzero", "masked_select", "_local_scalar_dense", "is_nonzero", "equal", "unique")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert not name.startswith(self.REFUSED), name
+        assert name != "lift_fresh", "a tensor is made of numbers"
+        if name.startswith(("index", "_index_put", "_unsafe_index")):
+            indices = [i for i in args[1] if i is not None] if isinstance(args[1], list) else []
+            assert not any(i.dtype == torch.bool for i in indices), name
+        return func(*args, **(kwargs or {}))

@@ -21,7 +21,7 @@ from stretto.algorithms.experience import Experience, LossInputs, Scored
 from stretto.algorithms.reductions import first_rows, joined, response_weights, token_weights
 from stretto.algorithms.registry import prepare
 from stretto.algorithms.rewards import token_rewards
-from stretto.config import AlgorithmConfig, RewardConfig
+from stretto.config import ENVIRONMENT, AlgorithmConfig, RewardConfig
 from stretto.config.algorithm import ALGORITHMS
 from stretto.errors import LearnerError
 from stretto.schedules.rollout import Rollout, train_batch
@@ -186,6 +186,24 @@ def test_an_episode_has_one_score_and_ends_where_all_its_samples_do() -> None:
     shared = data.shared()
     assert shared.scores.tolist() == [1.5, 0.25, 1.5]
     assert shared.ended.tolist() == [False, True, False]
+
+
+def test_rewards_of_turns_count_as_their_source_does() -> None:
+    """By its weight; not where the environment failed, or is no source."""
+    rollouts = batch_of({"name": "ppo"})
+    failed = rollouts[3].scores[ENVIRONMENT]
+    rollouts[3].scores[ENVIRONMENT] = replace(failed, values=failed.values[:0])
+    batch = train_batch(rollouts)
+    turns = collate(batch, WEIGHTS).turn_rewards
+    assert turns is not None
+    ends = [[r.sampled[:end].sum() - 1 for end in r.turns] for r in rollouts]
+    expected = torch.zeros_like(turns)
+    for row, r in enumerate(rollouts):
+        if row != 3:
+            expected[row, ends[row]] = 0.5 * torch.tensor(r.turn_rewards)
+    torch.testing.assert_close(turns, expected)
+    without = {source: r for source, r in batch.rewards.items() if source != ENVIRONMENT}
+    assert collate(replace(batch, rewards=without), {"task": 1.0}).turn_rewards is None
 
 
 # -- one turn ------------------------------------------------------------------------------------

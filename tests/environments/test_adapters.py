@@ -181,7 +181,7 @@ def test_a_program_is_recognised_and_run(places: Places) -> None:
     (place,) = places("program")
     assert place.ready["kind"] == "program"
     asked = {"data": {"n": 2}, "base_url": "abc", "api_key": ""}
-    assert place.ask({"do": "run", "arguments": asked}).result(10) == {"result": 5.0}
+    assert place.ask({"do": "run", "episode": 0, "arguments": asked}).result(10) == {"result": 5.0}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,18 @@ import pytest
 
 from raising import raises
 from stretto.errors import ConfigError
-from stretto.schedules.hold import WINDOW, AutoHold, FixedHold, HoldLimits, Waiting, WaitModel
+from stretto.schedules.hold import (
+    WINDOW,
+    AutoHold,
+    FixedHold,
+    HoldLimits,
+    Parked,
+    Waiting,
+    WaitModel,
+)
+from stretto.schedules.rollout import Rollout
+from stretto.testing import make_chunk
+from stretto.types import Prompt
 
 # 100 tokens a second are read; of 1,000 keys and values are copied, so there and back 500.
 LIMITS = HoldLimits(cache_tokens=1000, prefill_tokens_per_s=100.0, copy_tokens_per_s=1000.0)
@@ -48,6 +59,9 @@ def test_nothing_goes_while_all_has_room() -> None:
     assert hold.decide(waiting, 400, 60.0) == {}
     endless = AutoHold(HoldLimits(0, 100.0))
     assert endless.decide(waiting, 10**9, 60.0) == {}
+    apart = AutoHold(HoldLimits(600, 100.0, apart=True))  # rows that decode have room of their own
+    assert apart.decide(waiting, 10**9, 60.0) == {}
+    assert len(apart.decide([*waiting, Waiting(3, 1, 0.0)], 0, 60.0)) == 1
 
 
 def test_the_longest_expected_waits_go_first_until_the_rest_has_room() -> None:
@@ -72,6 +86,29 @@ def test_a_policy_goes_on_from_its_state() -> None:
     hold.waited("quick", 99.0)  # a state is a copy
     waiting = [Waiting(1, 600, 0.0, "quick"), Waiting(2, 600, 0.0, "slow")]
     assert other.decide(waiting, 0, 0.0) == {2: "offload"}
+
+
+def test_what_is_known_of_rollouts_that_wait() -> None:
+    def waits(id_: int, tokens: int, environment: str) -> Rollout:
+        rollout = Rollout(id_, Prompt(id_, (0,) * 10, "", data={"environment": environment}), id_)
+        rollout.append(make_chunk(id_, 0, (0,) * tokens, (-1.0,) * tokens))
+        return rollout
+
+    policy = AutoHold(LIMITS)
+    parked = Parked(policy)
+    parked.begin(waits(1, 490, "quick"), 0.0)
+    parked.begin(waits(2, 490, "slow"), 0.0)
+    for id_, environment, seconds in ((3, "slow", 60.0), (4, "quick", 2.0)):
+        parked.begin(waits(id_, 5, environment), 0.0)
+        parked.end(id_, seconds)
+    parked.end(5, 9.0)  # an opening: nothing has waited in an engine
+    assert parked.decide([1, 2], 0, 1.0) == {}  # 1,000 tokens have room
+    assert parked.decide([2, 1], 1, 1.0) == {"offload": [2]}
+    assert parked.decide([2, 1], 501, 1.0) == {}  # 2 is let go; 1 is back before a copy
+    parked.void()
+    assert parked.decide([1, 2], 10**6, 30.0) == {}
+    parked.end(1, None)  # it goes on no more: nothing is learnt of it
+    assert policy.state_dict() == {"seconds": {"slow": [60.0], "quick": [2.0]}}
 
 
 def test_a_fixed_way() -> None:

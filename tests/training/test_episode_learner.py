@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import masking_utils
 
+from engine_helpers import episodes, play
 from episode_helpers import (
     as_episodes,
     episodes_of,
@@ -17,14 +19,26 @@ from episode_helpers import (
     naive_value_loss,
 )
 from helpers import critic_of, llama, make_learner, naive_values, train_on
-from learner_helpers import Grads, algorithm_settings, assert_close, learned_gradients, make_batch
+from learner_helpers import (
+    Grads,
+    NoHostSync,
+    algorithm_settings,
+    assert_close,
+    learned_gradients,
+    make_batch,
+)
 from loss_helpers import VARIANTS
-from stretto.config import AlgorithmConfig
+from raising import raises
+from stretto.config import AlgorithmConfig, RolloutConfig
 from stretto.config.algorithm import ALGORITHMS
+from stretto.errors import LearnerError
 from stretto.models.weights import fingerprint
+from stretto.rollout.base import EngineSettings
+from stretto.rollout.engine import TorchEngine
 from stretto.schedules.rollout import Rollout, train_batch
+from stretto.training import backprop
 from stretto.training.learner import PolicyLearner
-from stretto.types import CONTEXT
+from stretto.types import CONTEXT, FinishReason, Sampling, Score
 
 CORRECTED = {"old_policy": "proximal", "correction": "truncate", "correction_level": "sequence"}
 
@@ -178,3 +192,91 @@ def test_the_kl_and_its_coefficient_count_an_episode_once() -> None:
     train_on(learner, batch)
     moved = 0.2 if total > 0 else -0.2
     assert learner.state_dict()["kl"]["coef"] == pytest.approx(0.1 * (1 + moved * 6 / 40))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_passes_over_samples_make_no_host_wait(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes, made = backprop._passes, []
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+
+    def spied(*given: Any) -> Any:
+        with NoHostSync():
+            made.append(given)
+            return passes(*given)
+
+    monkeypatch.setattr(backprop, "_passes", spied)
+    actor = llama()
+    algorithm = VARIANTS[variant] | (CORRECTED if variant in ("ppo", "gspo") else {})
+    learner = learner_of(algorithm, actor, microbatch_tokens=60)
+    train_on(learner, as_episodes(make_batch(actor, algorithm)))
+    assert len(made) == len(learner.trained)
+
+
+@torch.no_grad()
+def test_the_policy_before_the_step_is_of_the_tokens_drawn() -> None:
+    """A step of several updates makes a pass for it, over context, too."""
+    actor = llama(dtype=torch.float64)
+    algorithm = {"name": "ppo", "old_policy": "proximal", "kl_coef": 0}
+    learner = learner_of(algorithm, actor, minibatches=2)
+    batch = as_episodes(make_batch(actor, algorithm))
+    now, _ = naive_now(actor, batch)
+    e = learner.experience_of(train_batch(batch))
+    for row, r in enumerate(batch):
+        drawn = now[row][torch.from_numpy(r.sampled)].float()
+        assert e.mask[row].sum() == len(drawn)
+        torch.testing.assert_close(e.old_logprobs[row, : len(drawn)], drawn, rtol=1e-5, atol=1e-5)
+
+
+# -- on-policy data of the engine ----------------------------------------------------------------
+
+
+def decoded(actor: Any, temperature: float) -> list[Rollout]:
+    """Episodes that the engine decoded turn by turn, with waits between them, and rewards."""
+    config = RolloutConfig(batch=8, max_new_tokens=40, temperature=temperature)
+    ends = frozenset(range(3, 9))
+    engine = TorchEngine(actor, EngineSettings(rollout=config, seed=5, end_tokens=ends, rows=3))
+    made = episodes(
+        [[11 + i, 2, 9] for i in range(8)], Sampling(40, temperature, max_turn_tokens=9)
+    )
+    play(engine, made)
+    rng = np.random.default_rng(1)
+    for r in made:
+        r.finish = FinishReason.STOP if r.ended_by == "turns" else FinishReason.LENGTH
+        r.prompt = replace(r.prompt, id=r.id // 4)
+        r.scores["task"] = Score(r.id, "task", "reward", rng.normal(size=1).astype(np.float32))
+    assert max(len(r.turns) for r in made) > 1
+    return made
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_engine_and_learner_agree_over_several_turns(temperature: float) -> None:
+    actor = llama()
+    made = decoded(actor, temperature)
+    given = {
+        "rollout": {"batch": 8, "temperature": temperature, "samples_per_prompt": 4},
+        "algorithm": {"name": "grpo", "kl_coef": 0},
+    }
+    stats = train_on(make_learner(actor, None, given), made)
+    assert abs(stats["val/ratio_max"] - 1) < 1e-5
+    assert abs(stats["val/ratio_min"] - 1) < 1e-5
+    assert stats["sampling/logp_difference_max"] < 1e-5
+    assert stats["staleness/off_policy_tokens"] == 0
+
+
+def test_an_engine_that_disagrees_after_the_first_turn_is_found_out() -> None:
+    """As one that read another context than the transcript has."""
+    actor = llama()
+    made = decoded(actor, 1.0)
+    first = next(r for r in made if r.context)
+    start, _ = first.context[0]
+    first.tokens[start] = (first.tokens[start] + 7) % 61
+    given = {
+        "rollout": {"batch": 8, "samples_per_prompt": 4},
+        "algorithm": {"name": "grpo", "kl_coef": 0},
+    }
+    before = fingerprint(actor.named_parameters())
+    with raises(LearnerError, "policies-disagree"):
+        train_on(make_learner(actor, None, given), made)
+    assert fingerprint(actor.named_parameters()) == before

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
 from helpers import (
@@ -23,6 +22,7 @@ from helpers import (
 from learner_helpers import (
     PROMPTS,
     Grads,
+    NoHostSync,
     algorithm_settings,
     assert_close,
     engine_rollouts,
@@ -135,23 +135,6 @@ def test_steps_do_not_depend_on_the_split_or_the_order(name: str) -> None:
             assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
         for n in weights:
             torch.testing.assert_close(found[n], weights[n], rtol=0, atol=1e-6)
-
-
-class NoHostSync(TorchDispatchMode):
-    """Refuses what would make the host wait for a GPU: results whose shape or value it needs, and
-    tensors that are made of Python's numbers.
-    """
-
-    REFUSED = ("nonzero", "masked_select", "_local_scalar_dense", "is_nonzero", "equal", "unique")
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        assert not name.startswith(self.REFUSED), name
-        assert name != "lift_fresh", "a tensor is made of numbers"
-        if name.startswith(("index", "_index_put", "_unsafe_index")):
-            indices = [i for i in args[1] if i is not None] if isinstance(args[1], list) else []
-            assert not any(i.dtype == torch.bool for i in indices), name
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -129,6 +129,14 @@ def test_every_algorithm_learns_the_same_of_episodes(
     assert_same_learning(ranks, "plain", given, [batch] * 2)
 
 
+def test_ranks_learn_the_same_of_episodes_in_several_updates(two: Ranks) -> None:
+    """Ratios to the policy before the step, of which ranks share out the passes."""
+    algorithm = {"name": "ppo", "old_policy": "proximal", "correction": "truncate"}
+    given = algorithm_settings(algorithm, training={"microbatch_tokens": 60, "minibatches": 2})
+    batch = train_batch(as_episodes(make_batch(models("plain")[0], given["algorithm"])))
+    assert_same_learning(two, "plain", given, [batch] * 2)
+
+
 @pytest.mark.parametrize("layout", ["two", "three", "sliced", "both"])
 @pytest.mark.parametrize("kind", ["plain", "lora", "norms of heads"])
 def test_gradients_are_those_of_one_process(

@@ -23,6 +23,7 @@ from stretto.config import (
     recipes,
 )
 from stretto.config.training import token_budget
+from stretto.environments.shapes import named_objects
 from stretto.errors import (
     ConfigError,
     OutOfMemoryError,
@@ -272,6 +273,8 @@ def train(
     task: Task | Mapping[str, Any] | None = None,
     model: nn.Module | str | Path | Mapping[str, Any] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    tools: Sequence[Function] = (),
+    environment_factory: Function | Mapping[str, Function] | None = None,
     progress: Progress | None = None,
     on_step: OnStep | None = None,
     **changes: Any,
@@ -295,6 +298,10 @@ def train(
             instead.
         model: the policy as an object, which is trained in place and needs its ``tokenizer``, or a
             model's name. A mapping changes the section instead.
+        tools: functions that the policy may call between turns, in this process.
+        environment_factory: makes what answers the policy's turns, in any shape of
+            ``environment.sources``, in this process; a dict of several, one of which the column
+            ``environment`` chooses.
         progress: a display; without one what ``observe.progress`` says.
         on_step: called after each step with its number and metrics. If it returns ``"stop"``, the
             run ends in order: with a checkpoint, the model saved, and a result. ``"save"`` asks for
@@ -303,6 +310,9 @@ def train(
     """
     config = config_of(settings)
     overrides, implied = _overrides(reward, task, model, tokenizer)
+    if found := named_objects(tools, environment_factory):
+        overrides = replace(overrides, environment=found)
+        implied["environment__sources"] = tuple(found)
     named = None if overrides.task is None else type(task).__name__
     if dataset is not None:
         named = str(dataset) if isinstance(dataset, str | Path) else DATASET

@@ -9,13 +9,10 @@ from stretto.config import ENVIRONMENT, Config, ScheduleConfig
 from stretto.config.schedule import Settings
 from stretto.schedules import migration, overcommit
 from stretto.schedules.chunking import FixedChunk, TunedChunk
-from stretto.schedules.controls import Controls
-from stretto.schedules.hold import AutoHold, FixedHold, HoldLimits
+from stretto.schedules.hold import AutoHold, FixedHold, HoldLimits, HoldPolicy
 from stretto.schedules.migration import AutoMigration, FixedMigration, MigrationLimits
+from stretto.schedules.controls import Controls
 from stretto.types import Sampling
-
-ALL_KEPT = HoldLimits(0, 1.0)
-"""An engine with room for keys and values of all that waits."""
 
 
 @dataclass(frozen=True)
@@ -90,14 +87,14 @@ def controls(
     engines: int,
     seed: int,
     migrating: Migrating | None,
-    holding: HoldLimits = ALL_KEPT,
+    holding: HoldLimits | None = None,
 ) -> Controls:
     """Make the controllers that the knobs ask for.
 
     Args:
         settings: of the run; those that ``s`` has too are taken from there.
         migrating: needed where stragglers are moved together.
-        holding: what an engine can keep of episodes that wait; by default all.
+        holding: of an engine; ``None`` where it has room for all keys and values, or makes it.
     """
     settings = replace(
         settings,
@@ -113,8 +110,15 @@ def controls(
         FixedChunk(s.chunk_tokens) if s.chunk_tokens else tuned,
         _overcommit(s, settings, engines, seed),
         _migration(s, settings, seed, migrating) if migrating else None,
-        AutoHold(holding) if s.knobs.hold == "auto" else FixedHold(s.knobs.hold),
+        _hold(s, holding) if settings.episodes else None,
     )
+
+
+def _hold(s: ScheduleConfig, limits: HoldLimits | None) -> HoldPolicy | None:
+    how = s.knobs.hold
+    if how == "auto":
+        return AutoHold(limits) if limits else None
+    return FixedHold(how) if how != "keep" else None
 
 
 def _overcommit(

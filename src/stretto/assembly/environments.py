@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from stretto.assembly.models import NO_OVERRIDES, Overrides
@@ -16,8 +17,10 @@ from stretto.environments.processes import (
     locate_source,
     settings_of,
 )
+from stretto.environments.program import PlacedPrograms, ProgramEnvironment
 from stretto.environments.role import EnvironmentRole
-from stretto.errors import ConfigError
+from stretto.environments.sessions import Bridges, Limits, Sessions
+from stretto.errors import ConfigError, require
 from stretto.protocols import Environment
 from stretto.saying import Say, working
 from stretto.tasks.prompts import PromptSource
@@ -42,6 +45,8 @@ def open_environment(
         places = open_places(settings, overrides.environment)
         for place in places:
             stack.callback(place.close)
+    if places[0].ready["kind"] == "program":
+        return _programs(config, places, prompts, overrides)
     prompts.tools = places[0].ready["tools"]
     bridge = Bridge(prompts.encoder, prompts.tools, end_tokens=overrides.end_tokens or frozenset())
     if bridge.breaks and settings.on_break == "refuse":
@@ -51,6 +56,23 @@ def open_environment(
     if bridge.breaks:
         say(f"where earlier turns are rewritten, a new sample begins: {bridge.breaks}")
     return EnvironmentRole(settings, places, bridge, prompts.encoder, config.task.max_prompt_tokens)
+
+
+def _programs(
+    config: Config, places: Sequence[Place], prompts: PromptSource, overrides: Overrides
+) -> Environment:
+    """Make the environment of a program, whose server listens once the first episode begins."""
+    for library in ("starlette", "uvicorn"):
+        require(library, "serve", "a program as environment.sources")
+    from stretto.serving.programs import ProgramServer
+
+    bridges = Bridges(prompts.encoder, overrides.end_tokens or frozenset())
+    settings = config.environment
+    limits = Limits(config.task.max_prompt_tokens, config.rollout.max_new_tokens, settings.on_break)
+    sessions = Sessions(bridges, prompts.encoder, limits)
+    name = Path(config.model.name).name
+    server = ProgramServer(sessions, prompts.tokenizer, name)
+    return ProgramEnvironment(PlacedPrograms(places), sessions, server, settings)
 
 
 def open_places(settings: EnvironmentConfig, objects: Mapping[str, Any]) -> Sequence[Place]:

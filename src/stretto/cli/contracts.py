@@ -5,9 +5,9 @@ The suite in tests/contracts has all of them; these are the ones that a device c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -25,7 +25,15 @@ from stretto.schedules.rollout import Rollout
 from stretto.scoring.base import ModelScorer
 from stretto.scoring.models import critic_scorer, reference_scorer
 from stretto.training.trained import WholeModel
-from stretto.types import Chunk, Prompt, WeightsRef
+from stretto.types import (
+    Chunk,
+    FinishReason,
+    Hold,
+    Observation,
+    Prompt,
+    Sampling,
+    WeightsRef,
+)
 from stretto.weights.channel import SharedChannel
 
 EXACT = 1e-3
@@ -103,10 +111,13 @@ def logprob_gap(model: nn.Module, rollouts: Sequence[Rollout]) -> float:
     return (learners - engines).square().mean().sqrt().item()
 
 
-def _engine(model: nn.Module, **options: Any) -> TorchEngine:
+def _engine(model: nn.Module, ends: Iterable[int] = (), **options: Any) -> TorchEngine:
     config = RolloutConfig(batch=6, max_new_tokens=24, prefill_tokens=64, **options)
     channel = SharedChannel()
-    given = EngineSettings(rollout=config, seed=5, channel=channel, longest=64)
+    end_tokens = frozenset(ends)
+    given = EngineSettings(
+        rollout=config, seed=5, end_tokens=end_tokens, channel=channel, longest=64
+    )
     return TorchEngine(model, given)
 
 
@@ -156,6 +167,37 @@ def _moves(device: torch.device) -> str:
                 by_id[chunk.rollout_id].append(chunk)
         _same_tokens(moved, whole, "moved " + ("with" if with_cache else "without") + " its cache")
     return "with its keys and values, and without, a rollout goes on as if it had stayed"
+
+
+def _turns(device: torch.device) -> str:
+    model = _small(device)
+    made = {how: _episodes(model, how) for how in get_args(Hold)}
+    several = sum(len(r.turns) > 1 for r in made["keep"])
+    _require(several > 0, "no turn has ended")
+    for how, others in made.items():
+        _same_tokens(others, made["keep"], f"after a wait by hold = '{how}'")
+    return "kept on the device, on the host or made again, a rollout goes on the same after a turn"
+
+
+def _episodes(model: nn.Module, how: Hold) -> list[Rollout]:
+    """Decode episodes, each turn of which is answered by two tokens."""
+    engine = _engine(model, ends=range(0, _SMALL["vocab_size"], 8))
+    made = random_rollouts(8, _SMALL["vocab_size"], 40)
+    for r in made:
+        r.sampling = Sampling(24, max_turn_tokens=12)
+    engine.admit([r.response() for r in made])
+    for _ in range(24):
+        for chunk in engine.decode(5).chunks:
+            r = made[chunk.rollout_id]
+            r.append(chunk)
+            if chunk.finish is not FinishReason.TURN:
+                continue
+            engine.hold([r.id], how)
+            if len(r) + 2 < r.most_tokens:
+                context = np.array([r.id, len(r)], np.int32)
+                r.append(r.observe(Observation(r.id, len(r.turns), context)))
+                engine.admit([r.response()])
+    return made
 
 
 def _graphs(device: torch.device) -> str:
@@ -244,6 +286,7 @@ def _chunk(r: Rollout, start: int, stop: int) -> Chunk:
 CONTRACTS = (
     Contract("chunks", _chunks),
     Contract("migration", _moves),
+    Contract("turns", _turns),
     Contract("CUDA graphs", _graphs),
     Contract("learner", _learner),
     Contract("new weights", _weights),

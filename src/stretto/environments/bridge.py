@@ -251,8 +251,10 @@ class Bridge:
                 goes_on = _begins(rendered, header, start.said)
                 return self._behind_turn(rendered, start.called) if goes_on else None
         if refusal:
-            with template_accepts(messages):
-                raise refusal
+            raise TaskError(
+                f"the chat template refuses the messages {str(list(messages))[:500]}: {refusal}",
+                "template-refuses",
+            ) from refusal
         return None
 
     def _behind_turn(self, rendered: str, called: bool) -> str | None:

@@ -18,14 +18,17 @@ class Calls(Protocol):
 
 
 def is_program(thing: Any) -> bool:
-    """Return whether something is a program: a function that takes ``base_url``, a function with
-    the name ``run``, or a class with such a method and no ``step``.
+    """Return whether something is a program: a function that takes ``base_url``, a function of the
+    name ``run`` that takes ``**extra``, or a class with a method ``run`` that is no environment.
     """
     if inspect.isclass(thing):
         steps = callable(getattr(thing, "step", None)) or callable(getattr(thing, "reset", None))
         return callable(getattr(thing, "run", None)) and not steps
-    named = inspect.isroutine(thing) and thing.__name__ == "run"
-    return inspect.isroutine(thing) and (named or "base_url" in _parameters(thing))
+    if not inspect.isroutine(thing):
+        return False
+    parameters = _parameters(thing)
+    named = thing.__name__ == "run" and _takes_any(parameters)
+    return named or "base_url" in parameters
 
 
 async def launch(
@@ -40,7 +43,7 @@ async def launch(
     function = program if made is None else made.run
     parameters = _parameters(function)
     given: dict[str, Any] = {"base_url": base_url, "api_key": api_key}
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+    if not _takes_any(parameters):
         given = {name: value for name, value in given.items() if name in parameters}
     async with AsyncExitStack() as stack:
         if HTTP_CLIENT in parameters:
@@ -55,3 +58,7 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
         return inspect.signature(function).parameters
     except (TypeError, ValueError):  # some that are written in C do not tell
         return {}
+
+
+def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -73,6 +73,51 @@ class Source:
     run: Callable[..., Any] | None = None
 
 
+class Factory:
+    """What makes environments, where only one that is made tells their shape.
+
+    Attributes:
+        makes: their class.
+    """
+
+    def __init__(self, factory: Callable[[], Any]) -> None:
+        self._factory = factory
+        self._first = [factory()]
+        self.makes = type(self._first[0])
+
+    def __call__(self) -> Any:
+        """Return the one that was made, and then new ones."""
+        return self._first.pop() if self._first else self._factory()
+
+
+def named_objects(tools: Any, environment_factory: Any) -> dict[str, Any]:
+    """Name tools, or what makes environments (a dict of several), as ``environment.sources`` will.
+
+    Raises ConfigError for both at once, and for tools that are no functions.
+    """
+    if tools and environment_factory is not None:
+        raise ConfigError(
+            "tools and environment_factory are both given, and an episode has one of them; make "
+            "the tools methods of the environment",
+            "environments-mixed",
+        )
+    if environment_factory is None:
+        found = [tools] if callable(tools) else list(tools or ())
+        for tool in found:
+            if not inspect.isroutine(tool):
+                raise ConfigError(f"tools are functions; got {tool!r:.80}", "tool-not-function")
+        return {tool.__name__: tool for tool in found}
+    if isinstance(environment_factory, Mapping):
+        made = {key: _factory(each) for key, each in environment_factory.items()}
+        return {"environments": made}
+    name = getattr(environment_factory, "__name__", type(environment_factory).__name__)
+    return {name: _factory(environment_factory)}
+
+
+def _factory(factory: Any) -> Any:
+    return factory if inspect.isclass(factory) else Factory(factory)
+
+
 def recognise(named: Mapping[str, Any], run: Runner) -> Source:
     """Make a source of the objects that ``environment.sources`` names, by those names.
 
@@ -112,6 +157,8 @@ def _made_by(factory: Any) -> type | None:
     """Return the class of the environments that a class, or a function by its hint, makes."""
     if inspect.isclass(factory):
         return factory
+    if isinstance(factory, Factory):
+        return factory.makes
     try:
         made = inspect.get_annotations(factory, eval_str=True).get("return")
     except Exception:  # a hint may be any expression

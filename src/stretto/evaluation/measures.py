@@ -46,7 +46,7 @@ from stretto.tasks.base import RIGHT, content, is_held_out
 from stretto.tasks.prompts import PromptSource, all_too_long
 from stretto.tasks.responses import PromptLayout
 from stretto.tasks.tables import format_of
-from stretto.types import FinishReason, Prompt
+from stretto.types import FinishReason, Prompt, sampled_of
 
 SEED = 1000
 """Added to the seed of a procedural task for evaluation, which draws rows of its own. They may ask
@@ -258,7 +258,7 @@ def measure(
 def _sampled(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     return {
         "samples": len(rollouts),
-        "mean_tokens": fmean(map(len, rollouts)),
+        "mean_tokens": fmean(r.sampled_tokens for r in rollouts),
         "ended": fmean(r.finish is FinishReason.STOP for r in rollouts),
     }
 
@@ -328,7 +328,7 @@ def _drift(
     kls = [policy - reference for policy, reference in zip(own, as_sampled, strict=True)]
     return KlToSft(
         sft=sft.name,
-        perplexity=math.exp(-math.fsum(at_one) / sum(map(len, rollouts))),
+        perplexity=math.exp(-math.fsum(at_one) / sum(r.sampled_tokens for r in rollouts)),
         kl=fmean(kls),
         standard_error=standard_error(kls),
     )
@@ -352,7 +352,8 @@ def _logprob_sums(
         tokens = response_tokens(part, hidden.device)
         for of_temperature, temperature in zip(sums, temperatures, strict=True):
             logprobs, _ = token_logprobs(head, hidden, tokens, temperature)
-            for i, own in zip(chosen, logprobs.split([len(r) for r in part]), strict=True):
+            each = logprobs.split([int(sampled_of(r).sum()) for r in part])
+            for i, own in zip(chosen, each, strict=True):
                 of_temperature[i] = own.double().sum().item()
     return sums
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from stretto.assembly.controls import share_cores
-from stretto.config import ClusterConfig, Config, ScheduleConfig, recipes
+from stretto.config import ENVIRONMENT, ClusterConfig, Config, ScheduleConfig, recipes
 from stretto.config.cluster import LEARNER
 from stretto.errors import ConfigError, StateError, StrettoError
 from stretto.machine import Machine
@@ -25,10 +26,11 @@ from stretto.planner.memory import SYNC
 from stretto.protocols import DRIVER
 from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, Workload
 from stretto.runtime.sim.costs import SampleCost
+from stretto.runtime.sim.episodes import Episodes
 from stretto.runtime.sim.lengths import LearningCurve, Replayed
 from stretto.runtime.sim.simulate import simulate
 from stretto.scoring.responses import worthwhile_tokens
-from stretto.types import ScoreKind, short_name
+from stretto.types import FORKS, ScoreKind, short_name
 
 CPU_TOKEN_BUDGET = 1024
 """Tokens of a pass on a CPU, where the settings leave it open."""
@@ -53,7 +55,8 @@ class Recording:
     """What a run has recorded, with which other schedules and placements can be simulated.
 
     Rollouts are also those in flight at its end, and spans best without the first steps, which warm
-    up. Chunks and deltas (over-commitment) are by round, as they were chosen.
+    up. Chunks and deltas (over-commitment) are by round, as they were chosen; waits in seconds, by
+    rollout and number of the turn that was answered, from 1.
     """
 
     config: Config
@@ -62,6 +65,7 @@ class Recording:
     machine: Machine
     chunks: tuple[int, ...] = ()
     deltas: tuple[int, ...] = ()
+    waits: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: str | Path, warm_steps: int = 1, trace: Trace | None = None) -> Self:
@@ -76,7 +80,12 @@ class Recording:
         schedule = config.schedule
         metrics = [m for m in run.read_metrics() if m["step"]]  # step 0 is an evaluation
         rounds = (_chosen(schedule, metrics, name) for name in ("chunk_tokens", "overcommit"))
-        return cls(config, rollouts, spans, machine, *rounds)
+        waits = {
+            (s.attributes["rollout"], s.attributes["turn"]): s.end_s - s.start_s
+            for s in trace.spans
+            if s.role == ENVIRONMENT and s.name == "step"
+        }
+        return cls(config, rollouts, spans, machine, *rounds, waits=waits)
 
     @cached_property
     def costs(self) -> Calibration:
@@ -144,6 +153,7 @@ class Recording:
         config, rollouts = self.config, self.rollouts
         lengths = {r.id: r.tokens for r in rollouts if r.finish}
         so_far = {r.id: r.tokens for r in rollouts if not r.finish}
+        sources += ENVIRONMENT in config.reward.sources
         by_id = {r.id: r.reward / max(sources, 1) for r in rollouts if r.reward is not None}
         mean = sum(by_id.values()) / len(by_id) if by_id else 0.0
         return Workload(
@@ -154,6 +164,7 @@ class Recording:
             max_new_tokens=config.rollout.max_new_tokens,
             prompt_tokens=Replayed.from_ledger({r.prompt: r.prompt_tokens for r in rollouts}),
             response_tokens=Replayed.from_ledger(lengths, so_far),
+            episodes=self._episodes(),
             learning=LearningCurve(first=mean, last=mean, versions=0, spread=0),
             chunks=self.chunks,
             deltas=self.deltas,
@@ -161,6 +172,30 @@ class Recording:
             on_failure=config.reward.on_failure,
             seed=config.seed,
         )
+
+    def _episodes(self) -> Episodes | None:
+        """Return the turns of all episodes; those that had not ended are as the next that had.
+
+        A fork is left out: its turns were decoded beside those of the sample that it came from.
+        """
+        ended = [r for r in self.rollouts if r.finish and r.turns and r.id < FORKS]
+        if not ended:
+            return None
+        own = {r.id: tuple(self._turns(r)) for r in ended}
+        known, turns = sorted(own), list[tuple[tuple[int, float, int], ...]]()
+        for i in range(known[-1] + 1):
+            turns.append(own[known[bisect_left(known, i)]])
+        config = self.config
+        return Episodes(
+            max_turn_tokens=config.environment.max_turn_tokens,
+            rewarded=ENVIRONMENT in config.reward.sources,
+            recorded=tuple(turns),
+        )
+
+    def _turns(self, r: RolloutRecord) -> Iterator[tuple[int, float, int]]:
+        for number, turn in enumerate(r.turns, 1):
+            wait_s = self.waits.get((r.id, number), turn["wait_s"])
+            yield max(turn["tokens"], 1), wait_s, turn["context"]
 
     def _scorers(
         self, costs: Calibration, roles: Mapping[str, Sequence[RoleDevices]]

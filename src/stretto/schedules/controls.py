@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from stretto.config.schedule import Settings
 from stretto.schedules.chunking import ChunkSize
-from stretto.schedules.hold import FixedHold, HoldPolicy
+from stretto.schedules.hold import HoldPolicy
 from stretto.schedules.migration import MigrationPolicy
 from stretto.schedules.overcommit import Overcommit
 
@@ -19,4 +19,4 @@ class Controls:
     chunk: ChunkSize
     overcommit: Overcommit
     migration: MigrationPolicy | None = None
-    hold: HoldPolicy = field(default_factory=FixedHold)
+    hold: HoldPolicy | None = None

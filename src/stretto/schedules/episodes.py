@@ -151,8 +151,6 @@ class Episodes:
         now_s = clock.now()
         facts = {"rollout": rollout.id, "turn": len(rollout.turns), "tool": tools_called(got)}
         self._tracer.add(ENVIRONMENT, name, start_s, now_s, **facts)
-        if name == "step":
-            self._pool.waited("", now_s - start_s)
         return replace(got, record={**got.record, "seconds": now_s - start_s})
 
     async def _take(self, rollout: Rollout, o: Observation) -> None:

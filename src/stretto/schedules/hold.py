@@ -7,15 +7,15 @@ the longest time, for the fewest seconds of the engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from stretto.errors import ConfigError
 from stretto.schedules.controller import Stateful, check_least
-
-How = Literal["keep", "offload", "remake"]
+from stretto.schedules.rollout import Rollout
+from stretto.types import Hold
 
 WINDOW = 256
 """Waits remembered of each kind, the latest."""
@@ -26,15 +26,17 @@ class HoldLimits:
     """What an engine can keep, and what it takes to have keys and values back.
 
     Attributes:
-        cache_tokens: tokens whose keys and values it can hold in all; 0: any number.
+        cache_tokens: tokens whose keys and values it can hold; 0: any number.
         prefill_tokens_per_s: tokens that it reads a second, which makes keys and values again.
         copy_tokens_per_s: tokens whose keys and values go to the host a second, or come back; 0
             where they cannot.
+        apart: rows that are decoded have other room.
     """
 
     cache_tokens: int
     prefill_tokens_per_s: float
     copy_tokens_per_s: float = 0.0
+    apart: bool = False
 
     def __post_init__(self) -> None:
         check_least(0, cache_tokens=self.cache_tokens, copy_tokens_per_s=self.copy_tokens_per_s)
@@ -42,7 +44,7 @@ class HoldLimits:
             given = self.prefill_tokens_per_s
             raise ConfigError(f"prefill_tokens_per_s is above 0; got {given}", "not-positive")
 
-    def let_go(self, tokens: int) -> tuple[How, float]:
+    def let_go(self, tokens: int) -> tuple[Hold, float]:
         """Return the cheaper way to let keys and values of so many tokens go, and its seconds."""
         remake_s = tokens / self.prefill_tokens_per_s
         if not self.copy_tokens_per_s:
@@ -94,7 +96,7 @@ class HoldPolicy(Protocol):
     def waited(self, kind: str, seconds: float) -> None:
         """Learn how long a wait has taken."""
 
-    def decide(self, waiting: Sequence[Waiting], decoding: int, now_s: float) -> Mapping[int, How]:
+    def decide(self, waiting: Sequence[Waiting], decoding: int, now_s: float) -> Mapping[int, Hold]:
         """Say what becomes of rollouts that wait at one engine, by id; others are kept.
 
         Args:
@@ -112,13 +114,13 @@ class HoldPolicy(Protocol):
 class FixedHold:
     """One way for all waits."""
 
-    def __init__(self, how: How = "keep") -> None:
+    def __init__(self, how: Hold = "keep") -> None:
         self._how = how
 
     def waited(self, kind: str, seconds: float) -> None:
         """Learn nothing."""
 
-    def decide(self, waiting: Sequence[Waiting], decoding: int, now_s: float) -> Mapping[int, How]:
+    def decide(self, waiting: Sequence[Waiting], decoding: int, now_s: float) -> Mapping[int, Hold]:
         return {} if self._how == "keep" else {w.rollout_id: self._how for w in waiting}
 
     def state_dict(self) -> dict[str, Any]:
@@ -143,18 +145,18 @@ class AutoHold:
     def waited(self, kind: str, seconds: float) -> None:
         self._waits.observe(kind, seconds)
 
-    def decide(self, waiting: Sequence[Waiting], decoding: int, now_s: float) -> Mapping[int, How]:
+    def decide(self, waiting: Sequence[Waiting], decoding: int, now_s: float) -> Mapping[int, Hold]:
         room = self._limits.cache_tokens
-        beyond = decoding + sum(w.tokens for w in waiting) - room if room else 0
-        if beyond <= 0:
+        beyond = sum(w.tokens for w in waiting) + (0 if self._limits.apart else decoding) - room
+        if not room or beyond <= 0:
             return {}
-        offers: list[tuple[float, int, int, How]] = []
+        offers: list[tuple[float, int, int, Hold]] = []
         for w in waiting:
             how, cost_s = self._limits.let_go(w.tokens)
             left_s = self._waits.remaining_s(w.kind, now_s - w.since_s)
             if left_s > cost_s:
                 offers.append((cost_s / (w.tokens * left_s), w.rollout_id, w.tokens, how))
-        found: dict[int, How] = {}
+        found: dict[int, Hold] = {}
         for _, id_, tokens, how in sorted(offers):
             if beyond <= 0:
                 break
@@ -167,3 +169,41 @@ class AutoHold:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._waits.load_state_dict(state)
+
+
+class Parked:
+    """The rollouts that wait, at all engines, and what was decided on their keys and values."""
+
+    def __init__(self, policy: HoldPolicy) -> None:
+        self._policy = policy
+        self._kept: dict[int, Rollout] = {}
+        self._since: dict[int, tuple[float, str]] = {}
+
+    def begin(self, rollout: Rollout, now_s: float) -> None:
+        """Note that a rollout's turn has ended, and that its keys and values are kept."""
+        self._kept[rollout.id] = rollout
+        self._since[rollout.id] = now_s, str(rollout.prompt.data.get("environment", ""))
+
+    def end(self, rollout_id: int, now_s: float | None) -> None:
+        """Note that a rollout goes on, at this time; at none: that it does not."""
+        self._kept.pop(rollout_id, None)
+        since_s, kind = self._since.pop(rollout_id, (0.0, None))
+        if kind is not None and now_s is not None:
+            self._policy.waited(kind, now_s - since_s)
+
+    def void(self) -> None:
+        """Note that new weights have come, under which keys and values are made again."""
+        self._kept.clear()
+
+    def decide(
+        self, rollout_ids: Iterable[int], decoding: int, now_s: float
+    ) -> Mapping[Hold, Sequence[int]]:
+        """Decide on those of one engine that are kept; return which are not any more, and how."""
+        kept = (self._kept[id_] for id_ in sorted(rollout_ids) if id_ in self._kept)
+        waiting = [Waiting(r.id, r.total_tokens, *self._since[r.id]) for r in kept]
+        found: dict[Hold, list[int]] = {}
+        for id_, how in self._policy.decide(waiting, decoding, now_s).items():
+            if how != "keep":
+                del self._kept[id_]
+                found.setdefault(how, []).append(id_)
+        return found

@@ -12,7 +12,7 @@ from stretto.errors import LifecycleError, StrettoError
 from stretto.protocols import Generator
 from stretto.schedules.controller import DecodeSample
 from stretto.schedules.fleet import GoneError, Guard, RoleContext
-from stretto.schedules.hold import FixedHold, HoldPolicy, How, Waiting
+from stretto.schedules.hold import HoldPolicy, Parked
 from stretto.schedules.migration import MigrationPolicy
 from stretto.schedules.rollout import Rollout
 from stretto.schedules.waits import Work
@@ -38,7 +38,6 @@ class _Engine:
         self.held: dict[int, Rollout] = {}
         self.untold: dict[int, Rollout] = {}  # held, and not given to it yet
         self.gone: list[int] = []  # parked, and not wanted any more
-        self.kept: dict[int, Waiting] = {}  # parked, with keys and values
         self.arrival = asyncio.Event()  # more to decode, or nothing to wait for any more
         self.inbound = 0  # moves to it that are planned or under way
         self.moves: dict[tuple[_Engine, bool], list[int]] = {}  # planned: to where, and with cache
@@ -82,10 +81,10 @@ class Pool:
         waiting: Callable[[], int] = lambda: 0,  # rollouts that environments may send back
         lockstep: Callable[[], bool] = lambda: False,  # none goes on before all of these are back
         read_on: Callable[[], None] = lambda: None,  # called when there is nothing but these
-        hold: HoldPolicy | None = None,
+        hold: HoldPolicy | None = None,  # of keys and values of these; without one they are kept
     ) -> None:
+        self._holds = Parked(hold) if hold else None
         self._waiting, self._lockstep, self._read_on = waiting, lockstep, read_on
-        self._hold = hold or FixedHold()
         self._parked: dict[int, _Engine] = {}
         self._gathering: list[_Engine] = []  # where stragglers of the round were moved
         self._migration, self._context, self._freed = migration, context, freed
@@ -125,7 +124,7 @@ class Pool:
         """Go on with a rollout whose environment has answered, where it is parked; with its keys
         and values where stragglers are gathered, once they are.
         """
-        engine = self._unparked(rollout)
+        engine = self._unpark(rollout.id, self._context.clock.now())
         if engine is None or not engine.guard.serves:
             self._place([rollout])
             return
@@ -143,18 +142,13 @@ class Pool:
 
     def release(self, rollout: Rollout) -> None:
         """Let go of a rollout that is parked and goes on no more."""
-        if engine := self._unparked(rollout):
+        if engine := self._unpark(rollout.id):
             engine.gone.append(rollout.id)
 
-    def _unparked(self, rollout: Rollout) -> _Engine | None:
-        engine = self._parked.pop(rollout.id, None)
-        if engine:
-            engine.kept.pop(rollout.id, None)
-        return engine
-
-    def waited(self, kind: str, seconds: float) -> None:
-        """Learn how long an answer of an environment took."""
-        self._hold.waited(kind, seconds)
+    def _unpark(self, rollout_id: int, now_s: float | None = None) -> _Engine | None:
+        if self._holds:
+            self._holds.end(rollout_id, now_s)
+        return self._parked.pop(rollout_id, None)
 
     def wake(self) -> None:
         """Have generators look again for what they wait for."""
@@ -163,6 +157,8 @@ class Pool:
 
     async def load(self, weights: WeightsRef) -> None:
         """Give new weights to all generators."""
+        if self._holds:
+            self._holds.void()
 
         async def load(loaded: Work) -> None:
             with suppress(GoneError):
@@ -196,7 +192,7 @@ class Pool:
                 await engine.admit()
             elif engine.held:
                 self._take(await self._decode(engine, self._chunk_tokens(), missing))
-                await self._let_go(engine)
+                await self._hold(engine)
                 self._plan_moves()
                 await self._move(engine)
             elif engine.inbound or self._replaces or self._waiting():
@@ -250,29 +246,25 @@ class Pool:
             first = carried is not None
             self._samples.append(DecodeSample(rows, steps, seconds, first, carried or 0))
         engine.carried = None
-        now_s = self._context.clock.now()
         for chunk in chunks:
-            if chunk.finish is FinishReason.TURN:
-                tokens = held[chunk.rollout_id].total_tokens + len(chunk.tokens)
-                engine.kept[chunk.rollout_id] = Waiting(chunk.rollout_id, tokens, now_s)
-                self._parked[chunk.rollout_id] = engine
             if chunk.finish:
-                del held[chunk.rollout_id]
+                ended = held.pop(chunk.rollout_id)
+            if chunk.finish is FinishReason.TURN:
+                self._parked[chunk.rollout_id] = engine
+                if self._holds:
+                    self._holds.begin(ended, self._context.clock.now())
         return chunks
 
-    async def _let_go(self, engine: _Engine) -> None:
-        """Let keys and values go of rollouts that wait, as far as the knob ``hold`` says so."""
-        if not engine.kept:
+    async def _hold(self, engine: _Engine) -> None:
+        """Let go of keys and values of rollouts that wait, as their policy has it."""
+        if self._holds is None:
             return
-        decoding = sum(r.total_tokens for r in engine.held.values())
-        now_s = self._context.clock.now()
-        found = self._hold.decide(list(engine.kept.values()), decoding, now_s)
-        by_way: dict[How, list[int]] = {}
-        for id_, how in found.items():
-            del engine.kept[id_]
-            by_way.setdefault(how, []).append(id_)
-        for how, ids in by_way.items():
-            with suppress(GoneError):
+        chunk = self._chunk_tokens()
+        decoding = sum(r.total_tokens + chunk for r in engine.held.values())
+        waiting = [id_ for id_, at in self._parked.items() if at is engine]
+        decided = self._holds.decide(waiting, decoding, self._context.clock.now())
+        with suppress(GoneError):
+            for how, ids in decided.items():
                 await engine.guard.ask(engine.generator.hold(ids, how), ids)
 
     def _plan_moves(self) -> None:
@@ -348,7 +340,6 @@ class Pool:
         engine.held.clear()
         engine.untold.clear()
         engine.gone.clear()
-        engine.kept.clear()
         self._parked = {id_: at for id_, at in self._parked.items() if at is not engine}
         moves, engine.moves = engine.moves, {}
         for destination, _ in moves:

@@ -566,7 +566,7 @@ class Schedule:
             "chunk": self._chunk.state_dict(),
             "overcommit": self._overcommit.state_dict(),
             "migration": self._migration.state_dict() if self._migration else {},
-            "hold": self._hold.state_dict(),
+            "hold": self._hold.state_dict() if self._hold else {},
         }
 
     def load_state_dict(
@@ -593,4 +593,5 @@ class Schedule:
         self._overcommit.load_state_dict(state["overcommit"])
         if self._migration is not None:
             self._migration.load_state_dict(state["migration"])
-        self._hold.load_state_dict(state["hold"])
+        if self._hold is not None and state.get("hold"):
+            self._hold.load_state_dict(state["hold"])

@@ -39,7 +39,11 @@ def _column(name: str) -> Value:
 
 
 def _completion(sample: Sample) -> Any:
-    """Return the response in the form of its row's prompt, as TRL does: text, or a message."""
+    """Return the response in the form of its row's prompt, as TRL does: text, or a message; that of
+    an episode is all messages behind the prompt.
+    """
+    if "messages" in sample:
+        return sample["messages"]
     said = sample["response"]
     return said if isinstance(sample["asked"], str) else [{"role": "assistant", "content": said}]
 

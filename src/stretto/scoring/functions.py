@@ -180,6 +180,7 @@ class FunctionScorer(ResponseScorer):
             "response": text,
             "tokens": response.tokens.tolist(),
             "data": row,
+            **({} if response.messages is None else {"messages": list(response.messages)}),
             "state": {"global_step": self.global_step, "max_steps": self._max_steps},
         }
 
@@ -188,7 +189,9 @@ def _task_payload(response: Response, text: str) -> Payload:
     data = response.prompt.data
     if INDEX_KEY not in data:
         raise RewardError("the prompt is no row of the task, and only its rows can be verified")
-    return {"index": data[INDEX_KEY], "fingerprint": fingerprint(data), "response": text}
+    turns = [m["content"] for m in response.messages or () if m["role"] == "assistant"]
+    answer = turns[-1] if turns else text
+    return {"index": data[INDEX_KEY], "fingerprint": fingerprint(data), "response": answer}
 
 
 def locate(source: RewardSource, setting: str = "reward.sources") -> dict[str, str]:

@@ -76,8 +76,8 @@ class ConversationReader:
         prompt, sampled = response.prompt, response.tokens.tolist()
         text = response_text(self._actor_tokenizer, sampled, response.finish, self._stop)
         if response.messages:
-            asked_first = prompt.messages or (Message(role="user", content=prompt.text),)
-            *earlier, last = (*asked_first, *response.messages)
+            first = prompt.messages or (Message(role="user", content=prompt.text),)
+            *earlier, last = (*first, *response.messages)
             if last["role"] != "assistant" or last.get("tool_calls"):
                 return self._transcript([*earlier, last])
             prompt, text = replace(prompt, messages=tuple(earlier)), last["content"]

@@ -19,7 +19,8 @@ Verdicts come in the order of the samples. A null ``"value"`` says that the func
 to the sample.
 
 A sample of a task is ``{"index", "fingerprint", "response"}``; of a function ``{"prompt", "asked",
-"response", "tokens", "data", "state"}``, where "asked" is the row's own text or messages.
+"response", "tokens", "data", "state"}``, where "asked" is the row's own text or messages. That of
+an episode has its "messages" behind the prompt, too.
 """
 
 from __future__ import annotations

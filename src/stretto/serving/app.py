@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from hmac import compare_digest
@@ -31,7 +31,6 @@ from stretto.serving.requests import (
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
-    Options,
     parsed,
 )
 from stretto.serving.streams import EngineClient, Request, Stream
@@ -91,6 +90,7 @@ class _Call:
         about: fields of every JSON object that is sent.
         said: is told of each whole answer.
         whole: whether an answer is sent at its end alone, as its calls are.
+        stop_ids: tokens that end an answer, besides those that end every one.
     """
 
     asked: ChatRequest | CompletionRequest | GenerateRequest
@@ -101,6 +101,7 @@ class _Call:
     about: Mapping[str, Any]
     said: Callable[[Piece], None] | None = None
     whole: bool = False
+    stop_ids: Collection[int] = ()
 
     @property
     def per_prompt(self) -> int:
@@ -112,8 +113,10 @@ class _Call:
         offsets = [0] * len(self.texts)
         async for number, chunk in self.stream.chunks():
             text, finish = self.texts[number], chunk.finish
-            taken = text.add(chunk.tokens.tolist())
-            if text.stopped_by is not None:
+            tokens = chunk.tokens.tolist()
+            end = next((i for i, t in enumerate(tokens, 1) if t in self.stop_ids), None)
+            taken = text.add(tokens[:end])
+            if text.stopped_by is not None or taken == end:
                 self.stream.abort(number)
                 finish = FinishReason.STOP
             new, offset = text.take(last=finish is not None), offsets[number]
@@ -172,9 +175,8 @@ class Server:
             api_key: that requests must bring, if any.
             label: names a version of the weights, for ``system_fingerprint``.
             hosts: names that requests may call this host by; '*' is any.
-            end_tokens: what ends every answer.
+            end_tokens: that end a turn, for chats with tools.
         """
-        self._ends = end_tokens
         self._logprobs = Logprobs(tokenizer)
         self._engine, self._tokenizer, self._name = engine, tokenizer, name
         self._key, self._label = api_key, label
@@ -343,7 +345,10 @@ class Server:
             message = f"the model '{asked.model}' does not exist; there is '{self._name}'"
             raise ApiError(message, 404, "model_not_found", "model")
         client, options = self._client(http), asked.options
-        self._check_ends(client, options)
+        in_session = isinstance(client, Session)
+        if in_session and options.stop_strings:
+            message = "turns of an episode end with the stop strings of the run, rollout.stop"
+            raise ApiError(message, 400, "unsupported_parameter", "stop")
         if "" in (stop := options.stop_strings):
             raise ApiError("an empty stop string ends every answer", param="stop")
         requests = [
@@ -370,6 +375,7 @@ class Server:
             about=about,
             said=form.said,
             whole=form.whole,
+            stop_ids=() if in_session else frozenset(options.stop_token_ids or ()),
         )
         if asked.stream:
             return _EventStream(self._events(call), stream)
@@ -433,15 +439,6 @@ class Server:
         if "system_fingerprint" not in call.about or not versions:
             return {}
         return {"system_fingerprint": self._label(max(versions))}
-
-    def _check_ends(self, client: EngineClient | Session, options: Options) -> None:
-        """Refuse what would end an answer elsewhere than it ends."""
-        if others := set(options.stop_token_ids or ()) - self._ends:
-            message = f"answers end with the tokens {sorted(self._ends)}, and not with {others}"
-            raise ApiError(message, 400, "unsupported_parameter", "stop_token_ids")
-        if isinstance(client, Session) and options.stop_strings:
-            message = "turns of an episode end with the stop strings of the run, rollout.stop"
-            raise ApiError(message, 400, "unsupported_parameter", "stop")
 
     def _checked(self, tokens: Sequence[int]) -> tuple[int, ...]:
         known = len(self._tokenizer)

@@ -41,9 +41,8 @@ class ProgramServer:
         sessions: Sessions,
         tokenizer: PreTrainedTokenizerBase,
         name: str,
-        end_tokens: frozenset[int],
     ) -> None:
-        """Make one; ``name`` is the model's in requests, and the others as for :class:`Server`."""
+        """Make one; ``name`` is the model's in requests."""
         self._sessions = sessions
         app = Server(
             sessions,
@@ -51,7 +50,6 @@ class ProgramServer:
             name,
             api_key=sessions.api_key,
             hosts=(HOST,),
-            end_tokens=end_tokens,
         ).app
         self._server = _Quiet(uvicorn.Config(app, log_level="warning", lifespan="off"))
         self._starting: asyncio.Task[None] | None = None

@@ -29,7 +29,10 @@ def collate(batch: TrainBatch, weights: Mapping[str, float]) -> Scored:
         return pad_sequence(rows, batch_first=True)
 
     reference, values = (batch.per_token.get(kind) for kind in ("logprobs", "values"))
-    turns = batch.turn_rewards if ENVIRONMENT in batch.rewards else None
+    turns = None
+    if batch.turn_rewards is not None and ENVIRONMENT in batch.rewards:
+        given = torch.from_numpy(batch.applies[ENVIRONMENT])[:, None] * weights[ENVIRONMENT]
+        turns = padded(batch.turn_rewards) * given.float()
     return Scored(
         mask=padded(np.ones(len(batch.tokens), np.bool_)),
         logprobs=padded(batch.logprobs),
@@ -38,7 +41,7 @@ def collate(batch: TrainBatch, weights: Mapping[str, float]) -> Scored:
         scores=torch.from_numpy(batch.totals(weights)).float(),
         ended=torch.from_numpy(batch.ended),
         groups=torch.from_numpy(batch.prompt_ids),
-        turn_rewards=None if turns is None else padded(turns) * weights[ENVIRONMENT],
+        turn_rewards=turns,
         episodes=None if batch.episodes is None else torch.from_numpy(batch.episodes),
     )
 

@@ -99,7 +99,7 @@ def test_rollouts_go_on_where_they_were(checked: dict[str, Any]) -> None:
 
 
 def test_episodes_are_our_engines(checked: dict[str, Any]) -> None:
-    """Greedy, with turns that end by end tokens and limits, whatever became of those that wait."""
+    """Greedy, with turns that end by end tokens and limits, whatever became of those waiting."""
     ours, theirs = checked["turns"]["torch"], checked["turns"]["vllm"]
     several = [turns for _, turns, _ in ours["kept"]["ended"] if len(turns) > 1]
     assert len(several) > 3

@@ -23,8 +23,9 @@ from stretto.runtime.sim import costs
 from stretto.runtime.sim.episodes import Episodes, Turns
 from stretto.runtime.sim.faults import Faults
 from stretto.runtime.sim.lengths import Distribution, LearningCurve, Lognormal, Uniform
+from stretto.schedules.hold import HoldLimits
 from stretto.schedules.migration import MigrationLimits
-from stretto.types import ScoreKind
+from stretto.types import Sampling, ScoreKind
 
 Devices = tuple[NonNegativeInt, ...]
 C = TypeVar("C")
@@ -179,6 +180,14 @@ class Workload(Section):
         """The turns of each rollout, where responses have several."""
         return Turns(self.episodes, self.response_tokens, self.seed) if self.episodes else None
 
+    @property
+    def sampling(self) -> Sampling | None:
+        """How a response's turns are limited, where it has several."""
+        if self.episodes is None:
+            return None
+        most = self.episodes.max_turn_tokens or self.max_new_tokens
+        return Sampling(self.max_new_tokens, max_turn_tokens=most)
+
     def reward(self, rollout_id: int, version: int) -> float:
         """Return the reward of a rollout whose last tokens a version has sampled."""
         if rollout_id < len(self.rewards) and (known := self.rewards[rollout_id]) is not None:
@@ -273,6 +282,19 @@ class Cluster(Section):
             ),
             score_tokens_per_s=1 / scoring_s if scoring_s else 1e12,
             prompt_tokens=int(w.prompt_tokens.quantile(0.5, 0)),
+        )
+
+    @property
+    def holding(self) -> HoldLimits | None:
+        """The facts about keys and values of rollouts that wait, once costs are numbers."""
+        role, w = self.generators[0], self.workload
+        cost, longest = known(role.cost), w.max_new_tokens + int(w.prompt_tokens.quantile(0.999, 0))
+        if not cost.cache_tokens:
+            return None
+        token_s = _token_s(cost.prefill, longest) / role.replicas
+        copied = cost.offload.bytes_per_s / cost.cache_bytes if cost.cache_bytes else 0.0
+        return HoldLimits(
+            cost.cache_tokens * role.replicas, 1 / token_s if token_s else 1e12, copied
         )
 
     @classmethod

@@ -7,7 +7,7 @@ schedules can be compared on the very same episodes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import exp, log
 from statistics import NormalDist
 from typing import NamedTuple, Self
@@ -73,6 +73,8 @@ class Episodes(Section):
     """Seconds until a turn is answered; the last one is at once."""
     max_turn_tokens: NonNegativeInt = 0
     """Token limit of a turn, which ends the episode; 0: none but the response's."""
+    rewarded: bool = False
+    """Whether the environment gives rewards, as the workload has them."""
     recorded: tuple[tuple[tuple[PositiveInt, NonNegative, NonNegativeInt], ...], ...] = ()
     """Turns of a recorded run in place of all these, by rollout id: of each its tokens, seconds
     until it was answered, and tokens of the answer; beyond its end they start over."""
@@ -122,11 +124,17 @@ def turn_of(response: Response) -> int:
 class SimEnvironment:
     """An environment that answers turns as ``turns`` say, each once its wait is over.
 
-    Calls wait side by side, and occupy no device.
+    Calls wait side by side, and occupy no device. An episode earns ``reward`` at its end, of its
+    rollout's id and the version of its last tokens.
     """
 
-    def __init__(self, turns: Callable[[int], Sequence[Turn]], max_new_tokens: int) -> None:
-        self._turns, self._max_new_tokens = turns, max_new_tokens
+    def __init__(
+        self,
+        turns: Callable[[int], Sequence[Turn]],
+        max_new_tokens: int,
+        reward: Callable[[int, int], float | None] = lambda rollout_id, version: None,
+    ) -> None:
+        self._turns, self._max_new_tokens, self._reward = turns, max_new_tokens, reward
 
     async def open(self, response: Response, log: Sequence[Observation] = ()) -> Observation:
         return log[-1] if log else Observation(response.id, 0, _TOKENS[:0])
@@ -143,14 +151,12 @@ class SimEnvironment:
             return self._end(response, k, "environment")
         if len(response) + turn.answer >= self._max_new_tokens:
             return self._end(response, k, "tokens")
-        return Observation(response.id, k + 1, _TOKENS[: turn.answer], record=_record(turn.wait_s))
+        record = {"seconds": turn.wait_s}
+        return Observation(response.id, k + 1, _TOKENS[: turn.answer], record=record)
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
         """Close nothing: nothing is open."""
 
     def _end(self, response: Response, k: int, because: str) -> Observation:
-        return Observation(response.id, k + 1, _TOKENS[:0], ended_by=because)
-
-
-def _record(wait_s: float) -> Mapping[str, object]:
-    return {"calls": [{"name": "tool", "status": "ok", "seconds": wait_s}]}
+        reward = self._reward(episode_of(response.id), response.version)
+        return Observation(response.id, k + 1, _TOKENS[:0], reward=reward, ended_by=because)

@@ -16,6 +16,7 @@ from stretto.protocols import DRIVER, RECORDS, Generator, Learner, Tracer
 from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole
 from stretto.runtime.sim.costs import DriverCost
 from stretto.runtime.sim.devices import Cores, Device, SimWorker
+from stretto.runtime.sim.episodes import SimEnvironment
 from stretto.runtime.sim.faults import Faults, faulty
 from stretto.runtime.sim.generator import SimGenerator
 from stretto.runtime.sim.lengths import Lengths
@@ -146,9 +147,11 @@ def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule
         drop_failures=w.on_failure == "drop",
         group_at_least=w.group_at_least,
         restarts=cluster.restarts,
+        episodes=w.sampling,
+        environment_rewards=w.episodes is not None and w.episodes.rewarded,
     )
     migrating = cluster.migrating if schedule.knobs.migrates(engines) else None
-    turned = controls(schedule, settings, engines, w.seed, migrating)
+    turned = controls(schedule, settings, engines, w.seed, migrating, cluster.holding)
     if w.chunks and not schedule.chunk_tokens:
         turned = replace(turned, chunk=FixedChunk(*w.chunks))
     if w.deltas and schedule.knobs.overcommit == "auto":
@@ -156,7 +159,20 @@ def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule
     replicas, learner = roles.replicas, roles.learner
     lengths = Lengths(w.prompt_tokens, w.seed + 1)
     prompts = (Prompt(i, (0,) * lengths(i), "") for i in count()).__next__
-    return Schedule(prompts, roles.generators, replicas, learner, turned, VirtualClock(), tracer)
+    environment = None
+    if w.episodes and w.turns:
+        rewarded = {"reward": w.reward} if w.episodes.rewarded else {}
+        environment = SimEnvironment(w.turns, w.max_new_tokens, **rewarded)
+    return Schedule(
+        prompts,
+        roles.generators,
+        replicas,
+        learner,
+        turned,
+        VirtualClock(),
+        tracer,
+        environment=environment,
+    )
 
 
 def make_roles(cluster: Cluster, tracer: Tracer) -> SimRoles:
