@@ -130,7 +130,7 @@ def test_what_stands_and_the_context_are_the_rendering_of_the_whole(
         said = bridge.parse(turn, ended=True)
         assert [c.status for c in said.calls] == ["ok"] * calls
         messages += [said.message, *answers]
-        message = dict(said.message)
+        message: dict[str, Any] = dict(said.message)
         if family == "mistral":
             message["content"] = said.message["content"].strip()
             for call in message.get("tool_calls", []):

@@ -164,7 +164,11 @@ def settings_of(tmp_path: Path, tiny_folder: Path, **sections: Any) -> Config:
     tokenizer_of(FAMILY).save_pretrained(folder)
     rows = [{"q": f"What is 2 + {n}?", "answer": f"{2 + n}"} for n in (3, 4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = {"kind": "dataset", "name": str(tmp_path / "rows.jsonl"), "extract": "last_number"}
+    task: dict[str, Any] = {
+        "kind": "dataset",
+        "name": str(tmp_path / "rows.jsonl"),
+        "extract": "last_number",
+    }
     task["columns"] = {"prompt": "q", "answer": "answer"}
     rollout = {"batch": 2, "max_new_tokens": 300}
     model = {"name": str(folder), "dtype": "float32", "device": "cpu"}
