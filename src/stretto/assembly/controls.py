@@ -9,9 +9,9 @@ from stretto.config import ENVIRONMENT, Config, ScheduleConfig
 from stretto.config.schedule import Settings
 from stretto.schedules import migration, overcommit
 from stretto.schedules.chunking import FixedChunk, TunedChunk
+from stretto.schedules.controls import Controls
 from stretto.schedules.hold import AutoHold, FixedHold, HoldLimits, HoldPolicy
 from stretto.schedules.migration import AutoMigration, FixedMigration, MigrationLimits
-from stretto.schedules.controls import Controls
 from stretto.types import Sampling
 
 

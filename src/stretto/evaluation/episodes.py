@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from stretto.assembly.environments import open_places
 from stretto.config import Config, EnvironmentConfig, RolloutConfig
-from stretto.environments.bridge import Bridge
+from stretto.environments.renderer import open_bridge
 from stretto.environments.role import EnvironmentRole
 from stretto.errors import ConfigError, EpisodeLostError, RewardError
 from stretto.observe.progress import on_stderr
@@ -73,10 +73,12 @@ class Episode(NamedTuple):
 class Tools:
     """Tools or an environment, in processes that the stack ends.
 
-    Raises ConfigError if a source is not there, or is of no known shape.
+    Raises ConfigError if a source is not there, or is of no known shape, or if the chat template
+    cannot go from turn to turn.
 
     Attributes:
         schemas: of the tools that prompts tell of.
+        write: writes prompts that do.
     """
 
     def __init__(self, config: EnvironmentConfig, encoder: Encoder, stack: ExitStack) -> None:
@@ -93,6 +95,12 @@ class Tools:
                 "program-holds-the-loop",
             )
         self.schemas: Sequence[Mapping[str, Any]] = ready["tools"]
+        self._bridge = bridge = open_bridge(encoder, self.schemas)
+        self.write = bridge.prompt
+        if bridge.breaks and config.on_break == "refuse":
+            raise ConfigError(
+                f"environment.on_break = 'refuse': {bridge.breaks}", "template-rewrites-history"
+            )
 
     def episodes(
         self,
@@ -104,17 +112,12 @@ class Tools:
     ) -> Iterator[Episode]:
         """Decode rollouts turn by turn; see :func:`completed_episodes`.
 
-        Raises ConfigError if the chat template cannot go from turn to turn.
-
         Args:
             seed: as in :class:`~stretto.types.Sampling`.
         """
-        bridge = Bridge(self._encoder, self.schemas, end_tokens=engine.settings.end_tokens)
-        if bridge.breaks and self._config.on_break == "refuse":
-            raise ConfigError(
-                f"environment.on_break = 'refuse': {bridge.breaks}", "template-rewrites-history"
-            )
-        role = EnvironmentRole(self._config, self._places, bridge, self._encoder, max_prompt_tokens)
+        role = EnvironmentRole(
+            self._config, self._places, self._bridge, self._encoder, max_prompt_tokens
+        )
         sampling = replace(_sampling(options, self._config), seed=seed)
         yield from completed_episodes(engine, role, rollouts, sampling)
 

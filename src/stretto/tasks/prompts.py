@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+Write = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], tuple[list[int], str]]
+"""From a conversation and its tools to tokens and their text, up to the header of the answer."""
+
+
 def render(
     row: TaskRow,
     config: TaskConfig,
@@ -29,6 +33,7 @@ def render(
     encoder: Encoder | None = None,
     section: Literal["task", "data"] = "task",
     tools: Sequence[Mapping[str, Any]] = (),
+    write: Write | None = None,
 ) -> Prompt:
     """Return one row as the actor reads it.
 
@@ -44,14 +49,18 @@ def render(
         encoder: of the tokenizer, where the caller keeps one.
         section: of the settings, for messages.
         tools: schemas of an environment's tools, beside those that the row brings.
+        write: in place of the chat template, which may leave tools out.
     """
     encoder = encoder or Encoder(tokenizer)
     turns = None if row.tokens else _conversation(row, config, tokenizer, section)
     if turns is not None:
-        known = [*map(dict, tools), *(_tools(row, config) or ())] or None
-        with template_accepts(turns):
-            read = encoder.chat(turns, add_generation_prompt=True, tools=known)
-        text, tokens = encoder.plain(read), encoder.ids(read)
+        known = [*map(dict, tools), *(_tools(row, config) or ())]
+        if write:
+            tokens, text = write(turns, known)
+        else:
+            with template_accepts(turns):
+                read = encoder.chat(turns, add_generation_prompt=True, tools=known or None)
+            text, tokens = encoder.plain(read), encoder.ids(read)
     elif row.tokens:
         text, tokens = str(row.prompt), list(row.tokens)
     else:
@@ -86,6 +95,7 @@ class PromptSource:
         encoder: of that tokenizer.
         found: spellings of control tokens in prompts so far; they are read as text.
         tools: schemas of the environment's tools, which prompts tell of.
+        write: how conversations with tools are written, where the chat template does not say.
     """
 
     def __init__(
@@ -95,6 +105,7 @@ class PromptSource:
         self.encoder = Encoder(tokenizer)
         self.found = self.encoder.found
         self.tools: Sequence[Mapping[str, Any]] = ()
+        self.write: Write | None = None
         self._place = self.skipped = 0
         self._order = lru_cache(maxsize=2)(self._make_order)  # this epoch's, and the one before
 
@@ -133,7 +144,7 @@ class PromptSource:
     def prompt_by_id(self, prompt_id: int) -> Prompt:
         """Return the prompt that has, had or will have this id."""
         row = self.row_by_id(prompt_id)
-        how: Any = {"encoder": self.encoder, "tools": self.tools}
+        how: Any = {"encoder": self.encoder, "tools": self.tools, "write": self.write}
         return render(row, self.config, self.tokenizer, prompt_id, **how)
 
     def row_by_id(self, prompt_id: int) -> TaskRow:
