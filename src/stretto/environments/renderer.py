@@ -81,7 +81,7 @@ class Texts:
 
     def decode(self, token_ids: Sequence[int], **options: Any) -> str:
         """Return the text of tokens."""
-        return str(self._tokenizer.decode(token_ids, **options))
+        return str(self._tokenizer.decode(list(token_ids), **options))
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
         """Return the id of a token, or those of several."""

@@ -107,9 +107,7 @@ def generate(
     encoder, samples = Encoder(tokenizer), options.samples_per_prompt
     with ExitStack() as stack:
         tools = Tools(environment, encoder, stack) if environment else None
-        how: Any = {"encoder": encoder}
-        if tools:
-            how |= {"tools": tools.schemas, "write": tools.write}
+        how: Any = {"encoder": encoder, "render": tools.render if tools else None}
         prompts = [render(row, task, tokenizer, i, **how) for i, row in enumerate(rows)]
         rollouts = [Rollout(p.id * samples + i, p, p.id) for p in prompts for i in range(samples)]
         longest = max(len(prompt.tokens) for prompt in prompts)

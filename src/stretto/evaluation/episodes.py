@@ -75,10 +75,6 @@ class Tools:
 
     Raises ConfigError if a source is not there, or is of no known shape, or if the chat template
     cannot go from turn to turn.
-
-    Attributes:
-        schemas: of the tools that prompts tell of.
-        write: writes prompts that do.
     """
 
     def __init__(self, config: EnvironmentConfig, encoder: Encoder, stack: ExitStack) -> None:
@@ -94,13 +90,19 @@ class Tools:
                 "with stretto serve, and run the program with its address",
                 "program-holds-the-loop",
             )
-        self.schemas: Sequence[Mapping[str, Any]] = ready["tools"]
-        self._bridge = bridge = open_bridge(encoder, self.schemas)
-        self.write = bridge.prompt
-        if bridge.breaks and config.on_break == "refuse":
+        self._schemas: Sequence[Mapping[str, Any]] = ready["tools"]
+        self._bridge = open_bridge(encoder, self._schemas)
+        if self._bridge.breaks and config.on_break == "refuse":
             raise ConfigError(
-                f"environment.on_break = 'refuse': {bridge.breaks}", "template-rewrites-history"
+                f"environment.on_break = 'refuse': {self._bridge.breaks}",
+                "template-rewrites-history",
             )
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[int], str]:
+        """Write a conversation as a prompt that tells of the tools, and of those of its row."""
+        return self._bridge.prompt(messages, [*self._schemas, *tools])
 
     def episodes(
         self,

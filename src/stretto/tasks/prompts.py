@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-Write = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], tuple[list[int], str]]
-"""From a conversation and its tools to tokens and their text, up to the header of the answer."""
+Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], tuple[list[int], str]]
+"""Writes a conversation and schemas of tools as a prompt: its tokens, and their text."""
 
 
 def render(
@@ -32,8 +32,7 @@ def render(
     *,
     encoder: Encoder | None = None,
     section: Literal["task", "data"] = "task",
-    tools: Sequence[Mapping[str, Any]] = (),
-    write: Write | None = None,
+    render: Render | None = None,
 ) -> Prompt:
     """Return one row as the actor reads it.
 
@@ -48,18 +47,18 @@ def render(
     Args:
         encoder: of the tokenizer, where the caller keeps one.
         section: of the settings, for messages.
-        tools: schemas of an environment's tools, beside those that the row brings.
-        write: in place of the chat template, which may leave tools out.
+        render: writes conversations in place of the chat template alone: that of an environment,
+            which tells of its tools beside those that the row brings.
     """
     encoder = encoder or Encoder(tokenizer)
     turns = None if row.tokens else _conversation(row, config, tokenizer, section)
     if turns is not None:
-        known = [*map(dict, tools), *(_tools(row, config) or ())]
-        if write:
-            tokens, text = write(turns, known)
+        tools = _tools(row, config)
+        if render:
+            tokens, text = render(turns, tools or ())
         else:
             with template_accepts(turns):
-                read = encoder.chat(turns, add_generation_prompt=True, tools=known or None)
+                read = encoder.chat(turns, add_generation_prompt=True, tools=tools)
             text, tokens = encoder.plain(read), encoder.ids(read)
     elif row.tokens:
         text, tokens = str(row.prompt), list(row.tokens)
@@ -94,8 +93,7 @@ class PromptSource:
         config, seed, tokenizer: settings of the rows, seed of their order, the actor's tokenizer.
         encoder: of that tokenizer.
         found: spellings of control tokens in prompts so far; they are read as text.
-        tools: schemas of the environment's tools, which prompts tell of.
-        write: how conversations with tools are written, where the chat template does not say.
+        render: writes conversations in place of the chat template alone; an environment's.
     """
 
     def __init__(
@@ -104,8 +102,7 @@ class PromptSource:
         self.task, self.tokenizer, self.config, self.seed = task, tokenizer, config, seed
         self.encoder = Encoder(tokenizer)
         self.found = self.encoder.found
-        self.tools: Sequence[Mapping[str, Any]] = ()
-        self.write: Write | None = None
+        self.render: Render | None = None
         self._place = self.skipped = 0
         self._order = lru_cache(maxsize=2)(self._make_order)  # this epoch's, and the one before
 
@@ -144,7 +141,7 @@ class PromptSource:
     def prompt_by_id(self, prompt_id: int) -> Prompt:
         """Return the prompt that has, had or will have this id."""
         row = self.row_by_id(prompt_id)
-        how: Any = {"encoder": self.encoder, "tools": self.tools, "write": self.write}
+        how: Any = {"encoder": self.encoder, "render": self.render}
         return render(row, self.config, self.tokenizer, prompt_id, **how)
 
     def row_by_id(self, prompt_id: int) -> TaskRow:
