@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raising import raises
-from stretto.config import TaskConfig
+from stretto.assembly.environments import bridge_for
+from stretto.config import EnvironmentConfig, TaskConfig
 from stretto.environments.bridge import Bridge
 from stretto.errors import ConfigError, TaskError
 from stretto.tasks.base import TaskRow
@@ -169,6 +170,22 @@ def test_reasoning_that_is_dropped_for_a_new_question_is_a_break() -> None:
     assert bridge.context(said, [MORE]) is not None
     whole = [*ASKED, Message(role="assistant", content=THOUGHT), MORE]
     assert bridge.prompt(whole)[0][: len(thought)] != thought
+
+
+def test_what_breaks_is_told_or_refused_only_where_it_can_happen() -> None:
+    """Functions answer as tools, and no user does."""
+    encoder, said = Encoder(tokenizer_of("qwen3")), list[str]()
+    fork, refuse = EnvironmentConfig(), EnvironmentConfig(on_break="refuse")
+    for chosen in (fork, refuse):
+        bridge_for({"kind": "functions", "tools": TOOLS}, encoder, chosen, said.append)
+    assert said == []
+    other = {"kind": "environment", "tools": TOOLS}
+    bridge_for(other, encoder, fork, said.append)
+    assert len(said) == 1
+    with raises(ConfigError, "template-rewrites-history", "reasoning"):
+        bridge_for(other, encoder, refuse, said.append)
+    bridge_for(other, Encoder(tokenizer_of("qwen2.5")), refuse, said.append)
+    assert len(said) == 1
 
 
 def test_a_system_message_that_moves_is_a_break() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from stretto.assembly.models import NO_OVERRIDES, Overrides
 from stretto.config import Config, EnvironmentConfig
+from stretto.environments.bridge import Bridge
 from stretto.environments.processes import (
     EnvironmentProcess,
     LocalEnvironment,
@@ -23,6 +24,7 @@ from stretto.environments.sessions import Bridges, Limits, Sessions
 from stretto.errors import ConfigError, require
 from stretto.protocols import Environment
 from stretto.saying import Say, working
+from stretto.tasks.encode import Encoder
 from stretto.tasks.prompts import PromptSource
 
 
@@ -54,15 +56,33 @@ def open_environment(
     if places[0].ready["kind"] == "program":
         return _programs(config, places, prompts, overrides, say)
     tools = places[0].ready["tools"]
-    bridge = open_bridge(prompts.encoder, tools, overrides.end_tokens or frozenset())
+    ends = overrides.end_tokens or frozenset()
+    bridge = bridge_for(places[0].ready, prompts.encoder, settings, say, ends)
     prompts.render = lambda messages, rows: bridge.prompt(messages, [*tools, *rows])
-    if bridge.breaks and settings.on_break == "refuse":
-        raise ConfigError(
-            f"environment.on_break = 'refuse': {bridge.breaks}", "template-rewrites-history"
-        )
-    if bridge.breaks:
-        say(f"where earlier turns are rewritten, a new sample begins: {bridge.breaks}")
     return EnvironmentRole(settings, places, bridge, prompts.encoder, config.task.max_prompt_tokens)
+
+
+def bridge_for(
+    ready: Mapping[str, Any],
+    encoder: Encoder,
+    settings: EnvironmentConfig,
+    say: Say,
+    end_tokens: frozenset[int] = frozenset(),
+) -> Bridge:
+    """Read off the chat template how turns of an environment go on; tell where they cannot.
+
+    Raises ConfigError where the template is of no use, or turns that cannot go on are refused.
+
+    Args:
+        ready: what the environment says of itself; functions answer as tools, and no user does.
+    """
+    bridge = open_bridge(encoder, ready["tools"], end_tokens)
+    breaks = bridge.breaks_among(("tool",) if ready["kind"] == "functions" else ("tool", "user"))
+    if breaks and settings.on_break == "refuse":
+        raise ConfigError(f"environment.on_break = 'refuse': {breaks}", "template-rewrites-history")
+    if breaks:
+        say(f"where earlier turns are rewritten, a new sample begins: {breaks}")
+    return bridge
 
 
 def _programs(

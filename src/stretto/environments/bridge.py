@@ -13,7 +13,7 @@ calls of tools and reasoning; and again with the messages themselves, whenever t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product, takewhile
 from typing import Any, NamedTuple
@@ -89,9 +89,8 @@ class Bridge:
     """A chat template as a way from tokens to tokens.
 
     Attributes:
-        breaks: which conversations cannot go on from the tokens that stand, why, and what to do;
-            ``None`` where all can. Others go on all the same: :meth:`context` decides for each.
-        breaks_before: the same, by the role of the message that follows a turn.
+        breaks_before: which conversations cannot go on from the tokens that stand, and why, by the
+            role of the message that follows a turn. Others go on: :meth:`context` decides for each.
         form: how calls of tools are written.
     """
 
@@ -128,8 +127,16 @@ class Bridge:
         self.breaks_before: dict[str, str] = {}
         for role in ("tool", "user") if tools else ("user",):
             self._prove(role)
-        told = "; ".join(self.breaks_before.values())
-        self.breaks = f"{told}. {_WHAT_TO_DO}" if told else None
+
+    @property
+    def breaks(self) -> str | None:
+        """Which conversations cannot go on, why, and what to do; ``None`` where all can."""
+        return self.breaks_among(self.breaks_before)
+
+    def breaks_among(self, roles: Iterable[str]) -> str | None:
+        """Return the same of conversations in which messages of these roles follow a turn."""
+        told = "; ".join(self.breaks_before[r] for r in roles if r in self.breaks_before)
+        return f"{told}. {_WHAT_TO_DO}" if told else None
 
     # -- prompts and turns -------------------------------------------------------------------------
 

@@ -9,9 +9,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from stretto.assembly.environments import open_places
+from stretto.assembly.environments import bridge_for, open_places
 from stretto.config import Config, EnvironmentConfig, RolloutConfig
-from stretto.environments.renderer import open_bridge
 from stretto.environments.role import EnvironmentRole
 from stretto.errors import ConfigError, EpisodeLostError, RewardError
 from stretto.observe.progress import on_stderr
@@ -91,12 +90,7 @@ class Tools:
                 "program-holds-the-loop",
             )
         self._schemas: Sequence[Mapping[str, Any]] = ready["tools"]
-        self._bridge = open_bridge(encoder, self._schemas)
-        if self._bridge.breaks and config.on_break == "refuse":
-            raise ConfigError(
-                f"environment.on_break = 'refuse': {self._bridge.breaks}",
-                "template-rewrites-history",
-            )
+        self._bridge = bridge_for(ready, encoder, config, on_stderr)
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
