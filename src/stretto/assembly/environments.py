@@ -46,7 +46,7 @@ def open_environment(
         for place in places:
             stack.callback(place.close)
     if places[0].ready["kind"] == "program":
-        return _programs(config, places, prompts, overrides)
+        return _programs(config, places, prompts, overrides, say)
     if config.task.chat == "off":
         raise ConfigError(
             "task.chat = 'off' gives plain text, and an environment answers in a conversation; set "
@@ -66,7 +66,11 @@ def open_environment(
 
 
 def _programs(
-    config: Config, places: Sequence[Place], prompts: PromptSource, overrides: Overrides
+    config: Config,
+    places: Sequence[Place],
+    prompts: PromptSource,
+    overrides: Overrides,
+    say: Say,
 ) -> Environment:
     """Make the environment of a program, whose server listens once the first episode begins."""
     for library in ("starlette", "uvicorn"):
@@ -75,8 +79,10 @@ def _programs(
 
     bridges = Bridges(prompts.encoder, overrides.end_tokens or frozenset())
     settings = config.environment
-    limits = Limits(config.task.max_prompt_tokens, config.rollout.max_new_tokens, settings.on_break)
-    sessions = Sessions(bridges, prompts.encoder, limits)
+    rollout, most = config.rollout, config.task.max_prompt_tokens
+    drawn = (rollout.temperature, rollout.top_k, rollout.top_p)
+    limits = Limits(most, rollout.max_new_tokens, settings.on_break, drawn)
+    sessions = Sessions(bridges, prompts.encoder, limits, say)
     name = Path(config.model.name).name
     server = ProgramServer(sessions, prompts.tokenizer, name)
     return ProgramEnvironment(PlacedPrograms(places), sessions, server, settings)
