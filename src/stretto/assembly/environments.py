@@ -45,14 +45,14 @@ def open_environment(
         places = open_places(settings, overrides.environment)
         for place in places:
             stack.callback(place.close)
+    if places[0].ready["kind"] == "program":
+        return _programs(config, places, prompts, overrides, say)
     if config.task.chat == "off":
         raise ConfigError(
             "task.chat = 'off' gives plain text, and an environment answers in a conversation; set "
             "task.chat = 'auto'",
             "environment-without-chat",
         )
-    if places[0].ready["kind"] == "program":
-        return _programs(config, places, prompts, overrides, say)
     tools = places[0].ready["tools"]
     bridge = open_bridge(prompts.encoder, tools, overrides.end_tokens or frozenset())
     prompts.render = lambda messages, rows: bridge.prompt(messages, [*tools, *rows])
