@@ -25,6 +25,7 @@ from stretto import api, runs
 from stretto.cli.main import main
 from stretto.config import Config
 from stretto.errors import is_installed
+from stretto.models.load import load_tokenizer
 from stretto.models.shapes import known_config
 from stretto.models.tiny import make_tiny
 from stretto.observe import RunDirectory
@@ -32,6 +33,7 @@ from stretto.observe.progress import NoProgress
 from stretto.planner.hardware import read_hardware
 from stretto.runtime.placement import places
 from stretto.runtime.sim.cluster import Cluster
+from template_helpers import TEMPLATES
 
 COMMANDS = [(page.stem, command) for page in PAGES for command in commands(page)]
 DRY = ("train", "sft", "reward", "align")
@@ -71,6 +73,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows(folder / "chats.jsonl", *[row | {"completion": "yes"} for row in some])
     rows(folder / "pairs.jsonl", *[row | {"chosen": "yes", "rejected": "no"} for row in some])
     (folder / "rewards.py").write_text(blocks("rewards", "python")[0])
+    (folder / "tools.py").write_text(blocks("serving", "python")[0])
     (folder / "problem.json").write_text(blocks("pipelines", "json")[0])
     (folder / "here.toml").write_text(blocks("planning", "toml")[0])
     (folder / "cluster.toml").write_text("[rollout]\nengines = 2\n")
@@ -99,6 +102,13 @@ def _runs(folder: Path) -> None:
         runs.train(config, run_dir=run, progress=NoProgress())
     for copied in ("arithmetic-001", "tiny-tail-001", "tiny-tail-002", "off-policy/n1-001"):
         shutil.copytree(out / "tiny-001", out / copied)
+    shutil.copytree(out / "tiny-001", out / "agent-001")
+    tokenizer: Any = load_tokenizer(folder / "tiny")
+    template = (TEMPLATES / "chatml.jinja").read_text().rstrip("\n")
+    for token, own in (("<|im_start|>", "<bos>"), ("<|im_end|>", "<eos>")):
+        template = template.replace(token, own)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(out / "agent-001" / "model")
     shared: dict[str, Any] = {
         "model__name": str(folder / "tiny"),
         "out": str(out),
@@ -176,7 +186,9 @@ def test_tables_of_toml_are_settings(page: Path, tmp_path: Path) -> None:
         table = tomllib.loads(block)
         if page.stem == "simulator":
             roles = {"generators": [{"cost": {}}], "learner": {"cost": {}}}
-            assert Cluster.model_validate(roles | table).restarts == table["restarts"]
+            cluster = Cluster.model_validate(roles | table)
+            assert cluster.restarts == table.get("restarts", 0)
+            assert bool(cluster.workload.episodes) == ("workload" in table)
         elif page.stem == "planning":
             (tmp_path / "here.toml").write_text(block)
             assert read_hardware(tmp_path / "here.toml").gpu.name == table["gpu"]["name"]

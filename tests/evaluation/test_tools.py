@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 import shutil
 from collections.abc import Sequence
@@ -22,6 +24,8 @@ from stretto.config import (
     TaskConfig,
     recipes,
 )
+from stretto.environments.running import Runner
+from stretto.environments.tools import Results, ToolSet
 from stretto.errors import ConfigError
 from stretto.evaluation import answers, measures
 from stretto.evaluation.answers import Answer, generate
@@ -160,7 +164,11 @@ def settings_of(tmp_path: Path, tiny_folder: Path, **sections: Any) -> Config:
     tokenizer_of(FAMILY).save_pretrained(folder)
     rows = [{"q": f"What is 2 + {n}?", "answer": f"{2 + n}"} for n in (3, 4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = {"kind": "dataset", "name": str(tmp_path / "rows.jsonl"), "extract": "last_number"}
+    task: dict[str, Any] = {
+        "kind": "dataset",
+        "name": str(tmp_path / "rows.jsonl"),
+        "extract": "last_number",
+    }
     task["columns"] = {"prompt": "q", "answer": "answer"}
     rollout = {"batch": 2, "max_new_tokens": 300}
     model = {"name": str(folder), "dtype": "float32", "device": "cpu"}
@@ -189,3 +197,42 @@ def test_eval_takes_the_environments_reward_where_that_is_what_is_trained_on(
     config = settings_of(tmp_path, tiny_folder, **named, **rewards)
     result = measures.evaluate(config, model=config.model.name, samples=2)
     assert (result.mean_score, result.pass_at_1) == (1.0, 0.5)  # 2 points for one, 0 for the other
+
+
+def test_records_tell_what_was_not_run_and_what_took_too_long() -> None:
+    async def hang() -> str:
+        await asyncio.sleep(60)
+        return ""
+
+    async def answered() -> list[dict[str, Any]]:
+        tools = ToolSet({"hang": hang}, Runner(4, 0.01, lambda: None), Results())
+        call = {"arguments": {}, "raw": "", "id": ""}
+        asked = [{**call, "name": "hang", "status": "ok"}, {**call, "name": "no", "status": "ok"}]
+        asked.append({**call, "name": "", "status": "unclosed"})
+        return (await tools.answer(asked))[1]
+
+    late, unknown, unclosed = asyncio.run(answered())
+    assert (late["status"], late["timed_out"]) == ("ok", True)
+    assert unknown["status"] == "unknown"
+    assert unclosed["status"] == "unclosed"
+    assert "timed_out" not in {**unknown, **unclosed}
+
+
+def test_chat_runs_tools_and_keeps_what_was_said(
+    tools: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talker = Talker(CALL, "It is 5.", "I said so.")
+    policy = SimpleNamespace(
+        tokenizer=talker.tokenizer, engine=talker, longest=2000, run=None, name="talker"
+    )
+    monkeypatch.setattr("stretto.api.policies.open_policy", lambda *given, **more: policy)
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is 2 + 3?\nReally?\n"))
+    assert main(["chat", "tiny", "--tools", "tools.py:add"]) == 0
+    assert capsys.readouterr().out == 'add({"a": 2, "b": 3}) -> 5\nIt is 5.\nI said so.\n'
+    assert "<tool_response>\n5\n</tool_response>" in talker.read[2]
+    assert talker.read[2].endswith("Really?<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_tools_need_messages(tools: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "x", "--tools", "tools.py:add", "--chat", "off"]) == 2
+    assert "--chat off" in capsys.readouterr().err

@@ -231,7 +231,7 @@ def test_limits_that_ended_episodes_are_named() -> None:
         rollout.ended_by = why
     (text,) = said(remarks_of(settings()), 1, batch, -1, -1, -1, 0)
     assert text.startswith(
-        "step 1: 3 of 4 episodes were ended by a limit (environment.max_turns 2, "
-        "rollout.max_new_tokens 1), and reward.missing_eos = 'replace'"
+        "step 1: 3 of 4 episodes were ended by a limit (2 by environment.max_turns, "
+        "1 by rollout.max_new_tokens), and reward.missing_eos = 'replace'"
     )
     assert LIMIT not in text

@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     from stretto.evaluation.answers import Answer
 
 
+ToolNames = Annotated[
+    tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="FILE.py:NAME")
+]
+
+
 def command_generate(
     prompt: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="PROMPT")] = (),
     /,
@@ -45,9 +50,7 @@ def command_generate(
     seed: int = 0,
     system: str = "",
     chat: Literal["auto", "on", "off"] = "auto",
-    tools: Annotated[
-        tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="FILE.py:NAME")
-    ] = (),
+    tools: ToolNames = (),
     max_turns: int = 8,
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     device: Literal["auto", "cpu", "cuda"] = "auto",
@@ -101,18 +104,19 @@ def command_generate(
         text = answer.episode.told() if answer.episode else answer.text
         return text if len(rows) * samples == 1 else f"[{number + 1}{of}] {text}"
 
-    environment = _environment(tools, max_turns)
-    if environment and chat == "off":
-        raise ConfigError(
-            "tools answer in messages, for which --chat off has no form; leave that out",
-            "tools-without-chat",
-        )
+    environment = _environment(tools, max_turns, chat)
     with _options_by_name():
         found = answers(config, rows, task, options, seed=seed, environment=environment)
         _write(map(line, found), out)
 
 
-def _environment(tools: Sequence[str], max_turns: int) -> dict[str, Any] | None:
+def _environment(tools: Sequence[str], max_turns: int, chat: str = "auto") -> dict[str, Any] | None:
+    """Return the settings of an environment, if there are tools."""
+    if tools and chat == "off":
+        raise ConfigError(
+            "tools answer in messages, for which --chat off has no form; leave that out",
+            "tools-without-chat",
+        )
     return {"sources": tuple(tools), "max_turns": max_turns} if tools else None
 
 
@@ -158,7 +162,7 @@ def _prompts(given: Sequence[str], file: str, column: str) -> list[TaskRow]:
 
 def _record(row: TaskRow, number: int, sample: int, answer: Answer) -> str:
     prompt = row.prompt if isinstance(row.prompt, str) else list(row.prompt)
-    record = {
+    record: dict[str, Any] = {
         "prompt": prompt,
         "response": answer.text,
         "finish_reason": str(answer.finish),
@@ -207,9 +211,7 @@ def command_chat(
     top_p: float = 1.0,
     seed: int = 0,
     max_model_len: int = 0,
-    tools: Annotated[
-        tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="FILE.py:NAME")
-    ] = (),
+    tools: ToolNames = (),
     max_turns: int = 8,
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     device: Literal["auto", "cpu", "cuda"] = "auto",

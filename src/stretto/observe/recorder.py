@@ -157,7 +157,7 @@ class Remarks:
         ended = Counter(LIMITS.get(rollout.ended_by, "") for rollout in cut)
         cuts = f"{len(cut)} of {of} responses were cut at {limit}"
         if not ended[""]:
-            each = ", ".join(f"{setting} {n}" for setting, n in ended.most_common())
+            each = ", ".join(f"{n} by {setting}" for setting, n in ended.most_common())
             cuts = f"{len(cut)} of {of} episodes were ended by a limit ({each})"
         if rule.missing_eos == "off" and MISSING_EOS in rule.sources:
             return f"{cuts}; the source '{MISSING_EOS}' takes the penalty off those without an end"

@@ -93,6 +93,11 @@ class RolloutRecord:
     ended_by: str = ""  # what ended the episode
 
     @property
+    def sampled_tokens(self) -> int:
+        """Return the tokens that the policy drew; the others of an episode are context."""
+        return sum(turn["tokens"] for turn in self.turns) or self.tokens
+
+    @property
     def in_flight(self) -> bool:
         """Return whether it was neither trained on nor rejected when the run ended."""
         return self.state not in (RolloutState.TRAINED, RolloutState.REJECTED)

@@ -79,13 +79,14 @@ class Recording:
         config, rollouts = recipes.load(run.path), run.read_rollouts(in_flight=True)
         schedule = config.schedule
         metrics = [m for m in run.read_metrics() if m["step"]]  # step 0 is an evaluation
-        rounds = (_chosen(schedule, metrics, name) for name in ("chunk_tokens", "overcommit"))
+        names = "chunk_tokens", "overcommit"
+        chunks, deltas = (_chosen(schedule, metrics, name) for name in names)
         waits = {
             (s.attributes["rollout"], s.attributes["turn"]): s.end_s - s.start_s
             for s in trace.spans
             if s.role == ENVIRONMENT and s.name == "step"
         }
-        return cls(config, rollouts, spans, machine, *rounds, waits=waits)
+        return cls(config, rollouts, spans, machine, chunks, deltas, waits)
 
     @cached_property
     def costs(self) -> Calibration:

@@ -92,7 +92,7 @@ def html_page(
 
 def payload(runs: Sequence[LoadedRun], step: int | None = None) -> dict[str, Any]:
     """Return the content of the page, as plain data."""
-    edges = length_edges(max((r.tokens for run in runs for r in run.rollouts), default=0))
+    edges = length_edges(max((r.sampled_tokens for run in runs for r in run.rollouts), default=0))
     kinds = list(style.KINDS)
     in_brief = len(runs) > MAX_RUNS
     timelines = [{} for _ in runs] if in_brief else _timelines(runs, kinds, step)
@@ -164,7 +164,7 @@ def length_edges(longest: int) -> list[int]:
 
 def _lengths(run: LoadedRun, edges: Sequence[int]) -> dict[str, Any] | None:
     """Return the histogram of the responses trained on, and its landmarks."""
-    lengths = [r.tokens for r in run.rollouts if r.state == "trained"]
+    lengths = [r.sampled_tokens for r in run.rollouts if r.state == "trained"]
     if not lengths:
         return None
     return {
