@@ -81,7 +81,7 @@ CASES = [
 @pytest.mark.parametrize("shapes", [SHAPES, EMPTY], ids=["full", "empty sample"])
 @pytest.mark.parametrize(("variant", "corrected"), CASES)
 def test_losses_and_gradients_equal_loops_over_tokens(
-    variant: str, corrected: dict[str, Any], shapes: Shapes
+    variant: str, corrected: dict[str, Any], shapes: Sequence[tuple[int, int]]
 ) -> None:
     a = AlgorithmConfig.model_validate(VARIANTS[variant] | corrected)
     batch = batch_of(VARIANTS[variant] | corrected, shapes)
