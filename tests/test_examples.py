@@ -6,7 +6,9 @@ import json
 import os
 import re
 import runpy
+import shutil
 import sys
+from collections import Counter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 
 from stretto.cli.main import main
 from stretto.config import recipes
+from stretto.models.load import load_tokenizer
 from stretto.planner.choices import fitted_run
 from stretto.planner.fitting import RunMemory, known_shapes
 from stretto.planner.memory import CACHE, PHASES
@@ -93,6 +96,36 @@ def test_processes(tmp_path: Path) -> None:
     assert {"learner", "generator"} <= {log.stem for log in (run / "logs").iterdir()}
     staleness = [step["staleness/max"] for step in lines(run / "metrics.jsonl")]
     assert staleness == [0, 1]
+
+
+def test_a_program(tmp_path: Path, tiny_folder: Path) -> None:
+    for library in ("openai", "starlette", "uvicorn"):
+        pytest.importorskip(library)
+    folder = shutil.copytree(tiny_folder, tmp_path / "talks")
+    tokenizer = load_tokenizer(folder)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+        "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}|{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
+    sizes = SMOKE.read_text().replace("tiny-2-heads", str(folder))
+    sizes = sizes.replace("max_new_tokens = 8", "max_new_tokens = 400")
+    overrides = tmp_path / "sizes.toml"
+    overrides.write_text(sizes + "[environment]\nmax_turn_tokens = 150\n")
+    run = train("program", tmp_path, overrides)
+    ended = Counter[str]()
+    for episode in lines(run / "rollouts.jsonl"):
+        ended[episode["ended_by"]] += 1
+        turns = episode["turns"]
+        assert sum(turn["tokens"] + turn["context"] for turn in turns) == episode["tokens"]
+        if episode["ended_by"] == "environment":  # two tries, and both were wrong
+            assert len(turns) == 2
+            assert (turns[0]["context"], episode["reward"]) == (
+                len("|<user>That is wrong. Try again.|<assistant>"),
+                0,
+            )
+    assert set(ended) == {"environment", "turn_tokens"}
 
 
 @pytest.mark.skipif(not VLLM, reason="vLLM is not installed")

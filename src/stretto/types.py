@@ -215,6 +215,7 @@ class Observation:
         ended_by: why the episode is over: ``environment``, ``turn_tokens``, ``tokens``, ``turns``
             or ``seconds``; empty while it goes on.
         messages: the turn as a message, and those that answer it.
+        max_turn_tokens: of the turn that is asked for, where that is less than the run's; else 0.
         record: plain data on what was called: names, arguments, statuses, seconds, errors.
     """
 
@@ -225,6 +226,7 @@ class Observation:
     reward: float | None = None
     ended_by: str = ""
     messages: tuple[Message, ...] = ()
+    max_turn_tokens: int = 0
     record: Mapping[str, Any] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def write(folder: Path, text: str) -> Path:
 def test_the_packaged_recipes_are_these() -> None:
     assert recipes.names() == [
         "arithmetic", "gsm8k", "gsm8k-rho", "no-robots", "opencoder", "posts", "stack-exchange",
-        "tiny", "tiny-climb", "tiny-tail", "tldr",
+        "tiny", "tiny-climb", "tiny-tail", "tiny-turns", "tldr",
     ]  # fmt: skip
     assert recipes.names(SftConfig) == ["no-robots", "opencoder", "posts", "tldr"]
     assert recipes.names(RewardModelConfig) == ["no-robots", "posts", "stack-exchange", "tldr"]

@@ -186,7 +186,9 @@ def test_tables_of_toml_are_settings(page: Path, tmp_path: Path) -> None:
         table = tomllib.loads(block)
         if page.stem == "simulator":
             roles = {"generators": [{"cost": {}}], "learner": {"cost": {}}}
-            assert Cluster.model_validate(roles | table).restarts == table["restarts"]
+            cluster = Cluster.model_validate(roles | table)
+            assert cluster.restarts == table.get("restarts", 0)
+            assert bool(cluster.workload.episodes) == ("workload" in table)
         elif page.stem == "planning":
             (tmp_path / "here.toml").write_text(block)
             assert read_hardware(tmp_path / "here.toml").gpu.name == table["gpu"]["name"]

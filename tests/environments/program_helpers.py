@@ -13,6 +13,7 @@ from stretto.environments.program import ProgramEnvironment
 from stretto.environments.sessions import Limits, Sessions
 from stretto.errors import EngineError
 from stretto.models.tiny import byte_tokenizer
+from stretto.saying import Say, silent
 from stretto.schedules.rollout import Rollout
 from stretto.tasks.encode import Encoder
 from stretto.types import Chunk, FinishReason, Message, Observation, Prompt, Sampling
@@ -112,9 +113,9 @@ class Played:
         return found
 
 
-def sessions(response: int = 400, prompt: int = 200, **options: Any) -> Sessions:
+def sessions(response: int = 400, prompt: int = 200, say: Say = silent, **options: Any) -> Sessions:
     bridges: Any = ByteBridge()
-    return Sessions(bridges, Encoder(TOKENIZER), Limits(prompt, response, **options))
+    return Sessions(bridges, Encoder(TOKENIZER), Limits(prompt, response, **options), say)
 
 
 async def played(
@@ -122,9 +123,10 @@ async def played(
     turns: Iterable[str],
     id_: int = 7,
     between: Callable[[], Awaitable[None]] | None = None,
+    answer: str = "42",
 ) -> Played:
     """Play a schedule's part; a turn that ends with '…' was cut off by the limit."""
-    asked = Prompt(id_, tuple(b"Q"), "Q", data={"answer": "42"})
+    asked = Prompt(id_, tuple(b"Q"), "Q", data={"answer": answer})
     sampling = Sampling(400, max_turn_tokens=100)
     found, script = Played(), iter(turns)
     found.rollouts[id_] = Rollout(id_, asked, 0, sampling=sampling)

@@ -180,8 +180,9 @@ def test_openenv_and_tinker(places: Places) -> None:
 def test_a_program_is_recognised_and_run(places: Places) -> None:
     (place,) = places("program")
     assert place.ready["kind"] == "program"
-    asked = {"data": {"n": 2}, "base_url": "abc", "api_key": ""}
-    assert place.ask({"do": "run", "episode": 0, "arguments": asked}).result(10) == {"result": 5.0}
+    arguments = {"data": {"n": 2}, "base_url": "abc", "api_key": ""}
+    asked = {"do": "run", "episode": 1, "arguments": arguments}
+    assert place.ask(asked).result(10) == {"result": 5.0}
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +19,12 @@ from program_helpers import (
     sessions,
 )
 
+from docs_helpers import blocks
 from raising import raises
 from stretto.config import EnvironmentConfig
-from stretto.environments.program import ProgramEnvironment, reward_of
+from stretto.environments.launch import is_program
+from stretto.environments.processes import EnvironmentProcess, locate_source, settings_of
+from stretto.environments.program import PlacedPrograms, ProgramEnvironment, reward_of
 from stretto.environments.sessions import Sessions
 from stretto.errors import EpisodeLostError
 from stretto.schedules.rollout import Rollout
@@ -268,10 +272,17 @@ def test_wrong_keys_sessions_and_requests_are_refused() -> None:
         key = base_url.split("/e/")[1].removesuffix("/v1")
         headed = client_of(f"{root}/v1", api_key, default_headers={"X-Session-ID": key})
         await ask(headed, [user("q")], temperature=0.3, seed=4)
+        await ask(headed, [user("r")], temperature=1.0, max_tokens=5)
+        await ask(headed, [user("s")], top_p=0.5)
         return 1.0
 
-    (found,) = episodes(run, ["x"])
+    said: list[str] = []
+    (found,) = episodes(run, ["x", "y", "z"], over=sessions(say=said.append))
     assert found.end.reward == 1.0
+    assert [o.max_turn_tokens for o in found.observations] == [0, 5, 0, 0]
+    limits = [r.response().sampling for r in found.rollouts.values()]
+    assert [s and s.max_turn_tokens for s in limits] == [100, 5, 100]
+    assert ["temperature" in text for text in said] == [True]  # once
 
 
 def test_limits_refuse_further_turns_and_the_program_may_still_earn() -> None:
@@ -392,3 +403,78 @@ def test_rewards_are_numbers_or_have_a_name() -> None:
     for wrong in (None, "1", {}, {"a": 1.0}, {"reward": None}, float("inf"), 1e39):
         with pytest.raises(ValueError, match="return a finite number"):
             reward_of(wrong, ["b"])
+
+
+def in_a_process(name: str, answer: str, **settings: Any) -> Played:
+    """Play an episode of a program of the module in a process of its own."""
+    from stretto.serving.programs import ProgramServer
+
+    config = EnvironmentConfig(**settings)
+    source = f"{Path(__file__).parent / 'programs_under_test.py'}:{name}"
+    opening = {"sources": {name: locate_source(source)}, "settings": settings_of(config)}
+    place = EnvironmentProcess(opening)
+
+    async def one() -> Played:
+        over = sessions()
+        server = ProgramServer(over, TOKENIZER, "own")
+        role = ProgramEnvironment(PlacedPrograms([place]), over, server, config)
+        try:
+            return await played(role, ["hello"], answer=answer)
+        finally:
+            await server.stop()
+
+    try:
+        place.start()
+        assert place.ready["kind"] == "program"
+        return asyncio.run(asyncio.wait_for(one(), 60))
+    finally:
+        place.close()
+
+
+def test_programs_run_in_processes_of_their_own() -> None:
+    end = in_a_process("run", "return").end
+    assert (end.reward, end.record) == (1.5, {"extra": {"said": "hello"}})
+    assert in_a_process("Blocking", "return").end.reward == 1.0
+
+
+def test_errors_in_a_process_are_told_and_its_loss_begins_the_episode_anew() -> None:
+    failure = in_a_process("run", "raise").end.record["failure"]
+    assert "LookupError: no such page" in failure
+    assert "programs_under_test.py, line 16" in failure
+    with raises(EpisodeLostError, "program-lost"):
+        in_a_process("run", "die")
+
+
+def test_the_program_of_the_page() -> None:
+    (code,) = blocks("episodes-programs", "python")
+    names: dict[str, Any] = {}
+    exec(compile(code, "documentation", "exec"), names)
+
+    async def run(data: Mapping[str, Any], base_url: str, api_key: str) -> Any:
+        row = {"messages": [user(data["prompt"])], "answer": data["answer"]}
+        return await names["run"](row, base_url=base_url, api_key=api_key)
+
+    right, wrong = episodes(run, ["It is 42."], ["I do not know."])
+    assert (right.end.reward, wrong.end.reward) == (1.0, 0.0)
+
+
+def test_programs_are_told_from_tools_and_environments() -> None:
+    def run(data: Any, **extra: Any) -> None: ...
+
+    def tool(base: str) -> None: ...
+
+    class Steps:
+        def run(self) -> None: ...
+
+        def step(self, action: str) -> None: ...
+
+    class Program:
+        def run(self, data: Any, base_url: str, api_key: str) -> None: ...
+
+    assert [is_program(x) for x in (run, Program, tool, Steps, 5)] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]

@@ -100,7 +100,7 @@ def test_names_that_are_nothing(tmp_path: Path) -> None:
     file.write_bytes(b"")
     for name, code, facts in (
         ("smollm-135m", "unknown-model", ["'smollm-135m'", "Did you mean 'smollm2-135m'?"]),
-        ("gpt2", "unknown-model", ["'gpt2'", "smollm2-135m, tiny, tiny-2-heads"]),
+        ("gpt2", "unknown-model", ["'gpt2'", "smollm2-135m, tiny, tiny-2-heads, tiny-chat"]),
         (str(tmp_path), "folder-without-config", [tmp_path]),
         (str(file), "model-is-file", [file]),
         ("./nowhere", "no-model-folder", ["'./nowhere'"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,14 @@ import pytest
 
 from helpers import ended_records
 from raising import raises
-from stretto.config import AlgorithmConfig, ClusterConfig, Config, RolloutConfig, ScheduleConfig
+from stretto.config import (
+    AlgorithmConfig,
+    ClusterConfig,
+    Config,
+    EnvironmentConfig,
+    RolloutConfig,
+    ScheduleConfig,
+)
 from stretto.errors import ConfigError, StateError
 from stretto.machine import Machine, usable_cores
 from stretto.observe.run_directory import RolloutRecord, RunDirectory
@@ -28,6 +36,7 @@ from stretto.runtime.sim.costs import (
     TrainCost,
 )
 from stretto.runtime.sim.devices import Cores, Device, SimWorker
+from stretto.runtime.sim.episodes import Episodes, Waits
 from stretto.runtime.sim.lengths import Bimodal, Replayed, Uniform
 from stretto.runtime.sim.loop import VirtualClock, run
 from stretto.runtime.sim.simulate import simulate
@@ -233,6 +242,42 @@ def test_a_run_over_crowded_processes_predicts_itself_and_another_placement(pres
     for config in (apart, together):
         truth = simulate(crowded(config)).makespan_s
         assert simulate(run.cluster(config)).makespan_s == pytest.approx(truth, rel=0.01)
+
+
+@pytest.mark.parametrize("preset", ["sync", "async"])
+def test_a_run_of_episodes_predicts_itself(preset: Any) -> None:
+    """Turns come from the records of rollouts, waits from the spans of the environment."""
+    config = settings(
+        schedule=ScheduleConfig(preset=preset, chunk_tokens=8),
+        environment=EnvironmentConfig(sources=("tools.py:add",)),
+    )
+    waits = Episodes(wait_s=Waits(median=2, p95=9), answer_tokens=Uniform(low=1, high=4))
+    described = crowded(config)
+    workload = {"max_new_tokens": 100, "episodes": waits}
+    cluster = described.model_copy(
+        update={"workload": described.workload.model_copy(update=workload)}
+    )
+    turns, rollouts = cluster.workload.turns, ended_records(cluster.workload, 14)
+    assert turns
+    records = [
+        replace(
+            r,
+            tokens=sum(t.tokens + t.answer for t in turns(r.id)),
+            turns=[{"tokens": t.tokens, "wait_s": 99.0, "context": t.answer} for t in turns(r.id)],
+        )
+        for r in rollouts
+    ]
+    result = simulate(cluster)
+    asked = [s for s in result.spans if (s.role, s.name) == ("environment", "step")]
+    known = {(s.attributes["rollout"], s.attributes["turn"]): s.end_s - s.start_s for s in asked}
+    run = Recording(config, records, result.spans, TWO_CORES, waits=known)
+    replayed = run.cluster(config)
+    episodes = replayed.workload.episodes
+    assert episodes
+    assert episodes.recorded[1][0] == pytest.approx(turns(1)[0])
+    limited = replayed.workload.model_copy(update={"max_new_tokens": 100})
+    again = simulate(replayed.model_copy(update={"workload": limited}))
+    assert again.makespan_s == pytest.approx(result.makespan_s, rel=0.01)
 
 
 def test_roles_sit_where_the_placement_says() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Literal
 
@@ -11,17 +12,30 @@ import pytest
 
 from helpers import ticket
 from raising import raises
-from stretto.config import recipes
+from stretto.config import PresetName, ScheduleConfig, recipes
 from stretto.errors import ConfigError
 from stretto.observe.spans import Spans
-from stretto.runtime.sim.cluster import GeneratorRole, ScorerRole, Workload
-from stretto.runtime.sim.costs import DecodeCost, GeneratorCost, PrefillCost, TransferCost
+from stretto.runtime.sim.cluster import (
+    Cluster,
+    GeneratorRole,
+    LearnerRole,
+    ScorerRole,
+    Workload,
+)
+from stretto.runtime.sim.costs import (
+    DecodeCost,
+    GeneratorCost,
+    PrefillCost,
+    TrainCost,
+    TransferCost,
+)
 from stretto.runtime.sim.devices import Device, SimWorker
 from stretto.runtime.sim.episodes import Episodes, SimEnvironment, Turn, Turns, Waits, turn_of
 from stretto.runtime.sim.generator import SimGenerator
 from stretto.runtime.sim.lengths import Lengths, Lognormal, Uniform
 from stretto.runtime.sim.loop import VirtualClock, run
 from stretto.runtime.sim.roles import SimScorer
+from stretto.runtime.sim.simulate import simulate
 from stretto.schedules.rollout import Rollout
 from stretto.types import Chunk, FinishReason, Prompt, Sampling
 
@@ -266,3 +280,86 @@ def test_a_scorer_prefills_in_waits_and_answers_for_sampled_tokens() -> None:
         return len(score.values), [s.attributes["tokens"] for s in spans.records]
 
     assert virtually(body) == (6, [13, 2, 3, 0])
+
+
+# -- whole runs ---------------------------------------------------------------------------------
+
+
+def described(preset: PresetName = "sync", **workload: Any) -> Cluster:
+    """A second a step of decoding, and one for training; episodes 0 and 1 of TURNS in turn."""
+    recorded = tuple(tuple(tuple(turn) for turn in TURNS[i]) for i in (0, 1))
+    given: dict[str, Any] = {"batch": 2, "steps": 2, "max_new_tokens": 1000}
+    given |= {"prompt_tokens": Uniform(low=10, high=10), "episodes": Episodes(recorded=recorded)}
+    return Cluster(
+        generators=(GeneratorRole(cost=COST),),
+        scorers=(ScorerRole(name="reward", devices=(1,), cost=PrefillCost(token_s=0.001)),),
+        learner=LearnerRole(devices=(2,), cost=TrainCost(step_s=1.0)),
+        workload=Workload(**{**given, **workload}),
+        schedule=ScheduleConfig(preset=preset),
+    )
+
+
+def test_turns_in_lockstep_by_hand() -> None:
+    """Prefill of 20 tokens and 3 steps, 5 s; 3 answers' tokens and 4 steps, 2 s; 3 and 6 steps.
+
+    Then 9 + 13 response tokens and 20 of prompts are scored, and a second of training.
+    """
+    result = simulate(described())
+    step_s = (2.0 + 3 + 5) + (0.3 + 4 + 2) + (0.3 + 6) + 0.042 + 1.0
+    assert [step["timing_s/step"] for step in result.steps] == pytest.approx([step_s, step_s])
+    calls = [s for s in result.spans if s.role == "environment" and s.name == "step"]
+    assert Counter(s.attributes["rollout"] for s in calls) == {0: 2, 1: 3, 2: 2, 3: 3}
+    assert result.ledger["trained"] == 4
+
+
+def test_waits_are_filled_by_what_overlaps_them() -> None:
+    waits = Episodes(wait_s=Waits(median=10, p95=100))
+    workload = {"batch": 16, "steps": 8, "episodes": waits, "max_new_tokens": 512}
+    lengths = {"response_tokens": Lognormal(median=20, p95=60)}
+    took = {
+        preset: simulate(described(preset, **workload, **lengths)).makespan_s
+        for preset in ("sync", "oppo", "stretto")
+    }
+    assert took["sync"] > 1.1 * took["oppo"] > 1.1 * took["stretto"]
+
+
+@pytest.mark.parametrize("preset", ["sync", "oppo", "stretto"])
+def test_each_schedule_trains_on_the_very_same_episodes(preset: PresetName) -> None:
+    workload = {"batch": 4, "steps": 6, "samples_per_prompt": 2, "episodes": Episodes()}
+    cluster = described(preset, **workload, response_tokens=Lognormal(median=20, p95=60))
+    turns = cluster.workload.turns
+    assert turns
+    result = simulate(cluster)
+    assert result.ledger["trained"] == 24
+    ended = Counter(
+        s.attributes["rollout"]
+        for s in result.spans
+        if s.role == "environment" and s.name == "step"
+    )
+    whole = [i for i in ended if ended[i] == len(turns(i))]
+    assert len(whole) >= 24
+    assert all(ended[i] <= len(turns(i)) for i in ended)
+
+
+def test_rewards_of_the_environment_are_the_score() -> None:
+    rewarded = Episodes(rewarded=True)
+    cluster = described(episodes=rewarded, rewards=(1.0, 3.0, 5.0, 7.0))
+    cluster = cluster.model_copy(update={"scorers": ()})
+    scores = [step["objective/scores"] for step in simulate(cluster).steps]
+    assert scores == [2.0, 6.0]
+
+
+def test_room_that_is_short_costs_less_where_what_waits_is_let_go() -> None:
+    """Prefilling dear, copying cheap, room for some of what waits: auto reads least again."""
+    cost = COST.model_copy(update={"cache_tokens": 1500, "offload": TransferCost(bytes_per_s=1e4)})
+    workload = {"batch": 16, "steps": 6, "episodes": Episodes(wait_s=Waits(median=20, p95=200))}
+    workload |= {"response_tokens": Lognormal(median=20, p95=60), "max_new_tokens": 512}
+    prefilled = {}
+    for hold in ("keep", "offload", "remake", "auto"):
+        schedule = ScheduleConfig(preset="async", hold=hold)
+        cluster = described(**workload).model_copy(
+            update={"schedule": schedule, "generators": (GeneratorRole(cost=cost),)}
+        )
+        spans = simulate(cluster).spans
+        prefilled[hold] = sum(s.attributes["prefilled"] for s in spans if s.name == "gen")
+    assert prefilled["offload"] <= prefilled["auto"] < prefilled["keep"] <= prefilled["remake"]

@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 
 from raising import raises
+from stretto.config.schedule import Settings
 from stretto.errors import ConfigError
+from stretto.runtime.sim.loop import run
+from stretto.schedules.chunking import FixedChunk
+from stretto.schedules.controls import Controls
 from stretto.schedules.hold import (
     WINDOW,
     AutoHold,
@@ -15,9 +19,19 @@ from stretto.schedules.hold import (
     Waiting,
     WaitModel,
 )
+from stretto.schedules.overcommit import FixedOvercommit
 from stretto.schedules.rollout import Rollout
-from stretto.testing import make_chunk
-from stretto.types import Prompt
+from stretto.schedules.schedule import Schedule
+from stretto.schedules.scoring import ScorerReplica
+from stretto.testing import (
+    FakeEnvironment,
+    FakeGenerator,
+    FakeLearner,
+    FakeScorer,
+    World,
+    make_chunk,
+)
+from stretto.types import Prompt, Sampling
 
 # 100 tokens a second are read; of 1,000 keys and values are copied, so there and back 500.
 LIMITS = HoldLimits(cache_tokens=1000, prefill_tokens_per_s=100.0, copy_tokens_per_s=1000.0)
@@ -116,3 +130,36 @@ def test_a_fixed_way() -> None:
     assert FixedHold().decide(waiting, 10**9, 1.0) == {}
     assert FixedHold("remake").decide(waiting, 0, 1.0) == {1: "remake", 2: "remake"}
     assert FixedHold("remake").state_dict() == {}
+
+
+def test_a_pool_lets_go_as_the_policy_says() -> None:
+    """Turns of 3 and 2 tokens, and of 4 and 2, behind prompts of 1 and 2; room for 5 tokens."""
+    world = World([], turns=[[3, 2], [4, 2]])
+    generator, hold = FakeGenerator(world), AutoHold(HoldLimits(5, 100.0, 1000.0, apart=True))
+
+    async def step() -> None:
+        settings = Settings(
+            batch=2,
+            samples_per_prompt=1,
+            max_new_tokens=100,
+            steps=1,
+            score_on="rollout",
+            episodes=Sampling(100, max_turn_tokens=100),
+        )
+        controls = Controls(settings, FixedChunk(8), FixedOvercommit(0), hold=hold)
+        replicas = [ScorerReplica(FakeScorer(world, "judge"))]
+        learner, clock = FakeLearner(world), world.clock
+        environment = FakeEnvironment(world, [3.0, 5.0])
+        async with Schedule(
+            world.next_prompt, [generator], replicas, learner, controls, clock, world,
+            environment=environment,
+        ) as schedule:  # fmt: skip
+            await schedule.step()
+
+    run(step())
+    # Of first waits nothing is known. The second ones are of 1 + 7 and 2 + 8 tokens.
+    assert [line for line in world.log if " hold " in line] == [
+        "10 gen hold [0] offload",
+        "12 gen hold [1] offload",
+    ]
+    assert hold.state_dict() == {"seconds": {"": [3.0, 5.0]}}

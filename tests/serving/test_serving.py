@@ -298,19 +298,21 @@ def chat_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 EXACT: dict[str, Any] = {"dtype": "float32", "device": "cpu"}
 
 
-def opened(folder: Path, **options: Any) -> Policy:
+def opened(folder: Path, longest: int = 128, **options: Any) -> Policy:
     rollout = RolloutConfig(batch=4, slots=4)
-    return open_policy(str(folder), rollout, max_model_len=128, **EXACT, **options)
+    return open_policy(str(folder), rollout, max_model_len=longest, **EXACT, **options)
 
 
-def answered(folder: Path, work: Callable[[Any], Awaitable[None]], **options: Any) -> None:
+def answered(
+    folder: Path, work: Callable[[Any], Awaitable[None]], longest: int = 128, **options: Any
+) -> None:
     """Let a client work with the application, without a network."""
     pytest.importorskip("starlette")
     http = pytest.importorskip("httpx2")
     from stretto.serving.app import Server
 
     async def both() -> None:
-        thread, policy = WorkerThread("generator", 1), opened(folder)
+        thread, policy = WorkerThread("generator", 1), opened(folder, longest)
         engine = AsyncEngine(ThreadGenerator(policy.engine, thread), policy.longest, 8)
         app = Server(engine, policy.tokenizer, "own", **options).app
         running = asyncio.create_task(engine.run())
@@ -373,6 +375,68 @@ def test_completions_are_those_of_generate(tiny_folder: Path) -> None:
             texts[choice["index"]] += choice["text"]
             reasons[choice["index"]] = choice["finish_reason"]
         assert (texts, reasons) == (expected, ["length"] * 3)
+
+    answered(tiny_folder, work)
+
+
+def test_chats_have_tools(chat_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the policy writes is scripted: a call, and one that the token limit has cut."""
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
+    tool = {
+        "type": "function",
+        "function": {"name": "add", "description": "Adds.", "parameters": {}},
+    }
+    script = [[*b"Well. ", *call.encode(), byte_tokenizer().eos_token_id], [*call.encode()[:-3]]]
+
+    async def chunks(self: Any) -> Any:
+        tokens = np.array(script[0], np.int32)
+        whole = tokens[-1] >= 256
+        finish = FinishReason.STOP if whole else FinishReason.LENGTH
+        yield 0, Chunk(0, 0, tokens, np.zeros(len(tokens), np.float32), 0, finish)
+
+    monkeypatch.setattr("stretto.serving.streams._Stream.chunks", chunks)
+
+    async def work(client: Any) -> None:
+        async def post(**body: Any) -> Any:
+            body = {"messages": MESSAGES, "tools": [tool], "max_tokens": 5, **body}
+            return await client.post("/v1/chat/completions", json=body)
+
+        found = (await post(return_token_ids=True)).json()
+        assert "Adds." in bytes(found["prompt_token_ids"]).decode()
+        (choice,) = found["choices"]
+        assert (choice["finish_reason"], choice["token_ids"]) == ("tool_calls", script[0])
+        assert choice["message"]["content"].strip() == "Well."
+        (made,) = choice["message"]["tool_calls"]
+        assert (made["type"], made["function"]["name"]) == ("function", "add")
+        assert json.loads(made["function"]["arguments"]) == {"a": 2}
+        _, piece = events((await post(stream=True)).text)
+        delta = piece["choices"][0]["delta"]
+        assert delta["tool_calls"] == [{"index": 0, **made}]
+        answer = {"role": "tool", "tool_call_id": made["id"], "content": "5"}
+        more = [*MESSAGES, choice["message"], answer]
+        found = (await post(messages=more, return_token_ids=True)).json()
+        assert '"a": 2' in bytes(found["prompt_token_ids"]).decode()
+        script.pop(0)
+        (choice,) = (await post()).json()["choices"]
+        assert choice["finish_reason"] == "length"
+        assert "tool_calls" not in choice["message"]
+        none = (await post(tool_choice="none", return_token_ids=True)).json()
+        assert "Adds." not in bytes(none["prompt_token_ids"]).decode()
+
+    answered(chat_folder, work, longest=2000)
+
+
+def test_stop_token_ids_end_an_answer(tiny_folder: Path) -> None:
+    async def work(client: Any) -> None:
+        async def generate(**params: Any) -> Any:
+            body = {"token_ids": [65], "sampling_params": {"max_tokens": 20, "seed": 1, **params}}
+            return (await client.post("/inference/v1/generate", json=body)).json()["choices"][0]
+
+        whole = await generate()
+        third = whole["token_ids"][2]
+        place = whole["token_ids"].index(third) + 1
+        cut = await generate(stop_token_ids=[third, 258])
+        assert (cut["token_ids"], cut["finish_reason"]) == (whole["token_ids"][:place], "stop")
 
     answered(tiny_folder, work)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from stretto.config import ENVIRONMENT, Config, ScheduleConfig
 from stretto.config.schedule import Settings
 from stretto.schedules import migration, overcommit
-from stretto.schedules.chunking import FixedChunk, TunedChunk
+from stretto.schedules.chunking import OF_RESPONSES, OF_TURNS, FixedChunk, TunedChunk
 from stretto.schedules.controls import Controls
 from stretto.schedules.hold import AutoHold, FixedHold, HoldLimits, HoldPolicy
 from stretto.schedules.migration import AutoMigration, FixedMigration, MigrationLimits
@@ -55,7 +55,30 @@ def migrating_of(
     )
 
 
-def controls_of(config: Config, migrating: Migrating | None, *, restarts: int = 0) -> Controls:
+def bounds_what_waits(config: Config) -> bool:
+    """Return whether engines have less room for episodes that wait than there may be.
+
+    Stretto's own engine keeps as many tokens of them as its slots have, apart from these; vLLM
+    decides by itself.
+    """
+    r = config.rollout
+    few = 0 < r.slots < -(-config.most_in_flight // r.engines)
+    return bool(config.environment.sources) and few and r.engine != "vllm"
+
+
+def holding_of(config: Config, prefill_tokens_per_s: float, copy_tokens_per_s: float) -> HoldLimits:
+    """Return what an engine can keep of episodes that wait, from its measured rates."""
+    room = config.rollout.slots * config.longest
+    return HoldLimits(room, prefill_tokens_per_s, copy_tokens_per_s, apart=True)
+
+
+def controls_of(
+    config: Config,
+    migrating: Migrating | None,
+    holding: HoldLimits | None = None,
+    *,
+    restarts: int = 0,
+) -> Controls:
     """Make the settings and controllers of a run; see :func:`controls`."""
     r = config.rollout
     settings = Settings(
@@ -70,7 +93,7 @@ def controls_of(config: Config, migrating: Migrating | None, *, restarts: int = 
         episodes=_episodes(config),
         environment_rewards=ENVIRONMENT in config.reward.sources,
     )
-    return controls(config.schedule, settings, r.engines, config.seed, migrating)
+    return controls(config.schedule, settings, r.engines, config.seed, migrating, holding)
 
 
 def _episodes(config: Config) -> Sampling | None:
@@ -104,7 +127,8 @@ def controls(
         max_carries=s.max_carries,
         deadline_s=s.deadline_s,
     )
-    tuned = TunedChunk(window=s.chunk_window, max_new_tokens=settings.max_new_tokens)
+    sizes = OF_TURNS if settings.episodes else OF_RESPONSES
+    tuned = TunedChunk(sizes, s.chunk_window, max_new_tokens=settings.max_new_tokens)
     return Controls(
         settings,
         FixedChunk(s.chunk_tokens) if s.chunk_tokens else tuned,

@@ -45,10 +45,17 @@ def open_environment(
         places = open_places(settings, overrides.environment)
         for place in places:
             stack.callback(place.close)
+    if config.task.chat == "off":
+        raise ConfigError(
+            "task.chat = 'off' gives plain text, and an environment answers in a conversation; set "
+            "task.chat = 'auto'",
+            "environment-without-chat",
+        )
     if places[0].ready["kind"] == "program":
-        return _programs(config, places, prompts, overrides)
-    prompts.tools = places[0].ready["tools"]
-    bridge = Bridge(prompts.encoder, prompts.tools, end_tokens=overrides.end_tokens or frozenset())
+        return _programs(config, places, prompts, overrides, say)
+    tools = places[0].ready["tools"]
+    bridge = Bridge(prompts.encoder, tools, end_tokens=overrides.end_tokens or frozenset())
+    prompts.render = lambda messages, rows: bridge.prompt(messages, [*tools, *rows])
     if bridge.breaks and settings.on_break == "refuse":
         raise ConfigError(
             f"environment.on_break = 'refuse': {bridge.breaks}", "template-rewrites-history"
@@ -59,7 +66,11 @@ def open_environment(
 
 
 def _programs(
-    config: Config, places: Sequence[Place], prompts: PromptSource, overrides: Overrides
+    config: Config,
+    places: Sequence[Place],
+    prompts: PromptSource,
+    overrides: Overrides,
+    say: Say,
 ) -> Environment:
     """Make the environment of a program, whose server listens once the first episode begins."""
     for library in ("starlette", "uvicorn"):
@@ -68,8 +79,10 @@ def _programs(
 
     bridges = Bridges(prompts.encoder, overrides.end_tokens or frozenset())
     settings = config.environment
-    limits = Limits(config.task.max_prompt_tokens, config.rollout.max_new_tokens, settings.on_break)
-    sessions = Sessions(bridges, prompts.encoder, limits)
+    rollout, most = config.rollout, config.task.max_prompt_tokens
+    drawn = (rollout.temperature, rollout.top_k, rollout.top_p)
+    limits = Limits(most, rollout.max_new_tokens, settings.on_break, drawn)
+    sessions = Sessions(bridges, prompts.encoder, limits, say)
     name = Path(config.model.name).name
     server = ProgramServer(sessions, prompts.tokenizer, name)
     return ProgramEnvironment(PlacedPrograms(places), sessions, server, settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from stretto.config.sections import ENVIRONMENT as ENVIRONMENT
 from stretto.config.sections import NonNegative, NonNegativeInt, Positive, PositiveInt, Section
 
 

@@ -33,7 +33,10 @@ PACKAGED = Path(str(resources.files("stretto.recipes")))
 FOLDERS: Mapping[type[Section], str] = {Config: "", SftConfig: "sft", RewardModelConfig: "reward"}
 """Folder of the recipes of each kind of settings, below :data:`PACKAGED`."""
 
-_OWN_FILES = (("task", "name"), ("task", "held_out"), ("data", "name"), ("reward", "sources"))
+_OWN_FILES = (
+    *(("task", "name"), ("task", "held_out"), ("data", "name"), ("reward", "sources")),
+    ("environment", "sources"),
+)
 """Settings that may name files which come with the packaged recipes."""
 
 RENAMED = {

@@ -95,7 +95,7 @@ class ModelConfig(Section):
     """The actor, and with it the reference."""
 
     name: str = "smollm2-135m"
-    """A known name ('smollm2-135m', 'tiny', 'tiny-2-heads'), a local folder in Hugging Face format or of a PEFT adapter, or a hub name."""
+    """A known name ('smollm2-135m', 'tiny', 'tiny-2-heads', 'tiny-chat'), a local folder in Hugging Face format or of a PEFT adapter, or a hub name."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type. auto: bfloat16 where the hardware has it, else float32. Master weights are fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

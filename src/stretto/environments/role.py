@@ -107,7 +107,7 @@ class EnvironmentRole:
             samples={response.id},
         )
         if log:
-            await self._reopen(live)
+            live.messages = _begun(live, await self._reopen(live))
             self._take_up(live, response, log)
             await self._replayed(live)
             self._episodes[live.id] = live
@@ -224,15 +224,9 @@ class EnvironmentRole:
 
     def _changed(self, live: _Live, prompt: Prompt, opening: Answer) -> Prompt | None:
         """Return the prompt with what the environment adds; ``None`` where that is nothing."""
-        added = opening["messages"] or opening["conversation"] is not None
-        if not (added or opening["text"] or opening["tools"]):
+        live.messages = _begun(live, opening)
+        if live.messages == live.asked and not opening["tools"]:
             return None
-        messages = live.messages
-        if opening["conversation"] is not None:
-            messages = opening["conversation"]
-        if text := opening["text"]:
-            messages = _joined(messages, text)
-        live.messages = [*messages, *opening["messages"]]
         changed = self._rendered(live, prompt, live.messages)
         if len(changed.tokens) > self._max_prompt_tokens:
             raise TaskError(
@@ -342,13 +336,14 @@ class EnvironmentRole:
         if "error" in answer:
             _log.warning("an episode of rollout %d did not close: %s", live.id, answer["place"])
 
-    async def _reopen(self, live: _Live) -> None:
+    async def _reopen(self, live: _Live) -> Answer:
         """Open an episode anew, for :meth:`_replayed` to bring it to where it was."""
         if self._replay == "no":
             raise self._lost(live.id, "environment.replay = 'no'")
         opening = await self._opened(live)
         if "error" in opening:
             raise self._lost(live.id, str(opening["error"]))
+        return opening
 
     async def _replayed(self, live: _Live) -> None:
         """Have an environment answer its turns again, if that is its way."""
@@ -362,16 +357,20 @@ class EnvironmentRole:
 
     def _take_up(self, live: _Live, response: Response, log: Sequence[Observation]) -> None:
         """Take what happened from a response and its log."""
+        live.turns, live.number = len(log) - 1, log[-1].number
+        live.messages += [message for seen in log for message in seen.messages]
+        live.samples |= {seen.rollout_id for seen in log}
+        live.forks = max(abs(sample - live.id) for sample in live.samples) // FORKS
+        if self._replay == "recorded":
+            return
         turns = _turns(response)
         if len(turns) < len(log) - 1:
-            raise self._lost(response.id, "its turns are not all in the response")
+            raise self._lost(response.id, "some of its turns are in other samples")
         for at, seen in enumerate(log[1:]):
             turn = self._bridge.parse(turns[at], ended=True, tools=live.tools)
             answer = {"messages": list(seen.messages[1:]), "reward": seen.reward}
             asked = _as_plain(turn, at, response, cut=False, tokens=turns[at])
             live.history.append((asked, answer))
-            live.messages += seen.messages
-        live.turns, live.number = len(log) - 1, log[-1].number
 
     def _lost(self, rollout_id: int, how: str) -> EpisodeLostError:
         return EpisodeLostError(
@@ -385,6 +384,14 @@ def _conversation(prompt: Prompt) -> list[Message]:
     if prompt.messages is not None:
         return list(prompt.messages)
     return [Message(role="user", content=prompt.text)]
+
+
+def _begun(live: _Live, opening: Answer) -> list[Message]:
+    """Return the conversation as an environment begins it."""
+    messages = live.asked if opening["conversation"] is None else opening["conversation"]
+    if text := opening["text"]:
+        messages = _joined(messages, text)
+    return [*messages, *opening["messages"]]
 
 
 def _joined(messages: Sequence[Message], text: str) -> list[Message]:

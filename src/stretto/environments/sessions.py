@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -20,6 +20,7 @@ import numpy as np
 from stretto.environments.bridge import Bridge
 from stretto.environments.templates import Tools
 from stretto.errors import EngineError
+from stretto.saying import Say, silent
 from stretto.types import (
     FORKS,
     Chunk,
@@ -60,6 +61,9 @@ class _Read(NamedTuple):
     tools: Tools
 
 
+_PLAIN = Sampling(1).distribution  # of requests that do not ask for one
+
+
 @dataclass(frozen=True)
 class Limits:
     """What an episode may take.
@@ -67,18 +71,20 @@ class Limits:
     Attributes:
         prompt, response: tokens of a sample's prompt, and of all behind it.
         on_break: as in the settings ``environment``.
+        distribution: as in :class:`Sampling`: the run's, which every turn is drawn from.
     """
 
     prompt: int
     response: int
     on_break: Literal["fork", "refuse"] = "fork"
+    distribution: tuple[float, int, float] = _PLAIN
 
 
 class Asked:
     """A request that waits for its turn; a stream of the one chunk that will be its answer."""
 
-    def __init__(self, session: Session, tokens: tuple[int, ...]) -> None:
-        self.tokens = tokens
+    def __init__(self, session: Session, tokens: tuple[int, ...], most: int) -> None:
+        self.tokens, self.most = tokens, most
         self.is_open = True
         self._session = session
         self._answer: asyncio.Future[Chunk] = asyncio.get_running_loop().create_future()
@@ -153,14 +159,20 @@ class Session:
     """
 
     def __init__(
-        self, key: str, response: Response, bridges: Bridges, encoder: Encoder, limits: Limits
+        self,
+        key: str,
+        response: Response,
+        bridges: Bridges,
+        encoder: Encoder,
+        limits: Limits,
+        remark: Callable[[], None],
     ) -> None:
         self.key, self.root = key, response.id
         self.longest, self.version = limits.prompt + limits.response, response.version
         self.answers: list[str] = []
         self.limit, self.turns, self._refused = "", 0, False
         self._asked_prompt, self._bridges, self._encoder = response.prompt, bridges, encoder
-        self._limits = limits
+        self._limits, self._remark = limits, remark
         self._standing: dict[int, tuple[int, ...]] = {}
         self._responses: dict[int, int] = {}  # tokens behind the prompt
         self._known: list[_Known] = []
@@ -235,8 +247,11 @@ class Session:
                 "a request for each",
                 "one-answer",
             )
-        tokens = tuple(requests[0][0])
-        asked = Asked(self, tokens)
+        (found, sampling) = requests[0]
+        tokens, own = tuple(found), self._limits.distribution
+        if sampling.distribution not in (own, _PLAIN) or sampling.seed:
+            self._remark()
+        asked = Asked(self, tokens, sampling.max_new_tokens)
         if self._lost and self._lost[0] == tokens:
             asked.answer(self._lost[1])
             self._lost = None
@@ -265,6 +280,8 @@ class Session:
             asked = self._waiting.pop(0)
             try:
                 observation = self._observation(asked.tokens)
+                if asked.most < self._limits.response:
+                    observation = replace(observation, max_turn_tokens=asked.most)
             except EngineError as error:
                 asked.refuse(error)
                 continue
@@ -397,22 +414,34 @@ class Sessions:
         bridges: from messages to tokens.
     """
 
-    def __init__(self, bridges: Bridges, encoder: Encoder, limits: Limits) -> None:
+    def __init__(
+        self, bridges: Bridges, encoder: Encoder, limits: Limits, say: Say = silent
+    ) -> None:
         self.api_key = secrets.token_urlsafe(24)
         self.base_url = ""
         self.bridges, self._encoder, self._limits = bridges, encoder, limits
         self._by_key: dict[str, Session] = {}
+        self._say, self._has_remarked = say, False
 
     def open(self, response: Response) -> Session:
         """Begin the session of an episode."""
         key = secrets.token_urlsafe(12)
-        session = Session(key, response, self.bridges, self._encoder, self._limits)
+        session = Session(key, response, self.bridges, self._encoder, self._limits, self._remark)
         self._by_key[key] = session
         return session
 
     def find(self, key: str) -> Session | None:
         """Return the session of a key."""
         return self._by_key.get(key)
+
+    def _remark(self) -> None:
+        """Say once that requests do not choose how turns are sampled."""
+        if not self._has_remarked:
+            self._has_remarked = True
+            self._say(
+                "the program's requests set temperature, top_p, top_k or seed, without effect: "
+                "turns are sampled as the settings of the run, rollout, say"
+            )
 
     def close(self, session: Session) -> None:
         """End a session; its key is unknown from now on."""

@@ -43,6 +43,7 @@ _FOLDERS: Mapping[str, str] = {
     "smollm2-135m": "smollm2-135m",
     "tiny": "tiny-v1",
     "tiny-2-heads": "tiny-2-heads-v1",
+    "tiny-chat": "tiny-chat-v1",
 }
 """Folders in the cache of Stretto's own models. A version is raised whenever
 :func:`~stretto.models.tiny.make_tiny` writes something else."""
@@ -59,9 +60,9 @@ def resolve(name: str, say: Say = print) -> Path | str:
     """Return the folder of a model's files, or its name on the hub, for transformers to fetch.
 
     Args:
-        name: one of Stretto's own (``smollm2-135m``, ``tiny``, ``tiny-2-heads``), which are made in
-            the cache, a folder in Hugging Face format, one of a PEFT adapter, a run's folder, which
-            stands for the model that it trained, or a hub name.
+        name: one of Stretto's own (``smollm2-135m``, ``tiny``, ``tiny-2-heads``, ``tiny-chat``),
+            which are made in the cache, a folder in Hugging Face format, one of a PEFT adapter, a
+            run's folder, which stands for the model that it trained, or a hub name.
         say: called with one line before slow work.
     """
     if is_known(name):
@@ -204,7 +205,8 @@ def _make(name: str, scratch: Path, say: Say) -> None:
     if name != "smollm2-135m":
         from stretto.models.tiny import make_tiny
 
-        make_tiny(scratch / "model", heads=2 if name == "tiny-2-heads" else 4)
+        heads, chat = 2 if name == "tiny-2-heads" else 4, name == "tiny-chat"
+        make_tiny(scratch / "model", heads=heads, chat=chat)
         return
     wheel = _find_wheel(scratch, say)
     say(f"Converting {_DEFAULT} to float32 in {cache_dir()} (once, half a minute)")

@@ -114,6 +114,7 @@ def _config(kind: str, *sizes: int, tied: bool = False) -> Config:
 _CONFIGS: Mapping[str, Config] = {
     "tiny": _config("llama", 2, 64, 192, 4, 2, 259, tied=True),
     "tiny-2-heads": _config("llama", 2, 64, 192, 2, 1, 259, tied=True),
+    "tiny-chat": _config("llama", 2, 64, 192, 4, 2, 261, tied=True),
     "smollm2-135m": _config("llama", 30, 576, 1536, 9, 3, 49_152, tied=True),
     "qwen2.5-0.5b": _config("qwen2", 24, 896, 4864, 14, 2, 151_936, tied=True),
     "qwen2.5-1.5b": _config("qwen2", 28, 1536, 8960, 12, 2, 151_936, tied=True),
@@ -135,7 +136,7 @@ _CONFIGS: Mapping[str, Config] = {
 """Models as their published configurations have them."""
 
 _NAMES: Mapping[str, str] = {
-    **{name: name for name in ("tiny", "tiny-2-heads", "smollm2-135m")},
+    **{name: name for name in ("tiny", "tiny-2-heads", "tiny-chat", "smollm2-135m")},
     "EleutherAI/pythia-410m-deduped": "pythia-410m",
     "EleutherAI/pythia-1b-deduped": "pythia-1b",
     "EleutherAI/pythia-2.8b-deduped": "pythia-2.8b",

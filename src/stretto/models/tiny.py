@@ -11,17 +11,29 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _PAD, _BOS, _EOS = 256, 257, 258
+_END = 260
+
+_CHAT = (
+    "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n"
+    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""ChatML, with calls as Hermes writes them."""
 
 
-def make_tiny(folder: Path, seed: int = 0, heads: int = 4) -> None:
+def make_tiny(folder: Path, seed: int = 0, heads: int = 4, *, chat: bool = False) -> None:
     """Write a Llama of 115,200 parameters, by the seed alone, and its tokenizer to ``folder``.
 
-    vLLM's kernels on CPUs ask for two heads, of 32 dimensions each.
+    vLLM's kernels on CPUs ask for two heads, of 32 dimensions each. With ``chat`` there are two
+    more tokens, which begin and end turns, and a chat template.
     """
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+    ends = _END if chat else _EOS
     config = LlamaConfig(
-        vocab_size=259,
+        vocab_size=261 if chat else 259,
         hidden_size=64,
         intermediate_size=192,
         num_hidden_layers=2,
@@ -31,20 +43,22 @@ def make_tiny(folder: Path, seed: int = 0, heads: int = 4) -> None:
         tie_word_embeddings=True,
         pad_token_id=_PAD,
         bos_token_id=_BOS,
-        eos_token_id=_EOS,
+        eos_token_id=ends,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
     model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
-        pad_token_id=_PAD, bos_token_id=_BOS, eos_token_id=_EOS
+        pad_token_id=_PAD, bos_token_id=_BOS, eos_token_id=ends
     )
     model.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
+    byte_tokenizer(chat=chat).save_pretrained(folder)
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer whose token i is the byte i; <pad>, <bos> and <eos> come after."""
+def byte_tokenizer(*, chat: bool = False) -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose token i is the byte i; <pad>, <bos> and <eos> come after, and with
+    ``chat`` <|im_start|> and <|im_end|>, in ChatML.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -52,10 +66,17 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<pad>", "<bos>", "<eos>")])
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    marks = ["<pad>", "<bos>", "<eos>", *(("<|im_start|>", "<|im_end|>") if chat else ())]
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in marks])
+    made = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<|im_end|>" if chat else "<eos>",
     )
+    if chat:
+        made.chat_template = _CHAT
+    return made
 
 
 def _byte_characters() -> list[str]:

@@ -265,6 +265,10 @@ class Engine(ABC):
         self._read_prompt(tokens)
         return tokens / (time.perf_counter() - start_s)
 
+    def host_bytes_per_s(self) -> float:
+        """Measure how fast keys and values go to the host, or come back; 0 where they do not."""
+        return 0.0
+
     @property
     def _finished(self) -> int:
         """How many rollouts have finished of which no call has returned the last chunk."""

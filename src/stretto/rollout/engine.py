@@ -14,6 +14,7 @@ one again when it goes on. Until then no other row shares its prompt.
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -212,6 +213,16 @@ class TorchEngine(Engine):
         ids = torch.ones(1, tokens, dtype=torch.long, device=self.device)
         hidden = backbone(self.model)(input_ids=ids, use_cache=False).last_hidden_state
         hidden[0, -1, 0].item()
+
+    def host_bytes_per_s(self) -> float:
+        """See :meth:`Engine.host_bytes_per_s`; measured there and back, after a rehearsal."""
+        if self.device == CPU:
+            return 0.0
+        there = torch.zeros(COPIED, dtype=torch.uint8, device=self.device)
+        there.to(CPU).to(self.device)[-1].item()
+        start_s = time.perf_counter()
+        there.to(CPU).to(self.device)[-1].item()
+        return 2 * COPIED / (time.perf_counter() - start_s)
 
     def _renew(self, row: SlotRow) -> None:
         if self.settings.carry == "recompute" or not row.generated or not row.cached:
@@ -432,6 +443,8 @@ class ModelPass(CachedPass):
         return self.head.finish(self._output(hidden[:, 0]))
 
 
+COPIED = 64 << 20
+"""Bytes that are copied to measure how fast that is."""
 MOST_GRAPHS = 32
 """CUDA graphs of an engine at a time; the one that was replayed longest ago goes first."""
 

@@ -116,6 +116,7 @@ class MoveRates:
 
     prefill_tokens_per_s: float
     kv_bytes: int  # of keys and values of one token; 0 where they do not move
+    host_bytes_per_s: float = 0.0  # to the host, or back; 0 where that is the same memory
 
 
 def probe_of(prompts: Sequence[Prompt]) -> IntArray:

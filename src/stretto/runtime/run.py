@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from stretto import files
-from stretto.assembly.controls import controls_of, migrating_of
+from stretto.assembly.controls import bounds_what_waits, controls_of, holding_of, migrating_of
 from stretto.assembly.environments import open_environment
 from stretto.assembly.models import NO_OVERRIDES, Overrides, prepare_torch
 from stretto.assembly.parts import look_at_prompts, open_prompts
@@ -36,6 +36,7 @@ from stretto.runtime.state import LEARNER as LEARNER_FOLDER
 from stretto.runtime.threads import ThreadWorkers
 from stretto.runtime.weight_sync import Tolerance, WeightSync
 from stretto.saying import Say, working
+from stretto.schedules.controls import Controls
 from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import ScorerReplica
 from stretto.scoring.functions import FunctionScorer
@@ -202,28 +203,37 @@ def start(
     if here != "cpu":
         memory = MemoryWatch(workers.groups, RealClock(), here)
         stack.callback(memory.close)
-    knobs = config.schedule.knobs
-    migrates = knobs.migrates(len(names))
-    migrating = None
-    if migrates:
-        speeds = _speeds(config.rollout.engines, executors, kv_router)
-        migrating = migrating_of(config, *speeds)
     schedule = Schedule(
         prompts.next,
         generators,
         replicas,
         learner_client(LEARNER, executors[LEARNER], spans),
-        controls_of(config, migrating, restarts=config.cluster.restarts if workers.groups else 0),
+        _controls(config, executors, kv_router, config.cluster.restarts if workers.groups else 0),
         RealClock(),
         spans,
         workers.ready.refs,
         sync.begin,
         environment,
     )
-    lags = knobs.copies_weights
+    lags = config.schedule.knobs.copies_weights
     return Run(
         overrides, prompts, workers, functions, sync, memory, lags, schedule, spans, held_out
     )
+
+
+def _controls(
+    config: Config, executors: Mapping[str, Executor], kv_router: KVRouter | None, restarts: int
+) -> Controls:
+    """Measure what controllers ask for, and make them."""
+    knobs, engines = config.schedule.knobs, config.rollout.engines
+    migrating = holding = None
+    if knobs.migrates(engines):
+        migrating = migrating_of(config, *_speeds(engines, executors, kv_router))
+    if knobs.hold == "auto" and bounds_what_waits(config):
+        rates: MoveRates = executors[generator_names(engines)[0]].ask("rates")
+        copied = rates.host_bytes_per_s / rates.kv_bytes if rates.kv_bytes else 0.0
+        holding = holding_of(config, rates.prefill_tokens_per_s, copied)
+    return controls_of(config, migrating, holding, restarts=restarts)
 
 
 def _generator(

@@ -129,12 +129,13 @@ class GeneratorService(Follower):
         return self._timed("migrate", accept, lambda _: {"rollouts": [r.id for r in responses]})
 
     def rates(self) -> MoveRates:
-        """Measure what the rule for migration asks for."""
+        """Measure what the rules for migration, and for episodes that wait, ask for."""
         if self._probe is not None:  # bytes are known once something was read
             self.worker.logprobs(self._probe)
         moves = self.worker.capabilities.moves_cache
         rate: float = self.worker.prefill_tokens_per_s()
-        return MoveRates(rate, self.worker.kv_bytes_per_token if moves else 0)
+        size = self.worker.kv_bytes_per_token if moves else 0
+        return MoveRates(rate, size, self.worker.host_bytes_per_s())
 
     def _loaded(self, probe: FloatArray | None = None) -> Loaded:
         return super()._loaded(None if self._probe is None else self.worker.logprobs(self._probe))

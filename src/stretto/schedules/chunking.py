@@ -13,6 +13,9 @@ from stretto.schedules.models import LengthModel
 SHORTEST = 8  # tokens in a chunk, at least; below that the calls cost more than they overlap
 LONG = 0.95  # the quantile of the lengths from which a response counts as long
 REMEMBERED = 1024  # lengths that the quantile is taken from
+OF_RESPONSES, OF_TURNS = (128, 256, 512), (8, 16, 32)
+"""Sizes that are tried. One that environments have answered is decoded from the next chunk on, and
+waits for the end of the one under way; so chunks of episodes are short."""
 ABOUT = 1.05  # times that differ by a smaller factor are equal: steps differ by as much anyway
 
 
@@ -51,7 +54,7 @@ class TunedChunk(Stateful):
     saved = ("sizes", "tokens", "place", "times", "lengths")
 
     def __init__(
-        self, candidates: Sequence[int] = (128, 256, 512), window: int = 50, *, max_new_tokens: int
+        self, candidates: Sequence[int] = OF_RESPONSES, window: int = 50, *, max_new_tokens: int
     ) -> None:
         if not candidates or min(candidates) < SHORTEST:
             raise ConfigError(

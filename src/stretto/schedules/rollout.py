@@ -190,10 +190,18 @@ class Rollout:
             next((v for v in reversed(self.versions) if v != CONTEXT), 0),
             self.finish,
             self.sampled if self.context else None,
-            self.sampling,
+            self._turns_sampling,
             self.messages if text else None,
             np.array(self.logprobs, np.float32) if text and self.in_turns else None,
         )
+
+    @property
+    def _turns_sampling(self) -> Sampling | None:
+        """How the present turn is sampled: as the response, but perhaps to fewer tokens."""
+        most = self.log[-1].max_turn_tokens if self.log else 0
+        if not (most and self.sampling):
+            return self.sampling
+        return replace(self.sampling, max_turn_tokens=min(most, self.sampling.max_turn_tokens))
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data and the arrays themselves; of the prompt, its id and a fingerprint."""

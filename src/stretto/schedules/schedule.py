@@ -5,7 +5,7 @@ waits for their scores, and the caller of ``step`` trains on them, batch by batc
 how far they run into each other: ``score_on`` (when scorers get to see a response), ``overcommit``
 (prompts in flight beyond the batch), ``lag`` (versions that generation may be behind) and
 ``migrate`` (whether stragglers move together). With all of them at zero each stage waits for the
-one before it.
+one before it. A fifth, ``hold``, decides what is kept of an episode that waits for its environment.
 
 A *round* is what is generated between two weight syncs: ``weight_sync_interval`` batches.
 """
@@ -308,10 +308,7 @@ class Schedule:
         await self._pool.admit(new)
 
     def _chunk_tokens(self) -> int:
-        unseen = self._settings.score_on == "batch" and self._migration is None
-        plain = len(self._buffer) <= self._round_size
-        whole = unseen and (plain or (self._pool.single and not self._episodes))
-        return self._settings.max_new_tokens if whole else self._chunk.tokens
+        return self._settings.max_new_tokens if self._in_lockstep() else self._chunk.tokens
 
     def _missing(self) -> int:
         if self._answers:
@@ -324,8 +321,12 @@ class Schedule:
         return len(self._episodes.pending) if self._episodes else 0
 
     def _in_lockstep(self) -> bool:
-        """Whether turns are answered all together: the plain loop, which chance does not order."""
-        return self._chunk_tokens() == self._settings.max_new_tokens
+        """Whether responses are decoded in one go, and turns answered all together: the plain loop,
+        which chance does not order.
+        """
+        unseen = self._settings.score_on == "batch" and self._migration is None
+        plain = len(self._buffer) <= self._round_size
+        return unseen and (plain or (self._pool.single and not self._episodes))
 
     async def _open(self, rollouts: Sequence[Rollout]) -> None:
         """Have episodes opened that are not; in lockstep, wait for all of them."""

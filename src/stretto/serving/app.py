@@ -341,18 +341,18 @@ class Server:
 
         Without ``most`` tokens an answer may take what the prompt leaves of the context.
         """
-        if asked.model not in (None, "", self._name):
+        client, options = self._client(http), asked.options
+        in_session = isinstance(client, Session)  # which has one model, whatever its name
+        if not in_session and asked.model not in (None, "", self._name):
             message = f"the model '{asked.model}' does not exist; there is '{self._name}'"
             raise ApiError(message, 404, "model_not_found", "model")
-        client, options = self._client(http), asked.options
-        in_session = isinstance(client, Session)
         if in_session and options.stop_strings:
             message = "turns of an episode end with the stop strings of the run, rollout.stop"
             raise ApiError(message, 400, "unsupported_parameter", "stop")
         if "" in (stop := options.stop_strings):
             raise ApiError("an empty stop string ends every answer", param="stop")
         requests = [
-            Request(p, options.sampling(i, most or max(client.longest - len(p), 1)))
+            Request(p, options.sampling(i, most or _room(client, p)))
             for i, p in enumerate(p for p in prompts for _ in range(options.choices))
         ]
         name = asked.request_id or f"{form.prefix}{uuid.uuid4().hex}"
@@ -446,6 +446,13 @@ class Server:
             message = f"token ids are from 0 to {known - 1}; got {wrong[0]}"
             raise ApiError(message, code="invalid_prompt")
         return tuple(tokens)
+
+
+def _room(client: EngineClient | Session, prompt: Sequence[int]) -> int:
+    """Return the tokens of an answer whose request sets no limit; in a session the run does."""
+    if isinstance(client, Session):
+        return client.longest
+    return max(client.longest - len(prompt), 1)
 
 
 def _ids(asked: ChatRequest | CompletionRequest, piece: Piece) -> dict[str, Any]:

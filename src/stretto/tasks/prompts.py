@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], tuple[list[int], str]]
+"""Writes a conversation and schemas of tools as a prompt: its tokens, and their text."""
+
+
 def render(
     row: TaskRow,
     config: TaskConfig,
@@ -28,7 +32,7 @@ def render(
     *,
     encoder: Encoder | None = None,
     section: Literal["task", "data"] = "task",
-    tools: Sequence[Mapping[str, Any]] = (),
+    render: Render | None = None,
 ) -> Prompt:
     """Return one row as the actor reads it.
 
@@ -43,15 +47,19 @@ def render(
     Args:
         encoder: of the tokenizer, where the caller keeps one.
         section: of the settings, for messages.
-        tools: schemas of an environment's tools, beside those that the row brings.
+        render: writes conversations in place of the chat template alone: that of an environment,
+            which tells of its tools beside those that the row brings.
     """
     encoder = encoder or Encoder(tokenizer)
     turns = None if row.tokens else _conversation(row, config, tokenizer, section)
     if turns is not None:
-        known = [*map(dict, tools), *(_tools(row, config) or ())] or None
-        with template_accepts(turns):
-            read = encoder.chat(turns, add_generation_prompt=True, tools=known)
-        text, tokens = encoder.plain(read), encoder.ids(read)
+        tools = _tools(row, config)
+        if render:
+            tokens, text = render(turns, tools or ())
+        else:
+            with template_accepts(turns):
+                read = encoder.chat(turns, add_generation_prompt=True, tools=tools)
+            text, tokens = encoder.plain(read), encoder.ids(read)
     elif row.tokens:
         text, tokens = str(row.prompt), list(row.tokens)
     else:
@@ -85,7 +93,7 @@ class PromptSource:
         config, seed, tokenizer: settings of the rows, seed of their order, the actor's tokenizer.
         encoder: of that tokenizer.
         found: spellings of control tokens in prompts so far; they are read as text.
-        tools: schemas of the environment's tools, which prompts tell of.
+        render: writes conversations in place of the chat template alone; an environment's.
     """
 
     def __init__(
@@ -94,7 +102,7 @@ class PromptSource:
         self.task, self.tokenizer, self.config, self.seed = task, tokenizer, config, seed
         self.encoder = Encoder(tokenizer)
         self.found = self.encoder.found
-        self.tools: Sequence[Mapping[str, Any]] = ()
+        self.render: Render | None = None
         self._place = self.skipped = 0
         self._order = lru_cache(maxsize=2)(self._make_order)  # this epoch's, and the one before
 
@@ -133,7 +141,7 @@ class PromptSource:
     def prompt_by_id(self, prompt_id: int) -> Prompt:
         """Return the prompt that has, had or will have this id."""
         row = self.row_by_id(prompt_id)
-        how: Any = {"encoder": self.encoder, "tools": self.tools}
+        how: Any = {"encoder": self.encoder, "render": self.render}
         return render(row, self.config, self.tokenizer, prompt_id, **how)
 
     def row_by_id(self, prompt_id: int) -> TaskRow:
