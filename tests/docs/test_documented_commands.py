@@ -105,8 +105,8 @@ def _runs(folder: Path) -> None:
     shutil.copytree(out / "tiny-001", out / "agent-001")
     tokenizer: Any = load_tokenizer(folder / "tiny")
     template = (TEMPLATES / "chatml.jinja").read_text().rstrip("\n")
-    for token, own in (("<|im_start|>", "<bos>"), ("<|im_end|>", "<eos>")):
-        template = template.replace(token, own)
+    for token, tiny in (("<|im_start|>", "<bos>"), ("<|im_end|>", "<eos>")):
+        template = template.replace(token, tiny)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(out / "agent-001" / "model")
     shared: dict[str, Any] = {
