@@ -49,7 +49,7 @@ def settings(tiny_folder: Path, folder: Path, preset: str) -> Config:
     rows = "".join(json.dumps({"prompt": f"Say {n}."}) + "\n" for n in range(16))
     (folder / "rows.jsonl").write_text(rows)
     asked = {"kind": "dataset", "name": str(folder / "rows.jsonl"), "max_prompt_tokens": 200}
-    rollout = {"batch": 4, "samples_per_prompt": 2, "max_new_tokens": 400}
+    rollout: dict[str, Any] = {"batch": 4, "samples_per_prompt": 2, "max_new_tokens": 400}
     rollout["stop"] = [*"eiotan"]  # else a random policy seldom ends a turn
     sections: dict[str, Any] = {
         "model": {"name": str(chatty(tiny_folder, folder / "chatty")), "dtype": "float32"},
