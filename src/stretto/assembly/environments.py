@@ -47,14 +47,14 @@ def open_environment(
         places = open_places(settings, overrides.environment)
         for place in places:
             stack.callback(place.close)
+    if places[0].ready["kind"] == "program":
+        return _programs(config, places, prompts, overrides, say)
     if config.task.chat == "off":
         raise ConfigError(
             "task.chat = 'off' gives plain text, and an environment answers in a conversation; set "
             "task.chat = 'auto'",
             "environment-without-chat",
         )
-    if places[0].ready["kind"] == "program":
-        return _programs(config, places, prompts, overrides, say)
     tools = places[0].ready["tools"]
     ends = overrides.end_tokens or frozenset()
     bridge = bridge_for(places[0].ready, prompts.encoder, settings, say, ends)
