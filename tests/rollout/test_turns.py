@@ -17,7 +17,8 @@ from stretto.config import RolloutConfig
 from stretto.models.cached import SlotCache
 from stretto.models.weights import fingerprint
 from stretto.rollout.base import EngineSettings
-from stretto.rollout.engine import ModelPass, TorchEngine
+from stretto.rollout.engine import TorchEngine
+from stretto.rollout.steps import ModelPass
 from stretto.schedules.rollout import Rollout
 from stretto.types import FinishReason, Sampling, WeightsRef
 
