@@ -9,7 +9,6 @@ from typing import Any
 
 from stretto.assembly.models import NO_OVERRIDES, Overrides
 from stretto.config import Config, EnvironmentConfig
-from stretto.environments.bridge import Bridge
 from stretto.environments.processes import (
     EnvironmentProcess,
     LocalEnvironment,
@@ -18,6 +17,7 @@ from stretto.environments.processes import (
     settings_of,
 )
 from stretto.environments.program import PlacedPrograms, ProgramEnvironment
+from stretto.environments.renderer import open_bridge
 from stretto.environments.role import EnvironmentRole
 from stretto.environments.sessions import Bridges, Limits, Sessions
 from stretto.errors import ConfigError, require
@@ -54,7 +54,7 @@ def open_environment(
             "environment-without-chat",
         )
     tools = places[0].ready["tools"]
-    bridge = Bridge(prompts.encoder, tools, end_tokens=overrides.end_tokens or frozenset())
+    bridge = open_bridge(prompts.encoder, tools, overrides.end_tokens or frozenset())
     prompts.render = lambda messages, rows: bridge.prompt(messages, [*tools, *rows])
     if bridge.breaks and settings.on_break == "refuse":
         raise ConfigError(
