@@ -5,6 +5,8 @@ Needs: openai (pip install openai), and what examples/program.toml needs.
 Run:   stretto train examples/program.toml
 """
 
+import re
+
 from openai import AsyncOpenAI
 
 TRIES = 2
@@ -12,12 +14,12 @@ TRIES = 2
 
 async def run(data, base_url, api_key):
     """Return 1 for the right answer at once, half of it for one after a hint, else 0."""
-    messages = [{"role": "user", "content": f"{data['question']} Answer with the number alone."}]
+    messages = [{"role": "user", "content": data["question"]}]
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         for attempt in range(TRIES):
             answer = await client.chat.completions.create(model="policy", messages=messages)
             said = answer.choices[0]
-            if said.message.content.strip().rstrip(".") == data["answer"]:
+            if re.findall(r"\d+", said.message.content)[-1:] == [data["answer"]]:
                 return 1 / (1 + attempt)
             if said.finish_reason == "length":  # the limit of a turn, which ends the episode
                 break

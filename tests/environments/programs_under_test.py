@@ -2,10 +2,11 @@
 
 import os
 import time
+from typing import Any
 
 from openai import AsyncOpenAI, OpenAI
 
-QUESTION = [{"role": "user", "content": "q"}]
+QUESTION: Any = [{"role": "user", "content": "q"}]
 
 
 async def run(data, base_url, api_key, http_client):
@@ -18,6 +19,8 @@ async def run(data, base_url, api_key, http_client):
         os._exit(3)
     if data["answer"] == "block":
         time.sleep(60)
+    if data["answer"] == "refused":
+        await client.chat.completions.create(model="any", messages=QUESTION, stop="x")
     print("not an answer")
     return {"reward": 1.5, "said": answer.choices[0].message.content}
 

@@ -11,9 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raising import raises
+from stretto.config import TaskConfig
 from stretto.environments.bridge import Bridge
 from stretto.errors import ConfigError, TaskError
+from stretto.tasks.base import TaskRow
 from stretto.tasks.encode import Encoder
+from stretto.tasks.prompts import render
 from stretto.types import Message
 from template_helpers import FAMILIES, TOOLS, bridge_of, tokenizer_of
 
@@ -250,6 +253,21 @@ def test_prompts_tell_of_tools(family: str) -> None:
         _, text = bridge_of(family).prompt(messages, other)
         assert "subtract" in text
         assert "multiply" not in text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_tell_of_tools_whether_their_template_does_or_not(family: str) -> None:
+    tokenizer, bridge = tokenizer_of(family), bridge_of(family)
+    row, config = TaskRow("What is 6 times 7?"), TaskConfig()
+    prompt = render(row, config, tokenizer, render=lambda m, _: bridge.prompt(m))
+    assert prompt.tokens == tuple(bridge.prompt(ASKED)[0])
+    assert all(t["function"]["name"] in prompt.text for t in TOOLS)  # type: ignore[index]
+    plain = tokenizer.apply_chat_template(
+        ASKED, tools=TOOLS, tokenize=False, add_generation_prompt=True
+    )
+    assert (plain == prompt.text) == (
+        family in ("qwen2.5", "qwen3", "llama3.1", "smollm3", "mistral")
+    )
 
 
 def test_without_tools_a_prompt_is_the_templates_own() -> None:

@@ -405,8 +405,8 @@ def test_rewards_are_numbers_or_have_a_name() -> None:
             reward_of(wrong, ["b"])
 
 
-def in_a_process(name: str, answer: str, **settings: Any) -> Played:
-    """Play an episode of a program of the module in a process of its own."""
+def in_a_process(name: str, answer: str, episodes: int = 1, **settings: Any) -> list[Played]:
+    """Play episodes of a program of the module in a process of its own; turns come once all ask."""
     from stretto.serving.programs import ProgramServer
 
     config = EnvironmentConfig(**settings)
@@ -414,33 +414,46 @@ def in_a_process(name: str, answer: str, **settings: Any) -> Played:
     opening = {"sources": {name: locate_source(source)}, "settings": settings_of(config)}
     place = EnvironmentProcess(opening)
 
-    async def one() -> Played:
-        over = sessions()
+    async def all_of_them() -> list[Played]:
+        over, asking = sessions(), [0]
         server = ProgramServer(over, TOKENIZER, "own")
         role = ProgramEnvironment(PlacedPrograms([place]), over, server, config)
+
+        async def together() -> None:
+            asking[0] += 1
+            while asking[0] < episodes:
+                await asyncio.sleep(0.01)
+
         try:
-            return await played(role, ["hello"], answer=answer)
+            return await asyncio.gather(
+                *(played(role, ["hello"], i, together, answer) for i in range(episodes))
+            )
         finally:
             await server.stop()
 
     try:
         place.start()
         assert place.ready["kind"] == "program"
-        return asyncio.run(asyncio.wait_for(one(), 60))
+        return asyncio.run(asyncio.wait_for(all_of_them(), 60))
     finally:
         place.close()
 
 
 def test_programs_run_in_processes_of_their_own() -> None:
-    end = in_a_process("run", "return").end
-    assert (end.reward, end.record) == (1.5, {"extra": {"said": "hello"}})
-    assert in_a_process("Blocking", "return").end.reward == 1.0
+    (found,) = in_a_process("run", "return")
+    assert (found.end.reward, found.end.record) == (1.5, {"extra": {"said": "hello"}})
+    several = in_a_process("Blocking", "return", 3, parallel=1)  # none waits for another
+    assert [one.end.reward for one in several] == [1.0] * 3
 
 
 def test_errors_in_a_process_are_told_and_its_loss_begins_the_episode_anew() -> None:
-    failure = in_a_process("run", "raise").end.record["failure"]
+    (found,) = in_a_process("run", "raise")
+    failure = found.end.record["failure"]
     assert "LookupError: no such page" in failure
-    assert "programs_under_test.py, line 16" in failure
+    assert "programs_under_test.py, line 17" in failure
+    (found,) = in_a_process("run", "refused")
+    assert "stop strings" in found.end.record["failure"]
+    assert "programs_under_test.py, line 23" in found.end.record["failure"]
     with raises(EpisodeLostError, "program-lost"):
         in_a_process("run", "die")
 

@@ -216,6 +216,10 @@ def test_where_the_device_has_no_room_for_copies_they_are_made_again(
     made = made_anew()
     play(engine(), made)
     assert_same(made, alone)
+    sliced = engine()
+    sliced._sliced = True  # other ranks may have room, and would prefill other tokens
+    with pytest.raises(torch.OutOfMemoryError):
+        play(sliced, made_anew())
 
 
 @contextmanager

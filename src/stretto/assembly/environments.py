@@ -9,7 +9,6 @@ from typing import Any
 
 from stretto.assembly.models import NO_OVERRIDES, Overrides
 from stretto.config import Config, EnvironmentConfig
-from stretto.environments.bridge import Bridge
 from stretto.environments.processes import (
     EnvironmentProcess,
     LocalEnvironment,
@@ -18,6 +17,7 @@ from stretto.environments.processes import (
     settings_of,
 )
 from stretto.environments.program import PlacedPrograms, ProgramEnvironment
+from stretto.environments.renderer import open_bridge
 from stretto.environments.role import EnvironmentRole
 from stretto.environments.sessions import Bridges, Limits, Sessions
 from stretto.errors import ConfigError, require
@@ -45,16 +45,16 @@ def open_environment(
         places = open_places(settings, overrides.environment)
         for place in places:
             stack.callback(place.close)
+    if places[0].ready["kind"] == "program":
+        return _programs(config, places, prompts, overrides, say)
     if config.task.chat == "off":
         raise ConfigError(
             "task.chat = 'off' gives plain text, and an environment answers in a conversation; set "
             "task.chat = 'auto'",
             "environment-without-chat",
         )
-    if places[0].ready["kind"] == "program":
-        return _programs(config, places, prompts, overrides, say)
     tools = places[0].ready["tools"]
-    bridge = Bridge(prompts.encoder, tools, end_tokens=overrides.end_tokens or frozenset())
+    bridge = open_bridge(prompts.encoder, tools, overrides.end_tokens or frozenset())
     prompts.render = lambda messages, rows: bridge.prompt(messages, [*tools, *rows])
     if bridge.breaks and settings.on_break == "refuse":
         raise ConfigError(

@@ -95,6 +95,8 @@ class Bridge:
         form: how calls of tools are written.
     """
 
+    _reads_calls = True
+
     def __init__(
         self,
         encoder: Encoder,
@@ -110,13 +112,16 @@ class Bridge:
 
         Raises:
             ConfigError: there is no chat template, it refuses a plain conversation, or it writes
-                calls of tools in a way that is not read here.
+                calls of tools in a way that is not read here (code ``unknown-call-format``).
         """
         self._encoder, self._tools = encoder, tuple(tools)
-        self._shape = Shape(encoder, self._tools)
+        self._shape = Shape(encoder, reads_calls=bool(tools) and self._reads_calls)
         eos = encoder.tokenizer.eos_token_id
         self._ends = end_tokens | self._shape.ends | ({eos} if eos is not None else set())
         self.form: CallFormat = self._shape.form
+        opening = encoder.control_in(self.form.opening)
+        # No text is lost with these at the end of a turn, whichever of them a model ends it with.
+        self._silent = (self._ends | encoder.control_ids) - {opening and opening[2]}
         self._header = self._rendered([_QUESTION])
         self._opens_reasoning = self._header.rstrip().endswith(THINK)
         self._broken: set[_Case] = set()
@@ -156,10 +161,7 @@ class Bridge:
             ended: whether the turn ended by itself, and not at a limit.
             tools: in place of the bridge's own.
         """
-        ids = list(ids)
-        while ids and ids[-1] in self._ends:
-            ids.pop()
-        escaped = self._encoder.spelled(ids)
+        escaped = self._spelled(ids)
         begin = self._begin(escaped)
         rest = escaped[begin:]
         names = names_of(self._tools if tools is None else tools)
@@ -174,8 +176,15 @@ class Bridge:
                 content += escaped[at : max(at, begin + start)]
                 at = max(at, begin + end)
             message["content"] = self._without_control(content + escaped[at:]).strip()
-            message["tool_calls"] = [_as_written(f.call) for f in good]
+            message["tool_calls"] = [as_written(f.call) for f in good]
         return Turn(text, message, tuple(call for _, _, call in found))
+
+    def _spelled(self, ids: Sequence[int]) -> str:
+        """Return the escaped text of a turn, without what ends it."""
+        ids = list(ids)
+        while ids and ids[-1] in self._silent:
+            ids.pop()
+        return self._encoder.spelled(ids)
 
     def _begin(self, escaped: str) -> int:
         """Return where calls may begin: behind reasoning, and a token such as <|python_tag|>."""
@@ -398,6 +407,7 @@ def _in_front(messages: Sequence[Message]) -> bool:
     return bool(messages) and messages[0]["role"] == "system"
 
 
-def _as_written(call: ToolCall) -> dict[str, Any]:
+def as_written(call: ToolCall) -> dict[str, Any]:
+    """Return a call as messages have it."""
     function = {"name": call.name, "arguments": call.arguments}
     return {"type": "function", "id": call.id, "function": function}

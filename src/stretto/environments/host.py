@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
+import sys
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -39,7 +41,8 @@ class Host:
         self, named: Mapping[str, Any], settings: Mapping[str, Any], worn: Callable[[], object]
     ) -> None:
         self._run = Runner(settings["parallel"], settings["timeout_s"], worn)
-        self._unlimited = Runner(settings["parallel"], math.inf, worn)
+        # A batch of programs waits for turns, which come once all have asked: none may be held up.
+        self._unlimited = Runner(sys.maxsize, math.inf, worn)
         self._characters = CHARACTERS_PER_TOKEN * settings["max_observation_tokens"]
         self.source: Source = recognise(named, self._run)
         self._episodes: dict[int, Episode] = {}
@@ -109,6 +112,8 @@ class Host:
         program = self._programs[body["episode"]] = asyncio.ensure_future(work)
         try:
             return {"result": plain(await program)}
+        except CallError as error:
+            return {"error": str(error), "place": _place(error, self.source.run)}
         except asyncio.CancelledError:
             return {"error": "it was ended"}
         finally:
@@ -124,6 +129,17 @@ class Host:
         closing = [episode.close() for episode in self._episodes.values()]
         self._episodes.clear()
         await asyncio.gather(*closing, return_exceptions=True)
+
+
+def _place(error: CallError, program: Any) -> str:
+    """Return what a program raised, with the line of its own file."""
+    if error.__cause__ is None:
+        return error.place
+    try:
+        file = inspect.getsourcefile(program)
+    except TypeError:  # it has none
+        file = None
+    return describe(error.__cause__, file)
 
 
 def _sum(*rewards: float | None) -> float | None:

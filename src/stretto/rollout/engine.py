@@ -31,6 +31,7 @@ from stretto.models.backend import backend_of
 from stretto.models.cached import CachedPass, RowCache, SlotCache, check_cache
 from stretto.models.devices import Backend, PackedLinears
 from stretto.models.forward import backbone, output_head, positions, unwrapped
+from stretto.models.tensor_parallel import slices_of
 from stretto.models.weights import load_weights
 from stretto.rollout.base import CPU, Engine, EngineSettings, Row
 from stretto.rollout.sampling import sample, stream_seed, top_logprobs, uniform
@@ -106,7 +107,7 @@ class TorchEngine(Engine):
         with torch.inference_mode():
             check_cache(own, own.next_logits, own.head.logits)
         self.device = next(model.parameters()).device
-        self._backend = backend_of(self.device)
+        self._backend, self._sliced = backend_of(self.device), slices_of(model)[0] is not None
         self._cache = SlotCache(0)
         self._pass = ModelPass(model, self._cache, config)
         self._packed = PackedLinears(backbone(model), unwrapped(model).get_output_embeddings())
@@ -328,7 +329,9 @@ class TorchEngine(Engine):
         try:
             row.kv = self._cache.take(slot, row.cached, row.cache_version)
         except torch.OutOfMemoryError:
-            row.void(self.version)  # it is prefilled again
+            if self._sliced:  # other ranks may have room, and all must prefill the same
+                raise
+            row.void(self.version)
 
     def _bound_parked(self) -> None:
         """Drop keys and values of the rows that have been parked for longest, where the device has
