@@ -3,7 +3,7 @@
 Each variant trains for the same steps, on the same rows: PPO with reference and critic, Stretto's
 own engine, and a tool whose seconds are log-normal. The model has random weights and hardly learns,
 so all variants meet the same turns. The run of 'sync' is then replayed in virtual time with every
-schedule.
+schedule, and so is a described cluster with turns and waits like these.
 
     python benchmarks/episodes.py
     python benchmarks/episodes.py --model DIR --steps 8 --variants sync oppo stretto
@@ -22,28 +22,35 @@ from typing import Any, NamedTuple
 
 from _shared import parse
 from stretto import api
-from stretto.config import Config, changes
+from stretto.config import Config, ScheduleConfig, changes
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe.progress import NoProgress
+from stretto.planner.formulas import priced
 from stretto.planner.replay import Recording
+from stretto.runtime.sim.cluster import Cluster
+from stretto.runtime.sim.episodes import Episodes, Waits
 from stretto.runtime.sim.simulate import SimResult, simulate
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "sync": {"preset": "sync"},
-    "oppo-no-streaming": {"preset": "oppo", "score_on": "rollout"},
+    "oppo-score-batch": {"preset": "oppo", "score_on": "batch"},
+    "oppo-score-rollout": {"preset": "oppo", "score_on": "rollout"},
     "oppo": {"preset": "oppo"},
     "async": {"preset": "async"},
-    "async-streaming": {"preset": "async", "score_on": "chunk"},
-    "stretto-no-streaming": {"preset": "stretto", "score_on": "rollout"},
+    "async-score-chunk": {"preset": "async", "score_on": "chunk"},
+    "stretto-score-batch": {"preset": "stretto", "score_on": "batch"},
+    "stretto-score-rollout": {"preset": "stretto", "score_on": "rollout"},
     "stretto-hold-keep": {"preset": "stretto", "hold": "keep"},
     "stretto-hold-remake": {"preset": "stretto", "hold": "remake"},
     "stretto": {"preset": "stretto"},
 }
 """Settings of the schedule by name."""
 PAIRS = (
-    ("streamed scoring", "oppo", "oppo-no-streaming"),
-    ("streamed scoring", "async-streaming", "async"),
-    ("streamed scoring", "stretto", "stretto-no-streaming"),
+    ("streamed scoring", "oppo", "oppo-score-batch"),
+    ("streamed scoring", "oppo", "oppo-score-rollout"),
+    ("streamed scoring", "async-score-chunk", "async"),
+    ("streamed scoring", "stretto", "stretto-score-batch"),
+    ("streamed scoring", "stretto", "stretto-score-rollout"),
     ("hold auto", "stretto", "stretto-hold-keep"),
     ("hold auto", "stretto", "stretto-hold-remake"),
 )
@@ -54,6 +61,7 @@ TEMPLATE = (
 )
 STOPS = tuple("bcdfg")
 """Letters that end a turn, beside the end token: of 259 random tokens, about one in 43."""
+CLUSTER = Path(__file__).parent / "clusters" / "oppo-7b-h200.toml"
 WARM = 2
 """First steps, which do not count."""
 
@@ -152,6 +160,20 @@ def predicted(recording: Recording, config: Config) -> Measured:
     return Measured(fmean(step["timing_s/step"] for step in steps), result.utilisation)
 
 
+def at_scale(args: argparse.Namespace, name: str) -> Measured:
+    """The described cluster in virtual time, with turns and waits like these."""
+    cluster = priced(Cluster.read(args.cluster))
+    waits = {"median": args.median, "p95": args.p95}
+    workload = {"steps": args.steps + WARM, "episodes": Episodes(wait_s=Waits(**waits))}
+    changed = {
+        "workload": cluster.workload.model_copy(update=workload),
+        "schedule": ScheduleConfig.model_validate(VARIANTS[name]),
+    }
+    result = simulate(cluster.model_copy(update=changed))
+    steps = result.steps[WARM:]
+    return Measured(fmean(step["timing_s/step"] for step in steps), result.utilisation)
+
+
 def tables(names: list[str], found: Mapping[str, Mapping[str, Measured]]) -> Iterator[str]:
     """Seconds a step and ratios of each variant, and of pairs that differ in one thing."""
     kinds = list(found)
@@ -179,6 +201,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256, help="of that Llama")
     parser.add_argument("--layers", type=int, default=6, help="of that Llama")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--cluster", type=Path, default=CLUSTER, help="simulated beside it")
     parser.add_argument("--steps", type=int, default=12, help=f"after {WARM} that warm up")
     parser.add_argument("--batch", type=int, default=32, help="episodes a step")
     parser.add_argument("--slots", type=int, default=0, help="rows of the engine; 0: all in flight")
@@ -189,10 +212,10 @@ def main() -> None:
     )
     small = {"steps": 3, "batch": 4, "median": 0.005, "p95": 0.05, "new_tokens": 128}
     small |= {"width": 64, "layers": 2}
-    args = parse(parser, {**small, "variants": ["sync", "stretto-no-streaming", "stretto"]})
+    args = parse(parser, {**small, "variants": ["sync", "stretto-score-rollout", "stretto"]})
     if args.variants[0] != "sync":
         args.variants = ["sync", *(name for name in args.variants if name != "sync")]
-    found: dict[str, dict[str, Measured]] = {"real": {}, "predicted": {}}
+    found: dict[str, dict[str, Measured]] = {"real": {}, "predicted": {}, args.cluster.stem: {}}
     with tempfile.TemporaryDirectory(prefix="stretto-episodes-") as scratch:
         base = settings(args, Path(scratch))
         recording = None
@@ -201,6 +224,7 @@ def main() -> None:
             found["real"][name], run = real(config)
             recording = recording or Recording.read(run)
             found["predicted"][name] = predicted(recording, config)
+            found[args.cluster.stem][name] = at_scale(args, name)
             for kind, measured in found.items():
                 print(name, kind, measured[name], file=sys.stderr, flush=True)
     print("\n".join(tables(args.variants, found)))

@@ -26,7 +26,7 @@ class Family(NamedTuple):
 _CHATML = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 _TOOLS = ("<tool_call>", "</tool_call>")
 _RESPONSES = ("<tool_response>", "</tool_response>", "<think>", "</think>")
-_LLAMA = ("<|begin_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>")
+_LLAMA = ("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>")
 _HEADERS = ("<|start_header_id|>", "<|end_header_id|>")
 _MISTRAL = ("[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]")
 FAMILIES = {

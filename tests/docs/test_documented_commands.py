@@ -73,7 +73,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows(folder / "chats.jsonl", *[row | {"completion": "yes"} for row in some])
     rows(folder / "pairs.jsonl", *[row | {"chosen": "yes", "rejected": "no"} for row in some])
     (folder / "rewards.py").write_text(blocks("rewards", "python")[0])
-    (folder / "tools.py").write_text(blocks("serving", "python")[0])
+    called, games = blocks("episodes", "python")[0], blocks("episodes", "python")[2]
+    (folder / "tools.py").write_text(blocks("serving", "python")[0] + called)
+    (folder / "games.py").write_text(games)
     (folder / "problem.json").write_text(blocks("pipelines", "json")[0])
     (folder / "here.toml").write_text(blocks("planning", "toml")[0])
     (folder / "cluster.toml").write_text("[rollout]\nengines = 2\n")
@@ -105,8 +107,8 @@ def _runs(folder: Path) -> None:
     shutil.copytree(out / "tiny-001", out / "agent-001")
     tokenizer: Any = load_tokenizer(folder / "tiny")
     template = (TEMPLATES / "chatml.jinja").read_text().rstrip("\n")
-    for token, own in (("<|im_start|>", "<bos>"), ("<|im_end|>", "<eos>")):
-        template = template.replace(token, own)
+    for token, tiny in (("<|im_start|>", "<bos>"), ("<|im_end|>", "<eos>")):
+        template = template.replace(token, tiny)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(out / "agent-001" / "model")
     shared: dict[str, Any] = {

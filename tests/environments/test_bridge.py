@@ -11,9 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raising import raises
+from stretto.assembly.environments import bridge_for
+from stretto.config import EnvironmentConfig, TaskConfig
 from stretto.environments.bridge import Bridge
 from stretto.errors import ConfigError, TaskError
+from stretto.tasks.base import TaskRow
 from stretto.tasks.encode import Encoder
+from stretto.tasks.prompts import render
 from stretto.types import Message
 from template_helpers import FAMILIES, TOOLS, bridge_of, tokenizer_of
 
@@ -168,6 +172,22 @@ def test_reasoning_that_is_dropped_for_a_new_question_is_a_break() -> None:
     assert bridge.prompt(whole)[0][: len(thought)] != thought
 
 
+def test_what_breaks_is_told_or_refused_only_where_it_can_happen() -> None:
+    """Functions answer as tools, and no user does."""
+    encoder, said = Encoder(tokenizer_of("qwen3")), list[str]()
+    fork, refuse = EnvironmentConfig(), EnvironmentConfig(on_break="refuse")
+    for chosen in (fork, refuse):
+        bridge_for({"kind": "functions", "tools": TOOLS}, encoder, chosen, said.append)
+    assert said == []
+    other = {"kind": "environment", "tools": TOOLS}
+    bridge_for(other, encoder, fork, said.append)
+    assert len(said) == 1
+    with raises(ConfigError, "template-rewrites-history", "reasoning"):
+        bridge_for(other, encoder, refuse, said.append)
+    bridge_for(other, Encoder(tokenizer_of("qwen2.5")), refuse, said.append)
+    assert len(said) == 1
+
+
 def test_a_system_message_that_moves_is_a_break() -> None:
     bridge = bridge_of("mistral", tools=False)
     system = Message(role="system", content="Be brief.")
@@ -250,6 +270,21 @@ def test_prompts_tell_of_tools(family: str) -> None:
         _, text = bridge_of(family).prompt(messages, other)
         assert "subtract" in text
         assert "multiply" not in text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_tell_of_tools_whether_their_template_does_or_not(family: str) -> None:
+    tokenizer, bridge = tokenizer_of(family), bridge_of(family)
+    row, config = TaskRow("What is 6 times 7?"), TaskConfig()
+    prompt = render(row, config, tokenizer, render=lambda m, _: bridge.prompt(m))
+    assert prompt.tokens == tuple(bridge.prompt(ASKED)[0])
+    assert all(t["function"]["name"] in prompt.text for t in TOOLS)  # type: ignore[index]
+    plain = tokenizer.apply_chat_template(
+        ASKED, tools=TOOLS, tokenize=False, add_generation_prompt=True
+    )
+    assert (plain == prompt.text) == (
+        family in ("qwen2.5", "qwen3", "llama3.1", "smollm3", "mistral")
+    )
 
 
 def test_without_tools_a_prompt_is_the_templates_own() -> None:

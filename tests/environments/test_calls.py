@@ -149,8 +149,8 @@ def test_nesting_is_bounded() -> None:
         lists = "[" * depth + "]" * depth
         return block(f'{{"name": "add", "arguments": {{"a": {lists}}}}}')
 
-    assert told(nested(MAX_DEPTH - 2)) == [("add", "ok")]  # the call and its arguments are two
-    assert told(nested(MAX_DEPTH - 1)) == [("add", "invalid")]
+    assert told(nested(MAX_DEPTH - 1)) == [("add", "ok")]  # the arguments are an object, too
+    assert told(nested(MAX_DEPTH)) == [("add", "invalid")]
 
 
 @settings(deadline=None, max_examples=200)
@@ -273,6 +273,16 @@ def test_a_token_before_a_bare_call_is_passed_over() -> None:
     text = '<|python_tag|>{"name": "add", "parameters": {"a": 1}}'
     said = turn("llama3.1", text)
     assert [(c.name, c.status) for c in said.calls] == [("add", "ok")]
+    assert said.message["content"] == ""
+
+
+def test_another_end_token_is_no_text_behind_a_call() -> None:
+    """Such as Llama's <|eom_id|>, which a model's generation config names."""
+    tokenizer: Any = tokenizer_of("llama3.1")
+    text = '{"name": "add", "parameters": {}}<|eom_id|>'
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    said = bridge_of("llama3.1").parse(ids, ended=True)
+    assert [c.status for c in said.calls] == ["ok"]
     assert said.message["content"] == ""
 
 

@@ -65,7 +65,7 @@ def calculation() -> Rollout:
 
 def test_a_transcript_has_turns_calls_rewards_and_what_was_trained_on() -> None:
     told = transcript(calculation(), decode)
-    assert told["ended_by"] == "environment"
+    assert (told["episode"], told["ended_by"]) == (7, "environment")
     first, second = told["turns"]
     assert [m["role"] for m in first["messages"]] == ["assistant", "tool"]
     assert first["calls"][0]["arguments"] == {"expression": "17*3"}
@@ -96,7 +96,7 @@ def test_a_plain_response_is_recorded_as_ever(tmp_path: Path) -> None:
     run.append_samples(1, [Sample("2+2?", "4", 1.0, "stop", 2)])
     run.append_rollouts(1, [rollout], {})
     for file in (run.samples_file, run.rollouts_file):
-        assert not {"turns", "pieces", "ended_by"} & json.loads(file.read_text()).keys()
+        assert not {"episode", "turns", "pieces", "ended_by"} & json.loads(file.read_text()).keys()
 
 
 def test_a_rollouts_record_has_what_a_replay_needs(tmp_path: Path) -> None:
@@ -241,7 +241,9 @@ def looked_at(tmp_path: Path) -> list[LoadedRun]:
     pieces = [told["pieces"][0], long, told["pieces"][2]]
     turns = [{**told["turns"][0], "calls": [*told["turns"][0]["calls"], failed]}, told["turns"][1]]
     scores = {"environment": 0.5}
-    sample = Sample("17*3?", "It is 51.", 0.5, "stop", 7, scores, {}, turns, pieces, "environment")
+    sample = Sample(
+        "17*3?", "It is 51.", 0.5, "stop", 7, scores, {}, 7, turns, pieces, "environment"
+    )
     run.append_samples(1, [sample, Sample("2+2?", "4", 1.0, "stop", 2, scores)])
     run.append_metrics(1, {"objective/scores": 0.5, "episode/turns_mean": 2.0})
     run.append_rollouts(1, [rollout], {7: 0.5})

@@ -47,8 +47,9 @@ from stretto.models.lora import add_lora
 from stretto.models.tiny import byte_tokenizer
 from stretto.models.weights import fingerprint, with_own_structure, with_own_weights
 from stretto.rollout.base import EngineSettings, StopStrings
-from stretto.rollout.engine import GraphedDecode, ModelPass, StepInputs, TorchEngine
+from stretto.rollout.engine import TorchEngine
 from stretto.rollout.sampling import stream_seed, uniform
+from stretto.rollout.steps import GraphedDecode, ModelPass, StepInputs
 from stretto.schedules.rollout import Rollout
 from stretto.training.trained import LearningRate, TrainedModel
 from stretto.types import Chunk, FinishReason, Prompt, Sampling, WeightsRef
@@ -925,7 +926,7 @@ def test_slots_and_lengths_are_reserved_once_where_graphs_hold_their_addresses(
 def test_graphs_are_bounded_and_the_one_used_longest_ago_goes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("stretto.rollout.engine.MOST_GRAPHS", 2)
+    monkeypatch.setattr("stretto.rollout.steps.MOST_GRAPHS", 2)
     slots, backend = SlotCache(8), EagerBackend()
     graphed = GraphedDecode(ModelPass(model(), slots, RolloutConfig()), backend)
     slots.reserve(16)

@@ -17,7 +17,8 @@ from stretto.config import RolloutConfig
 from stretto.models.cached import SlotCache
 from stretto.models.weights import fingerprint
 from stretto.rollout.base import EngineSettings
-from stretto.rollout.engine import ModelPass, TorchEngine
+from stretto.rollout.engine import TorchEngine
+from stretto.rollout.steps import ModelPass
 from stretto.schedules.rollout import Rollout
 from stretto.types import FinishReason, Sampling, WeightsRef
 
@@ -216,6 +217,10 @@ def test_where_the_device_has_no_room_for_copies_they_are_made_again(
     made = made_anew()
     play(engine(), made)
     assert_same(made, alone)
+    sliced = engine()
+    sliced._sliced = True  # other ranks may have room, and would prefill other tokens
+    with pytest.raises(torch.OutOfMemoryError):
+        play(sliced, made_anew())
 
 
 @contextmanager

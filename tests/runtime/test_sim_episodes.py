@@ -352,8 +352,9 @@ def test_rewards_of_the_environment_are_the_score() -> None:
 def test_room_that_is_short_costs_less_where_what_waits_is_let_go() -> None:
     """Prefilling dear, copying cheap, room for some of what waits: auto reads least again."""
     cost = COST.model_copy(update={"cache_tokens": 1500, "offload": TransferCost(bytes_per_s=1e4)})
-    workload = {"batch": 16, "steps": 6, "episodes": Episodes(wait_s=Waits(median=20, p95=200))}
-    workload |= {"response_tokens": Lognormal(median=20, p95=60), "max_new_tokens": 512}
+    workload: dict[str, Any] = {"batch": 16, "steps": 6, "max_new_tokens": 512}
+    workload |= {"episodes": Episodes(wait_s=Waits(median=20, p95=200))}
+    workload |= {"response_tokens": Lognormal(median=20, p95=60)}
     prefilled = {}
     for hold in ("keep", "offload", "remake", "auto"):
         schedule = ScheduleConfig(preset="async", hold=hold)

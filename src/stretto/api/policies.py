@@ -137,8 +137,8 @@ class Conversation:
         if self._policy.tokenizer.chat_template:
             row = TaskRow((*self._turns, Message(role="user", content=said)))
         task = TaskConfig(system=self._system)
-        schemas = self._tools.schemas if self._tools else ()
-        how: Any = {"encoder": self._encoder, "tools": schemas}
+        written = self._tools.render if self._tools else None
+        how: Any = {"encoder": self._encoder, "render": written}
         prompt = render(row, task, self._policy.tokenizer, **how)
         room = self._policy.longest - len(prompt.tokens)
         if room < 1:

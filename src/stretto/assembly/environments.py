@@ -18,11 +18,13 @@ from stretto.environments.processes import (
     settings_of,
 )
 from stretto.environments.program import PlacedPrograms, ProgramEnvironment
+from stretto.environments.renderer import open_bridge
 from stretto.environments.role import EnvironmentRole
 from stretto.environments.sessions import Bridges, Limits, Sessions
 from stretto.errors import ConfigError, require
 from stretto.protocols import Environment
 from stretto.saying import Say, working
+from stretto.tasks.encode import Encoder
 from stretto.tasks.prompts import PromptSource
 
 
@@ -45,24 +47,42 @@ def open_environment(
         places = open_places(settings, overrides.environment)
         for place in places:
             stack.callback(place.close)
+    if places[0].ready["kind"] == "program":
+        return _programs(config, places, prompts, overrides, say)
     if config.task.chat == "off":
         raise ConfigError(
             "task.chat = 'off' gives plain text, and an environment answers in a conversation; set "
             "task.chat = 'auto'",
             "environment-without-chat",
         )
-    if places[0].ready["kind"] == "program":
-        return _programs(config, places, prompts, overrides, say)
     tools = places[0].ready["tools"]
-    bridge = Bridge(prompts.encoder, tools, end_tokens=overrides.end_tokens or frozenset())
+    ends = overrides.end_tokens or frozenset()
+    bridge = bridge_for(places[0].ready, prompts.encoder, settings, say, ends)
     prompts.render = lambda messages, rows: bridge.prompt(messages, [*tools, *rows])
-    if bridge.breaks and settings.on_break == "refuse":
-        raise ConfigError(
-            f"environment.on_break = 'refuse': {bridge.breaks}", "template-rewrites-history"
-        )
-    if bridge.breaks:
-        say(f"where earlier turns are rewritten, a new sample begins: {bridge.breaks}")
     return EnvironmentRole(settings, places, bridge, prompts.encoder, config.task.max_prompt_tokens)
+
+
+def bridge_for(
+    ready: Mapping[str, Any],
+    encoder: Encoder,
+    settings: EnvironmentConfig,
+    say: Say,
+    end_tokens: frozenset[int] = frozenset(),
+) -> Bridge:
+    """Read off the chat template how turns of an environment go on; tell where they cannot.
+
+    Raises ConfigError where the template is of no use, or turns that cannot go on are refused.
+
+    Args:
+        ready: what the environment says of itself; functions answer as tools, and no user does.
+    """
+    bridge = open_bridge(encoder, ready["tools"], end_tokens)
+    breaks = bridge.breaks_among(("tool",) if ready["kind"] == "functions" else ("tool", "user"))
+    if breaks and settings.on_break == "refuse":
+        raise ConfigError(f"environment.on_break = 'refuse': {breaks}", "template-rewrites-history")
+    if breaks:
+        say(f"where earlier turns are rewritten, a new sample begins: {breaks}")
+    return bridge
 
 
 def _programs(

@@ -13,7 +13,7 @@ calls of tools and reasoning; and again with the messages themselves, whenever t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product, takewhile
 from typing import Any, NamedTuple
@@ -89,11 +89,12 @@ class Bridge:
     """A chat template as a way from tokens to tokens.
 
     Attributes:
-        breaks: which conversations cannot go on from the tokens that stand, why, and what to do;
-            ``None`` where all can. Others go on all the same: :meth:`context` decides for each.
-        breaks_before: the same, by the role of the message that follows a turn.
+        breaks_before: which conversations cannot go on from the tokens that stand, and why, by the
+            role of the message that follows a turn. Others go on: :meth:`context` decides for each.
         form: how calls of tools are written.
     """
+
+    _reads_calls = True
 
     def __init__(
         self,
@@ -110,21 +111,32 @@ class Bridge:
 
         Raises:
             ConfigError: there is no chat template, it refuses a plain conversation, or it writes
-                calls of tools in a way that is not read here.
+                calls of tools in a way that is not read here (code ``unknown-call-format``).
         """
         self._encoder, self._tools = encoder, tuple(tools)
-        self._shape = Shape(encoder, self._tools)
+        self._shape = Shape(encoder, reads_calls=bool(tools) and self._reads_calls)
         eos = encoder.tokenizer.eos_token_id
         self._ends = end_tokens | self._shape.ends | ({eos} if eos is not None else set())
         self.form: CallFormat = self._shape.form
+        opening = encoder.control_in(self.form.opening)
+        # No text is lost with these at the end of a turn, whichever of them a model ends it with.
+        self._silent = (self._ends | encoder.control_ids) - {opening and opening[2]}
         self._header = self._rendered([_QUESTION])
         self._opens_reasoning = self._header.rstrip().endswith(THINK)
         self._broken: set[_Case] = set()
         self.breaks_before: dict[str, str] = {}
         for role in ("tool", "user") if tools else ("user",):
             self._prove(role)
-        told = "; ".join(self.breaks_before.values())
-        self.breaks = f"{told}. {_WHAT_TO_DO}" if told else None
+
+    @property
+    def breaks(self) -> str | None:
+        """Which conversations cannot go on, why, and what to do; ``None`` where all can."""
+        return self.breaks_among(self.breaks_before)
+
+    def breaks_among(self, roles: Iterable[str]) -> str | None:
+        """Return the same of conversations in which messages of these roles follow a turn."""
+        told = "; ".join(self.breaks_before[r] for r in roles if r in self.breaks_before)
+        return f"{told}. {_WHAT_TO_DO}" if told else None
 
     # -- prompts and turns -------------------------------------------------------------------------
 
@@ -156,10 +168,7 @@ class Bridge:
             ended: whether the turn ended by itself, and not at a limit.
             tools: in place of the bridge's own.
         """
-        ids = list(ids)
-        while ids and ids[-1] in self._ends:
-            ids.pop()
-        escaped = self._encoder.spelled(ids)
+        escaped = self._spelled(ids)
         begin = self._begin(escaped)
         rest = escaped[begin:]
         names = names_of(self._tools if tools is None else tools)
@@ -174,8 +183,15 @@ class Bridge:
                 content += escaped[at : max(at, begin + start)]
                 at = max(at, begin + end)
             message["content"] = self._without_control(content + escaped[at:]).strip()
-            message["tool_calls"] = [_as_written(f.call) for f in good]
+            message["tool_calls"] = [as_written(f.call) for f in good]
         return Turn(text, message, tuple(call for _, _, call in found))
+
+    def _spelled(self, ids: Sequence[int]) -> str:
+        """Return the escaped text of a turn, without what ends it."""
+        ids = list(ids)
+        while ids and ids[-1] in self._silent:
+            ids.pop()
+        return self._encoder.spelled(ids)
 
     def _begin(self, escaped: str) -> int:
         """Return where calls may begin: behind reasoning, and a token such as <|python_tag|>."""
@@ -398,6 +414,7 @@ def _in_front(messages: Sequence[Message]) -> bool:
     return bool(messages) and messages[0]["role"] == "system"
 
 
-def _as_written(call: ToolCall) -> dict[str, Any]:
+def as_written(call: ToolCall) -> dict[str, Any]:
+    """Return a call as messages have it."""
     function = {"name": call.name, "arguments": call.arguments}
     return {"type": "function", "id": call.id, "function": function}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -131,16 +131,8 @@ def find_calls(
     """
     found = _Reader(escaped, plain, form, names, ended)
     calls = list(found.marked() if form.opening.strip() else found.bare())
-    taken = set[str]()
-    for n, (start, end, call) in enumerate(calls):
-        own = call.id if call.id and call.id not in taken else _made_id(n, call.raw)
-        taken.add(own)
-        calls[n] = Found(start, end, _with_id(call, own))
-    return calls
-
-
-def _with_id(call: ToolCall, own: str) -> ToolCall:
-    return ToolCall(call.name, call.arguments, call.status, call.raw, own, call.reason)
+    made = numbered([call for _, _, call in calls])
+    return [Found(f.start, f.end, call) for f, call in zip(calls, made, strict=True)]
 
 
 def _made_id(number: int, raw: str) -> str:
@@ -229,22 +221,46 @@ class _Reader:
 
     def _call(self, value: Any, raw: str) -> ToolCall:
         key = self.form.arguments
-        name, arguments, wrong = _name(value), None, ""
+        name, own = _name(value), ""
         if not isinstance(value, dict):
-            wrong = "a call is a JSON object"
-        elif not name:
-            wrong = "a call has the name of a tool as 'name'"
-        elif not isinstance(arguments := value.get(key), dict):
-            wrong = f"a call has an object as '{key}'"
-        elif not _is_sound(value):
-            wrong = f"the JSON is nested more than {MAX_DEPTH} deep, or is no valid Unicode"
-        elif self.names and name not in self.names:
-            wrong = f"there is no tool '{name[:64]}'; known are: {', '.join(sorted(self.names))}"
-        if wrong or not isinstance(arguments, dict):
-            return ToolCall(name, {}, "invalid", raw, "", wrong)
-        own = value.get("id")
-        own = own if isinstance(own, str) and len(own) <= 64 else ""
-        return ToolCall(name, arguments, "ok", raw, own)
+            return ToolCall(name, {}, "invalid", raw, "", "a call is a JSON object")
+        if isinstance(value.get("id"), str):
+            own = value["id"]
+        return checked(name, value.get(key), raw, own, names=self.names, key=key)
+
+
+def checked(
+    name: str, arguments: Any, raw: str, own: str, *, names: Collection[str], key: str = "arguments"
+) -> ToolCall:
+    """Return a call that was read, once it is sure that it can be run.
+
+    Args:
+        own: the id that the policy wrote, if any.
+        key: of the arguments, for messages.
+    """
+    wrong = ""
+    if not name:
+        wrong = "a call has the name of a tool as 'name'"
+    elif not isinstance(arguments, dict):
+        wrong = f"a call has an object as '{key}'"
+    elif not _is_sound(arguments):
+        wrong = f"the arguments are nested more than {MAX_DEPTH} deep, or are no valid Unicode"
+    elif names and name not in names:
+        wrong = f"there is no tool '{name[:64]}'; known are: {', '.join(sorted(names))}"
+    if wrong:
+        return ToolCall(name, {}, "invalid", raw, "", wrong)
+    return ToolCall(name, arguments, "ok", raw, own if len(own) <= 64 and _is_sound(own) else "")
+
+
+def numbered(calls: Sequence[ToolCall]) -> list[ToolCall]:
+    """Return calls of one turn, each with an id that no other one has."""
+    made: list[ToolCall] = []
+    taken = set[str]()
+    for n, call in enumerate(calls):
+        own = call.id if call.id and call.id not in taken else _made_id(n, call.raw)
+        taken.add(own)
+        made.append(replace(call, id=own))
+    return made
 
 
 def _end(pattern: re.Pattern[str], text: str, start: int) -> int:
@@ -260,7 +276,7 @@ def _name(value: Any) -> str:
 
 def _is_sound(value: Any) -> bool:
     """Return whether plain data is nested no deeper than :data:`MAX_DEPTH`, and valid Unicode."""
-    level = [value]
+    level = [value] if isinstance(value, dict | list) else []
     for _ in range(MAX_DEPTH):
         inner = [e.values() if isinstance(e, dict) else e for e in level]
         level = [e for entries in inner for e in entries if isinstance(e, dict | list)]

@@ -14,7 +14,7 @@ import numpy as np
 from stretto.config import EnvironmentConfig
 from stretto.environments.processes import Place, ProcessLostError
 from stretto.environments.results import CHARACTERS_PER_TOKEN, error_text
-from stretto.errors import EpisodeLostError, RewardError, TaskError
+from stretto.errors import ConfigError, EpisodeLostError, RewardError, TaskError
 from stretto.scoring.conventions import plain
 from stretto.tasks.base import INDEX_KEY
 from stretto.types import (
@@ -125,7 +125,10 @@ class EnvironmentRole:
         return Observation(response.id, 0, _NO_TOKENS, prompt=changed)
 
     async def step(self, response: Response) -> Observation:
-        """Answer the turn that a response ends with."""
+        """Answer the turn that a response ends with.
+
+        Raises ConfigError where it cannot go on from what stands, and the settings refuse that.
+        """
         live = self._episodes.get(episode_of(response.id))
         if live is None:
             raise self._lost(response.id, "it was not opened")
@@ -199,6 +202,11 @@ class EnvironmentRole:
         said = seen.messages[1:]
         context = self._bridge.context(standing, said, prompt=_conversation(response.prompt))
         if context is None:
+            if self._config.on_break == "refuse":
+                raise ConfigError(
+                    f"environment.on_break = 'refuse': {self._bridge.breaks}",
+                    "template-rewrites-history",
+                )
             prompt = self._rendered(live, response.prompt, [*live.messages, *seen.messages])
             if len(prompt.tokens) <= self._max_prompt_tokens:
                 live.forks += 1

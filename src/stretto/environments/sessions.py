@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from stretto.environments.bridge import Bridge
+from stretto.environments.renderer import open_bridge
 from stretto.environments.templates import Tools
 from stretto.errors import EngineError
 from stretto.saying import Say, silent
@@ -49,7 +50,7 @@ class Bridges:
         """
         with_tools = bool(tools)
         if with_tools not in self._made:
-            self._made[with_tools] = Bridge(self._encoder, tools, self._ends)
+            self._made[with_tools] = open_bridge(self._encoder, tools, self._ends)
         return self._made[with_tools]
 
 

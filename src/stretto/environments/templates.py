@@ -44,8 +44,12 @@ class Shape:
         ends: control tokens that it ends a turn of the assistant with.
     """
 
-    def __init__(self, encoder: Encoder, tools: Tools) -> None:
-        """Read them off made-up conversations; raise ConfigError as :class:`Bridge` does."""
+    def __init__(self, encoder: Encoder, *, reads_calls: bool) -> None:
+        """Read them off made-up conversations; raise ConfigError as :class:`Bridge` does.
+
+        Args:
+            reads_calls: whether calls of tools are to be read as the template writes them.
+        """
         self._encoder = encoder
         if not encoder.tokenizer.chat_template:
             raise ConfigError(
@@ -71,7 +75,7 @@ class Shape:
             for turn in (_called(), _said())
         )
         self.ends = self._find_ends()
-        self._read_calls(bool(tools))
+        self._read_calls(reads_calls)
 
     def _read_calls(self, needed: bool) -> None:
         header = self._chat([_QUESTION], add_generation_prompt=True)

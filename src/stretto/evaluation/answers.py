@@ -107,7 +107,7 @@ def generate(
     encoder, samples = Encoder(tokenizer), options.samples_per_prompt
     with ExitStack() as stack:
         tools = Tools(environment, encoder, stack) if environment else None
-        how: Any = {"encoder": encoder, "tools": tools.schemas if tools else ()}
+        how: Any = {"encoder": encoder, "render": tools.render if tools else None}
         prompts = [render(row, task, tokenizer, i, **how) for i, row in enumerate(rows)]
         rollouts = [Rollout(p.id * samples + i, p, p.id) for p in prompts for i in range(samples)]
         longest = max(len(prompt.tokens) for prompt in prompts)

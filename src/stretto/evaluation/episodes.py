@@ -9,9 +9,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from stretto.assembly.environments import open_places
+from stretto.assembly.environments import bridge_for, open_places
 from stretto.config import Config, EnvironmentConfig, RolloutConfig
-from stretto.environments.bridge import Bridge
 from stretto.environments.role import EnvironmentRole
 from stretto.errors import ConfigError, EpisodeLostError, RewardError
 from stretto.observe.progress import on_stderr
@@ -73,10 +72,8 @@ class Episode(NamedTuple):
 class Tools:
     """Tools or an environment, in processes that the stack ends.
 
-    Raises ConfigError if a source is not there, or is of no known shape.
-
-    Attributes:
-        schemas: of the tools that prompts tell of.
+    Raises ConfigError if a source is not there, or is of no known shape, or if the chat template
+    cannot go from turn to turn.
     """
 
     def __init__(self, config: EnvironmentConfig, encoder: Encoder, stack: ExitStack) -> None:
@@ -92,7 +89,14 @@ class Tools:
                 "with stretto serve, and run the program with its address",
                 "program-holds-the-loop",
             )
-        self.schemas: Sequence[Mapping[str, Any]] = ready["tools"]
+        self._schemas: Sequence[Mapping[str, Any]] = ready["tools"]
+        self._bridge = bridge_for(ready, encoder, config, on_stderr)
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[int], str]:
+        """Write a conversation as a prompt that tells of the tools, and of those of its row."""
+        return self._bridge.prompt(messages, [*self._schemas, *tools])
 
     def episodes(
         self,
@@ -104,17 +108,12 @@ class Tools:
     ) -> Iterator[Episode]:
         """Decode rollouts turn by turn; see :func:`completed_episodes`.
 
-        Raises ConfigError if the chat template cannot go from turn to turn.
-
         Args:
             seed: as in :class:`~stretto.types.Sampling`.
         """
-        bridge = Bridge(self._encoder, self.schemas, end_tokens=engine.settings.end_tokens)
-        if bridge.breaks and self._config.on_break == "refuse":
-            raise ConfigError(
-                f"environment.on_break = 'refuse': {bridge.breaks}", "template-rewrites-history"
-            )
-        role = EnvironmentRole(self._config, self._places, bridge, self._encoder, max_prompt_tokens)
+        role = EnvironmentRole(
+            self._config, self._places, self._bridge, self._encoder, max_prompt_tokens
+        )
         sampling = replace(_sampling(options, self._config), seed=seed)
         yield from completed_episodes(engine, role, rollouts, sampling)
 

@@ -51,7 +51,7 @@ class Sample:
         reward: the weighted sum of its scores, after the missing-EOS rule.
         scores: by reward source, before weights and that rule; ``None`` where one does not apply.
         extra: what the sources gave beside their scores, by 'source/name'.
-        turns, pieces, ended_by: of an episode, as its ``observe.transcripts.Transcript`` has them.
+        episode, turns, pieces, ended_by: of an episode, see ``observe.transcripts.Transcript``.
     """
 
     prompt: str
@@ -61,6 +61,7 @@ class Sample:
     tokens: int
     scores: Mapping[str, float | None] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
+    episode: int = -1
     turns: Sequence[Mapping[str, Any]] = ()
     pieces: Sequence[Mapping[str, Any]] = ()
     ended_by: str = ""
@@ -357,7 +358,7 @@ class RunDirectory:
 def _without_episode(record: dict[str, Any]) -> dict[str, Any]:
     """Leave out what only episodes have, where there is no turn."""
     if not record["turns"]:
-        for name in {"turns", "pieces", "ended_by"} & record.keys():
+        for name in {"episode", "turns", "pieces", "ended_by"} & record.keys():
             del record[name]
     return record
 

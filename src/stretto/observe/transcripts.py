@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 from stretto.schedules.episode_metrics import answers, calls, wait_s
 from stretto.schedules.rollout import Rollout
-from stretto.types import Observation
+from stretto.types import Observation, episode_of
 
 MOST_CHARS = 20_000
 """Characters of a text in a transcript, at most; of a longer one, the start and the end stay."""
@@ -21,6 +21,8 @@ MOST_DEPTH = 8
 class Transcript(TypedDict, total=False):
     """An episode's sample, as plain data; nothing of a response that is none.
 
+    ``episode``
+        Its id, which forks of one episode share.
     ``turns``
         In order, each with ``tokens`` that the policy drew, ``messages`` (the turn's, and those
         that answer it), ``calls`` (``name``, ``arguments``, ``status``, ``seconds``, ``error``,
@@ -33,6 +35,7 @@ class Transcript(TypedDict, total=False):
         As in :class:`~stretto.types.Observation`.
     """
 
+    episode: int
     turns: Sequence[Mapping[str, Any]]
     pieces: Sequence[Mapping[str, Any]]
     ended_by: str
@@ -47,7 +50,12 @@ def transcript(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> Tran
         {**size, **_told(given[i] if i < len(given) else None), "reward": _reward(rollout, i)}
         for i, size in enumerate(turn_sizes(rollout))
     ]
-    return Transcript(turns=turns, pieces=_pieces(rollout, decode), ended_by=rollout.ended_by)
+    return Transcript(
+        episode=episode_of(rollout.id),
+        turns=turns,
+        pieces=_pieces(rollout, decode),
+        ended_by=rollout.ended_by,
+    )
 
 
 def turn_sizes(rollout: Rollout) -> list[dict[str, Any]]:

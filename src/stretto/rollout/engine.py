@@ -13,28 +13,26 @@ one again when it goes on. Until then no other row shares its prompt.
 
 from __future__ import annotations
 
-import logging
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stretto.config import RolloutConfig
-from stretto.errors import EngineError, first_line
+from stretto.errors import EngineError
 from stretto.models.backend import backend_of
-from stretto.models.cached import CachedPass, RowCache, SlotCache, check_cache
-from stretto.models.devices import Backend, PackedLinears
-from stretto.models.forward import backbone, output_head, positions, unwrapped
+from stretto.models.cached import RowCache, SlotCache, check_cache
+from stretto.models.devices import PackedLinears
+from stretto.models.forward import backbone, positions, unwrapped
+from stretto.models.tensor_parallel import slices_of
 from stretto.models.weights import load_weights
 from stretto.rollout.base import CPU, Engine, EngineSettings, Row
-from stretto.rollout.sampling import sample, stream_seed, top_logprobs, uniform
-from stretto.saying import Say
+from stretto.rollout.sampling import stream_seed
+from stretto.rollout.steps import GraphedDecode, ModelPass, StepInputs
 from stretto.types import (
     Capabilities,
     FinishReason,
@@ -43,17 +41,13 @@ from stretto.types import (
     IntArray,
     KVTransfer,
     Response,
-    Sampling,
     TopLogprobs,
     WeightsRef,
 )
 from stretto.weights.channel import fetched
 
-Graph = tuple[Any, "StepInputs", tuple[Tensor, ...]]
-"""A CUDA graph, the tensors that it reads, and those that it writes: tokens, log-probabilities."""
-
-warn: Say = logging.getLogger(__name__).warning
-"""Logs an engine's message, if nothing else shows it."""
+COPIED = 64 << 20
+"""Bytes that are copied to measure how fast that is."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -106,7 +100,7 @@ class TorchEngine(Engine):
         with torch.inference_mode():
             check_cache(own, own.next_logits, own.head.logits)
         self.device = next(model.parameters()).device
-        self._backend = backend_of(self.device)
+        self._backend, self._sliced = backend_of(self.device), slices_of(model)[0] is not None
         self._cache = SlotCache(0)
         self._pass = ModelPass(model, self._cache, config)
         self._packed = PackedLinears(backbone(model), unwrapped(model).get_output_embeddings())
@@ -328,7 +322,9 @@ class TorchEngine(Engine):
         try:
             row.kv = self._cache.take(slot, row.cached, row.cache_version)
         except torch.OutOfMemoryError:
-            row.void(self.version)  # it is prefilled again
+            if self._sliced:  # other ranks may have room, and all must prefill the same
+                raise
+            row.void(self.version)
 
     def _bound_parked(self) -> None:
         """Drop keys and values of the rows that have been parked for longest, where the device has
@@ -381,126 +377,3 @@ def pick_prefill(
             taken.add(row.prompt)
         picked.append(slot)
     return picked
-
-
-class StepInputs(NamedTuple):
-    """Inputs of a decode step, one entry a row; all [n] int64.
-
-    Attributes:
-        ids: the newest token, not yet in the cache.
-        positions: its position; the cache's scratch position for a row that sits out.
-        draws: which number of the row's stream to draw: the index of the response token.
-    """
-
-    ids: Tensor
-    positions: Tensor
-    seeds: Tensor
-    draws: Tensor
-
-
-class ModelPass(CachedPass):
-    """A causal language model over a slot cache."""
-
-    def __init__(self, model: nn.Module, cache: SlotCache, config: RolloutConfig) -> None:
-        super().__init__(model, cache)
-        self.config, self.head = config, output_head(model)
-        self._output = unwrapped(model).get_output_embeddings()
-
-    def decode(self, inputs: StepInputs, read: int) -> tuple[Tensor, Tensor]:
-        """Decode a token a row for slots 0..n: tokens [n], and log-probabilities [n] as sampled."""
-        logits = self.next_logits(inputs.ids, inputs.positions, read)
-        config, u = self.config, uniform(inputs.seeds, inputs.draws)
-        return sample(logits, u, config.temperature, config.top_k, config.top_p)
-
-    def decode_each(
-        self, inputs: StepInputs, read: int, samplings: Sequence[Sampling]
-    ) -> tuple[list[int], list[float], list[TopLogprobs | None]]:
-        """Decode a token a row, each sampled in its own way; the third are what rows ask for."""
-        logits = self.next_logits(inputs.ids, inputs.positions, read)
-        u, tokens = uniform(inputs.seeds, inputs.draws), torch.empty_like(inputs.ids)
-        logprobs = torch.empty(len(tokens), device=tokens.device)
-        likeliest: list[TopLogprobs | None] = [None] * len(samplings)
-        alike: dict[tuple[float, int, float], list[int]] = {}
-        for slot, sampling in enumerate(samplings):
-            alike.setdefault(sampling.distribution, []).append(slot)
-        for distribution, slots in alike.items():
-            at = torch.tensor(slots, device=tokens.device)
-            if most := max(samplings[slot].top_logprobs for slot in slots):
-                found = top_logprobs(logits[at], most, *distribution)
-                for slot, row in zip(slots, found, strict=True):
-                    if asked := samplings[slot].top_logprobs:
-                        likeliest[slot] = row[:asked]
-            tokens[at], sampled = sample(logits[at], u[at], *distribution)
-            logprobs[at] = sampled.float()
-        return tokens.tolist(), logprobs.tolist(), likeliest
-
-    def next_logits(self, ids: Tensor, positions: Tensor, read: int) -> Tensor:
-        """Return logits [n, V] after the newest token of slots 0..n."""
-        at = positions[:, None]
-        self.cache.aim(slice(0, len(ids)), at, read)
-        at = at.masked_fill(at == self.cache.capacity, 0)  # the model has no scratch position
-        hidden = self._hidden(ids[:, None], at, self._masks(at, read))
-        return self.head.finish(self._output(hidden[:, 0]))
-
-
-COPIED = 64 << 20
-"""Bytes that are copied to measure how fast that is."""
-MOST_GRAPHS = 32
-"""CUDA graphs of an engine at a time; the one that was replayed longest ago goes first."""
-
-
-class GraphedDecode:
-    """Decode steps replayed as CUDA graphs, one for each (rows, read) rounded up. Where a step
-    cannot be captured, as the routing of most experts, that is said, and all steps run eagerly.
-    """
-
-    def __init__(self, model: ModelPass, backend: Backend, say: Say = warn) -> None:
-        self._model, self._backend, self._say = model, backend, say
-        self._graphs: OrderedDict[tuple[int, int], Graph] = OrderedDict()
-        self._moves, self._eager = -1, False
-        self._pool: Any = None
-
-    def __call__(self, inputs: StepInputs, read: int) -> tuple[Tensor, Tensor]:
-        """Decode as :meth:`ModelPass.decode` does."""
-        cache = self._model.cache
-        if cache.moves != self._moves:  # graphs so far write to freed memory
-            self._graphs.clear()
-            self._pool, self._moves = None, cache.moves
-        n = len(inputs.ids)
-        key = (
-            min(1 << (n - 1).bit_length(), cache.slots),
-            min(-(-read // 256) * 256, cache.capacity),
-        )
-        if key not in self._graphs and not self._eager:
-            self._capture(key)
-        if self._eager:
-            return self._model.decode(inputs, read)
-        self._graphs.move_to_end(key)
-        graph, static, (tokens, logprobs) = self._graphs[key]
-        static.positions.fill_(cache.capacity)
-        for target, source in zip(static, inputs, strict=True):
-            target[:n].copy_(source)
-        graph.replay()
-        return tokens[:n], logprobs[:n]
-
-    def _capture(self, key: tuple[int, int]) -> None:
-        rows, width = key
-        device = self._model.device
-        static = StepInputs(*(torch.zeros(rows, dtype=torch.long, device=device) for _ in range(4)))
-        static.positions.fill_(self._model.cache.capacity)
-        try:
-            graph, outputs = self._backend.capture(
-                lambda: self._model.decode(static, width), self._pool
-            )
-        except RuntimeError as error:
-            self._eager = True
-            self._graphs.clear()
-            self._say(
-                f"decode steps run without CUDA graphs, as one could not be captured: "
-                f"{first_line(error)}"
-            )
-            return
-        self._pool = graph.pool()
-        self._graphs[key] = graph, static, outputs
-        if len(self._graphs) > MOST_GRAPHS:
-            self._graphs.popitem(last=False)

@@ -164,6 +164,11 @@ class Encoder:
                 run.append(i)
         return text
 
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """The ids of control tokens."""
+        return self._ids
+
     def control_in(self, escaped: str, start: int = 0) -> tuple[int, int, int] | None:
         """Return the first control token of an escaped text from a place on: start, end and id."""
         found = self._spelling.search(escaped, start)

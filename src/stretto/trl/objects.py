@@ -15,7 +15,10 @@ from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as BY_
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from stretto.config import TaskConfig
+from stretto.config import EnvironmentConfig, TaskConfig
+from stretto.environments.bridge import Bridge
+from stretto.environments.processes import LocalEnvironment, settings_of
+from stretto.environments.shapes import named_objects
 from stretto.errors import ConfigError, ModelError, TaskError, nearest
 from stretto.models.backend import pick_device, pick_dtype
 from stretto.models.heads import scalar_head
@@ -26,7 +29,7 @@ from stretto.models.weights import require_trainable
 from stretto.saying import silent
 from stretto.tasks import Task, TaskRow
 from stretto.tasks.encode import Encoder
-from stretto.tasks.prompts import render
+from stretto.tasks.prompts import Render, render
 from stretto.tasks.tables import as_prompt, of_row
 from stretto.trl.arguments import device, mapping
 from stretto.trl.config import PPOConfig
@@ -53,8 +56,9 @@ _NOT_HERE = {
     "quantization_config": "weights are not quantised here; leave it out, or train adapters on "
     "weights in 4 bits by stretto.train with model.load_in_4bit",
     **dict.fromkeys(
-        ("tools", "environment_factory", "rollout_func"),
-        "a response is one turn here, without tools; leave it out",
+        ("rollout_func",),
+        "responses are made by the engine, and answered by tools or an environment; give these as "
+        "tools or environment_factory",
     ),
     **dict.fromkeys(
         ("compute_metrics", "preprocess_logits_for_metrics"),
@@ -392,6 +396,46 @@ class _Rows(Task):
         return row
 
 
+OPENING = 256
+"""Tokens that an environment may add to a prompt when it is reset."""
+
+
+@dataclass(frozen=True)
+class Answering:
+    """What answers a policy's turns.
+
+    Attributes:
+        objects: tools or an environment, by their names in ``environment.sources``.
+        render: makes prompts that tell of its tools.
+        rewards: whether it gives rewards.
+    """
+
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    render: Render | None = None
+    rewards: bool = False
+
+
+def answering(tools: Any, factory: Any, tokenizer: PreTrainedTokenizerBase) -> Answering:
+    """Look at the tools or the environment of a trainer; nothing where it has neither.
+
+    Raises ConfigError where they are of no known shape, or the tokenizer's chat template cannot go
+    on with their answers.
+    """
+    found = named_objects(tools, factory)
+    if not found:
+        return Answering()
+    tools_of = LocalEnvironment(found, settings_of(EnvironmentConfig())).ready["tools"]
+    bridge = Bridge(Encoder(tokenizer), tools_of)
+    made = next(iter(found.values())) if factory is not None else None
+    kinds = made.values() if isinstance(made, Mapping) else [made]
+    rewards = any(hasattr(getattr(kind, "makes", kind), "get_reward") for kind in kinds)
+
+    def render(messages: Any, rows: Any) -> tuple[list[int], str]:
+        return bridge.prompt(messages, [*tools_of, *rows])
+
+    return Answering(found, render, rewards)
+
+
 class PromptTask(_Rows):
     """Prompts from a column ``prompt``, texts or messages; the others are for reward functions.
 
@@ -402,14 +446,28 @@ class PromptTask(_Rows):
         chat: the setting ``task.chat`` with which the actor reads them.
     """
 
-    def __init__(self, rows: Any, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    def __init__(
+        self,
+        rows: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        answers: Answering | None = None,
+    ) -> None:
         super().__init__(rows, tokenizer, name)
         found = [self.row(index) for index in range(len(self))]
         self.chat = "off" if all(isinstance(row.prompt, str) for row in found) else "auto"
         config = TaskConfig.model_validate({"kind": "dataset", "name": name, "chat": self.chat})
-        encoder = Encoder(tokenizer)
-        read = (render(row, config, tokenizer, encoder=encoder) for row in found)
+        how: Any = {"encoder": Encoder(tokenizer), "render": answers.render if answers else None}
+        read = (render(row, config, tokenizer, **how) for row in found)
         self.longest = max(len(prompt.tokens) for prompt in read)
+        if answers and answers.objects:
+            self.longest += OPENING
+            if self.chat == "off":
+                raise ConfigError(
+                    f"{name} has texts as prompts, and tools and environments answer in a "
+                    "conversation; give lists of messages",
+                    "environment-without-chat",
+                )
 
     def row(self, index: int) -> TaskRow:
         """The row at ``index``."""

@@ -31,7 +31,7 @@ from stretto.api.training import write_rows
 from stretto.assembly.models import Overrides, made_ready
 from stretto.assembly.roles import RoleFactory
 from stretto.config import Config, recipes
-from stretto.config.sections import MISSING_EOS, reward_source
+from stretto.config.sections import ENVIRONMENT, MISSING_EOS, reward_source
 from stretto.config.training import token_budget
 from stretto.errors import ConfigError, StateError
 from stretto.evaluation.answers import answer
@@ -50,7 +50,7 @@ from stretto.tasks.prompts import render
 from stretto.trl import arguments, objects
 from stretto.trl.callbacks import after_step, never_called
 from stretto.trl.config import GRPOConfig, OnlineDPOConfig, PPOConfig, RLOOConfig, TrlConfig
-from stretto.trl.objects import PromptTask, Rewards, TokenTask
+from stretto.trl.objects import Answering, PromptTask, Rewards, TokenTask
 
 REWARD_MODEL = "model:reward_model"
 """Name of PPO's reward model among the reward sources."""
@@ -85,6 +85,7 @@ class BaseTrainer:
     hub_model_id: ClassVar[None] = None
     optimizer = lr_scheduler = None
     _held_out: PromptTask | None = None  # prompts of evaluations while it trains
+    _answering = Answering()  # nothing
 
     log_metrics = trainer_pt_utils.log_metrics
     metrics_format = trainer_pt_utils.metrics_format
@@ -119,9 +120,12 @@ class BaseTrainer:
         )
         if peft_config is not None:
             data["model"] |= objects.lora_settings(peft_config, self.model)
-        data["reward"] |= {"sources": tuple(rewards.sources)}
+        given = (ENVIRONMENT,) if self._answering.rewards else ()
+        data["reward"] |= {"sources": (*rewards.sources, *given)}
         if weights := getattr(args, "reward_weights", None):
-            data["reward"]["weights"] = tuple(weights)
+            data["reward"]["weights"] = (*weights, *(1.0 for _ in given))
+        if sources := tuple(self._answering.objects):
+            data["environment"] = {"sources": sources}
         if self._held_out:
             held_out = Path(args.output_dir) / "eval_dataset.jsonl"
             longest = max(task.longest, self._held_out.longest)
@@ -250,6 +254,7 @@ class BaseTrainer:
             task=self._task,
             functions=self._rewards.functions,
             reward_models=self._rewards.models,
+            environment=self._answering.objects,
         )
 
     def tell(self, event: str, **more: Any) -> None:
@@ -424,6 +429,8 @@ class _PromptsTrainer(BaseTrainer):
         ref_model: Any = None,
         callbacks: Sequence[Any] | None,
         peft_config: Any,
+        tools: Any = None,
+        environment_factory: Any = None,
     ) -> None:
         named = model if isinstance(model, str) else str(getattr(model, "name_or_path", ""))
         if args is None:
@@ -456,13 +463,15 @@ class _PromptsTrainer(BaseTrainer):
         models |= {source: judge for source, (judge, _) in rewards.models.items()}
         models = {name: each for name, each in models.items() if each is not None}
         objects.check_shared(models)
-        task, self.eval_dataset = PromptTask(rows, tokenizer, "train_dataset"), eval_dataset
+        answers = self._answering = objects.answering(tools, environment_factory, tokenizer)
+        task = PromptTask(rows, tokenizer, "train_dataset", answers)
+        self.eval_dataset = eval_dataset
         if arguments.evaluates(args):
             if eval_dataset is None:
                 text = f"eval_strategy = '{args.eval_strategy}' needs eval_dataset; give it"
                 raise ConfigError(text, "no-eval-dataset")
             held_out = objects.rows_of(eval_dataset, "eval_dataset", 0)
-            self._held_out = PromptTask(held_out, tokenizer, "eval_dataset")
+            self._held_out = PromptTask(held_out, tokenizer, "eval_dataset", answers)
         self._set_up(args, tokenizer, models, rewards, task, sizes, callbacks, peft_config)
 
 
@@ -479,6 +488,8 @@ class GRPOTrainer(_PromptsTrainer):
         processing_class: the policy's tokenizer; ``None``: the one beside the model.
         reward_processing_classes: tokenizers of the reward models, if not those beside them.
         callbacks, peft_config: as of :class:`PPOTrainer`.
+        tools, environment_factory: answer the policy's turns (docs/episodes.md); an environment's
+            ``get_reward`` is a reward beside the others.
     """
 
     _config: ClassVar[type[TrlConfig]] = GRPOConfig
@@ -500,14 +511,8 @@ class GRPOTrainer(_PromptsTrainer):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
-        objects.refuse(
-            None,
-            optimizers,
-            quantization_config=quantization_config,
-            tools=tools,
-            rollout_func=rollout_func,
-            environment_factory=environment_factory,
-        )
+        refused = {"quantization_config": quantization_config, "rollout_func": rollout_func}
+        objects.refuse(None, optimizers, **refused)
         self._prepare(
             args,
             self._config,
@@ -519,6 +524,8 @@ class GRPOTrainer(_PromptsTrainer):
             reward_processing_classes,
             callbacks=callbacks,
             peft_config=peft_config,
+            tools=tools,
+            environment_factory=environment_factory,
         )
 
 

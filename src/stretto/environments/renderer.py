@@ -1,0 +1,170 @@
+"""The library 'renderers' for templates whose calls of tools are no JSON, such as tags in tags.
+
+Its renderers are written by hand, one for each family of models. One of them takes part only if it
+reads a prompt as the model's own chat template does, token for token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any, cast
+
+from stretto.environments.bridge import THINK, UNTHINK, Bridge, Turn, as_written
+from stretto.environments.calls import ToolCall, checked, numbered
+from stretto.environments.templates import Tools, names_of
+from stretto.errors import ConfigError, first_line, is_installed, remedy
+from stretto.tasks.encode import Encoder
+from stretto.types import Message
+
+_UNREAD = "unknown-call-format"
+_QUESTION = Message(role="user", content="made up question")
+
+
+def open_bridge(
+    encoder: Encoder, tools: Tools = (), end_tokens: frozenset[int] = frozenset()
+) -> Bridge:
+    """Return the way from turn to turn: of the chat template, or else of a renderer.
+
+    Raises ConfigError where neither can read calls of the tools, or the template is of no use.
+    """
+    try:
+        return Bridge(encoder, tools, end_tokens)
+    except ConfigError as error:
+        if error.code != _UNREAD:
+            raise
+        renderer = find_renderer(encoder)
+        if renderer is None:
+            hint = "" if is_installed("renderers") else f" ({remedy('renderers')})"
+            raise ConfigError(
+                f"{error}. The library 'renderers' reads those of some models{hint}, by their "
+                "names on the hub",
+                _UNREAD,
+            ) from error
+    return RendererBridge(encoder, tools, end_tokens, renderer)
+
+
+def find_renderer(encoder: Encoder) -> Any:
+    """Return the renderer for the tokenizer's name; ``None`` without the library, or without one.
+
+    Others are not guessed: of two models of one kind, one may have been given another template.
+    Raises ConfigError where the renderer does not take the tokenizer.
+    """
+    if not is_installed("renderers"):
+        return None
+    base: Any = import_module("renderers.base")
+    if encoder.tokenizer.name_or_path not in base.MODEL_RENDERER_MAP:
+        return None
+    try:
+        return base.create_renderer(Texts(encoder))
+    except Exception as error:  # it asserts what it expects of a tokenizer
+        raise ConfigError(
+            f"the library 'renderers' does not take the tokenizer of "
+            f"{encoder.tokenizer.name_or_path}: {first_line(error)}. Use the tokenizer that the "
+            "model came with, or another model",
+            "renderer-differs",
+        ) from error
+
+
+class Texts:
+    """A tokenizer as renderers ask for one, to which no text spells a control token."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder, self._tokenizer = encoder, encoder.tokenizer
+        self.name_or_path = encoder.tokenizer.name_or_path
+        self.unk_token_id: int | None = encoder.tokenizer.unk_token_id
+        self.eos_token_id: int | None = encoder.tokenizer.eos_token_id
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        """Return the tokens of a text."""
+        return self._encoder.ids(self._encoder.escape(text))
+
+    def decode(self, token_ids: Sequence[int], **options: Any) -> str:
+        """Return the text of tokens."""
+        return str(self._tokenizer.decode(list(token_ids), **options))
+
+    def convert_tokens_to_ids(self, tokens: Any) -> Any:
+        """Return the id of a token, or those of several."""
+        return self._tokenizer.convert_tokens_to_ids(tokens)
+
+
+class RendererBridge(Bridge):
+    """A renderer as a way from tokens to tokens; prompts are the chat template's."""
+
+    _reads_calls = False
+
+    def __init__(
+        self, encoder: Encoder, tools: Tools, end_tokens: frozenset[int], renderer: Any
+    ) -> None:
+        """Check that the renderer reads a prompt as the chat template does.
+
+        Raises ConfigError if it does not, or as :class:`Bridge`.
+        """
+        super().__init__(encoder, tools, end_tokens)
+        self._renderer = renderer
+        own, text = self.prompt([_QUESTION])
+        options = {"tools": self._listed(None), "add_generation_prompt": True}
+        other = list(renderer.render_ids([dict(_QUESTION)], **options))
+        if own != other:
+            raise ConfigError(
+                f"the library 'renderers' reads a question as {self._encoder.spelled(other)!r}, "
+                f"and the model's chat template as {text!r}; its calls of tools cannot be read. "
+                "Use the template that the model came with, or another model",
+                "renderer-differs",
+            )
+
+    def _listed(self, tools: Tools | None) -> list[dict[str, Any]] | None:
+        """Return tools as renderers take them: the functions alone."""
+        tools = self._tools if tools is None else tools
+        return [dict(tool.get("function", tool)) for tool in tools] or None
+
+    def parse(self, ids: Sequence[int], *, ended: bool, tools: Tools | None = None) -> Turn:
+        """Read a turn, as :meth:`Bridge.parse` does."""
+        read = self._renderer.parse_response(list(ids), tools=self._listed(tools))
+        names = names_of(self._tools if tools is None else tools)
+        calls = numbered([_call(call, names) for call in read.tool_calls])
+        content = read.content
+        if read.reasoning_content:
+            content = f"{THINK}\n{read.reasoning_content}\n{UNTHINK}\n\n{content}"
+        message = Message(role="assistant", content=content)
+        if good := [as_written(call) for call in calls if call.status == "ok"]:
+            message["tool_calls"] = good
+        return Turn(self._without_control(self._spelled(ids)), message, tuple(calls))
+
+    def context(
+        self,
+        standing: Sequence[int],
+        messages: Sequence[Message],
+        *,
+        prompt: Sequence[Message] | None = None,
+    ) -> list[int] | None:
+        """Return the tokens to append to what stands, as :meth:`Bridge.context` does."""
+        standing = list(standing)
+        shaped = [cast("dict[str, Any]", dict(m)) for m in messages]
+        split = len(standing) - 1
+        rendered = self._renderer.bridge_to_next_turn(
+            standing[:split], standing[split:], shaped, tools=self._listed(None)
+        )
+        if rendered is None or list(rendered.token_ids[: len(standing)]) != standing:
+            return None
+        return list(rendered.token_ids[len(standing) :])
+
+    def written(self, calls: Sequence[Mapping[str, Any]]) -> str:
+        """Refuse: how calls are written is known to the chat template alone."""
+        raise ConfigError(
+            "how this model writes calls of tools is known to its chat template alone; put them "
+            "into messages as tool_calls",
+            _UNREAD,
+        )
+
+
+def _call(read: Any, names: Any) -> ToolCall:
+    """Return a call as a renderer read it, and check it as others are."""
+    status, name = str(read.status.value), read.name or ""
+    if status == "unclosed_block":
+        reason = "the turn ended before the call was closed"
+        return ToolCall(name, {}, "unclosed", read.raw, "", reason)
+    if status != "ok":
+        reason = f"the call cannot be read: {status.replace('_', ' ')}"
+        return ToolCall(name, {}, "invalid", read.raw, "", reason)
+    return checked(name, read.arguments, read.raw, read.id or "", names=names)

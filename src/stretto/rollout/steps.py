@@ -1,0 +1,150 @@
+"""Decode steps of Stretto's own engine: passes over its slots, and CUDA graphs of them.
+
+Shapes: n rows, K key positions read, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from stretto.config import RolloutConfig
+from stretto.errors import first_line
+from stretto.models.cached import CachedPass, SlotCache
+from stretto.models.devices import Backend
+from stretto.models.forward import output_head, unwrapped
+from stretto.rollout.sampling import sample, top_logprobs, uniform
+from stretto.saying import Say
+from stretto.types import Sampling, TopLogprobs
+
+Graph = tuple[Any, "StepInputs", tuple[Tensor, ...]]
+"""A CUDA graph, the tensors that it reads, and those that it writes: tokens, log-probabilities."""
+
+warn: Say = logging.getLogger(__name__).warning
+"""Logs an engine's message, if nothing else shows it."""
+
+
+class StepInputs(NamedTuple):
+    """Inputs of a decode step, one entry a row; all [n] int64.
+
+    Attributes:
+        ids: the newest token, not yet in the cache.
+        positions: its position; the cache's scratch position for a row that sits out.
+        draws: which number of the row's stream to draw: the index of the response token.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    seeds: Tensor
+    draws: Tensor
+
+
+class ModelPass(CachedPass):
+    """A causal language model over a slot cache."""
+
+    def __init__(self, model: nn.Module, cache: SlotCache, config: RolloutConfig) -> None:
+        super().__init__(model, cache)
+        self.config, self.head = config, output_head(model)
+        self._output = unwrapped(model).get_output_embeddings()
+
+    def decode(self, inputs: StepInputs, read: int) -> tuple[Tensor, Tensor]:
+        """Decode a token a row for slots 0..n: tokens [n], and log-probabilities [n] as sampled."""
+        logits = self.next_logits(inputs.ids, inputs.positions, read)
+        config, u = self.config, uniform(inputs.seeds, inputs.draws)
+        return sample(logits, u, config.temperature, config.top_k, config.top_p)
+
+    def decode_each(
+        self, inputs: StepInputs, read: int, samplings: Sequence[Sampling]
+    ) -> tuple[list[int], list[float], list[TopLogprobs | None]]:
+        """Decode a token a row, each sampled in its own way; the third are what rows ask for."""
+        logits = self.next_logits(inputs.ids, inputs.positions, read)
+        u, tokens = uniform(inputs.seeds, inputs.draws), torch.empty_like(inputs.ids)
+        logprobs = torch.empty(len(tokens), device=tokens.device)
+        likeliest: list[TopLogprobs | None] = [None] * len(samplings)
+        alike: dict[tuple[float, int, float], list[int]] = {}
+        for slot, sampling in enumerate(samplings):
+            alike.setdefault(sampling.distribution, []).append(slot)
+        for distribution, slots in alike.items():
+            at = torch.tensor(slots, device=tokens.device)
+            if most := max(samplings[slot].top_logprobs for slot in slots):
+                found = top_logprobs(logits[at], most, *distribution)
+                for slot, row in zip(slots, found, strict=True):
+                    if asked := samplings[slot].top_logprobs:
+                        likeliest[slot] = row[:asked]
+            tokens[at], sampled = sample(logits[at], u[at], *distribution)
+            logprobs[at] = sampled.float()
+        return tokens.tolist(), logprobs.tolist(), likeliest
+
+    def next_logits(self, ids: Tensor, positions: Tensor, read: int) -> Tensor:
+        """Return logits [n, V] after the newest token of slots 0..n."""
+        at = positions[:, None]
+        self.cache.aim(slice(0, len(ids)), at, read)
+        at = at.masked_fill(at == self.cache.capacity, 0)  # the model has no scratch position
+        hidden = self._hidden(ids[:, None], at, self._masks(at, read))
+        return self.head.finish(self._output(hidden[:, 0]))
+
+
+MOST_GRAPHS = 32
+"""CUDA graphs of an engine at a time; the one that was replayed longest ago goes first."""
+
+
+class GraphedDecode:
+    """Decode steps replayed as CUDA graphs, one for each (rows, read) rounded up. Where a step
+    cannot be captured, as the routing of most experts, that is said, and all steps run eagerly.
+    """
+
+    def __init__(self, model: ModelPass, backend: Backend, say: Say = warn) -> None:
+        self._model, self._backend, self._say = model, backend, say
+        self._graphs: OrderedDict[tuple[int, int], Graph] = OrderedDict()
+        self._moves, self._eager = -1, False
+        self._pool: Any = None
+
+    def __call__(self, inputs: StepInputs, read: int) -> tuple[Tensor, Tensor]:
+        """Decode as :meth:`ModelPass.decode` does."""
+        cache = self._model.cache
+        if cache.moves != self._moves:  # graphs so far write to freed memory
+            self._graphs.clear()
+            self._pool, self._moves = None, cache.moves
+        n = len(inputs.ids)
+        key = (
+            min(1 << (n - 1).bit_length(), cache.slots),
+            min(-(-read // 256) * 256, cache.capacity),
+        )
+        if key not in self._graphs and not self._eager:
+            self._capture(key)
+        if self._eager:
+            return self._model.decode(inputs, read)
+        self._graphs.move_to_end(key)
+        graph, static, (tokens, logprobs) = self._graphs[key]
+        static.positions.fill_(cache.capacity)
+        for target, source in zip(static, inputs, strict=True):
+            target[:n].copy_(source)
+        graph.replay()
+        return tokens[:n], logprobs[:n]
+
+    def _capture(self, key: tuple[int, int]) -> None:
+        rows, width = key
+        device = self._model.device
+        static = StepInputs(*(torch.zeros(rows, dtype=torch.long, device=device) for _ in range(4)))
+        static.positions.fill_(self._model.cache.capacity)
+        try:
+            graph, outputs = self._backend.capture(
+                lambda: self._model.decode(static, width), self._pool
+            )
+        except RuntimeError as error:
+            self._eager = True
+            self._graphs.clear()
+            self._say(
+                f"decode steps run without CUDA graphs, as one could not be captured: "
+                f"{first_line(error)}"
+            )
+            return
+        self._pool = graph.pool()
+        self._graphs[key] = graph, static, outputs
+        if len(self._graphs) > MOST_GRAPHS:
+            self._graphs.popitem(last=False)

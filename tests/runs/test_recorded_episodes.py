@@ -1,0 +1,104 @@
+"""A run of episodes, and what its folder, its display and its report have of them."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto import runs
+from stretto.config import Config, recipes
+from stretto.models.load import load_tokenizer
+from stretto.observe import RunDirectory
+from stretto.observe.progress import PlainProgress
+from stretto.observe.report import html_page, load
+from stretto.types import CONTEXT
+from template_helpers import TEMPLATES
+
+WORLD = """
+class World:
+    def reset(self, **row):
+        self.turns = 0
+
+    def step(self, text):
+        self.turns += 1
+        if self.turns == 2 and len(text) % 2:
+            raise ValueError("odd <|im_end|> </script>")
+        return f"turn {self.turns}", len(text) % 3 / 2, self.turns == 3, {}
+"""
+
+
+def chatty(tiny_folder: Path, folder: Path) -> Path:
+    """The tiny model with a chat template, in which its own tokens stand for ChatML's."""
+    shutil.copytree(tiny_folder, folder)
+    tokenizer: Any = load_tokenizer(folder)
+    template = (TEMPLATES / "chatml.jinja").read_text().rstrip("\n")
+    template = template.replace("<|im_start|>", "<bos>").replace("<|im_end|>", "<eos>")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def settings(tiny_folder: Path, folder: Path, preset: str) -> Config:
+    (folder / "world.py").write_text(WORLD)
+    rows = "".join(json.dumps({"prompt": f"Say {n}."}) + "\n" for n in range(16))
+    (folder / "rows.jsonl").write_text(rows)
+    asked = {"kind": "dataset", "name": str(folder / "rows.jsonl"), "max_prompt_tokens": 200}
+    rollout: dict[str, Any] = {"batch": 4, "samples_per_prompt": 2, "max_new_tokens": 400}
+    rollout["stop"] = [*"eiotan"]  # else a random policy seldom ends a turn
+    sections: dict[str, Any] = {
+        "model": {"name": str(chatty(tiny_folder, folder / "chatty")), "dtype": "float32"},
+        "task": asked,
+        "environment": {"sources": [f"{folder / 'world.py'}:World"], "max_turns": 4},
+        "reward": {"sources": ["environment"], "missing_eos": "off"},
+        "rollout": rollout,
+        "schedule": {"preset": preset},
+        "algorithm": {"name": "grpo"},
+        "observe": {"samples": 4},
+    }
+    return recipes.build({"steps": 2, "threads": 1, **sections}, "here")
+
+
+def lines(file: Path) -> Sequence[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("preset", ["sync", "stretto"])
+def test_a_run_of_episodes_can_be_looked_at(preset: str, tiny_folder: Path, tmp_path: Path) -> None:
+    config = settings(tiny_folder, tmp_path, preset)
+    run, shown = RunDirectory.create(tmp_path / "runs", "turns", config), io.StringIO()
+    runs.train(config, run_dir=run, progress=PlainProgress(shown))
+    assert "  turns " in shown.getvalue()
+    assert "  wait_s " in shown.getvalue()
+
+    samples = lines(run.samples_file)
+    assert len(samples) == 8
+    for sample in samples:
+        assert 1 <= len(sample["turns"]) <= 3
+        assert sum(piece["tokens"] for piece in sample["pieces"]) == sample["tokens"]
+        drawn = sum(piece["tokens"] for piece in sample["pieces"] if piece["sampled"])
+        assert drawn == sum(turn["tokens"] for turn in sample["turns"])
+        assert all(turn["wait_s"] > 0 for turn in sample["turns"])
+        total = sum(turn["reward"] for turn in sample["turns"])
+        assert sample["scores"] == {"environment": pytest.approx(total)}
+        for before, after in zip(sample["pieces"], sample["pieces"][1:], strict=False):
+            assert before["sampled"] != after["sampled"]
+            assert before["sampled"] or "turn " in before["text"] or "error" in before["text"]
+    for record in lines(run.rollouts_file):
+        assert record["oldest_version"] > CONTEXT
+
+    metrics = run.read_metrics()[-1]
+    assert metrics["episode/turns_max"] <= 3
+    assert metrics["episode/wait_s_mean"] > 0
+    assert metrics["timing_s/step"] != metrics["timing_s/environment/step"]
+    spans = [span for span in run.trace.read().spans if span.role == "environment"]
+    assert {span.name for span in spans} == {"open", "step"}
+    assert {"rollout", "turn", "tool"} <= spans[0].attributes.keys()
+    page = html_page(load([run.path]))
+    assert "waits for the environment" in page
+    assert page.count("</script>") == 2  # of the data and of the script

@@ -1,0 +1,93 @@
+"""Tools and environments of TRL's trainers, called in this process between turns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.models.tiny import make_tiny
+from stretto.trl import GRPOConfig, GRPOTrainer
+
+ROWS = [{"prompt": [{"role": "user", "content": f"open {n}"}], "code": n} for n in range(4)]
+
+
+class Safe:
+    """Counts what is asked of it."""
+
+    resets: list[int] = []  # noqa: RUF012  # of all objects
+
+    def reset(self, code: int, **columns: Any) -> str:
+        self.resets.append(code)
+        return " now"
+
+    def turn(self, to: int) -> str:
+        """Turn the dial.
+
+        Args:
+            to: where to
+        """
+        return "open"
+
+    def get_reward(self) -> float:
+        return 0.25
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: one
+        b: another
+    """
+    return a + b
+
+
+def seen(completions: Sequence[list[dict[str, str]]], **_: Any) -> list[float]:
+    return [float(c[0]["role"] == "assistant" and len(c) == 1) for c in completions]
+
+
+@pytest.mark.parametrize(
+    ("answers", "sources", "total"),
+    [
+        ({"environment_factory": partial(Safe)}, ("seen", "environment"), 1.25),
+        ({"tools": [add]}, ("seen",), 1.0),
+    ],
+    ids=["environment_factory", "tools"],
+)
+def test_a_trainer_plays_episodes(
+    answers: dict[str, Any], sources: tuple[str, ...], total: float, tmp_path: Path
+) -> None:
+    """The untrained policy calls no tool, so each episode ends with its first turn."""
+    make_tiny(tmp_path / "model", chat=True)
+    args = GRPOConfig(
+        str(tmp_path / "out"),
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=8,
+        max_steps=1,
+        mask_truncated_completions=False,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+        report_to="none",
+    )
+    Safe.resets.clear()
+    model, rows = str(tmp_path / "model"), ROWS
+    trainer = GRPOTrainer(model, seen, args=args, train_dataset=rows, **answers)
+    assert trainer.config.reward.sources == sources
+    trainer.train()
+    assert trainer.run_dir is not None
+    samples = [json.loads(line) for line in trainer.run_dir.samples_file.open()]
+    assert {sample["ended_by"] for sample in samples} <= {"environment", "tokens"}
+    assert {sample["reward"] for sample in samples} == {total}
+    if "environment" in sources:
+        assert len(Safe.resets) == 8
+        assert all(" now" in sample["prompt"] and "turn" in sample["prompt"] for sample in samples)
+    else:
+        assert all("Add two numbers" in sample["prompt"] for sample in samples)
