@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from stretto.assembly.models import NO_OVERRIDES, Overrides
 from stretto.config import Config, EnvironmentConfig
 from stretto.environments.bridge import Bridge
@@ -21,6 +23,7 @@ from stretto.environments.program import PlacedPrograms, ProgramEnvironment
 from stretto.environments.renderer import open_bridge
 from stretto.environments.role import EnvironmentRole
 from stretto.environments.sessions import Bridges, Limits, Sessions
+from stretto.environments.templates import Shape
 from stretto.errors import ConfigError, require
 from stretto.protocols import Environment
 from stretto.saying import Say, working
@@ -60,6 +63,16 @@ def open_environment(
     bridge = bridge_for(places[0].ready, prompts.encoder, settings, say, ends)
     prompts.render = lambda messages, rows: bridge.prompt(messages, [*tools, *rows])
     return EnvironmentRole(settings, places, bridge, prompts.encoder, config.task.max_prompt_tokens)
+
+
+def turn_ends(config: Config, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the tokens with which the chat template ends a turn, where an environment answers.
+
+    Models that were not made for chat have another end token, and would go on behind their turn.
+    """
+    if not config.environment.sources or not tokenizer.chat_template:
+        return frozenset()
+    return Shape(Encoder(tokenizer), ()).ends
 
 
 def bridge_for(

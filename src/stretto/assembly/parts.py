@@ -17,6 +17,7 @@ from torch import nn
 
 from stretto import tasks
 from stretto.assembly import models
+from stretto.assembly.environments import turn_ends
 from stretto.assembly.models import Overrides
 from stretto.assembly.roles import RoleFactory
 from stretto.config import Config, PipelineConfig, RewardConfig
@@ -91,7 +92,8 @@ def trained_models(
     m, tokenizer = config.model, prompts.tokenizer
     base = models.make_actor(m, overrides, say, merged=False)
     ends = overrides.end_tokens
-    ends = end_token_ids(unwrapped(base), tokenizer) if ends is None else ends
+    if ends is None:
+        ends = end_token_ids(unwrapped(base), tokenizer) | turn_ends(config, tokenizer)
     _check_ends(config.reward, config.rollout.stop, ends)
     config.require_positions("the actor", positions(base, generating=True))
     RoleFactory(config, say).check_rewards(rewards, prompts.first(FIRST))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from stretto.assembly.environments import turn_ends
 from stretto.assembly.models import Overrides, Reward, load_reward_model, made_ready
 from stretto.config import AlgorithmConfig, Config, ModelConfig, RolloutConfig
 from stretto.config.schedule import Knobs
@@ -138,7 +139,7 @@ class RoleFactory:
                     plain.config.architectures = [type(plain).__name__]
                     plain.config.save_pretrained(scratch)
             if end_tokens is None:
-                end_tokens = end_token_ids(plain, tokenizer)
+                end_tokens = end_token_ids(plain, tokenizer) | turn_ends(config, tokenizer)
             settings = EngineSettings(
                 rollout=r,
                 seed=config.seed,
