@@ -52,7 +52,8 @@ from stretto.models.load import (
 from stretto.models.logits import token_logprobs
 from stretto.models.tiny import byte_tokenizer
 from stretto.rollout.base import EngineSettings
-from stretto.rollout.engine import ModelPass, TorchEngine
+from stretto.rollout.engine import TorchEngine
+from stretto.rollout.steps import ModelPass
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import critic_scorer, reference_scorer
 from stretto.training.trained import training_mode
