@@ -72,7 +72,7 @@ def turn_ends(config: Config, tokenizer: PreTrainedTokenizerBase) -> frozenset[i
     """
     if not config.environment.sources or not tokenizer.chat_template:
         return frozenset()
-    return Shape(Encoder(tokenizer), ()).ends
+    return Shape(Encoder(tokenizer), reads_calls=False).ends
 
 
 def bridge_for(
