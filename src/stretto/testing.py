@@ -187,12 +187,14 @@ class FakeGenerator:
 
     Attributes:
         done: tokens of each rollout that is here.
+        parked: those of rollouts whose turn, or last one, has ended here.
         idle: set it to have :meth:`decode` return nothing.
     """
 
     def __init__(self, world: World, name: str = "gen") -> None:
         self.world, self.name = world, name
         self.done: dict[int, int] = {}
+        self.parked: dict[int, int] = {}
         self.idle = False
         self._turn = asyncio.Lock()  # calls are answered in the order in which they were made
         world.loaded[name] = 0
@@ -201,6 +203,7 @@ class FakeGenerator:
         async with self._turn:
             self.world.write(f"{self.name} admit {[r.id for r in responses]}")
             self.done |= {r.id: len(r) for r in responses}
+            self.parked = {i: n for i, n in self.parked.items() if i not in self.done}
 
     async def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
         async with self._turn:
@@ -223,7 +226,7 @@ class FakeGenerator:
                 chunks.append(make_chunk(i, start, tokens, [-0.5] * n, version, finish))
                 self.done[i] += n
                 if finish:
-                    del self.done[i]
+                    self.parked[i] = self.done.pop(i)
             chunks.sort(key=lambda c: (c.finish is None, len(c.tokens), c.rollout_id))
             return Decoded(chunks, steps)
 
@@ -236,6 +239,7 @@ class FakeGenerator:
         async with self._turn:
             for i in rollout_ids:
                 self.done.pop(i, None)
+                self.parked.pop(i, None)
 
     async def hold(self, rollout_ids: Sequence[int], how: Hold) -> None:
         async with self._turn:
@@ -244,13 +248,17 @@ class FakeGenerator:
     async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> list[KVTransfer]:
         async with self._turn:
             self.world.write(f"{self.name} export {list(rollout_ids)} {with_cache}")
-            return [KVTransfer(i, self.done.pop(i)) for i in rollout_ids]
+            here = self.parked | self.done
+            for i in rollout_ids:
+                self.done.pop(i, None)
+                self.parked.pop(i, None)
+            return [KVTransfer(i, cached_tokens=here[i]) for i in rollout_ids]
 
     async def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> None:
         async with self._turn:
             await asyncio.sleep(1)
             self.world.write(f"{self.name} accept {[r.id for r in responses]}")
-            self.done |= {p.rollout_id: p.cache for p in transfers}
+            self.done |= {r.id: len(r) for r in responses}
 
     async def load(self, weights: WeightsRef) -> None:
         async with self._turn:

@@ -5,6 +5,7 @@ A token takes a second, an opening one, an answer three, and has two tokens.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,8 @@ from schedule_helpers import Setting, schedule_of
 from stretto.config.schedule import Settings
 from stretto.errors import EpisodeLostError
 from stretto.runtime.sim.loop import run
-from stretto.schedules.rollout import Step, train_batch
+from stretto.schedules.evaluation import Evaluation
+from stretto.schedules.rollout import Rollout, Step, train_batch
 from stretto.schedules.schedule import Schedule
 from stretto.testing import World
 from stretto.types import CONTEXT, FORKS, FinishReason, Observation, Prompt, Sampling, episode_of
@@ -224,15 +226,20 @@ class Forking:
     Its prompt has three tokens.
     """
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, seconds: float = 0.0, lost: Sequence[int] = ()) -> None:
+        self.world, self.seconds, self.lost = world, seconds, set(lost)
         self.released: list[int] = []
 
     async def open(self, response: Any, log: Sequence[Observation] = ()) -> Observation:
+        await asyncio.sleep(0.1 * (response.id % 3))
         return Observation(response.id, 0, np.empty(0, np.int32))
 
     async def step(self, response: Any) -> Observation:
         id_, none = response.id, np.empty(0, np.int32)
+        await asyncio.sleep(self.seconds)
+        if id_ in self.lost:
+            self.lost.discard(id_)
+            raise EpisodeLostError("lost", [id_])
         if id_ < FORKS:
             prompt = Prompt(7, (5, 5, 5), "rewritten")
             return Observation(id_ + FORKS, 1, none, prompt=prompt, reward=1.0)
@@ -240,6 +247,13 @@ class Forking:
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
         self.released += rollout_ids
+
+
+def with_environment(environment: Any) -> Callable[[Schedule], None]:
+    def put(schedule: Schedule) -> None:
+        schedule._episodes._environment = environment  # type: ignore[union-attr]
+
+    return put
 
 
 @pytest.mark.parametrize("score_on", ["batch", "rollout", "chunk"])
@@ -250,10 +264,9 @@ def test_samples_of_an_episode_share_its_reward_and_count_once(score_on: Any) ->
         settings(2, 2, steps=2, environment_rewards=True, score_on=score_on), turns=turns
     )
 
-    def fork(schedule: Schedule) -> None:
-        schedule._episodes._environment = Forking(world)  # type: ignore[union-attr]
-
-    steps = take(setting, world, fork)
+    forking = Forking(world)
+    steps = take(setting, world, with_environment(forking))
+    assert sorted(forking.released) == sorted(r.id for s in steps for r in s.batch)
     for step, (one, two) in zip(steps, [(0, 1), (2, 3)], strict=True):
         assert [r.id for r in step.batch] == [one, one + FORKS, two, two + FORKS]
         rewards = [r.scores["environment"].scalar for r in step.batch]
@@ -264,3 +277,125 @@ def test_samples_of_an_episode_share_its_reward_and_count_once(score_on: Any) ->
         columns = train_batch(step.batch)
         assert columns.episodes is not None
         assert columns.episodes.tolist() == [one, one, two, two]
+
+
+@pytest.mark.parametrize("score_on", ["batch", "rollout", "chunk"])
+def test_a_fork_that_comes_late_is_decoded_by_one_of_several_generators(score_on: Any) -> None:
+    """The other one has nothing left to decode by then, and waits."""
+    turns = [(2,), (30,)]
+    world = World([], turns=turns)
+    setting = Setting(settings(2, score_on=score_on), turns=turns, engines=2, critic=False)
+    [step] = take(setting, world, with_environment(Forking(world, 1.0)))
+    assert [r.id for r in step.batch] == [0, FORKS, 1, 1 + FORKS]
+
+
+@pytest.mark.parametrize("score_on", ["batch", "rollout", "chunk"])
+def test_a_forked_episode_that_is_lost_is_begun_anew(score_on: Any) -> None:
+    """Its fork comes again by the same id, also at scorers that stream."""
+    turns = [(2,)]
+    world = World([], turns=turns)
+    setting = Setting(settings(1, score_on=score_on, environment_rewards=True), turns=turns)
+    [step] = take(setting, world, with_environment(Forking(world, 1.0, lost=[FORKS])))
+    assert [(r.id, r.scores["environment"].scalar) for r in step.batch] == [(0, 11), (FORKS, 11)]
+
+
+def test_generators_are_told_of_ended_episodes_before_the_learner_trains() -> None:
+    """What they keep of these is room that the learner may need."""
+    turns = [(2, 1), (4,)]
+    world = World([], turns=turns)
+    kept = []
+
+    def watch(schedule: Schedule) -> None:
+        [engine] = schedule._pool._engines
+        train = schedule._learner.train
+
+        async def trained(batch: Any) -> Any:
+            kept.append(dict(engine.generator.parked))  # type: ignore[attr-defined]
+            return await train(batch)
+
+        schedule._learner.train = trained  # type: ignore[method-assign]
+
+    take(Setting(settings(2, steps=3), turns=turns), world, watch)
+    assert kept == [{}, {}, {}]
+
+
+def _asked(world: World, name: str) -> list[str]:
+    """What a role was asked for, without times."""
+    return [line.split(" ", 1)[1] for line in world.log if f" {name} " in line]
+
+
+def test_where_rollouts_go_does_not_depend_on_how_long_openings_take() -> None:
+    """With several generators: in lockstep, which rollouts are decoded together is always alike."""
+    turns = [(2, 1, 3), (4,), (1, 1), (3, 5)]
+    logs = []
+    for wait in (lambda id_: 1.0, lambda id_: 3.0 - id_ % 3, lambda id_: float(id_ % 4)):
+        world = World([], turns=turns)
+
+        def slow(schedule: Schedule, wait: Callable[[int], float] = wait) -> None:
+            environment = schedule._episodes._environment  # type: ignore[union-attr]
+            begin = environment.open
+
+            async def opened(response: Any, log: Sequence[Observation] = ()) -> Observation:
+                await asyncio.sleep(wait(response.id))
+                return await begin(response, log)
+
+            environment.open = opened  # type: ignore[method-assign]
+
+        take(Setting(settings(4, steps=2), turns=turns, engines=2), world, slow)
+        logs.append(
+            {i: [x.split(" ", 1)[1] for x in world.log if f" gen{i} " in x] for i in (0, 1)}
+        )
+    assert logs[0] == logs[1] == logs[2]
+
+
+class Ending:
+    """An environment whose episodes are over before the policy says anything."""
+
+    async def open(self, response: Any, log: Sequence[Observation] = ()) -> Observation:
+        none = np.empty(0, np.int32)
+        return Observation(response.id, 0, none, reward=1.0, ended_by="environment")
+
+    async def release(self, rollout_ids: Sequence[int]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("score_on", ["batch", "rollout", "chunk"])
+def test_an_episode_may_be_over_at_its_opening(score_on: Any) -> None:
+    turns = [(2,)]
+    world = World([], turns=turns)
+    world.length = lambda rollout_id: 0  # type: ignore[method-assign]
+    setting = Setting(settings(2, score_on=score_on), turns=turns, critic=False)
+    [step] = take(setting, world, with_environment(Ending()))
+    assert [(len(r), r.finish) for r in step.batch] == [(0, FinishReason.STOP)] * 2
+
+
+def test_nothing_is_kept_of_rollouts_that_no_scorer_is_asked_about() -> None:
+    turns = [(2,)]
+    world = World([], turns=turns)
+    found = []
+
+    def none(schedule: Schedule) -> None:
+        scoring = schedule._scoring
+        scoring.queues = []
+        scoring._groups, scoring._streaming, scoring._frozen, scoring._following = [], [], [], []
+        found.append(scoring)
+
+    setting = Setting(settings(2, steps=3, environment_rewards=True), turns=turns)
+    take(setting, world, none)
+    assert found[0]._rollouts == {}
+
+
+def test_evaluations_play_episodes_again_and_again() -> None:
+    """Their rollouts have the same ids each time, and nothing of the time before."""
+    turns = [(2, 1), (4,)]
+    world = World([], turns=turns)
+    seen: list[tuple[int, list[tuple[int, list[int]]]]] = []
+
+    async def note(step: int, answers: Sequence[Rollout], seconds: float) -> None:
+        seen.append((step, [(r.id, r.turns) for r in answers]))
+
+    def evaluate(schedule: Schedule) -> None:
+        schedule.evaluation = Evaluation(1, [world.prompt(70), world.prompt(71)], note)
+
+    take(Setting(settings(2, steps=3), turns=turns), world, evaluate)
+    assert seen == [(step, [(-1, [4]), (-2, [2, 5])]) for step in (0, 1, 2, 3)]

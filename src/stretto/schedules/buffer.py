@@ -136,7 +136,14 @@ class Buffer:
         return rollouts
 
     def take(self) -> tuple[Sequence[Rollout], Sequence[Rollout]]:
-        """End the round; return its rollouts, and those carried that are still being decoded."""
+        """End the round; return its rollouts, and those carried that are still being decoded.
+
+        Raises LifecycleError if it is not complete.
+        """
+        if not self.complete:
+            raise LifecycleError(
+                f"a round has {len(self._chosen)} of its {self._wanted} groups", "round-incomplete"
+            )
         batch = self.chosen
         for group in self._chosen:
             del self._groups[group.rollouts[0].group]

@@ -107,9 +107,11 @@ class Episodes:
         if ids:
             await self._environment.release(ids)
 
-    def forget(self, rollout: Rollout) -> None:
-        """Forget a rollout that has been trained on, or rejected."""
-        self._samples.pop(episode_of(rollout.id), None)
+    def forget(self, rollouts: Iterable[Rollout]) -> None:
+        """Forget rollouts that have been trained on, rejected, or evaluated."""
+        for episode in {episode_of(r.id) for r in rollouts}:
+            self._samples.pop(episode, None)
+            self._beginnings.pop(episode, None)
 
     async def _answer(self, rollout: Rollout) -> None:
         try:
@@ -156,23 +158,22 @@ class Episodes:
     async def _take(self, rollout: Rollout, o: Observation) -> None:
         if len(rollout.turns) > len(rollout.turn_rewards):
             rollout.turn_rewards.append(o.reward or 0.0)
-        if o.ended_by:
-            rollout.log.append(o)
-            self._end(o)
-            await self.close([rollout])
-            return
-        samples = self._samples[episode_of(rollout.id)]
+        samples = list(self._samples[episode_of(rollout.id)])
         goes_on = next((r for r in samples if r.id == o.rollout_id), None)
         fork = goes_on is None
         if goes_on is None:
             goes_on = self._fork(samples[0], o)
+            self._books.move(goes_on, RolloutState.WAITING)
         elif o.prompt is not None and o.prompt.tokens != goes_on.prompt.tokens:
             goes_on.asked, goes_on.prompt = goes_on.prompt, o.prompt
-        if fork:
-            self._books.move(goes_on, RolloutState.WAITING)
         trained = goes_on.id >= 0  # else it is an evaluation's, and scored at its end
         if trained and (fork or o.number == 0):
             self._scoring.dispatched([goes_on])
+        if o.ended_by:
+            rollout.log.append(o)
+            self._end(o)
+            await self.close(samples)
+            return
         self._books.move(goes_on, RolloutState.DECODING)
         context = goes_on.observe(o)
         if len(context.tokens):
@@ -220,6 +221,7 @@ class Episodes:
         root, *forks = self._samples[episode]
         for fork in forks:
             self._pool.release(fork)
+            self._scoring.drop(fork)
             self._books.drop(fork)
         self._samples[episode] = [root]
         self._pool.release(root)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -44,17 +45,22 @@ class _Engine:
         self.carried: int | None = None  # with earlier rounds' tokens; None after a first call
         self.idle_since_s = context.clock.now()
 
+    async def let_go(self) -> None:
+        """Have the generator forget rollouts that were parked and go on no more."""
+        gone, self.gone = self.gone, []
+        if gone:
+            with suppress(GoneError):
+                await self.guard.ask(self.generator.release(gone), gone)
+
     async def admit(self) -> None:
         """Give the generator what it has not been given."""
-        gone, self.gone = self.gone, []
+        await self.let_go()
         share, self.untold = self.untold, {}
         rollouts = list(share.values())
         if any(r.in_turns for r in rollouts):  # in the order of answers, which chance decides
             rollouts.sort(key=lambda r: r.id)
         responses = [r.response() for r in rollouts]
         with suppress(GoneError):
-            if gone:
-                await self.guard.ask(self.generator.release(gone), gone)
             await self.guard.ask(self.generator.admit(responses), share)
 
 
@@ -95,6 +101,9 @@ class Pool:
             for i, g in enumerate(generators)
         ]
         self._orphans: dict[int, Rollout] = {}  # while none serves
+        self._back: dict[int, Rollout] = {}  # in lockstep, to be placed once all are back
+        self._moving: set[int] = set()  # on the way from one generator to another
+        self._in_turns = False  # whether rollouts may come as forks, or begin anew
         self._migrated = False
         self._samples: list[DecodeSample] = []
 
@@ -105,7 +114,9 @@ class Pool:
 
     def holds(self, rollout: Rollout) -> bool:
         """Return whether some generator has the rollout, or the next to serve will get it."""
-        return rollout.id in self._orphans or any(rollout.id in e.held for e in self._engines)
+        nowhere = (self._orphans, self._back, self._moving)
+        at = (*nowhere, *(engine.held for engine in self._engines))
+        return any(rollout.id in each for each in at)
 
     def take_samples(self) -> Sequence[DecodeSample]:
         """Return the decode calls since this method was last called."""
@@ -114,7 +125,7 @@ class Pool:
 
     async def admit(self, rollouts: Sequence[Rollout]) -> None:
         """Begin a round: give its rollouts to the generators with the fewest."""
-        self._place(rollouts)
+        self._place([*self._taken_back(), *rollouts])
         for engine in self._engines:
             engine.carried = sum(len(r) > 0 for r in engine.held.values())
             if engine.untold:
@@ -126,7 +137,10 @@ class Pool:
         """
         engine = self._unpark(rollout.id, self._context.clock.now())
         if engine is None or not engine.guard.serves:
-            self._place([rollout])
+            if self._lockstep():  # where it goes must not follow the order of answers
+                self._back[rollout.id] = rollout
+            else:
+                self._place([rollout])
             return
         engine.held[rollout.id] = rollout
         if self._gathering and engine not in self._gathering:
@@ -145,6 +159,10 @@ class Pool:
         if engine := self._unpark(rollout.id):
             engine.gone.append(rollout.id)
 
+    def _taken_back(self) -> list[Rollout]:
+        back, self._back = self._back, {}
+        return [back[id_] for id_ in sorted(back)]
+
     def _unpark(self, rollout_id: int, now_s: float | None = None) -> _Engine | None:
         if self._holds:
             self._holds.end(rollout_id, now_s)
@@ -159,6 +177,8 @@ class Pool:
         """Give new weights to all generators."""
         if self._holds:
             self._holds.void()
+        for engine in self._engines:
+            await engine.let_go()
 
         async def load(loaded: Work) -> None:
             with suppress(GoneError):
@@ -188,6 +208,8 @@ class Pool:
         while missing := self._missing():
             if self._lockstep() and self._waiting():
                 await self._arrival(engine)
+            elif self._back:
+                self._place(self._taken_back())
             elif engine.untold:
                 await engine.admit()
             elif engine.held:
@@ -195,15 +217,21 @@ class Pool:
                 await self._hold(engine)
                 self._plan_moves()
                 await self._move(engine)
-            elif engine.inbound or self._replaces or self._waiting():
+            elif self._may_come(engine):
                 await self._arrival(engine)
             else:
                 break
         await self._move(engine)  # others may wait for what was planned
+        await engine.let_go()
         engine.idle_since_s = self._context.clock.now()
         self._free(engine)
-        if self._replaces or self._waiting():
+        if self._replaces or self._in_turns:
             self.wake()  # nothing is missing, and they need not wait for it
+
+    def _may_come(self, engine: _Engine) -> bool:
+        """Return whether rollouts may come an engine's way while it has none."""
+        forks = self._in_turns and any(other.held for other in self._engines)
+        return bool(engine.inbound or self._replaces or self._waiting() or forks or self._moving)
 
     async def _arrival(self, engine: _Engine) -> None:
         """Wait for rollouts; the device is free meanwhile, unless some are on the way."""
@@ -304,8 +332,13 @@ class Pool:
     ) -> None:
         moved = [source.held.pop(id_) for id_ in ids]
         transfers = None
-        with suppress(GoneError):
-            transfers = await source.guard.ask(source.generator.export(ids, with_cache), ids)
+        self._moving.update(ids)
+        try:
+            with suppress(GoneError):
+                transfers = await source.guard.ask(source.generator.export(ids, with_cache), ids)
+            await destination.let_go()
+        finally:
+            self._moving.difference_update(ids)
         if transfers is None or not destination.guard.serves:  # either was lost meanwhile
             self._place(moved)
             return
@@ -350,9 +383,11 @@ class Pool:
     def _place(self, rollouts: Iterable[Rollout]) -> None:
         """Give rollouts to the generators that serve, to those with the fewest first."""
         serving = [engine for engine in self._engines if engine.guard.serves]
+        parked = Counter(self._parked.values())
         for rollout in rollouts:
+            self._in_turns |= rollout.in_turns
             if serving:
-                engine = min(serving, key=lambda engine: len(engine.held))
+                engine = min(serving, key=lambda engine: len(engine.held) + parked[engine])
                 engine.held[rollout.id] = engine.untold[rollout.id] = rollout
                 engine.arrival.set()
             else:

@@ -262,6 +262,8 @@ class Schedule:
             await self._pool.admit(answers)
         await self._pool.decode(gathers=False)
         answers, self._answers = list(self._answers.values()), {}
+        if self._episodes:
+            self._episodes.forget(answers)
         await self._scoring.evaluate(answers)
         await self.evaluation.take(step, answers, self._clock.now() - since_s)
         self._evaluated = step
@@ -485,7 +487,7 @@ class Schedule:
         self.ledger.move(rollout, state, because)
         del self._rollouts[rollout.id]
         if self._episodes:
-            self._episodes.forget(rollout)
+            self._episodes.forget([rollout])
 
     def _own_work(self, name: str, items: int) -> AbstractContextManager[object]:
         return self._tracer.span(DRIVER, f"{DRIVER}/{name}", items=items)

@@ -52,6 +52,7 @@ class ReplicaQueue:
         self.asked_for: dict[int, None] = {}  # those of them whose score is wanted
         self._admitted: dict[int, Rollout] = {}
         self._chunks: list[Chunk] = []
+        self._dropped: list[int] = []
         self.wanted: list[int] = []  # scores that the scorer has not been asked for yet
         self._tokens = 0  # in all of these
         self._changed = asyncio.Event()
@@ -134,8 +135,11 @@ class ReplicaQueue:
         """Tell the scorer what it has not been told; raise GoneError if it is lost."""
         scorer, ask = self.scorer, self.guard.ask
         admitted = [r.response(text=scorer.info.reads_text) for r in self._admitted.values()]
-        chunks, wanted = self._chunks, self.wanted
+        chunks, wanted, dropped = self._chunks, self.wanted, self._dropped
         self._admitted, self._chunks, self.wanted, self._tokens = {}, [], [], 0
+        self._dropped = []
+        if dropped:
+            await ask(scorer.release(dropped), dropped)
         if admitted:
             await ask(scorer.admit(admitted), [r.id for r in admitted])
         if chunks:
@@ -156,6 +160,13 @@ class ReplicaQueue:
         """Forget what an admitted rollout had; it will be admitted as it then is."""
         self._chunks = [c for c in self._chunks if c.rollout_id != rollout.id]
         self._admitted[rollout.id] = rollout
+
+    def drop(self, rollout_id: int) -> None:
+        """Forget an admitted rollout, of which no score is wanted."""
+        self._chunks = [c for c in self._chunks if c.rollout_id != rollout_id]
+        self._admitted.pop(rollout_id, None)
+        del self.unscored[rollout_id]
+        self._dropped.append(rollout_id)
 
     def read_on(self) -> None:
         """Have the scorer read all that has arrived, as there is time for it."""
@@ -347,6 +358,12 @@ class Scoring:
             if queue := group.queue_of.get(rollout.id):
                 queue.anew(rollout)
 
+    def drop(self, rollout: Rollout) -> None:
+        """Note that a rollout goes on no more, and is not to be scored."""
+        for group in self._streaming:
+            if queue := group.queue_of.pop(rollout.id, None):
+                queue.drop(rollout.id)
+
     def read_on(self) -> None:
         """Note that nothing is being decoded, while environments are waited for."""
         for group in self._streaming:
@@ -411,7 +428,9 @@ class Scoring:
             scored, self._delivered, "scoring", what, lambda: [r.id for r in left]
         )
 
-    def _ask(self, rollout: Rollout, groups: Iterable[_ScorerGroup]) -> None:
+    def _ask(self, rollout: Rollout, groups: Sequence[_ScorerGroup]) -> None:
+        if not groups:
+            return
         self._rollouts[rollout.id] = rollout
         for group in groups:
             group.finish(rollout)
