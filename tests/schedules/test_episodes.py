@@ -151,7 +151,7 @@ def test_scorers_read_a_transcript_while_its_environment_works() -> None:
 def test_rewards_of_turns_are_a_source_and_stand_at_the_last_tokens_of_turns() -> None:
     turns = [(2, 1), (4,)]
     world = World([], turns=turns)
-    setting = Setting(settings(2, environment_rewards=True), turns=turns)
+    setting = Setting(settings(2, environment_rewards=("environment",)), turns=turns)
     [step] = take(setting, world)
     assert [r.scores["environment"].scalar for r in step.batch] == [3.0, 1.0]
     columns = train_batch(step.batch)
@@ -247,7 +247,8 @@ def test_samples_of_an_episode_share_its_reward_and_count_once(score_on: Any) ->
     turns = [(2,), (3,)]
     world = World([], turns=turns)
     setting = Setting(
-        settings(2, 2, steps=2, environment_rewards=True, score_on=score_on), turns=turns
+        settings(2, 2, steps=2, environment_rewards=("environment",), score_on=score_on),
+        turns=turns,
     )
 
     def fork(schedule: Schedule) -> None:
