@@ -5,7 +5,7 @@ A token takes a second, an opening one, an answer three, and has two tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 from raising import raises
 from schedule_helpers import Setting, schedule_of
 from stretto.config.schedule import Settings
-from stretto.errors import EpisodeLostError
+from stretto.errors import EpisodeLostError, RewardError
 from stretto.runtime.sim.loop import run
 from stretto.schedules.rollout import Step, train_batch
 from stretto.schedules.schedule import Schedule
@@ -265,3 +265,40 @@ def test_samples_of_an_episode_share_its_reward_and_count_once(score_on: Any) ->
         columns = train_batch(step.batch)
         assert columns.episodes is not None
         assert columns.episodes.tolist() == [one, one, two, two]
+
+
+class Judging(Forking):
+    """One that brings scores of reward functions with the end."""
+
+    verdicts: Mapping[str, Any] = {"looks": {"value": 4.0, "extra": {"why": "so"}}}
+
+    async def step(self, response: Any) -> Observation:
+        seen = await super().step(response)
+        scores = {**self.verdicts, "shy": {"value": None}}
+        return replace(seen, record={"scores": scores} if seen.ended_by else {})
+
+
+def judged(verdicts: Mapping[str, Any], **options: Any) -> list[Step]:
+    world, turns = World([], turns=[(2,)]), [(2,)]
+
+    def judge(schedule: Schedule) -> None:
+        environment = schedule._episodes._environment = Judging(world)  # type: ignore[union-attr]
+        environment.verdicts = verdicts
+
+    sources = ("looks", "shy", "environment")
+    return take(
+        Setting(settings(1, environment_rewards=sources, **options), turns=turns), world, judge
+    )
+
+
+def test_scores_that_an_episode_brings_are_those_of_their_sources() -> None:
+    [step] = judged(Judging.verdicts)
+    for rollout in step.batch:
+        found = {name: rollout.scores[name] for name in ("looks", "shy", "environment")}
+        assert [score.scalar for score in found.values()] == [4.0, None, 11.0]
+        assert found["looks"].extra == {"why": "so"}
+
+
+def test_a_failure_among_them_ends_the_run() -> None:
+    with raises(RewardError, "responses-without-reward", "no such drawer"):
+        judged({"looks": {"error": "no such drawer"}})

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +29,10 @@ from stretto.errors import StrettoError
 from stretto.scoring.conventions import not_defined
 from stretto.scoring.worker import callables, import_module
 from stretto.workers.channel import Channel, end_all
+
+THREADS = 1024
+"""Threads that users' code may have by ``asyncio.to_thread``: in lockstep all programs of a batch
+may wait in one, and none goes on before all do. asyncio's own number follows the cores."""
 
 BEAT_S = 1.0
 SETTING = "environment.sources"
@@ -46,6 +51,7 @@ class _Worker:
 
     async def work(self) -> None:
         loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(THREADS))
         take = self._lines.put_nowait
         self._channel = Channel(lambda line: loop.call_soon_threadsafe(take, line))
         opening = json.loads(await self._lines.get())
