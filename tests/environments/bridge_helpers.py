@@ -16,7 +16,7 @@ from stretto.config import EnvironmentConfig
 from stretto.config.sections import reward_source
 from stretto.environments.processes import EnvironmentProcess, Place, settings_of
 from stretto.environments.role import EnvironmentRole
-from stretto.scoring.functions import locate
+from stretto.scoring.functions import FunctionScorer, locate
 from stretto.tasks.encode import Encoder
 from stretto.types import FinishReason, Message, Observation, Prompt, Response, Sampling
 
@@ -83,12 +83,18 @@ def call(name: str, /, **arguments: Any) -> str:
 
 
 def places_of(
-    *names: str, file: Path = WORLDS, config: EnvironmentConfig | None = None
+    *names: str,
+    file: Path = WORLDS,
+    config: EnvironmentConfig | None = None,
+    judges: Sequence[str] = (),
+    reward_timeout_s: float = 5.0,
 ) -> list[Place]:
-    """The started process of what is named in a file."""
+    """The started process of what is named in a file, and of reward functions of that file."""
     config = config or EnvironmentConfig()
     sources = {name: locate(reward_source(f"{file}:{name}")) for name in names}
-    opening = {"sources": sources, "settings": settings_of(config)}
+    settings = {**settings_of(config), "reward_timeout_s": reward_timeout_s}
+    judged = {f"{file}:{name}": locate(reward_source(f"{file}:{name}")) for name in judges}
+    opening = {"sources": sources, "settings": settings, "judges": judged}
     places: list[Place] = [EnvironmentProcess(opening) for _ in range(config.processes)]
     for place in places:
         place.start()
@@ -96,10 +102,13 @@ def places_of(
 
 
 def role_of(
-    places: Sequence[Place], config: EnvironmentConfig | None = None, bridge: Any = None
+    places: Sequence[Place],
+    config: EnvironmentConfig | None = None,
+    bridge: Any = None,
+    judges: Sequence[FunctionScorer] = (),
 ) -> EnvironmentRole:
     made: Any = bridge or PlainBridge()
-    return EnvironmentRole(config or EnvironmentConfig(), places, made, ENCODER, 400)
+    return EnvironmentRole(config or EnvironmentConfig(), places, made, ENCODER, 400, judges)
 
 
 class Player:

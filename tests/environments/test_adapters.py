@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,18 @@ def test_a_dict_of_environments_is_chosen_from_by_the_row(places: Places) -> Non
     opening, _ = play(role, "x", environment="vault", secret=4)
     assert opening.prompt.text.startswith("[tools")
     assert "look" in opening.prompt.text
+
+
+@pytest.mark.parametrize("source", ["Vault", "WORLDS", "Counter"])
+def test_tools_of_the_row_stay_in_a_prompt_that_an_environment_changes(
+    places: Places, source: str
+) -> None:
+    brought = [{"type": "function", "function": {"name": "brought"}}]
+    row = {"environment": "vault", "secret": 4, "start": 1, "tools": brought}
+    (opening,) = play(role_of(places(source)), **row)
+    own = [] if source == "Counter" else ["look"]
+    told = json.loads(opening.prompt.text.removeprefix("[tools ").partition("][user]")[0])
+    assert [tool["function"]["name"] for tool in told] == [*own, "brought"]
 
 
 def test_gymnasium(places: Places) -> None:

@@ -183,6 +183,41 @@ class Vault:
         raise AssertionError
 
 
+class Cracked(Vault):
+    """A vault without a reward of its own."""
+
+    get_reward = None  # type: ignore[assignment]
+
+
+def looks(
+    prompts: Any, completions: Any, completion_ids: Any, environments: Any, secret: Any, **_: Any
+) -> list[float]:
+    """Read the state of a vault after its episode, and what was said in it."""
+    (vault,), (asked,), (said,) = environments, prompts, completions
+    assert isinstance(vault, Vault)
+    assert vault.secret == secret[0]
+    assert asked[-1]["content"].startswith("go There are")
+    return [10.0 * vault.looked + len(said)]
+
+
+async def by_name(completions: Any, environments: Any, log_extra: Any) -> list[Any]:
+    """Score no vaults."""
+    log_extra("kind", [type(environments[0]).__name__])
+    return [None if isinstance(environments[0], Vault) else 1.0]
+
+
+def fails(completions: Any, environments: Any) -> list[float]:
+    """Raise, never end, end the process, or return nonsense, as a secret says."""
+    secret = environments[0].secret
+    if secret == 1:
+        raise KeyError("no such drawer")
+    if secret == 2:
+        time.sleep(60)
+    if secret == 3:
+        os._exit(9)
+    return [1.0, 2.0] if secret == 4 else [float(secret)]
+
+
 def vault() -> Vault:
     """Make a vault."""
     return Vault()

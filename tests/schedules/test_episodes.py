@@ -6,7 +6,7 @@ A token takes a second, an opening one, an answer three, and has two tokens.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 from raising import raises
 from schedule_helpers import Setting, schedule_of
 from stretto.config.schedule import Settings
-from stretto.errors import EpisodeLostError
+from stretto.errors import EpisodeLostError, RewardError
 from stretto.runtime.sim.loop import run
 from stretto.schedules.evaluation import Evaluation
 from stretto.schedules.rollout import Rollout, Step, train_batch
@@ -153,7 +153,7 @@ def test_scorers_read_a_transcript_while_its_environment_works() -> None:
 def test_rewards_of_turns_are_a_source_and_stand_at_the_last_tokens_of_turns() -> None:
     turns = [(2, 1), (4,)]
     world = World([], turns=turns)
-    setting = Setting(settings(2, environment_rewards=True), turns=turns)
+    setting = Setting(settings(2, environment_rewards=("environment",)), turns=turns)
     [step] = take(setting, world)
     assert [r.scores["environment"].scalar for r in step.batch] == [3.0, 1.0]
     columns = train_batch(step.batch)
@@ -261,7 +261,8 @@ def test_samples_of_an_episode_share_its_reward_and_count_once(score_on: Any) ->
     turns = [(2,), (3,)]
     world = World([], turns=turns)
     setting = Setting(
-        settings(2, 2, steps=2, environment_rewards=True, score_on=score_on), turns=turns
+        settings(2, 2, steps=2, environment_rewards=("environment",), score_on=score_on),
+        turns=turns,
     )
 
     forking = Forking(world)
@@ -294,7 +295,9 @@ def test_a_forked_episode_that_is_lost_is_begun_anew(score_on: Any) -> None:
     """Its fork comes again by the same id, also at scorers that stream."""
     turns = [(2,)]
     world = World([], turns=turns)
-    setting = Setting(settings(1, score_on=score_on, environment_rewards=True), turns=turns)
+    setting = Setting(
+        settings(1, score_on=score_on, environment_rewards=("environment",)), turns=turns
+    )
     [step] = take(setting, world, with_environment(Forking(world, 1.0, lost=[FORKS])))
     assert [(r.id, r.scores["environment"].scalar) for r in step.batch] == [(0, 11), (FORKS, 11)]
 
@@ -380,7 +383,7 @@ def test_nothing_is_kept_of_rollouts_that_no_scorer_is_asked_about() -> None:
         scoring._groups, scoring._streaming, scoring._frozen, scoring._following = [], [], [], []
         found.append(scoring)
 
-    setting = Setting(settings(2, steps=3, environment_rewards=True), turns=turns)
+    setting = Setting(settings(2, steps=3, environment_rewards=("environment",)), turns=turns)
     take(setting, world, none)
     assert found[0]._rollouts == {}
 
@@ -399,3 +402,40 @@ def test_evaluations_play_episodes_again_and_again() -> None:
 
     take(Setting(settings(2, steps=3), turns=turns), world, evaluate)
     assert seen == [(step, [(-1, [4]), (-2, [2, 5])]) for step in (0, 1, 2, 3)]
+
+
+class Judging(Forking):
+    """One that brings scores of reward functions with the end."""
+
+    verdicts: Mapping[str, Any] = {"looks": {"value": 4.0, "extra": {"why": "so"}}}
+
+    async def step(self, response: Any) -> Observation:
+        seen = await super().step(response)
+        scores = {**self.verdicts, "shy": {"value": None}}
+        return replace(seen, record={"scores": scores} if seen.ended_by else {})
+
+
+def judged(verdicts: Mapping[str, Any], **options: Any) -> list[Step]:
+    world, turns = World([], turns=[(2,)]), [(2,)]
+
+    def judge(schedule: Schedule) -> None:
+        environment = schedule._episodes._environment = Judging(world)  # type: ignore[union-attr]
+        environment.verdicts = verdicts
+
+    sources = ("looks", "shy", "environment")
+    return take(
+        Setting(settings(1, environment_rewards=sources, **options), turns=turns), world, judge
+    )
+
+
+def test_scores_that_an_episode_brings_are_those_of_their_sources() -> None:
+    [step] = judged(Judging.verdicts)
+    for rollout in step.batch:
+        found = {name: rollout.scores[name] for name in ("looks", "shy", "environment")}
+        assert [score.scalar for score in found.values()] == [4.0, None, 11.0]
+        assert found["looks"].extra == {"why": "so"}
+
+
+def test_a_failure_among_them_ends_the_run() -> None:
+    with raises(RewardError, "responses-without-reward", "no such drawer"):
+        judged({"looks": {"error": "no such drawer"}})

@@ -23,6 +23,7 @@ class Safe:
 
     def reset(self, code: int, **columns: Any) -> str:
         self.resets.append(code)
+        self.code = code
         return " now"
 
     def turn(self, to: int) -> str:
@@ -51,16 +52,25 @@ def seen(completions: Sequence[list[dict[str, str]]], **_: Any) -> list[float]:
     return [float(c[0]["role"] == "assistant" and len(c) == 1) for c in completions]
 
 
+def opened(completions: Any, environments: Sequence[Safe], code: Sequence[int]) -> list[float]:
+    return [0.5 * (e.code == c) for e, c in zip(environments, code, strict=True)]
+
+
 @pytest.mark.parametrize(
-    ("answers", "sources", "total"),
+    ("answers", "rewards", "sources", "total"),
     [
-        ({"environment_factory": partial(Safe)}, ("seen", "environment"), 1.25),
-        ({"tools": [add]}, ("seen",), 1.0),
+        (
+            {"environment_factory": partial(Safe)},
+            [seen, opened],
+            ("seen", "opened", "environment"),
+            1.75,
+        ),
+        ({"tools": [add]}, seen, ("seen",), 1.0),
     ],
     ids=["environment_factory", "tools"],
 )
 def test_a_trainer_plays_episodes(
-    answers: dict[str, Any], sources: tuple[str, ...], total: float, tmp_path: Path
+    answers: dict[str, Any], rewards: Any, sources: tuple[str, ...], total: float, tmp_path: Path
 ) -> None:
     """The untrained policy calls no tool, so each episode ends with its first turn."""
     make_tiny(tmp_path / "model", chat=True)
@@ -68,8 +78,9 @@ def test_a_trainer_plays_episodes(
         str(tmp_path / "out"),
         per_device_train_batch_size=8,
         num_generations=4,
-        max_completion_length=8,
+        max_completion_length=9,
         max_steps=1,
+        max_tool_calling_iterations=3 if "tools" in answers else None,
         mask_truncated_completions=False,
         gradient_checkpointing=False,
         save_strategy="no",
@@ -79,8 +90,9 @@ def test_a_trainer_plays_episodes(
     )
     Safe.resets.clear()
     model, rows = str(tmp_path / "model"), ROWS
-    trainer = GRPOTrainer(model, seen, args=args, train_dataset=rows, **answers)
+    trainer = GRPOTrainer(model, rewards, args=args, train_dataset=rows, **answers)
     assert trainer.config.reward.sources == sources
+    assert trainer.config.environment.max_turns == (4 if "tools" in answers else 9)
     trainer.train()
     assert trainer.run_dir is not None
     samples = [json.loads(line) for line in trainer.run_dir.samples_file.open()]

@@ -248,6 +248,7 @@ def test_every_argument_is_heeded_remarked_on_refused_or_the_scripts_own() -> No
     """Those of transformers and of vLLM are the same for all trainers: test_trl.py has them."""
     taken = {name for _, given, _, _ in ARGUMENTS for name in given}
     here = {"loss_type", "reward_weights", "model_init_kwargs", "trust_remote_code"}
+    here.add("max_tool_calling_iterations")  # of episodes
     scripts = {"reward_model_path"}
     common = {field.name for field in fields(TrlConfig)}
     for kind in BASE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -78,8 +79,12 @@ def controls_of(
     holding: HoldLimits | None = None,
     *,
     restarts: int = 0,
+    judges: Sequence[str] = (),
 ) -> Controls:
-    """Make the settings and controllers of a run; see :func:`controls`."""
+    """Make the settings and controllers of a run; see :func:`controls`.
+
+    ``judges`` are reward sources that environments bring the scores of.
+    """
     r = config.rollout
     settings = Settings(
         r.batch,
@@ -91,7 +96,7 @@ def controls_of(
         reward_weights=config.reward.factors,
         restarts=restarts,
         episodes=_episodes(config),
-        environment_rewards=ENVIRONMENT in config.reward.sources,
+        environment_rewards=(*judges, *({ENVIRONMENT} & {*config.reward.sources})),
     )
     return controls(config.schedule, settings, r.engines, config.seed, migrating, holding)
 

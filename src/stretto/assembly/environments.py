@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from stretto.assembly.models import NO_OVERRIDES, Overrides
-from stretto.config import Config, EnvironmentConfig
+from stretto.config import Config, EnvironmentConfig, RewardConfig
+from stretto.config.sections import reward_source
 from stretto.environments.bridge import Bridge
 from stretto.environments.processes import (
     EnvironmentProcess,
@@ -27,8 +28,10 @@ from stretto.environments.templates import Shape
 from stretto.errors import ConfigError, require
 from stretto.protocols import Environment
 from stretto.saying import Say, working
+from stretto.scoring.conventions import ENVIRONMENTS
+from stretto.scoring.functions import FunctionScorer, locate
 from stretto.tasks.encode import Encoder
-from stretto.tasks.prompts import PromptSource
+from stretto.tasks.prompts import TOOLS, PromptSource
 
 
 def open_environment(
@@ -37,17 +40,22 @@ def open_environment(
     stack: ExitStack,
     say: Say,
     overrides: Overrides = NO_OVERRIDES,
+    judges: Sequence[FunctionScorer] = (),
 ) -> Environment | None:
     """Open what answers turns; ``None`` where nothing does, and a response is one turn.
 
     The prompts tell of its tools from then on. Raises ConfigError where a source is not there or of
     no known shape, or where the chat template cannot go from turn to turn.
+
+    Args:
+        judges: reward functions that look at environments.
     """
     settings = config.environment
     if not settings.sources:
         return None
     with working(say, "starting the environment"):
-        places = open_places(settings, overrides.environment)
+        looking = Looking(tuple(j.name for j in judges), overrides.functions, config.reward)
+        places = open_places(settings, overrides.environment, looking)
         for place in places:
             stack.callback(place.close)
     if places[0].ready["kind"] == "program":
@@ -62,7 +70,10 @@ def open_environment(
     ends = overrides.end_tokens or frozenset()
     bridge = bridge_for(places[0].ready, prompts.encoder, settings, say, ends)
     prompts.render = lambda messages, rows: bridge.prompt(messages, [*tools, *rows])
-    return EnvironmentRole(settings, places, bridge, prompts.encoder, config.task.max_prompt_tokens)
+    most = config.task.max_prompt_tokens
+    role = EnvironmentRole(settings, places, bridge, prompts.encoder, most, judges)
+    role.tools_column = config.task.columns.get(TOOLS, TOOLS)
+    return role
 
 
 def turn_ends(config: Config, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -121,7 +132,37 @@ def _programs(
     return ProgramEnvironment(PlacedPrograms(places), sessions, server, settings)
 
 
-def open_places(settings: EnvironmentConfig, objects: Mapping[str, Any]) -> Sequence[Place]:
+class Looking(NamedTuple):
+    """Reward functions that look at environments: their sources, and objects by these."""
+
+    names: Sequence[str] = ()
+    objects: Mapping[str, Callable[..., Any]] = NO_OVERRIDES.functions
+    reward: RewardConfig = RewardConfig()
+
+    def brought(self, here: bool) -> dict[str, Any]:
+        """Return the functions, or the places of their code where that runs in processes.
+
+        Raises ConfigError for those that are not where the environments are.
+        """
+        for name in self.names:
+            if here != (name in self.objects):
+                one, other = ("a name", "objects") if here else ("an object", "names")
+                raise ConfigError(
+                    f"reward.sources: '{name}' has the parameter '{ENVIRONMENTS}' and is {one}, "
+                    f"and environment.sources are {other}; give both as objects, or both by name",
+                    "environments-mixed",
+                )
+        if here:
+            return {name: self.objects[name] for name in self.names}
+        return {name: locate(reward_source(name)) for name in self.names}
+
+
+NOTHING_LOOKS = Looking()
+
+
+def open_places(
+    settings: EnvironmentConfig, objects: Mapping[str, Any], looking: Looking = NOTHING_LOOKS
+) -> Sequence[Place]:
     """Start the places of episodes: processes, or this one for objects by their names."""
     brought = {name: objects[name] for name in settings.sources if name in objects}
     named = [name for name in settings.sources if name not in objects]
@@ -132,11 +173,13 @@ def open_places(settings: EnvironmentConfig, objects: Mapping[str, Any]) -> Sequ
             "of this process; give all as objects, or all by name",
             "environments-mixed",
         )
+    how = {**settings_of(settings), "reward_timeout_s": looking.reward.timeout_s}
+    judges = looking.brought(bool(brought))
     if brought:
-        places = [LocalEnvironment(brought, settings_of(settings))]
+        places = [LocalEnvironment(brought, how, judges)]
     else:
         sources = {name: locate_source(name) for name in named}
-        opening = {"sources": sources, "settings": settings_of(settings)}
+        opening = {"sources": sources, "settings": how, "judges": judges}
         places = [EnvironmentProcess(opening) for _ in range(settings.processes)]
     try:
         for place in places:

@@ -192,10 +192,13 @@ class RoleFactory:
         tokenizer: PreTrainedTokenizerBase,
         stack: ExitStack,
         functions: Mapping[str, Callable[..., Any]] = _NO_FUNCTIONS,
+        *,
+        environment: bool = False,
     ) -> FunctionScorer:
         """Open a reward source that is code, in a process of its own unless a function is given.
 
-        ``columns`` are those of the prompts' dataset. Raises ConfigError if the function cannot be
+        ``columns`` are those of the prompts' dataset; ``environment`` is whether something that
+        answers turns can score, too. Raises ConfigError if the function cannot be
         found or used, TaskError if the task has no verifier.
         """
         config = self.config
@@ -209,6 +212,7 @@ class RoleFactory:
             columns=columns,
             function=functions.get(source.name),
             max_steps=config.steps,
+            environment=environment,
         )
         stack.callback(scorer.close)
         return scorer
@@ -218,8 +222,9 @@ class RoleFactory:
     ) -> list[FunctionScorer]:
         """Open all reward sources of a run that are code; see :meth:`open_function`."""
         columns, tokenizer = prompts.task.first.data.keys(), prompts.tokenizer
+        how: Any = {"environment": bool(self.config.environment.sources)}
         return [
-            self.open_function(source, columns, tokenizer, stack, overrides.functions)
+            self.open_function(source, columns, tokenizer, stack, overrides.functions, **how)
             for source in self.config.reward.parsed
             if not (
                 source.kind in ("model", "environment") or source.name in overrides.reward_models

@@ -14,7 +14,7 @@ from stretto.config.sections import RewardSource
 from stretto.environments.processes import SETTING, locate_source
 from stretto.errors import ConfigError
 from stretto.machine import is_loopback
-from stretto.scoring.conventions import convention_of, not_defined
+from stretto.scoring.conventions import ENVIRONMENTS, convention_of, not_defined
 from stretto.scoring.functions import locate, require_columns
 
 PATIENCE_S = 4.0
@@ -39,7 +39,7 @@ def check(source: RewardSource, columns: Collection[str] | None) -> None:
     if isinstance(function, _FUNCTIONS) and not function.decorator_list:
         convention = convention_of(_signature(function), place["file"], place["function"])
         if columns is not None:
-            require_columns(source.name, convention.required, columns)
+            require_columns(source.name, convention.required, {*columns, ENVIRONMENTS})
 
 
 def check_environments(sources: Iterable[str]) -> None:

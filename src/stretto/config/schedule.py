@@ -196,7 +196,7 @@ class Settings:
         restarts: processes that may replace each generator's or scorer's own; with 0 the loss of
             one ends the run.
         episodes: how the turns of episodes are sampled, where there is an environment.
-        environment_rewards: whether the environment's rewards are a source of the score.
+        environment_rewards: reward sources whose scores come from the environment.
     """
 
     batch: int
@@ -213,7 +213,7 @@ class Settings:
     deadline_s: float = 1800.0
     restarts: int = 0
     episodes: Sampling | None = None
-    environment_rewards: bool = False
+    environment_rewards: tuple[str, ...] = ()
 
 
 def _from_preset(knob: str) -> Any:

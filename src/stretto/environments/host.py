@@ -10,12 +10,13 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from stretto.environments.judges import Judges
 from stretto.environments.launch import launch
 from stretto.environments.results import CHARACTERS_PER_TOKEN, Step, shortened
 from stretto.environments.running import CallError, Runner
 from stretto.environments.shapes import Episode, Source, recognise
-from stretto.errors import RewardError
-from stretto.scoring.conventions import describe, plain
+from stretto.errors import ConfigError, RewardError
+from stretto.scoring.conventions import ENVIRONMENTS, describe, plain
 
 
 class Host:
@@ -26,6 +27,8 @@ class Host:
         {"do": "open", "episode": id, "row": {...}, "messages": [...]}  -> an Opening, as a dict
         {"do": "step", "episode": id, "turn": {...}}                    -> a Step, as a dict
         {"do": "finish", "episode": id}         -> {"reward": number or null, maybe "failure": text}
+        {"do": "score", "episode": id, "samples": {source: {...}}}
+                                                    -> {"scores": {source: a verdict}}
         {"do": "close", "episode": id}                                  -> {}
         {"do": "run", "episode": id, "arguments": {...}}  of a program  -> {"result": plain data}
         {"do": "stop", "episode": id}                                   -> {}
@@ -33,24 +36,39 @@ class Host:
 
     Args:
         named: the objects of ``environment.sources`` by those names.
-        settings: ``timeout_s``, ``parallel`` and ``max_observation_tokens`` of the environment.
+        settings: ``timeout_s``, ``parallel`` and ``max_observation_tokens`` of the environment;
+            ``reward_timeout_s`` of judges.
         worn: is called once as many threads hang as calls may run.
+        judges: reward functions that look at environments, by their reward sources.
     """
 
     def __init__(
-        self, named: Mapping[str, Any], settings: Mapping[str, Any], worn: Callable[[], object]
+        self,
+        named: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        worn: Callable[[], object],
+        judges: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
         self._run = Runner(settings["parallel"], settings["timeout_s"], worn)
         # A batch of programs waits for turns, which come once all have asked: none may be held up.
         self._unlimited = Runner(sys.maxsize, math.inf, worn)
         self._characters = CHARACTERS_PER_TOKEN * settings["max_observation_tokens"]
         self.source: Source = recognise(named, self._run)
+        if judges and self.source.kind != "environment":
+            raise ConfigError(
+                f"reward.sources: '{next(iter(judges))}' has the parameter '{ENVIRONMENTS}', and "
+                f"{', '.join(named)} are no environments; leave the parameter out",
+                "no-environments",
+            )
+        limit_s = settings.get("reward_timeout_s", settings["timeout_s"])
+        self._judges = Judges(judges or {}, Runner(settings["parallel"], limit_s, worn))
         self._episodes: dict[int, Episode] = {}
         self._programs: dict[int, asyncio.Future[Any]] = {}
         self._does: Mapping[str, Callable[[Any], Coroutine[Any, Any, dict[str, Any]]]] = {
             "open": self._open,
             "step": self._step,
             "finish": self._finish,
+            "score": self._score,
             "close": self._close,
             "run": self._run_program,
             "stop": self._stop_program,
@@ -99,6 +117,10 @@ class Host:
             return {"reward": await self._episodes[body["episode"]].finish()}
         except (CallError, RewardError) as error:  # which is no number
             return {"reward": None, "failure": str(error)}
+
+    async def _score(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        episode = self._episodes[body["episode"]]
+        return {"scores": await self._judges.scores(episode, body["samples"])}
 
     async def _close(self, body: Mapping[str, Any]) -> dict[str, Any]:
         episode = self._episodes.pop(body["episode"], None)

@@ -231,8 +231,13 @@ class LocalEnvironment:
     Their calls have their deadlines; a function that hangs keeps its thread, and none is replaced.
     """
 
-    def __init__(self, named: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        self._host = Host(named, settings, worn=lambda: None)
+    def __init__(
+        self,
+        named: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        judges: Mapping[str, Callable[..., Any]] | None = None,
+    ) -> None:
+        self._host = Host(named, settings, lambda: None, judges)
         self.ready: Mapping[str, Any] = self._host.ready()
         self.starts = 0
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -15,8 +15,10 @@ from stretto.config import EnvironmentConfig
 from stretto.environments.processes import Place, ProcessLostError
 from stretto.environments.results import CHARACTERS_PER_TOKEN, error_text
 from stretto.errors import ConfigError, EpisodeLostError, RewardError, TaskError
-from stretto.scoring.conventions import plain
+from stretto.scoring.conventions import Verdict, plain
+from stretto.scoring.functions import FunctionScorer
 from stretto.tasks.base import INDEX_KEY
+from stretto.tasks.prompts import TOOLS, tools_in
 from stretto.types import (
     FORKS,
     FinishReason,
@@ -54,6 +56,7 @@ class _Live:
     messages: list[Message]
     began_s: float
     asked: list[Message] = field(default_factory=list)  # the prompt as the environment got it
+    begun: int = 0  # messages of the prompt as the policy got it
     starts: int = -1  # of the place, when the episode was opened there
     number: int = 0
     turns: int = 0
@@ -73,7 +76,13 @@ class EnvironmentRole:
     Args:
         places: where episodes live, started; those of a group live in the same one.
         max_prompt_tokens: of a prompt that an environment changes, or that a fork begins with.
+        judges: reward functions that look at environments, which the places have, too.
+
+    Attributes:
+        tools_column: of rows that bring schemas of tools of their own.
     """
+
+    tools_column = TOOLS
 
     def __init__(
         self,
@@ -82,9 +91,11 @@ class EnvironmentRole:
         bridge: Bridge,
         encoder: Encoder,
         max_prompt_tokens: int,
+        judges: Sequence[FunctionScorer] = (),
     ) -> None:
         self._config, self._places, self._bridge = config, places, bridge
         self._encoder, self._max_prompt_tokens = encoder, max_prompt_tokens
+        self._judges = judges
         self._episodes: dict[int, _Live] = {}
         self._losses = [0] * len(places)
         ready = places[0].ready
@@ -108,6 +119,7 @@ class EnvironmentRole:
         )
         if log:
             live.messages = _begun(live, await self._reopen(live))
+            live.begun = len(live.messages)
             self._take_up(live, response, log)
             await self._replayed(live)
             self._episodes[live.id] = live
@@ -160,6 +172,8 @@ class EnvironmentRole:
             record={key: value for key, value in record.items() if value},
         )
         seen = await self._appended(live, response, seen)
+        if seen.ended_by and self._judges:
+            seen = await self._judged(live, response, seen)
         live.number = seen.number
         live.messages += seen.messages
         return seen
@@ -230,9 +244,31 @@ class EnvironmentRole:
             record={**seen.record, **failure},
         )
 
+    async def _judged(self, live: _Live, response: Response, seen: Observation) -> Observation:
+        """Have an episode that has ended scored by what looks at its environment."""
+        told = (*live.messages[live.begun :], *seen.messages)
+        cut = response.finish is FinishReason.LENGTH
+        finish = FinishReason.LENGTH if cut else FinishReason.STOP
+        ended = replace(response, finish=finish, messages=told)
+        scores: dict[str, Verdict] = {}
+        samples = {}
+        for judge in self._judges:
+            try:
+                samples[judge.name] = judge.sample(ended)
+            except RewardError as error:
+                scores[judge.name] = {"error": str(error)}
+        answer = await self._ask(live, {"do": "score", "samples": samples})
+        failed = {"error": answer.get("error")}
+        scores |= answer.get("scores") or dict.fromkeys(samples, failed)
+        for judge in self._judges:
+            if (why := scores[judge.name].get("error")) is not None:
+                scores[judge.name] = {"error": judge.failure(ended, why)}
+        return replace(seen, record={**seen.record, "scores": scores})
+
     def _changed(self, live: _Live, prompt: Prompt, opening: Answer) -> Prompt | None:
         """Return the prompt with what the environment adds; ``None`` where that is nothing."""
         live.messages = _begun(live, opening)
+        live.begun = len(live.messages)
         if live.messages == live.asked and not opening["tools"]:
             return None
         changed = self._rendered(live, prompt, live.messages)
@@ -284,13 +320,15 @@ class EnvironmentRole:
                 if live.starts != self._places[live.place].starts:
                     await self._reopen(live)
                     await self._replayed(live)
-                asked = {"do": "finish"} if body.get("do") else {"do": "step", "turn": body}
+                asked = body if "do" in body else {"do": "step", "turn": body}
                 return await self._answer(live, asked)
             except ProcessLostError as error:
                 live.starts, how = -1, str(error)
             except asyncio.CancelledError:
                 live.starts = -1  # it may have been answered, which nobody has seen
                 raise
+        if body is not None and body.get("do") == "score":
+            return {"error": how}
         if body is None or not self._functions:
             raise self._lost(live.id, how)
         said = f"the process of the tools was lost: {how}"
@@ -312,6 +350,9 @@ class EnvironmentRole:
         asked = {"do": "open", "row": live.row, "messages": live.asked}
         opening = await self._answer(live, asked)
         live.starts, live.tools = starts, opening.get("tools")
+        if brought := tools_in(live.row, self.tools_column):
+            own = self._places[0].ready["tools"] if live.tools is None else live.tools
+            live.tools = [*own, *brought]
         return opening
 
     async def _answer(self, live: _Live, body: Mapping[str, Any]) -> Answer:

@@ -36,7 +36,20 @@ SHAPES = """\
 
 
 class Episode(ABC):
-    """A live episode of one environment."""
+    """A live episode of one environment.
+
+    Attributes:
+        environment: the user's object, where there is one.
+        sound: whether no call of it was given up, which may still be at work.
+    """
+
+    environment: Any = None
+    sound = True
+
+    @property
+    def own(self) -> Episode:
+        """The episode that has the object."""
+        return self
 
     @abstractmethod
     async def open(self, messages: Sequence[Row]) -> Opening:
@@ -310,18 +323,16 @@ class _Trl(Episode):
 
     def __init__(self, pool: _Pool, row: Row, run: Runner) -> None:
         self._pool, self._row, self._run = pool, row, run
-        self._environment: Any = None
         self._tools: ToolSet | None = None
-        self._sound = True  # no call of it was given up, which may still be at work
 
     async def open(self, messages: Sequence[Row]) -> Opening:
-        environment = self._environment = await self._pool.take()
+        environment = self.environment = await self._pool.take()
         tools = self._pool.tools(environment)
         self._tools = ToolSet(tools, self._run, self._pool.results, environment)
-        self._sound = False
+        self.sound = False
         columns = _taken(environment.reset, self._row)
         said = await self._run(environment.reset, of=environment, **columns)
-        self._sound = True
+        self.sound = True
         return Opening(text=said if isinstance(said, str) else "")
 
     async def step(self, turn: Turn) -> Step:
@@ -329,20 +340,20 @@ class _Trl(Episode):
             return Step(done=True)
         assert self._tools
         messages, records = await self._tools.answer(turn["calls"])
-        self._sound &= not any("given up" in record.get("error", "") for record in records)
+        self.sound &= not any("given up" in record.get("error", "") for record in records)
         return Step(messages, calls=records)
 
     async def finish(self) -> float | None:
-        get_reward = getattr(self._environment, "get_reward", None)
+        get_reward = getattr(self.environment, "get_reward", None)
         if get_reward is None:
             return None
-        reward = await self._run(get_reward, of=self._environment)
+        reward = await self._run(get_reward, of=self.environment)
         return None if reward is None else as_number(reward)
 
     async def close(self) -> None:
-        if self._environment is not None and self._sound:
-            self._pool.give_back(self._environment)
-        self._environment = None
+        if self.environment is not None and self.sound:
+            self._pool.give_back(self.environment)
+        self.environment = None
 
 
 _BEGINNINGS = ("reset", "init", "initial_observation")
@@ -379,15 +390,14 @@ class _Made(Episode):
 
     def __init__(self, factory: Any, row: Row, run: Runner) -> None:
         self._factory, self._row, self._run = factory, row, run
-        self._environment: Any = None
 
     async def _make(self) -> Any:
-        self._environment = await self._run(_made, self._factory, self._row)
-        return self._environment
+        self.environment = await self._run(_made, self._factory, self._row)
+        return self.environment
 
     async def _call(self, name: str, *args: Any, **keywords: Any) -> Any:
-        function = getattr(self._environment, name)
-        return await self._run(function, *args, of=self._environment, **keywords)
+        function = getattr(self.environment, name)
+        return await self._run(function, *args, of=self.environment, **keywords)
 
     async def _step(self, action: Any) -> Step:
         """Step the environment; what goes wrong is an observation."""
@@ -401,8 +411,8 @@ class _Made(Episode):
         return Step([message], calls=[{"name": "step", "status": "ok", "error": place}])
 
     async def close(self) -> None:
-        environment, close = self._environment, getattr(self._environment, "close", None)
-        self._environment = None
+        environment, close = self.environment, getattr(self.environment, "close", None)
+        self.environment = None
         if environment is not None and callable(close):
             await self._run(close, of=environment)
 
@@ -442,7 +452,7 @@ class _Stepped(_Made):
         return read_opening(result, replaces=begin == "init")
 
     async def step(self, turn: Turn) -> Step:
-        parameters = _parameters(self._environment.step)
+        parameters = _parameters(self.environment.step)
         if "states" in parameters:
             action: Any = {
                 "observation_text": self._states["observation"],
@@ -468,6 +478,10 @@ class _Chosen(Episode):
 
     def __init__(self, episode: Episode, tools: list[dict[str, Any]]) -> None:
         self._episode, self._tools = episode, tools
+
+    @property
+    def own(self) -> Episode:
+        return self._episode
 
     async def open(self, messages: Sequence[Row]) -> Opening:
         opening = await self._episode.open(messages)

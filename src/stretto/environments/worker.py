@@ -4,7 +4,8 @@ It speaks JSON lines as the process of reward functions does (:mod:`stretto.scor
 gives the same guarantees; but it works on many requests at a time, and answers in any order.
 ::
 
-    in    {"sources": {name: {"file", "module", "root", "function"}}, "settings": {...}}       once
+    in    {"sources": {name: {"file", "module", "root", "function"}}, "settings": {...},
+           "judges": as "sources", of reward functions that look at environments}             once
     out   {"ready": {"kind", "tools": schemas, "replay": text}}
           {"refused": "ConfigError", "message": text, "code": text}                     and the end
     in    what :class:`stretto.environments.host.Host` takes                             repeatedly
@@ -20,6 +21,7 @@ import asyncio
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 from typing import Any
 
 from stretto.environments.host import Host
@@ -54,8 +56,11 @@ class _Worker:
         self._channel = Channel(lambda line: loop.call_soon_threadsafe(take, line))
         opening = json.loads(await self._lines.get())
         number = opening["request"]
+        body, modules = opening["body"], dict[str, ModuleType]()
         try:
-            host = Host(_named(opening["body"]["sources"]), opening["body"]["settings"], self._wear)
+            named = _named(body["sources"], modules)
+            judges = _named(body.get("judges", {}), modules, "reward.sources")
+            host = Host(named, body["settings"], self._wear, judges)
         except StrettoError as error:
             refusal = {"refused": type(error).__name__, "message": str(error), "code": error.code}
             self._channel.send(refusal, number)
@@ -83,14 +88,18 @@ class _Worker:
             self._channel.send({"alive": True}, 0)
 
 
-def _named(sources: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
-    """Import what the sources name: functions, classes, or dicts of these."""
+def _named(
+    sources: Mapping[str, Mapping[str, str]], modules: dict[str, ModuleType], setting: str = SETTING
+) -> dict[str, Any]:
+    """Import what the sources name: functions, classes, or dicts of these; each file once."""
     found = {}
     for name, place in sources.items():
-        module = import_module(place["file"], place["module"], place["root"], SETTING)
-        thing = getattr(module, place["function"], None)
+        file, function = place["file"], place["function"]
+        if file not in modules:
+            modules[file] = import_module(file, place["module"], place["root"], setting)
+        thing = getattr(modules[file], function, None)
         if thing is None:
-            raise not_defined(place["file"], place["function"], callables(module), SETTING)
+            raise not_defined(file, function, callables(modules[file]), setting)
         found[name] = thing
     return found
 

@@ -73,6 +73,7 @@ class ProcessWorkers:
         self._overrides = replace(
             overrides,
             functions={},
+            environment={},
             looks_at=None,
             opened=None,
             warmup=overrides.warmup or Path(scratch).absolute() / "warmup.safetensors",

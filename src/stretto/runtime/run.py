@@ -162,7 +162,8 @@ def start(
     prompts = open_prompts(config, overrides, say)
     with working(say, "starting the reward functions"):
         functions = RoleFactory(config, say).open_functions(prompts, stack, overrides)
-    environment = open_environment(config, prompts, stack, say, overrides)
+    judges = [f for f in functions if f.looks_inside]
+    environment = open_environment(config, prompts, stack, say, overrides, judges)
     first = look_at_prompts(prompts, say)
     held_out = None
     if config.observe.eval_every:
@@ -188,7 +189,9 @@ def start(
     kv_router = KVRouter(meeting) if meeting else None
     names = generator_names(config.rollout.engines)
     generators = [_generator(name, executors[name], sync, kv_router, spans) for name in names]
-    replicas = [_function(f, workers.thread_of(f.info.name), spans) for f in functions]
+    replicas = [
+        _function(f, workers.thread_of(f.info.name), spans) for f in functions if f not in judges
+    ]
     if held_out and (verifier := held_out.verifier):
         own = _function(verifier, workers.thread_of(verifier.info.name), spans)
         replicas.append(replace(own, held_out=True))
@@ -208,7 +211,13 @@ def start(
         generators,
         replicas,
         learner_client(LEARNER, executors[LEARNER], spans),
-        _controls(config, executors, kv_router, config.cluster.restarts if workers.groups else 0),
+        _controls(
+            config,
+            executors,
+            kv_router,
+            config.cluster.restarts if workers.groups else 0,
+            [judge.name for judge in judges],
+        ),
         RealClock(),
         spans,
         workers.ready.refs,
@@ -222,7 +231,11 @@ def start(
 
 
 def _controls(
-    config: Config, executors: Mapping[str, Executor], kv_router: KVRouter | None, restarts: int
+    config: Config,
+    executors: Mapping[str, Executor],
+    kv_router: KVRouter | None,
+    restarts: int,
+    judges: Sequence[str],
 ) -> Controls:
     """Measure what controllers ask for, and make them."""
     knobs, engines = config.schedule.knobs, config.rollout.engines
@@ -233,7 +246,7 @@ def _controls(
         rates: MoveRates = executors[generator_names(engines)[0]].ask("rates")
         copied = rates.host_bytes_per_s / rates.kv_bytes if rates.kv_bytes else 0.0
         holding = holding_of(config, rates.prefill_tokens_per_s, copied)
-    return controls_of(config, migrating, holding, restarts=restarts)
+    return controls_of(config, migrating, holding, restarts=restarts, judges=judges)
 
 
 def _generator(

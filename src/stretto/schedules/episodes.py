@@ -8,10 +8,10 @@ go. A restart finds the turn unanswered, and asks again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -52,7 +52,8 @@ class Books(Protocol):
 class Episodes:
     """The episodes of a run, and the environment that answers their turns.
 
-    ``sampling`` is that of their responses. ``rewards``: the environment's are part of the score.
+    ``sampling`` is that of their responses. ``rewards``: sources whose scores come from the
+    environment.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Episodes:
         scoring: Scoring,
         books: Books,
         *,
-        rewards: bool,
+        rewards: Sequence[str],
     ) -> None:
         self.sampling, self._environment = sampling, environment
         self._context, self._tracer, self._rewards = context, tracer, rewards
@@ -199,13 +200,13 @@ class Episodes:
         samples = self._samples[episode_of(last.rollout_id)]
         total = sum(sum(r.turn_rewards) for r in samples)
         failure = last.record.get("failure")
-        values = np.array([] if failure else [total], np.float32)
+        verdicts = {ENVIRONMENT: {"error": failure} if failure else {"value": total}}
+        verdicts |= last.record.get("scores", {})
         for rollout in samples:
             rollout.ended_by = last.ended_by
             rollout.finish = FinishReason.LENGTH if last.ended_by in LIMITS else FinishReason.STOP
-            if self._rewards:
-                score = Score(rollout.id, ENVIRONMENT, "reward", values, failure)
-                rollout.scores[ENVIRONMENT] = score
+            for name in self._rewards:
+                rollout.scores[name] = _score(rollout.id, name, verdicts[name])
             self._pool.release(rollout)
             if rollout.id >= 0:
                 self._scoring.extended(_last_chunk(rollout))
@@ -230,6 +231,13 @@ class Episodes:
         self.pending.discard(rollout.id)
         self.pending.add(root.id)
         return root
+
+
+def _score(rollout_id: int, source: str, verdict: Mapping[str, Any]) -> Score:
+    """Return the score of a verdict: a value, which may be ``None``, or an error."""
+    failure, value = verdict.get("error"), verdict.get("value")
+    values = np.array([] if failure or value is None else [value], np.float32)
+    return Score(rollout_id, source, "reward", values, failure, verdict.get("extra", {}))
 
 
 def _last_chunk(rollout: Rollout) -> Chunk:

@@ -20,7 +20,6 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from stretto.config import ENVIRONMENT
 from stretto.protocols import DRIVER, Clock, Environment, Generator, Learner, Tracer
 from stretto.schedules.buffer import Buffer
 from stretto.schedules.controller import Meter
@@ -83,7 +82,7 @@ class Schedule:
         self._fleet = Fleet(s.restarts, initial)
         self._waits, self._changed = Waits(), asyncio.Event()
         context = RoleContext(self._fleet, s.deadline_s, clock, self._phases, self._waits, sync)
-        self._scoring = Scoring(replicas, s.score_on, context, int(s.environment_rewards))
+        self._scoring = Scoring(replicas, s.score_on, context, len(s.environment_rewards))
         self._pool = Pool(
             generators,
             controls.migration,
@@ -541,8 +540,8 @@ class Schedule:
         rounds = [r for batch in self._generated for r in batch]
         for rollout in (*self._buffer, *rounds):
             if rollout.finish and not self._scoring.is_scored(rollout):
-                given = rollout.scores.pop(ENVIRONMENT, None)
-                rollout.scores = {ENVIRONMENT: given} if given else {}
+                given = self._settings.environment_rewards
+                rollout.scores = {k: s for k, s in rollout.scores.items() if k in given}
                 self._scoring.ended(rollout)
         for rollout in (*self._buffer.chosen, *rounds):
             if not self._scoring.is_scored(rollout):

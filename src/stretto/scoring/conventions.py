@@ -178,6 +178,9 @@ CONVENTIONS = (
 _GIVEN = {"trainer_state", "log_extra", "log_metric"}
 """Further parameters of TRL's functions, which concern the whole batch."""
 
+ENVIRONMENTS = "environments"
+"""A parameter of TRL's functions that gets the objects of ``environment_factory``."""
+
 SIGNATURES = "\n".join(f"  {c.library:9} {c.form}" for c in CONVENTIONS)
 
 
@@ -187,11 +190,14 @@ class Recognised(NamedTuple):
     Attributes:
         columns: those that it looks at; None for all.
         required: those that it cannot do without.
+        environments: whether it looks at the objects that answered; without such, the parameter is
+            a column.
     """
 
     convention: Convention
     columns: Sequence[str] | None
     required: Sequence[str]
+    environments: bool = False
 
 
 @dataclass(frozen=True)
@@ -199,12 +205,13 @@ class RewardFunction:
     """A function in one form for all conventions.
 
     ``run`` scores a list, sends a verdict for each sample, and returns what went wrong with the
-    list as a whole, if anything. Columns are as in :class:`Recognised`.
+    list as a whole, if anything. The others are as in :class:`Recognised`.
     """
 
     run: Run
     columns: Sequence[str] | None = ()
     required: Sequence[str] = ()
+    environments: bool = False
 
 
 def convention_of(signature: inspect.Signature, file: str, name: str) -> Recognised:
@@ -219,7 +226,8 @@ def convention_of(signature: inspect.Signature, file: str, name: str) -> Recogni
         if convention.others_are_columns:
             known = convention.values.keys() | _GIVEN
             columns = None if takes_any else sorted(named - known)
-            return Recognised(convention, columns, sorted(required - known))
+            asked = ENVIRONMENTS in named
+            return Recognised(convention, columns, sorted(required - known), asked)
         if required <= convention.values.keys() | convention.aliases.keys():
             missed = [column for of, column in convention.columns.items() if of in required]
             return Recognised(convention, convention.reads, missed)
@@ -233,7 +241,7 @@ def convention_of(signature: inspect.Signature, file: str, name: str) -> Recogni
 def recognise(function: Callable[..., Any], file: str, name: str) -> RewardFunction:
     """Make a reward function of one in any convention; raises ConfigError if it is in none."""
     signature = inspect.signature(function)
-    convention, columns, required = convention_of(signature, file, name)
+    convention, columns, required, environments = convention_of(signature, file, name)
     call = _caller(function, signature, convention.aliases)
     needed = {p.name for p in signature.parameters.values() if p.default is p.empty}
 
@@ -253,7 +261,7 @@ def recognise(function: Callable[..., Any], file: str, name: str) -> RewardFunct
         run = all_at_once(whole, file, convention.entry)
     else:
         run = one_by_one(each, file, convention.entry)
-    return RewardFunction(run, columns, required)
+    return RewardFunction(run, columns, required, environments)
 
 
 def _names(signature: inspect.Signature) -> tuple[set[str], bool]:

@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,9 +23,10 @@ import numpy as np
 from stretto.config import TaskConfig
 from stretto.config.sections import RewardSource
 from stretto.errors import ConfigError, EngineError, RewardError
-from stretto.scoring.conventions import Verdict, recognise
+from stretto.scoring.conventions import ENVIRONMENTS, Verdict, recognise
 from stretto.scoring.remote import check_url
 from stretto.scoring.responses import ResponseScorer, response_text
+from stretto.scoring.worker import ready
 from stretto.tasks.base import INDEX_KEY, fingerprint
 from stretto.types import Response, Score, ScorerInfo, WeightsRef
 from stretto.workers.function import FunctionProcess
@@ -57,9 +57,12 @@ class FunctionScorer(ResponseScorer):
         function: what ``source`` stands for where the caller has it as an object. It is called in
             this process, and no time limit can end it.
         max_steps: of the run, for functions that ask for TRL's ``trainer_state``.
+        environment: whether something answers turns. A function with the parameter ``environments``
+            then is called where that lives, and this makes its samples: it has no process.
 
     Attributes:
         global_step: steps that the run has taken, for the same.
+        looks_inside: whether it is such a function.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class FunctionScorer(ResponseScorer):
         columns: Collection[str] | None = None,
         function: Callable[..., Any] | None = None,
         max_steps: int = 0,
+        environment: bool = False,
     ) -> None:
         super().__init__(source.name)
         self.global_step, self._max_steps = 0, max_steps
@@ -88,11 +92,15 @@ class FunctionScorer(ResponseScorer):
             self._process = FunctionProcess({"task": task.model_dump(), "seed": seed})
         else:
             self._process = FunctionProcess(locate(source))
-        ready = self._process.start()
-        self._columns: list[str] | None = ready["columns"]
+        found = self._process.start()
+        self._columns: list[str] | None = found["columns"]
+        self.looks_inside: bool = environment and found["environments"]
+        if self.looks_inside:
+            self.close()
         if columns is not None:
+            known = {*columns, ENVIRONMENTS} if self.looks_inside else columns
             try:
-                require_columns(source.name, ready["required"], columns)
+                require_columns(source.name, found["required"], known)
             except ConfigError:
                 self.close()
                 raise
@@ -100,9 +108,16 @@ class FunctionScorer(ResponseScorer):
     def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]:
         """Score finished rollouts; one that the function does not apply to gets no values."""
         responses = self._take(rollout_ids)
-        text_of = partial(response_text, self._tokenizer, stop=self._stop)
-        texts = [text_of(r.tokens.tolist(), r.finish) for r in responses]
+        texts = list(map(self._text, responses))
         return list(map(self._score, responses, texts, self._ask_all(responses, texts)))
+
+    def sample(self, response: Response) -> Payload:
+        """Return a response as the function gets it; RewardError where a column cannot be sent."""
+        return self._payload(response, self._text(response))
+
+    def failure(self, response: Response, why: str) -> str:
+        """Tell why there is no score, and of what."""
+        return self._failure(response, self._text(response), why)
 
     def load(self, weights: WeightsRef) -> None:
         """Raise EngineError: a function follows no trained model."""
@@ -116,12 +131,18 @@ class FunctionScorer(ResponseScorer):
         failure, value = verdict.get("error"), verdict.get("value")
         values = np.array([] if value is None else [value], dtype=np.float32)
         if failure is not None:
-            failure = (
-                f"'{self.name}' failed on rollout {r.id}: {failure}\n"
-                f"  prompt: {_short(r.prompt.text)}\n"
-                f"  response: {_short(text)}"
-            )
+            failure = self._failure(r, text, failure)
         return Score(r.id, self.name, "reward", values, failure, verdict.get("extra", {}))
+
+    def _text(self, r: Response) -> str:
+        return response_text(self._tokenizer, r.tokens.tolist(), r.finish, stop=self._stop)
+
+    def _failure(self, r: Response, text: str, why: str) -> str:
+        return (
+            f"'{self.name}' failed on rollout {r.id}: {why}\n"
+            f"  prompt: {_short(r.prompt.text)}\n"
+            f"  response: {_short(text)}"
+        )
 
     def _ask_all(self, responses: Sequence[Response], texts: Sequence[str]) -> list[Verdict]:
         """Ask for all in one call; where that leaves some open, for those one at a time."""
@@ -278,7 +299,7 @@ class LocalFunction:
             ) from error
 
     def start(self) -> Mapping[str, Any]:
-        return {"columns": self._function.columns, "required": self._function.required}
+        return ready(self._function)
 
     def ask(
         self, samples: Sequence[Mapping[str, Any]], timeout_s: float

@@ -6,7 +6,7 @@ prints goes to standard error. It ends with its parent, however that ends, and w
 
     in    {"task": settings, "seed": n}  or  {"url": of a server}  or                  once, first
           {"file": path, "module": name or "", "root": folder it is in, "function": name}
-    out   {"ready": {"columns": names or null for all, "required": names}}
+    out   {"ready": {"columns": names or null for all, "required": names, "environments": boolean}}
           {"refused": "ConfigError" or "TaskError", "message": text, "code": text}     and the end
     in    [sample, ...]                                                                repeatedly
     out   {"at": place in the list, "value": number, "extra": values by name, if any}
@@ -58,10 +58,19 @@ def main() -> None:
         refusal = {"refused": type(error).__name__, "message": str(error), "code": error.code}
         channel.send(refusal)
         return
-    channel.send({"ready": {"columns": function.columns, "required": function.required}})
+    channel.send({"ready": ready(function)})
     while True:
         samples = channel.next_request()
         channel.send({"done": function.run(samples, channel.send)})
+
+
+def ready(function: RewardFunction) -> dict[str, Any]:
+    """Return what the parent must know of a function."""
+    return {
+        "columns": function.columns,
+        "required": function.required,
+        "environments": function.environments,
+    }
 
 
 def open_function(opening: Mapping[str, Any]) -> RewardFunction:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+TOOLS = "tools"
+"""The column of schemas of tools, unless the settings name another one."""
+
 Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], tuple[list[int], str]]
 """Writes a conversation and schemas of tools as a prompt: its tokens, and their text."""
 
@@ -246,17 +249,24 @@ def _tools(row: TaskRow, config: TaskConfig) -> list[Any] | None:
 
     Raises TaskError if a column that the settings name has something else.
     """
-    column = config.columns.get("tools", "tools")
+    column = config.columns.get(TOOLS, TOOLS)
     tools = row.data.get(column)
-    if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):
-        return tools or None
-    if "tools" in config.columns and tools is not None:
+    if found := tools_in(row.data, column):
+        return found
+    if TOOLS in config.columns and tools not in (None, []):
         raise TaskError(
             f"row {row.index}, column '{column}': tools are a list of JSON schemas; got "
             f"{repr(tools)[:200]}",
             "tools-not-schemas",
         )
     return None
+
+
+def tools_in(data: Mapping[str, Any], column: str) -> list[Any]:
+    """Return the schemas of tools in a row's column; none where it has something else."""
+    tools = data.get(column)
+    is_list = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    return list(tools or ()) if is_list else []
 
 
 def _with_instruction(text: str, config: TaskConfig) -> str:

@@ -76,6 +76,10 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or value > 0,
         "is taken off the score and must be above 0, or None",
     ),
+    "max_tool_calling_iterations": (
+        lambda value: value is None or value >= 0,
+        "is a number of turns, or None for no limit",
+    ),
     "num_generations": (lambda value: value >= 2, "a response is compared with others; 2 or more"),
     "optim": (lambda value: value in _OPTIMIZERS, OWN_ADAMW),
     "vf_coef": (lambda value: value > 0, "must be above 0: the value model has to be trained"),
@@ -365,6 +369,14 @@ def _missing_eos(args: TrlConfig) -> dict[str, Any]:
         "reward.missing_eos": "subtract" if subtracts else "off",
         "reward.missing_eos_penalty": penalty or 0.0,
     }
+
+
+def max_turns(args: Any) -> int:
+    """Return the turns of an episode, at most: TRL counts those whose calls are run, and has no
+    limit of its own by default.
+    """
+    calls = getattr(args, "max_tool_calling_iterations", None)
+    return int(args.max_completion_length if calls is None else calls + 1)
 
 
 def evaluates(args: TrlConfig) -> bool:

@@ -334,7 +334,6 @@ _REFUSED = {
     "the model's head computes in the type of its weights; load the model in float32, or leave it "
     "out": "cast_lm_head_to_fp32",
     "the reference stays the policy as it starts; leave it out": "sync_ref_model",
-    "there are no tools here; leave it out": "max_tool_calling_iterations",
     "there is one adapter; leave it out": "model_adapter_name",
     "training runs on one device here; leave it out, and where memory is short use peft_config, "
     "gradient_checkpointing and a small per_device_train_batch_size": "deepspeed fsdp fsdp_config "

@@ -125,7 +125,7 @@ class BaseTrainer:
         if weights := getattr(args, "reward_weights", None):
             data["reward"]["weights"] = (*weights, *(1.0 for _ in given))
         if sources := tuple(self._answering.objects):
-            data["environment"] = {"sources": sources}
+            data["environment"] = {"sources": sources, "max_turns": arguments.max_turns(args)}
         if self._held_out:
             held_out = Path(args.output_dir) / "eval_dataset.jsonl"
             longest = max(task.longest, self._held_out.longest)

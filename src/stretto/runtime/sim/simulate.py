@@ -9,6 +9,7 @@ from itertools import count
 from typing import Any, TypeVar
 
 from stretto.assembly.controls import controls
+from stretto.config import ENVIRONMENT
 from stretto.config.schedule import Settings
 from stretto.observe.idle import TimeSheet
 from stretto.observe.spans import Span, Spans, Window
@@ -148,7 +149,7 @@ def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule
         group_at_least=w.group_at_least,
         restarts=cluster.restarts,
         episodes=w.sampling,
-        environment_rewards=w.episodes is not None and w.episodes.rewarded,
+        environment_rewards=(ENVIRONMENT,) if w.episodes and w.episodes.rewarded else (),
     )
     migrating = cluster.migrating if schedule.knobs.migrates(engines) else None
     turned = controls(schedule, settings, engines, w.seed, migrating, cluster.holding)
