@@ -92,7 +92,7 @@ def test_a_process_whose_threads_all_hang_is_replaced_and_others_go_on() -> None
 
 def test_a_coroutine_that_blocks_is_ended_with_its_process(monkeypatch: Any) -> None:
     monkeypatch.setattr("stretto.environments.processes.SILENCE_S", 3.0)
-    monkeypatch.setattr("stretto.environments.role.LOOK_S", 0.2)
+    monkeypatch.setattr("stretto.environments.processes.LOOK_S", 0.2)
     role = role_of(places_of("block", "add", config=SHORT), SHORT)
 
     async def go() -> None:
@@ -165,8 +165,7 @@ def test_a_resumed_episode_goes_on_by_its_log(replay: Any) -> None:
         await player.open()
         await player.say("2")
         await player.say("3")
-        player.role = later
-        assert await later.open(player.response(), player.log) is player.log[-1]
+        assert await player.resume(later) is player.log[-1]
         assert said(await player.say("1")) == (["7"] if replay == "auto" else ["2"])
         assert player.log[-1].number == 3
 
@@ -186,9 +185,30 @@ def test_another_answer_in_a_replay_is_noticed() -> None:
         player = Player(role, start=1)
         await player.open()
         await player.say("2")
-        await later.open(player.response(), player.log)
+        await player.resume(later)
 
     with raises(EpisodeLostError, "episode-lost", "turn 1 has another answer"):
+        asyncio.run(go())
+    for each in (role, later):
+        each.close()
+
+
+@pytest.mark.parametrize("how", ["killed", "restarted"])
+def test_another_opening_in_a_replay_is_noticed(how: str) -> None:
+    """A number that is drawn anew by ``reset`` is not the one whose digits were told."""
+    role, later = (role_of(places_of("Drawn")) for _ in range(2))
+
+    async def go() -> None:
+        player = Player(role)
+        await player.open()
+        assert said(await player.say(call("look"))) == ["it is hidden"]
+        if how == "restarted":
+            await player.resume(later)
+            return
+        os.kill(pid_of(role), signal.SIGKILL)
+        await player.say(call("look"))
+
+    with raises(EpisodeLostError, "episode-lost", "it has another opening"):
         asyncio.run(go())
     for each in (role, later):
         each.close()

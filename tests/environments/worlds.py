@@ -183,6 +183,18 @@ class Vault:
         raise AssertionError
 
 
+class Drawn:
+    """TRL's environment whose ``reset`` draws a number, of which no tool tells."""
+
+    def reset(self, **row: Any) -> str:
+        self.number = time.time_ns()
+        return f" It ends with {self.number % 1000}, in process {os.getpid()}."
+
+    def look(self) -> str:
+        """Look."""
+        return "it is hidden"
+
+
 def vault() -> Vault:
     """Make a vault."""
     return Vault()

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from stretto.environments.launch import launch
-from stretto.environments.results import CHARACTERS_PER_TOKEN, Step, shortened
+from stretto.environments.results import CHARACTERS_PER_TOKEN, Step, shortened, summed
 from stretto.environments.running import CallError, Runner
 from stretto.environments.shapes import Episode, Source, recognise
 from stretto.errors import RewardError
@@ -46,6 +46,7 @@ class Host:
         self._characters = CHARACTERS_PER_TOKEN * settings["max_observation_tokens"]
         self.source: Source = recognise(named, self._run)
         self._episodes: dict[int, Episode] = {}
+        self._closing: set[asyncio.Future[None]] = set()
         self._programs: dict[int, asyncio.Future[Any]] = {}
         self._does: Mapping[str, Callable[[Any], Coroutine[Any, Any, dict[str, Any]]]] = {
             "open": self._open,
@@ -91,7 +92,7 @@ class Host:
         answer = {**asdict(step), "calls": plain(step.calls)}
         if step.done:
             earned = await self._finish(body)
-            answer |= {**earned, "reward": _sum(step.reward, earned["reward"])}
+            answer |= {**earned, "reward": summed(step.reward, earned["reward"])}
         return answer
 
     async def _finish(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,8 +104,14 @@ class Host:
     async def _close(self, body: Mapping[str, Any]) -> dict[str, Any]:
         episode = self._episodes.pop(body["episode"], None)
         if episode is not None:
-            await episode.close()
+            await asyncio.shield(self._begin_close(episode))
         return {}
+
+    def _begin_close(self, episode: Episode) -> asyncio.Future[None]:
+        closing = asyncio.ensure_future(episode.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        return closing
 
     async def _run_program(self, body: Mapping[str, Any]) -> dict[str, Any]:
         assert self.source.run, "only programs are run"
@@ -125,10 +132,13 @@ class Host:
         return {}
 
     async def close(self) -> None:
-        """Close all episodes; errors of theirs are ignored, as nobody is left to hear of them."""
-        closing = [episode.close() for episode in self._episodes.values()]
+        """Close all episodes, and wait for those that are being closed; errors of theirs are
+        ignored, as nobody is left to hear of them.
+        """
+        for episode in self._episodes.values():
+            self._begin_close(episode)
         self._episodes.clear()
-        await asyncio.gather(*closing, return_exceptions=True)
+        await asyncio.gather(*self._closing, return_exceptions=True)
 
 
 def _place(error: CallError, program: Any) -> str:
@@ -140,8 +150,3 @@ def _place(error: CallError, program: Any) -> str:
     except TypeError:  # it has none
         file = None
     return describe(error.__cause__, file)
-
-
-def _sum(*rewards: float | None) -> float | None:
-    given = [reward for reward in rewards if reward is not None]
-    return sum(given) if given else None

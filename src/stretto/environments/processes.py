@@ -27,6 +27,9 @@ SILENCE_S = 30.0
 """Seconds without a sign of life of a process that has something to answer, or the time limit of a
 call where that is longer: then its event loop is blocked, and it is ended."""
 
+LOOK_S = 2.0
+"""Seconds between two looks at a place that has not answered."""
+
 Answer = Mapping[str, Any]
 
 SETTING = "environment.sources"
@@ -71,6 +74,15 @@ class Place(Protocol):
 
     def close(self) -> None:
         """End it with all that it does."""
+
+
+async def answer_of(place: Place, body: Mapping[str, Any]) -> Answer:
+    """Ask a place, and look after it until it has answered; raises ProcessLostError."""
+    answer = asyncio.wrap_future(place.ask(body))
+    while not answer.done():
+        await asyncio.wait({answer}, timeout=LOOK_S)
+        place.require_alive()
+    return answer.result()
 
 
 class EnvironmentProcess:
