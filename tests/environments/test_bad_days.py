@@ -336,6 +336,51 @@ def test_episodes_are_closed_once(tmp_path: Path, monkeypatch: Any) -> None:
     assert closed.read_text() == "5\n5\n"
 
 
+@pytest.mark.parametrize("end", ["closed", "pipe"])
+def test_episodes_that_are_open_at_the_end_are_closed_once(
+    tmp_path: Path, monkeypatch: Any, end: str
+) -> None:
+    """Also one in a step that would last, and all that one process may work on at a time."""
+    closed = tmp_path / "closed"
+    monkeypatch.setenv("CLOSED", str(closed))
+    config = EnvironmentConfig(parallel=1)
+    role = role_of(places_of("Sleeper", config=config), config)
+
+    async def go() -> None:
+        players = [Player(role, n, start=n) for n in range(3)]
+        for player in players:
+            await player.open()
+        await players[0].say("4")
+        await role.release([0])
+        asking = asyncio.ensure_future(players[1].say("sleep"))
+        await asyncio.sleep(0.1)
+        asking.cancel()
+        await asyncio.wait({asking})
+
+    asyncio.run(go())
+    (place,) = role._places
+    assert isinstance(place, EnvironmentProcess)
+    process = place._process
+    assert process
+    assert process.stdin
+    if end == "pipe":  # as if the parent had been killed
+        process.stdin.close()
+        process.wait(30)
+    role.close()
+    assert sorted(closed.read_text().split()) == ["1", "2", "4"]
+
+
+def test_what_does_not_close_is_killed(monkeypatch: Any) -> None:
+    monkeypatch.setattr("stretto.environments.processes.CLOSE_S", 0.1)
+    monkeypatch.setattr("stretto.environments.processes.SPARE_S", 0.1)
+    role = role_of(places_of("Stays"))
+    pid = pid_of(role)
+    asyncio.run(Player(role).open())
+    role.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
 def test_the_process_ends_with_its_parent() -> None:
     role = role_of(places_of("add"))
     pid = pid_of(role)

@@ -145,6 +145,28 @@ class Random(Counter):
         return {"observation": str(time.time_ns()), "reward": 0.0, "done": False}
 
 
+class Sleeper(Counter):
+    """Sleeps at a turn."""
+
+    async def step(self, turn: Any) -> dict[str, Any]:
+        if turn.text == "sleep":
+            await asyncio.sleep(60)
+        return await super().step(turn)
+
+
+class Stays:
+    """Never ends to close."""
+
+    async def open(self, row: dict[str, Any]) -> None:
+        pass
+
+    async def step(self, turn: Any) -> str:
+        return "on"
+
+    async def close(self) -> None:
+        await asyncio.sleep(60)
+
+
 class Killer(Counter):
     """Ends its process at a turn."""
 

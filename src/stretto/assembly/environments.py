@@ -16,6 +16,7 @@ from stretto.environments.processes import (
     EnvironmentProcess,
     LocalEnvironment,
     Place,
+    close_all,
     locate_source,
     settings_of,
 )
@@ -48,8 +49,7 @@ def open_environment(
         return None
     with working(say, "starting the environment"):
         places = open_places(settings, overrides.environment)
-        for place in places:
-            stack.callback(place.close)
+        stack.callback(close_all, places)
     if places[0].ready["kind"] == "program":
         return _programs(config, places, prompts, overrides, say)
     if config.task.chat == "off":
@@ -142,7 +142,6 @@ def open_places(settings: EnvironmentConfig, objects: Mapping[str, Any]) -> Sequ
         for place in places:
             place.start()
     except BaseException:
-        for place in places:
-            place.close()
+        close_all(places)
         raise
     return places

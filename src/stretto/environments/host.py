@@ -17,6 +17,9 @@ from stretto.environments.shapes import Episode, Source, recognise
 from stretto.errors import RewardError
 from stretto.scoring.conventions import describe, plain
 
+CLOSE_S = 5.0
+"""Seconds in which the episodes that are open at the end of a run are closed, in all."""
+
 
 class Host:
     """Answers requests about episodes, many at a time, in an event loop.

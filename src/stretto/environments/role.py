@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from stretto.config import EnvironmentConfig
-from stretto.environments.processes import Place, ProcessLostError, answer_of
+from stretto.environments.processes import Place, ProcessLostError, answer_of, close_all
 from stretto.environments.results import CHARACTERS_PER_TOKEN, error_text, summed
 from stretto.errors import ConfigError, EpisodeLostError, RewardError, TaskError
 from stretto.scoring.conventions import plain
@@ -181,8 +181,7 @@ class EnvironmentRole:
 
     def close(self) -> None:
         """End the processes, and with them all episodes."""
-        for place in self._places:
-            place.close()
+        close_all(self._places)
 
     def _limit(self, live: _Live, response: Response, *, cut: bool) -> str:
         """Return which limit makes this turn the episode's last, if any."""
