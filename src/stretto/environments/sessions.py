@@ -29,8 +29,8 @@ from stretto.types import (
     Message,
     Observation,
     Response,
-    fork_id,
     Sampling,
+    fork_id,
 )
 
 if TYPE_CHECKING:

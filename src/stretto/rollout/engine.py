@@ -129,8 +129,8 @@ class TorchEngine(Engine):
 
     @torch.inference_mode()
     def hold(self, rollout_ids: Iterable[int], how: Hold) -> None:
-        """See :meth:`Engine.hold`; on a CPU ``offload`` does nothing. The host keeps no more than the
-        slots can hold: beyond that, keys and values are made again.
+        """See :meth:`Engine.hold`; on a CPU ``offload`` does nothing. The host keeps no more than
+        the slots can hold: beyond that, keys and values are made again.
         """
         for row in (self._parked[i] for i in rollout_ids if i in self._parked):
             if how == "remake":
