@@ -110,6 +110,11 @@ def episode_of(rollout_id: int) -> int:
     return rollout_id % FORKS if rollout_id >= 0 else -(-rollout_id % FORKS)
 
 
+def fork_id(root: int, number: int) -> int:
+    """Return the id of the sample of an episode that begins as its fork of this number, from 1."""
+    return root + number * (FORKS if root >= 0 else -FORKS)
+
+
 class FinishReason(StrEnum):
     """The reason why a response ended: an end token or a stop string, or the token limit.
 

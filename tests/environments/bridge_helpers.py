@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +131,7 @@ class Player:
             (Message(role="user", content=asked),),
             data={**data, "_index": 0},
         )
-        self.role, self.id, self.most = role, id_, most
+        self.role, self.id, self.most, self.asked = role, id_, most, self.prompt
         self.tokens: list[int] = []
         self.sampled: list[bool] = []
         self.log: list[Observation] = []
@@ -150,6 +150,11 @@ class Player:
 
     async def open(self) -> Observation:
         return self._take(await self.role.open(self.response()))
+
+    async def resume(self, role: EnvironmentRole) -> Observation:
+        """Go on with another role, as a run does that was started again."""
+        self.role = role
+        return await role.open(replace(self.response(), prompt=self.asked), self.log)
 
     async def say(self, text: str, *, cut: bool = False) -> Observation:
         drawn = ids(text) + ([] if cut else [END])

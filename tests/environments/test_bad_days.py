@@ -92,7 +92,7 @@ def test_a_process_whose_threads_all_hang_is_replaced_and_others_go_on() -> None
 
 def test_a_coroutine_that_blocks_is_ended_with_its_process(monkeypatch: Any) -> None:
     monkeypatch.setattr("stretto.environments.processes.SILENCE_S", 3.0)
-    monkeypatch.setattr("stretto.environments.role.LOOK_S", 0.2)
+    monkeypatch.setattr("stretto.environments.processes.LOOK_S", 0.2)
     role = role_of(places_of("block", "add", config=SHORT), SHORT)
 
     async def go() -> None:
@@ -165,8 +165,7 @@ def test_a_resumed_episode_goes_on_by_its_log(replay: Any) -> None:
         await player.open()
         await player.say("2")
         await player.say("3")
-        player.role = later
-        assert await later.open(player.response(), player.log) is player.log[-1]
+        assert await player.resume(later) is player.log[-1]
         assert said(await player.say("1")) == (["7"] if replay == "auto" else ["2"])
         assert player.log[-1].number == 3
 
@@ -186,9 +185,30 @@ def test_another_answer_in_a_replay_is_noticed() -> None:
         player = Player(role, start=1)
         await player.open()
         await player.say("2")
-        await later.open(player.response(), player.log)
+        await player.resume(later)
 
     with raises(EpisodeLostError, "episode-lost", "turn 1 has another answer"):
+        asyncio.run(go())
+    for each in (role, later):
+        each.close()
+
+
+@pytest.mark.parametrize("how", ["killed", "restarted"])
+def test_another_opening_in_a_replay_is_noticed(how: str) -> None:
+    """A number that is drawn anew by ``reset`` is not the one whose digits were told."""
+    role, later = (role_of(places_of("Drawn")) for _ in range(2))
+
+    async def go() -> None:
+        player = Player(role)
+        await player.open()
+        assert said(await player.say(call("look"))) == ["it is hidden"]
+        if how == "restarted":
+            await player.resume(later)
+            return
+        os.kill(pid_of(role), signal.SIGKILL)
+        await player.say(call("look"))
+
+    with raises(EpisodeLostError, "episode-lost", "it has another opening"):
         asyncio.run(go())
     for each in (role, later):
         each.close()
@@ -314,6 +334,51 @@ def test_episodes_are_closed_once(tmp_path: Path, monkeypatch: Any) -> None:
     for role in roles:
         role.close()
     assert closed.read_text() == "5\n5\n"
+
+
+@pytest.mark.parametrize("end", ["closed", "pipe"])
+def test_episodes_that_are_open_at_the_end_are_closed_once(
+    tmp_path: Path, monkeypatch: Any, end: str
+) -> None:
+    """Also one in a step that would last, and all that one process may work on at a time."""
+    closed = tmp_path / "closed"
+    monkeypatch.setenv("CLOSED", str(closed))
+    config = EnvironmentConfig(parallel=1)
+    role = role_of(places_of("Sleeper", config=config), config)
+
+    async def go() -> None:
+        players = [Player(role, n, start=n) for n in range(3)]
+        for player in players:
+            await player.open()
+        await players[0].say("4")
+        await role.release([0])
+        asking = asyncio.ensure_future(players[1].say("sleep"))
+        await asyncio.sleep(0.1)
+        asking.cancel()
+        await asyncio.wait({asking})
+
+    asyncio.run(go())
+    (place,) = role._places
+    assert isinstance(place, EnvironmentProcess)
+    process = place._process
+    assert process
+    assert process.stdin
+    if end == "pipe":  # as if the parent had been killed
+        process.stdin.close()
+        process.wait(30)
+    role.close()
+    assert sorted(closed.read_text().split()) == ["1", "2", "4"]
+
+
+def test_what_does_not_close_is_killed(monkeypatch: Any) -> None:
+    monkeypatch.setattr("stretto.environments.processes.CLOSE_S", 0.1)
+    monkeypatch.setattr("stretto.environments.processes.SPARE_S", 0.1)
+    role = role_of(places_of("Stays"))
+    pid = pid_of(role)
+    asyncio.run(Player(role).open())
+    role.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 def test_the_process_ends_with_its_parent() -> None:

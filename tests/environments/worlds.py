@@ -145,6 +145,28 @@ class Random(Counter):
         return {"observation": str(time.time_ns()), "reward": 0.0, "done": False}
 
 
+class Sleeper(Counter):
+    """Sleeps at a turn."""
+
+    async def step(self, turn: Any) -> dict[str, Any]:
+        if turn.text == "sleep":
+            await asyncio.sleep(60)
+        return await super().step(turn)
+
+
+class Stays:
+    """Never ends to close."""
+
+    async def open(self, row: dict[str, Any]) -> None:
+        pass
+
+    async def step(self, turn: Any) -> str:
+        return "on"
+
+    async def close(self) -> None:
+        await asyncio.sleep(60)
+
+
 class Killer(Counter):
     """Ends its process at a turn."""
 
@@ -216,6 +238,18 @@ def fails(completions: Any, environments: Any) -> list[float]:
     if secret == 3:
         os._exit(9)
     return [1.0, 2.0] if secret == 4 else [float(secret)]
+
+
+class Drawn:
+    """TRL's environment whose ``reset`` draws a number, of which no tool tells."""
+
+    def reset(self, **row: Any) -> str:
+        self.number = time.time_ns()
+        return f" It ends with {self.number % 1000}, in process {os.getpid()}."
+
+    def look(self) -> str:
+        """Look."""
+        return "it is hidden"
 
 
 def vault() -> Vault:

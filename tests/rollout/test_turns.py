@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -205,6 +206,47 @@ def test_a_thousand_that_wait_keep_no_more_than_the_slots_could_hold() -> None:
     played_whole(engine, some)
     assert_same([made[i] for i in few], some)
     assert not e._parked
+
+
+def outside(e: TorchEngine) -> list[int]:
+    """Tokens with keys and values of each row that has them outside the slots."""
+    return [row.cached for row in (*e._parked.values(), *e._waiting) if row.kv]
+
+
+def test_answered_rows_that_wait_for_a_slot_count_as_parked_ones() -> None:
+    """Two slots of 64 positions: 128 tokens outside them, however many answers came."""
+    e, sampling = engine(rows=2), Sampling(40, max_turn_tokens=8)
+    made = episodes([[20 + i % 30, 9, 30 + i // 40] for i in range(60)], sampling)
+    e.admit(told(made))
+    most = 0
+    for _ in range(400):
+        chunks = e.decode(1).chunks
+        for chunk in chunks:
+            r = made[chunk.rollout_id]
+            r.append(chunk)
+            if chunk.finish is FinishReason.TURN and answer(r):
+                e.admit(told([r]))
+        most = max(most, sum(outside(e)))
+        assert e._slots * e._cache.capacity == 2 * 64
+    assert 64 < most <= 128
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("finish", [None, FinishReason.TURN])
+def test_rows_that_come_with_keys_and_values_are_bounded_on_device_and_host(
+    device: str, finish: FinishReason | None
+) -> None:
+    """A row may get 3 + 40 tokens, so that one slot has room for 43."""
+    source, e = engine(rows=40), engine(rows=1)
+    waiting = parked(source, 12)
+    transfers = source.export([r.id for r in waiting], with_cache=True)
+    assert sum(t.cached_tokens for t in transfers) > 43
+    e.device = torch.device(device)  # from another device, a CPU is the host
+    e.accept([replace(r, finish=finish) for r in told(waiting)], transfers)
+    kept, cached = outside(e), [t.cached_tokens for t in transfers]
+    assert 0 < sum(kept) <= 43
+    youngest = finish is FinishReason.TURN  # while those at the end of a queue wait for longest
+    assert kept == (cached[-len(kept) :] if youngest else cached[: len(kept)])
 
 
 def test_where_the_device_has_no_room_for_copies_they_are_made_again(

@@ -8,15 +8,16 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from schedule_helpers import Setting, schedule_of
 from stretto.config.schedule import Settings
 from stretto.errors import RewardError
 from stretto.runtime.sim.loop import run
-from stretto.schedules.rollout import Step
+from stretto.schedules.rollout import Rollout, Step
 from stretto.testing import World
-from stretto.types import Sampling
+from stretto.types import Message, Observation, Prompt, Sampling
 
 
 @dataclass(frozen=True)
@@ -219,3 +220,12 @@ def test_episodes_are_taken_up_again_from_every_checkpoint() -> None:
         counts["runs"] += 1
     assert counts["runs"] > 50
     assert counts["checkpoints"] > 100
+
+
+def test_what_an_environment_opened_with_is_in_the_log_that_it_is_resumed_with() -> None:
+    asked, begun = Prompt(3, (1, 2), "go"), Prompt(3, (1, 2, 5), "go on")
+    rollout = Rollout(0, asked, 0, asked=asked)
+    rollout.prompt = replace(begun, messages=(Message(role="user", content="go on"),))
+    rollout.observe(Observation(0, 0, np.empty(0, np.int32), prompt=rollout.prompt))
+    (opening,) = Rollout.from_state(rollout.state_dict(), asked).log
+    assert opening.prompt == rollout.prompt

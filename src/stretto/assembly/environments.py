@@ -17,6 +17,7 @@ from stretto.environments.processes import (
     EnvironmentProcess,
     LocalEnvironment,
     Place,
+    close_all,
     locate_source,
     settings_of,
 )
@@ -56,8 +57,7 @@ def open_environment(
     with working(say, "starting the environment"):
         looking = Looking(tuple(j.name for j in judges), overrides.functions, config.reward)
         places = open_places(settings, overrides.environment, looking)
-        for place in places:
-            stack.callback(place.close)
+        stack.callback(close_all, places)
     if places[0].ready["kind"] == "program":
         return _programs(config, places, prompts, overrides, say)
     if config.task.chat == "off":
@@ -185,7 +185,6 @@ def open_places(
         for place in places:
             place.start()
     except BaseException:
-        for place in places:
-            place.close()
+        close_all(places)
         raise
     return places

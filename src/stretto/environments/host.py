@@ -12,11 +12,14 @@ from typing import Any
 
 from stretto.environments.judges import Judges
 from stretto.environments.launch import launch
-from stretto.environments.results import CHARACTERS_PER_TOKEN, Step, shortened
+from stretto.environments.results import CHARACTERS_PER_TOKEN, Step, shortened, summed
 from stretto.environments.running import CallError, Runner
 from stretto.environments.shapes import Episode, Source, recognise
 from stretto.errors import ConfigError, RewardError
 from stretto.scoring.conventions import ENVIRONMENTS, describe, plain
+
+CLOSE_S = 5.0
+"""Seconds in which the episodes that are open at the end of a run are closed, in all."""
 
 
 class Host:
@@ -63,6 +66,7 @@ class Host:
         limit_s = settings.get("reward_timeout_s", settings["timeout_s"])
         self._judges = Judges(judges or {}, Runner(settings["parallel"], limit_s, worn))
         self._episodes: dict[int, Episode] = {}
+        self._closing: set[asyncio.Future[None]] = set()
         self._programs: dict[int, asyncio.Future[Any]] = {}
         self._does: Mapping[str, Callable[[Any], Coroutine[Any, Any, dict[str, Any]]]] = {
             "open": self._open,
@@ -109,7 +113,7 @@ class Host:
         answer = {**asdict(step), "calls": plain(step.calls)}
         if step.done:
             earned = await self._finish(body)
-            answer |= {**earned, "reward": _sum(step.reward, earned["reward"])}
+            answer |= {**earned, "reward": summed(step.reward, earned["reward"])}
         return answer
 
     async def _finish(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,8 +129,14 @@ class Host:
     async def _close(self, body: Mapping[str, Any]) -> dict[str, Any]:
         episode = self._episodes.pop(body["episode"], None)
         if episode is not None:
-            await episode.close()
+            await asyncio.shield(self._begin_close(episode))
         return {}
+
+    def _begin_close(self, episode: Episode) -> asyncio.Future[None]:
+        closing = asyncio.ensure_future(episode.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        return closing
 
     async def _run_program(self, body: Mapping[str, Any]) -> dict[str, Any]:
         assert self.source.run, "only programs are run"
@@ -147,10 +157,13 @@ class Host:
         return {}
 
     async def close(self) -> None:
-        """Close all episodes; errors of theirs are ignored, as nobody is left to hear of them."""
-        closing = [episode.close() for episode in self._episodes.values()]
+        """Close all episodes, and wait for those that are being closed; errors of theirs are
+        ignored, as nobody is left to hear of them.
+        """
+        for episode in self._episodes.values():
+            self._begin_close(episode)
         self._episodes.clear()
-        await asyncio.gather(*closing, return_exceptions=True)
+        await asyncio.gather(*self._closing, return_exceptions=True)
 
 
 def _place(error: CallError, program: Any) -> str:
@@ -162,8 +175,3 @@ def _place(error: CallError, program: Any) -> str:
     except TypeError:  # it has none
         file = None
     return describe(error.__cause__, file)
-
-
-def _sum(*rewards: float | None) -> float | None:
-    given = [reward for reward in rewards if reward is not None]
-    return sum(given) if given else None

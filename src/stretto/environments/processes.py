@@ -9,8 +9,8 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from stretto.config import EnvironmentConfig
 from stretto.config.sections import reward_source
-from stretto.environments.host import Host
+from stretto.environments.host import CLOSE_S, Host
 from stretto.errors import ConfigError, RewardError
 from stretto.scoring.functions import locate
 from stretto.workers.function import START_LIMIT_S, kill
@@ -26,6 +26,12 @@ from stretto.workers.function import START_LIMIT_S, kill
 SILENCE_S = 30.0
 """Seconds without a sign of life of a process that has something to answer, or the time limit of a
 call where that is longer: then its event loop is blocked, and it is ended."""
+
+SPARE_S = 1.0
+"""Seconds for a process to end in, beyond those for its episodes."""
+
+LOOK_S = 2.0
+"""Seconds between two looks at a place that has not answered."""
 
 Answer = Mapping[str, Any]
 
@@ -70,7 +76,23 @@ class Place(Protocol):
         """End it, if it gives no sign of life."""
 
     def close(self) -> None:
-        """End it with all that it does."""
+        """End it with all that it does; open episodes are closed first, for some seconds."""
+
+
+async def answer_of(place: Place, body: Mapping[str, Any]) -> Answer:
+    """Ask a place, and look after it until it has answered; raises ProcessLostError."""
+    answer = asyncio.wrap_future(place.ask(body))
+    while not answer.done():
+        await asyncio.wait({answer}, timeout=LOOK_S)
+        place.require_alive()
+    return answer.result()
+
+
+def close_all(places: Sequence[Place]) -> None:
+    """Close places side by side, as each may take some seconds."""
+    with ThreadPoolExecutor(len(places)) as pool:
+        for closing in [pool.submit(place.close) for place in places]:
+            closing.result()
 
 
 class EnvironmentProcess:
@@ -119,7 +141,7 @@ class EnvironmentProcess:
         try:
             answer = self.ask(self._opening).result(START_LIMIT_S)
         except (ProcessLostError, TimeoutError) as error:
-            self.close()
+            self._end("it did not start")
             raise RewardError(
                 f"the process of {self._named} ended or took over {START_LIMIT_S:g} s while it was "
                 "starting; see what it wrote to standard error, or run: "
@@ -127,7 +149,7 @@ class EnvironmentProcess:
                 code="environment-not-started",
             ) from error
         if "refused" in answer:
-            self.close()
+            self._end("it was refused")
             raise ConfigError(answer["message"], answer["code"])
         self.ready = answer["ready"]
 
@@ -155,16 +177,27 @@ class EnvironmentProcess:
         with self._lock:
             silent_s = time.monotonic() - self._heard_s if self._waiting else 0.0
         if silent_s > self._silence_s:
-            self.close(f"it gave no sign of life for {silent_s:.0f} s: a coroutine may block it")
+            self._end(f"it gave no sign of life for {silent_s:.0f} s: a coroutine may block it")
 
-    def close(self, how: str = "it was closed") -> None:
-        """Kill the process and all that it started; what it was asked has no answer."""
+    def close(self) -> None:
+        """Let the process close its episodes, for some seconds; then :meth:`_end` it."""
+        self._end("it was closed", CLOSE_S + SPARE_S)
+
+    def _end(self, how: str, patience_s: float = 0.0) -> None:
+        """Kill the process and all that it started, unless it ends by itself within a time; what it
+        was asked has no answer.
+        """
         with self._lock:
-            process, self._process = self._process, None
+            process, self._process, kill_it = self._process, None, self._kill
             waiting, self._waiting = self._waiting, {}
             self._outbox.put(None)
-        if process is not None:
-            self._kill()
+        try:
+            if process is not None and patience_s:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(patience_s)  # the writer closes its pipe
+        finally:
+            if process is not None:
+                kill_it()
         for future in waiting.values():
             if not future.done():
                 future.set_exception(ProcessLostError(how))
@@ -187,7 +220,7 @@ class EnvironmentProcess:
 
     def _ended(self, process: subprocess.Popen[bytes], how: str) -> None:
         if process is self._process:
-            self.close(how)
+            self._end(how)
 
 
 def _read(
@@ -223,6 +256,7 @@ def _write(me: object, process: subprocess.Popen[bytes], outbox: SimpleQueue[byt
             left = memoryview(line)
             while left:
                 left = left[os.write(pipe, left) :]
+        process.stdin.close()
 
 
 class LocalEnvironment:
@@ -263,5 +297,5 @@ class LocalEnvironment:
         if self._loop is not None:
             loop, self._loop = self._loop, None
             with suppress(TimeoutError):
-                asyncio.run_coroutine_threadsafe(self._host.close(), loop).result(5.0)
+                asyncio.run_coroutine_threadsafe(self._host.close(), loop).result(CLOSE_S)
             loop.call_soon_threadsafe(loop.stop)

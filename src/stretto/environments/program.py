@@ -17,15 +17,12 @@ from time import monotonic
 from typing import Any, Protocol
 
 from stretto.config import EnvironmentConfig
-from stretto.environments.processes import Place, ProcessLostError
+from stretto.environments.processes import Place, ProcessLostError, answer_of
 from stretto.environments.sessions import Session, Sessions
 from stretto.errors import EpisodeLostError, RewardError, StrettoError
 from stretto.scoring.conventions import plain
 from stretto.tasks.base import INDEX_KEY
 from stretto.types import FinishReason, Observation, Response, episode_of, is_finite
-
-LOOK_S = 2.0
-"""Seconds between two looks at a process that a program runs in."""
 
 REWARD = "reward"
 """Name of the reward in a program's result with several numbers."""
@@ -63,16 +60,12 @@ class PlacedPrograms:
         place, number = self._places[group % len(self._places)], next(self._number)
         await asyncio.to_thread(place.start)  # if it was lost
         arguments = {"data": plain(dict(data)), "base_url": base_url, "api_key": api_key}
-        asked = place.ask({"do": "run", "episode": number, "arguments": arguments})
-        answer = asyncio.wrap_future(asked)
+        asked = {"do": "run", "episode": number, "arguments": arguments}
         try:
-            while not answer.done():
-                await asyncio.wait((answer,), timeout=LOOK_S)
-                place.require_alive()
+            found = await answer_of(place, asked)
         except asyncio.CancelledError:
             place.ask({"do": "stop", "episode": number})
             raise
-        found = answer.result()
         if "error" in found:
             raise RewardError(str(found.get("place") or found["error"]), code="program-raised")
         return found["result"]

@@ -152,3 +152,9 @@ def shortened(messages: Sequence[dict[str, Any]], characters: int) -> list[dict[
             message = {**message, "content": message["content"][:characters], "left_out": over}
         short.append(message)
     return short
+
+
+def summed(*rewards: float | None) -> float | None:
+    """Return the sum of the rewards that were given; ``None`` where none was."""
+    given = [reward for reward in rewards if reward is not None]
+    return sum(given) if given else None

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from stretto.config import EnvironmentConfig
-from stretto.environments.processes import Place, ProcessLostError
-from stretto.environments.results import CHARACTERS_PER_TOKEN, error_text
+from stretto.environments.processes import Place, ProcessLostError, answer_of, close_all
+from stretto.environments.results import CHARACTERS_PER_TOKEN, error_text, summed
 from stretto.errors import ConfigError, EpisodeLostError, RewardError, TaskError
 from stretto.scoring.conventions import Verdict, plain
 from stretto.scoring.functions import FunctionScorer
@@ -27,6 +27,7 @@ from stretto.types import (
     Prompt,
     Response,
     episode_of,
+    fork_id,
     sampled_of,
 )
 
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
 
 LOSSES = 5
 """Processes that may be lost one after another without an answer in between."""
-
-LOOK_S = 2.0
-"""Seconds between two looks at a process that has not answered."""
 
 _NO_TOKENS = np.empty(0, np.int32)
 _log = logging.getLogger(__name__)
@@ -56,7 +54,7 @@ class _Live:
     messages: list[Message]
     began_s: float
     asked: list[Message] = field(default_factory=list)  # the prompt as the environment got it
-    begun: int = 0  # messages of the prompt as the policy got it
+    begun: list[Message] = field(default_factory=list)  # and as the environment began with it
     starts: int = -1  # of the place, when the episode was opened there
     number: int = 0
     turns: int = 0
@@ -118,8 +116,9 @@ class EnvironmentRole:
             samples={response.id},
         )
         if log:
-            live.messages = _begun(live, await self._reopen(live))
-            live.begun = len(live.messages)
+            live.begun = _conversation(log[0].prompt or prompt)
+            live.messages = list(live.begun)
+            await self._reopen(live)
             self._take_up(live, response, log)
             await self._replayed(live)
             self._episodes[live.id] = live
@@ -157,7 +156,7 @@ class EnvironmentRole:
         reward, failure = answer["reward"], answer.get("failure")
         if why and not (answer["done"] or self._functions):
             ended = await self._ask(live, {"do": "finish"})
-            reward, failure = _sum(reward, ended.get("reward")), ended.get("failure", failure)
+            reward, failure = summed(reward, ended.get("reward")), ended.get("failure", failure)
         live.history.append((asked, answer))
         if answer["done"] and not cut:
             why = "environment"
@@ -194,8 +193,7 @@ class EnvironmentRole:
 
     def close(self) -> None:
         """End the processes, and with them all episodes."""
-        for place in self._places:
-            place.close()
+        close_all(self._places)
 
     def _limit(self, live: _Live, response: Response, *, cut: bool) -> str:
         """Return which limit makes this turn the episode's last, if any."""
@@ -224,8 +222,7 @@ class EnvironmentRole:
             prompt = self._rendered(live, response.prompt, [*live.messages, *seen.messages])
             if len(prompt.tokens) <= self._max_prompt_tokens:
                 live.forks += 1
-                apart = live.forks * FORKS
-                fork = live.id + (apart if live.id >= 0 else -apart)
+                fork = fork_id(live.id, live.forks)
                 live.samples.add(fork)
                 return replace(seen, rollout_id=fork, prompt=prompt)
         elif response.sampling is None or (
@@ -234,7 +231,7 @@ class EnvironmentRole:
             return replace(seen, tokens=np.array(context, np.int32))
         # What the policy cannot read did not happen to it.
         ended = await self._ask(live, {"do": "finish"})
-        reward = _sum(seen.reward, ended.get("reward"))
+        reward = summed(seen.reward, ended.get("reward"))
         failure = {"failure": ended["failure"]} if "failure" in ended else {}
         return replace(
             seen,
@@ -246,7 +243,7 @@ class EnvironmentRole:
 
     async def _judged(self, live: _Live, response: Response, seen: Observation) -> Observation:
         """Have an episode that has ended scored by what looks at its environment."""
-        told = (*live.messages[live.begun :], *seen.messages)
+        told = (*live.messages[len(live.begun) :], *seen.messages)
         cut = response.finish is FinishReason.LENGTH
         finish = FinishReason.LENGTH if cut else FinishReason.STOP
         ended = replace(response, finish=finish, messages=told)
@@ -267,8 +264,8 @@ class EnvironmentRole:
 
     def _changed(self, live: _Live, prompt: Prompt, opening: Answer) -> Prompt | None:
         """Return the prompt with what the environment adds; ``None`` where that is nothing."""
-        live.messages = _begun(live, opening)
-        live.begun = len(live.messages)
+        live.begun = _begun(live, opening)
+        live.messages = list(live.begun)
         if live.messages == live.asked and not opening["tools"]:
             return None
         changed = self._rendered(live, prompt, live.messages)
@@ -357,13 +354,8 @@ class EnvironmentRole:
 
     async def _answer(self, live: _Live, body: Mapping[str, Any]) -> Answer:
         """Wait for an answer; raise ProcessLostError, or RewardError where that is no accident."""
-        place = self._places[live.place]
         try:
-            future = asyncio.wrap_future(place.ask({**body, "episode": live.id}))
-            while not future.done():
-                await asyncio.wait({future}, timeout=LOOK_S)
-                place.require_alive()
-            answer = future.result()
+            answer = await answer_of(self._places[live.place], {**body, "episode": live.id})
         except ProcessLostError as error:
             self._losses[live.place] += 1
             _log.warning("a process of environments was lost: %s", error)
@@ -385,14 +377,16 @@ class EnvironmentRole:
         if "error" in answer:
             _log.warning("an episode of rollout %d did not close: %s", live.id, answer["place"])
 
-    async def _reopen(self, live: _Live) -> Answer:
+    async def _reopen(self, live: _Live) -> None:
         """Open an episode anew, for :meth:`_replayed` to bring it to where it was."""
         if self._replay == "no":
             raise self._lost(live.id, "environment.replay = 'no'")
         opening = await self._opened(live)
         if "error" in opening:
             raise self._lost(live.id, str(opening["error"]))
-        return opening
+        if self._replay == "pure" and _begun(live, opening) != live.begun:
+            live.starts = -1
+            raise self._lost(live.id, "it has another opening than it had")
 
     async def _replayed(self, live: _Live) -> None:
         """Have an environment answer its turns again, if that is its way."""
@@ -471,8 +465,3 @@ def _as_plain(
         "message": dict(turn.message),
         "finish": "length" if cut else "stop",
     }
-
-
-def _sum(*rewards: float | None) -> float | None:
-    given = [reward for reward in rewards if reward is not None]
-    return sum(given) if given else None

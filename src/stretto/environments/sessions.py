@@ -23,7 +23,6 @@ from stretto.environments.templates import Tools
 from stretto.errors import EngineError
 from stretto.saying import Say, silent
 from stretto.types import (
-    FORKS,
     Chunk,
     FinishReason,
     FloatArray,
@@ -31,6 +30,7 @@ from stretto.types import (
     Observation,
     Response,
     Sampling,
+    fork_id,
 )
 
 if TYPE_CHECKING:
@@ -386,7 +386,7 @@ class Session:
         sample = self.root
         if self._number >= 0:
             self._forks += 1
-            sample += self._forks * (FORKS if self.root >= 0 else -FORKS)
+            sample = fork_id(self.root, self._forks)
         self._number += 1
         prompt = replace(
             self._asked_prompt, tokens=tokens, text=self._text(tokens), messages=messages

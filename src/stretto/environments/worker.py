@@ -12,7 +12,9 @@ gives the same guarantees; but it works on many requests at a time, and answers 
     out   {"answer": what it answers}
           {"alive": true}   for request 0, each second: users' code does not block the event loop
 
-It ends once as many calls hang as it may work on at a time, and its parent starts another one.
+It ends once as many calls hang as it may work on at a time, and its parent starts another one. When
+its parent closes the pipe, or has gone, it breaks off all calls, and closes the episodes that are
+open, for :data:`CLOSE_S` seconds at most.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ import asyncio
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
-from stretto.environments.host import Host
+from stretto.environments.host import CLOSE_S, Host
 from stretto.errors import StrettoError
 from stretto.scoring.conventions import not_defined
 from stretto.scoring.worker import callables, import_module
@@ -48,12 +51,15 @@ class _Worker:
         self._lines: asyncio.Queue[str] = asyncio.Queue()
         self._asked: set[asyncio.Task[None]] = set()
         self._is_worn = False
+        self._host: Host | None = None
 
     async def work(self) -> None:
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(THREADS))
         take = self._lines.put_nowait
-        self._channel = Channel(lambda line: loop.call_soon_threadsafe(take, line))
+        self._channel = Channel(
+            lambda line: loop.call_soon_threadsafe(take, line), lambda: self._leave(loop)
+        )
         opening = json.loads(await self._lines.get())
         number = opening["request"]
         body, modules = opening["body"], dict[str, ModuleType]()
@@ -65,6 +71,7 @@ class _Worker:
             refusal = {"refused": type(error).__name__, "message": str(error), "code": error.code}
             self._channel.send(refusal, number)
             return
+        self._host = host
         self._channel.send({"ready": host.ready()}, number)
         beating = asyncio.create_task(self._beat())
         while True:
@@ -72,6 +79,17 @@ class _Worker:
             task = asyncio.create_task(self._answer(host, request))
             self._asked |= {task, beating}
             task.add_done_callback(self._asked.discard)
+
+    def _leave(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Close what is open, unless users' code blocks the event loop; not in its thread."""
+        with suppress(Exception):
+            asyncio.run_coroutine_threadsafe(self._close(), loop).result(CLOSE_S)
+
+    async def _close(self) -> None:
+        for task in self._asked:  # whose calls would hold up those of closing
+            task.cancel()
+        if self._host is not None:
+            await self._host.close()
 
     def _wear(self) -> None:
         self._is_worn = True

@@ -129,12 +129,15 @@ class TorchEngine(Engine):
 
     @torch.inference_mode()
     def hold(self, rollout_ids: Iterable[int], how: Hold) -> None:
-        """See :meth:`Engine.hold`; on a CPU ``offload`` does nothing."""
+        """See :meth:`Engine.hold`; on a CPU ``offload`` does nothing. The host keeps no more than
+        the slots can hold: beyond that, keys and values are made again.
+        """
         for row in (self._parked[i] for i in rollout_ids if i in self._parked):
             if how == "remake":
                 row.void(self.version)
             elif row.kv:
                 row.kv = row.kv.to(self.device if how == "keep" else CPU)
+        self._bound_kept()
 
     @torch.inference_mode()
     def logprobs(self, sequences: IntArray) -> FloatArray:
@@ -179,6 +182,8 @@ class TorchEngine(Engine):
         super()._add(r, transfer)
         if r.id in self._held:
             self._waiting.append(self._held[r.id])
+        if transfer and transfer.cache is not None:
+            self._bound_kept()
 
     @torch.inference_mode()
     def _decode_steps(self, max_tokens: int, stop_after: int) -> int:
@@ -314,7 +319,7 @@ class TorchEngine(Engine):
                 ended.append(chunk)
         self._done += sorted(ended, key=lambda chunk: chunk.rollout_id)
         if any(chunk.finish is FinishReason.TURN for chunk in ended):
-            self._bound_parked()
+            self._bound_kept()
         return True
 
     def _park(self, slot: int) -> None:
@@ -326,19 +331,25 @@ class TorchEngine(Engine):
                 raise
             row.void(self.version)
 
-    def _bound_parked(self) -> None:
-        """Drop keys and values of the rows that have been parked for longest, where the device has
-        more tokens of parked rows than the slots can hold.
+    def _bound_kept(self) -> None:
+        """Drop keys and values outside the slots, where the device has more tokens of them than the
+        slots can hold, or the host has.
 
-        So an engine has at most twice the memory of its slots, however many episodes wait.
+        Those of rows that wait for a slot go first, from the end of the queue, then those of the
+        rows that have been parked for longest. So an engine has at most twice the memory of its
+        slots, and as much as the slots take on the host, however many episodes wait.
         """
-        kept = [r for r in self._parked.values() if r.kv and r.kv.device == self.device]
-        excess = sum(row.cached for row in kept) - self._slots * self._cache.capacity
-        for row in kept:
-            if excess <= 0:
-                break
-            excess -= row.cached
-            row.void(self.version)
+        kept = [r for r in (*reversed(self._waiting), *self._parked.values()) if r.kv]
+        longest = max((len(r.prompt) + r.sampling.max_new_tokens for r in kept), default=0)
+        room = self._slots * max(self._cache.capacity, longest)  # slots grow for a row that comes
+        for here in (True, False):
+            rows = [r for r in kept if r.kv and (r.kv.device == self.device) is here]
+            excess = sum(row.cached for row in rows) - room
+            for row in rows:
+                if excess <= 0:
+                    break
+                excess -= row.cached
+                row.void(self.version)
 
     def _vacate(self, slot: int) -> None:
         last = self._rows.pop()

@@ -244,9 +244,11 @@ class Rollout:
             )
         episode = state.get("episode", {})
         asked, opened = None, episode.get("opened")
+        log = [Observation.from_state(o) for o in episode.get("log", ())]
         if opened:
             tokens, text, messages = opened
             asked, prompt = prompt, replace(prompt, tokens=tokens, text=text, messages=messages)
+            log[0] = replace(log[0], prompt=prompt)
         return cls(
             id=state["id"],
             prompt=prompt,
@@ -260,7 +262,7 @@ class Rollout:
             scores={s["source"]: Score.from_state(s) for s in state["scores"]},
             asked=asked,
             context=[(start, end) for start, end in episode.get("context", ())],
-            log=[Observation.from_state(o) for o in episode.get("log", ())],
+            log=log,
             turns=list(episode.get("turns", ())),
             turn_rewards=list(episode.get("turn_rewards", ())),
             ended_by=episode.get("ended_by", ""),

@@ -20,14 +20,19 @@ class Channel:
 
     Args:
         take: is called with each line, on a thread; without it they wait for :meth:`next_request`.
+        leave: is called on a thread once the parent has gone; the process ends when it returns.
     """
 
-    def __init__(self, take: Callable[[str], object] | None = None) -> None:
+    def __init__(
+        self,
+        take: Callable[[str], object] | None = None,
+        leave: Callable[[], object] | None = None,
+    ) -> None:
         self._requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
         self._replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
         self._pid, self._request, self._lock = os.getpid(), 0, Lock()
         self._inbox: SimpleQueue[str] = SimpleQueue()
-        self._take = take or self._inbox.put
+        self._take, self._leave = take or self._inbox.put, leave
         self._nothing = os.open(os.devnull, os.O_RDWR)
         os.dup2(self._nothing, 0)
         os.dup2(2, 1)
@@ -53,7 +58,8 @@ class Channel:
                 self._replies.write(line + "\n")
                 self._replies.flush()
         except BrokenPipeError:
-            end_all()
+            if self._leave is None:
+                end_all()  # else it is called soon, and the process ends then
 
     def _lose(self) -> None:
         for end in (self._requests, self._replies):
@@ -63,6 +69,8 @@ class Channel:
         """Take lines, while users' code works, until the parent goes; then end all it started."""
         for line in self._requests:
             self._take(line)
+        if self._leave is not None:
+            self._leave()
         end_all()
 
 
