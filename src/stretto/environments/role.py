@@ -107,18 +107,19 @@ class EnvironmentRole:
             samples={response.id},
         )
         if log:
-            live.messages = _begun(live, await self._reopen(live))
-            self._take_up(live, response, log)
-            await self._replayed(live)
+            try:
+                live.messages = _begun(live, await self._reopen(live))
+                self._take_up(live, response, log)
+                await self._replayed(live)
+            except ProcessLostError as error:
+                raise self._lost(response.id, str(error)) from error
             self._episodes[live.id] = live
             return log[-1]
         opening = await self._ask(live, None)
         if "error" in opening:
-            raise RewardError(
-                f"the environment of rollout {response.id} could not be opened: "
-                f"{opening.get('place') or opening['error']}",
-                [response.id],
-                "environment-not-opened",
+            why = f"the environment could not be opened: {opening.get('place') or opening['error']}"
+            return Observation(
+                response.id, 0, _NO_TOKENS, ended_by="environment", record={"failure": why}
             )
         self._episodes[live.id] = live
         changed = self._changed(live, prompt, opening)
@@ -281,6 +282,7 @@ class EnvironmentRole:
             try:
                 if body is None:
                     return await self._opened(live)
+                await asyncio.to_thread(self._places[live.place].start)  # it may have ended before
                 if live.starts != self._places[live.place].starts:
                     await self._reopen(live)
                     await self._replayed(live)

@@ -157,6 +157,8 @@ class Episodes:
         if len(rollout.turns) > len(rollout.turn_rewards):
             rollout.turn_rewards.append(o.reward or 0.0)
         if o.ended_by:
+            if rollout.id >= 0 and not rollout.log:  # at its opening
+                self._scoring.dispatched([rollout])
             rollout.log.append(o)
             self._end(o)
             await self.close([rollout])
@@ -202,7 +204,7 @@ class Episodes:
         for rollout in samples:
             rollout.ended_by = last.ended_by
             rollout.finish = FinishReason.LENGTH if last.ended_by in LIMITS else FinishReason.STOP
-            if self._rewards:
+            if self._rewards or (failure and not any(r.turns for r in samples)):
                 score = Score(rollout.id, ENVIRONMENT, "reward", values, failure)
                 rollout.scores[ENVIRONMENT] = score
             self._pool.release(rollout)
