@@ -15,7 +15,7 @@ import pytest
 from raising import raises
 from schedule_helpers import Setting, schedule_of
 from stretto.config.schedule import Settings
-from stretto.errors import EpisodeLostError
+from stretto.errors import EpisodeLostError, RewardError
 from stretto.runtime.sim.loop import run
 from stretto.schedules.rollout import Step, train_batch
 from stretto.schedules.schedule import Schedule
@@ -240,6 +240,42 @@ class Forking:
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
         self.released += rollout_ids
+
+
+class Unopened(Forking):
+    """An environment that cannot be opened for rollout 0."""
+
+    async def open(self, response: Any, log: Sequence[Observation] = ()) -> Observation:
+        opening = await super().open(response, log)
+        if response.id:
+            return opening
+        return replace(opening, ended_by="environment", record={"failure": "no opening"})
+
+    async def step(self, response: Any) -> Observation:
+        none = np.empty(0, np.int32)
+        return Observation(response.id, 1, none, reward=1.0, ended_by="environment")
+
+
+@pytest.mark.parametrize("rewards", [True, False])
+@pytest.mark.parametrize("score_on", ["batch", "chunk"])
+@pytest.mark.parametrize("drop", [True, False])
+def test_an_episode_that_cannot_be_opened_is_a_failure(
+    score_on: Any, *, drop: bool, rewards: bool
+) -> None:
+    turns = [(0,), (3,)]
+    world = World([], turns=turns)
+    options: dict[str, Any] = {"environment_rewards": rewards, "drop_failures": drop}
+    setting = Setting(settings(2, score_on=score_on, **options), turns=turns)
+
+    def unopened(schedule: Schedule) -> None:
+        schedule._episodes._environment = Unopened(world)  # type: ignore[union-attr]
+
+    if not drop:
+        with raises(RewardError, "responses-without-reward", "no opening"):
+            take(setting, world, unopened)
+        return
+    (step,) = take(setting, world, unopened)
+    assert ([r.id for r in step.batch], [r.id for r in step.rejected]) == ([1], [0])
 
 
 @pytest.mark.parametrize("score_on", ["batch", "rollout", "chunk"])
