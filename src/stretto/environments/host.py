@@ -17,7 +17,6 @@ from stretto.environments.shapes import Episode, Source, recognise
 from stretto.errors import RewardError
 from stretto.scoring.conventions import describe, plain
 
-
 _OPEN = ("error", "place", "failure", "calls", "result")
 """Keys of an answer whose length follows from what users' code says."""
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from stretto.scoring.conventions import describe, in_this_process
 
-
 GRACE_S = 5.0
 """Seconds that the thread of a call that was cancelled has to end, before it counts as lost."""
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from stretto.config import ENVIRONMENT
 from stretto.config.schedule import ScoreOn
 from stretto.errors import LifecycleError, StrettoError
 from stretto.protocols import Scorer
@@ -396,7 +397,8 @@ class Scoring:
     def is_scored(self, rollout: Rollout) -> bool:
         """Return whether every scorer has answered on the rollout that is to."""
         groups = self._evaluating if rollout.id < 0 else self._groups
-        return len(rollout.scores) == len(groups) + self._given
+        given = max(self._given, ENVIRONMENT in rollout.scores)  # also of one that was not opened
+        return len(rollout.scores) == len(groups) + given
 
     async def all_scored(self, rollouts: Sequence[Rollout]) -> None:
         """Wait until every scorer has answered on each of these."""
