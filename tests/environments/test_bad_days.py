@@ -30,7 +30,18 @@ def pid_of(role: EnvironmentRole) -> int:
 
 
 def test_bad_tools_are_observations() -> None:
-    names = ("slow", "big", "raises", "leave", "odd", "noise", "nothing", "split", "add")
+    names = (
+        "slow",
+        "big",
+        "raises",
+        "leave",
+        "odd",
+        "noise",
+        "nothing",
+        "split",
+        "split_later",
+        "add",
+    )
     role = role_of(places_of(*names, config=SHORT), SHORT)
 
     async def go() -> None:
@@ -48,7 +59,8 @@ def test_bad_tools_are_observations() -> None:
         odd = await player.say(call("odd") + call("noise") + call("nothing"))
         assert said(odd)[0] == '{"half": "?", "object": "namespace(a=1)", "nan": null}'
         assert said(odd)[1:] == ["\ufffd\ufffdok", "null"]
-        assert said(await player.say(call("split"))) == ["parent"]
+        split = await player.say(call("split") + call("split_later"))
+        assert said(split) == ["parent", "parent"]
         assert said(await player.say(call("add", a=1, b=2))) == ["3"]  # turn 7 of 8
 
     asyncio.run(go())
@@ -118,6 +130,25 @@ def test_a_tool_that_ends_its_process_twice_is_an_error() -> None:
         assert said(await player.say(call("add", a=1, b=1))) == ["2"]
 
     asyncio.run(go())
+    role.close()
+
+
+def test_a_call_is_made_twice_also_where_the_process_had_ended_before(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("DIED", str(tmp_path / "died"))
+    role = role_of(places_of("die_once"))
+
+    async def go() -> None:
+        player = Player(role)
+        await player.open()
+        os.kill(pid_of(role), signal.SIGKILL)
+        while role._places[0]._process:  # type: ignore[attr-defined]
+            await asyncio.sleep(0.01)
+        assert said(await player.say(call("die_once"))) == ["alive"]
+
+    asyncio.run(go())
+    assert role._places[0].starts == 3
     role.close()
 
 

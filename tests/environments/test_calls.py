@@ -39,6 +39,14 @@ def block(text: str) -> str:
     return f"<tool_call>\n{text}\n</tool_call>"
 
 
+def test_an_id_that_templates_do_not_take_is_replaced() -> None:
+    own = [f'{{"name": "add", "arguments": {{}}, "id": "{i}"}}' for i in ("x1", "abcdefghi")]
+    made, kept = (c.id for text in own for c in calls(block(text)))
+    assert len(made) == 9
+    assert made.isalnum()
+    assert kept == "abcdefghi"
+
+
 # -- what is read ----------------------------------------------------------------------------------
 
 

@@ -150,6 +150,18 @@ def test_calls_as_a_renderer_reads_them() -> None:
         bridge.written([CALL])
 
 
+def test_what_a_renderer_cannot_read_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    bridge = made_up()
+
+    def fail(ids: Any, *, tools: Any) -> None:
+        raise AssertionError("two marks in a row")
+
+    monkeypatch.setattr(bridge._renderer, "parse_response", fail)
+    said = bridge.parse(turn("chatml", "Well <f="), ended=True)
+    assert (said.text, said.calls) == ("Well <f=", ())
+    assert said.message == {"role": "assistant", "content": "Well <f="}
+
+
 def test_the_context_of_a_renderer_begins_with_what_stands_or_is_a_break() -> None:
     bridge = made_up()
     standing = [*bridge.prompt(ASKED)[0], *turn("chatml", "42")]

@@ -86,6 +86,20 @@ def split() -> str:
     return "child" if os.fork() == 0 else "parent"
 
 
+async def split_later() -> str:
+    """Fork in a coroutine, with two processes that go on."""
+    return "child" if os.fork() == 0 else "parent"
+
+
+def die_once() -> str:
+    """End the process at once, the first time."""
+    here = Path(os.environ["DIED"])
+    if here.exists():
+        return "alive"
+    here.touch()
+    os._exit(7)
+
+
 def odd() -> Any:
     """Return what no text can hold."""
     return {"half": "\ud800", "object": SimpleNamespace(a=1), "nan": float("nan")}

@@ -256,6 +256,41 @@ def with_environment(environment: Any) -> Callable[[Schedule], None]:
     return put
 
 
+class Unopened(Forking):
+    """An environment that cannot be opened for rollout 0."""
+
+    async def open(self, response: Any, log: Sequence[Observation] = ()) -> Observation:
+        opening = await super().open(response, log)
+        if response.id:
+            return opening
+        return replace(opening, ended_by="environment", record={"failure": "no opening"})
+
+    async def step(self, response: Any) -> Observation:
+        none = np.empty(0, np.int32)
+        return Observation(response.id, 1, none, reward=1.0, ended_by="environment")
+
+
+@pytest.mark.parametrize("rewards", [True, False])
+@pytest.mark.parametrize("score_on", ["batch", "chunk"])
+@pytest.mark.parametrize("drop", [True, False])
+def test_an_episode_that_cannot_be_opened_is_a_failure(
+    score_on: Any, *, drop: bool, rewards: bool
+) -> None:
+    turns = [(0,), (3,)]
+    world = World([], turns=turns)
+    given = ("environment",) if rewards else ()
+    options: dict[str, Any] = {"environment_rewards": given, "drop_failures": drop}
+    setting = Setting(settings(2, score_on=score_on, **options), turns=turns)
+
+    unopened = with_environment(Unopened(world))
+    if not drop:
+        with raises(RewardError, "responses-without-reward", "no opening"):
+            take(setting, world, unopened)
+        return
+    (step,) = take(setting, world, unopened)
+    assert ([r.id for r in step.batch], [r.id for r in step.rejected]) == ([1], [0])
+
+
 @pytest.mark.parametrize("score_on", ["batch", "rollout", "chunk"])
 def test_samples_of_an_episode_share_its_reward_and_count_once(score_on: Any) -> None:
     turns = [(2,), (3,)]

@@ -20,6 +20,7 @@ Status = Literal["ok", "invalid", "unclosed"]
 
 MAX_DEPTH = 64
 """Lists and objects in one another, at most, in the arguments of a call."""
+_OWN_ID = re.compile(r"[A-Za-z0-9]{9}")  # Mistral's templates take no other
 _BLANK = re.compile(r"\s*")
 _BETWEEN = re.compile(r"[\s;]*")
 _LIKE_A_CALL = re.compile(r'\s*\{\s*"(?:name|type)"')
@@ -33,7 +34,7 @@ class ToolCall:
         arguments: by name; empty unless ``status`` is ``ok``.
         status: ``ok``; ``invalid``, for ``reason``; ``unclosed``: the turn ended within it.
         raw: the call as it was written.
-        id: what the policy wrote, or else nine letters and digits that follow from ``raw``.
+        id: what the policy wrote, if it can be rendered, or else made from ``raw``.
         reason: what is wrong with the call, in words that a policy can read.
     """
 
@@ -224,7 +225,7 @@ class _Reader:
         name, own = _name(value), ""
         if not isinstance(value, dict):
             return ToolCall(name, {}, "invalid", raw, "", "a call is a JSON object")
-        if isinstance(value.get("id"), str):
+        if isinstance(value.get("id"), str) and _OWN_ID.fullmatch(value["id"]):
             own = value["id"]
         return checked(name, value.get(key), raw, own, names=self.names, key=key)
 

@@ -12,14 +12,17 @@ from typing import Any
 
 from stretto.environments.judges import Judges
 from stretto.environments.launch import launch
-from stretto.environments.results import CHARACTERS_PER_TOKEN, Step, shortened, summed
-from stretto.environments.running import CallError, Runner
+from stretto.environments.results import CHARACTERS_PER_TOKEN, Step, bounded, shortened, summed
+from stretto.environments.running import CallError, Runner, is_cancelled
 from stretto.environments.shapes import Episode, Source, recognise
 from stretto.errors import ConfigError, RewardError
 from stretto.scoring.conventions import ENVIRONMENTS, describe, plain
 
 CLOSE_S = 5.0
 """Seconds in which the episodes that are open at the end of a run are closed, in all."""
+
+_OPEN = ("error", "place", "failure", "calls", "result")
+"""Keys of an answer whose length follows from what users' code says."""
 
 
 class Host:
@@ -54,7 +57,7 @@ class Host:
     ) -> None:
         self._run = Runner(settings["parallel"], settings["timeout_s"], worn)
         # A batch of programs waits for turns, which come once all have asked: none may be held up.
-        self._unlimited = Runner(sys.maxsize, math.inf, worn)
+        self._unlimited = Runner(sys.maxsize, math.inf, worn, settings["parallel"])
         self._characters = CHARACTERS_PER_TOKEN * settings["max_observation_tokens"]
         self.source: Source = recognise(named, self._run)
         if judges and self.source.kind != "environment":
@@ -85,10 +88,19 @@ class Host:
 
     async def answer(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Do what a request says; an error of users' code is an answer."""
+        answer = await self._answered(body)
+        cut = {key: bounded(answer[key], self._characters) for key in _OPEN if key in answer}
+        return {**answer, **cut}
+
+    async def _answered(self, body: Mapping[str, Any]) -> dict[str, Any]:
         try:
             return await self._does[body["do"]](body)
         except (CallError, RewardError) as error:
             return {"error": str(error), "place": getattr(error, "place", str(error))}
+        except asyncio.CancelledError as error:
+            if is_cancelled():
+                raise
+            return {"error": type(error).__name__, "place": describe(error, None)}
         except Exception as error:  # else nobody would answer
             said = f"{type(error).__name__}: {error}"
             return {"error": said, "place": describe(error, None)}

@@ -281,7 +281,7 @@ class LocalEnvironment:
         if self._loop is None:
             self.starts += 1
             self._loop = asyncio.new_event_loop()
-            Thread(target=self._loop.run_forever, daemon=True).start()
+            Thread(target=_run, args=(self._loop,), daemon=True).start()
 
     def ask(self, body: Mapping[str, Any]) -> Future[Answer]:
         """Answer a request; see :class:`Host`."""
@@ -299,3 +299,10 @@ class LocalEnvironment:
             with suppress(TimeoutError):
                 asyncio.run_coroutine_threadsafe(self._host.close(), loop).result(CLOSE_S)
             loop.call_soon_threadsafe(loop.stop)
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()

@@ -120,7 +120,11 @@ class RendererBridge(Bridge):
 
     def parse(self, ids: Sequence[int], *, ended: bool, tools: Tools | None = None) -> Turn:
         """Read a turn, as :meth:`Bridge.parse` does."""
-        read = self._renderer.parse_response(list(ids), tools=self._listed(tools))
+        try:
+            read = self._renderer.parse_response(list(ids), tools=self._listed(tools))
+        except Exception:  # it was made for what its model writes, and a policy may write anything
+            text = self._without_control(self._spelled(ids))
+            return Turn(text, Message(role="assistant", content=text), ())
         names = names_of(self._tools if tools is None else tools)
         calls = numbered([_call(call, names) for call in read.tool_calls])
         content = read.content

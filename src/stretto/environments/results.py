@@ -158,3 +158,35 @@ def summed(*rewards: float | None) -> float | None:
     """Return the sum of the rewards that were given; ``None`` where none was."""
     given = [reward for reward in rewards if reward is not None]
     return sum(given) if given else None
+
+
+def bounded(value: Any, characters: int) -> Any:
+    """Return plain data, cut to so many characters in all; numbers are kept first."""
+    left = characters
+
+    def cut(entry: Any) -> Any:
+        nonlocal left
+        if isinstance(entry, str):
+            kept = entry[: max(0, left)]
+            left -= len(entry)
+            over = len(entry) - len(kept)
+            return f"{kept} [{over} more characters were left out]" if over else kept
+        if isinstance(entry, dict):
+            made = {}
+            for key in sorted(entry, key=lambda k: isinstance(entry[k], str | dict | list)):
+                left -= len(key) + 1
+                if left < 0:
+                    break
+                made[key] = cut(entry[key])
+            return {key: made[key] for key in entry if key in made}
+        if isinstance(entry, list):
+            kept_entries = []
+            for each in entry:
+                left -= 1
+                if left < 0:
+                    break
+                kept_entries.append(cut(each))
+            return kept_entries
+        return entry
+
+    return cut(value)

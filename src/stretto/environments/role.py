@@ -118,18 +118,19 @@ class EnvironmentRole:
         if log:
             live.begun = _conversation(log[0].prompt or prompt)
             live.messages = list(live.begun)
-            await self._reopen(live)
-            self._take_up(live, response, log)
-            await self._replayed(live)
+            try:
+                await self._reopen(live)
+                self._take_up(live, response, log)
+                await self._replayed(live)
+            except ProcessLostError as error:
+                raise self._lost(response.id, str(error)) from error
             self._episodes[live.id] = live
             return log[-1]
         opening = await self._ask(live, None)
         if "error" in opening:
-            raise RewardError(
-                f"the environment of rollout {response.id} could not be opened: "
-                f"{opening.get('place') or opening['error']}",
-                [response.id],
-                "environment-not-opened",
+            why = f"the environment could not be opened: {opening.get('place') or opening['error']}"
+            return Observation(
+                response.id, 0, _NO_TOKENS, ended_by="environment", record={"failure": why}
             )
         self._episodes[live.id] = live
         changed = self._changed(live, prompt, opening)
@@ -314,6 +315,7 @@ class EnvironmentRole:
             try:
                 if body is None:
                     return await self._opened(live)
+                await asyncio.to_thread(self._places[live.place].start)  # it may have ended before
                 if live.starts != self._places[live.place].starts:
                     await self._reopen(live)
                     await self._replayed(live)

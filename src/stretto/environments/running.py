@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 from asyncio import AbstractEventLoop, Future, Semaphore
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -12,6 +13,9 @@ from threading import Thread
 from typing import Any
 
 from stretto.scoring.conventions import describe, in_this_process
+
+GRACE_S = 5.0
+"""Seconds that the thread of a call that was cancelled has to end, before it counts as lost."""
 
 
 class CallError(Exception):
@@ -36,11 +40,19 @@ class Runner:
     Args:
         parallel: calls at a time, at most; others wait, and their time begins when they start.
         timeout_s: seconds of a call.
-        worn: is called once as many threads are lost as calls may run at a time.
+        worn: is called once too many threads are lost.
+        most_lost: so many; as many as calls may run at a time, if it is left out.
     """
 
-    def __init__(self, parallel: int, timeout_s: float, worn: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        parallel: int,
+        timeout_s: float,
+        worn: Callable[[], object],
+        most_lost: int | None = None,
+    ) -> None:
         self.parallel, self.timeout_s, self._worn = parallel, timeout_s, worn
+        self._most_lost = most_lost or parallel
         self._places, self._lost = Semaphore(parallel), 0
         self._own: dict[int, tuple[object, Semaphore]] = {}
 
@@ -79,6 +91,8 @@ class Runner:
         if not done:
             task.cancel()  # and not awaited, as it may refuse
             raise _too_long(timeout_s)
+        if task.cancelled():
+            raise CallError("CancelledError: it cancelled itself")
         return _value(*task.result())
 
     async def _on_thread(self, call: Callable[[], Any], timeout_s: float) -> Any:
@@ -86,14 +100,24 @@ class Runner:
         ended: Future[tuple[Any, BaseException | None]] = loop.create_future()
         late: list[bool] = []
         Thread(target=self._work, args=(call, loop, ended, late), daemon=True).start()
-        done, _ = await asyncio.wait({ended}, timeout=timeout_s)
+        try:
+            done, _ = await asyncio.wait({ended}, timeout=timeout_s)
+        except asyncio.CancelledError:
+            loop.call_later(GRACE_S, self._lose, ended, late)
+            raise
         if not done:
-            late.append(True)
-            self._lost += 1
-            if self._lost == self.parallel:
-                self._worn()
+            self._lose(ended, late)
             raise _too_long(timeout_s)
         return _value(*ended.result())
+
+    def _lose(self, ended: Future[Any], late: list[bool]) -> None:
+        """Count a thread as lost, unless its call has ended."""
+        if ended.done():
+            return
+        late.append(True)
+        self._lost += 1
+        if self._lost == self._most_lost:
+            self._worn()
 
     def _work(
         self, call: Callable[[], Any], loop: AbstractEventLoop, ended: Future[Any], late: list[bool]
@@ -126,12 +150,24 @@ async def _itself(result: Awaitable[Any]) -> Any:
 
 
 async def _outcome(call: Callable[[], Awaitable[Any]]) -> tuple[Any, BaseException | None]:
+    pid = os.getpid()
     try:
         return await call(), None
-    except asyncio.CancelledError:
-        raise
+    except asyncio.CancelledError as error:
+        if is_cancelled():
+            raise
+        return None, error
     except BaseException as error:  # SystemExit would end the event loop
         return None, error
+    finally:
+        if os.getpid() != pid:  # a process that users' code has forked
+            os._exit(0)
+
+
+def is_cancelled() -> bool:
+    """Return whether the task at work was cancelled; else a CancelledError is users' code's."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _value(result: Any, error: BaseException | None) -> Any:

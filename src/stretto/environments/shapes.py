@@ -100,7 +100,10 @@ class Factory:
 
     def __call__(self) -> Any:
         """Return the one that was made, and then new ones."""
-        return self._first.pop() if self._first else self._factory()
+        try:
+            return self._first.pop()  # at once: others may be at it
+        except IndexError:
+            return self._factory()
 
 
 def named_objects(tools: Any, environment_factory: Any) -> dict[str, Any]:
@@ -347,7 +350,10 @@ class _Trl(Episode):
         get_reward = getattr(self.environment, "get_reward", None)
         if get_reward is None:
             return None
+        sound = self._sound
+        self._sound = False
         reward = await self._run(get_reward, of=self.environment)
+        self._sound = sound
         return None if reward is None else as_number(reward)
 
     async def close(self) -> None:

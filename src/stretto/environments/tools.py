@@ -63,7 +63,11 @@ class Results:
 
 
 class ToolSet:
-    """The tools of an episode, and how a turn's calls of them are run: side by side."""
+    """The tools of an episode, and how a turn's calls of them are run: side by side.
+
+    Args:
+        of: the object whose methods they are; its calls are run one after another.
+    """
 
     def __init__(
         self, tools: Mapping[str, Tool], run: Runner, results: Results, of: object = None
@@ -74,7 +78,10 @@ class ToolSet:
         self, calls: Sequence[Mapping[str, Any]]
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Run the calls of a turn; return a message and a record for each, in their order."""
-        answered = await asyncio.gather(*map(self._answer, calls))
+        if self._of is None:
+            answered = await asyncio.gather(*map(self._answer, calls))
+        else:
+            answered = [await self._answer(call) for call in calls]
         return [message for message, _ in answered], [record for _, record in answered]
 
     async def _answer(self, call: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -94,7 +101,7 @@ class ToolSet:
             record["error"] = error.place
             if error.timed_out:
                 record["timed_out"] = True
-        except (RecursionError, TypeError, ValueError) as error:  # of what has no form as text
+        except Exception as error:  # of a result that has no form as text
             text = error_text(f"its result cannot be read: {error}")
             record["error"] = f"{type(error).__name__}: {error}"
         record["seconds"] = time.monotonic() - began_s

@@ -202,11 +202,15 @@ class Episodes:
         failure = last.record.get("failure")
         verdicts = {ENVIRONMENT: {"error": failure} if failure else {"value": total}}
         verdicts |= last.record.get("scores", {})
+        names = set(self._rewards)
+        if failure and not any(r.turns for r in samples):  # it was not opened
+            names.add(ENVIRONMENT)
         for rollout in samples:
             rollout.ended_by = last.ended_by
             rollout.finish = FinishReason.LENGTH if last.ended_by in LIMITS else FinishReason.STOP
-            for name in self._rewards:
-                rollout.scores[name] = _score(rollout.id, name, verdicts[name])
+            for name in names:
+                verdict = verdicts.get(name, {"error": failure})
+                rollout.scores[name] = _score(rollout.id, name, verdict)
             self._pool.release(rollout)
             if rollout.id >= 0:
                 self._scoring.extended(_last_chunk(rollout))

@@ -82,7 +82,7 @@ class Schedule:
         self._fleet = Fleet(s.restarts, initial)
         self._waits, self._changed = Waits(), asyncio.Event()
         context = RoleContext(self._fleet, s.deadline_s, clock, self._phases, self._waits, sync)
-        self._scoring = Scoring(replicas, s.score_on, context, len(s.environment_rewards))
+        self._scoring = Scoring(replicas, s.score_on, context, s.environment_rewards)
         self._pool = Pool(
             generators,
             controls.migration,
@@ -540,7 +540,7 @@ class Schedule:
         rounds = [r for batch in self._generated for r in batch]
         for rollout in (*self._buffer, *rounds):
             if rollout.finish and not self._scoring.is_scored(rollout):
-                given = self._settings.environment_rewards
+                given = (*self._settings.environment_rewards, ENVIRONMENT)
                 rollout.scores = {k: s for k, s in rollout.scores.items() if k in given}
                 self._scoring.ended(rollout)
         for rollout in (*self._buffer.chosen, *rounds):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from stretto.config import ENVIRONMENT
 from stretto.config.schedule import ScoreOn
 from stretto.errors import LifecycleError, StrettoError
 from stretto.protocols import Scorer
@@ -315,7 +316,7 @@ class Scoring:
         replicas: Sequence[ScorerReplica],
         score_on: ScoreOn,
         context: RoleContext,
-        given: int = 0,  # scores that rollouts come with, from their environment
+        given: Sequence[str] = (),  # sources whose scores come from the environment
     ) -> None:
         self._score_on, self._waits, self._given = score_on, context.waits, given
         self._rollouts: dict[int, Rollout] = {}
@@ -413,7 +414,8 @@ class Scoring:
     def is_scored(self, rollout: Rollout) -> bool:
         """Return whether every scorer has answered on the rollout that is to."""
         groups = self._evaluating if rollout.id < 0 else self._groups
-        return len(rollout.scores) == len(groups) + self._given
+        unopened = ENVIRONMENT in rollout.scores and ENVIRONMENT not in self._given
+        return len(rollout.scores) == len(groups) + len(self._given) + unopened
 
     async def all_scored(self, rollouts: Sequence[Rollout]) -> None:
         """Wait until every scorer has answered on each of these."""
