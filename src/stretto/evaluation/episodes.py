@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from stretto.assembly.environments import bridge_for, open_places
 from stretto.config import Config, EnvironmentConfig, RolloutConfig
+from stretto.environments.processes import close_all
 from stretto.environments.role import EnvironmentRole
 from stretto.errors import ConfigError, EpisodeLostError, RewardError
 from stretto.observe.progress import on_stderr
@@ -80,8 +81,7 @@ class Tools:
         self._config, self._encoder = config, encoder
         with working(on_stderr, "starting the environment"):
             self._places = open_places(config, {})
-        for place in self._places:
-            stack.callback(place.close)
+        stack.callback(close_all, self._places)
         ready = self._places[0].ready
         if ready["kind"] == "program":
             raise ConfigError(
