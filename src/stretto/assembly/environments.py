@@ -51,7 +51,7 @@ def open_environment(
         for place in places:
             stack.callback(place.close)
     if places[0].ready["kind"] == "program":
-        return _programs(config, places, prompts, overrides, say)
+        return _programs(config, places, prompts, stack, overrides, say)
     if config.task.chat == "off":
         raise ConfigError(
             "task.chat = 'off' gives plain text, and an environment answers in a conversation; set "
@@ -102,6 +102,7 @@ def _programs(
     config: Config,
     places: Sequence[Place],
     prompts: PromptSource,
+    stack: ExitStack,
     overrides: Overrides,
     say: Say,
 ) -> Environment:
@@ -118,6 +119,7 @@ def _programs(
     sessions = Sessions(bridges, prompts.encoder, limits, say)
     name = Path(config.model.name).name
     server = ProgramServer(sessions, prompts.tokenizer, name)
+    stack.callback(server.close)
     return ProgramEnvironment(PlacedPrograms(places), sessions, server, settings)
 
 
