@@ -26,7 +26,7 @@ from stretto.environments.launch import is_program
 from stretto.environments.processes import EnvironmentProcess, locate_source, settings_of
 from stretto.environments.program import PlacedPrograms, ProgramEnvironment, reward_of
 from stretto.environments.sessions import Sessions
-from stretto.errors import EpisodeLostError
+from stretto.errors import EpisodeLostError, RewardError
 from stretto.schedules.rollout import Rollout
 from stretto.types import FORKS, Prompt, episode_of
 
@@ -400,8 +400,9 @@ def test_rewards_are_numbers_or_have_a_name() -> None:
     assert reward_of(True) == (1.0, {})
     assert reward_of({"reward": 0.5, "steps": 3}) == (0.5, {"steps": 3})
     assert reward_of({"a": 0.5, "b": 0.25}, ["a", "b", "c"]) == (0.75, {})
-    for wrong in (None, "1", {}, {"a": 1.0}, {"reward": None}, float("inf"), 1e39):
-        with pytest.raises(ValueError, match="return a finite number"):
+    huge: tuple[Any, ...] = (float("inf"), 1e39, 10**400, 10**5000, {"b": 10**400})
+    for wrong in (None, "1", {}, {"a": 1.0}, {"reward": None}, {"b": None}, {"b": "1"}, *huge):
+        with raises(RewardError, "program-result", "return a finite number"):
             reward_of(wrong, ["b"])
 
 

@@ -59,7 +59,7 @@ def open_environment(
         places = open_places(settings, overrides.environment, looking)
         stack.callback(close_all, places)
     if places[0].ready["kind"] == "program":
-        return _programs(config, places, prompts, overrides, say)
+        return _programs(config, places, prompts, stack, overrides, say)
     if config.task.chat == "off":
         raise ConfigError(
             "task.chat = 'off' gives plain text, and an environment answers in a conversation; set "
@@ -113,6 +113,7 @@ def _programs(
     config: Config,
     places: Sequence[Place],
     prompts: PromptSource,
+    stack: ExitStack,
     overrides: Overrides,
     say: Say,
 ) -> Environment:
@@ -129,6 +130,7 @@ def _programs(
     sessions = Sessions(bridges, prompts.encoder, limits, say)
     name = Path(config.model.name).name
     server = ProgramServer(sessions, prompts.tokenizer, name)
+    stack.callback(server.close)
     return ProgramEnvironment(PlacedPrograms(places), sessions, server, settings)
 
 

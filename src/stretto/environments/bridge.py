@@ -19,14 +19,13 @@ from itertools import product, takewhile
 from typing import Any, NamedTuple
 
 from stretto.environments.calls import CallFormat, ToolCall, find_calls
-from stretto.environments.templates import Shape, made_up, made_up_call, names_of
+from stretto.environments.templates import QUESTION, Shape, made_up, made_up_call, names_of
 from stretto.errors import TaskError
 from stretto.tasks.encode import MARK, Encoder, template_accepts
 from stretto.types import Message
 
 THINK, UNTHINK = "<think>", "</think>"
 _REASONING = f"{THINK}\nmade up reasoning\n{UNTHINK}\n\n"
-_QUESTION = Message(role="user", content="made up question")
 _SYSTEM = Message(role="system", content="made up rule")
 _WHAT_TO_DO = (
     "environment.on_break = 'fork' begins a new sample of the episode there; a chat_template.jinja "
@@ -121,7 +120,7 @@ class Bridge:
         opening = encoder.control_in(self.form.opening)
         # No text is lost with these at the end of a turn, whichever of them a model ends it with.
         self._silent = (self._ends | encoder.control_ids) - {opening and opening[2]}
-        self._header = self._rendered([_QUESTION])
+        self._header = self._rendered([QUESTION])
         self._opens_reasoning = self._header.rstrip().endswith(THINK)
         self._broken: set[_Case] = set()
         self.breaks_before: dict[str, str] = {}
@@ -252,7 +251,7 @@ class Bridge:
     ) -> str | None:
         """Return what the template writes from a turn's end token on; ``None``: a break."""
         shaped = self._shape.messages(messages)
-        header = self._rendered([], before=[_SYSTEM, _QUESTION]) if system else self._header
+        header = self._rendered([], before=[_SYSTEM, QUESTION]) if system else self._header
         refusal: Exception | None = None
         for start in self._starts(shaped, reasoned, MARK):
             before = (_SYSTEM, *start.turns) if system else start.turns
@@ -295,8 +294,8 @@ class Bridge:
             for count in dict.fromkeys((len(results), 1)):
                 calls = [self._call(m, mark) for m in results[:count]]
                 turn = Message(role="assistant", content=beside, tool_calls=calls)
-                yield _Start((_QUESTION, turn), beside, True)
-        yield _Start((_QUESTION, Message(role="assistant", content=said + mark)), said, False)
+                yield _Start((QUESTION, turn), beside, True)
+        yield _Start((QUESTION, Message(role="assistant", content=said + mark)), said, False)
 
     def _call(self, result: Message, argument: str) -> dict[str, Any]:
         """Make up the call that a result answers."""
@@ -357,7 +356,7 @@ class Bridge:
 
         So do conversations that the template refuses, and those that break before: there are none.
         """
-        said = [_SYSTEM, _QUESTION] if system else [_QUESTION]
+        said = [_SYSTEM, QUESTION] if system else [QUESTION]
         standing = self._rendered([], before=said)
         goes_on = True
         for answers, reasoned in turns:

@@ -26,8 +26,8 @@ def is_program(thing: Any) -> bool:
         return callable(getattr(thing, "run", None)) and not steps
     if not inspect.isroutine(thing):
         return False
-    parameters = _parameters(thing)
-    named = thing.__name__ == "run" and _takes_any(parameters)
+    parameters = parameters_of(thing)
+    named = thing.__name__ == "run" and takes_any(parameters)
     return named or "base_url" in parameters
 
 
@@ -41,9 +41,9 @@ async def launch(
     """
     made: Any = program() if inspect.isclass(program) else None
     function = program if made is None else made.run
-    parameters = _parameters(function)
+    parameters = parameters_of(function)
     given: dict[str, Any] = {"base_url": base_url, "api_key": api_key}
-    if not _takes_any(parameters):
+    if not takes_any(parameters):
         given = {name: value for name, value in given.items() if name in parameters}
     async with AsyncExitStack() as stack:
         if HTTP_CLIENT in parameters:
@@ -53,12 +53,14 @@ async def launch(
         return await call(function, dict(data), **given)
 
 
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function by their names; none where it does not tell."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):  # some that are written in C do not tell
         return {}
 
 
-def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
+def takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    """Return whether parameters take any name, as ``**others`` does."""
     return any(p.kind is p.VAR_KEYWORD for p in parameters.values())

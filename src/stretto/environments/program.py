@@ -8,7 +8,6 @@ episode's reward. So a schedule sees an environment like any other.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,15 +19,15 @@ from stretto.config import EnvironmentConfig
 from stretto.environments.processes import Place, ProcessLostError, answer_of
 from stretto.environments.sessions import Session, Sessions
 from stretto.errors import EpisodeLostError, RewardError, StrettoError
-from stretto.scoring.conventions import plain
+from stretto.scoring.conventions import as_number, plain
 from stretto.tasks.base import INDEX_KEY
-from stretto.types import FinishReason, Observation, Response, episode_of, is_finite
+from stretto.types import FinishReason, Observation, Response, episode_of
 
 REWARD = "reward"
 """Name of the reward in a program's result with several numbers."""
 
 
-class Runner(Protocol):
+class ProgramRunner(Protocol):
     """Where programs run."""
 
     def run(
@@ -56,7 +55,7 @@ class PlacedPrograms:
         self._places, self._number = places, count()
 
     async def run(self, group: int, data: Mapping[str, Any], base_url: str, api_key: str) -> Any:
-        """Run a program; see :class:`Runner`."""
+        """Run a program; see :class:`ProgramRunner`."""
         place, number = self._places[group % len(self._places)], next(self._number)
         await asyncio.to_thread(place.start)  # if it was lost
         arguments = {"data": plain(dict(data)), "base_url": base_url, "api_key": api_key}
@@ -77,22 +76,18 @@ class _Episode:
     program: asyncio.Task[Any]
     began: float
     sample: int  # whose turn it was last
+    samples: set[int]  # that are not released
 
 
 class ProgramEnvironment:
-    """The environment of a program, over sessions that a server answers.
-
-    Attributes:
-        failures: episodes that failed so far, by the reason.
-    """
+    """The environment of a program, over sessions that a server answers."""
 
     def __init__(
-        self, runner: Runner, sessions: Sessions, server: Server, config: EnvironmentConfig
+        self, runner: ProgramRunner, sessions: Sessions, server: Server, config: EnvironmentConfig
     ) -> None:
         self._runner, self._sessions, self._config = runner, sessions, config
         self._server = server
         self._episodes: dict[int, _Episode] = {}
-        self.failures: Counter[str] = Counter()
 
     async def open(self, response: Response, log: Sequence[Observation] = ()) -> Observation:
         """Start a program; return its first request as the opening. See the protocol.
@@ -110,7 +105,7 @@ class ProgramEnvironment:
             data.setdefault("messages", [dict(m) for m in response.prompt.messages])
         url, key = self._sessions.url(session), self._sessions.api_key
         program = asyncio.ensure_future(self._runner.run(response.group, data, url, key))
-        episode = _Episode(session, program, monotonic(), response.id)
+        episode = _Episode(session, program, monotonic(), response.id, {response.id})
         self._episodes[episode_of(response.id)] = episode
         return await self._next(episode)
 
@@ -124,10 +119,13 @@ class ProgramEnvironment:
         return await self._next(episode)
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
-        """End the programs of these samples' episodes."""
-        for id_ in {episode_of(i) for i in rollout_ids}:
-            if episode := self._episodes.pop(id_, None):
-                await self._stop(episode)
+        """End the programs of episodes of which these are the last samples."""
+        for rollout_id in rollout_ids:
+            if episode := self._episodes.get(episode_of(rollout_id)):
+                episode.samples.discard(rollout_id)
+                if not episode.samples:
+                    del self._episodes[episode_of(rollout_id)]
+                    await self._stop(episode)
 
     def _ended_by(self, episode: _Episode, response: Response) -> str:
         """Return the limit that a turn has reached, if it has reached one."""
@@ -148,7 +146,9 @@ class ProgramEnvironment:
         try:
             await asyncio.wait(waited, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
             if asked.done() and not episode.program.done():
-                return asked.result()
+                observation = asked.result()
+                episode.samples.add(observation.rollout_id)
+                return observation
         finally:
             asked.cancel()
             with suppress(asyncio.CancelledError):
@@ -156,7 +156,7 @@ class ProgramEnvironment:
         if not episode.program.done():
             await self._stop(episode)
             why = f"the program asked for nothing and did not end in {limit:g} s"
-            return self._failed(episode, "time", why)
+            return self._failed(episode, why)
         return self._ended(episode)
 
     def _ended(self, episode: _Episode) -> Observation:
@@ -164,26 +164,25 @@ class ProgramEnvironment:
         session, program = episode.session, episode.program
         self._forget(episode)
         if program.cancelled():
-            return self._failed(episode, "died", "the program was ended")
+            return self._failed(episode, "the program was ended")
         if error := program.exception():
             if isinstance(error, ProcessLostError):  # perhaps by another episode's program
                 raise _lost(session.root, str(error)) from error
             if not isinstance(error, StrettoError):
                 raise error
-            return self._failed(episode, "raised", str(error))
+            return self._failed(episode, str(error))
         if not session.turns:
-            return self._failed(episode, "silent", "the program ended without a request")
+            return self._failed(episode, "the program ended without a request")
         try:
             reward, extra = reward_of(program.result(), session.answers)
-        except ValueError as error:
-            return self._failed(episode, "result", str(error))
+        except RewardError as error:
+            return self._failed(episode, str(error))
         record = {"extra": extra} if extra else {}
         return session.end(episode.sample, reward=reward, ended_by=session.ended_by, record=record)
 
-    def _failed(self, episode: _Episode, kind: str, why: str) -> Observation:
+    def _failed(self, episode: _Episode, why: str) -> Observation:
         """Return the end of an episode that has no reward."""
         self._forget(episode)
-        self.failures[kind] += 1
         session = episode.session
         if (limit := session.ended_by) != "environment":
             why = f"{why} (the episode had reached its limit of {limit})"
@@ -213,17 +212,29 @@ def reward_of(result: Any, answers: Sequence[str] = ()) -> tuple[float, dict[str
     """Return the reward that a program has returned, and what it returned besides.
 
     A number is the reward. Of several numbers by name, ``reward`` is; where the names are those of
-    answers (their ``id``), it is the sum. Raises ValueError for anything else.
+    answers (their ``id``), it is the sum. Raises RewardError for anything else.
     """
     extra: dict[str, Any] = {}
     if isinstance(result, Mapping) and REWARD in result:
         extra = {str(k): v for k, v in result.items() if k != REWARD}
         result = result[REWARD]
+        numbers = [result]
     elif isinstance(result, Mapping) and result and set(result) <= set(answers):
-        result = sum(map(float, result.values()))
-    if isinstance(result, bool | int | float) and is_finite(float(result)):
-        return float(result), extra
-    raise ValueError(
-        f"the program returned {str(result)[:200]!r}; return a finite number, or a dict with one "
-        f"as {REWARD!r}"
-    )
+        numbers = list(result.values())
+    else:
+        numbers = [result]
+    try:
+        return as_number(sum(map(as_number, numbers))), extra
+    except (RewardError, ValueError) as error:
+        raise RewardError(
+            f"the program returned {_shown(result)}; return a finite number, or a dict with one as "
+            f"{REWARD!r}",
+            code="program-result",
+        ) from error
+
+
+def _shown(result: Any) -> str:
+    try:
+        return repr(str(result)[:200])
+    except ValueError:  # Python does not write numbers of so many digits
+        return "a number of too many digits"

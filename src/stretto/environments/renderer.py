@@ -12,13 +12,12 @@ from typing import Any, cast
 
 from stretto.environments.bridge import THINK, UNTHINK, Bridge, Turn, as_written
 from stretto.environments.calls import ToolCall, checked, numbered
-from stretto.environments.templates import Tools, names_of
+from stretto.environments.templates import QUESTION, Tools, names_of
 from stretto.errors import ConfigError, first_line, is_installed, remedy
 from stretto.tasks.encode import Encoder
 from stretto.types import Message
 
 _UNREAD = "unknown-call-format"
-_QUESTION = Message(role="user", content="made up question")
 
 
 def open_bridge(
@@ -102,9 +101,9 @@ class RendererBridge(Bridge):
         """
         super().__init__(encoder, tools, end_tokens)
         self._renderer = renderer
-        own, text = self.prompt([_QUESTION])
+        own, text = self.prompt([QUESTION])
         options = {"tools": self._listed(None), "add_generation_prompt": True}
-        other = list(renderer.render_ids([dict(_QUESTION)], **options))
+        other = list(renderer.render_ids([dict(QUESTION)], **options))
         if own != other:
             raise ConfigError(
                 f"the library 'renderers' reads a question as {self._encoder.spelled(other)!r}, "

@@ -211,11 +211,7 @@ class Session:
                 self._read[tokens] = _Read(tuple(messages), new, tools)
                 return tokens
             if self._limits.on_break == "refuse":
-                raise EngineError(
-                    "the chat template rewrites the conversation so far, and a sample may not be "
-                    "broken off with environment.on_break = 'refuse'",
-                    "template-breaks",
-                )
+                raise _broken_off(new)
         tokens = tuple(bridge.prompt(messages, tools)[0])
         self._read[tokens] = _Read(tuple(messages), (), tools)
         return tokens
@@ -239,9 +235,6 @@ class Session:
         One that equals the request under way takes its place, if that one's client has gone.
         Raises EngineError if the episode is over, or for several answers at once.
         """
-        if self._closed:
-            self._refused = True
-            raise self._closed
         if len(requests) != 1:
             raise EngineError(
                 f"a program gets one answer at a time, and asked for {len(requests)} at once; send "
@@ -256,6 +249,9 @@ class Session:
         if self._lost and self._lost[0] == tokens:
             asked.answer(self._lost[1])
             self._lost = None
+        elif self._closed:
+            self._refused = True
+            raise self._closed
         elif self._current and not self._current.is_open and self._current.tokens == tokens:
             self._current = asked
         else:
@@ -461,6 +457,17 @@ def _over(why: str) -> EngineError:
 def _too_long(asked: int, room: int) -> EngineError:
     return EngineError(
         f"a sample would have {asked} tokens where there is room for {room}", "context-length"
+    )
+
+
+def _broken_off(new: Sequence[Message]) -> EngineError:
+    """Return the error for a conversation that would not go on from what stands."""
+    why = "the chat template rewrites the conversation so far"
+    if any(message["role"] == "assistant" for message in new):
+        why = "the request appends a message of the assistant that is no turn of the policy"
+    return EngineError(
+        f"{why}, and a sample may not be broken off with environment.on_break = 'refuse'",
+        "template-breaks",
     )
 
 

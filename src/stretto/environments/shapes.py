@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from stretto.environments.launch import is_program
+from stretto.environments.launch import is_program, parameters_of, takes_any
 from stretto.environments.results import Opening, Step, error_text, read_opening, read_step
 from stretto.environments.running import CallError, Runner
 from stretto.environments.tools import Results, Tool, ToolSet, schema_of
@@ -155,13 +155,6 @@ def recognise(named: Mapping[str, Any], run: Runner) -> Source:
     if isinstance(thing, Mapping):
         return _choice(name, thing, run)
     return _environment(name, thing, run)
-
-
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some that are written in C do not tell
-        return {}
 
 
 def _is_tool(thing: Any) -> bool:
@@ -350,10 +343,10 @@ class _Trl(Episode):
         get_reward = getattr(self.environment, "get_reward", None)
         if get_reward is None:
             return None
-        sound = self._sound
-        self._sound = False
+        sound = self.sound
+        self.sound = False
         reward = await self._run(get_reward, of=self.environment)
-        self._sound = sound
+        self.sound = sound
         return None if reward is None else as_number(reward)
 
     async def close(self) -> None:
@@ -371,7 +364,7 @@ def _needed(factory: Any) -> list[str]:
     if hasattr(factory, "from_dict"):
         return []
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    found = _parameters(factory).items()
+    found = parameters_of(factory).items()
     return [name for name, p in found if p.kind in kinds and p.default is p.empty]
 
 
@@ -379,14 +372,14 @@ def _made(factory: Any, row: Row) -> Any:
     if hasattr(factory, "from_dict"):  # rLLM's
         return factory.from_dict(dict(row))
     given = {"row": dict(row), "extras": dict(row), "env_config": {}}
-    named = _parameters(factory)
+    named = parameters_of(factory)
     return factory(**{name: value for name, value in given.items() if name in named})
 
 
 def _taken(function: Callable[..., Any], values: Row) -> dict[str, Any]:
     """Return those of the values that a function takes by their names."""
-    parameters = _parameters(function)
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+    parameters = parameters_of(function)
+    if takes_any(parameters):
         return dict(values)
     return {key: value for key, value in values.items() if key in parameters}
 
@@ -448,8 +441,8 @@ class _Stepped(_Made):
         given = {"seed": _seed(self._row), "options": options, "states": self._states}
         values = {**self._row, **given, "prompt": prompt}
         function = getattr(environment, begin)
-        parameters = _parameters(function)
-        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        parameters = parameters_of(function)
+        if takes_any(parameters):
             values = {k: v for k, v in values.items() if k not in given or k in parameters}
         result = await self._call(begin, **_taken(function, values))
         if "states" in parameters:  # OpenRLHF's answer is the prompt, perhaps with more behind it
@@ -458,7 +451,7 @@ class _Stepped(_Made):
         return read_opening(result, replaces=begin == "init")
 
     async def step(self, turn: Turn) -> Step:
-        parameters = _parameters(self.environment.step)
+        parameters = parameters_of(self.environment.step)
         if "states" in parameters:
             action: Any = {
                 "observation_text": self._states["observation"],

@@ -20,7 +20,7 @@ Tools = Sequence[Mapping[str, Any]]
 
 _NAME, _ARGUMENTS, _RESULT = "made_up_tool", {"made_up_key": "made up value"}, "made up result"
 _CALL_ID = "madeup001"  # nine letters and digits, as Mistral's templates demand
-_QUESTION = Message(role="user", content="made up question")
+QUESTION = Message(role="user", content="made up question")
 _TOOL = {
     "type": "function",
     "function": {
@@ -59,28 +59,28 @@ class Shape:
                 "no-chat-template",
             )
         try:
-            self._chat([_QUESTION], add_generation_prompt=True)
+            self._chat([QUESTION], add_generation_prompt=True)
         except Exception as error:
             raise ConfigError(
                 f"the chat template refuses a conversation of one question: {error}; environments "
                 "need a template that takes messages of the roles user and assistant",
                 "template-refuses",
             ) from error
-        self.writes_tools = _NAME in self._shown([_QUESTION], tools=[_TOOL])
+        self.writes_tools = _NAME in self._shown([QUESTION], tools=[_TOOL])
         system = Message(role="system", content=_RESULT)
-        self.takes_system = _RESULT in self._shown([system, _QUESTION])
+        self.takes_system = _RESULT in self._shown([system, QUESTION])
         self.form, self.writes_calls, self.text_beside_calls = HERMES, True, True
         self.tool_role = any(
-            _RESULT in self._shown([_QUESTION, turn, made_up("tool")])
+            _RESULT in self._shown([QUESTION, turn, made_up("tool")])
             for turn in (_called(), _said())
         )
         self.ends = self._find_ends()
         self._read_calls(reads_calls)
 
     def _read_calls(self, needed: bool) -> None:
-        header = self._chat([_QUESTION], add_generation_prompt=True)
-        shown = self._shown([_QUESTION, _called(), made_up("tool")])
-        shown = shown or self._shown([_QUESTION, _called()])
+        header = self._chat([QUESTION], add_generation_prompt=True)
+        shown = self._shown([QUESTION, _called(), made_up("tool")])
+        shown = shown or self._shown([QUESTION, _called()])
         self.writes_calls = _NAME in shown and "made up value" in shown
         if not self.writes_calls:
             return
@@ -102,7 +102,7 @@ class Shape:
             )
         both = Message(**{**_called(), **_said()})
         self.text_beside_calls = _said()["content"] in self._shown(
-            [_QUESTION, both, made_up("tool")]
+            [QUESTION, both, made_up("tool")]
         )
 
     def _find_ends(self) -> frozenset[int]:
@@ -110,7 +110,7 @@ class Shape:
         found = set()
         for behind in ([], [made_up("user")], [made_up("tool")]):
             turn = Message(role="assistant", content="made up answer" + MARK)
-            shown = self._shown(behind, before=[_QUESTION, turn])
+            shown = self._shown(behind, before=[QUESTION, turn])
             place = shown.rfind(MARK)
             end = self._encoder.control_in(shown, place) if place >= 0 else None
             if end and not shown[place + 1 : end[0]].strip():
@@ -124,7 +124,7 @@ class Shape:
         for message in messages:
             made = cast(Message, {**message, "content": message.get("content") or ""})
             if calls := made.get("tool_calls"):
-                made["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
+                made["tool_calls"] = [with_parsed_arguments(call) for call in calls]
                 if not self.writes_calls:
                     text = self.form.write([c.get("function", c) for c in made.pop("tool_calls")])
                     made["content"] = f"{made['content']}\n{text}" if made["content"] else text
@@ -219,7 +219,7 @@ def _said() -> Message:
     return Message(role="assistant", content="made up answer")
 
 
-def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+def with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     """Return a call whose arguments are an object: clients of OpenAI's send them as its text."""
     function = dict(call.get("function", call))
     if isinstance(arguments := function.get("arguments"), str):

@@ -20,6 +20,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from stretto.config import ENVIRONMENT
 from stretto.protocols import DRIVER, Clock, Environment, Generator, Learner, Tracer
 from stretto.schedules.buffer import Buffer
 from stretto.schedules.controller import Meter

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from stretto.environments.templates import with_parsed_arguments
 from stretto.types import FinishReason, Message, TopLogprobs
 
 if TYPE_CHECKING:
@@ -121,15 +122,6 @@ def received(message: Mapping[str, Any]) -> Message:
     """Return a message of a request as chat templates take it: with arguments as data, not JSON."""
     found: Any = {**message, "content": message.get("content") or ""}
     if calls := message.get("tool_calls"):
-        found["tool_calls"] = [_call(call) for call in calls]
+        found["tool_calls"] = [with_parsed_arguments(call) for call in calls]
     made: Message = found
     return made
-
-
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call["function"])
-    try:
-        arguments = json.loads(function["arguments"])
-    except ValueError:
-        arguments = function["arguments"]
-    return {**call, "function": {**function, "arguments": arguments}}

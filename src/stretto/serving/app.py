@@ -296,7 +296,8 @@ class Server:
             else render(TaskRow(p), plain, self._tokenizer, encoder=self._encoder).tokens
             for p in asked.prompt
         ]
-        most = asked.max_tokens or DEFAULT_COMPLETION_TOKENS
+        in_session = isinstance(self._client(http), Session)  # where the run sets the limit
+        most = asked.max_tokens or (None if in_session else DEFAULT_COMPLETION_TOKENS)
 
         def choice(piece: Piece, _: bool) -> dict[str, Any]:
             likely = asked.likeliest is not None

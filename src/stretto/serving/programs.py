@@ -54,6 +54,7 @@ class ProgramServer:
         self._server = _Quiet(uvicorn.Config(app, log_level="warning", lifespan="off"))
         self._starting: asyncio.Task[None] | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._listener: socket.socket | None = None
 
     async def start(self) -> None:
         """Listen on a free port, in the running event loop, if it is not listening."""
@@ -62,7 +63,7 @@ class ProgramServer:
         await asyncio.shield(self._starting)
 
     async def _start(self) -> None:
-        listener = socket.create_server((HOST, 0))
+        listener = self._listener = socket.create_server((HOST, 0))
         self._sessions.base_url = f"http://{HOST}:{listener.getsockname()[1]}"
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not (self._server.started or self._serving.done()):
@@ -75,3 +76,9 @@ class ProgramServer:
         self._server.should_exit = self._server.force_exit = True
         if self._serving:
             await asyncio.gather(self._serving, return_exceptions=True)
+        self.close()
+
+    def close(self) -> None:
+        """Close the port, once the event loop has ended."""
+        if self._listener:
+            self._listener.close()
