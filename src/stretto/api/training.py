@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, overload
 
-from stretto.api.settings import R, Settings, changed, check_resumable, config_of, of_rows, settled
+from stretto.api.settings import R, Settings, changed, check_resumable, of_rows, settled
 from stretto.checks import check_run, check_supervised, disk
 from stretto.config import (
     Config,
@@ -308,7 +308,7 @@ def train(
             a checkpoint.
         changes: of settings, as :mod:`stretto.api` says.
     """
-    config = config_of(settings)
+    config = settings if isinstance(settings, Config) else recipes.load(settings, checked=False)
     overrides, implied = _overrides(reward, task, model, tokenizer)
     if found := named_objects(tools, environment_factory):
         overrides = replace(overrides, environment=found)
@@ -317,7 +317,8 @@ def train(
     if dataset is not None:
         named = str(dataset) if isinstance(dataset, str | Path) else DATASET
     prompts = {} if named is None else of_rows(config.task, named)
-    config = changed(config, prompts, implied, changes)
+    start = "" if isinstance(settings, Config) else str(settings)
+    config = changed(config, prompts, implied, changes, start=start)
     if overrides.task is not None and "task" in config.reward.sources:
         raise ConfigError(
             "a task that is brought as an object does not score by itself; give what scores as "
@@ -394,10 +395,11 @@ def train_reward_model(
 def _begun(
     settings: C | str | Path, kind: type[C], name: str, changes: Mapping[str, Any]
 ) -> Begun[C]:
+    start = ""
     if isinstance(settings, str | Path):
         name = recipes.name_of(settings)
-        settings = recipes.load(settings, kind)
-    return begin(changed(settings, changes), name)
+        start, settings = str(settings), recipes.load(settings, kind, checked=False)
+    return begin(changed(settings, changes, start=start), name)
 
 
 def _overrides(

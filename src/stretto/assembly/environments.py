@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stretto.assembly.models import NO_OVERRIDES, Overrides
 from stretto.config import Config, EnvironmentConfig
+from stretto.config.sections import ENVIRONMENT
 from stretto.environments.bridge import Bridge
 from stretto.environments.processes import (
     EnvironmentProcess,
@@ -50,6 +51,12 @@ def open_environment(
         places = open_places(settings, overrides.environment)
         for place in places:
             stack.callback(place.close)
+    if places[0].ready["kind"] == "functions" and ENVIRONMENT in config.reward.sources:
+        raise ConfigError(
+            "reward.sources has 'environment', and environment.sources names functions; functions "
+            "give no rewards; name another source",
+            "environment-without-rewards",
+        )
     if places[0].ready["kind"] == "program":
         return _programs(config, places, prompts, overrides, say)
     if config.task.chat == "off":

@@ -374,6 +374,10 @@ def _taken(function: Callable[..., Any], values: Row) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key in parameters}
 
 
+def _failed_step(place: str) -> dict[str, Any]:
+    return {"name": "step", "status": "ok", "error": place}
+
+
 class _Made(Episode):
     """An environment that is made for each episode, with a ``close`` if it has one."""
 
@@ -390,15 +394,17 @@ class _Made(Episode):
         return await self._run(function, *args, of=self._environment, **keywords)
 
     async def _step(self, action: Any) -> Step:
-        """Step the environment; what goes wrong is an observation."""
+        """Step the environment: what it raises is an observation; a result that cannot be read, or
+        whose reward is no number, is a failure of the episode.
+        """
         try:
             return read_step(await self._call("step", action))
         except CallError as error:
-            said, place = str(error), error.place
+            message = {"role": "user", "content": error_text(str(error))}
+            return Step([message], calls=[_failed_step(error.place)])
         except RewardError as error:
-            said = place = str(error)
-        message = {"role": "user", "content": error_text(said)}
-        return Step([message], calls=[{"name": "step", "status": "ok", "error": place}])
+            failure = f"the environment's step: {error}"
+            return Step(done=True, calls=[_failed_step(str(error))], failure=failure)
 
     async def close(self) -> None:
         environment, close = self._environment, getattr(self._environment, "close", None)
