@@ -197,7 +197,7 @@ def _environment(name: str, factory: Any, run: Runner) -> Source:
     shape = None if kind is None else _shape_of(kind)
     if kind is None or shape is None:
         raise ConfigError(
-            f"environment.sources: '{name}' is a {type(factory).__name__} of no known shape. Known:"
+            f"environment.sources: '{name}' is {_sort_of(factory)} of no known shape. Known:"
             f"\n{SHAPES}\nA function that makes environments says so by its return type hint",
             "unknown-environment",
         )
@@ -222,6 +222,13 @@ def _environment(name: str, factory: Any, run: Runner) -> Source:
     schemas = [t if isinstance(t, dict) else schema_of(t, name) for t in _listed(tools)]
     chosen: Any = shape
     return Source("environment", lambda row: chosen(factory, row, run), schemas, replay)
+
+
+def _sort_of(thing: Any) -> str:
+    if inspect.isclass(thing):
+        return "a class"
+    name = type(thing).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def _choice(name: str, factories: Mapping[Any, Any], run: Runner) -> Source:
