@@ -138,11 +138,13 @@ def execute(
         slots = config.rollout.slots or config.rollout.batch
     with _memory_explained(config.model, tokens, slots), ending_in_order(), ExitStack() as stack:
         stack.enter_context(run_dir.locked(display.note))
+        if run.resuming:
+            _require_checkpoint(run_dir)
         try:
             with stack:  # a folder that is removed is let go of first
                 result = _train(run, display, on_step)
         except BaseException:
-            _leave(run_dir, display, keep=run.resuming)
+            _leave(run_dir, display, keep=run.resuming, resumable=isinstance(config, Config))
             raise
         display.close()
         records = "metrics, samples" if run_dir.samples_file.exists() else "metrics"
@@ -251,8 +253,16 @@ def _remedies(model: ModelConfig, microbatch_tokens: int, slots: int) -> str:
     return f"{', '.join([*found, 'or'])} a smaller model"
 
 
-def _leave(run_dir: RunDirectory, display: Progress, *, keep: bool) -> None:
+def _require_checkpoint(run_dir: RunDirectory) -> None:
+    from stretto.runs import checkpoint
+
+    checkpoint.require(run_dir.checkpoints)
+
+
+def _leave(run_dir: RunDirectory, display: Progress, *, keep: bool, resumable: bool) -> None:
     """Name the folder of a run that was stopped; remove it if the run never took a step.
+
+    ``resumable``: runs of its kind keep checkpoints, and a line says where this one has none yet.
 
     What fails on the way, as on a terminal that is gone, must not hide what stopped the run.
     """
@@ -260,7 +270,11 @@ def _leave(run_dir: RunDirectory, display: Progress, *, keep: bool) -> None:
         display.close()
     with suppress(OSError, ValueError, StateError):
         if any(record["step"] for record in run_dir.read_metrics()):
-            display.note(f"stopped; what was done so far is in {run_dir.path}")
+            from stretto.runs.checkpoint import newest
+
+            none = "; it cannot be resumed, as it has no checkpoint yet"
+            lost = none if resumable and not newest(run_dir.checkpoints) else ""
+            display.note(f"stopped; what was done so far is in {run_dir.path}{lost}")
         elif not keep:
             shutil.rmtree(run_dir.path)
 

@@ -68,6 +68,7 @@ def open_environment(
     tools = places[0].ready["tools"]
     ends = overrides.end_tokens or frozenset()
     bridge = bridge_for(places[0].ready, prompts.encoder, settings, say, ends)
+    prompts.with_tools = bool(tools)
     prompts.render = lambda messages, rows: bridge.prompt(messages, [*tools, *rows])
     return EnvironmentRole(settings, places, bridge, prompts.encoder, config.task.max_prompt_tokens)
 

@@ -116,7 +116,7 @@ class EnvironmentRole:
         if "error" in opening:
             raise RewardError(
                 f"the environment of rollout {response.id} could not be opened: "
-                f"{opening.get('place') or opening['error']}",
+                f"{opening.get('place') or opening['error']}; {_columns(live.row)}",
                 [response.id],
                 "environment-not-opened",
             )
@@ -386,6 +386,12 @@ class EnvironmentRole:
             [rollout_id],
             "episode-lost",
         )
+
+
+def _columns(row: Mapping[str, Any]) -> str:
+    """Say what columns a row has."""
+    names = [f"'{name}'" for name in row]
+    return f"its row has {'only ' if len(names) == 1 else ''}{', '.join(names) or 'no columns'}"
 
 
 def _conversation(prompt: Prompt) -> list[Message]:

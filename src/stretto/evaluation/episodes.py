@@ -61,6 +61,8 @@ class Episode(NamedTuple):
                 lines.append(f"{call.get('name') or 'a call'}({given}) -> {result}")
         if (why := self.log[-1].ended_by) in LIMITS:
             lines.append(f"(ended by a limit: {LIMITS[why]})")
+        if self.failure:
+            lines.append(f"(failed: {self.failure})")
         return "\n".join(lines)
 
     @property
