@@ -11,8 +11,10 @@ import pytest
 import tomli_w
 
 import stretto
+from raising import raises
 from stretto.cli.train import parse
 from stretto.config import Config, changes, recipes
+from stretto.errors import ConfigError
 
 Change = Callable[..., Config]
 
@@ -88,3 +90,24 @@ def test_a_difference_is_what_makes_one_of_the_other() -> None:
     other = changes.changed(one, {"steps": 9, "training": {"lr": 1.0}}, "a test")
     assert changes.difference(one, other) == {"steps": 9, "training": {"lr": 1.0}}
     assert changes.difference(one, one) == {}
+
+
+def test_a_file_is_checked_together_with_the_options_behind_it(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('[reward]\nsources = ["environment"]\n')
+    config, _ = parse([str(file), "--environment.sources", "envs.py:Guess"])
+    assert config.environment.sources == ("envs.py:Guess",)
+    assert stretto.load_recipe(file, environment__sources=["envs.py:Guess"]) == config
+    with raises(ConfigError, "environment-without-source", f"{file}: "):
+        parse([str(file)])
+    options = ["--environment.sources", "envs.py:Guess", "--rollout.top-k", "3"]
+    with raises(ConfigError, "truncated-sampling", "command line: rollout.top_k = 3"):
+        parse([str(file), *options])
+
+
+def test_a_list_is_given_once() -> None:
+    config, _ = parse(["arithmetic", "--environment.sources", "a.py:f", "b.py:g"])
+    assert config.environment.sources == ("a.py:f", "b.py:g")
+    again = ["--environment.sources", "a.py:f", "--environment.sources=b.py:g"]
+    with raises(ConfigError, "option-repeated", "--environment.sources A B"):
+        parse(["arithmetic", *again])

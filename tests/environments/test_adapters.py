@@ -233,3 +233,15 @@ def test_sources_of_no_known_shape_are_refused(
     file.write_text(text)
     with raises(ConfigError, code):
         places_of(*names, file=file)
+
+
+def test_what_is_no_environment_is_named_in_words(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("A = 3\nclass B:\n    pass\ndef f(a):\n    return a\n")
+    for name, says in (
+        ("A", "'A' is an int of"),
+        ("B", "'B' is a class of"),
+        ("f", "docstring. G"),
+    ):
+        with raises(ConfigError, None, says):
+            places_of(name, file=file)

@@ -274,15 +274,23 @@ def test_episodes_end_at_their_limits() -> None:
     places[0].close()
 
 
-def test_no_return_value_is_an_error_that_the_policy_reads() -> None:
-    role = role_of(places_of("Nothing"))
+@pytest.mark.parametrize(
+    ("name", "failure"),
+    [
+        ("Nothing", "the environment's step: it returned None; it must return an"),
+        ("NoNumber", "the environment's step: it returned nan where a number is needed"),
+        ("TwoValues", "the environment's step: it returned 2 values; they are"),
+    ],
+)
+def test_a_step_that_cannot_be_read_is_a_failure_of_the_episode(name: str, failure: str) -> None:
+    role = role_of(places_of(name))
 
     async def go() -> None:
         player = Player(role)
         await player.open()
         seen = await player.say("a")
-        assert "step returned None" in said(seen)[0]
-        assert seen.reward is None
+        assert seen.record["failure"].startswith(failure)
+        assert (seen.reward, seen.ended_by, said(seen)) == (None, "environment", [])
 
     asyncio.run(go())
     role.close()

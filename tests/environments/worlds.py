@@ -358,6 +358,23 @@ class Endless:
         return "on", 0.0, False, {}
 
 
+class NoNumber:
+    """Rewards with what is no number."""
+
+    def reset(self) -> None:
+        return None
+
+    def step(self, action: str) -> Any:
+        return "on", float("nan"), False, {}
+
+
+class TwoValues(NoNumber):
+    """Returns too few values."""
+
+    def step(self, action: str) -> Any:
+        return "on", 1.0
+
+
 class Nothing:
     """Returns nothing."""
 

@@ -17,6 +17,7 @@ import pytest
 from raising import raises
 from stretto.cli.main import main
 from stretto.config import (
+    ENVIRONMENT,
     Config,
     EnvironmentConfig,
     ModelConfig,
@@ -26,7 +27,7 @@ from stretto.config import (
 )
 from stretto.environments.running import Runner
 from stretto.environments.tools import Results, ToolSet
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, RewardError
 from stretto.evaluation import answers, measures
 from stretto.evaluation.answers import Answer, generate
 from stretto.tasks import TaskRow
@@ -236,3 +237,28 @@ def test_chat_runs_tools_and_keeps_what_was_said(
 def test_tools_need_messages(tools: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "x", "--tools", "tools.py:add", "--chat", "off"]) == 2
     assert "--chat off" in capsys.readouterr().err
+
+
+def test_an_environment_that_cannot_be_opened_says_what_its_row_has(
+    tools: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tools.parent / "mine.py").write_text(
+        "class Needs:\n"
+        "    def reset(self, seed=None, options=None):\n"
+        "        return str(options['goal']), {}\n"
+        "    def step(self, action):\n"
+        "        return '', 0.0, True, {}\n"
+    )
+    with raises(RewardError, "environment-not-opened", "KeyError", "its row has no columns"):
+        talk(monkeypatch, Talker("a"), sources=("mine.py:Needs",))
+    monkeypatch.setattr(answers, "open_engine", lambda *given: (Talker(), None))
+    monkeypatch.setattr(answers, "load_tokenizer", lambda *given, **more: Talker().tokenizer)
+    assert main(["generate", "x", "--model", "tiny", "--tools", "mine.py:Other"]) == 2
+    assert "stretto: error: --tools: '" in capsys.readouterr().err
+
+
+def test_functions_give_no_rewards(tools: Path, tmp_path: Path, tiny_folder: Path) -> None:
+    sections = {"environment": {"sources": ["tools.py:add"]}, "reward": {"sources": [ENVIRONMENT]}}
+    config = settings_of(tmp_path, tiny_folder, **sections)
+    with raises(ConfigError, "environment-without-rewards"):
+        measures.evaluate(config, model=config.model.name, samples=1)

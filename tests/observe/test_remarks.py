@@ -16,7 +16,7 @@ from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.observe.recorder import Recorder, Remarks, scores_by_source
 from stretto.schedules.rollout import Rollout
-from stretto.types import FinishReason, Prompt, Score
+from stretto.types import FinishReason, Observation, Prompt, Score
 
 
 def settings(rule: str = "replace", **reward: Any) -> Config:
@@ -235,3 +235,22 @@ def test_limits_that_ended_episodes_are_named() -> None:
         "1 by rollout.max_new_tokens), and reward.missing_eos = 'replace'"
     )
     assert LIMIT not in text
+
+
+def answered(rollout: Rollout, *errors: str) -> None:
+    made = [{"name": "step", "status": "ok", "error": error} for error in errors]
+    nothing = np.empty(0, np.int32)
+    rollout.log.append(Observation(rollout.id, 1, nothing, record={"calls": made}))
+
+
+def test_an_environment_of_which_all_calls_fail_is_said_once() -> None:
+    batch = responses(0, 1)
+    answered(batch[0], "KeyError: 'a' (envs.py, line 3)")
+    answered(batch[1], "KeyError: 'b' (envs.py, line 3)")
+    remarks = remarks_of(settings())
+    assert said(remarks, 1, batch, 0, 1) == [
+        "step 1: step: 2 of 2 calls failed. The first: KeyError: 'a' (envs.py, line 3)"
+    ]
+    assert said(remarks, 2, batch, 0, 1) == []
+    answered(batch[0], "")
+    assert said(remarks_of(settings()), 1, batch, 0, 1) == []

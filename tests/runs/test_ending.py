@@ -23,10 +23,11 @@ from helpers import full_beyond, llama
 from raising import raises
 from run_helpers import Notes, length, settings, supervised, weights, write_rows
 from stretto import runs, signals
+from stretto.api.training import Begun, execute
 from stretto.assembly.models import Overrides
 from stretto.cli.main import main
 from stretto.config import Config, RewardModelConfig, SftConfig, recipes
-from stretto.errors import LearnerError, OutOfMemoryError, StorageError
+from stretto.errors import LearnerError, OutOfMemoryError, StateError, StorageError
 from stretto.models.load import load_tokenizer, save_model
 from stretto.observe import Progress, RunDirectory, Sample
 from stretto.runs import finetuning
@@ -415,9 +416,14 @@ def test_sigterm_ends_a_call_from_python_as_ctrl_c_does(tiny_folder: Path, tmp_p
     run_dir = RunDirectory.open(tmp_path / "run-001")
     assert display.notes[-2:] == [
         f"the model is saved in {run_dir.model}",
-        f"stopped; what was done so far is in {run_dir.path}",
+        f"stopped; what was done so far is in {run_dir.path}; it cannot be resumed, as it has no "
+        "checkpoint yet",
     ]
     assert (run_dir.model / "model.safetensors").is_file()
+    notes = [*display.notes]
+    with raises(StateError, "no-checkpoint", run_dir.path):
+        execute(Begun(config, run_dir, resuming=True), progress=display)
+    assert display.notes == notes
 
 
 def test_a_signal_while_the_model_is_being_saved_waits(

@@ -28,19 +28,20 @@ def load_recipe(name: str | Path, **changes: Any) -> Config:
     """Return the settings of a packaged recipe, a ``.toml`` file or a run's folder, changed as in
     :func:`train`. Raises ConfigError for an unknown recipe or setting, and a value out of range.
     """
-    return changed(recipes.load(name), changes)
+    return changed(recipes.load(name, checked=False), changes, start=str(name))
 
 
-def changed(config: S, *changes: Mapping[str, Any], where: str = "settings") -> S:
+def changed(config: S, *changes: Mapping[str, Any], where: str = "settings", start: str = "") -> S:
     """Return settings with some of them changed, as :mod:`stretto.api` says, the later ones last;
-    see :func:`stretto.config.changes.changed` for what goes with them, and for ``where``.
+    see :func:`stretto.config.changes.changed` for what goes with them, and for ``where`` and
+    ``start``.
     """
     nested: dict[str, Any] = {}
     for key, value in (item for some in changes for item in some.items()):
         for part in reversed(key.split("__")):
             value = {part: value}
         nested = merge.merged(nested, value, type(config))
-    return merge.changed(config, nested, where)
+    return merge.changed(config, nested, where, start)
 
 
 def check_resumable(before: Config, after: Config) -> None:

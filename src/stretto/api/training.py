@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, overload
 
-from stretto.api.settings import R, Settings, changed, check_resumable, config_of, of_rows, settled
+from stretto.api.settings import R, Settings, changed, check_resumable, of_rows, settled
 from stretto.checks import check_run, check_supervised, disk
 from stretto.config import (
     Config,
@@ -138,11 +138,13 @@ def execute(
         slots = config.rollout.slots or config.rollout.batch
     with _memory_explained(config.model, tokens, slots), ending_in_order(), ExitStack() as stack:
         stack.enter_context(run_dir.locked(display.note))
+        if run.resuming:
+            _require_checkpoint(run_dir)
         try:
             with stack:  # a folder that is removed is let go of first
                 result = _train(run, display, on_step)
         except BaseException:
-            _leave(run_dir, display, keep=run.resuming)
+            _leave(run_dir, display, keep=run.resuming, resumable=isinstance(config, Config))
             raise
         display.close()
         records = "metrics, samples" if run_dir.samples_file.exists() else "metrics"
@@ -251,8 +253,16 @@ def _remedies(model: ModelConfig, microbatch_tokens: int, slots: int) -> str:
     return f"{', '.join([*found, 'or'])} a smaller model"
 
 
-def _leave(run_dir: RunDirectory, display: Progress, *, keep: bool) -> None:
+def _require_checkpoint(run_dir: RunDirectory) -> None:
+    from stretto.runs import checkpoint
+
+    checkpoint.require(run_dir.checkpoints)
+
+
+def _leave(run_dir: RunDirectory, display: Progress, *, keep: bool, resumable: bool) -> None:
     """Name the folder of a run that was stopped; remove it if the run never took a step.
+
+    ``resumable``: runs of its kind keep checkpoints, and a line says where this one has none yet.
 
     What fails on the way, as on a terminal that is gone, must not hide what stopped the run.
     """
@@ -260,7 +270,11 @@ def _leave(run_dir: RunDirectory, display: Progress, *, keep: bool) -> None:
         display.close()
     with suppress(OSError, ValueError, StateError):
         if any(record["step"] for record in run_dir.read_metrics()):
-            display.note(f"stopped; what was done so far is in {run_dir.path}")
+            from stretto.runs.checkpoint import newest
+
+            none = "; it cannot be resumed, as it has no checkpoint yet"
+            lost = none if resumable and not newest(run_dir.checkpoints) else ""
+            display.note(f"stopped; what was done so far is in {run_dir.path}{lost}")
         elif not keep:
             shutil.rmtree(run_dir.path)
 
@@ -308,7 +322,7 @@ def train(
             a checkpoint.
         changes: of settings, as :mod:`stretto.api` says.
     """
-    config = config_of(settings)
+    config = settings if isinstance(settings, Config) else recipes.load(settings, checked=False)
     overrides, implied = _overrides(reward, task, model, tokenizer)
     if found := named_objects(tools, environment_factory):
         overrides = replace(overrides, environment=found)
@@ -317,7 +331,8 @@ def train(
     if dataset is not None:
         named = str(dataset) if isinstance(dataset, str | Path) else DATASET
     prompts = {} if named is None else of_rows(config.task, named)
-    config = changed(config, prompts, implied, changes)
+    start = "" if isinstance(settings, Config) else str(settings)
+    config = changed(config, prompts, implied, changes, start=start)
     if overrides.task is not None and "task" in config.reward.sources:
         raise ConfigError(
             "a task that is brought as an object does not score by itself; give what scores as "
@@ -394,10 +409,11 @@ def train_reward_model(
 def _begun(
     settings: C | str | Path, kind: type[C], name: str, changes: Mapping[str, Any]
 ) -> Begun[C]:
+    start = ""
     if isinstance(settings, str | Path):
         name = recipes.name_of(settings)
-        settings = recipes.load(settings, kind)
-    return begin(changed(settings, changes), name)
+        start, settings = str(settings), recipes.load(settings, kind, checked=False)
+    return begin(changed(settings, changes, start=start), name)
 
 
 def _overrides(

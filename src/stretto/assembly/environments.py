@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from stretto.assembly.models import NO_OVERRIDES, Overrides
-from stretto.config import Config, EnvironmentConfig, RewardConfig
+from stretto.config import ENVIRONMENT, Config, EnvironmentConfig, RewardConfig
 from stretto.config.sections import reward_source
 from stretto.environments.bridge import Bridge
 from stretto.environments.processes import (
@@ -58,6 +58,12 @@ def open_environment(
         looking = Looking(tuple(j.name for j in judges), overrides.functions, config.reward)
         places = open_places(settings, overrides.environment, looking)
         stack.callback(close_all, places)
+    if places[0].ready["kind"] == "functions" and ENVIRONMENT in config.reward.sources:
+        raise ConfigError(
+            "reward.sources has 'environment', and environment.sources names functions; functions "
+            "give no rewards; name another source",
+            "environment-without-rewards",
+        )
     if places[0].ready["kind"] == "program":
         return _programs(config, places, prompts, stack, overrides, say)
     if config.task.chat == "off":
@@ -69,6 +75,7 @@ def open_environment(
     tools = places[0].ready["tools"]
     ends = overrides.end_tokens or frozenset()
     bridge = bridge_for(places[0].ready, prompts.encoder, settings, say, ends)
+    prompts.with_tools = bool(tools)
     prompts.render = lambda messages, rows: bridge.prompt(messages, [*tools, *rows])
     most = config.task.max_prompt_tokens
     role = EnvironmentRole(settings, places, bridge, prompts.encoder, most, judges)

@@ -126,7 +126,8 @@ def _options_by_name() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        if (message := str(error)).startswith("options: "):
+        message = str(error).replace("environment.sources", "--tools")
+        if message.startswith("options: "):
             message = message.replace("samples_per_prompt = ", "samples = ")
             parts = re.split(r"(\w+) = (?=\S+: )", message.removeprefix("options: "))
             parts[1::2] = [f"--{name.replace('_', '-')} " for name in parts[1::2]]
@@ -176,8 +177,10 @@ def _record(row: TaskRow, number: int, sample: int, answer: Answer) -> str:
             "calls": [call for o in episode.log for call in calls(o)],
             "turns": sum(len(r.turns) for r in episode.samples),
             "ended_by": episode.log[-1].ended_by,
-            "reward": episode.reward,
+            "reward": None if episode.failure else episode.reward,
         }
+        if episode.failure:
+            record["failure"] = episode.failure
     return json.dumps(record, ensure_ascii=False)
 
 
@@ -257,7 +260,8 @@ def command_chat(
         model, rollout, dtype=dtype, device=device, max_model_len=max_model_len, seed=seed
     )
     with ExitStack() as stack:
-        opened = Tools(environment, Encoder(policy.tokenizer), stack) if environment else None
+        with _options_by_name():
+            opened = Tools(environment, Encoder(policy.tokenizer), stack) if environment else None
         _talk(policy, Conversation(policy, rollout, seed, system, opened))
 
 

@@ -50,7 +50,7 @@ def run(arguments: Sequence[str]) -> int:
     """Print the best plans and write the first that ``stretto train`` takes, or measure for it."""
     recipe = leading_recipe(arguments)
     # Without a recipe the parser answers: with the help, or by what it misses.
-    start = recipes.load(recipe or "arithmetic")
+    start = recipes.load(recipe or "arithmetic", checked=False)
     config, own = parse_with_config("plan", arguments, start, Options, _offered())
     if own.calibrate:
         command, say = shlex.join(["stretto", "plan", *arguments]), Saying(make_progress("auto"))

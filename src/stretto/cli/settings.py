@@ -22,6 +22,7 @@ from pydantic import BaseModel
 
 from stretto.api.settings import changed
 from stretto.config import Config, Section, changes, recipes
+from stretto.config.sections import subsection
 from stretto.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ def parse_with_config(
 
     Args:
         command: name, for usage and messages.
-        config: settings of the recipe, which the result takes its class and its defaults from.
+        config: settings of the recipe, which the result takes its class and its defaults from;
+            rules between them may be unchecked.
         options: dataclass of the command's own options, whose docstring describes the command. The
             recipe (or what stands in its place) is the first of them. ``overrides``, if there,
             names a file with changes, which come before those of the command line.
@@ -88,6 +90,7 @@ def parse_with_config(
         changes.read(file) if file else {},
         {name.replace(".", "__"): value for name, value in values.items()},
         where=f"'{file}' and the command line" if file else "command line",
+        start=leading_recipe(arguments),
     )
     recipe = getattr(parsed.own, own_names[0])
     if recipe not in ("", leading_recipe(arguments)):  # those had been read with other defaults
@@ -128,7 +131,7 @@ def parse_with_recipe(
     Without a recipe the parser answers: with the help, or by what it misses.
     """
     recipe = leading_recipe(arguments) or "arithmetic"
-    return parse_with_config(command, arguments, recipes.load(recipe), options, only)
+    return parse_with_config(command, arguments, recipes.load(recipe, checked=False), options, only)
 
 
 def leading_recipe(arguments: Sequence[str]) -> str:
@@ -180,6 +183,7 @@ def _named(
 ) -> set[str]:
     """Return the settings that the command line names, in either of tyro's spellings."""
     found, options_begin = set[str](), False
+    lists = {name for name in offered if _is_list(kind, name)}
     for argument in arguments:
         if not argument.startswith("--"):
             _refuse_hydra_style(argument, offered, options_begin)
@@ -189,10 +193,26 @@ def _named(
         section, dot, leaf = name.rpartition(".")
         positive = f"{section}{dot}{leaf.removeprefix('no_')}"
         if name in offered or positive in offered:
+            if name in found & lists:
+                shown = argument.partition("=")[0]
+                raise ConfigError(
+                    f"{shown} is given twice; give all of its values behind one: {shown} A B",
+                    "option-repeated",
+                )
             found.add(name if name in offered else positive)
         elif not {name, positive} & {*options, "help", ""}:
             raise ConfigError(_unknown(argument.partition("=")[0], name, options, kind))
     return found
+
+
+def _is_list(kind: type[Section], name: str) -> bool:
+    """Return whether a setting takes several values."""
+    *sections, key = name.split(".")
+    for section in sections:
+        inner = subsection(kind, section)
+        assert inner, f"{section} is a section"
+        kind = inner
+    return typing.get_origin(kind.model_fields[key].annotation) in (tuple, list, dict)
 
 
 def _refuse_hydra_style(argument: str, offered: Collection[str], options_begin: bool) -> None:

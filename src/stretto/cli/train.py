@@ -108,7 +108,7 @@ def parse(arguments: Sequence[str]) -> tuple[Config, TrainOptions]:
             f"--resume takes the settings of the run it resumes; leave out the recipe '{recipe}'"
         )
     source = RunDirectory.open(resumed).config_file if resumed else recipe or DEFAULT_RECIPE
-    start = recipes.load(source)
+    start = recipes.load(source, checked=bool(resumed))
     config, own = parse_with_config("train", arguments, start, TrainOptions, common=COMMON)
     if own.resume != (resumed or ""):
         raise ConfigError("--resume was given twice; name one run directory")
@@ -135,7 +135,7 @@ def _supervised(
     command: str, arguments: Sequence[str], kind: type[C], options: type[SftOptions]
 ) -> int:
     recipe = leading_recipe(arguments)
-    start = recipes.load(recipe, kind) if recipe else kind()
+    start = recipes.load(recipe, kind, checked=False) if recipe else kind()
     config, own = parse_with_config(command, arguments, start, options)
     if not config.data.name:
         raise ConfigError(

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from stretto.config.recipes import build, read
 from stretto.config.run import Config
 from stretto.config.sections import Section, subsection
+from stretto.errors import ConfigError
 
 __all__ = ["changed", "difference", "merged", "read"]
 
@@ -24,16 +25,31 @@ OF_THE_ROWS = ("size", "held_out")
 """Settings of a task that belong to its rows."""
 
 
-def changed(config: S, changes: Mapping[str, Any], where: str) -> S:
+def changed(config: S, changes: Mapping[str, Any], where: str, start: str = "") -> S:
     """Return settings with ``changes``, nested as in TOML, in their place.
 
     Lists and tables that are values, such as ``task.settings``, are replaced as a whole. Raises
-    ConfigError as :func:`~stretto.config.recipes.build`; messages say ``where`` changes come from.
+    ConfigError as :func:`~stretto.config.recipes.build`; messages say ``where`` changes come from,
+    or ``start``, where the settings to change are at fault by themselves.
     """
     data = config.model_dump()
     if isinstance(config, Config):
         _drop_former(data, changes)
-    return build(merged(data, changes, type(config)), where, type(config))
+    try:
+        return build(merged(data, changes, type(config)), where, type(config))
+    except ConfigError as error:
+        if start:
+            _refuse_same(config, str(error).removeprefix(where), start)
+        raise
+
+
+def _refuse_same(config: Section, fault: str, start: str) -> None:
+    """Raise ConfigError for settings that have a fault already without changes."""
+    try:
+        build(config.model_dump(), start, type(config))
+    except ConfigError as error:
+        if str(error).removeprefix(start) == fault:
+            raise
 
 
 def merged(

@@ -19,7 +19,7 @@ import tomli_w
 from pydantic import ValidationError
 
 from stretto.config import Config, RewardModelConfig, Section, SftConfig
-from stretto.config.sections import subsection
+from stretto.config.sections import UNCHECKED, subsection
 from stretto.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -100,18 +100,21 @@ def describe(name: str, kind: type[Section] = Config) -> str:
 
 
 @overload
-def load(name_or_path: str | Path) -> Config: ...
+def load(name_or_path: str | Path, *, checked: bool = True) -> Config: ...
 @overload
-def load(name_or_path: str | Path, kind: type[S]) -> S: ...
-def load(name_or_path: str | Path, kind: type[Any] = Config) -> Any:
+def load(name_or_path: str | Path, kind: type[S], *, checked: bool = True) -> S: ...
+def load(name_or_path: str | Path, kind: type[Any] = Config, *, checked: bool = True) -> Any:
     """Load settings from a packaged recipe, a ``.toml`` file, or a run directory.
 
     A packaged name wins over a folder of the same name in the working directory (``./name`` means
-    the folder). Raises ConfigError for no such recipe or file, no valid TOML, or as :func:`build`.
+    the folder). Raises ConfigError for no such recipe or file, no valid TOML, or as :func:`build`,
+    which ``checked`` is for.
     """
     name, path = str(name_or_path), Path(name_or_path)
     if name in names(kind):
-        return _built(_with_own_files(read(_packaged(name, kind))), f"recipe '{name}'", kind)
+        return _built(
+            _with_own_files(read(_packaged(name, kind))), f"recipe '{name}'", kind, checked
+        )
     if path.is_dir():
         path = path / "config.toml"
         if not path.is_file():
@@ -122,7 +125,7 @@ def load(name_or_path: str | Path, kind: type[Any] = Config) -> Any:
             )
     if path.suffix != ".toml":
         raise _unknown_recipe(name, kind)
-    return _built(read(path), str(path), kind)
+    return _built(read(path), str(path), kind, checked)
 
 
 def read(file: str | Path) -> dict[str, Any]:
@@ -160,17 +163,20 @@ def setting_names(kind: type[Section] = Config) -> list[str]:
 
 
 @overload
-def build(data: Mapping[str, Any], where: str) -> Config: ...
+def build(data: Mapping[str, Any], where: str, *, checked: bool = True) -> Config: ...
 @overload
-def build(data: Mapping[str, Any], where: str, kind: type[S]) -> S: ...
-def build(data: Mapping[str, Any], where: str, kind: type[Any] = Config) -> Any:
+def build(data: Mapping[str, Any], where: str, kind: type[S], *, checked: bool = True) -> S: ...
+def build(
+    data: Mapping[str, Any], where: str, kind: type[Any] = Config, *, checked: bool = True
+) -> Any:
     """Make settings from data as TOML gives it; what is left out takes its default.
 
     Raises ConfigError for an unknown key, a value out of range, or values that contradict each
-    other; the message says ``where`` the data comes from and lists all faults.
+    other; the message says ``where`` the data comes from and lists all faults. Contradictions are
+    left where it is not ``checked``, for settings that are to be changed, and checked then.
     """
     try:
-        return kind.model_validate(data)
+        return kind.model_validate(data, context=None if checked else UNCHECKED)
     except ValidationError as error:
         faults = error.errors(include_url=False)
         problems = "; ".join(_explain(e, kind) for e in faults)
@@ -234,10 +240,10 @@ def _unknown_recipe(name: str, kind: type[Section]) -> ConfigError:
     return ConfigError(message, "unknown-recipe")
 
 
-def _built(data: Mapping[str, Any], where: str, kind: type[S]) -> S:
+def _built(data: Mapping[str, Any], where: str, kind: type[S], checked: bool) -> S:
     """Make settings from a file's data; name the right command for those of another one."""
     try:
-        return build(data, where, kind)
+        return build(data, where, kind, checked=checked)
     except ConfigError as error:
         others = [k for k in FOLDERS if k is not kind and _fits(data, k)]
         # A single setting may stand at the wrong place, where another kind has one of its name.

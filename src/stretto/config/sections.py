@@ -12,6 +12,7 @@ from pydantic import (
     ConfigDict,
     Field,
     JsonValue,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -44,6 +45,10 @@ Rules = dict[str, object]
 """Rules between settings by their codes: the message of a broken one, something false for others."""
 
 
+UNCHECKED = "rules are checked later"
+"""Context of a validation that leaves the rules between settings to a later one."""
+
+
 class Section(BaseModel):
     """A group of settings: immutable, no unknown keys."""
 
@@ -64,7 +69,9 @@ class Section(BaseModel):
         """Note the rules between settings by their codes: the message of a rule that is broken."""
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self, info: ValidationInfo) -> Self:
+        if info.context == UNCHECKED:
+            return self
         broken: Rules = {}
         self.rules(broken)
         refuse(broken)

@@ -27,6 +27,7 @@ class Step:
     reward: float | None = None
     calls: list[dict[str, Any]] = field(default_factory=list)
     read_as: str = ""  # how an observation became text, where it was none
+    failure: str = ""  # why the episode has no reward, and ends
 
 
 @dataclass
@@ -62,11 +63,11 @@ def read_step(result: Any) -> Step:
     Raises RewardError if it is in none of them, or has a reward that is no finite number.
     """
     if result is None:
-        raise RewardError("step returned None; it must return an observation, or say 'done'")
+        raise RewardError("it returned None; it must return an observation, or say 'done'")
     if isinstance(result, tuple):
         if len(result) not in (3, 4, 5):
             raise RewardError(
-                f"step returned {len(result)} values; they are (observation, reward, done, info), "
+                f"it returned {len(result)} values; they are (observation, reward, done, info), "
                 "or (observation, reward, terminated, truncated, info)"
             )
         observation, reward = result[:2]

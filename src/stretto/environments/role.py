@@ -128,7 +128,8 @@ class EnvironmentRole:
             return log[-1]
         opening = await self._ask(live, None)
         if "error" in opening:
-            why = f"the environment could not be opened: {opening.get('place') or opening['error']}"
+            said = opening.get("place") or opening["error"]
+            why = f"the environment could not be opened: {said}; {_columns(live.row)}"
             return Observation(
                 response.id, 0, _NO_TOKENS, ended_by="environment", record={"failure": why}
             )
@@ -423,6 +424,12 @@ class EnvironmentRole:
             [rollout_id],
             "episode-lost",
         )
+
+
+def _columns(row: Mapping[str, Any]) -> str:
+    """Say what columns a row has."""
+    names = [f"'{name}'" for name in row]
+    return f"its row has {'only ' if len(names) == 1 else ''}{', '.join(names) or 'no columns'}"
 
 
 def _conversation(prompt: Prompt) -> list[Message]:

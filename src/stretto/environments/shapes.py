@@ -206,7 +206,7 @@ def _environment(name: str, factory: Any, run: Runner) -> Source:
     shape = None if kind is None else _shape_of(kind)
     if kind is None or shape is None:
         raise ConfigError(
-            f"environment.sources: '{name}' is a {type(factory).__name__} of no known shape. Known:"
+            f"environment.sources: '{name}' is {_sort_of(factory)} of no known shape. Known:"
             f"\n{SHAPES}\nA function that makes environments says so by its return type hint",
             "unknown-environment",
         )
@@ -231,6 +231,13 @@ def _environment(name: str, factory: Any, run: Runner) -> Source:
     schemas = [t if isinstance(t, dict) else schema_of(t, name) for t in _listed(tools)]
     chosen: Any = shape
     return Source("environment", lambda row: chosen(factory, row, run), schemas, replay)
+
+
+def _sort_of(thing: Any) -> str:
+    if inspect.isclass(thing):
+        return "a class"
+    name = type(thing).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def _choice(name: str, factories: Mapping[Any, Any], run: Runner) -> Source:
@@ -384,6 +391,10 @@ def _taken(function: Callable[..., Any], values: Row) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key in parameters}
 
 
+def _failed_step(place: str) -> dict[str, Any]:
+    return {"name": "step", "status": "ok", "error": place}
+
+
 class _Made(Episode):
     """An environment that is made for each episode, with a ``close`` if it has one."""
 
@@ -399,15 +410,17 @@ class _Made(Episode):
         return await self._run(function, *args, of=self.environment, **keywords)
 
     async def _step(self, action: Any) -> Step:
-        """Step the environment; what goes wrong is an observation."""
+        """Step the environment: what it raises is an observation; a result that cannot be read, or
+        whose reward is no number, is a failure of the episode.
+        """
         try:
             return read_step(await self._call("step", action))
         except CallError as error:
-            said, place = str(error), error.place
+            message = {"role": "user", "content": error_text(str(error))}
+            return Step([message], calls=[_failed_step(error.place)])
         except RewardError as error:
-            said = place = str(error)
-        message = {"role": "user", "content": error_text(said)}
-        return Step([message], calls=[{"name": "step", "status": "ok", "error": place}])
+            failure = f"the environment's step: {error}"
+            return Step(done=True, calls=[_failed_step(str(error))], failure=failure)
 
     async def close(self) -> None:
         environment, close = self.environment, getattr(self.environment, "close", None)

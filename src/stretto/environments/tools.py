@@ -30,9 +30,10 @@ def schema_of(function: Tool, source: str) -> dict[str, Any]:
         return dict(get_json_schema(function))
     except Exception as error:  # of its parsers of hints and of docstrings
         name = getattr(function, "__name__", repr(function))
+        why = str(error).rstrip("!.")
         raise ConfigError(
             f"environment.sources: the tool '{name}' of '{source}' cannot be described to the "
-            f"policy: {error}. Give each parameter a type hint, and a line under 'Args:' in the "
+            f"policy: {why}. Give each parameter a type hint, and a line under 'Args:' in the "
             "docstring",
             "tool-without-schema",
         ) from error

@@ -453,7 +453,7 @@ def questions(
             prompts.append(prompt)
             contents.append(asks)
     if too_long and not prompts:
-        raise all_too_long(len(too_long), min(too_long), limit)
+        raise all_too_long(len(too_long), min(too_long), limit, with_tools=source.with_tools)
     if not prompts:
         raise TaskError(
             f"task.held_out = {share} holds out none of the {rows} rows of '{task.name}': too "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from statistics import fmean
 from typing import Any
@@ -15,6 +15,7 @@ from stretto.observe.idle import TimeSheet
 from stretto.observe.run_directory import RunDirectory, Sample
 from stretto.observe.spans import Window
 from stretto.observe.trackers import open_trackers
+from stretto.schedules.episode_metrics import calls
 from stretto.schedules.rollout import Rollout
 from stretto.types import FinishReason, Stats, short_name
 
@@ -126,13 +127,33 @@ class Remarks:
     def __init__(self, reward: RewardConfig, max_new_tokens: int) -> None:
         self._reward, self._limit = reward, max_new_tokens
         self._first = True
+        self._told = set[str]()  # tools that are said to fail
         self._next = {"cut": 0, "one reward": 0}
         self._pause = dict.fromkeys(self._next, AGAIN)
 
     def of(self, step: int, batch: Sequence[Rollout], rewards: Mapping[int, float]) -> list[str]:
         """Return remarks to show after a step. Responses that were cut are counted at the first
-        step, and later when they are at least half of the batch. ``rewards`` are by rollout id,
-        after the rule for missing ends."""
+        step, and later when they are at least half of the batch. Tools and environments of which
+        all calls fail are named once. ``rewards`` are by rollout id, after the rule for missing
+        ends."""
+        failing = [f"step {step}: {text}" for text in self._failing(batch)]
+        return [*failing, *self._on_rewards(step, batch, rewards)]
+
+    def _failing(self, batch: Sequence[Rollout]) -> Iterator[str]:
+        """Yield a remark on each tool, or the environment's step, of which all calls failed."""
+        made: dict[str, list[Mapping[str, Any]]] = {}
+        for call in (call for r in batch for o in r.log for call in calls(o)):
+            if call.get("status") == "ok":
+                made.setdefault(str(call.get("name")), []).append(call)
+        for name, each in made.items():
+            errors = [str(call["error"]) for call in each if call.get("error")]
+            if len(errors) == len(each) > 1 and name not in self._told:
+                self._told.add(name)
+                yield f"{name}: {len(errors)} of {len(each)} calls failed. The first: {errors[0]}"
+
+    def _on_rewards(
+        self, step: int, batch: Sequence[Rollout], rewards: Mapping[int, float]
+    ) -> list[str]:
         cut = [r for r in batch if r.finish is FinishReason.LENGTH]
         first, self._first = self._first, False
         if len(batch) > 1 and len({rewards[r.id] for r in batch}) == 1:

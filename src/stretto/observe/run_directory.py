@@ -51,6 +51,7 @@ class Sample:
         reward: the weighted sum of its scores, after the missing-EOS rule.
         scores: by reward source, before weights and that rule; ``None`` where one does not apply.
         extra: what the sources gave beside their scores, by 'source/name'.
+        context: tokens of an episode that answered turns.
         episode, turns, pieces, ended_by: of an episode, see ``observe.transcripts.Transcript``.
     """
 
@@ -58,9 +59,10 @@ class Sample:
     response: str
     reward: float
     finish: str  # 'stop' or 'length'
-    tokens: int
+    tokens: int  # that the policy drew
     scores: Mapping[str, float | None] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
+    context: int = 0
     episode: int = -1
     turns: Sequence[Mapping[str, Any]] = ()
     pieces: Sequence[Mapping[str, Any]] = ()
@@ -358,7 +360,7 @@ class RunDirectory:
 def _without_episode(record: dict[str, Any]) -> dict[str, Any]:
     """Leave out what only episodes have, where there is no turn."""
     if not record["turns"]:
-        for name in {"episode", "turns", "pieces", "ended_by"} & record.keys():
+        for name in {"context", "episode", "turns", "pieces", "ended_by"} & record.keys():
             del record[name]
     return record
 

@@ -110,15 +110,8 @@ def load_latest(folder: Path, note: Callable[[str], None]) -> tuple[int, dict[st
     name the content of ``driver.pt`` and ``inputs.json``, and the folder of the learner's state
     with the sums of its files, which are still to be compared.
     """
-    found = _found(folder)
-    if not found:
-        raise StateError(
-            f"'{folder}' holds no checkpoint to resume from; a run writes one after its first "
-            "minute, every observe.checkpoint_minutes (10, unless set otherwise) and at its end, "
-            "or every observe.checkpoint_every steps. Start the run anew",
-            "no-checkpoint",
-        )
-    damages = []
+    require(folder)
+    found, damages = _found(folder), []
     for step in sorted(found, reverse=True):
         try:
             state = _load(found[step])
@@ -132,6 +125,17 @@ def load_latest(folder: Path, note: Callable[[str], None]) -> tuple[int, dict[st
         f"{'; '.join(damages)}. There is no other checkpoint: start the run anew",
         "damaged-checkpoint",
     )
+
+
+def require(folder: Path) -> None:
+    """Raise StateError if there is no checkpoint, whole or damaged."""
+    if not newest(folder):
+        raise StateError(
+            f"'{folder}' holds no checkpoint to resume from; a run writes one after its first "
+            "minute, every observe.checkpoint_minutes (10, unless set otherwise) and at its end, "
+            "or every observe.checkpoint_every steps. Start the run anew",
+            "no-checkpoint",
+        )
 
 
 def newest(folder: Path) -> int:

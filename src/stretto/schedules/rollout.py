@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from stretto.config.sections import ENVIRONMENT
 from stretto.errors import LifecycleError, RewardError, StateError
 from stretto.types import (
     CONTEXT,
@@ -460,10 +461,16 @@ def reasons_to_reject(
     raise RewardError(
         f"{len(bad)} of {len(rollouts)} responses could not be scored{nothing_left}. The first:\n"
         f"{next(iter(bad.values()))[1]}\n"
-        f"Mend the reward function{remedy}",
+        f"Mend {_at_fault(rollouts)}{remedy}",
         list(bad),
         "responses-without-reward",
     )
+
+
+def _at_fault(rollouts: Sequence[Rollout]) -> str:
+    """Return what did not give rewards, in words for a user."""
+    failed = {s.source for r in rollouts for s in r.scores.values() if s.failure}
+    return "the environment or program" if failed == {ENVIRONMENT} else "the reward function"
 
 
 def _no_reward(rollout: Rollout, weights: Mapping[str, float] | None) -> tuple[str, str] | None:

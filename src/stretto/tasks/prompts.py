@@ -76,11 +76,12 @@ def render(
     return Prompt(prompt_id, tuple(tokens), text, messages=turns, data=data, from_text=from_text)
 
 
-def all_too_long(rows: int, shortest: int, limit: int) -> TaskError:
+def all_too_long(rows: int, shortest: int, limit: int, *, with_tools: bool = False) -> TaskError:
     """Make the error for a task whose prompts are all longer than ``limit``, in tokens."""
+    told = ", with the tools' descriptions," if with_tools else ""
     return TaskError(
-        f"all {rows} prompts are longer than task.max_prompt_tokens = {limit} (the shortest has "
-        f"{shortest} tokens); raise that limit",
+        f"all {rows} prompts{told} are longer than task.max_prompt_tokens = {limit} "
+        f"(the shortest has {shortest} tokens); raise that limit",
         "prompts-too-long",
     )
 
@@ -97,6 +98,7 @@ class PromptSource:
         encoder: of that tokenizer.
         found: spellings of control tokens in prompts so far; they are read as text.
         render: writes conversations in place of the chat template alone; an environment's.
+        with_tools: it tells of tools of the environment.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class PromptSource:
         self.encoder = Encoder(tokenizer)
         self.found = self.encoder.found
         self.render: Render | None = None
+        self.with_tools = False
         self._place = self.skipped = 0
         self._order = lru_cache(maxsize=2)(self._make_order)  # this epoch's, and the one before
 
@@ -127,7 +130,7 @@ class PromptSource:
             shortest = min(length, shortest or length)
         if not shortest:
             raise self._all_held_out()
-        raise all_too_long(len(self.task), shortest, limit)
+        raise all_too_long(len(self.task), shortest, limit, with_tools=self.with_tools)
 
     def first(self, count: int) -> list[Prompt]:
         """Return the first prompts to train on, each row once, at most ``count``.
