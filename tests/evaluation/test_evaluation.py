@@ -857,7 +857,7 @@ def test_the_engine_of_the_settings_answers(
     monkeypatch.setattr("stretto.rollout.vllm.engine.open_requests", open_requests)
     monkeypatch.setattr("stretto.rollout.vllm.llm.installed", lambda: Version("0.32"))
     monkeypatch.setattr(StandIn, "longest", 10_000)
-    monkeypatch.setattr(StandIn, "end", 258)
+    monkeypatch.setattr(StandIn, "ends", {258})
     config = by_vllm(config)
     measured = evaluation.measure(config, policy=str(policy), samples=4, sft=str(policy))
     assert measured.kl is not None
