@@ -169,7 +169,7 @@ def _shape_of(kind: type) -> type[_Own | _Trl | _Stepped] | None:
 
 
 def is_trl(kind: type) -> bool:
-    """Return whether environments of a class are TRL's, whose rewards ``get_reward`` alone gives."""
+    """Return whether a class is TRL's, whose rewards ``get_reward`` alone gives."""
     return _shape_of(kind) is _Trl
 
 
