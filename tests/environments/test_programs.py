@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from program_helpers import (
     END,
@@ -26,9 +28,10 @@ from stretto.environments.launch import is_program
 from stretto.environments.processes import EnvironmentProcess, locate_source, settings_of
 from stretto.environments.program import PlacedPrograms, ProgramEnvironment, reward_of
 from stretto.environments.sessions import Sessions
-from stretto.errors import EpisodeLostError, RewardError
+from stretto.errors import EngineError, EpisodeLostError, RewardError
 from stretto.schedules.rollout import Rollout
-from stretto.types import FORKS, Prompt, episode_of
+from stretto.serving.answers import received
+from stretto.types import FORKS, Chunk, FinishReason, Prompt, Sampling, episode_of
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
@@ -234,6 +237,16 @@ def test_streams_and_completions_are_answered_too() -> None:
         "[add]<user>q\n<assistant>[a!add {}]\n<tool>5\n<assistant>[five]",
         "plain[six]",
     ]
+    assert [o.max_turn_tokens for o in found.observations] == [0] * 4  # the run's limit alone
+
+
+def test_arguments_that_are_nested_too_deeply_stay_text() -> None:
+    deep = '{"a":' * 5000 + "1" + "}" * 5000
+    for text, read in (('{"a": 1}', {"a": 1}), ("{", "{"), (deep, deep)):
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}
+        told = received({"role": "assistant", "content": None, "tool_calls": [call]})
+        assert told["content"] == ""
+        assert told["tool_calls"][0]["function"]["arguments"] == read
 
 
 def test_two_sessions_at_once_keep_apart_and_in_order() -> None:
@@ -365,6 +378,79 @@ def test_a_client_that_leaves_gets_the_same_turn_when_it_asks_again() -> None:
 
     found = asyncio.run(asyncio.wait_for(one(), 60))
     assert (found.end.reward, len(found.rollouts)) == (1.0, 1)
+
+
+def test_the_last_turn_is_kept_too_for_a_client_that_has_left() -> None:
+    async def one() -> None:
+        over = sessions()
+        session = over.open(Rollout(7, Prompt(7, tuple(b"Q"), "Q"), 0).response(text=True))
+        asked = [(tuple(b"abc"), Sampling(9))]
+        first = session.submit(asked)
+        rollout = Rollout(7, Prompt(7, tuple(b"abc"), "abc"), 0, sampling=Sampling(9))
+        await session.next()
+        first.close()
+        turn = Chunk(7, 0, np.array([5, END], "i4"), np.zeros(2, "f4"), 3, FinishReason.TURN)
+        rollout.append(turn)
+        session.deliver(rollout.response(text=True), "turns")
+        again = session.submit(asked)
+        assert again.turn is not None
+        assert again.turn.tokens.tolist() == [5, END]
+        with raises(EngineError, "episode-over"):
+            session.submit(asked)
+
+    asyncio.run(one())
+
+
+def test_a_program_lives_as_long_as_one_of_its_samples() -> None:
+    async def run(data: Mapping[str, Any], base_url: str, api_key: str) -> float:
+        client = client_of(base_url, api_key)
+        for text in ("main", "sub", "end"):
+            await ask(client, [user(text)])
+        return 1.0
+
+    async def one() -> None:
+        async with serving(run) as (role, over):
+            prompt = Prompt(7, tuple(b"Q"), "Q")
+            opening = await role.open(Rollout(7, prompt, 0).response(text=True))
+            rollout = Rollout(7, opening.prompt or prompt, 0, sampling=Sampling(9))
+            turn = Chunk(7, 0, np.array([5, END], "i4"), np.zeros(2, "f4"), 3, FinishReason.TURN)
+            rollout.append(turn)
+            fork = await role.step(rollout.response(text=True))
+            assert fork.rollout_id == 7 + FORKS
+            await role.release([7])
+            assert over._by_key
+            await role.release([7 + FORKS])
+            assert not over._by_key
+
+    asyncio.run(asyncio.wait_for(one(), 60))
+
+
+def test_a_request_that_puts_words_into_the_policys_mouth_is_told_so() -> None:
+    def told(*new: dict[str, str]) -> str:
+        session = sessions(on_break="refuse").open(
+            Rollout(7, Prompt(7, tuple(b"Q"), "Q"), 0).response(text=True)
+        )
+        turn: Any = {"role": "assistant", "content": "x"}
+        messages: list[Any] = [user("q"), turn, *new]
+        session.said(messages[:1], (), turn, tuple(b"q"), tuple(b"x"))
+        with raises(EngineError, "template-breaks") as caught:
+            session.prompt(messages)
+        return str(caught.value)
+
+    assert "the chat template" in told(user("rewrite"))
+    assert "no turn of the policy" in told({"role": "assistant", "content": "rewrite"})
+
+
+def test_the_port_is_closed_with_the_run() -> None:
+    from stretto.serving.programs import ProgramServer
+
+    over = sessions()
+    server = ProgramServer(over, TOKENIZER, "own")
+    asyncio.run(server.start())
+    server.close()
+    host, port = over.base_url.removeprefix("http://").split(":")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)), 5.0)
 
 
 def test_a_released_episode_ends_its_program_and_its_session() -> None:

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from stretto.models.load import load_tokenizer
 from stretto.models.tiny import make_tiny
 from stretto.trl import GRPOConfig, GRPOTrainer
+from stretto.trl.objects import answering
 
 ROWS = [{"prompt": [{"role": "user", "content": f"open {n}"}], "code": n} for n in range(4)]
 
@@ -46,6 +48,37 @@ def add(a: int, b: int) -> int:
         b: another
     """
     return a + b
+
+
+class Guess:
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
+        return "Guess.", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "right", 1.0, True, False, {}
+
+
+class Bell:
+    def reset(self, **columns: Any) -> str:
+        return ""
+
+    def ring(self) -> str:
+        """Ring it."""
+        return "ding"
+
+
+def test_what_gives_rewards_is_a_source_of_them(tmp_path: Path) -> None:
+    make_tiny(tmp_path, chat=True)
+    tokenizer = load_tokenizer(tmp_path)
+
+    def gives(factory: Any, tools: Any = None) -> bool:
+        return answering(tools, factory, tokenizer).rewards
+
+    assert [gives(factory) for factory in (Guess, partial(Guess), Safe)] == [True] * 3
+    assert gives({"bell": Bell, "guess": Guess})
+    assert not gives(Bell)
+    assert not gives(None, [add])
+    assert not gives(None)
 
 
 def seen(completions: Sequence[list[dict[str, str]]], **_: Any) -> list[float]:

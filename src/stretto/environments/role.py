@@ -274,8 +274,9 @@ class EnvironmentRole:
         if len(changed.tokens) > self._max_prompt_tokens:
             raise TaskError(
                 f"an environment made a prompt of {len(changed.tokens)} tokens, and "
-                f"task.max_prompt_tokens = {self._max_prompt_tokens}; raise that limit, or let "
-                "the environment say less when it is opened",
+                f"task.max_prompt_tokens = {self._max_prompt_tokens}; raise that limit (in a "
+                "trainer in TRL's form, the longest prompt and some more), or let the environment "
+                "say less when it is opened",
                 "prompts-too-long",
             )
         return changed

@@ -184,6 +184,11 @@ def _shape_of(kind: type) -> type[_Own | _Trl | _Stepped] | None:
     return _Stepped if begins else None
 
 
+def is_trl(kind: type) -> bool:
+    """Return whether a class is TRL's, whose rewards ``get_reward`` alone gives."""
+    return _shape_of(kind) is _Trl
+
+
 def _functions(tools: Mapping[str, Tool], run: Runner) -> Source:
     by_name: dict[str, Tool] = {}
     for tool in tools.values():

@@ -16,9 +16,9 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from stretto.config import EnvironmentConfig, TaskConfig
-from stretto.environments.bridge import Bridge
 from stretto.environments.processes import LocalEnvironment, settings_of
-from stretto.environments.shapes import named_objects
+from stretto.environments.renderer import open_bridge
+from stretto.environments.shapes import is_trl, named_objects
 from stretto.errors import ConfigError, ModelError, TaskError, nearest
 from stretto.models.backend import pick_device, pick_dtype
 from stretto.models.heads import scalar_head
@@ -425,15 +425,21 @@ def answering(tools: Any, factory: Any, tokenizer: PreTrainedTokenizerBase) -> A
     if not found:
         return Answering()
     tools_of = LocalEnvironment(found, settings_of(EnvironmentConfig())).ready["tools"]
-    bridge = Bridge(Encoder(tokenizer), tools_of)
+    bridge = open_bridge(Encoder(tokenizer), tools_of)
     made = next(iter(found.values())) if factory is not None else None
     kinds = made.values() if isinstance(made, Mapping) else [made]
-    rewards = any(hasattr(getattr(kind, "makes", kind), "get_reward") for kind in kinds)
+    rewards = made is not None and any(map(_gives_rewards, kinds))
 
     def render(messages: Any, rows: Any) -> tuple[list[int], str]:
         return bridge.prompt(messages, [*tools_of, *rows])
 
     return Answering(found, render, rewards)
+
+
+def _gives_rewards(factory: Any) -> bool:
+    """Return whether environments give rewards: all do, but TRL's only by ``get_reward``."""
+    kind = getattr(factory, "makes", factory)
+    return hasattr(kind, "get_reward") or not is_trl(kind)
 
 
 class PromptTask(_Rows):

@@ -489,7 +489,7 @@ class GRPOTrainer(_PromptsTrainer):
         reward_processing_classes: tokenizers of the reward models, if not those beside them.
         callbacks, peft_config: as of :class:`PPOTrainer`.
         tools, environment_factory: answer the policy's turns (docs/episodes.md); an environment's
-            ``get_reward`` is a reward beside the others.
+            rewards are one beside the others.
     """
 
     _config: ClassVar[type[TrlConfig]] = GRPOConfig
