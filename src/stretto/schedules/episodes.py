@@ -161,6 +161,7 @@ class Episodes:
             self._end(o)
             await self.close([rollout])
             return
+        rollout.left = o.left[:1]
         samples = self._samples[episode_of(rollout.id)]
         goes_on = next((r for r in samples if r.id == o.rollout_id), None)
         fork = goes_on is None
