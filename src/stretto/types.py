@@ -220,6 +220,8 @@ class Observation:
         ended_by: why the episode is over: ``environment``, ``turn_tokens``, ``tokens``, ``turns``
             or ``seconds``; empty while it goes on.
         messages: the turn as a message, and those that answer it.
+        left: the same of the sample whose turn it was, where another one goes on: that sample reads
+            its turn alone.
         max_turn_tokens: of the turn that is asked for, where that is less than the run's; else 0.
         record: plain data on what was called: names, arguments, statuses, seconds, errors.
     """
@@ -231,19 +233,26 @@ class Observation:
     reward: float | None = None
     ended_by: str = ""
     messages: tuple[Message, ...] = ()
+    left: tuple[Message, ...] = ()
     max_turn_tokens: int = 0
     record: Mapping[str, Any] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data, without the prompt, which its rollout keeps."""
         state = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "prompt"}
-        return {**state, "tokens": self.tokens.tolist(), "messages": list(self.messages)}
+        return {
+            **state,
+            "tokens": self.tokens.tolist(),
+            "messages": list(self.messages),
+            "left": list(self.left),
+        }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Observation:
         """Make an observation of what :meth:`state_dict` returned."""
         tokens = np.array(state["tokens"], np.int32)
-        return cls(**{**state, "tokens": tokens, "messages": tuple(state["messages"])})
+        told = {name: tuple(state.get(name, ())) for name in ("messages", "left")}
+        return cls(**{**state, "tokens": tokens, **told})
 
 
 def short_name(scorer: str) -> str:

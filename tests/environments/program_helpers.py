@@ -129,18 +129,22 @@ async def played(
     asked = Prompt(id_, tuple(b"Q"), "Q", data={"answer": answer})
     sampling = Sampling(400, max_turn_tokens=100)
     found, script = Played(), iter(turns)
+    before: Rollout | None = None
     found.rollouts[id_] = Rollout(id_, asked, 0, sampling=sampling)
     observation = await environment.open(found.rollouts[id_].response(text=True))
     while True:
         found.observations.append(observation)
         if observation.ended_by:
+            found.rollouts[observation.rollout_id].log.append(observation)
             break
         if observation.prompt:
             known = found.rollouts.get(observation.rollout_id)
             rollout = known or Rollout(observation.rollout_id, asked, 0, sampling=sampling)
             rollout.prompt = observation.prompt
             found.rollouts[observation.rollout_id] = rollout
-        rollout = found.rollouts[observation.rollout_id]
+        if before:
+            before.left = observation.left
+        before = rollout = found.rollouts[observation.rollout_id]
         rollout.append(rollout.observe(observation))
         if between:
             await between()

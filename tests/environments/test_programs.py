@@ -142,6 +142,8 @@ def test_other_conversations_fork_and_each_goes_on_from_its_own_sample() -> None
     assert list(found.rollouts) == [0, FORKS]
     assert [episode_of(i) for i in found.rollouts] == [0, 0]
     assert found.end.rollout_id == FORKS
+    said = [[m["content"] for m in r.messages or ()] for r in found.rollouts.values()]
+    assert said == [["A", "m2", "C"], ["B", "s2", "D"]]
     assert found.rollouts[FORKS].prompt.data == {"answer": "42"}
 
 

@@ -176,7 +176,7 @@ class EnvironmentRole:
         if seen.ended_by and self._judges:
             seen = await self._judged(live, response, seen)
         live.number = seen.number
-        live.messages += seen.messages
+        live.messages += (*seen.left, *seen.messages)
         return seen
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
@@ -226,7 +226,9 @@ class EnvironmentRole:
                 live.forks += 1
                 fork = fork_id(live.id, live.forks)
                 live.samples.add(fork)
-                return replace(seen, rollout_id=fork, prompt=prompt)
+                return replace(
+                    seen, rollout_id=fork, prompt=prompt, messages=(), left=seen.messages
+                )
         elif response.sampling is None or (
             len(response) + len(context) < response.sampling.max_new_tokens
         ):
@@ -405,7 +407,7 @@ class EnvironmentRole:
     def _take_up(self, live: _Live, response: Response, log: Sequence[Observation]) -> None:
         """Take what happened from a response and its log."""
         live.turns, live.number = len(log) - 1, log[-1].number
-        live.messages += [message for seen in log for message in seen.messages]
+        live.messages += [message for seen in log for message in (*seen.left, *seen.messages)]
         live.samples |= {seen.rollout_id for seen in log}
         live.forks = max(abs(sample - live.id) for sample in live.samples) // FORKS
         if self._replay == "recorded":
@@ -415,7 +417,7 @@ class EnvironmentRole:
             raise self._lost(response.id, "some of its turns are in other samples")
         for at, seen in enumerate(log[1:]):
             turn = self._bridge.parse(turns[at], ended=True, tools=live.tools)
-            answer = {"messages": list(seen.messages[1:]), "reward": seen.reward}
+            answer = {"messages": list((*seen.left, *seen.messages)[1:]), "reward": seen.reward}
             asked = _as_plain(turn, at, response, cut=False, tokens=turns[at])
             live.history.append((asked, answer))
 

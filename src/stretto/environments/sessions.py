@@ -179,6 +179,7 @@ class Session:
         self._known: list[_Known] = []
         self._read: dict[tuple[int, ...], _Read] = {}
         self._unsaid: dict[int, Message] = {}  # turns that no observation has told of
+        self._last = response.id  # whose turn it was last
         self._waiting: list[Asked] = []
         self._current: Asked | None = None
         self._lost: tuple[tuple[int, ...], Chunk] | None = None
@@ -270,6 +271,12 @@ class Session:
 
     async def next(self) -> Observation:
         """Wait for a request that can be answered; return what the policy is to read for it."""
+        observation = await self._next()
+        turn = self._unsaid.pop(self._last, None)
+        return replace(observation, left=(turn,)) if turn else observation
+
+    async def _next(self) -> Observation:
+        """Wait for a request that can be answered."""
         while True:
             while not self._waiting:
                 self._came.clear()
@@ -301,6 +308,7 @@ class Session:
         chunk = Chunk(response.id, 0, turn, logprobs, response.version, finish)
         self._standing[response.id] = (*response.prompt.tokens, *response.tokens.tolist())
         self._responses[response.id] = len(response.tokens)
+        self._last = response.id
         self._unsaid[response.id] = self._message(turn.tolist(), ended=not cut)
         self.version, self.turns = response.version, self.turns + 1
         asked, self._current = self._current, None

@@ -34,7 +34,7 @@ class Episode(NamedTuple):
     @property
     def messages(self) -> tuple[Message, ...]:
         """The turns and what answered them, without the prompt."""
-        return tuple(message for o in self.log for message in o.messages)
+        return tuple(message for o in self.log for message in (*o.left, *o.messages))
 
     @property
     def last(self) -> Rollout:
@@ -50,12 +50,12 @@ class Episode(NamedTuple):
         """Write it for a terminal: what the policy said, its calls, and what answered them."""
         lines: list[str] = []
         for o in self.log:
-            for message in o.messages:
+            for message in (*o.left, *o.messages):
                 if message["role"] == "assistant" and message["content"].strip():
                     lines.append(message["content"].strip())
                 elif message["role"] not in ("assistant", "tool"):
                     lines.append(f"{message['role']}: {message['content']}")
-            results = [m["content"] for m in o.messages if m["role"] == "tool"]
+            results = [m["content"] for m in (*o.left, *o.messages) if m["role"] == "tool"]
             for i, call in enumerate(calls(o)):
                 given = json.dumps(call.get("arguments", {}), ensure_ascii=False)
                 result = results[i] if i < len(results) else call.get("error", "")
@@ -231,6 +231,7 @@ class _Episodes:
 
     def _next(self, rollout: Rollout, o: Observation) -> Rollout:
         """Return the sample that goes on, with the context that it was given."""
+        rollout.left = o.left[:1]
         samples = self._samples[episode_of(rollout.id)]
         goes_on = next((r for r in samples if r.id == o.rollout_id), None)
         if goes_on is None:

@@ -175,6 +175,7 @@ class Episodes:
             self._end(o)
             await self.close(samples)
             return
+        rollout.left = o.left[:1]
         self._books.move(goes_on, RolloutState.DECODING)
         context = goes_on.observe(o)
         if len(context.tokens):

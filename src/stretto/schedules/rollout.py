@@ -96,6 +96,7 @@ class Rollout:
     turns: list[int] = field(default_factory=list)  # tokens at the end of each turn
     turn_rewards: list[float] = field(default_factory=list)  # of the turns that were answered
     ended_by: str = ""  # as in Observation
+    left: tuple[Message, ...] = ()  # the last turn, where another sample of the episode went on
 
     def __len__(self) -> int:
         """Response tokens so far."""
@@ -134,6 +135,7 @@ class Rollout:
     def begin_anew(self) -> None:
         """Forget all of an episode, whose prompt is the task's again."""
         self.prompt, self.asked, self.ended_by = self.asked or self.prompt, None, ""
+        self.left = ()
         for column in (self.tokens, self.logprobs, self.versions):
             del column[:]
         for items in (self.context, self.log, self.turns, self.turn_rewards):
@@ -152,6 +154,9 @@ class Rollout:
 
     def observe(self, observation: Observation) -> Chunk:
         """Add an answer of the environment to the log; return its context as a chunk."""
+        if self.left:
+            observation = replace(observation, messages=(*self.left, *observation.messages))
+            self.left = ()
         self.log.append(observation)
         n = len(observation.tokens)
         zeros, context = np.zeros(n, np.float32), np.zeros(n, np.bool_)
@@ -179,7 +184,9 @@ class Rollout:
     @property
     def messages(self) -> tuple[Message, ...] | None:
         """The response as messages, in an episode."""
-        return tuple(m for o in self.log for m in o.messages) if self.log else None
+        if not self.log:
+            return None
+        return (*(m for o in self.log for m in o.messages), *self.left)
 
     def response(self, *, text: bool = False) -> Response:
         """Return a copy for roles; with ``text`` it has the prompt's text, messages and data."""
@@ -229,6 +236,7 @@ class Rollout:
             "turns": list(self.turns),
             "turn_rewards": list(self.turn_rewards),
             "ended_by": self.ended_by,
+            "left": list(self.left),
             "log": [o.state_dict() for o in self.log],
         }
 
@@ -267,6 +275,7 @@ class Rollout:
             turns=list(episode.get("turns", ())),
             turn_rewards=list(episode.get("turn_rewards", ())),
             ended_by=episode.get("ended_by", ""),
+            left=tuple(episode.get("left", ())),
         )
 
 
