@@ -62,11 +62,11 @@ class Sample:
     tokens: int  # that the policy drew
     scores: Mapping[str, float | None] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
-    context: int = 0
     episode: int = -1
     turns: Sequence[Mapping[str, Any]] = ()
     pieces: Sequence[Mapping[str, Any]] = ()
     ended_by: str = ""
+    context: int = 0
 
     def record(self) -> dict[str, Any]:
         """Return plain data; what only episodes have is left out of other responses."""
