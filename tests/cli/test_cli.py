@@ -82,6 +82,7 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runtime:
         monkeypatch.setattr(f"stretto.{checked}", lambda *_, **__: None)
     for checked in ("cli.models.check_measured", "api.models.check_measured"):
         monkeypatch.setattr(f"stretto.{checked}", lambda *_, **__: None)
+    monkeypatch.setattr("stretto.runs.checkpoint.require", lambda folder: None)
     monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     return fake

@@ -73,7 +73,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows(folder / "chats.jsonl", *[row | {"completion": "yes"} for row in some])
     rows(folder / "pairs.jsonl", *[row | {"chosen": "yes", "rejected": "no"} for row in some])
     (folder / "rewards.py").write_text(blocks("rewards", "python")[0])
-    called, games = blocks("episodes", "python")[0], blocks("episodes", "python")[2]
+    called, *others = blocks("episodes", "python")
+    games = next(block for block in others if "class Guess" in block)
     (folder / "tools.py").write_text(blocks("serving", "python")[0] + called)
     (folder / "games.py").write_text(games)
     (folder / "problem.json").write_text(blocks("pipelines", "json")[0])

@@ -27,7 +27,7 @@ from stretto.config import (
 )
 from stretto.environments.running import Runner
 from stretto.environments.tools import Results, ToolSet
-from stretto.errors import ConfigError, RewardError
+from stretto.errors import ConfigError
 from stretto.evaluation import answers, measures
 from stretto.evaluation.answers import Answer, generate
 from stretto.tasks import TaskRow
@@ -249,8 +249,11 @@ def test_an_environment_that_cannot_be_opened_says_what_its_row_has(
         "    def step(self, action):\n"
         "        return '', 0.0, True, {}\n"
     )
-    with raises(RewardError, "environment-not-opened", "KeyError", "its row has no columns"):
-        talk(monkeypatch, Talker("a"), sources=("mine.py:Needs",))
+    (answer,) = talk(monkeypatch, Talker("a"), sources=("mine.py:Needs",))
+    assert answer.episode is not None
+    why = answer.episode.log[-1].record["failure"]
+    assert "KeyError" in why
+    assert "its row has no columns" in why
     monkeypatch.setattr(answers, "open_engine", lambda *given: (Talker(), None))
     monkeypatch.setattr(answers, "load_tokenizer", lambda *given, **more: Talker().tokenizer)
     assert main(["generate", "x", "--model", "tiny", "--tools", "mine.py:Other"]) == 2

@@ -80,9 +80,10 @@ def test_a_run_of_episodes_can_be_looked_at(preset: str, tiny_folder: Path, tmp_
     assert len(samples) == 8
     for sample in samples:
         assert 1 <= len(sample["turns"]) <= 3
-        assert sum(piece["tokens"] for piece in sample["pieces"]) == sample["tokens"]
+        read = sum(piece["tokens"] for piece in sample["pieces"])
+        assert read == sample["tokens"] + sample["context"]
         drawn = sum(piece["tokens"] for piece in sample["pieces"] if piece["sampled"])
-        assert drawn == sum(turn["tokens"] for turn in sample["turns"])
+        assert drawn == sum(turn["tokens"] for turn in sample["turns"]) == sample["tokens"]
         assert all(turn["wait_s"] > 0 for turn in sample["turns"])
         total = sum(turn["reward"] for turn in sample["turns"])
         assert sample["scores"] == {"environment": pytest.approx(total)}

@@ -382,7 +382,8 @@ def test_a_signal_ends_a_run_promptly_and_leaves_it_whole(
     assert process.returncode == 128 + number, err
     assert err.endswith("stretto: interrupted\n")
     assert "the model is saved in runs/endless-001/model\n" in out
-    assert "stopped; what was done so far is in runs/endless-001\n" in out
+    left = "stopped; what was done so far is in runs/endless-001"
+    assert f"{left}; it cannot be resumed, as it has no checkpoint yet\n" in out
     run_dir = RunDirectory.open(tmp_path / "runs" / "endless-001")
     assert len(run_dir.read_metrics()) >= 3
     assert (run_dir.model / "model.safetensors").is_file()

@@ -39,7 +39,8 @@ def check(source: RewardSource, columns: Collection[str] | None) -> None:
     if isinstance(function, _FUNCTIONS) and not function.decorator_list:
         convention = convention_of(_signature(function), place["file"], place["function"])
         if columns is not None:
-            require_columns(source.name, convention.required, {*columns, ENVIRONMENTS})
+            needed = [name for name in convention.required if name != ENVIRONMENTS]
+            require_columns(source.name, needed, columns)
 
 
 def check_environments(sources: Iterable[str]) -> None:

@@ -230,8 +230,9 @@ class Pool:
 
     def _may_come(self, engine: _Engine) -> bool:
         """Return whether rollouts may come an engine's way while it has none."""
-        forks = self._in_turns and any(other.held for other in self._engines)
-        return bool(engine.inbound or self._replaces or self._waiting() or forks or self._moving)
+        held = self._moving or any(other.held for other in self._engines)
+        forks = self._in_turns and held
+        return bool(engine.inbound or self._replaces or self._waiting() or forks)
 
     async def _arrival(self, engine: _Engine) -> None:
         """Wait for rollouts; the device is free meanwhile, unless some are on the way."""
