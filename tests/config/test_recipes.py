@@ -67,9 +67,8 @@ def test_the_judge_of_each_recipe_knows_its_answers(name: str, gsm8k_file: Path)
     assert task.has_verifier
     for index in (0, 1, len(task) - 1):
         row = task.row(index)
-        shown = row.data["answer"] if "demonstration" in config.task.columns else row.reference
-        assert isinstance(shown, str)
-        assert task.verify(index, shown) == 1.0
+        assert row.reference is not None
+        assert task.verify(index, row.reference) == 1.0
         assert task.verify(index, "no idea, 10101") < 0.5
         tokenizer = byte_tokenizer()
         if config.task.system:

@@ -331,9 +331,8 @@ class TableTask(Task):
 
     def row(self, index: int) -> TaskRow:
         """Return the row at a place in the data, with columns by the names of ``columns`` too."""
-        row = self._rows[index]
-        shown = self._renamed.get("demonstration", self._answer_column)
-        reference = str(row[shown]) if shown else None
+        row, answers = self._rows[index], self._answer_column
+        reference = str(row[answers]) if answers else None
         data = {**row, **{name: row[column] for name, column in self._renamed.items()}}
         return TaskRow(as_prompt(row[self._prompt_column]), data, reference, index)
 
