@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any
 
@@ -20,15 +20,18 @@ from stretto.types import Prompt, episode_of
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """The rollouts of one prompt, how many have not ended, and the place in the order of ends."""
+    """The rollouts of one prompt, how many have not ended, and the place in the order of ends.
+
+    ``size`` is how many were drawn: samples of one episode count once, and are in no other group.
+    """
 
     rollouts: list[Rollout]
     open: int
     place: int = -1
+    size: int = field(init=False)
 
-    def __len__(self) -> int:
-        """Rollouts as they were drawn: samples of one episode count once."""
-        return len({episode_of(r.id) for r in self.rollouts})
+    def __post_init__(self) -> None:
+        self.size = len({episode_of(r.id) for r in self.rollouts})
 
 
 class Buffer:
@@ -50,7 +53,7 @@ class Buffer:
 
     def __len__(self) -> int:
         """Rollouts, chosen or not; samples of one episode count once."""
-        return sum(map(len, self._groups.values()))
+        return sum(group.size for group in self._groups.values())
 
     def __iter__(self) -> Iterator[Rollout]:
         """All rollouts, in the order in which they were drawn."""
@@ -71,7 +74,7 @@ class Buffer:
     @property
     def chosen_size(self) -> int:
         """Rollouts that the round has so far; samples of one episode count once."""
-        return sum(map(len, self._chosen))
+        return sum(group.size for group in self._chosen)
 
     @property
     def complete(self) -> bool:

@@ -206,7 +206,7 @@ class Pool:
     async def _run(self, engine: _Engine) -> None:
         """Decode what a generator holds, until nothing is missing or can come its way."""
         while missing := self._missing():
-            if self._lockstep() and self._waiting():
+            if self._waiting() and self._lockstep():
                 await self._arrival(engine)
             elif self._back:
                 self._place(self._taken_back())
