@@ -11,9 +11,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers import VOCABULARY, critic_of, left_padded_logprobs, make_rollouts, train_on
+from helpers import (
+    VOCABULARY,
+    critic_of,
+    left_padded_logprobs,
+    make_learner,
+    make_rollouts,
+    train_on,
+)
 from rounding import GRADIENT_TERMS, rounding
 from stretto.config import AlgorithmConfig, RolloutConfig
+from stretto.config.algorithm import ALGORITHMS
 from stretto.evaluation.answers import completed
 from stretto.rollout.base import EngineSettings
 from stretto.rollout.engine import TorchEngine
@@ -146,3 +154,13 @@ class NoHostSync(TorchDispatchMode):
             indices = [i for i in args[1] if i is not None] if isinstance(args[1], list) else []
             assert not any(i.dtype == torch.bool for i in indices), name
         return func(*args, **(kwargs or {}))
+
+
+CORRECTED = {"old_policy": "proximal", "correction": "truncate", "correction_level": "sequence"}
+
+
+def learner_of(algorithm: dict[str, Any], actor: Any, **sections: Any) -> PolicyLearner:
+    critic = None
+    if ALGORITHMS[algorithm["name"]].critic:
+        critic = critic_of(actor).to(next(actor.parameters()).dtype)
+    return make_learner(actor, critic, algorithm_settings(algorithm, **sections))

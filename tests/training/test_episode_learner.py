@@ -18,13 +18,14 @@ from episode_helpers import (
     naive_now,
     naive_value_loss,
 )
-from helpers import critic_of, llama, make_learner, naive_values, train_on
+from helpers import llama, make_learner, naive_values, train_on
 from learner_helpers import (
+    CORRECTED,
     Grads,
     NoHostSync,
-    algorithm_settings,
     assert_close,
     learned_gradients,
+    learner_of,
     make_batch,
 )
 from loss_helpers import VARIANTS
@@ -39,15 +40,6 @@ from stretto.schedules.rollout import Rollout, train_batch
 from stretto.training import backprop
 from stretto.training.learner import PolicyLearner
 from stretto.types import CONTEXT, FinishReason, Sampling, Score
-
-CORRECTED = {"old_policy": "proximal", "correction": "truncate", "correction_level": "sequence"}
-
-
-def learner_of(algorithm: dict[str, Any], actor: Any, **training: Any) -> PolicyLearner:
-    critic = None
-    if ALGORITHMS[algorithm["name"]].critic:
-        critic = critic_of(actor).to(next(actor.parameters()).dtype)
-    return make_learner(actor, critic, algorithm_settings(algorithm, training=training))
 
 
 def naive_gradients(learner: PolicyLearner, actor: Any, batch: list[Rollout]) -> Grads:
@@ -80,7 +72,7 @@ def test_gradients_equal_those_of_loops_over_tokens(variant: str, budget: int) -
     """In micro-batches of a response or an episode each, and in one."""
     algorithm = VARIANTS[variant] | {"entropy_coef": 0.01}
     actor = llama(dtype=torch.float64)
-    learner = learner_of(algorithm, actor, microbatch_tokens=budget)
+    learner = learner_of(algorithm, actor, training={"microbatch_tokens": budget})
     batch = as_episodes(make_batch(actor, algorithm))
     expected = naive_gradients(learner, actor, batch)
     got, stats = learned_gradients(learner, batch)
@@ -94,7 +86,7 @@ def test_corrected_gradients_equal_those_of_loops_over_tokens(variant: str) -> N
     """Importance weights are of the tokens drawn, of an episode over all its samples."""
     algorithm = VARIANTS[variant] | CORRECTED | {"correction_cap": 1.1}
     actor = llama(dtype=torch.float64)
-    learner = learner_of(algorithm, actor, microbatch_tokens=70)
+    learner = learner_of(algorithm, actor, training={"microbatch_tokens": 70})
     batch = as_episodes(make_batch(actor, algorithm))
     expected = naive_gradients(learner, actor, batch)
     got, stats = learned_gradients(learner, batch)
@@ -140,7 +132,7 @@ def test_the_order_of_samples_and_micro_batches_does_not_matter(name: str, budge
     for size, rows in ((100_000, range(8)), (budget, [3, 7, 0, 6, 1, 5, 2, 4])):
         actor = llama(dtype=torch.float64)
         batch = as_episodes(make_batch(actor, {"name": name}))
-        learner = learner_of({"name": name}, actor, microbatch_tokens=size)
+        learner = learner_of({"name": name}, actor, training={"microbatch_tokens": size})
         stats = train_on(learner, [batch[i] for i in rows])
         ends.append((stats, {n: p.detach() for n, p in actor.named_parameters()}))
     (stats, weights), (others, found) = ends
@@ -152,7 +144,7 @@ def test_the_order_of_samples_and_micro_batches_does_not_matter(name: str, budge
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_mini_batches_keep_an_episode_together(name: str) -> None:
     actor = llama()
-    learner = learner_of({"name": name}, actor, minibatches=2)
+    learner = learner_of({"name": name}, actor, training={"minibatches": 2})
     batch = train_batch(as_episodes(make_batch(actor, {"name": name})))
     e = learner.experience_of(batch)
     parts = list(learner.minibatches(8, e.units))
@@ -168,7 +160,7 @@ def test_mini_batches_keep_an_episode_together(name: str) -> None:
 def test_samples_share_a_pass_only_where_the_loss_is_of_whole_responses(name: str) -> None:
     """An episode of many long samples would not fit into one pass."""
     actor = llama()
-    learner = learner_of({"name": name}, actor, microbatch_tokens=1)
+    learner = learner_of({"name": name}, actor, training={"microbatch_tokens": 1})
     batch = train_batch(as_episodes(make_batch(actor, {"name": name})))
     e = learner.experience_of(batch)
     made = learner.microbatches(batch.responses(), e.units, e, torch.zeros(8, dtype=torch.bool))
@@ -209,7 +201,7 @@ def test_passes_over_samples_make_no_host_wait(
     monkeypatch.setattr(backprop, "_passes", spied)
     actor = llama()
     algorithm = VARIANTS[variant] | (CORRECTED if variant in ("ppo", "gspo") else {})
-    learner = learner_of(algorithm, actor, microbatch_tokens=60)
+    learner = learner_of(algorithm, actor, training={"microbatch_tokens": 60})
     train_on(learner, as_episodes(make_batch(actor, algorithm)))
     assert len(made) == len(learner.trained)
 
@@ -219,7 +211,7 @@ def test_the_policy_before_the_step_is_of_the_tokens_drawn() -> None:
     """A step of several updates makes a pass for it, over context, too."""
     actor = llama(dtype=torch.float64)
     algorithm = {"name": "ppo", "old_policy": "proximal", "kl_coef": 0}
-    learner = learner_of(algorithm, actor, minibatches=2)
+    learner = learner_of(algorithm, actor, training={"minibatches": 2})
     batch = as_episodes(make_batch(actor, algorithm))
     now, _ = naive_now(actor, batch)
     e = learner.experience_of(train_batch(batch))

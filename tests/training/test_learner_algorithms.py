@@ -20,13 +20,14 @@ from helpers import (
     train_on,
 )
 from learner_helpers import (
+    CORRECTED,
     PROMPTS,
     Grads,
     NoHostSync,
-    algorithm_settings,
     assert_close,
     engine_rollouts,
     learned_gradients,
+    learner_of,
     make_batch,
     now,
     rows_in,
@@ -44,15 +45,6 @@ from stretto.training import backprop
 from stretto.training.collate import collate
 from stretto.training.learner import PolicyLearner
 from stretto.types import Score
-
-CORRECTED = {"old_policy": "proximal", "correction": "truncate", "correction_level": "sequence"}
-
-
-def learner_of(algorithm: dict[str, Any], actor: Any, **sections: Any) -> PolicyLearner:
-    critic = None
-    if ALGORITHMS[algorithm["name"]].critic:
-        critic = critic_of(actor).to(next(actor.parameters()).dtype)
-    return make_learner(actor, critic, algorithm_settings(algorithm, **sections))
 
 
 def naive_gradients(learner: PolicyLearner, actor: Any, batch: Sequence[Rollout]) -> Grads:
