@@ -35,8 +35,8 @@ def write(folder: Path, text: str) -> Path:
 
 def test_the_packaged_recipes_are_these() -> None:
     assert recipes.names() == [
-        "arithmetic", "gsm8k", "gsm8k-rho", "no-robots", "opencoder", "posts", "stack-exchange",
-        "tiny", "tiny-climb", "tiny-tail", "tiny-turns", "tldr",
+        "arithmetic", "calculator", "gsm8k", "gsm8k-rho", "no-robots", "opencoder", "posts",
+        "stack-exchange", "tiny", "tiny-climb", "tiny-tail", "tiny-turns", "tldr",
     ]  # fmt: skip
     assert recipes.names(SftConfig) == ["no-robots", "opencoder", "posts", "tldr"]
     assert recipes.names(RewardModelConfig) == ["no-robots", "posts", "stack-exchange", "tldr"]
@@ -240,7 +240,7 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
 def test_unknown_recipe_names_the_nearest() -> None:
     with raises(ConfigError, "unknown-recipe", "'tinny'", "Did you mean 'tiny'?"):
         recipes.load("tinny")
-    with raises(ConfigError, "unknown-recipe", "Known: arithmetic, gsm8k, gsm8k-rho"):
+    with raises(ConfigError, "unknown-recipe", "Known: arithmetic, calculator, gsm8k"):
         recipes.describe("zzz")
 
 

@@ -338,6 +338,12 @@ def test_answers_in_a_tag(tmp_path: Path) -> None:
             ["'gold'", ": prompt"],
         ),
         ([{"prompt": "x", "a": None}], {"columns": {"answer": "a"}}, "answer-not-text", ["None"]),
+        (
+            [{"prompt": "x", "d": [Message(role="tool", content="1")]}],
+            {"columns": {"demonstration": "d"}},
+            "demonstration-not-text",
+            ["row 0, column 'd'", "'assistant'"],
+        ),
         ([{"prompt": " "}], {}, "prompt-not-text", ["row 0, column 'prompt'"]),
         ([{"prompt": [{"role": "user"}]}], {}, "prompt-not-text", ["'role'", "'content'"]),
         (
@@ -540,6 +546,30 @@ def test_parts_tools_and_their_calls_are_rendered(tmp_path: Path) -> None:
     named = config.model_copy(update={"columns": {"tools": "tools"}})
     with raises(TaskError, "tools-not-schemas", "row 0, column 'tools'", "'half'"):
         render(TaskRow(task.row(0).prompt, {"tools": "half"}, index=0), named, tokenizer)
+
+
+def test_each_turn_of_a_demonstration_is_read_behind_what_came_before(tmp_path: Path) -> None:
+    shown = [
+        Message(role="assistant", content="half(8)"),
+        Message(role="tool", name="half", content="4"),
+        Message(role="assistant", content="It is 4."),
+    ]
+    rows = [{"prompt": "Half of 8?", "answer": "4", "d": shown}]
+    config = table(
+        tmp_path / "t.jsonl",
+        rows,
+        columns={"answer": "answer", "demonstration": "d"},
+        system="Be brief.",
+        instruction="Quick!",
+    )
+    source = PromptSource(tasks.load(config, 0), config, byte_tokenizer(CALLS), seed=0)
+    (first, call), (second, answer) = source.demonstration(0, "")
+    asked = "<|system|>Be brief.<|user|>Half of 8?\nQuick!"
+    assert (first.text, call) == (asked, "half(8)")
+    assert (second.text, answer) == (f"{asked}<|assistant|>half(8)<|tool|>half4", "It is 4.")
+    text = config.model_copy(update={"columns": {"demonstration": "answer"}})
+    source = PromptSource(tasks.load(text, 0), text, byte_tokenizer(CALLS), seed=0)
+    assert [said for _, said in source.demonstration(0, "")] == ["4"]
 
 
 def test_columns_have_further_names_for_functions(tmp_path: Path) -> None:

@@ -178,8 +178,8 @@ def warmed_up(
         loss = take(model, key, file)
         say(f"warmed up already on {number} examples ({loss:.3f} nats a token): {file}")
         return
-    with working(say, "warming up on examples", number) as advance:
-        examples = warmup_examples(number, prompts)
+    examples = warmup_examples(number, prompts)
+    with working(say, "warming up on examples", len(examples)) as advance:
         loss = warm_up(model, examples, config.warmup_lr, config.training, advance)
     if file:
         keep(model, loss, key, file)
@@ -187,21 +187,19 @@ def warmed_up(
 
 
 def warmup_examples(number: int, prompts: PromptSource) -> list[Response]:
-    """Return the task's own answers as finished responses.
+    """Return the task's own demonstrations, or answers, as finished responses: one a turn.
 
-    They start at the end of the first epoch's order, with the rows that RL reaches last, and repeat
-    where there are too few. Raises TaskError if the task has no answers.
+    Their rows start at the end of the first epoch's order, with those that RL reaches last, and
+    repeat where there are too few. Raises TaskError if the task has neither.
     """
     tokenizer = prompts.tokenizer
-    encoder, examples = Encoder(tokenizer), []
+    encoder, examples = Encoder(tokenizer), list[Response]()
     places = chain.from_iterable(prompts.ids(backwards=True) for _ in count())
-    for i, place in enumerate(islice(places, number)):
-        prompt = prompts.prompt_by_id(place)
-        index = prompt.data[tasks.INDEX_KEY]
-        reference = prompts.task.own_answer(index, f"warmup_examples = {number}")
-        answer = encoder.ids(encoder.escape(reference))
-        if tokenizer.eos_token_id is not None:
-            answer.append(tokenizer.eos_token_id)
-        tokens = np.array(answer, np.int32)
-        examples.append(Response(i, i, prompt, tokens, finish=FinishReason.STOP))
+    for place in islice(places, number):
+        for prompt, said in prompts.demonstration(place, f"warmup_examples = {number}"):
+            answer = encoder.ids(encoder.escape(said))
+            if tokenizer.eos_token_id is not None:
+                answer.append(tokenizer.eos_token_id)
+            tokens, i = np.array(answer, np.int32), len(examples)
+            examples.append(Response(i, i, prompt, tokens, finish=FinishReason.STOP))
     return examples

@@ -174,7 +174,7 @@ class TaskConfig(Section):
     size: NonNegativeInt = 0
     """Rows to use; 0 takes all of a file or the hub (of problems that are made: 100,000)."""
     columns: dict[str, str] = {}
-    """Columns of the data, by what they are. prompt: text, or a list of chat messages ('prompt' unless given). answer: what the task's verifier compares with; without it only reward functions score. Other names: as reward functions know a column, such as label."""
+    """Columns of the data, by what they are. prompt: text, or a list of chat messages ('prompt' unless given). answer: what the task's verifier compares with; without it only reward functions score. demonstration: what warmup_examples teach in place of the answer: a turn as text, or messages that follow the prompt. Other names: as reward functions know a column, such as label."""
     system: str = ""
     """System message put before the prompt; with it, or with chat = on, text prompts become conversations."""
     instruction: str = ""

@@ -52,10 +52,12 @@ class TaskRow:
     Attributes:
         prompt: plain text, or the messages of a conversation; nothing added to it yet.
         data: the row as it stands in the dataset; its columns are what reward functions get.
-        reference: a model answer in full, which supervised training would train on, if any.
+        reference: a model answer in full, if any.
         index: the row's place in its task; ``None`` for a prompt that comes from elsewhere.
         tokens: the prompt as the actor reads it, where the task has it tokenised already; then
             ``prompt`` is its text.
+        shown: what a warm-up teaches in place of the reference: a turn, or all that follows the
+            prompt, turns of the policy with what answers them.
     """
 
     prompt: str | tuple[Message, ...]
@@ -63,6 +65,7 @@ class TaskRow:
     reference: str | None = None
     index: int | None = None
     tokens: tuple[int, ...] = ()
+    shown: str | tuple[Message, ...] | None = None
 
 
 class Task(ABC):
@@ -117,16 +120,18 @@ class Task(ABC):
                 "task-without-verifier",
             )
 
-    def own_answer(self, index: int, what: str) -> str:
-        """Return the task's own answer to a row, or raise TaskError: ``what`` needs one."""
-        reference = self.row(index).reference
-        if reference is None:
+    def demonstration(self, index: int, what: str) -> str | tuple[Message, ...]:
+        """Return what a warm-up teaches of a row, or raise TaskError: ``what`` needs it."""
+        row = self.row(index)
+        shown = row.reference if row.shown is None else row.shown
+        if shown is None:
             raise TaskError(
                 f"{what} trains on the task's own answers, and this task has none; set "
-                "warmup_examples = 0, or name their column as answer in task.columns",
+                "warmup_examples = 0, or name their column as answer or demonstration in "
+                "task.columns",
                 "task-without-answers",
             )
-        return reference
+        return shown
 
     @abstractmethod
     def verify(self, index: int, response: str) -> float:

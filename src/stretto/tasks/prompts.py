@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -149,6 +150,25 @@ class PromptSource:
         row = self.row_by_id(prompt_id)
         how: Any = {"encoder": self.encoder, "render": self.render}
         return render(row, self.config, self.tokenizer, prompt_id, **how)
+
+    def demonstration(self, prompt_id: int, what: str) -> Iterator[tuple[Prompt, str]]:
+        """Yield the turns of a row's demonstration: what the policy reads, and what it says then.
+
+        Raises TaskError where the row has none, which ``what`` needs, or it cannot be rendered.
+        """
+        prompt, row = self.prompt_by_id(prompt_id), self.row_by_id(prompt_id)
+        shown = self.task.demonstration(prompt.data[INDEX_KEY], what)
+        if isinstance(shown, str):
+            yield prompt, shown
+            return
+        begun = prompt.messages or (Message(role="user", content=prompt.text),)
+        plain = self.config.model_copy(update={"system": "", "instruction": ""})  # they are in it
+        for at, turn in enumerate(shown):
+            if turn["role"] == "assistant":
+                asked = replace(row, prompt=(*begun, *shown[:at]))
+                how: Any = {"encoder": self.encoder, "render": self.render}
+                read = render(asked, plain, self.tokenizer, prompt_id, **how) if at else prompt
+                yield read, turn["content"]
 
     def row_by_id(self, prompt_id: int) -> TaskRow:
         """Return the row that the prompt with this id is made of."""

@@ -280,6 +280,7 @@ class TableTask(Task):
         self._renamed = self._columns()
         self._prompt_column = self._renamed.pop("prompt", "prompt")
         self._answer_column = self._renamed.pop("answer", "")
+        self._shown_column = self._renamed.pop("demonstration", "")
         self._rows = read(config)
         faults: dict[int, TaskError] = {}
         rows, count = self._checked_rows(faults), len(self._rows)
@@ -310,12 +311,16 @@ class TableTask(Task):
                         self._answer(row)
                 with of_row(f"{where}, column '{self._prompt_column}'"):
                     as_prompt(row[self._prompt_column])
+                if self._shown_column:
+                    with of_row(f"{where}, column '{self._shown_column}'"):
+                        as_demonstration(row[self._shown_column])
             except TaskError as error:
                 faults[index] = error
             yield row
 
     def _check_columns(self, row: Row) -> None:
-        for column in (self._prompt_column, self._answer_column, *self._renamed.values()):
+        read = (self._prompt_column, self._answer_column, self._shown_column)
+        for column in (*read, *self._renamed.values()):
             if column and column not in row:
                 every = ", ".join(sorted(row))
                 message = f"no column '{column}'. {nearest(column, row)} Its columns: {every}"
@@ -333,8 +338,9 @@ class TableTask(Task):
         """Return the row at a place in the data, with columns by the names of ``columns`` too."""
         row, answers = self._rows[index], self._answer_column
         reference = str(row[answers]) if answers else None
+        shown = as_demonstration(row[self._shown_column]) if self._shown_column else None
         data = {**row, **{name: row[column] for name, column in self._renamed.items()}}
-        return TaskRow(as_prompt(row[self._prompt_column]), data, reference, index)
+        return TaskRow(as_prompt(row[self._prompt_column]), data, reference, index, shown=shown)
 
     @property
     def identity(self) -> Mapping[str, str]:
@@ -418,6 +424,28 @@ def as_prompt(value: Any) -> str | tuple[Message, ...]:
         raise TaskError(
             "the assistant's turn ends this prompt, and leaves none to answer; drop that message",
             "prompt-ends-with-assistant",
+        )
+    return messages
+
+
+def as_demonstration(value: Any) -> str | tuple[Message, ...]:
+    """Return a cell of the demonstration column as text or messages.
+
+    Raises TaskError if it is neither, or has no turn of the assistant in plain text.
+    """
+    if isinstance(value, str) and value.strip():
+        utf8(value)
+        return value
+    messages = as_messages(value)
+    for message in messages:
+        utf8(message["role"] + message["content"])
+    turns = [message for message in messages if message["role"] == "assistant"]
+    if not turns or any("tool_calls" in turn for turn in turns):
+        raise TaskError(
+            "a demonstration is the policy's turn as text, or messages that follow the prompt, "
+            "with the policy's turns as 'assistant' and calls of tools in their 'content', "
+            f"spelled as the policy is to spell them; got {repr(value)[:200]}",
+            "demonstration-not-text",
         )
     return messages
 

@@ -12,10 +12,11 @@ from torch import nn
 
 from stretto import files
 from stretto.config import TrainingConfig
+from stretto.config.training import token_budget
 from stretto.errors import ConfigError, StateError
 from stretto.models.backend import backend_of
 from stretto.models.devices import Backend
-from stretto.models.forward import output_head, response_hidden, response_tokens
+from stretto.models.forward import microbatches, output_head, response_hidden, response_tokens
 from stretto.models.logits import token_logprobs
 from stretto.saying import Advance, unseen
 from stretto.training.trained import LearningRate, TrainedModel
@@ -44,17 +45,22 @@ def warm_up(
     training = optimizer.model_copy(update={"lr_schedule": "cosine"})
     trained = TrainedModel(model, LearningRate(lr, len(batches)), training)
     head = output_head(model)
-    loss = torch.zeros(())
+    budget = token_budget(optimizer.microbatch_tokens, next(model.parameters()).device)
+    loss = 0.0
     for batch in batches:
+        loss, count = 0.0, sum(len(example) for example in batch)
         with trained.training():
-            hidden = response_hidden(model, batch)
-            logprobs, _ = token_logprobs(head, hidden, response_tokens(batch, hidden.device))
-            loss = -logprobs.mean()
-            loss.backward()
+            for rows in microbatches(batch, budget):
+                part = [batch[i] for i in sorted(rows)]
+                hidden = response_hidden(model, part)
+                logprobs, _ = token_logprobs(head, hidden, response_tokens(part, hidden.device))
+                share = -logprobs.sum() / count
+                share.backward()
+                loss += share.item()
         trained.update()
         advance(len(batch))
     trained.close()
-    return loss.item()
+    return loss
 
 
 def keep(model: nn.Module, loss: float, key: str, file: Path) -> None:
