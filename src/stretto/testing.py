@@ -258,7 +258,8 @@ class FakeGenerator:
         async with self._turn:
             await asyncio.sleep(1)
             self.world.write(f"{self.name} accept {[r.id for r in responses]}")
-            self.done |= {r.id: len(r) for r in responses}
+            for r in responses:
+                (self.parked if r.finish is FinishReason.TURN else self.done)[r.id] = len(r)
 
     async def load(self, weights: WeightsRef) -> None:
         async with self._turn:

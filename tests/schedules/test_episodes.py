@@ -357,6 +357,30 @@ def test_generators_are_told_of_ended_episodes_before_the_learner_trains() -> No
     assert kept == [{}, {}, {}]
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_stragglers_that_wait_are_gathered_before_their_answers_come(lost: bool) -> None:
+    """Rollout 1 waits from 4 to 24 s, and moves once the two short ones have ended."""
+    turns = [(40,), (2, 3), (2,), (4,)]
+    world = World([], turns=turns)
+    setting = Setting(
+        settings(4), turns=turns, waits_s=(1.0, 20.0, 1.0, 1.0), engines=2, migrate=0.5, chunk=2
+    )
+
+    def lose(schedule: Schedule) -> None:
+        if lost:
+            environment = schedule._episodes._environment  # type: ignore[union-attr]
+            environment.lost.add(1)  # type: ignore[attr-defined]
+
+    [step] = take(setting, world, lose)
+    assert [len(r.turns) for r in step.batch] == [1, 2, 1, 1]
+    log = [line.split(" ", 1)[1] for line in world.log]
+    places = [log.index(f"gen{at}") for at in ("1 export [1] True", "0 accept [1]")]
+    answer = log.index("env step 1 turn 1")
+    assert places == sorted(places)
+    assert places[1] < answer < log.index("gen0 admit [1]", places[1])
+    assert not any(engine.startswith("gen1 admit [1]") for engine in log[answer:])
+
+
 def _asked(world: World, name: str) -> list[str]:
     """What a role was asked for, without times."""
     return [line.split(" ", 1)[1] for line in world.log if f" {name} " in line]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -38,7 +38,8 @@ class _Engine:
         self.guard = Guard(generator, name, "actor", context, partial(lost, self))
         self.held: dict[int, Rollout] = {}
         self.untold: dict[int, Rollout] = {}  # held, and not given to it yet
-        self.gone: list[int] = []  # parked, and not wanted any more
+        self.parked: dict[int, Rollout] = {}  # that wait for their environments
+        self.gone: list[int] = []  # were parked, and are not wanted any more
         self.arrival = asyncio.Event()  # more to decode, or nothing to wait for any more
         self.inbound = 0  # moves to it that are planned or under way
         self.moves: dict[tuple[_Engine, bool], list[int]] = {}  # planned: to where, and with cache
@@ -91,7 +92,6 @@ class Pool:
     ) -> None:
         self._holds = Parked(hold) if hold else None
         self._waiting, self._lockstep, self._read_on = waiting, lockstep, read_on
-        self._parked: dict[int, _Engine] = {}
         self._gathering: list[_Engine] = []  # where stragglers of the round were moved
         self._migration, self._context, self._freed = migration, context, freed
         self._chunk_tokens, self._missing, self._take = chunk_tokens, missing, take
@@ -103,6 +103,7 @@ class Pool:
         self._orphans: dict[int, Rollout] = {}  # while none serves
         self._back: dict[int, Rollout] = {}  # in lockstep, to be placed once all are back
         self._moving: set[int] = set()  # on the way from one generator to another
+        self._landed = asyncio.Event()  # one of these has arrived, or is lost
         self._in_turns = False  # whether rollouts may come as forks, or begin anew
         self._migrated = False
         self._samples: list[DecodeSample] = []
@@ -135,7 +136,12 @@ class Pool:
         """Go on with a rollout whose environment has answered, where it is parked; with its keys
         and values where stragglers are gathered, once they are.
         """
-        engine = self._unpark(rollout.id, self._context.clock.now())
+        now_s = self._context.clock.now()
+        while rollout.id in self._moving:
+            self._landed.clear()
+            what = "a rollout to arrive"
+            await self._context.waits.until(self._landed.is_set, self._landed, "an episode", what)
+        engine = self._unpark(rollout.id, now_s)
         if engine is None or not engine.guard.serves:
             if self._lockstep():  # where it goes must not follow the order of answers
                 self._back[rollout.id] = rollout
@@ -143,19 +149,18 @@ class Pool:
                 self._place([rollout])
             return
         engine.held[rollout.id] = rollout
-        if self._gathering and engine not in self._gathering:
-            destination = min(self._gathering, key=lambda other: len(other.held))
-            if destination.guard.serves:
-                destination.inbound += 1
-                await self._transfer(engine, destination, [rollout.id], with_cache=True)
-                destination.inbound -= 1
-                destination.arrival.set()
-                return
+        if destination := self._gathered_at(engine):
+            destination.inbound += 1
+            await self._transfer(engine, destination, [rollout.id], with_cache=True)
+            destination.inbound -= 1
+            destination.arrival.set()
+            return
         engine.untold[rollout.id] = rollout
         engine.arrival.set()
 
     def release(self, rollout: Rollout) -> None:
         """Let go of a rollout that is parked and goes on no more."""
+        self._moving.discard(rollout.id)
         if engine := self._unpark(rollout.id):
             engine.gone.append(rollout.id)
 
@@ -166,7 +171,8 @@ class Pool:
     def _unpark(self, rollout_id: int, now_s: float | None = None) -> _Engine | None:
         if self._holds:
             self._holds.end(rollout_id, now_s)
-        return self._parked.pop(rollout_id, None)
+        engines = (engine for engine in self._engines if engine.parked.pop(rollout_id, None))
+        return next(engines, None)
 
     def wake(self) -> None:
         """Have generators look again for what they wait for."""
@@ -218,6 +224,7 @@ class Pool:
                 self._plan_moves()
                 await self._move(engine)
             elif self._may_come(engine):
+                await self._move(engine)
                 await self._arrival(engine)
             else:
                 break
@@ -279,7 +286,7 @@ class Pool:
             if chunk.finish:
                 ended = held.pop(chunk.rollout_id)
             if chunk.finish is FinishReason.TURN:
-                self._parked[chunk.rollout_id] = engine
+                engine.parked[chunk.rollout_id] = ended
                 if self._holds:
                     self._holds.begin(ended, self._context.clock.now())
         return chunks
@@ -290,14 +297,13 @@ class Pool:
             return
         chunk = self._chunk_tokens()
         decoding = sum(r.total_tokens + chunk for r in engine.held.values())
-        waiting = [id_ for id_, at in self._parked.items() if at is engine]
-        decided = self._holds.decide(waiting, decoding, self._context.clock.now())
+        decided = self._holds.decide(engine.parked, decoding, self._context.clock.now())
         with suppress(GoneError):
             for how, ids in decided.items():
                 await engine.guard.ask(engine.generator.hold(ids, how), ids)
 
     def _plan_moves(self) -> None:
-        """Plan to move all that is being decoded together, once in a round, when little is."""
+        """Plan to move all that is left together, once in a round, when little is."""
         missing = self._missing()  # 0 where other generators have stopped already
         if self._migration is None or self._migrated or not missing:
             return
@@ -306,7 +312,11 @@ class Pool:
         self._migrated = True
         serving = [engine for engine in self._engines if engine.guard.serves]
         remaining = [
-            [(r.id, r.total_tokens) for r in engine.held.values() if r.id not in engine.untold]
+            [
+                (r.id, r.total_tokens)
+                for r in (*engine.held.values(), *engine.parked.values())
+                if r.id not in engine.untold
+            ]
             for engine in serving
         ]
         moves = self._migration.plan(remaining).moves
@@ -316,6 +326,40 @@ class Pool:
         for destination, _ in chain(*(engine.moves for engine in serving)):
             destination.inbound += 1
             self._gathering.append(destination)
+        if self._gathering:
+            self.wake()  # what is parked moves, too
+
+    def _gathered_at(self, engine: _Engine) -> _Engine | None:
+        """Return where rollouts of a generator go, if stragglers are gathered elsewhere."""
+        serving = [other for other in self._gathering if other.guard.serves]
+        if not serving or engine in self._gathering:
+            return None
+        return min(serving, key=lambda other: len(other.held) + len(other.parked))
+
+    async def _move_waiting(self, source: _Engine) -> None:
+        """Move what is parked at a generator to where stragglers are gathered, before its answers
+        come.
+        """
+        destination = self._gathered_at(source)
+        if not destination or not source.parked:
+            return
+        moved, source.parked = source.parked, {}
+        # An answer may come meanwhile: it is put behind what has arrived.
+        responses = [replace(r.response(), finish=FinishReason.TURN) for r in moved.values()]
+        self._moving.update(moved)
+        try:
+            with suppress(GoneError):
+                transfers = await source.guard.ask(source.generator.export([*moved], True), moved)
+                accepted = destination.generator.accept(responses, transfers)
+                await destination.guard.ask(accepted, moved)
+                for id_, rollout in moved.items():
+                    if id_ in self._moving:
+                        destination.parked[id_] = rollout
+                    else:
+                        destination.gone.append(id_)
+        finally:
+            self._moving.difference_update(moved)
+            self._landed.set()
 
     async def _move(self, source: _Engine) -> None:
         """Carry out what is planned for the rollouts of one generator."""
@@ -327,6 +371,7 @@ class Pool:
                 await self._transfer(source, destination, ids, with_cache)
             destination.inbound -= 1
             destination.arrival.set()
+        await self._move_waiting(source)
 
     async def _transfer(
         self, source: _Engine, destination: _Engine, ids: Sequence[int], with_cache: bool
@@ -374,7 +419,7 @@ class Pool:
         engine.held.clear()
         engine.untold.clear()
         engine.gone.clear()
-        self._parked = {id_: at for id_, at in self._parked.items() if at is not engine}
+        engine.parked.clear()
         moves, engine.moves = engine.moves, {}
         for destination, _ in moves:
             destination.inbound -= 1
@@ -384,11 +429,10 @@ class Pool:
     def _place(self, rollouts: Iterable[Rollout]) -> None:
         """Give rollouts to the generators that serve, to those with the fewest first."""
         serving = [engine for engine in self._engines if engine.guard.serves]
-        parked = Counter(self._parked.values())
         for rollout in rollouts:
             self._in_turns |= rollout.in_turns
             if serving:
-                engine = min(serving, key=lambda engine: len(engine.held) + parked[engine])
+                engine = min(serving, key=lambda engine: len(engine.held) + len(engine.parked))
                 engine.held[rollout.id] = engine.untold[rollout.id] = rollout
                 engine.arrival.set()
             else:

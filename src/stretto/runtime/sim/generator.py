@@ -371,12 +371,18 @@ class SimGenerator:
     async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Sequence[KVTransfer]:
         """Let go of rollouts; the time that moving a cache takes is the receiver's."""
         async with self._worker.turn:
-            wrong = [i for i, n in Counter(rollout_ids).items() if n > 1 or i not in self._home]
+            here = self._home | self._parked
+            wrong = [i for i, n in Counter(rollout_ids).items() if n > 1 or i not in here]
             if wrong:
                 problem = f"rollouts {wrong} are not in this engine, or were named twice"
                 raise EngineError(problem, "not-in-engine")
             transfers = []
             for id_ in rollout_ids:
+                if id_ in self._parked:
+                    kept = self._parked[id_].unpark(id_) + self._unpark(id_)
+                    moved = kept if with_cache else 0
+                    transfers.append(KVTransfer(id_, "cache" if moved else None, moved))
+                    continue
                 replica = self._home.pop(id_)
                 decoded = id_ in replica.rows
                 row = replica.take_out(id_)
@@ -388,7 +394,12 @@ class SimGenerator:
     async def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> None:
         async with self._worker.turn:
             for response, transfer in zip(responses, transfers, strict=True):
-                self._add(response, transfer.cached_tokens)
+                if response.finish is FinishReason.TURN:
+                    replica = min(self._replicas, key=lambda r: r.load)
+                    self._parked[response.id] = replica
+                    replica.park(response.id, transfer.cached_tokens)
+                else:
+                    self._add(response, transfer.cached_tokens)
             size_bytes = self._cost.cache_bytes * sum(p.cached_tokens for p in transfers)
             seconds, rollouts = self._cost.transfer.seconds(size_bytes), [r.id for r in responses]
             await self._worker.work("migrate", seconds, rollouts=rollouts, bytes=size_bytes)
