@@ -357,6 +357,20 @@ def test_generators_are_told_of_ended_episodes_before_the_learner_trains() -> No
     assert kept == [{}, {}, {}]
 
 
+@pytest.mark.parametrize(("max_carries", "drawn"), [(8, 8), (1, 6)])
+def test_over_commitment_counts_slots_and_not_what_waits(max_carries: int, drawn: int) -> None:
+    """Of four episodes two wait for 100 s; two others are drawn for them, if there is time left."""
+    turns = [(2,), (2, 3), (2,), (2, 3), (2,), (2,)]
+    world = World([], turns=turns)
+    own = settings(2, steps=2, max_carries=max_carries)
+    waits = (1.0, 100.0, 1.0, 100.0, 1.0, 1.0)
+    first, second = take(Setting(own, turns=turns, waits_s=waits, delta=2), world)
+    assert [r.id for r in first.batch] == [0, 2]
+    opened = {line.split()[3] for line in world.log if " env open " in line}
+    assert len(opened) == drawn
+    assert second.stats["schedule/overcommit"] == 2
+
+
 @pytest.mark.parametrize("lost", [False, True])
 def test_stragglers_that_wait_are_gathered_before_their_answers_come(lost: bool) -> None:
     """Rollout 1 waits from 4 to 24 s, and moves once the two short ones have ended."""

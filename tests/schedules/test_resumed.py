@@ -80,6 +80,11 @@ def resumed(setting: Setting) -> int:
             assert reward == (None if id_ in setting.fails else id_ + 0.5)
         if setting.timeless:
             assert again == replace(whole, steps=whole.steps[i:])
+        elif setting.turns:  # what waits is drawn for beside delta, as long as it can be carried
+            s = setting.settings
+            batches = -(-s.steps // s.weight_sync_interval) * s.weight_sync_interval - s.steps
+            left = len(again.ledger["in_flight"]) - batches * s.batch
+            assert left <= max(setting.delta, s.max_carries * s.batch * s.weight_sync_interval)
         else:  # another may end first
             assert again.ledger["dispatched"] == whole.ledger["dispatched"]
             assert len(again.ledger["in_flight"]) == len(whole.ledger["in_flight"])

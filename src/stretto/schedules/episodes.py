@@ -8,7 +8,7 @@ go. A restart finds the turn unanswered, and asks again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from stretto.config import ENVIRONMENT
+from stretto.config.schedule import Settings
 from stretto.errors import EpisodeLostError, LifecycleError
 from stretto.protocols import Environment, Tracer
 from stretto.schedules.episode_metrics import tools_called
@@ -24,7 +25,7 @@ from stretto.schedules.pool import Pool
 from stretto.schedules.rollout import Rollout, RolloutState
 from stretto.schedules.scoring import Scoring
 from stretto.schedules.waits import answered
-from stretto.types import Chunk, FinishReason, Observation, Sampling, Score, episode_of
+from stretto.types import Chunk, FinishReason, Observation, Score, episode_of
 
 LIMITS = ("turn_tokens", "tokens", "turns", "seconds")
 """Ends of episodes that a limit brought about."""
@@ -50,26 +51,21 @@ class Books(Protocol):
 
 
 class Episodes:
-    """The episodes of a run, and the environment that answers their turns.
-
-    ``sampling`` is that of their responses. ``rewards``: sources whose scores come from the
-    environment.
-    """
+    """The episodes of a run, and the environment that answers their turns."""
 
     def __init__(
         self,
         environment: Environment,
-        sampling: Sampling,
+        settings: Settings,
         context: RoleContext,
         tracer: Tracer,
         pool: Pool,
         scoring: Scoring,
         books: Books,
-        *,
-        rewards: Sequence[str],
     ) -> None:
-        self.sampling, self._environment = sampling, environment
-        self._context, self._tracer, self._rewards = context, tracer, rewards
+        assert settings.episodes
+        self.sampling, self._environment = settings.episodes, environment
+        self._context, self._tracer, self._rewards = context, tracer, settings.environment_rewards
         self._pool, self._scoring, self._books = pool, scoring, books
         self._samples: dict[int, list[Rollout]] = {}  # by episode
         self._open: set[int] = set()  # episodes that the environment knows

@@ -99,17 +99,8 @@ class Schedule:
         )
         self._episodes: Episodes | None = None
         if environment is not None:
-            assert s.episodes
-            self._episodes = Episodes(
-                environment,
-                s.episodes,
-                context,
-                tracer,
-                self._pool,
-                self._scoring,
-                self,
-                rewards=s.environment_rewards,
-            )
+            roles = self._pool, self._scoring
+            self._episodes = Episodes(environment, s, context, tracer, *roles, self)
         self._rollouts: dict[int, Rollout] = {}  # all in flight
         self._generated: deque[Sequence[Rollout]] = deque()  # rounds that wait for scores
         self._ready: deque[Sequence[Rollout]] = deque()  # batches that wait for the learner
@@ -184,9 +175,7 @@ class Schedule:
                 delta = self._overcommit.delta
                 await self._load()
                 await self._evaluate()
-                missing = self._round_size + delta - len(self._buffer)
-                with self._own_work("fill", max(missing, 0)):
-                    self._fill(delta)
+                self._fill(delta)
             await self._admit()
             with self._meter.generating():
                 await self._pool.decode()
@@ -270,21 +259,29 @@ class Schedule:
         self._changed.set()
 
     def _fill(self, delta: int) -> None:
-        """Start a round: draw prompts until the buffer holds a round's rollouts and ``delta``."""
-        n = self._settings.samples_per_prompt
-        for _ in range(-(-(self._round_size + delta - len(self._buffer)) // n)):
-            prompt, first = self._next_prompt(), self._next_id
-            group = [Rollout(first + k, prompt, group=first) for k in range(n)]
-            self._next_id += n
-            self.ledger.dispatch(group)
-            self._rollouts.update((r.id, r) for r in group)
-            self._buffer.add(group)
-            if self._episodes:
-                self._episodes.add(group)
-        for rollout in self._buffer.begin_round(self._round_size // n):
-            self._scoring.chosen(rollout)
+        """Start a round: draw prompts until the buffer holds a round's rollouts and ``delta``.
+
+        An episode that waits takes no slot, so another one is drawn beside it, as long as all can
+        be trained on in time.
+        """
+        n, size = self._settings.samples_per_prompt, self._round_size
+        waiting = sum(r.state is RolloutState.WAITING for r in self._buffer.open) if delta else 0
+        most = (self._settings.max_carries + 1) * size
+        missing = min(size + delta + waiting, max(size + delta, most)) - len(self._buffer)
+        with self._own_work("fill", max(missing, 0)):
+            for _ in range(-(-missing // n)):
+                prompt, first = self._next_prompt(), self._next_id
+                group = [Rollout(first + k, prompt, group=first) for k in range(n)]
+                self._next_id += n
+                self.ledger.dispatch(group)
+                self._rollouts.update((r.id, r) for r in group)
+                self._buffer.add(group)
+                if self._episodes:
+                    self._episodes.add(group)
+            for rollout in self._buffer.begin_round(size // n):
+                self._scoring.chosen(rollout)
         self._rounds, self._round_open = self._rounds + 1, True
-        self._meter.began(len(self._buffer) - self._round_size)
+        self._meter.began(len(self._buffer) - waiting - size)
         self._filled = {
             "schedule/overcommit": float(delta),
             "schedule/chunk_tokens": float(self._chunk_tokens()),
