@@ -297,7 +297,7 @@ const samples = {
       ["tokens", (row) => row[6]],
       ["end", (row) => row[5]],
       ["prompt", (row) => row[2], (row) => node("div", { class: "text" }, row[2])],
-      ["response", (row) => row[3], (row) => node("div", { class: "text" }, row[3])],
+      ...(rows.every((row) => row[8]) ? [] : [["response", (row) => row[3], (row) => node("div", { class: "text" }, row[8] ? "see below" : row[3])]]),
     ];
     const [by, ascends] = this.sort, value = columns.find(([name]) => name === by)?.[1] ?? ((row) => row[1]);
     rows.sort((a, b) => {
