@@ -261,13 +261,14 @@ class Schedule:
     def _fill(self, delta: int) -> None:
         """Start a round: draw prompts until the buffer holds a round's rollouts and ``delta``.
 
-        An episode that waits takes no slot, so another one is drawn beside it, as long as all can
-        be trained on in time.
+        An episode that waits takes no slot, so another one is drawn beside it: up to as many again,
+        and as long as all can be trained on in time.
         """
         n, size = self._settings.samples_per_prompt, self._round_size
         waiting = sum(r.state is RolloutState.WAITING for r in self._buffer.open) if delta else 0
         most = (self._settings.max_carries + 1) * size
-        missing = min(size + delta + waiting, max(size + delta, most)) - len(self._buffer)
+        waiting = max(0, min(waiting, size + delta, most - size - delta))
+        missing = size + delta + waiting - len(self._buffer)
         with self._own_work("fill", max(missing, 0)):
             for _ in range(-(-missing // n)):
                 prompt, first = self._next_prompt(), self._next_id
