@@ -1,10 +1,12 @@
 """Stretto beside its peers on this machine: PPO steps against TRL, decoding against vLLM.
 
 Runs every program in a process of its own, peers and Stretto in turn, nothing else beside them, and
-prints a table in Markdown. The peers live in environments of their own (peers/setup.sh).
+prints tables in Markdown; the file has what was measured so far after each run. The peers live in
+environments of their own (peers/setup.sh).
 
     benchmarks/peers/setup.sh .peers
     python benchmarks/compare.py --model DIR --data gsm8k_train.jsonl --out table.md
+    python benchmarks/compare.py --model DIR --data gsm8k_train.jsonl --only decode
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ import statistics
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from _shared import MISSING, parse
+from roofline import product_rates
 from stretto.machine import Machine
 
 HERE = Path(__file__).parent
@@ -43,20 +47,21 @@ def run(results: Results, name: str, command: list[str], **environment: str) -> 
     results[name].append(json.loads(done.stdout.splitlines()[-1]))
 
 
-def ppo(args: argparse.Namespace) -> Results:
-    """PPO steps, in turn."""
+def ppo(args: argparse.Namespace) -> Iterator[Results]:
+    """PPO steps, in turn; all results so far after each run."""
     small = ["--model", str(args.model), "--data", str(args.data), "--steps", str(args.steps)]
     options = ["--smoke"] if args.smoke else small
     trl = sys.executable if args.smoke else str(args.peers / "trl/bin/python")
     results: Results = defaultdict(list)
     for _ in range(args.rounds):
         run(results, "Stretto", [sys.executable, str(HERE / "ppo_step.py"), *options])
+        yield results
         run(results, "TRL 1.12 PPOTrainer", [trl, str(HERE / "peers/trl_ppo.py"), *options])
-    return results
+        yield results
 
 
-def decode(args: argparse.Namespace) -> Results:
-    """Decoding, in turn."""
+def decode(args: argparse.Namespace) -> Iterator[Results]:
+    """Decoding, in turn; all results so far after each run."""
     options = ["--smoke"] if args.smoke else ["--model", str(args.model)]
     python = sys.executable if args.smoke else str(args.peers / "vllm/bin/python")
     vllm = [python, str(HERE / "peers/vllm_decode.py"), *options]
@@ -65,12 +70,16 @@ def decode(args: argparse.Namespace) -> Results:
     for _ in range(args.rounds):
         own = [sys.executable, str(HERE / "decode.py"), *options]
         run(results, "Stretto (with log-probs)", own)
-        run(results, "vLLM, all cores", vllm)
+        yield results
         run(results, "vLLM, all cores, with log-probs", [*vllm, "--logprobs"])
+        yield results
+        run(results, "vLLM, all cores", vllm)
+        yield results
         run(results, "vLLM, as it comes (one core kept free)", vllm, **one_core)
+        yield results
     peer = HERE / "peers/transformers_decode.py"
     run(results, "transformers generate", [sys.executable, str(peer), *options])
-    return results
+    yield results
 
 
 def table(results: Results, figure: str, unit: str) -> list[str]:
@@ -95,6 +104,33 @@ def phases(results: Results) -> list[str]:
     return lines
 
 
+def text(parts: dict[str, Results], rates: str) -> str:
+    """What was measured so far."""
+    versions: dict[str, str] = {}
+    for results in parts.values():
+        for runs in results.values():
+            versions = runs[0]["versions"] | versions
+    named = ", ".join(f"{name} {version}" for name, version in versions.items())
+    lines = [f"Machine: {Machine.here()}; products: {rates}. Peers: {named}.", ""]
+    if steps := parts.get("ppo"):
+        lines += [
+            "PPO, SmolLM2-135M, bfloat16, 16 GSM8K prompts a step, 64 response tokens, one update:",
+            "",
+            *table(steps, "samples_per_s", "samples/s"),
+            "",
+            *phases(steps),
+            "",
+        ]
+    if tokens := parts.get("decode"):
+        lines += [
+            "Decoding, SmolLM2-135M, bfloat16, 32 prompts of 26 tokens, 64 new tokens each:",
+            "",
+            *table(tokens, "tokens_per_s", "tokens/s"),
+            "",
+        ]
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", required=True, help="folder of SmolLM2-135M in HF format")
@@ -102,34 +138,19 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, default=Path(".peers"))
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--out", type=Path)
     args = parse(parser, {"model": "", "data": "", "rounds": 1})
-    steps, tokens = ppo(args), decode(args)
-    versions: dict[str, str] = {}
-    for result in (runs[0] for runs in (*tokens.values(), *steps.values())):
-        versions = result["versions"] | versions
-    text = "\n".join(
-        [
-            f"Machine: {Machine.here()}. Peers: "
-            + ", ".join(f"{name} {version}" for name, version in versions.items())
-            + ".",
-            "",
-            "PPO, SmolLM2-135M, bfloat16, 16 GSM8K prompts a step, 64 response tokens, one update:",
-            "",
-            *table(steps, "samples_per_s", "samples/s"),
-            "",
-            *phases(steps),
-            "",
-            "Decoding, SmolLM2-135M, bfloat16, 32 prompts of 26 tokens, 64 new tokens each:",
-            "",
-            *table(tokens, "tokens_per_s", "tokens/s"),
-            "",
-        ]
-    )
-    print(text)
-    if args.out:
-        args.out.write_text(text)
+    rates, found = product_rates(), dict[str, Results]()
+    for part in args.only:
+        for results in PARTS[part](args):
+            found[part] = results
+            if args.out:
+                args.out.write_text(text(found, rates))
+    print(text(found, rates))
 
+
+PARTS = {"ppo": ppo, "decode": decode}
 
 if __name__ == "__main__":
     main()

@@ -33,6 +33,32 @@ from stretto.types import Prompt
 SMOKE = {"prompts": 2, "prompt_tokens": 4, "new_tokens": 4, "runs": 1}
 
 
+def seconds(
+    folder: Path,
+    rows: int,
+    prompt_tokens: int,
+    new_tokens: int,
+    seed: int,
+    dtype: torch.dtype = torch.bfloat16,
+    runs: int = 5,
+) -> list[float]:
+    """Seconds of each run, prefill and decoding together."""
+    model = load_causal_lm(folder, dtype, torch.device("cpu"))
+    ids = random_prompts(rows, prompt_tokens, seed, model.config.vocab_size)
+    prompts = [Prompt(i, tuple(tokens), "") for i, tokens in enumerate(ids)]
+    config = RolloutConfig(batch=rows, max_new_tokens=new_tokens)
+    engine = TorchEngine(model, EngineSettings(rollout=config, seed=seed))
+
+    def timed(run: int) -> float:
+        engine.admit([Rollout(run * rows + p.id, p, p.id).response() for p in prompts])
+        start = time.perf_counter()
+        chunks = engine.decode(new_tokens).chunks
+        assert sum(len(c.tokens) for c in chunks) == rows * new_tokens
+        return time.perf_counter() - start
+
+    return [timed(run) for run in range(runs + 1)][1:]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", type=Path, required=True)
@@ -44,20 +70,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where to write the JSON as well")
     args = parse(parser, SMOKE, model="model")
 
-    model = load_causal_lm(args.model, torch.bfloat16, torch.device("cpu"))
-    ids = random_prompts(args.prompts, args.prompt_tokens, args.seed, model.config.vocab_size)
-    prompts = [Prompt(i, tuple(tokens), "") for i, tokens in enumerate(ids)]
-    config = RolloutConfig(batch=args.prompts, max_new_tokens=args.new_tokens)
-    engine = TorchEngine(model, EngineSettings(rollout=config, seed=args.seed))
-
-    def tokens_per_s(run: int) -> float:
-        engine.admit([Rollout(run * args.prompts + p.id, p, p.id).response() for p in prompts])
-        start = time.perf_counter()
-        chunks = engine.decode(args.new_tokens).chunks
-        elapsed = time.perf_counter() - start
-        return sum(len(c.tokens) for c in chunks) / elapsed
-
-    runs = [tokens_per_s(run) for run in range(args.runs + 1)][1:]
+    sizes = args.prompts, args.prompt_tokens, args.new_tokens
+    took = seconds(args.model, *sizes, args.seed, runs=args.runs)
+    runs = [args.prompts * args.new_tokens / each for each in took]
     result = {
         "name": f"stretto {version('stretto')}",
         "tokens_per_s": statistics.median(runs),
