@@ -7,18 +7,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import tyro
 
-from stretto.api import RESUMABLE, align, begin, check_resumable, execute, resume_alignment
-from stretto.api.alignment import Aligned, PolicyOutcome, check_settings, replaced, stages_of
-from stretto.cli.compare import new_folder
-from stretto.cli.dry_run import describe_run, describe_supervised
+from stretto.api.settings import RESUMABLE, check_resumable
 from stretto.cli.settings import RECIPE_HELP, DryRun, leading_recipe, parse_with_config, value_of
 from stretto.config import Config, RewardModelConfig, SftConfig, recipes
 from stretto.errors import ConfigError
-from stretto.observe import RunDirectory
+
+if TYPE_CHECKING:
+    from stretto.api.alignment import Aligned, PolicyOutcome
+
+# What trains is imported once the arguments are read: help is asked for more often.
 
 C = TypeVar("C", SftConfig, RewardModelConfig)
 
@@ -88,8 +89,12 @@ def run_train(arguments: Sequence[str]) -> int:
     """Train with reinforcement learning, and say where the results are."""
     config, own = parse(arguments)
     if own.dry_run:
+        from stretto.cli.dry_run import describe_run
+
         print(describe_run(config))
         return 0
+    from stretto.api.training import begin, execute
+
     overrides = None
     if own.warmup_file:  # the import takes long: before there is a folder
         from stretto.assembly.models import Overrides
@@ -107,7 +112,11 @@ def parse(arguments: Sequence[str]) -> tuple[Config, TrainOptions]:
         raise ConfigError(
             f"--resume takes the settings of the run it resumes; leave out the recipe '{recipe}'"
         )
-    source = RunDirectory.open(resumed).config_file if resumed else recipe or DEFAULT_RECIPE
+    source: str | Path = recipe or DEFAULT_RECIPE
+    if resumed:
+        from stretto.observe.run_directory import RunDirectory
+
+        source = RunDirectory.open(resumed).config_file
     start = recipes.load(source, checked=bool(resumed))
     config, own = parse_with_config("train", arguments, start, TrainOptions, common=COMMON)
     if own.resume != (resumed or ""):
@@ -142,8 +151,12 @@ def _supervised(
             "data.name is empty: name a file or a hub dataset to train on with --data.name PATH"
         )
     if own.dry_run:
+        from stretto.cli.dry_run import describe_supervised
+
         print(describe_supervised(config))
     else:
+        from stretto.api.training import begin, execute
+
         execute(begin(config, recipes.name_of(recipe) if recipe else command))
     return 0
 
@@ -186,6 +199,10 @@ def command_align(
             "name the recipe of all three stages ('stretto align posts'), a folder with their "
             "settings, or a folder to go on with as --resume FOLDER"
         )
+    from stretto.api.alignment import align, check_settings, replaced, stages_of
+    from stretto.cli.compare import new_folder
+    from stretto.cli.dry_run import describe_run, describe_supervised
+
     seeded = {} if seed is None else {"seed": seed}
     chosen = {"algorithm__name": algorithm} if algorithm else {}
     stages = stages_of(recipe, sft=seeded, reward=seeded, train=seeded | chosen)
@@ -216,6 +233,8 @@ def _resume(folder: str, *others: object) -> int:
             f"--resume {folder} goes on as it was begun, with the settings in that folder; leave "
             "out the recipe and all other options"
         )
+    from stretto.api.alignment import resume_alignment
+
     return _show(resume_alignment(folder))
 
 
