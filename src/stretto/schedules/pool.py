@@ -104,6 +104,7 @@ class Pool:
         self._back: dict[int, Rollout] = {}  # in lockstep, to be placed once all are back
         self._moving: set[int] = set()  # on the way from one generator to another
         self._landed = asyncio.Event()  # one of these has arrived, or is lost
+        self._unwanted: set[int] = set()  # of these, to be let go of there
         self._in_turns = False  # whether rollouts may come as forks, or begin anew
         self._migrated = False
         self._samples: list[DecodeSample] = []
@@ -139,8 +140,8 @@ class Pool:
         now_s = self._context.clock.now()
         while rollout.id in self._moving:
             self._landed.clear()
-            what = "a rollout to arrive"
-            await self._context.waits.until(self._landed.is_set, self._landed, "an episode", what)
+            arrived = self._landed.is_set
+            await self._context.waits.until(arrived, self._landed, "an episode", "its move")
         engine = self._unpark(rollout.id, now_s)
         if engine is None or not engine.guard.serves:
             if self._lockstep():  # where it goes must not follow the order of answers
@@ -160,7 +161,8 @@ class Pool:
 
     def release(self, rollout: Rollout) -> None:
         """Let go of a rollout that is parked and goes on no more."""
-        self._moving.discard(rollout.id)
+        if rollout.id in self._moving:
+            self._unwanted.add(rollout.id)
         if engine := self._unpark(rollout.id):
             engine.gone.append(rollout.id)
 
@@ -352,13 +354,13 @@ class Pool:
                 transfers = await source.guard.ask(source.generator.export([*moved], True), moved)
                 accepted = destination.generator.accept(responses, transfers)
                 await destination.guard.ask(accepted, moved)
-                for id_, rollout in moved.items():
-                    if id_ in self._moving:
-                        destination.parked[id_] = rollout
-                    else:
-                        destination.gone.append(id_)
+                destination.parked |= moved
+                for id_ in self._unwanted & moved.keys():
+                    del destination.parked[id_]
+                    destination.gone.append(id_)
         finally:
             self._moving.difference_update(moved)
+            self._unwanted.difference_update(moved)
             self._landed.set()
 
     async def _move(self, source: _Engine) -> None:
