@@ -38,6 +38,7 @@ QUICK = "--steps 2 --rollout.batch 4 --rollout.max-new-tokens 4 --threads 1 --wa
 SMALL = {
     "train examples/own_data.toml": "--overrides examples/smoke.toml --threads 1",
     "train --resume": "--steps 3",
+    "train calculator": "--dry-run",  # a real model
     "train tiny": QUICK,
     "train tiny --pipeline": QUICK + " --pipeline.seconds 1 --pipeline.micro-batches 2",
     "generate": "--max-new-tokens 4",

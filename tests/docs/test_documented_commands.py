@@ -38,7 +38,7 @@ from template_helpers import TEMPLATES
 COMMANDS = [(page.stem, command) for page in PAGES for command in commands(page)]
 DRY = ("train", "sft", "reward", "align")
 LONG = {
-    "stretto.cli.train.execute": "a run resumed",
+    "stretto.api.training.execute": "a run resumed",
     "stretto.cli.compare.settled": "a comparison",
     "stretto.cli.plan.planning.plan": "a search for plans",
     "stretto.cli.plan.calibrating.calibrate": "measurements",
@@ -103,7 +103,13 @@ def _runs(folder: Path) -> None:
     for name, config in (("tiny", sums), ("my", own)):
         run = RunDirectory.create(out, name, config)
         runs.train(config, run_dir=run, progress=NoProgress())
-    for copied in ("arithmetic-001", "tiny-tail-001", "tiny-tail-002", "off-policy/n1-001"):
+    for copied in (
+        "arithmetic-001",
+        "calculator-001",
+        "tiny-tail-001",
+        "tiny-tail-002",
+        "off-policy/n1-001",
+    ):
         shutil.copytree(out / "tiny-001", out / copied)
     shutil.copytree(out / "tiny-001", out / "agent-001")
     tokenizer: Any = load_tokenizer(folder / "tiny")
