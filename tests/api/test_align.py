@@ -460,15 +460,13 @@ def test_a_missing_end_costs_on_the_learned_scale(rule: Any, expected: float) ->
 def test_the_seeds_of_recipes_stay_unless_one_is_given(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from stretto.cli import train as command
-
     seen: list[Stages] = []
 
     def begun(stages: Stages, **rest: Any) -> Any:
         seen.append(stages)
         raise ConfigError("seen")
 
-    monkeypatch.setattr(command, "align", begun)
+    monkeypatch.setattr("stretto.api.alignment.align", begun)
     text = (folder / "sft.toml").read_text()
     (folder / "sft.toml").write_text(f"seed = 7\n{text}")
     begin(folder, tmp_path / "runs")
