@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from _shared import MISSING, parse
-from roofline import product_rates
-from stretto.machine import Machine
+from stretto.machine import Machine, usable_cores
+from stretto.models.devices import product_speeds
 
 HERE = Path(__file__).parent
 
@@ -111,7 +111,7 @@ def text(parts: dict[str, Results], rates: str) -> str:
         for runs in results.values():
             versions = runs[0]["versions"] | versions
     named = ", ".join(f"{name} {version}" for name, version in versions.items())
-    lines = [f"Machine: {Machine.here()}; products: {rates}. Peers: {named}.", ""]
+    lines = [f"Machine: {Machine.here()}; {rates}. Peers: {named}.", ""]
     if steps := parts.get("ppo"):
         lines += [
             "PPO, SmolLM2-135M, bfloat16, 16 GSM8K prompts a step, 64 response tokens, one update:",
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--out", type=Path)
     args = parse(parser, {"model": "", "data": "", "rounds": 1})
-    rates, found = product_rates(), dict[str, Results]()
+    rates, found = str(product_speeds(usable_cores())), dict[str, Results]()
     for part in args.only:
         for results in PARTS[part](args):
             found[part] = results

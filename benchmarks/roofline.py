@@ -81,13 +81,6 @@ def rate(sizes: Sequence[tuple[int, int]], rows: int, dtype: torch.dtype, second
     return 2.0 * rows * sum(a * b for a, b in sizes) / best
 
 
-def product_rates() -> str:
-    """Products of 1,024 x 1,024 x 1,024 in either type, as a text: what a ratio was measured at."""
-    sizes = [(1024, 1024)]
-    found = [rate(sizes, 1024, dtype, 1.0) / 1e9 for dtype in (torch.bfloat16, torch.float32)]
-    return f"{found[0]:.0f} GFLOP/s in bfloat16, {found[1]:.0f} in float32"
-
-
 def prompt_tokens(args: argparse.Namespace) -> float:
     """Tokens of a prompt, the mean of those that the steps draw."""
     config = ppo_step.settings(args, Path("none")).task

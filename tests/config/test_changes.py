@@ -60,6 +60,7 @@ def test_a_task_of_another_kind_drops_the_rest_of_its_section(change: Change) ->
 def test_a_warm_up_on_the_former_tasks_answers_goes_with_it(change: Change) -> None:
     assert change("tiny", **ROWS).warmup_examples == 0
     assert change("tiny", **ROWS, columns={"answer": "answer"}).warmup_examples == 4500
+    assert change("tiny", **ROWS, columns={"demonstration": "shown"}).warmup_examples == 4500
     assert change("tiny", size=100).warmup_examples == 4500
 
 

@@ -84,7 +84,10 @@ def resumed(setting: Setting) -> int:
             s = setting.settings
             batches = -(-s.steps // s.weight_sync_interval) * s.weight_sync_interval - s.steps
             left = len(again.ledger["in_flight"]) - batches * s.batch
-            assert left <= max(setting.delta, s.max_carries * s.batch * s.weight_sync_interval)
+            size = s.batch * s.weight_sync_interval
+            beside = min(size + setting.delta, s.max_carries * size - setting.delta)
+            most = setting.delta + max(0, beside)
+            assert setting.delta <= left <= -(-most // s.samples_per_prompt) * s.samples_per_prompt
         else:  # another may end first
             assert again.ledger["dispatched"] == whole.ledger["dispatched"]
             assert len(again.ledger["in_flight"]) == len(whole.ledger["in_flight"])

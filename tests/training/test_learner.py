@@ -1110,17 +1110,19 @@ def test_groups_are_prompts() -> None:
 # -- LoRA ----------------------------------------------------------------------------------------
 
 
-def test_warm_up_is_cross_entropy_on_the_answers() -> None:
-    """The loss it returns is that of its last batch, before that batch's update."""
+@pytest.mark.parametrize("microbatch_tokens", [0, 1])
+def test_warm_up_is_cross_entropy_on_the_answers(microbatch_tokens: int) -> None:
+    """The loss it returns is that of its last batch, before that batch's update; in one pass, or an
+    example a pass.
+    """
+    config = TrainingConfig(microbatch_tokens=microbatch_tokens)
     model = llama()
     critic = critic_of(model)
     examples = make_rollouts(model, critic, SHAPES)
     with torch.no_grad():
         before = -torch.cat(left_padded_logprobs(model, examples)).mean()
-    assert warm_up(model, told(examples), 1e-2, TrainingConfig()) == pytest.approx(
-        before.item(), rel=1e-5
-    )
-    assert warm_up(model, told(examples * 200), 1e-2, TrainingConfig()) < 0.5 * before.item()
+    assert warm_up(model, told(examples), 1e-2, config) == pytest.approx(before.item(), rel=1e-5)
+    assert warm_up(model, told(examples * 200), 1e-2, config) < 0.5 * before.item()
 
 
 def test_lora_trains_adapters_alone(tiny_folder: Path) -> None:

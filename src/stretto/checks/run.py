@@ -71,7 +71,7 @@ def check_run(
             "adapter-with-warmup",
         )
     if task and config.warmup_examples:
-        task.demonstration(task.indices[0], f"warmup_examples = {config.warmup_examples}")
+        task.first.demonstration(f"warmup_examples = {config.warmup_examples}")
     _check_sources(sources, config.model, task, ask_hub=ask_hub)
     brought = overrides.environment if overrides else ()
     functions.check_environments(n for n in config.environment.sources if n not in brought)

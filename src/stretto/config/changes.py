@@ -90,7 +90,8 @@ def _drop_former(data: dict[str, Any], changes: Mapping[str, Any]) -> None:
         return
     if named.get("kind", task["kind"]) != task["kind"]:
         data["task"] = {**{key: task[key] for key in OF_ANY_TASK}, "name": ""}
-        if named["kind"] == "dataset" and not named.get("columns", {}).get("answer"):
+        columns = named.get("columns", {})
+        if named["kind"] == "dataset" and not any(map(columns.get, ("answer", "demonstration"))):
             data["warmup_examples"] = 0  # it is made from the former task's answers
     elif any(key in named and named[key] != task[key] for key in ("name", "split")):
         dropped = OF_THE_ROWS if "split" in named else (*OF_THE_ROWS, "split")

@@ -67,6 +67,18 @@ class TaskRow:
     tokens: tuple[int, ...] = ()
     shown: str | tuple[Message, ...] | None = None
 
+    def demonstration(self, what: str) -> str | tuple[Message, ...]:
+        """Return what a warm-up teaches of the row, or raise TaskError: ``what`` needs it."""
+        shown = self.reference if self.shown is None else self.shown
+        if shown is None:
+            raise TaskError(
+                f"{what} trains on the task's own answers, and this task has none; set "
+                "warmup_examples = 0, or name their column as answer or demonstration in "
+                "task.columns",
+                "task-without-answers",
+            )
+        return shown
+
 
 class Task(ABC):
     """A sequence of rows, the same for the same settings and seed.
@@ -119,19 +131,6 @@ class Task(ABC):
                 "'task' out of reward.sources and score with a function or a model",
                 "task-without-verifier",
             )
-
-    def demonstration(self, index: int, what: str) -> str | tuple[Message, ...]:
-        """Return what a warm-up teaches of a row, or raise TaskError: ``what`` needs it."""
-        row = self.row(index)
-        shown = row.reference if row.shown is None else row.shown
-        if shown is None:
-            raise TaskError(
-                f"{what} trains on the task's own answers, and this task has none; set "
-                "warmup_examples = 0, or name their column as answer or demonstration in "
-                "task.columns",
-                "task-without-answers",
-            )
-        return shown
 
     @abstractmethod
     def verify(self, index: int, response: str) -> float:

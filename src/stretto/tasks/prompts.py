@@ -147,17 +147,19 @@ class PromptSource:
 
     def prompt_by_id(self, prompt_id: int) -> Prompt:
         """Return the prompt that has, had or will have this id."""
-        row = self.row_by_id(prompt_id)
+        return self._rendered(self.row_by_id(prompt_id), self.config, prompt_id)
+
+    def _rendered(self, row: TaskRow, config: TaskConfig, prompt_id: int) -> Prompt:
         how: Any = {"encoder": self.encoder, "render": self.render}
-        return render(row, self.config, self.tokenizer, prompt_id, **how)
+        return render(row, config, self.tokenizer, prompt_id, **how)
 
     def demonstration(self, prompt_id: int, what: str) -> Iterator[tuple[Prompt, str]]:
         """Yield the turns of a row's demonstration: what the policy reads, and what it says then.
 
         Raises TaskError where the row has none, which ``what`` needs, or it cannot be rendered.
         """
-        prompt, row = self.prompt_by_id(prompt_id), self.row_by_id(prompt_id)
-        shown = self.task.demonstration(prompt.data[INDEX_KEY], what)
+        row = self.row_by_id(prompt_id)
+        shown, prompt = row.demonstration(what), self._rendered(row, self.config, prompt_id)
         if isinstance(shown, str):
             yield prompt, shown
             return
@@ -165,10 +167,8 @@ class PromptSource:
         plain = self.config.model_copy(update={"system": "", "instruction": ""})  # they are in it
         for at, turn in enumerate(shown):
             if turn["role"] == "assistant":
-                asked = replace(row, prompt=(*begun, *shown[:at]))
-                how: Any = {"encoder": self.encoder, "render": self.render}
-                read = render(asked, plain, self.tokenizer, prompt_id, **how) if at else prompt
-                yield read, turn["content"]
+                asked = replace(row, prompt=(*begun, *shown[:at]), tokens=())
+                yield self._rendered(asked, plain, prompt_id) if at else prompt, turn["content"]
 
     def row_by_id(self, prompt_id: int) -> TaskRow:
         """Return the row that the prompt with this id is made of."""

@@ -25,6 +25,9 @@ from stretto.types import Response
 BATCH = 32
 """Examples an update."""
 
+WHOLE = 4
+"""Token budgets of a pass up to which a batch is one pass all the same: it takes little memory."""
+
 _WEIGHT, _RANDOM = "weight ", "random "
 
 
@@ -50,7 +53,8 @@ def warm_up(
     for batch in batches:
         loss, count = 0.0, sum(len(example) for example in batch)
         with trained.training():
-            for rows in microbatches(batch, budget):
+            padded = len(batch) * max(example.total_tokens for example in batch)
+            for rows in microbatches(batch, budget if padded > WHOLE * budget else padded):
                 part = [batch[i] for i in sorted(rows)]
                 hidden = response_hidden(model, part)
                 logprobs, _ = token_logprobs(head, hidden, response_tokens(part, hidden.device))
