@@ -25,8 +25,8 @@ from stretto.types import Response
 BATCH = 32
 """Examples an update."""
 
-WHOLE = 4
-"""Token budgets of a pass up to which a batch is one pass all the same: it takes little memory."""
+SMALL = 10**10
+"""Tokens times weights, up to which a batch is one pass: less than a second, and little memory."""
 
 _WEIGHT, _RANDOM = "weight ", "random "
 
@@ -49,12 +49,13 @@ def warm_up(
     trained = TrainedModel(model, LearningRate(lr, len(batches)), training)
     head = output_head(model)
     budget = token_budget(optimizer.microbatch_tokens, next(model.parameters()).device)
+    weights = sum(p.numel() for p in model.parameters())
     loss = 0.0
     for batch in batches:
         loss, count = 0.0, sum(len(example) for example in batch)
         with trained.training():
             padded = len(batch) * max(example.total_tokens for example in batch)
-            for rows in microbatches(batch, budget if padded > WHOLE * budget else padded):
+            for rows in microbatches(batch, budget if padded * weights > SMALL else padded):
                 part = [batch[i] for i in sorted(rows)]
                 hidden = response_hidden(model, part)
                 logprobs, _ = token_logprobs(head, hidden, response_tokens(part, hidden.device))
