@@ -18,7 +18,7 @@ from torch import Tensor, nn
 NAME = "stretto"
 """Name of the attention in a model's config."""
 
-LONGEST = {torch.bfloat16: 256, torch.float32: 64}
+LONGEST = {torch.bfloat16: 512, torch.float32: 64}
 """Tokens up to which plain products win, by type; measured (docs/performance.md)."""
 
 
@@ -70,8 +70,8 @@ def _attention(
 
 
 @lru_cache(maxsize=32)
-def _causal_bias(length: int) -> Tensor:
-    return torch.full((length, length), -torch.inf).triu(1)
+def _causal_bias(length: int, dtype: torch.dtype) -> Tensor:
+    return torch.full((length, length), -torch.inf, dtype=dtype).triu(1)
 
 
 class _CausalAttention(torch.autograd.Function):
@@ -82,9 +82,9 @@ class _CausalAttention(torch.autograd.Function):
         b, heads, length, d = query.shape
         groups = key.shape[1]
         q = query.reshape(b, groups, -1, d) * scale
-        scores = torch.matmul(q, key.transpose(-1, -2)).float()
-        scores.view(b, groups, -1, length, length).add_(_causal_bias(length))
-        p = torch.softmax(scores, -1).to(query.dtype)
+        scores = torch.matmul(q, key.transpose(-1, -2))
+        scores.view(b, groups, -1, length, length).add_(_causal_bias(length, query.dtype))
+        p = torch.softmax(scores, -1)  # which torch computes in float32
         ctx.save_for_backward(q, key, value, p)
         ctx.scale = scale
         return torch.matmul(p, value).view(b, heads, length, d)
@@ -95,8 +95,8 @@ class _CausalAttention(torch.autograd.Function):
         b, heads, length, d = grads[0].shape
         d_out = grads[0].reshape(b, key.shape[1], -1, d)
         d_value = torch.matmul(p.transpose(-1, -2), d_out)
-        d_p = torch.matmul(d_out, value.transpose(-1, -2)).float()
-        d_scores = torch._softmax_backward_data(d_p, p.float(), -1, torch.float32).to(q.dtype)
+        d_p = torch.matmul(d_out, value.transpose(-1, -2))
+        d_scores = torch._softmax_backward_data(d_p, p, -1, q.dtype)
         d_query = (torch.matmul(d_scores, key) * ctx.scale).view(b, heads, length, d)
         d_key = torch.matmul(d_scores.transpose(-1, -2), q)
         return d_query, d_key, d_value, None

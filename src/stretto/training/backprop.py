@@ -18,6 +18,7 @@ from stretto.algorithms.experience import LossTerm
 from stretto.algorithms.reductions import Metrics
 from stretto.config.training import token_budget
 from stretto.models.forward import by_token_budget, packs, packs_rightly, unwrapped
+from stretto.models.threads import side_by_side
 from stretto.training.losses import Losses, MicroBatch
 from stretto.training.trained import TrainedModel
 from stretto.types import Stats
@@ -46,7 +47,9 @@ class Backprop(Protocol):
 
 
 class LocalBackprop:
-    """Passes in this process, a micro-batch after the other, critic before actor."""
+    """Passes in this process, a micro-batch after the other; on a CPU critic and actor are trained
+    at the same time.
+    """
 
     def __init__(
         self,
@@ -69,17 +72,22 @@ class LocalBackprop:
         self, batches: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool
     ) -> Mapping[str, Metrics]:
         batches = [batch.to(self._actor.device) for batch in batches]
-        by_model = {}
+        passes = {}
         if self._critic is not None:
             loss = partial(self._losses.of_critic, self._critic.model)
-            by_model["critic"] = _passes(self._critic, batches, loss)
+            passes["critic"] = partial(_passes, self._critic, batches, loss)
         if trains_actor:
 
             def of_actor(states: Tensor, batch: MicroBatch) -> LossTerm:
                 return self._losses.of_actor(self._actor.head, states, batch, kl_coef)
 
-            by_model["actor"] = _passes(self._actor, batches, of_actor)
-        return by_model
+            passes["actor"] = partial(_passes, self._actor, batches, of_actor)
+        return dict(zip(passes, self._make([*passes.values()]), strict=True))
+
+    def _make(self, passes: Sequence[Callable[[], Metrics]]) -> Sequence[Metrics]:
+        if self._actor.device.type == "cpu":
+            return side_by_side(passes)
+        return [each() for each in passes]
 
     def finish(self) -> Stats:
         return {}  # the models are the ones that were updated

@@ -473,6 +473,9 @@ class ShardedBackprop(LocalBackprop):
         dist.all_gather_object(said, own_metrics, group=self._grid.rows)
         return {name: sum((metrics[name] for metrics in said), Metrics()) for name in by_model}
 
+    def _make(self, passes: Sequence[Callable[[], Metrics]]) -> Sequence[Metrics]:
+        return [each() for each in passes]  # collectives have one order on all ranks
+
     def finish(self) -> Stats:
         """Return ``passes/balance``: tokens (padding counted) of an average rank, as a share of
         those of the rank that has the most; 1 where no rank waits for another.

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
 from stretto.errors import LifecycleError
+from stretto.models.threads import interrupt, set_threads
 from stretto.types import Reply
 
 if TYPE_CHECKING:
     from stretto.workers.rank import Facts
 
 T = TypeVar("T")
-
-_SETTING_THREADS = Lock()
 
 
 class Interrupted(KeyboardInterrupt):
@@ -81,11 +79,8 @@ class WorkerThread:
     def interrupt(self) -> None:
         """Have the thread end; a call that is under way is broken off between two of its steps."""
         self._calls.put(None)
-        if self.busy and self._thread.is_alive():
-            # What Ctrl-C does to the main thread: the exception surfaces at the next bytecode.
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(Interrupted)
-            )
+        if self.busy:
+            interrupt(self._thread, Interrupted)
 
     def stop(self) -> None:
         """Have the thread end after the calls that were asked for."""
@@ -98,11 +93,7 @@ class WorkerThread:
 
     def _work(self, threads: int) -> None:
         if threads:
-            # torch keeps one number for threads that have not asked yet, which a thread that has
-            # set its own takes up all the same when it first asks: it asks before another sets it.
-            with _SETTING_THREADS:
-                torch.set_num_threads(threads)
-                torch.get_num_threads()
+            set_threads(threads)
         try:
             while (call := self._calls.get()) is not None:
                 self.busy = True

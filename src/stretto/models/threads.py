@@ -1,0 +1,80 @@
+"""CPU threads of torch's operations, and Python threads that share them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from threading import Lock, Thread
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+_SETTING = Lock()
+
+WAKE_S = 0.1
+"""Seconds after which a thread that waits for others sees that it was interrupted."""
+
+
+def set_threads(threads: int) -> None:
+    """Set how many CPU threads the operations of this Python thread have."""
+    # torch keeps one number for threads that have not asked yet, which a thread that has set its
+    # own takes up all the same when it first asks: it asks before another sets it.
+    with _SETTING:
+        torch.set_num_threads(threads)
+        torch.get_num_threads()
+
+
+def interrupt(thread: Thread, error: type[BaseException]) -> None:
+    """Raise an error in a thread at its next bytecode, as Ctrl-C does in the main thread."""
+    if thread.is_alive():
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident or 0), ctypes.py_object(error)
+        )
+
+
+def side_by_side(calls: Sequence[Callable[[], T]]) -> list[T]:
+    """Make calls that change nothing in common at the same time, each on its share of this thread's
+    CPU threads; return their results.
+
+    Threads of one operation wait for each other at its end, and sit idle in what is too small to be
+    shared: two calls on one thread each end before the same calls one after the other on two
+    (docs/performance.md). Where the threads cannot be shared evenly that is how they are made.
+    An error or an interruption of this thread ends the other calls.
+    """
+    threads, grad = torch.get_num_threads(), torch.is_grad_enabled()
+    share, left = divmod(threads, len(calls))
+    if len(calls) < 2 or left:
+        return [call() for call in calls]
+    asked: list[tuple[Callable[[], T], Future[T]]] = [(call, Future()) for call in calls]
+
+    def make(call: Callable[[], T], answer: Future[T]) -> None:
+        try:
+            set_threads(share)
+            with torch.set_grad_enabled(grad):  # which torch keeps by thread
+                answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    (own, _), *rest = asked
+    others = [Thread(target=make, args=each, daemon=True) for each in rest]
+    answers = [answer for _, answer in rest]
+    try:
+        for other in others:
+            other.start()
+        set_threads(share)
+        first = own()
+        # Thread.join would, if interrupted, take the other thread for ended (Python 3.11).
+        while wait(answers, WAKE_S).not_done:
+            pass
+    except BaseException:
+        for other in others:
+            interrupt(other, SystemExit)
+        raise
+    finally:
+        for other in others:
+            other.join()
+        set_threads(threads)
+    return [first, *(answer.result() for answer in answers)]

@@ -1,0 +1,93 @@
+"""Calls made at the same time, each on its share of the CPU threads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from threading import Event, Thread, get_ident
+
+import pytest
+import torch
+
+from stretto.models.threads import interrupt, set_threads, side_by_side
+
+
+@pytest.fixture(autouse=True)
+def four_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    set_threads(4)
+    yield
+    set_threads(before)
+
+
+def wait_for(event: Event) -> None:
+    """Wait as work in Python does, which an interruption reaches."""
+    while not event.is_set():
+        time.sleep(0.01)
+
+
+def test_each_call_has_its_share_of_the_threads_and_the_modes_of_the_caller() -> None:
+    here, met = Event(), Event()
+
+    def call(mine: Event, other: Event) -> tuple[int, bool, int]:
+        mine.set()
+        wait_for(other)  # ends only if both calls are made at the same time
+        return torch.get_num_threads(), torch.is_grad_enabled(), get_ident()
+
+    with torch.no_grad():
+        one, two = side_by_side([partial(call, here, met), partial(call, met, here)])
+    assert one == (2, False, get_ident())
+    assert two[:2] == (2, False)
+    assert two[2] != get_ident()
+    assert torch.get_num_threads() == 4
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_calls_among_which_threads_cannot_be_shared_are_made_in_turn(calls: int) -> None:
+    made = side_by_side([lambda i=i: (i, torch.get_num_threads()) for i in range(calls)])  # type: ignore[misc]
+    assert made == [(i, 4) for i in range(calls)]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_error_reaches_the_caller(place: int) -> None:
+    def fails() -> None:
+        raise ValueError("of a pass")
+
+    calls = [lambda: None, lambda: None]
+    calls[place] = fails
+    with pytest.raises(ValueError, match="of a pass"):
+        side_by_side(calls)
+    assert torch.get_num_threads() == 4
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_interruption_ends_the_other_call_too(place: int) -> None:
+    begun, never = Event(), Event()
+    ended: list[str] = []
+
+    class Stop(KeyboardInterrupt):
+        pass
+
+    def endless() -> None:
+        try:
+            begun.set()
+            wait_for(never)
+        finally:
+            ended.append("endless")
+
+    calls = [lambda: None, lambda: None]
+    calls[place] = endless
+
+    def caller() -> None:
+        try:
+            side_by_side(calls)
+        except Stop:
+            ended.append("caller")
+
+    thread = Thread(target=caller)
+    thread.start()
+    assert begun.wait(10)
+    interrupt(thread, Stop)
+    thread.join(10)
+    assert ended == ["endless", "caller"]
