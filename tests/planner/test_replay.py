@@ -167,6 +167,25 @@ def test_hand_overs_and_calls_are_measured() -> None:
     assert inside.generator.load_s == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize(
+    ("amounts", "call_s", "token_s"),
+    [((100, 200, 400), 0.3, 0.01), ((100, 110, 150), 0.0, 0.0125)],
+)
+def test_calls_of_like_amounts_do_not_tell_what_a_call_costs_by_itself(
+    amounts: tuple[int, ...], call_s: float, token_s: float
+) -> None:
+    """All is counted by amount then: of 0.3 s and 0.01 s a token, 4.5 s for 360 tokens."""
+    spans = [
+        Span("critic", "score/critic", 10.0 * i, 10.0 * i + 0.3 + 0.01 * n, {"tokens": n})
+        for i, n in enumerate(amounts)
+    ]
+    spans += [Span("generator", "gen", 40.0, 41.0, {"steps": 10, "tokens": 10})]
+    spans += [Span("learner", "update", 50.0, 51.0, {"tokens": 10})]
+    cost = calibrate(spans).scorers["critic"]
+    assert isinstance(cost, PrefillCost)
+    assert (cost.call_s, cost.token_s) == pytest.approx((call_s, token_s), abs=1e-6)
+
+
 def test_what_was_in_flight_gets_the_median_of_what_became_longer() -> None:
     ended = {0: 10, 1: 20, 2: 30, 4: 40}
     assert Replayed.from_ledger(ended).tokens == (10, 20, 30, 25, 40)

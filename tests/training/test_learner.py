@@ -39,6 +39,7 @@ from stretto.errors import EngineError, LearnerError, LifecycleError
 from stretto.models import forward
 from stretto.models.load import load_causal_lm
 from stretto.models.lora import add_lora
+from stretto.models.threads import set_threads
 from stretto.models.weights import fingerprint, load_weights, with_own_weights
 from stretto.schedules.rollout import Rollout, total_reward, train_batch
 from stretto.training import agreement
@@ -282,6 +283,32 @@ def gradients_with(batch_order: Sequence[int] = range(6), **training: Any) -> Gr
 @pytest.mark.parametrize("budget", [1, 20, 60, 100, 100_000])
 def test_micro_batches_do_not_matter(budget: int) -> None:
     assert_close(gradients_with(microbatch_tokens=budget), gradients_with())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_models_trained_side_by_side_get_the_gradients_of_one_after_the_other(
+    dtype: torch.dtype,
+) -> None:
+    """Bit for bit, as each pass has one thread in both cases."""
+    grads, batch = [], make_rollouts(*models(), SHAPES)
+    for threads in (1, 2):
+        before = torch.get_num_threads()
+        set_threads(threads)
+        try:
+            actor, critic = (model.to(dtype) for model in models())
+            learner = make_learner(actor, critic, settings(training={"microbatch_tokens": 20}))
+            learned = learner.trained
+            for model in learned.values():
+                model.update = lambda: 0.0  # type: ignore[method-assign]
+            train_on(learner, batch)
+            found = {f"{n}.{k}": g for n, m in learned.items() for k, g in m.gradients().items()}  # type: ignore[attr-defined]
+            grads.append(found)
+        finally:
+            set_threads(before)
+    one, other = grads
+    assert {name.partition(".")[0] for name in one} == {"actor", "critic"}
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_the_order_of_rollouts_does_not_matter() -> None:

@@ -181,11 +181,19 @@ def _fit(spans: Sequence[Span], rows: Sequence[Sequence[float]], far_off: float)
     return [float(c) for c in fit_costs(features, took_s, far_off)]
 
 
+ALIKE = 2.0
+"""Calls of like amounts, the largest less than so many times the smallest, do not tell what a call
+costs by itself: all is then counted for its units, as it is in large calls."""
+
+
 def _fit_line(
     spans: Sequence[Span], amount: Callable[[Span], float], far_off: float = _FAR_OFF
 ) -> list[float]:
     """Return seconds of a call, and of a unit of its amount."""
-    return _fit(spans, [[1.0, float(amount(s))] for s in spans], far_off)
+    amounts = [float(amount(s)) for s in spans]
+    if amounts and max(amounts) < ALIKE * min(amounts):
+        return [0.0, *_fit(spans, [[each] for each in amounts], far_off)]
+    return _fit(spans, [[1.0, each] for each in amounts], far_off)
 
 
 def _generator(spans: Sequence[Span], load_s: float) -> costs.GeneratorCost:
