@@ -332,6 +332,18 @@ def test_peft_keeps_a_float32_input_of_each_adapted_layer() -> None:
         assert counted.work["training"]["adapters' inputs"] == 10 * expected
 
 
+def test_models_trained_side_by_side_have_passes_at_the_same_time() -> None:
+    """The sum of their activations; one after the other, the larger ones alone."""
+    passes = {}
+    for models, side_by_side in (([SHAPE], False), ([SHAPE] * 2, False), ([SHAPE] * 2, True)):
+        counted = DeviceMemory(width=2)
+        learner = models, Mesh(1), 10, ()
+        counted.put_learner(*learner, checkpointing=False, versions=0, side_by_side=side_by_side)
+        passes[len(models), side_by_side] = counted.work["training"].total()
+    assert passes[2, False] == passes[1, False] > 0
+    assert passes[2, True] == 2 * passes[1, False]
+
+
 def test_vllm_gets_what_learners_leave_on_their_gpus() -> None:
     """7B on 8 GPUs, as docs/vllm.md has it: engines sleep while the learner works."""
     text = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()

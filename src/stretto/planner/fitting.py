@@ -381,6 +381,7 @@ class RunMemory:
                     copies=copies,
                     shared=models[1:] if copies and c.critic.init == "actor" else (),
                     moments=moments if rests else (),
+                    side_by_side=copies and place.device == "cpu" and not c.pipeline.ranks,
                 )
             elif model := shapes.get(seat.scorer or "actor"):
                 generates, follows = not seat.scorer, seat.scorer in ("", "critic")

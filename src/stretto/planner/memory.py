@@ -220,8 +220,9 @@ class DeviceMemory:
         values: bool = False,
         moments: Sequence[str] = (),
         offload: bool = False,
+        side_by_side: bool = False,
     ) -> None:
-        """Count a learner, which trains its models one after the other.
+        """Count a learner.
 
         Args:
             tokens: of a micro-batch.
@@ -233,6 +234,7 @@ class DeviceMemory:
             moments: phases in which Adam's moments, and masters that are not the weights, are not
                 on the host. Empty: always.
             offload: all states are on the host but in their phases.
+            side_by_side: it trains its models at the same time, and not one after the other.
         """
         width, on_host = self.width, ("training",) if offload else ()
         adapters = self.adapter_parameters if self.adapters else None
@@ -255,8 +257,8 @@ class DeviceMemory:
         for shape in synced:
             self._put_buckets(shape)
         passes = [self._pass(shape, mesh, tokens, checkpointing, copies) for shape in models]
-        largest: Counter[str] = max(passes, key=Counter.total)
-        self.work["training"].update(largest)
+        for each in passes if side_by_side else [max(passes, key=Counter.total)]:
+            self.work["training"].update(each)
         if offload:
             self.put("actor's masters", _masters(models[0], mesh), SYNC)
         if values:
