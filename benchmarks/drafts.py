@@ -58,12 +58,9 @@ LONGEST = 4
 ROWS = (1, 2, 4, 8, 16, 32)
 PROPOSED = (1, 2, 4, 8)
 
-Source = Mapping[tuple[int, ...], int]
-"""Where each n-gram of a text last ended: the index of the token after it."""
-
 
 class Text:
-    """A text that grows, and its n-grams."""
+    """A text that grows, and where each of its n-grams last ended: the index of the next token."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens: list[int] = []
@@ -137,11 +134,9 @@ def replay(
             coming = answers[i].tokens[at[i] : at[i] + len(proposal)]
             equal = [a == b for a, b in zip(proposal, coming, strict=False)]
             same = (*equal, False).index(False)
-            proposing, kept, widest = (
-                proposing + bool(proposal),
-                kept + same,
-                max(widest, len(proposal)),
-            )
+            proposing += bool(proposal)
+            kept += same
+            widest = max(widest, len(proposal))
             advance[i] = min(1 + same, len(answers[i].tokens) - at[i])
         seconds += costs.of(len(left), min(k for k in (0, *PROPOSED) if k >= widest))
         for i, tokens in advance.items():
@@ -183,7 +178,7 @@ def measured(model: nn.Module, context: int, repeats: int) -> Costs:
     """Time steps of rows with so much context, of which each has the same."""
     config = RolloutConfig()
 
-    def best(call: Callable[[], object]) -> float:
+    def typical(call: Callable[[], object]) -> float:
         def seconds() -> float:
             begun = time.perf_counter()
             call()
@@ -205,9 +200,9 @@ def measured(model: nn.Module, context: int, repeats: int) -> Costs:
             own.cache.reserve(context + max(PROPOSED) + 1)
             own.prefill([*range(rows)], [0] * rows, [[5] * context] * rows)
             inputs = StepInputs(*(torch.full((rows,), x) for x in (5, context, 0, 0)))
-            costs[0].append(best(partial(own.decode, inputs, context + 1)))
+            costs[0].append(typical(partial(own.decode, inputs, context + 1)))
             for k in PROPOSED:
-                costs[k].append(best(partial(verify, own, rows, k)))
+                costs[k].append(typical(partial(verify, own, rows, k)))
     return Costs(costs)
 
 
@@ -247,10 +242,7 @@ def lines(args: argparse.Namespace) -> Iterator[str]:
             sum(len(a.tokens) > t for a in last) for t in range(max(len(a.tokens) for a in last))
         ]
         tail = sum(costs.of(n, 0) for n in steps if n <= 8)
-        grid = {
-            (m, k): replay(last, past, costs, m, k)
-            for m, k in product((1, 2, 4, 8, 16, 32), PROPOSED)
-        }
+        grid = {(m, k): replay(last, past, costs, m, k) for m, k in product(ROWS, PROPOSED)}
         (m, k), found = min(grid.items(), key=lambda item: item[1].seconds)
         unpaid = min(replay(last, past, free, rows, 8).seconds for rows in (8, 32))
         whole = prefill_s + plain

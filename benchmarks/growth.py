@@ -34,6 +34,7 @@ import ppo_step
 from _shared import parse
 from stretto.config import Config
 from stretto.machine import Machine
+from stretto.models import info
 from stretto.models.devices import product_speeds
 
 SMOKE = {"batches": [4, 8], "lengths": [4, 8], "shapes": ["given"], "rows": 4, "new_tokens": 4}
@@ -89,11 +90,11 @@ def settings(point: Point, args: argparse.Namespace) -> Config:
 
 def measure(point: Point, args: argparse.Namespace) -> Found:
     """Take two steps in this process."""
-    _, phases = ppo_step.timed(settings(point, args))
+    config = settings(point, args)
+    _, phases = ppo_step.timed(config)
     took = phases[-1]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    model = AutoModelForCausalLM.from_pretrained(point.model)
-    weights = sum(p.numel() for p in model.parameters())
+    weights, _ = info.measure(config.model)
     return Found(took["gen"], took["score/reference"], took["update"], peak, weights)
 
 
