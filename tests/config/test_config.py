@@ -232,6 +232,11 @@ def test_a_stop_string_is_not_empty() -> None:
             recipes.build({"rollout": {"stop": stop}}, "here")
 
 
+def test_vllm_does_not_take_proposed_tokens() -> None:
+    with raises(ConfigError, "speculation-in-vllm", "rollout.speculative_tokens = 2"):
+        recipes.build({"rollout": {"engine": "vllm", "speculative_tokens": 2}}, "here")
+
+
 def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     with raises(ConfigError, "greater_than", "steps = 0: ", "; unknown setting 'modl'"):
         recipes.load(write(tmp_path, "steps = 0\nmodl = 1"))

@@ -1,4 +1,4 @@
-"""Attention for short sequences against torch's own, in float64 and through a model."""
+"""Attention on a CPU against torch's own, in float64 and through a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from helpers import llama
 from rounding import rounding
 from stretto.models import attention
-from stretto.models.attention import _CausalAttention
+from stretto.models.attention import _CausalAttention, _masked
+from stretto.models.cached import CachedPass, SlotCache
 from stretto.models.devices import Backend, CudaBackend
 from stretto.models.load import load_causal_lm
 
@@ -39,6 +40,56 @@ def test_values_and_gradients_equal_torchs(heads: tuple[int, int], length: int) 
         out.append([result, q.grad, k.grad, v.grad])
     for a, b in zip(*out, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=rounding(TERMS), atol=rounding(TERMS))
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize("length", [2, 7])
+def test_tokens_after_a_cache_attend_as_torchs(heads: tuple[int, int], length: int) -> None:
+    """With a mask for each row; a row of padding sees all keys."""
+    torch.manual_seed(0)
+    keys = 40
+    query = torch.randn(3, heads[0], length, 8)
+    key, value = torch.randn(2, 3, heads[1], keys, 8)
+    first = torch.tensor([33, 5, keys])
+    at = first[:, None] + torch.arange(length)
+    mask = torch.arange(keys) <= at[:, None, :, None]
+    got = _masked(query, key, value, mask, 0.3)
+    expected = F.scaled_dot_product_attention(
+        query.double(), key.double(), value.double(), mask, scale=0.3, enable_gqa=True
+    )
+    torch.testing.assert_close(got.double(), expected, rtol=rounding(100), atol=rounding(100))
+
+
+def test_a_model_goes_on_after_a_cache_with_it(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to a number of tokens and of keys, and not for gradients."""
+    model = load_causal_lm(tiny_folder, torch.float32, torch.device("cpu"))
+    calls = []
+    original = attention._masked
+    monkeypatch.setattr(
+        attention, "_masked", lambda *given: calls.append(given[0].shape[2]) or original(*given)
+    )
+    most = attention.FEW[torch.float32]
+    ids = torch.randint(0, 256, (2, 3 * most), generator=torch.Generator().manual_seed(0))
+    own = CachedPass(model, SlotCache(2))
+    own.cache.reserve(ids.shape[1])
+    ends = [5, 5 + most, 6 + most, 3 * most]  # of passes: of 5 tokens, of most, of 1, of many
+    with torch.no_grad():
+        parts, begin = [], 0
+        for end in ends:
+            parts.append(own.prefill([0, 1], [begin] * 2, ids[:, begin:end].tolist()))
+            begin = end
+        plain = own.backbone(input_ids=ids, use_cache=False).last_hidden_state
+    torch.testing.assert_close(torch.cat(parts, 1), plain, rtol=1e-4, atol=1e-5)
+    assert set(calls) == {most}
+    monkeypatch.setattr(attention, "MOST_KEYS", 4)
+    calls.clear()
+    with torch.no_grad():
+        own.prefill([0, 1], [5, 5], ids[:, 5 : 5 + most].tolist())
+    monkeypatch.undo()
+    own.prefill([0, 1], [5, 5], ids[:, 5 : 5 + most].tolist())
+    assert not calls
 
 
 def test_a_model_computes_the_same_with_it(tiny_folder: Path, monkeypatch) -> None:

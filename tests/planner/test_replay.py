@@ -33,6 +33,7 @@ from stretto.runtime.sim.costs import (
     DriverCost,
     GeneratorCost,
     PrefillCost,
+    Speculation,
     TrainCost,
 )
 from stretto.runtime.sim.devices import Cores, Device, SimWorker
@@ -342,6 +343,30 @@ def test_records_of_one_number_of_ranks_say_nothing_of_another() -> None:
     run = recording(config, crowded(config))
     with raises(ConfigError, "cuts-not-recorded", "{'learner': (2, 1)}"):
         run.cluster(settings(schedule=ScheduleConfig(), cluster=sharded))
+
+
+def test_accepted_tokens_are_replayed_as_they_were_recorded() -> None:
+    config = settings(
+        schedule=ScheduleConfig(), rollout={"speculative_tokens": 4, "speculative_rows": 2}
+    )
+    run, counts = recording(config, crowded(config)), {"looked_up": 8, "proposed": 20}
+    spans = [
+        replace(s, attributes={**s.attributes, **counts, "accepted": 4}) if s.name == "gen" else s
+        for s in run.spans
+    ]
+    run = replace(run, spans=spans)
+
+    def speculation(**changed: int) -> Speculation:
+        rollout = config.rollout.model_copy(update=changed)
+        wanted = config.model_copy(update={"rollout": rollout})
+        return run.cluster(wanted).generators[0].speculation
+
+    recorded = Speculation(rows=2, proposed=2.5, accepted=0.5)
+    assert speculation() == recorded
+    assert speculation(speculative_rows=1) == recorded.model_copy(update={"rows": 1})
+    assert speculation(speculative_tokens=0) == Speculation()
+    with raises(ConfigError, "speculation-not-recorded", "rollout.speculative_tokens"):
+        speculation(speculative_tokens=5)
 
 
 def test_a_run_that_ended_nothing_cannot_be_replayed() -> None:

@@ -884,17 +884,17 @@ def test_graphed_decode_is_eager_decode() -> None:
     graphed = GraphedDecode(steps, EagerBackend())
     slots.reserve(40)
     prompts = random_prompts([9, 30, 2, 17, 25, 300])
-    for n in (1, 3, 5, 6, 2):
+    for n, more in ((1, 0), (3, 0), (5, 2), (6, 0), (2, 2)):
         if n == 6:
             slots.reserve(310)  # what was set up for smaller slots must not be used any more
         steps.prefill(range(n), [0] * n, [p[:-1] for p in prompts[:n]])
-        at = torch.tensor([len(p) - 1 for p in prompts[:n]])
+        at = torch.tensor([len(p) - 1 for p in prompts[:n]])[:, None] + torch.arange(1 + more)
         if n == 3:
             at[1] = slots.capacity  # sits out
-        ids = torch.tensor([p[-1] for p in prompts[:n]])
-        seeds = torch.tensor([stream_seed(1, i) for i in range(n)])
-        inputs = StepInputs(ids, at, seeds, torch.arange(n))
-        read = max(len(p) for p in prompts[:n])
+        ids = torch.tensor([[p[-1]] + [7] * more for p in prompts[:n]])
+        seeds = torch.tensor([[stream_seed(1, i)] * (1 + more) for i in range(n)])
+        inputs = StepInputs(ids, at, seeds, torch.arange(n)[:, None] + torch.arange(1 + more))
+        read = max(len(p) for p in prompts[:n]) + more
         expected, got = steps.decode(inputs, read), graphed(inputs, read)
         active = at < slots.capacity
         assert got[0][active].tolist() == expected[0][active].tolist()
@@ -932,7 +932,7 @@ def test_graphs_are_bounded_and_the_one_used_longest_ago_goes(
     slots.reserve(16)
 
     def captures_after(n: int) -> int:
-        graphed(StepInputs(*torch.ones(4, n, dtype=torch.long)), 2)
+        graphed(StepInputs(*torch.ones(4, n, 1, dtype=torch.long)), 2)
         return backend.captures
 
     # Graphs of 1 and 2 rows; 4 rows take the place of 2, as 1 was used after it.

@@ -38,6 +38,7 @@ from stretto.runtime.sim.costs import (
     GeneratorCost,
     PrefillCost,
     SampleCost,
+    Speculation,
     TrainCost,
     TransferCost,
 )
@@ -163,7 +164,9 @@ def test_steps_and_seconds_are_inverse(
 def test_padded_rows_read_as_much_as_the_longest() -> None:
     """Rows of 2 + 3 and 10 + 1 tokens; the second ends after two steps, the first after four."""
     for padded, expected in ((False, (16 + 18) + (7 + 8)), (True, (22 + 24) + (7 + 8))):
-        replica = Replica(GeneratorCost(decode=DecodeCost(context_s=1.0), padded=padded), 0)
+        replica = Replica(
+            GeneratorCost(decode=DecodeCost(context_s=1.0), padded=padded), 0, Speculation()
+        )
         for id_, prompt, tokens, length in ((0, 2, 3, 7), (1, 10, 1, 3)):
             row = SimRow(id_, id_, prompt, tokens, length, FinishReason.STOP, cached=99)
             replica.waiting.append(row)
@@ -171,6 +174,19 @@ def test_padded_rows_read_as_much_as_the_longest() -> None:
         assert [row.id for row in ended] == [1, 0]
         assert (work["steps"], work["context"], seconds) == (4, expected, expected)
         assert replica.load == 0
+
+
+def test_a_token_costs_a_share_of_a_step_while_proposed_ones_are_verified() -> None:
+    """Three rows of 2, 4 and 6 tokens, whose last two read 3 tokens a step and keep half of one."""
+    cost = DecodeCost(step_s=6.0, row_s=1.0, weights_s=3.0, product_s=1.0)
+    few = Speculation(rows=2, proposed=2.0, accepted=0.5)
+    replica = Replica(GeneratorCost(decode=cost), 0, few)
+    for id_, length in enumerate((2, 4, 6)):
+        replica.waiting.append(SimRow(id_, id_, 1, 0, length, FinishReason.STOP, cached=1))
+    _, seconds, work = decode([replica], 9, 0)
+    three, two, one = 6 + 3 + max(3, 3), (6 + 6 + max(3, 6)) / 1.5, (6 + 3 + max(3, 3)) / 1.5
+    assert seconds == pytest.approx(2 * three + 2 * two + 2 * one)
+    assert (work["steps"], work["tokens"]) == (6, 12)
 
 
 PERFECT = Efficiency(

@@ -330,6 +330,10 @@ class RolloutConfig(Section):
     """Generation engines; rollouts are spread over them."""
     prefill_tokens: PositiveInt = 4096
     """Most prompt tokens processed between two decode steps."""
+    speculative_tokens: NonNegativeInt = 0
+    """Tokens that Stretto's own engine proposes a row and step, when few rows are left: what followed the same words in earlier text of the prompt's responses. A step keeps those that it would have sampled anyway. 0 is off; 4 pays at low temperatures."""
+    speculative_rows: PositiveInt = 4
+    """Rows of an engine up to which it proposes tokens; a GPU stands more than a CPU."""
 
     @property
     def cuda_graphs(self) -> bool:
@@ -346,6 +350,10 @@ class RolloutConfig(Section):
         broken["unknown-engine-argument"] = unknown and (
             f"rollout.engine_args names '{min(unknown)}', and Stretto's own engine knows "
             "cuda_graphs alone; leave it out, or set rollout.engine = 'vllm'"
+        )
+        broken["speculation-in-vllm"] = (self.engine == "vllm" and self.speculative_tokens) and (
+            f"rollout.speculative_tokens = {self.speculative_tokens} is for Stretto's own engine; "
+            "leave it out, or set rollout.engine = 'torch'"
         )
         broken["empty-stop-string"] = "" in self.stop and (
             "an empty string in rollout.stop would end every response at once; leave it out"

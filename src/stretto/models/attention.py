@@ -1,6 +1,6 @@
-"""Attention for short sequences on a CPU, where torch's fused kernel is slow to differentiate.
+"""Attention on a CPU where torch's fused kernel is slow: to differentiate, and with a mask.
 
-Shapes: b sequences, g key-value heads, r query heads to each, L tokens, d head size.
+Shapes: b sequences, g key-value heads, r query heads to each, L tokens, K keys, d head size.
 
 Query heads of a key-value head are laid one after another, so that grouped heads need no copies of
 keys and values: scores are one product of [r L, d] and [d, L]. Only the probabilities are kept for
@@ -19,7 +19,13 @@ NAME = "stretto"
 """Name of the attention in a model's config."""
 
 LONGEST = {torch.bfloat16: 512, torch.float32: 64}
-"""Tokens up to which plain products win, by type; measured (docs/performance.md)."""
+"""Tokens of whole sequences up to which plain products win; measured (docs/performance.md)."""
+
+FEW = {torch.bfloat16: 128, torch.float32: 32}
+"""The same of tokens after a cache, without gradients; for a single one the kernel wins."""
+
+MOST_KEYS = 2048
+"""Keys up to which they do, as scores of all heads are kept at once."""
 
 
 def use_short_attention(model: Any) -> None:
@@ -50,23 +56,43 @@ def _attention(
     """Attend, in the form that transformers calls: [b, heads, L, d] to [b, L, heads, d]."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    length = query.shape[2]
+    length, keys = query.shape[2], key.shape[2]
     plain = (
         query.device.type == "cpu"  # a model may be loaded there for another device
-        and attention_mask is None
-        and 1 < length == key.shape[2] <= LONGEST.get(query.dtype, 0)
+        and length > 1
         and query.shape[3] == key.shape[3] == value.shape[3]
         and getattr(module, "is_causal", False)
         and not kwargs.get("dropout")
         and all(kwargs.get(k) is None for k in ("softcap", "position_bias", "is_causal"))
     )
-    if not plain:
+    whole = attention_mask is None and length == keys <= LONGEST.get(query.dtype, 0)
+    few = (
+        attention_mask is not None
+        and attention_mask.dtype == torch.bool
+        and length <= FEW.get(query.dtype, 0)
+        and keys <= MOST_KEYS
+        and not torch.is_grad_enabled()
+    )
+    if not plain or not (whole or few):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    out: Tensor = _CausalAttention.apply(query, key, value, scale)  # type: ignore[no-untyped-call]
+    if attention_mask is None:
+        out: Tensor = _CausalAttention.apply(query, key, value, scale)  # type: ignore[no-untyped-call]
+    else:
+        out = _masked(query, key, value, attention_mask, scale)
     return out.transpose(1, 2).contiguous(), None  # as torch's own, which models call view() on
+
+
+def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Attend from the last tokens [b, g r, L, d] of sequences to keys [b, g, K, d]."""
+    b, heads, length, d = query.shape
+    groups = key.shape[1]
+    q = query.reshape(b, groups, -1, d) * scale
+    scores = torch.matmul(q, key.transpose(-1, -2))
+    scores.view(b, groups, -1, length, key.shape[2]).masked_fill_(~mask[:, :, None], -torch.inf)
+    return torch.matmul(torch.softmax(scores, -1), value).view(b, heads, length, d)
 
 
 @lru_cache(maxsize=32)

@@ -198,9 +198,12 @@ def _fit_line(
 
 def _generator(spans: Sequence[Span], load_s: float) -> costs.GeneratorCost:
     calls = [s for s in spans if s.name == "gen"]
-    names = ("steps", "tokens", "context", "prefilled")
+    names = ("steps", "tokens", "context", "prefilled", "proposed", "accepted")
     numbers = [[float(s.attributes.get(name, 0)) for name in names] for s in calls]
-    rows = [[*n, float(n[3] > 0)] for n in numbers]
+    rows = [  # a step reads its rows' newest tokens, and proposed ones
+        [steps, tokens - accepted + proposed, context, prefilled, float(prefilled > 0)]
+        for steps, tokens, context, prefilled, proposed, accepted in numbers
+    ]
     step_s, row_s, context_s, token_s, call_s = _fit(calls, rows, _FAR_OFF)
     return costs.GeneratorCost(
         decode=costs.DecodeCost(step_s=step_s, row_s=row_s, context_s=context_s),

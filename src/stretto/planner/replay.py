@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from stretto.assembly.controls import share_cores
-from stretto.config import ENVIRONMENT, ClusterConfig, Config, ScheduleConfig, recipes
+from stretto.config import (
+    ENVIRONMENT,
+    ClusterConfig,
+    Config,
+    ScheduleConfig,
+    recipes,
+)
 from stretto.config.cluster import LEARNER
 from stretto.errors import ConfigError, StateError, StrettoError
 from stretto.machine import Machine
@@ -25,7 +31,7 @@ from stretto.planner.calibration import Calibration, calibrate, role_of
 from stretto.planner.memory import SYNC
 from stretto.protocols import DRIVER
 from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, Workload
-from stretto.runtime.sim.costs import SampleCost
+from stretto.runtime.sim.costs import SampleCost, Speculation
 from stretto.runtime.sim.episodes import Episodes
 from stretto.runtime.sim.lengths import LearningCurve, Replayed
 from stretto.runtime.sim.simulate import simulate
@@ -114,6 +120,13 @@ class Recording:
                 f"what {wanted or 'one rank each'} would take; record a run with these",
                 "cuts-not-recorded",
             )
+        proposed, more = (c.rollout.speculative_tokens for c in (self.config, config))
+        if more not in (0, proposed):
+            raise ConfigError(
+                f"the run had rollout.speculative_tokens = {proposed}, and its records do not say "
+                f"how many of {more} would be accepted; record a run with {more}",
+                "speculation-not-recorded",
+            )
         return replace(self, config=config, chunks=(), deltas=())._with(self.costs)
 
     def _with(self, costs: Calibration) -> Cluster:
@@ -129,6 +142,7 @@ class Recording:
                     threads=role.threads,
                     cost=costs.generator.model_copy(update={"padded": True}),  # as engines do
                     slots=config.rollout.slots,
+                    speculation=self._speculation(),
                     best_batch=config.most_in_flight,  # as a run takes it
                 )
                 for role in roles["generator"]
@@ -143,6 +157,20 @@ class Recording:
             # Rewards are the sum of these sources, and will be summed up again.
             workload=self._workload(sum(name not in _KINDS for name in costs.scorers)),
             schedule=config.schedule,
+        )
+
+    def _speculation(self) -> Speculation:
+        names = "looked_up", "proposed", "accepted"
+        looked_up, proposed, accepted = (
+            sum(s.attributes.get(name, 0) for s in self.spans if s.name == "gen") for name in names
+        )
+        rollout = self.config.rollout
+        if not (looked_up and rollout.speculative_tokens):
+            return Speculation()
+        return Speculation(
+            rows=rollout.speculative_rows,
+            proposed=proposed / looked_up,
+            accepted=accepted / looked_up,
         )
 
     @property

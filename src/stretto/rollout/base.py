@@ -149,6 +149,8 @@ class Engine(ABC):
         longest: tokens of prompt and response that it can hold; ``None`` for no limit.
         prefilled_tokens: read without sampling, in all; those found in a cache not counted.
         context_tokens: that decode steps have looked back on, in all.
+        speculated: counts, where an engine proposes tokens: rows that were ``looked_up``, a row
+            counted in each step; tokens that were ``proposed``, with padding; ``accepted`` ones.
     """
 
     capabilities: ClassVar[Capabilities]
@@ -170,6 +172,7 @@ class Engine(ABC):
         self._parked: dict[int, Any] = {}  # those whose turn has ended, as they ended
         self._done: list[Chunk] = []
         self.version = self.prefilled_tokens = self.context_tokens = 0
+        self.speculated: dict[str, int] = {}
 
     def admit(self, responses: Sequence[Response]) -> None:
         """Queue responses; each goes on after the tokens it already has.
@@ -181,7 +184,8 @@ class Engine(ABC):
             self._add(r)
 
     def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
-        """Decode up to ``max_tokens`` more for each rollout that there is room for.
+        """Decode up to ``max_tokens`` more for each rollout that there is room for, one a step, and
+        proposed ones (``rollout.speculative_tokens``) besides.
 
         Return after the step in which ``stop_after`` rollouts have finished, if that is not 0, or
         none is left that goes on: the number of steps in which tokens came, and a chunk for each

@@ -7,6 +7,9 @@ decode step together with all others, until it ends and its slot goes to the nex
 of a row is never in the cache: the step that samples its successor puts it there. So prefill needs
 no logits, and a prompt, a carried response and a fresh set of weights are all the same case.
 
+When few rows are left, a step may read proposed tokens of a row as well, and give it as many tokens
+more as were proposed rightly (:mod:`stretto.rollout.drafts`).
+
 So is a parked row, whose turn has ended: its keys and values are copied out of the slot, and into
 one again when it goes on. Until then no other row shares its prompt.
 """
@@ -31,6 +34,7 @@ from stretto.models.forward import backbone, positions, unwrapped
 from stretto.models.tensor_parallel import slices_of
 from stretto.models.weights import load_weights
 from stretto.rollout.base import CPU, Engine, EngineSettings, Row
+from stretto.rollout.drafts import PromptLookup
 from stretto.rollout.sampling import stream_seed
 from stretto.rollout.steps import GraphedDecode, ModelPass, StepInputs
 from stretto.types import (
@@ -107,6 +111,10 @@ class TorchEngine(Engine):
         self._step_pass: Callable[[StepInputs, int], tuple[Tensor, Tensor]] = self._pass.decode
         if config.cuda_graphs and self._backend.graphs:
             self._step_pass = GraphedDecode(self._pass, self._backend)
+        self._lookup: PromptLookup | None = None
+        if config.speculative_tokens:
+            self._lookup = PromptLookup(config.samples_per_prompt)
+            self.speculated = dict.fromkeys(("looked_up", "proposed", "accepted"), 0)
         self._waiting: deque[SlotRow] = deque()
         self._rows: list[SlotRow] = []  # a row's index is its slot
 
@@ -288,39 +296,69 @@ class TorchEngine(Engine):
 
     def _step(self) -> bool:
         """Decode one token for every ready row; return whether there was one."""
-        rows, idle = self._rows, self._cache.capacity
-        ready = [row.ready for row in rows]
+        rows, ready = self._rows, [row.ready for row in self._rows]
         if not any(ready):
             return False
-        columns = (
-            [row.tokens[-1] for row in rows],
-            [row.cached if row.ready else idle for row in rows],
-            [row.seed for row in rows],
-            [row.generated for row in rows],
-        )
-        inputs = StepInputs(*(torch.tensor(c, device=self.device) for c in columns))
-        read = max(row.cached for row in rows if row.ready) + 1
+        alike = all(row.sampling.like(self._sampling) for row in rows)
+        proposed = self._proposed() if alike else [()] * len(rows)
+        inputs = self._inputs(proposed)
+        last = (row.cached + len(p) for row, p in zip(rows, proposed, strict=True) if row.ready)
+        read = max(last) + 1
         self.context_tokens += read * len(rows)
         likeliest: Sequence[TopLogprobs | None] = [None] * len(rows)
-        if all(row.sampling.like(self._sampling) for row in rows):
+        if alike:
             tokens, logprobs = (x.tolist() for x in self._step_pass(inputs, read))
         else:
             each = [row.sampling for row in rows]
-            tokens, logprobs, likeliest = self._pass.decode_each(inputs, read, each)
+            newest, of_newest, likeliest = self._pass.decode_each(inputs, read, each)
+            tokens, logprobs = [[x] for x in newest], [[x] for x in of_newest]
         ended = []
         for slot in reversed(range(len(rows))):  # from the end: a vacated slot takes the last row
             if not ready[slot]:
                 continue
-            rows[slot].cached += 1
-            if chunk := self._append(rows[slot], tokens[slot], logprobs[slot], likeliest[slot]):
+            row, equal = rows[slot], (*proposed[slot], None)
+            for token, logprob, other in zip(tokens[slot], logprobs[slot], equal, strict=False):
+                row.cached += 1
+                chunk = self._append(row, token, logprob, likeliest[slot])
+                if chunk or token != other:
+                    break
+                self.speculated["accepted"] += 1
+            if chunk:
                 if chunk.finish is FinishReason.TURN:
                     self._park(slot)
+                elif self._lookup:
+                    self._lookup.ended(row)
                 self._vacate(slot)
                 ended.append(chunk)
         self._done += sorted(ended, key=lambda chunk: chunk.rollout_id)
         if any(chunk.finish is FinishReason.TURN for chunk in ended):
             self._bound_kept()
         return True
+
+    def _proposed(self) -> Sequence[Sequence[int]]:
+        """Propose tokens for each row: none while many are decoded, or some are prefilled."""
+        rows, config = self._rows, self._config
+        few = len(rows) <= config.speculative_rows and all(row.ready for row in rows)
+        if not self._lookup or not few:
+            return [()] * len(rows)
+        self.speculated["looked_up"] += len(rows)
+        return self._lookup.propose(rows, config.speculative_tokens)
+
+    def _inputs(self, proposed: Sequence[Sequence[int]]) -> StepInputs:
+        most, idle = max(map(len, proposed)), self._cache.capacity
+        if most:
+            if self._backend.graphs:  # which are of one width
+                most = self._config.speculative_tokens
+            self.speculated["proposed"] += most * len(proposed)
+        ids, positions, seeds, draws = [], [], [], []
+        for row, tokens in zip(self._rows, proposed, strict=True):
+            rest, first = most - len(tokens), row.cached if row.ready else idle
+            ids.append([row.tokens[-1], *tokens] + [0] * rest)
+            positions.append([*range(first, first + len(tokens) + 1)] + [idle] * rest)
+            seeds.append([row.seed] * (most + 1))
+            draws.append([*range(row.generated, row.generated + most + 1)])
+        columns = (ids, positions, seeds, draws)
+        return StepInputs(*(torch.tensor(column, device=self.device) for column in columns))
 
     def _park(self, slot: int) -> None:
         row = self._rows[slot]

@@ -1,6 +1,6 @@
 """Decode steps of Stretto's own engine: passes over its slots, and CUDA graphs of them.
 
-Shapes: n rows, K key positions read, V vocabulary.
+Shapes: n rows, q tokens a row (its newest, and proposed ones), K key positions read, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ warn: Say = logging.getLogger(__name__).warning
 
 
 class StepInputs(NamedTuple):
-    """Inputs of a decode step, one entry a row; all [n] int64.
+    """Inputs of a decode step, all [n, q] int64.
 
     Attributes:
-        ids: the newest token, not yet in the cache.
-        positions: its position; the cache's scratch position for a row that sits out.
-        draws: which number of the row's stream to draw: the index of the response token.
+        ids: a row's newest token, not yet in the cache, and those that are proposed to follow it.
+        positions: theirs; the cache's scratch position where there is none, or a row sits out.
+        draws: which number of the row's stream to draw: the index of the token that follows.
     """
 
     ids: Tensor
@@ -53,17 +53,20 @@ class ModelPass(CachedPass):
         self._output = unwrapped(model).get_output_embeddings()
 
     def decode(self, inputs: StepInputs, read: int) -> tuple[Tensor, Tensor]:
-        """Decode a token a row for slots 0..n: tokens [n], and log-probabilities [n] as sampled."""
-        logits = self.next_logits(inputs.ids, inputs.positions, read)
-        config, u = self.config, uniform(inputs.seeds, inputs.draws)
-        return sample(logits, u, config.temperature, config.top_k, config.top_p)
+        """Sample what follows each token of slots 0..n: tokens and log-probabilities [n, q]."""
+        logits = self.logits(inputs.ids, inputs.positions, read)
+        config, u = self.config, uniform(inputs.seeds, inputs.draws).flatten()
+        found = sample(logits.flatten(0, 1), u, config.temperature, config.top_k, config.top_p)
+        tokens, logprobs = (x.view_as(inputs.ids) for x in found)
+        return tokens, logprobs
 
     def decode_each(
         self, inputs: StepInputs, read: int, samplings: Sequence[Sampling]
     ) -> tuple[list[int], list[float], list[TopLogprobs | None]]:
         """Decode a token a row, each sampled in its own way; the third are what rows ask for."""
-        logits = self.next_logits(inputs.ids, inputs.positions, read)
-        u, tokens = uniform(inputs.seeds, inputs.draws), torch.empty_like(inputs.ids)
+        ids, positions, seeds, draws = (x[:, 0] for x in inputs)
+        logits = self.next_logits(ids, positions, read)
+        u, tokens = uniform(seeds, draws), torch.empty_like(ids)
         logprobs = torch.empty(len(tokens), device=tokens.device)
         likeliest: list[TopLogprobs | None] = [None] * len(samplings)
         alike: dict[tuple[float, int, float], list[int]] = {}
@@ -81,12 +84,16 @@ class ModelPass(CachedPass):
         return tokens.tolist(), logprobs.tolist(), likeliest
 
     def next_logits(self, ids: Tensor, positions: Tensor, read: int) -> Tensor:
-        """Return logits [n, V] after the newest token of slots 0..n."""
-        at = positions[:, None]
-        self.cache.aim(slice(0, len(ids)), at, read)
-        at = at.masked_fill(at == self.cache.capacity, 0)  # the model has no scratch position
-        hidden = self._hidden(ids[:, None], at, self._masks(at, read))
-        return self.head.finish(self._output(hidden[:, 0]))
+        """Return logits [n, V] after the newest token [n] of slots 0..n."""
+        return self.logits(ids[:, None], positions[:, None], read)[:, 0]
+
+    def logits(self, ids: Tensor, positions: Tensor, read: int) -> Tensor:
+        """Return logits [n, q, V] after tokens [n, q] of slots 0..n."""
+        self.cache.aim(slice(0, len(ids)), positions, read)
+        # The model has no scratch position.
+        at = positions.masked_fill(positions == self.cache.capacity, 0)
+        hidden = self._hidden(ids, at, self._masks(at, read))
+        return self.head.finish(self._output(hidden))
 
 
 MOST_GRAPHS = 32
@@ -94,13 +101,13 @@ MOST_GRAPHS = 32
 
 
 class GraphedDecode:
-    """Decode steps replayed as CUDA graphs, one for each (rows, read) rounded up. Where a step
+    """Decode steps replayed as CUDA graphs, one for each (rows, q, read), rounded up. Where a step
     cannot be captured, as the routing of most experts, that is said, and all steps run eagerly.
     """
 
     def __init__(self, model: ModelPass, backend: Backend, say: Say = warn) -> None:
         self._model, self._backend, self._say = model, backend, say
-        self._graphs: OrderedDict[tuple[int, int], Graph] = OrderedDict()
+        self._graphs: OrderedDict[tuple[int, int, int], Graph] = OrderedDict()
         self._moves, self._eager = -1, False
         self._pool: Any = None
 
@@ -110,9 +117,10 @@ class GraphedDecode:
         if cache.moves != self._moves:  # graphs so far write to freed memory
             self._graphs.clear()
             self._pool, self._moves = None, cache.moves
-        n = len(inputs.ids)
+        n, q = inputs.ids.shape
         key = (
             min(1 << (n - 1).bit_length(), cache.slots),
+            q,
             min(-(-read // 256) * 256, cache.capacity),
         )
         if key not in self._graphs and not self._eager:
@@ -127,14 +135,16 @@ class GraphedDecode:
         graph.replay()
         return tokens[:n], logprobs[:n]
 
-    def _capture(self, key: tuple[int, int]) -> None:
-        rows, width = key
+    def _capture(self, key: tuple[int, int, int]) -> None:
+        *shape, read = key
         device = self._model.device
-        static = StepInputs(*(torch.zeros(rows, dtype=torch.long, device=device) for _ in range(4)))
+        static = StepInputs(
+            *(torch.zeros(shape, dtype=torch.long, device=device) for _ in range(4))
+        )
         static.positions.fill_(self._model.cache.capacity)
         try:
             graph, outputs = self._backend.capture(
-                lambda: self._model.decode(static, width), self._pool
+                lambda: self._model.decode(static, read), self._pool
             )
         except RuntimeError as error:
             self._eager = True

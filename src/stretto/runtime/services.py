@@ -151,7 +151,12 @@ class GeneratorService(Follower):
         }
 
     def _counts(self) -> Mapping[str, int]:
-        return {"context": self.worker.context_tokens, "prefilled": self.worker.prefilled_tokens}
+        worker = self.worker
+        return {
+            "context": worker.context_tokens,
+            "prefilled": worker.prefilled_tokens,
+            **worker.speculated,
+        }
 
 
 class ScorerService(Follower):

@@ -48,6 +48,8 @@ class GeneratorRole(Section):
     """Devices a replica; there are as many replicas as fit."""
     slots: NonNegativeInt = 0
     """Rollouts that a replica decodes together; 0 takes all in flight."""
+    speculation: costs.Speculation = costs.Speculation()
+    """Proposed tokens."""
     threads: PositiveInt = 1
     """CPU threads that its work takes, of the cluster's cores."""
     best_batch: NonNegativeInt = 0

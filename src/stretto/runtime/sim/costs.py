@@ -81,6 +81,15 @@ class DecodeCost(Section):
         beside = steps * self.step_s + tokens * self.row_s + context * self.context_s
         return beside + max(reads, computes)
 
+    def speculating(self, proposed: float, accepted: float) -> DecodeCost:
+        """Return the cost of a token a row where steps read proposed ones, and accept some."""
+        read = {"row_s", "product_s", "attention_s"}
+        costs = {
+            name: value * (1 + proposed if name in read else 1) / (1 + accepted)
+            for name, value in self.model_dump().items()
+        }
+        return DecodeCost(**costs)
+
     def rows_within(self, seconds: float, context: float) -> float:
         """Return the most rows of so much context each of which a step takes no longer."""
         reads = self.step_s + self.weights_s, self.context_s + self.cache_s, self.row_s
@@ -121,6 +130,17 @@ def _steps_within(first: float, more: float, seconds: float) -> int:
     once = first - more / 2
     root = 2 * seconds / (once + sqrt(once * once + 2 * more * seconds))
     return ceil(root * (1 - 1e-12))  # a whole number of steps must not become one more
+
+
+class Speculation(Section):
+    """Steps that verify proposed tokens, while few rows are decoded."""
+
+    rows: NonNegativeInt = 0
+    """Rows of a replica up to which steps do; 0: never."""
+    proposed: NonNegative = 0.0
+    """Tokens that such a step reads beside the newest one, a row."""
+    accepted: NonNegative = 0.0
+    """Tokens of them that it keeps, a row on average."""
 
 
 class PrefillCost(Section):

@@ -9,6 +9,9 @@ In an episode a rollout leaves its slot when its turn has ended. Its keys and va
 the host or are dropped as :meth:`SimGenerator.hold` says; those that have been there longest are
 dropped where rows that decode need the room.
 
+Where steps verify proposed tokens, a step is counted for each token that a row gets: it costs so
+much less.
+
 Rows are never walked step by step. All rows of a replica share one count of steps, so that a row is
 two numbers, the steps at which it came and at which it will end; a call costs time in proportion to
 the rows that end in it, and to the chunks that it returns.
@@ -27,7 +30,7 @@ import numpy as np
 
 from stretto.errors import EngineError
 from stretto.runtime.sim.cluster import GeneratorRole, known
-from stretto.runtime.sim.costs import GeneratorCost
+from stretto.runtime.sim.costs import DecodeCost, GeneratorCost, Speculation
 from stretto.runtime.sim.devices import SimWorker
 from stretto.runtime.sim.episodes import Turn, turn_of
 from stretto.types import (
@@ -72,8 +75,10 @@ class SimRow:
 class Replica:
     """A copy of the model, with its slots; 0 for as many as there are rollouts."""
 
-    def __init__(self, cost: GeneratorCost, slots: int) -> None:
-        self._cost, self._slots = cost, slots
+    def __init__(self, cost: GeneratorCost, slots: int, speculation: Speculation) -> None:
+        self._cost, self._slots, self._speculating = cost, slots, speculation.rows
+        few = cost.decode.speculating(speculation.proposed, speculation.accepted)
+        self._costs = cost.decode, few
         self.waiting: deque[SimRow] = deque()
         self.rows: dict[int, SimRow] = {}
         self.step = 0
@@ -202,13 +207,17 @@ class Replica:
                 return len(self.rows) * (self.step - start)
             heapq.heappop(self._longest)
 
+    @property
+    def _decode(self) -> DecodeCost:
+        return self._costs[len(self.rows) <= self._speculating]
+
     def _seconds(self, steps: int) -> float:
-        return self._cost.decode.seconds(len(self.rows), self._context(), steps)
+        return self._decode.seconds(len(self.rows), self._context(), steps)
 
     def _steps_within(self, seconds: float, most: int) -> int:
         if self._seconds(most) <= seconds:
             return most
-        return min(self._cost.decode.steps_within(len(self.rows), self._context(), seconds), most)
+        return min(self._decode.steps_within(len(self.rows), self._context(), seconds), most)
 
     def _advance(self, steps: int) -> list[SimRow]:
         rows, work = len(self.rows), self.work
@@ -305,7 +314,10 @@ class SimGenerator:
         self._begin()
 
     def _begin(self) -> None:
-        self._replicas = [Replica(self._cost, self._role.slots) for _ in range(self._role.replicas)]
+        role = self._role
+        self._replicas = [
+            Replica(self._cost, role.slots, role.speculation) for _ in range(role.replicas)
+        ]
         self._home: dict[int, Replica] = {}
         self._parked: dict[int, Replica] = {}
         self._on_host: dict[int, int] = {}  # tokens of those whose keys and values are there
