@@ -356,17 +356,12 @@ def test_accepted_tokens_are_replayed_as_they_were_recorded() -> None:
     ]
     run = replace(run, spans=spans)
 
-    def speculation(**changed: int) -> Speculation:
-        rollout = config.rollout.model_copy(update=changed)
-        wanted = config.model_copy(update={"rollout": rollout})
-        return run.cluster(wanted).generators[0].speculation
-
-    recorded = Speculation(rows=2, proposed=2.5, accepted=0.5)
-    assert speculation() == recorded
-    assert speculation(speculative_rows=1) == recorded.model_copy(update={"rows": 1})
-    assert speculation(speculative_tokens=0) == Speculation()
-    with raises(ConfigError, "speculation-not-recorded", "rollout.speculative_tokens"):
-        speculation(speculative_tokens=5)
+    (generator,) = run.cluster().generators
+    assert generator.speculation == Speculation(rows=2, proposed=2.5, accepted=0.5)
+    for name, value in (("speculative_tokens", 0), ("speculative_rows", 3)):
+        rollout = config.rollout.model_copy(update={name: value})
+        with raises(ConfigError, "speculation-not-recorded", f"rollout.{name}"):
+            run.cluster(config.model_copy(update={"rollout": rollout}))
 
 
 def test_a_run_that_ended_nothing_cannot_be_replayed() -> None:

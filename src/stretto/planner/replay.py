@@ -12,13 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from stretto.assembly.controls import share_cores
-from stretto.config import (
-    ENVIRONMENT,
-    ClusterConfig,
-    Config,
-    ScheduleConfig,
-    recipes,
-)
+from stretto.config import ENVIRONMENT, ClusterConfig, Config, ScheduleConfig, recipes
 from stretto.config.cluster import LEARNER
 from stretto.errors import ConfigError, StateError, StrettoError
 from stretto.machine import Machine
@@ -120,13 +114,14 @@ class Recording:
                 f"what {wanted or 'one rank each'} would take; record a run with these",
                 "cuts-not-recorded",
             )
-        proposed, more = (c.rollout.speculative_tokens for c in (self.config, config))
-        if more not in (0, proposed):
-            raise ConfigError(
-                f"the run had rollout.speculative_tokens = {proposed}, and its records do not say "
-                f"how many of {more} would be accepted; record a run with {more}",
-                "speculation-not-recorded",
-            )
+        for name in ("speculative_tokens", "speculative_rows"):
+            had, wanted = (getattr(c.rollout, name) for c in (self.config, config))
+            if had != wanted:
+                raise ConfigError(
+                    f"the run had rollout.{name} = {had}, and its records do not say what steps "
+                    f"would cost and accept with {wanted}; record a run with {wanted}",
+                    "speculation-not-recorded",
+                )
         return replace(self, config=config, chunks=(), deltas=())._with(self.costs)
 
     def _with(self, costs: Calibration) -> Cluster:
@@ -164,14 +159,10 @@ class Recording:
         looked_up, proposed, accepted = (
             sum(s.attributes.get(name, 0) for s in self.spans if s.name == "gen") for name in names
         )
-        rollout = self.config.rollout
-        if not (looked_up and rollout.speculative_tokens):
+        if not looked_up:
             return Speculation()
-        return Speculation(
-            rows=rollout.speculative_rows,
-            proposed=proposed / looked_up,
-            accepted=accepted / looked_up,
-        )
+        rows = self.config.rollout.speculative_rows
+        return Speculation(rows=rows, proposed=proposed / looked_up, accepted=accepted / looked_up)
 
     @property
     def _cores(self) -> int:

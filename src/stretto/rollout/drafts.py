@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
+from itertools import product
 
 import numpy as np
 
@@ -32,21 +33,17 @@ class Texts:
     """Texts that begin with one prompt, each by a number, and where their n-grams ended."""
 
     def __init__(self, prompt: Sequence[int], responses: Iterable[IntArray]) -> None:
-        self._prompt = prompt
-        self._read: dict[int, int] = {}  # tokens of each text
+        self._read: defaultdict[int, int] = defaultdict(lambda: len(prompt))  # tokens of each text
+        self._prompt: Ends = {}
         self._own: defaultdict[int, Ends] = defaultdict(dict)
         self._all: Ends = {}
-        for number, response in enumerate(responses, 1):
-            self.read(-number, [*prompt, *response.tolist()])
-            del self._own[-number]
+        _enter(prompt, 1, self._prompt)
+        for response in responses:
+            _enter([*prompt, *response.tolist()], len(prompt), self._all)
 
     def read(self, number: int, text: Sequence[int]) -> None:
         """Read a text, the same list each time, from where it was left."""
-        own = self._own[number]
-        for at in range(self._read.get(number, 1), len(text)):
-            for n in range(1, min(LONGEST, at) + 1):
-                suffix = tuple(text[at - n : at])
-                self._all[suffix] = own[suffix] = text, at
+        _enter(text, self._read[number], self._own[number], self._all)
         self._read[number] = len(text)
 
     def after(self, number: int, text: Sequence[int], most: int) -> Sequence[int]:
@@ -54,14 +51,22 @@ class Texts:
         then of others.
         """
         suffixes = [tuple(text[-n:]) for n in range(min(LONGEST, len(text)), 0, -1)]
-        for ends in (self._own[number], self._all):
-            for suffix in suffixes:
+        for among in ((self._own[number], self._prompt), (self._all,)):
+            for suffix, ends in product(suffixes, among):
                 if found := ends.get(suffix):
                     other, at = found
                     after = other[at : at + most]
                     # A text that repeats itself goes on beyond its end.
                     return ([*after] * most)[:most] if other is text else after
         return ()
+
+
+def _enter(text: Sequence[int], begin: int, *into: Ends) -> None:
+    for at in range(max(begin, 1), len(text)):
+        for n in range(1, min(LONGEST, at) + 1):
+            suffix = tuple(text[at - n : at])
+            for ends in into:
+                ends[suffix] = text, at
 
 
 class PromptLookup:
