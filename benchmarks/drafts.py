@@ -1,4 +1,4 @@
-"""What proposed tokens (rollout.speculative_tokens) save of generation, on the machine at hand.
+"""What proposed tokens (speculative_tokens) save of generation, on the machine at hand.
 
 Answers to GSM8K questions are sampled, several to a prompt, in several epochs, by an engine that
 proposes tokens and by one that does not, in turn. Both draw the same random numbers, so that they
@@ -101,7 +101,10 @@ def lines(args: argparse.Namespace) -> Iterator[str]:
         cases = [(0, 1), *((k, rows) for k, rows in product(args.proposed, args.rows))]
         runs = {
             (k, rows): Measured(
-                model, args, temperature=temperature, speculative_tokens=k, speculative_rows=rows
+                model,
+                args,
+                temperature=temperature,
+                engine_args={"speculative_tokens": k, "speculative_rows": rows},
             )
             for k, rows in cases
         }

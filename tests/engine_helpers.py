@@ -1,7 +1,8 @@
-"""Small models of many architectures, vLLM's stand-in, and roles of virtual time."""
+"""Small models of many architectures, engines over them, vLLM's stand-in, roles of virtual time."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -9,9 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from helpers import CHANNEL, VOCABULARY
 from stretto.config import ModelConfig, RolloutConfig
 from stretto.models.info import language_auto
 from stretto.rollout.base import EngineSettings, StopStrings
+from stretto.rollout.engine import TorchEngine
 from stretto.rollout.vllm.engine import FullWeights, VllmEngine
 from stretto.rollout.vllm.llm import Output
 from stretto.runtime.sim.loop import run
@@ -27,7 +30,7 @@ from stretto.types import (
 )
 from stretto.weights.channel import SharedChannel
 
-END, LIMIT, BLOCK = 7, 12, 4
+END, LIMIT, BLOCK, SEED = 7, 12, 4, 5
 
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
@@ -83,6 +86,59 @@ def plain_logprobs(model: Any, r: Rollout, temperature: float = 1.0) -> Tensor:
         logits = logits / temperature
     table = logits.log_softmax(-1).cpu()
     return table.gather(1, torch.tensor(r.tokens)[:, None])[:, 0]
+
+
+class Letters:
+    """A tokenizer of which every token is one letter, besides the last, which is three."""
+
+    def decode(self, tokens: Sequence[int], **_: Any) -> str:
+        return "".join("xyz" if t == VOCABULARY - 1 else chr(ord("A") + t) for t in tokens)
+
+
+def engine(
+    model: Any,
+    *,
+    end: Sequence[int] = (),
+    stop: Sequence[str] = (),
+    tokenizer: Any = None,
+    own: dict[str, Any] | None = None,
+    **options: Any,
+) -> TorchEngine:
+    """An engine; ``options`` are of its config, ``own`` of its other settings."""
+    given = EngineSettings(
+        rollout=RolloutConfig(**{"batch": 7, "max_new_tokens": LIMIT, **options}),
+        end_tokens=frozenset(end),
+        seed=SEED,
+        stop=StopStrings(stop, tokenizer or Letters()) if stop else None,
+        **{"channel": CHANNEL, **(own or {})},
+    )
+    return TorchEngine(model, given)
+
+
+def rollouts(prompts: Sequence[Sequence[int]]) -> list[Rollout]:
+    return [Rollout(i, Prompt(i, tuple(p), ""), i) for i, p in enumerate(prompts)]
+
+
+def random_prompts(lengths: Sequence[int], vocabulary: int = VOCABULARY) -> list[list[int]]:
+    rng = random.Random(sum(lengths))
+    return [[rng.randrange(3, vocabulary) for _ in range(n)] for n in lengths]
+
+
+def take(chunks: Sequence[Chunk], by_id: dict[int, Rollout]) -> None:
+    for chunk in chunks:
+        assert len(chunk.tokens) == len(chunk.logprobs)
+        assert len(chunk.tokens)
+        by_id[chunk.rollout_id].append(chunk)  # refuses gaps, overlaps and what follows an end
+
+
+def finish(e: TorchEngine, made: Sequence[Rollout], chunk: int = 5) -> list[Rollout]:
+    by_id = {r.id: r for r in made}
+    for _ in range(500):
+        if all(r.finish for r in made):
+            assert e.decode(3).chunks == []
+            return list(made)
+        take(e.decode(chunk).chunks, by_id)
+    raise AssertionError("the engine never finished")
 
 
 def following(tokens: Sequence[int]) -> int:

@@ -109,7 +109,7 @@ class Generator(Replaceable, Protocol):
     @remote("gen", alike=True)
     async def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
         """Give every admitted rollout up to ``max_tokens`` more tokens, and proposed ones besides
-        (``rollout.speculative_tokens``).
+        (``speculative_tokens``).
 
         Returns as soon as ``stop_after`` rollouts have finished (0 does not look), or none is left
         that goes on. Chunks of finished rollouts come first, in the order in which they ended;

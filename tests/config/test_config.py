@@ -232,9 +232,13 @@ def test_a_stop_string_is_not_empty() -> None:
             recipes.build({"rollout": {"stop": stop}}, "here")
 
 
-def test_vllm_does_not_take_proposed_tokens() -> None:
-    with raises(ConfigError, "speculation-in-vllm", "rollout.speculative_tokens = 2"):
-        recipes.build({"rollout": {"engine": "vllm", "speculative_tokens": 2}}, "here")
+@pytest.mark.parametrize("value", [-1, 1.5, True, "4"])
+def test_proposed_tokens_and_rows_are_counts(value: object) -> None:
+    for name in ("speculative_tokens", "speculative_rows"):
+        with raises(ConfigError, "engine-argument-no-count", name):
+            recipes.build({"rollout": {"engine_args": {name: value}}}, "here")
+    rollout = recipes.build({"rollout": {"engine_args": {"speculative_tokens": 2}}}, "x").rollout
+    assert (rollout.speculative_tokens, rollout.speculative_rows) == (2, 4)
 
 
 def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:

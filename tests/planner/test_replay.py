@@ -346,9 +346,8 @@ def test_records_of_one_number_of_ranks_say_nothing_of_another() -> None:
 
 
 def test_accepted_tokens_are_replayed_as_they_were_recorded() -> None:
-    config = settings(
-        schedule=ScheduleConfig(), rollout={"speculative_tokens": 4, "speculative_rows": 2}
-    )
+    args: dict[str, Any] = {"speculative_tokens": 4, "speculative_rows": 2}
+    config = settings(schedule=ScheduleConfig(), rollout={"engine_args": args})
     run, counts = recording(config, crowded(config)), {"looked_up": 8, "proposed": 20}
     spans = [
         replace(s, attributes={**s.attributes, **counts, "accepted": 4}) if s.name == "gen" else s
@@ -359,9 +358,8 @@ def test_accepted_tokens_are_replayed_as_they_were_recorded() -> None:
     (generator,) = run.cluster().generators
     assert generator.speculation == Speculation(rows=2, proposed=2.5, accepted=0.5)
     for name, value in (("speculative_tokens", 0), ("speculative_rows", 3)):
-        rollout = config.rollout.model_copy(update={name: value})
-        with raises(ConfigError, "speculation-not-recorded", f"rollout.{name}"):
-            run.cluster(config.model_copy(update={"rollout": rollout}))
+        with raises(ConfigError, "speculation-not-recorded", name):
+            run.cluster(config.changed_in("rollout", engine_args={**args, name: value}))
 
 
 def test_a_run_that_ended_nothing_cannot_be_replayed() -> None:

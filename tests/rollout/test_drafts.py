@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_engine import engine, finish, random_prompts, rollouts, take
 
-from engine_helpers import LIMIT
+from engine_helpers import LIMIT, engine, finish, random_prompts, rollouts, take
 from helpers import VOCABULARY, llama, told
 from stretto.rollout import drafts
 from stretto.rollout.base import Row
@@ -84,6 +83,10 @@ def test_earlier_responses_to_a_prompt_are_remembered_up_to_a_number_and_a_size(
     assert [list(p) for p in lookup.propose([row(11, [5, 6], [7])], 1)] == [[]]
 
 
+def speculating(tokens: int, rows: int = 4) -> dict[str, int]:
+    return {"speculative_tokens": tokens, "speculative_rows": rows}
+
+
 def decoded(model: Any, made: Sequence[Rollout], chunk: int = 5, **options: Any) -> TorchEngine:
     e = engine(model, **options)
     e.admit(told(made))
@@ -111,7 +114,7 @@ def test_no_token_changes(
     options: dict[str, Any] = {"temperature": temperature, "stop": stop, "slots": slots, "end": [1]}
     plain, speculative = rollouts(prompts), rollouts(prompts)
     decoded(model, plain, **options)
-    e = decoded(model, speculative, 3, **options, speculative_tokens=k, speculative_rows=rows)
+    e = decoded(model, speculative, 3, **options, engine_args=speculating(k, rows))
     assert_same(plain, speculative)
     counts = e.speculated
     assert 0 <= counts["accepted"] <= counts["proposed"] <= k * counts["looked_up"]
@@ -123,7 +126,7 @@ def test_repeated_text_takes_fewer_steps() -> None:
     model = llama(vocabulary=VOCABULARY)
     tokens, steps = 100, []
     for k in (0, 4):
-        e = engine(model, temperature=0, speculative_tokens=k, max_new_tokens=tokens)
+        e = engine(model, temperature=0, max_new_tokens=tokens, engine_args=speculating(k))
         e.admit(told(rollouts(random_prompts([5]))))
         found = e.decode(tokens)
         assert len(found.chunks[0].tokens) == tokens
@@ -135,7 +138,7 @@ def test_repeated_text_takes_fewer_steps() -> None:
 def test_rows_with_sampling_of_their_own_and_rows_that_are_prefilled_propose_nothing() -> None:
     model = llama(vocabulary=VOCABULARY)
     made = rollouts(random_prompts([5, 90]))
-    e = engine(model, temperature=0, speculative_tokens=4, prefill_tokens=8)
+    e = engine(model, temperature=0, prefill_tokens=8, engine_args=speculating(4))
     e.admit(told(made[:1]))
     take(e.decode(1).chunks, {0: made[0]})
     before = e.speculated["looked_up"]
@@ -144,7 +147,7 @@ def test_rows_with_sampling_of_their_own_and_rows_that_are_prefilled_propose_not
     assert e.speculated["looked_up"] == before == 1
     finish(e, made)
     assert e.speculated["accepted"] > 0
-    own = engine(model, temperature=0, speculative_tokens=4)
+    own = engine(model, temperature=0, engine_args=speculating(4))
     (other,) = rollouts(random_prompts([5]))
     own.admit([replace(other.response(), sampling=Sampling(LIMIT, 0.5))])
     finish(own, [other])
@@ -155,7 +158,7 @@ def test_the_past_of_a_prompt_serves_its_next_epoch() -> None:
     """Greedy answers to one prompt are equal: all but the first are proposed as a whole."""
     torch.manual_seed(1)
     model = llama(vocabulary=VOCABULARY)
-    e = engine(model, temperature=0, speculative_tokens=LIMIT)
+    e = engine(model, temperature=0, engine_args=speculating(LIMIT))
     prompt = Prompt(0, tuple(random_prompts([9])[0]), "")
     steps = []
     for i in range(2):

@@ -28,12 +28,19 @@ from engine_helpers import (
     GROUPED,
     LATENT,
     LIMIT,
+    SEED,
     SMALL,
+    Letters,
+    engine,
+    finish,
     from_config,
     plain_logprobs,
+    random_prompts,
+    rollouts,
+    take,
     with_adapters,
 )
-from helpers import CHANNEL, VOCABULARY, llama, ticket, told
+from helpers import VOCABULARY, llama, ticket, told
 from raising import raises
 from rounding import rounding
 from stretto.config import ModelConfig, RolloutConfig, TrainingConfig
@@ -46,68 +53,13 @@ from stretto.models.load import load_causal_lm
 from stretto.models.lora import add_lora
 from stretto.models.tiny import byte_tokenizer
 from stretto.models.weights import fingerprint, with_own_structure, with_own_weights
-from stretto.rollout.base import EngineSettings, StopStrings
+from stretto.rollout.base import StopStrings
 from stretto.rollout.engine import TorchEngine
 from stretto.rollout.sampling import stream_seed, uniform
 from stretto.rollout.steps import GraphedDecode, ModelPass, StepInputs
 from stretto.schedules.rollout import Rollout
 from stretto.training.trained import LearningRate, TrainedModel
-from stretto.types import Chunk, FinishReason, Prompt, Sampling, WeightsRef
-
-SEED = 5
-
-
-class Letters:
-    """A tokenizer of which every token is one letter, besides the last, which is three."""
-
-    def decode(self, tokens: Sequence[int], **_: Any) -> str:
-        return "".join("xyz" if t == VOCABULARY - 1 else chr(ord("A") + t) for t in tokens)
-
-
-def engine(
-    model: Any,
-    *,
-    end: Sequence[int] = (),
-    stop: Sequence[str] = (),
-    tokenizer: Any = None,
-    own: dict[str, Any] | None = None,
-    **options: Any,
-) -> TorchEngine:
-    """An engine; ``options`` are of its config, ``own`` of its other settings."""
-    given = EngineSettings(
-        rollout=RolloutConfig(**{"batch": 7, "max_new_tokens": LIMIT, **options}),
-        end_tokens=frozenset(end),
-        seed=SEED,
-        stop=StopStrings(stop, tokenizer or Letters()) if stop else None,
-        **{"channel": CHANNEL, **(own or {})},
-    )
-    return TorchEngine(model, given)
-
-
-def rollouts(prompts: Sequence[Sequence[int]]) -> list[Rollout]:
-    return [Rollout(i, Prompt(i, tuple(p), ""), i) for i, p in enumerate(prompts)]
-
-
-def random_prompts(lengths: Sequence[int], vocabulary: int = VOCABULARY) -> list[list[int]]:
-    rng = random.Random(sum(lengths))
-    return [[rng.randrange(3, vocabulary) for _ in range(n)] for n in lengths]
-
-
-def take(chunks: Sequence[Chunk], by_id: dict[int, Rollout]) -> None:
-    for chunk in chunks:
-        assert len(chunk.tokens) == len(chunk.logprobs)
-        assert len(chunk.tokens)
-        by_id[chunk.rollout_id].append(chunk)  # refuses gaps, overlaps and what follows an end
-
-
-def finish(e: TorchEngine, made: Sequence[Rollout], chunk: int = 5) -> list[Rollout]:
-    by_id = {r.id: r for r in made}
-    for _ in range(500):
-        if all(r.finish for r in made):
-            assert e.decode(3).chunks == []
-            return list(made)
-        take(e.decode(chunk).chunks, by_id)
-    raise AssertionError("the engine never finished")
+from stretto.types import FinishReason, Sampling, WeightsRef
 
 
 def run(e: TorchEngine, prompts: Sequence[Sequence[int]], chunk: int = 5) -> list[Rollout]:

@@ -309,7 +309,7 @@ class RolloutConfig(Section):
     engine: Literal["auto", "torch", "vllm"] = "auto"
     """What generates. torch: Stretto's own engine. vllm: vLLM, in processes of its own (runtime = 'local' or 'ray'). auto: vllm where there are GPUs, such processes and vLLM, else torch."""
     engine_args: dict[str, JsonValue] = {}
-    """Arguments of the engine. torch: cuda_graphs (false runs decode steps without them on CUDA). vllm: vLLM's engine arguments by its own names, such as gpu_memory_utilization (on a GPU of other roles, what these leave by the memory plan)."""
+    """Arguments of the engine. torch: cuda_graphs (false runs decode steps without them on CUDA); speculative_tokens (0: tokens that it proposes a row and step when few rows are left, of which a step keeps those that it would have sampled anyway; 4 pays at low temperatures) and speculative_rows (4: rows up to which it does). vllm: vLLM's engine arguments by its own names, such as gpu_memory_utilization (on a GPU of other roles, what these leave by the memory plan)."""
     batch: PositiveInt = 32
     """Responses per step."""
     samples_per_prompt: PositiveInt = 1
@@ -330,15 +330,25 @@ class RolloutConfig(Section):
     """Generation engines; rollouts are spread over them."""
     prefill_tokens: PositiveInt = 4096
     """Most prompt tokens processed between two decode steps."""
-    speculative_tokens: NonNegativeInt = 0
-    """Tokens that Stretto's own engine proposes a row and step, when few rows are left: what followed the same words in earlier text of the prompt's responses. A step keeps those that it would have sampled anyway. 0 is off; 4 pays at low temperatures."""
-    speculative_rows: PositiveInt = 4
-    """Rows of an engine up to which it proposes tokens; a GPU stands more than a CPU."""
 
     @property
     def cuda_graphs(self) -> bool:
         """Whether decode steps are replayed as CUDA graphs, on CUDA."""
         return bool(self.engine_args.get("cuda_graphs", True))
+
+    @property
+    def speculative_tokens(self) -> int:
+        """Tokens that Stretto's own engine proposes a row and step; 0 for none."""
+        return self._count("speculative_tokens", 0)
+
+    @property
+    def speculative_rows(self) -> int:
+        """Rows that are left when it does, at most."""
+        return self._count("speculative_rows", 4)
+
+    def _count(self, name: str, default: int) -> int:
+        given = self.engine_args.get(name, default)
+        return given if type(given) is int and given >= 0 else -1
 
     def rules(self, broken: Rules) -> None:
         """Check what generation can do by itself."""
@@ -346,14 +356,17 @@ class RolloutConfig(Section):
             f"rollout.batch counts responses and must be a multiple of samples_per_prompt; "
             f"got {self.batch} and {self.samples_per_prompt}"
         )
-        unknown = set(self.engine_args) - {"cuda_graphs"} if self.engine != "vllm" else ()
+        own = {} if self.engine == "vllm" else self.engine_args
+        counts = {"speculative_tokens", "speculative_rows"}
+        unknown = own.keys() - counts - {"cuda_graphs"}
         broken["unknown-engine-argument"] = unknown and (
             f"rollout.engine_args names '{min(unknown)}', and Stretto's own engine knows "
-            "cuda_graphs alone; leave it out, or set rollout.engine = 'vllm'"
+            f"{', '.join(sorted({'cuda_graphs', *counts}))}; leave it out, or set rollout.engine = "
+            "'vllm'"
         )
-        broken["speculation-in-vllm"] = (self.engine == "vllm" and self.speculative_tokens) and (
-            f"rollout.speculative_tokens = {self.speculative_tokens} is for Stretto's own engine; "
-            "leave it out, or set rollout.engine = 'torch'"
+        wrong = [name for name in sorted(counts & own.keys()) if self._count(name, 0) < 0]
+        broken["engine-argument-no-count"] = wrong and (
+            f"rollout.engine_args: {wrong[0]} = {own[wrong[0]]!r} must be a whole number, 0 or more"
         )
         broken["empty-stop-string"] = "" in self.stop and (
             "an empty string in rollout.stop would end every response at once; leave it out"

@@ -3,8 +3,10 @@
 Shapes: b sequences, g key-value heads, r query heads to each, L tokens, K keys, d head size.
 
 Query heads of a key-value head are laid one after another, so that grouped heads need no copies of
-keys and values: scores are one product of [r L, d] and [d, L]. Only the probabilities are kept for
-the backward pass, in the model's own type.
+keys and values: scores are one product of [r L, d] and [d, K]. For whole sequences, which may be
+trained on, these are plain products, and only the probabilities are kept for the backward pass, in
+the model's own type. Tokens after a cache take torch's kernel, which transformers calls with copies
+of keys and values where there is a mask.
 """
 
 from __future__ import annotations
@@ -14,18 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 NAME = "stretto"
 """Name of the attention in a model's config."""
 
 LONGEST = {torch.bfloat16: 512, torch.float32: 64}
 """Tokens of whole sequences up to which plain products win; measured (docs/performance.md)."""
-
-FEW = {torch.bfloat16: 128, torch.float32: 32}
-"""The same of tokens after a cache, without gradients; for a single one the kernel wins."""
-
-MOST_KEYS = 2048
-"""Keys up to which they do, as scores of all heads are kept at once."""
 
 
 def use_short_attention(model: Any) -> None:
@@ -56,24 +53,21 @@ def _attention(
     """Attend, in the form that transformers calls: [b, heads, L, d] to [b, L, heads, d]."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    length, keys = query.shape[2], key.shape[2]
     plain = (
         query.device.type == "cpu"  # a model may be loaded there for another device
-        and length > 1
         and query.shape[3] == key.shape[3] == value.shape[3]
         and getattr(module, "is_causal", False)
         and not kwargs.get("dropout")
         and all(kwargs.get(k) is None for k in ("softcap", "position_bias", "is_causal"))
     )
-    whole = attention_mask is None and length == keys <= LONGEST.get(query.dtype, 0)
-    few = (
+    most = LONGEST.get(query.dtype, 0)
+    whole = attention_mask is None and 1 < query.shape[2] == key.shape[2] <= most
+    after = (
         attention_mask is not None
-        and attention_mask.dtype == torch.bool
-        and length <= FEW.get(query.dtype, 0)
-        and keys <= MOST_KEYS
+        and attention_mask.shape[1] == 1  # for all heads
         and not torch.is_grad_enabled()
     )
-    if not plain or not (whole or few):
+    if not plain or not (whole or after):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
@@ -86,13 +80,13 @@ def _attention(
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attend from the last tokens [b, g r, L, d] of sequences to keys [b, g, K, d]."""
-    b, heads, length, d = query.shape
-    groups = key.shape[1]
-    q = query.reshape(b, groups, -1, d) * scale
-    scores = torch.matmul(q, key.transpose(-1, -2))
-    scores.view(b, groups, -1, length, key.shape[2]).masked_fill_(~mask[:, :, None], -torch.inf)
-    return torch.matmul(torch.softmax(scores, -1), value).view(b, heads, length, d)
+    """Attend from the last tokens [b, g r, L, d] of sequences to keys [b, g, K, d] by torch's fused
+    kernel, without copies of keys and values.
+    """
+    laid = query.reshape(len(query), key.shape[1], -1, query.shape[3])
+    masks = mask.repeat(1, 1, laid.shape[2] // query.shape[2], 1)
+    out = scaled_dot_product_attention(laid, key, value, attn_mask=masks, scale=scale)
+    return out.reshape(query.shape)
 
 
 @lru_cache(maxsize=32)

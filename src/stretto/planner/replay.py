@@ -118,7 +118,7 @@ class Recording:
             had, wanted = (getattr(c.rollout, name) for c in (self.config, config))
             if had != wanted:
                 raise ConfigError(
-                    f"the run had rollout.{name} = {had}, and its records do not say what steps "
+                    f"the run's engine had {name} = {had}, and its records do not say what steps "
                     f"would cost and accept with {wanted}; record a run with {wanted}",
                     "speculation-not-recorded",
                 )

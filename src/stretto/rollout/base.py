@@ -185,7 +185,7 @@ class Engine(ABC):
 
     def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
         """Decode up to ``max_tokens`` more for each rollout that there is room for, one a step, and
-        proposed ones (``rollout.speculative_tokens``) besides.
+        proposed ones (``speculative_tokens``) besides.
 
         Return after the step in which ``stop_after`` rollouts have finished, if that is not 0, or
         none is left that goes on: the number of steps in which tokens came, and a chunk for each

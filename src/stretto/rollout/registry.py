@@ -28,8 +28,6 @@ def choose(config: Config) -> tuple[Literal["torch", "vllm"], str]:
         return "torch", "with runtime = 'inline' it reads the learner's own weights"
     if any(role.startswith("generator") for role in beside):
         return "torch", "generators in the learner's processes read its weights"
-    if config.rollout.speculative_tokens:
-        return "torch", "rollout.speculative_tokens are its own"
     if config.rollout.engine_args:
         return "torch", "rollout.engine_args are its own"
     if version is None or version < OLDEST:
