@@ -107,7 +107,7 @@ def assert_same(plain: Sequence[Rollout], speculative: Sequence[Rollout]) -> Non
 def test_no_token_changes(
     temperature: float, stop: tuple[str, ...], slots: int, rows: int, k: int
 ) -> None:
-    """Rows of several groups, whose ends and limits come anywhere; float32, so bit for bit."""
+    """Rows of several groups, whose ends and limits come anywhere; in float32."""
     torch.manual_seed(0)
     model = llama(vocabulary=VOCABULARY)
     prompts = [p for p in random_prompts([1, 6, 17]) for _ in range(2)]
