@@ -81,6 +81,8 @@ def test_ranks_answer_and_are_ended_at_work(cluster: RayCluster) -> None:
     assert ranks.call("variable", "STRETTO_ECHO") == ["over there"] * 2
     assert ranks.call("variable", "OMP_NUM_THREADS") == ["3"] * 2
     assert {facts.versions["ray"] for facts in ranks.facts} == {ray.__version__}
+    own = psutil.Process().nice()
+    assert [psutil.Process(facts.pid).nice() for facts in ranks.facts] == [own, own]
     big = bytes(300_000)
     ranks.call("take", big)
     pids = ranks.call("pid")

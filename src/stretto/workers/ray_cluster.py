@@ -248,6 +248,8 @@ def _connect(
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,
                 logging_level=logging.ERROR,
+                # Ray's default of 15 leaves ranks next to nothing beside whatever else computes.
+                _system_config={"worker_niceness": 0},
             )
         return True
     require_answer(address)
