@@ -45,7 +45,9 @@ SMOKE = {
 class Measured:
     """An engine, and what its epochs took and gave."""
 
-    def __init__(self, model: nn.Module, args: argparse.Namespace, **options: Any) -> None:
+    def __init__(
+        self, model: nn.Module, draft: nn.Module | None, args: argparse.Namespace, **options: Any
+    ) -> None:
         generation: Any = model.generation_config
         config = RolloutConfig(
             batch=args.samples * args.prompts,
@@ -54,7 +56,7 @@ class Measured:
             **options,
         )
         ends = frozenset(torch.tensor(generation.eos_token_id).flatten().tolist())
-        settings = EngineSettings(rollout=config, seed=args.seed, end_tokens=ends)
+        settings = EngineSettings(rollout=config, seed=args.seed, end_tokens=ends, draft=draft)
         self.engine = TorchEngine(model, settings)
         self.seconds, self.few_s, self.made = 0.0, 0.0, list[Rollout]()
 
@@ -85,7 +87,9 @@ def lines(args: argparse.Namespace) -> Iterator[str]:
     tokenizer = load_tokenizer(args.model)
     source = PromptSource(tasks.load(config.task, args.seed), config.task, tokenizer, args.seed)
     prompts = source.first(args.prompts)
-    model = load_causal_lm(args.model, getattr(torch, args.dtype), torch.device("cpu"))
+    dtype, cpu = getattr(torch, args.dtype), torch.device("cpu")
+    model = load_causal_lm(args.model, dtype, cpu)
+    draft = load_causal_lm(args.draft, dtype, cpu) if args.draft else None
     yield (
         f"Machine: {Machine.here()}, {args.dtype}, {product_speeds(torch.get_num_threads())}. "
         f"{args.prompts} prompts, {args.samples} answers each, up to {args.new_tokens} tokens, "
@@ -102,6 +106,7 @@ def lines(args: argparse.Namespace) -> Iterator[str]:
         runs = {
             (k, rows): Measured(
                 model,
+                draft,
                 args,
                 temperature=temperature,
                 engine_args={"speculative_tokens": k, "speculative_rows": rows},
@@ -114,7 +119,7 @@ def lines(args: argparse.Namespace) -> Iterator[str]:
         plain = runs[cases[0]]
         for (k, rows), run in runs.items():
             counts = run.engine.speculated
-            accepted = counts["accepted"] / max(counts["looked_up"], 1) if counts else 0.0
+            accepted = counts["accepted"] / max(counts["eligible"], 1) if counts else 0.0
             pairs = zip(plain.made, run.made, strict=True)
             equal = sum(a.tokens.tolist() == b.tokens.tolist() for a, b in pairs)
             yield (
@@ -128,13 +133,14 @@ def lines(args: argparse.Namespace) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", type=Path, required=True, help="folder in HF format")
+    parser.add_argument("--draft", type=Path, help="smaller model that proposes; else texts do")
     parser.add_argument("--data", type=Path, required=True, help="GSM8K's train file")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=4, help="answers to a prompt")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--new-tokens", type=int, default=640)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.7, 0.3])
-    parser.add_argument("--proposed", type=int, nargs="+", default=[4], help="tokens a row")
+    parser.add_argument("--proposed", type=int, nargs="+", default=[4], help="most tokens a row")
     parser.add_argument("--rows", type=int, nargs="+", default=[4], help="up to which it is done")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)

@@ -151,7 +151,7 @@ def test_settings_for_one_gpu_fit_it_by_the_memory_plan(
     """By a model's true shape; and they run, with small sizes."""
     name = f"gpu-{size}gb{kind}"
     config = recipes.load(f"examples/{name}.toml")
-    shapes, adapters = known_shapes(config.model, config.critic, config.reward)
+    shapes, adapters = known_shapes(config)
     assert shapes["actor"].parameters == pytest.approx(parameters, rel=0.001)
     assert (adapters is None) == (name == "gpu-16gb")
     found = places(config, 8, 1)

@@ -238,7 +238,18 @@ def test_proposed_tokens_and_rows_are_counts(value: object) -> None:
         with raises(ConfigError, "engine-argument-no-count", name):
             recipes.build({"rollout": {"engine_args": {name: value}}}, "here")
     rollout = recipes.build({"rollout": {"engine_args": {"speculative_tokens": 2}}}, "x").rollout
-    assert (rollout.speculative_tokens, rollout.speculative_rows) == (2, 4)
+    assert (rollout.speculative_tokens, rollout.speculative_rows) == (2, 8)
+
+
+def test_a_model_that_proposes_tokens_needs_a_number_and_a_whole_engine() -> None:
+    args: dict[str, Any] = {"speculative_model": "small"}
+    with raises(ConfigError, "draft-without-tokens", "speculative_tokens"):
+        recipes.build({"rollout": {"engine_args": args}}, "here")
+    args["speculative_tokens"] = 4
+    assert recipes.build({"rollout": {"engine_args": args}}, "x").rollout.speculative_model
+    sliced = {"runtime": "local", "cluster": {"processes": [{"roles": ["generator"], "tp": 2}]}}
+    with raises(ConfigError, "draft-in-slices", "tp = 2"):
+        recipes.build({"rollout": {"engine_args": args}, **sliced}, "here")
 
 
 def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_a_run_with_adapters_is_planned(tiny_folder: Path) -> None:
     """Rank 2 on all linear layers: 2 (inputs + outputs) of each, as peft counts them."""
     model = {"name": str(tiny_folder), "lora_rank": 2}
     config = Config.model_validate({"runtime": "local", "model": model})
-    _, adapters = known_shapes(config.model, config.critic, config.reward)
+    _, adapters = known_shapes(config)
     assert adapters is not None
     actor = load_causal_lm(tiny_folder, torch.float32, torch.device("cpu"))
     wrapped = add_lora(actor, config.model, "CAUSAL_LM")
@@ -228,7 +228,7 @@ def fitted_to(gpus: int, gigabytes: int, **settings: Any) -> tuple[Config, list[
     given["rollout"] = {"batch": 64, "samples_per_prompt": 4, **given.get("rollout", {})}
     config = Config.model_validate(given)
     found = places(config, 8, gpus)
-    shapes, adapters = known_shapes(config.model, config.critic, config.reward)
+    shapes, adapters = known_shapes(config)
 
     def room(_: str) -> int:
         return gigabytes * GB
@@ -296,7 +296,7 @@ def test_slots_are_as_many_as_fit_beside_passes() -> None:
     twice = config.changed_in("rollout", slots=2 * slots)
     twice = twice.changed_in("training", microbatch_tokens=4096)
     twice = twice.changed_in("model", gradient_checkpointing="on")
-    shapes, adapters = known_shapes(config.model, config.critic, config.reward)
+    shapes, adapters = known_shapes(config)
     (load,) = RunMemory(twice).loads(places(twice, 8, 1), shapes, 2, adapters)
     assert max(load.phase(name).total() for name in PHASES) > 0.9 * 80 * GB
     given_slots, _ = fitted_to(1, 80, rollout={**long, "slots": 512}, **given)

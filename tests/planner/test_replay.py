@@ -348,7 +348,7 @@ def test_records_of_one_number_of_ranks_say_nothing_of_another() -> None:
 def test_accepted_tokens_are_replayed_as_they_were_recorded() -> None:
     args: dict[str, Any] = {"speculative_tokens": 4, "speculative_rows": 2}
     config = settings(schedule=ScheduleConfig(), rollout={"engine_args": args})
-    run, counts = recording(config, crowded(config)), {"looked_up": 8, "proposed": 20}
+    run, counts = recording(config, crowded(config)), {"eligible": 8, "proposed": 20}
     spans = [
         replace(s, attributes={**s.attributes, **counts, "accepted": 4}) if s.name == "gen" else s
         for s in run.spans

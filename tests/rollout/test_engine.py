@@ -30,6 +30,7 @@ from engine_helpers import (
     LIMIT,
     SEED,
     SMALL,
+    EagerBackend,
     Letters,
     engine,
     finish,
@@ -48,7 +49,7 @@ from stretto.errors import EngineError, StrettoError
 from stretto.evaluation.answers import completed
 from stretto.models import devices
 from stretto.models.cached import SlotCache
-from stretto.models.devices import Backend, PackedLinears
+from stretto.models.devices import PackedLinears
 from stretto.models.load import load_causal_lm
 from stretto.models.lora import add_lora
 from stretto.models.tiny import byte_tokenizer
@@ -799,35 +800,6 @@ def test_the_engine_works_on_the_models_own_memory() -> None:
 # -- CUDA graphs ---------------------------------------------------------------------------------
 
 
-class EagerGraph:
-    """What stands for a CUDA graph: a replay runs everything once more."""
-
-    def __init__(self, run: Callable[[], Any]) -> None:
-        self._run, self.outputs = run, run()
-
-    def replay(self) -> None:
-        for output, new in zip(self.outputs, self._run(), strict=True):
-            output.copy_(new)
-
-    def pool(self) -> None:
-        pass
-
-
-class EagerBackend(Backend):
-    graphs = True
-
-    def __init__(self, most: int = sys.maxsize) -> None:
-        super().__init__(torch.device("cpu"))
-        self.captures, self._most = 0, most
-
-    def capture(self, run: Callable[[], Any], pool: Any) -> tuple[Any, Any]:
-        if self.captures == self._most:
-            raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
-        self.captures += 1
-        graph = EagerGraph(run)
-        return graph, graph.outputs
-
-
 @torch.inference_mode()
 def test_graphed_decode_is_eager_decode() -> None:
     config = RolloutConfig(temperature=0.9)
@@ -859,7 +831,7 @@ def test_slots_and_lengths_are_reserved_once_where_graphs_hold_their_addresses(
     prompts = random_prompts([3, 9, 40, 11, 250, 2])
     plain = run(engine(llama()), prompts)
     backend = EagerBackend()
-    monkeypatch.setattr("stretto.rollout.engine.backend_of", lambda device: backend)
+    monkeypatch.setattr("stretto.rollout.steps.backend_of", lambda device: backend)
     e = engine(llama(), own={"longest": 250 + LIMIT})
     made = rollouts(prompts)
     e.admit(told(made[:2]))
@@ -897,7 +869,7 @@ def test_steps_that_cannot_be_captured_run_eagerly_and_that_is_said_once(
     prompts = random_prompts([3, 9, 40, 11, 2])
     plain = run(engine(llama()), prompts)
     backend = EagerBackend(most=0)
-    monkeypatch.setattr("stretto.rollout.engine.backend_of", lambda device: backend)
+    monkeypatch.setattr("stretto.rollout.steps.backend_of", lambda device: backend)
     got = run(engine(llama()), prompts)
     assert [r.tokens for r in got] == [r.tokens for r in plain]
     assert [record.getMessage() for record in caplog.records] == [

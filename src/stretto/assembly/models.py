@@ -183,6 +183,28 @@ def load_reward_model(
     return model.requires_grad_(False), load_tokenizer(path, config.trust_remote_code, say)
 
 
+def load_draft(
+    config: ModelConfig, name: str, tokenizer: PreTrainedTokenizerBase, say: Say
+) -> nn.Module:
+    """Load the model that proposes tokens, frozen; ``name`` is ``speculative_model``."""
+    check_draft(config, name, tokenizer, say)
+    return _loaded(load_causal_lm, resolve(name, say), config, say, False).requires_grad_(False)
+
+
+def check_draft(
+    config: ModelConfig, name: str, tokenizer: PreTrainedTokenizerBase, say: Say
+) -> None:
+    """Raise ConfigError if the model that proposes tokens has others than the actor."""
+    own = load_tokenizer(resolve(name, say), config.trust_remote_code, say)
+    if not same_tokenizer(own, tokenizer):
+        raise ConfigError(
+            f"rollout.engine_args: speculative_model = '{name}' has another tokenizer than the "
+            "actor, to which it is to propose tokens; choose a model of the actor's family, or "
+            "leave it out, and texts of the same prompt propose them",
+            "draft-of-other-tokenizer",
+        )
+
+
 def make_critic(
     config: ModelConfig,
     init: str,

@@ -96,6 +96,8 @@ def trained_models(
         ends = end_token_ids(unwrapped(base), tokenizer) | turn_ends(config, tokenizer)
     _check_ends(config.reward, config.rollout.stop, ends)
     config.require_positions("the actor", positions(base, generating=True))
+    if draft := config.rollout.speculative_model:
+        models.check_draft(m, draft, tokenizer, say)
     RoleFactory(config, say).check_rewards(rewards, prompts.first(FIRST))
     check_lora(base, m)
     adapted = models.starts_adapted(m, overrides.actor)

@@ -13,7 +13,13 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from stretto.assembly.environments import turn_ends
-from stretto.assembly.models import Overrides, Reward, load_reward_model, made_ready
+from stretto.assembly.models import (
+    Overrides,
+    Reward,
+    load_draft,
+    load_reward_model,
+    made_ready,
+)
 from stretto.config import AlgorithmConfig, Config, ModelConfig, RolloutConfig
 from stretto.config.schedule import Knobs
 from stretto.config.sections import RewardSource
@@ -129,6 +135,9 @@ class RoleFactory:
         # An evaluation comes between a weight sync and the round.
         synced = channel is not None and not (lags or moves or config.observe.eval_every)
         first = SharedChannel() if kind.own_weights and channel is None else None
+        draft = None
+        if r.speculative_model and not kind.own_weights:
+            draft = load_draft(config.model, r.speculative_model, tokenizer, silent)
         with tempfile.TemporaryDirectory(prefix="engine-") as scratch:
             plain, folder, dtype = unwrapped(actor), "", next(actor.parameters()).dtype
             if kind.own_weights:
@@ -154,6 +163,7 @@ class RoleFactory:
                 device=device,
                 threads=threads,
                 trust_remote_code=config.model.trust_remote_code,
+                draft=draft,
                 sleep_level=2 if synced else 1,
             )
             engine = kind.open(actor, settings)

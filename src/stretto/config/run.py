@@ -172,6 +172,12 @@ class Config(Section):
             "model.load_in_4bit = true is for models that are whole on one device; leave it out, or "
             "leave out fsdp, tp, offload and pipeline.ranks"
         )
+        sliced = [p for p in several if p.tp > 1 and any("generator" in x for x in p.roles)]
+        broken["draft-in-slices"] = (sliced and r.speculative_model) and (
+            "rollout.engine_args: speculative_model proposes tokens to an engine that is whole on "
+            f"one device, and cluster.processes cuts it by tp = {sliced[0].tp}; leave one of them "
+            "out"
+        )
         broken["ranks-without-processes"] = (several and self.runtime == "inline") and (
             f"cluster.processes: fsdp = {several[0].fsdp} and tp = {several[0].tp} ask for "
             "processes, and runtime = 'inline' has none; set runtime = 'local' or 'ray'"

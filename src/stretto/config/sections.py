@@ -309,7 +309,7 @@ class RolloutConfig(Section):
     engine: Literal["auto", "torch", "vllm"] = "auto"
     """What generates. torch: Stretto's own engine. vllm: vLLM, in processes of its own (runtime = 'local' or 'ray'). auto: vllm where there are GPUs, such processes and vLLM, else torch."""
     engine_args: dict[str, JsonValue] = {}
-    """Arguments of the engine. torch: cuda_graphs (false runs decode steps without them on CUDA); speculative_tokens (0: tokens that it proposes a row and step when few rows are left, of which a step keeps those that it would have sampled anyway; 4 pays at low temperatures) and speculative_rows (4: rows up to which it does). vllm: vLLM's engine arguments by its own names, such as gpu_memory_utilization (on a GPU of other roles, what these leave by the memory plan)."""
+    """Arguments of the engine. torch: cuda_graphs (false runs decode steps without them on CUDA); speculative_tokens (0: most tokens that it proposes a row and step when few rows are left, of which a step keeps those that it would have sampled anyway; how many follows from what is kept), speculative_rows (8: rows up to which it does) and speculative_model (a smaller model of the same tokenizer, by folder or hub name, that proposes them; without one they come from texts of the same prompt). vllm: vLLM's engine arguments by its own names, such as gpu_memory_utilization (on a GPU of other roles, what these leave by the memory plan)."""
     batch: PositiveInt = 32
     """Responses per step."""
     samples_per_prompt: PositiveInt = 1
@@ -338,13 +338,18 @@ class RolloutConfig(Section):
 
     @property
     def speculative_tokens(self) -> int:
-        """Tokens that Stretto's own engine proposes a row and step; 0 for none."""
+        """Most tokens that Stretto's own engine proposes a row and step; 0 for none."""
         return self._count("speculative_tokens", 0)
 
     @property
     def speculative_rows(self) -> int:
         """Rows that are left when it does, at most."""
-        return self._count("speculative_rows", 4)
+        return self._count("speculative_rows", 8)
+
+    @property
+    def speculative_model(self) -> str:
+        """Model that proposes them; empty for texts of the same prompt."""
+        return str(self.engine_args.get("speculative_model", ""))
 
     def _count(self, name: str, default: int) -> int:
         given = self.engine_args.get(name, default)
@@ -358,15 +363,21 @@ class RolloutConfig(Section):
         )
         own = {} if self.engine == "vllm" else self.engine_args
         counts = {"speculative_tokens", "speculative_rows"}
-        unknown = own.keys() - counts - {"cuda_graphs"}
+        known = {"cuda_graphs", "speculative_model", *counts}
+        unknown = own.keys() - known
         broken["unknown-engine-argument"] = unknown and (
             f"rollout.engine_args names '{min(unknown)}', and Stretto's own engine knows "
-            f"{', '.join(sorted({'cuda_graphs', *counts}))}; leave it out, or set rollout.engine = "
+            f"{', '.join(sorted(known))}; leave it out, or set rollout.engine = "
             "'vllm'"
         )
         wrong = [name for name in sorted(counts & own.keys()) if self._count(name, 0) < 0]
         broken["engine-argument-no-count"] = wrong and (
             f"rollout.engine_args: {wrong[0]} = {own[wrong[0]]!r} must be a whole number, 0 or more"
+        )
+        drafts = "speculative_model" in own
+        broken["draft-without-tokens"] = (drafts and not self.speculative_tokens) and (
+            "rollout.engine_args has a speculative_model, and no speculative_tokens that it may "
+            "propose; set that, to 4 say"
         )
         broken["empty-stop-string"] = "" in self.stop and (
             "an empty string in rollout.stop would end every response at once; leave it out"

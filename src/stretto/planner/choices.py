@@ -67,7 +67,7 @@ def fitted(
         if not is_known(m.name) and model_info(m.name) is None:
             load_config(resolve(m.name), m.trust_remote_code)
         if isinstance(config, Config):
-            shapes, adapters = known_shapes(config.model, config.critic, config.reward)
+            shapes, adapters = known_shapes(config)
             elsewhere = bool(config.cluster.address)
             gpus = torch.cuda.device_count() if cluster_gpus is None else cluster_gpus
             found = places(config, config.threads or torch.get_num_threads(), gpus)

@@ -17,7 +17,6 @@ import psutil
 from stretto.config import (
     AlgorithmConfig,
     Config,
-    CriticConfig,
     ModelConfig,
     RewardConfig,
 )
@@ -204,18 +203,19 @@ class Load(DeviceMemory):
         return Counter({what: size for what, size in self.held.items() if what != CACHE})
 
 
-def known_shapes(
-    model: ModelConfig, critic: CriticConfig, reward: RewardConfig
-) -> tuple[dict[str, Shape], Adapters | None]:
+def known_shapes(config: Config) -> tuple[dict[str, Shape], Adapters | None]:
     """Return known shapes by role or reward source, and a trained model's LoRA adapters.
 
     Raises ModelError if the actor's shape cannot be told, or how many parameters adapters have.
     """
-    actor, adapters = model_shape(model), lora_adapters(model)
-    rewards = {source.name: _valued(source.model) for source in reward.models}
+    actor, adapters = model_shape(config.model), lora_adapters(config.model)
+    rewards = {source.name: _valued(source.model) for source in config.reward.models}
     starts = {"actor": actor.valued(), "reward": next(iter(rewards.values()), None)}
-    valued = starts[critic.init] if critic.init in starts else _valued(critic.init)
+    init = config.critic.init
+    valued = starts[init] if init in starts else _valued(init)
+    draft = config.rollout.speculative_model
     found = {"actor": actor, "reference": actor, "critic": valued, **rewards}
+    found["draft"] = _known(draft) if draft else None
     return {role: shape for role, shape in found.items() if shape}, adapters
 
 
@@ -237,8 +237,13 @@ def lora_adapters(model: ModelConfig) -> Adapters | None:
 
 def _valued(name: str) -> Shape | None:
     """Return the shape of a model with a scalar head by name, if it can be told."""
+    shape = _known(name)
+    return shape and shape.valued()
+
+
+def _known(name: str) -> Shape | None:
     try:
-        return described(name).shape.valued()
+        return described(name).shape
     except (ModelError, ConfigError):
         return None
 
@@ -299,7 +304,7 @@ class RunMemory:
         if c.cluster.address:
             return []
         try:
-            shapes, adapters = known_shapes(c.model, c.critic, c.reward)
+            shapes, adapters = known_shapes(c)
         except ModelError:
             return []
         return self.loads(found, shapes, width, adapters)
@@ -409,6 +414,15 @@ class RunMemory:
                     reads=own,
                     share=share,
                 )
+                if generates and share is None and (draft := shapes.get("draft")):
+                    holds.put_inference(
+                        "speculative model's weights",
+                        draft,
+                        1,
+                        c.rollout.prefill_tokens,
+                        rows=c.rollout.speculative_rows,
+                        positions=c.longest,
+                    )
 
     def _pass_tokens(self, device: str) -> int:
         """Return the most tokens of a pass: one response at least, and all of an update at most."""

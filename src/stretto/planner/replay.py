@@ -114,12 +114,12 @@ class Recording:
                 f"what {wanted or 'one rank each'} would take; record a run with these",
                 "cuts-not-recorded",
             )
-        for name in ("speculative_tokens", "speculative_rows"):
+        for name in ("speculative_tokens", "speculative_rows", "speculative_model"):
             had, wanted = (getattr(c.rollout, name) for c in (self.config, config))
             if had != wanted:
                 raise ConfigError(
-                    f"the run's engine had {name} = {had}, and its records do not say what steps "
-                    f"would cost and accept with {wanted}; record a run with {wanted}",
+                    f"the run's engine had {name} = {had!r}, and its records do not say what steps "
+                    f"would cost and accept with {wanted!r}; record a run with that",
                     "speculation-not-recorded",
                 )
         return replace(self, config=config, chunks=(), deltas=())._with(self.costs)
@@ -155,14 +155,14 @@ class Recording:
         )
 
     def _speculation(self) -> Speculation:
-        names = "looked_up", "proposed", "accepted"
-        looked_up, proposed, accepted = (
+        names = "eligible", "proposed", "accepted"
+        eligible, proposed, accepted = (
             sum(s.attributes.get(name, 0) for s in self.spans if s.name == "gen") for name in names
         )
-        if not looked_up:
+        if not eligible:
             return Speculation()
         rows = self.config.rollout.speculative_rows
-        return Speculation(rows=rows, proposed=proposed / looked_up, accepted=accepted / looked_up)
+        return Speculation(rows=rows, proposed=proposed / eligible, accepted=accepted / eligible)
 
     @property
     def _cores(self) -> int:

@@ -74,6 +74,7 @@ class EngineSettings:
         longest: tokens of prompt and response, at most.
         folder: of the model's config.
         threads: of the CPU; 0 leaves the engine's choice.
+        draft: a smaller model of the same tokens, by which Stretto's own engine proposes them.
         sleep_level: of an engine that sleeps while it holds no rollouts: 2 drops its weights, as a
             weight sync comes before the next decode; 1 keeps them in the host's memory.
     """
@@ -91,6 +92,7 @@ class EngineSettings:
     device: torch.device = CPU
     threads: int = 0
     trust_remote_code: bool = False
+    draft: nn.Module | None = None
     sleep_level: Literal[1, 2] = 1
 
     @property
@@ -149,7 +151,7 @@ class Engine(ABC):
         longest: tokens of prompt and response that it can hold; ``None`` for no limit.
         prefilled_tokens: read without sampling, in all; those found in a cache not counted.
         context_tokens: that decode steps have looked back on, in all.
-        speculated: counts, where an engine proposes tokens: rows that were ``looked_up``, a row
+        speculated: counts, where an engine proposes tokens: rows that were ``eligible``, a row
             counted in each step; tokens that were ``proposed``, with padding; ``accepted`` ones.
     """
 

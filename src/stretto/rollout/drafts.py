@@ -1,29 +1,102 @@
-"""Proposals of a row's next tokens, out of texts that begin with the same prompt.
+"""Proposals of a row's next tokens, out of texts with the same prompt or by a smaller model.
 
 A pass over a row's newest token and k proposed ones samples k + 1 tokens with the random numbers
 that single steps would have taken (:mod:`stretto.rollout.sampling`). The first is the token of a
 single step; each further one is, as long as all proposals before it are equal to what was sampled.
 So proposals are kept by equality, where speculative sampling (Leviathan et al. 2023) accepts them
 with a probability, and not one token changes. They are prompt lookups (Saxena 2023): what followed
-the longest suffix of the row's text where it last occurred, in the row itself or else in others.
+the longest suffix of the row's text where it last occurred, in the row itself or else in others; or
+the likeliest tokens by a draft model.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
-from itertools import product
+from dataclasses import dataclass, field
+from itertools import accumulate, product
+from typing import Protocol
 
 import numpy as np
+import torch
+from torch import nn
 
+from stretto.config import RolloutConfig
+from stretto.models.cached import SlotCache
+from stretto.models.devices import PackedLinears
+from stretto.models.forward import backbone, positions, unwrapped
 from stretto.rollout.base import Row
+from stretto.rollout.steps import StepInputs, decoder
 from stretto.types import IntArray
+
+TOKEN_COST = 0.022
+"""What a step takes longer for each proposed token and row that it reads, as a share of a step of
+few rows that reads none; measured on a CPU (docs/performance.md), and less on a GPU."""
+
+TRIED = 32
+"""Proposed tokens after which earlier ones count a third (1 / e) in the rate of acceptance."""
+
+TRY_EVERY = 16
+"""Steps without proposals after which a token is proposed again, to see whether that pays now."""
 
 LONGEST = 6
 """Tokens of a suffix that is looked up."""
 
 REMEMBERED = 1 << 24
 """Tokens of finished responses that are kept, for later responses to their prompts."""
+
+
+class Proposer(Protocol):
+    """What proposes tokens for the rows of an engine.
+
+    Attributes:
+        cost: of making a token a row, in steps.
+    """
+
+    cost: float
+
+    def propose(self, rows: Sequence[Row], most: int) -> list[Sequence[int]]:
+        """Return up to ``most`` tokens for each row, and no more than its limit leaves room for."""
+
+    def ended(self, row: Row) -> None:
+        """Take note that a row has finished."""
+
+
+class ProposalLength:
+    """How many tokens a step proposes: as many as give most tokens a second.
+
+    With a share a of proposals accepted, a step of k that cost c each gives (1 - a^(k+1)) / (1 - a)
+    tokens in the time of 1 + c k (Leviathan et al. 2023, theorem 3.8). The share is what verified
+    tokens show; nothing is timed, so that a run that is repeated proposes the same.
+
+    Args:
+        most: tokens a row.
+        cost: of making a token a row, in steps.
+    """
+
+    def __init__(self, most: int, cost: float) -> None:
+        self._most, self._cost = most, cost
+        self._accepted, self._verified = 1.0, 2.0  # before anything is known
+        self._without = 0
+
+    def next(self, rows: int) -> int:
+        """Return how many to propose for each row in the next step; 0 for none."""
+        rate, cost = self._accepted / self._verified, self._cost + TOKEN_COST * rows
+        tokens = accumulate(rate**k for k in range(self._most + 1))
+        gains = [n / (1 + cost * k) for k, n in enumerate(tokens)]
+        best = gains.index(max(gains))
+        self._without = 0 if best else self._without + 1
+        if self._without > TRY_EVERY:
+            self._without, best = 0, 1
+        return best
+
+    def verified(self, accepted: int, *, rejected: bool) -> None:
+        """Take note of a row's proposals: how many were accepted before one was rejected, if so."""
+        for token in [1.0] * accepted + [0.0] * rejected:
+            self._accepted += token - self._accepted / TRIED
+            self._verified += 1 - self._verified / TRIED
+
 
 Ends = dict[tuple[int, ...], tuple[Sequence[int], int]]
 """Where n-grams last ended: a text, and the index of the token that followed."""
@@ -69,12 +142,14 @@ def _enter(text: Sequence[int], begin: int, *into: Ends) -> None:
                 ends[suffix] = text, at
 
 
-class PromptLookup:
+class PromptLookup(Proposer):
     """Proposals for the rows of an engine, from texts of their own, their groups and the past.
 
     Args:
         kept: finished responses to a prompt that are remembered, the newest ones.
     """
+
+    cost = 0.0
 
     def __init__(self, kept: int) -> None:
         self._kept = kept
@@ -83,7 +158,6 @@ class PromptLookup:
         self._tokens = 0  # of them
 
     def propose(self, rows: Sequence[Row], most: int) -> list[Sequence[int]]:
-        """Return up to ``most`` tokens for each row, and no more than its limit leaves room for."""
         prompts = {row.prompt for row in rows}
         self._texts = {prompt: t for prompt, t in self._texts.items() if prompt in prompts}
         for prompt in prompts - self._texts.keys():
@@ -96,7 +170,6 @@ class PromptLookup:
         ]
 
     def ended(self, row: Row) -> None:
-        """Remember the response of a row that has finished."""
         past = self._past.setdefault(row.prompt, deque())
         past.append(np.array(row.tokens[len(row.prompt) :], np.int32))
         self._tokens += row.generated
@@ -105,3 +178,108 @@ class PromptLookup:
             self._tokens -= len(past.popleft())
         while self._tokens > REMEMBERED:
             self._tokens -= sum(map(len, self._past.popitem(last=False)[1]))
+
+
+@dataclass(slots=True, eq=False)
+class Drafted:
+    """A row in a draft model's slot: how many of its tokens had been read, and what followed."""
+
+    row: Row
+    read: int = 0
+    proposed: list[int] = field(default_factory=list)  # the keys of all but the last are there
+
+    def valid(self) -> int:
+        """Return how many of the row's tokens have their keys now."""
+        count = self.read
+        for proposed, token in zip(self.proposed[:-1], self.row.tokens[count:], strict=False):
+            if proposed != token:
+                break
+            count += 1
+        return count
+
+
+class DraftModel(Proposer):
+    """Proposals of a smaller model, which is never trained: the likeliest tokens, one by one.
+
+    They are not drawn with the row's random numbers: so drawn they would be accepted less often
+    where the two models are far from each other, and hardly more often where they are near.
+
+    Args:
+        model: the smaller model, with the engine's tokens.
+        drafted: the engine's.
+        longest: tokens of prompt and response, at most, if known.
+    """
+
+    def __init__(
+        self, model: nn.Module, drafted: nn.Module, config: RolloutConfig, longest: int = 0
+    ) -> None:
+        own, theirs = (sum(p.numel() for p in m.parameters()) for m in (model, drafted))
+        self.cost = own / theirs  # a step reads all weights
+        self._cache = SlotCache(max(config.speculative_rows, 1))
+        self._cache.reserve(longest)
+        likeliest = config.model_copy(update={"temperature": 0.0})
+        self._pass, self._step = decoder(model, self._cache, likeliest)
+        self._packed = PackedLinears(backbone(model), unwrapped(model).get_output_embeddings())
+        with torch.inference_mode():
+            self._packed.__enter__()  # for good
+        self._positions = positions(model, generating=True) or sys.maxsize
+        known = (unwrapped(m).get_input_embeddings().weight for m in (model, drafted))
+        self._own_last, self._last = (len(table) - 1 for table in known)
+        self._rows: list[Drafted] = []  # a row's index is its slot
+
+    def propose(self, rows: Sequence[Row], most: int) -> list[Sequence[int]]:
+        self._keep(rows)
+        cache, ready = self._cache, []
+        for slot, drafted in enumerate(self._rows):
+            row = drafted.row
+            drafted.read, drafted.proposed = drafted.valid(), []
+            room = min(most, row.tokens_left - 1, self._positions - len(row.tokens))
+            if room > 0:
+                cache.reserve(len(row.tokens) + row.tokens_left)
+                ready.append((slot, room))
+        if ready:
+            self._draft(ready)
+        proposed = {id(drafted.row): drafted.proposed for drafted in self._rows}
+        return [proposed[id(row)] for row in rows]
+
+    def ended(self, row: Row) -> None:
+        pass
+
+    def _keep(self, rows: Sequence[Row]) -> None:
+        """Give each row a slot, and no other."""
+        for slot in reversed(range(len(self._rows))):
+            if self._rows[slot].row not in rows:  # from the end: the last row moves here
+                last = self._rows.pop()
+                if slot < len(self._rows):
+                    self._rows[slot] = last
+                    self._cache.copy_row(len(self._rows), slot, last.valid())
+        here = {id(drafted.row) for drafted in self._rows}
+        self._rows += [Drafted(row) for row in rows if id(row) not in here]
+
+    def _draft(self, ready: Sequence[tuple[int, int]]) -> None:
+        """Have rows, by slot and the number of tokens that each has room for, proposed some."""
+        device, scratch = self._pass.device, self._cache.capacity
+        ids, ends = [[0, 0] for _ in self._rows], [[0, 0] for _ in self._rows]
+        for slot, room in ready:
+            drafted = self._rows[slot]
+            known = [min(token, self._own_last) for token in drafted.row.tokens]
+            if missing := known[drafted.read : -2]:
+                self._pass.prefill([slot], [drafted.read], [missing])
+            # Where all proposals were accepted, the last one has no keys yet.
+            ids[slot] = [0, *known][-2:]
+            drafted.read, ends[slot] = len(known), [len(known), room]
+        newest, room_of = torch.tensor(ends, device=device).T[:, :, None]
+        tokens = torch.tensor(ids, device=device)
+        at = newest + torch.tensor([-2, -1], device=device)
+        found = []
+        for step in range(max(room for _, room in ready)):
+            places = at.masked_fill((at < 0) | (room_of <= step), scratch)
+            nothing = torch.zeros_like(tokens)
+            inputs = StepInputs(tokens, places, nothing, nothing)
+            read = min(max(length for length, _ in ends) + step, scratch)
+            likeliest = self._step(inputs, read)[0][:, -1:].clamp_max(self._last)
+            found.append(likeliest)
+            tokens, at = likeliest.clamp_max(self._own_last), at[:, -1:] + 1
+        proposed = torch.cat(found, 1).tolist()
+        for slot, room in ready:
+            self._rows[slot].proposed = proposed[slot][:room]

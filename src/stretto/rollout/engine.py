@@ -18,25 +18,24 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from stretto.errors import EngineError
-from stretto.models.backend import backend_of
-from stretto.models.cached import RowCache, SlotCache, check_cache
+from stretto.models.cached import RowCache, SlotCache
 from stretto.models.devices import PackedLinears
 from stretto.models.forward import backbone, positions, unwrapped
 from stretto.models.tensor_parallel import slices_of
 from stretto.models.weights import load_weights
 from stretto.rollout.base import CPU, Engine, EngineSettings, Row
-from stretto.rollout.drafts import PromptLookup
+from stretto.rollout.drafts import DraftModel, PromptLookup, ProposalLength, Proposer
 from stretto.rollout.sampling import stream_seed
-from stretto.rollout.steps import GraphedDecode, ModelPass, StepInputs
+from stretto.rollout.steps import GraphedDecode, ModelPass, StepInputs, decoder
 from stretto.types import (
     Capabilities,
     FinishReason,
@@ -100,21 +99,19 @@ class TorchEngine(Engine):
         self._probe: ModelPass | None = None
         if self._slots < 1:
             raise EngineError(f"an engine needs a slot at least; slots = {self._slots}", "no-slots")
-        own = ModelPass(model, SlotCache(2), config)
-        with torch.inference_mode():
-            check_cache(own, own.next_logits, own.head.logits)
         self.device = next(model.parameters()).device
-        self._backend, self._sliced = backend_of(self.device), slices_of(model)[0] is not None
+        self._sliced = slices_of(model)[0] is not None
         self._cache = SlotCache(0)
-        self._pass = ModelPass(model, self._cache, config)
+        self._pass, self._step_pass = decoder(model, self._cache, config)
+        self._graphed = isinstance(self._step_pass, GraphedDecode)
         self._packed = PackedLinears(backbone(model), unwrapped(model).get_output_embeddings())
-        self._step_pass: Callable[[StepInputs, int], tuple[Tensor, Tensor]] = self._pass.decode
-        if config.cuda_graphs and self._backend.graphs:
-            self._step_pass = GraphedDecode(self._pass, self._backend)
-        self._lookup: PromptLookup | None = None
+        self._proposer: Proposer | None = None
         if config.speculative_tokens:
-            self._lookup = PromptLookup(config.samples_per_prompt)
-            self.speculated = dict.fromkeys(("looked_up", "proposed", "accepted"), 0)
+            self._proposer = PromptLookup(config.samples_per_prompt)
+            if settings.draft is not None:
+                self._proposer = DraftModel(settings.draft, model, config, settings.longest)
+            self._length = ProposalLength(config.speculative_tokens, self._proposer.cost)
+            self.speculated = dict.fromkeys(("eligible", "proposed", "accepted"), 0)
         self._waiting: deque[SlotRow] = deque()
         self._rows: list[SlotRow] = []  # a row's index is its slot
 
@@ -251,7 +248,7 @@ class TorchEngine(Engine):
         slots = len(self._rows) + coming
         rows = islice(self._waiting, coming)
         tokens = max(len(row.prompt) + row.sampling.max_new_tokens for row in rows)
-        if self._backend.graphs:  # each growth would drop them, and needs room for both caches
+        if self._graphed:  # each growth would drop them, and needs room for both caches
             slots, tokens = self._slots, max(tokens, self.settings.longest)
         self._cache.hold(slots, self._slots)
         self._cache.reserve(tokens)
@@ -316,18 +313,21 @@ class TorchEngine(Engine):
         for slot in reversed(range(len(rows))):  # from the end: a vacated slot takes the last row
             if not ready[slot]:
                 continue
-            row, equal = rows[slot], (*proposed[slot], None)
+            row, accepted, equal = rows[slot], 0, (*proposed[slot], None)
             for token, logprob, other in zip(tokens[slot], logprobs[slot], equal, strict=False):
                 row.cached += 1
                 chunk = self._append(row, token, logprob, likeliest[slot])
                 if chunk or token != other:
                     break
-                self.speculated["accepted"] += 1
+                accepted += 1
+            if proposed[slot]:
+                self.speculated["accepted"] += accepted
+                self._length.verified(accepted, rejected=token != other is not None)
             if chunk:
                 if chunk.finish is FinishReason.TURN:
                     self._park(slot)
-                elif self._lookup:
-                    self._lookup.ended(row)
+                elif self._proposer:
+                    self._proposer.ended(row)
                 self._vacate(slot)
                 ended.append(chunk)
         self._done += sorted(ended, key=lambda chunk: chunk.rollout_id)
@@ -339,15 +339,16 @@ class TorchEngine(Engine):
         """Propose tokens for each row: none while many are decoded, or some are prefilled."""
         rows, config = self._rows, self._config
         few = len(rows) <= config.speculative_rows and all(row.ready for row in rows)
-        if not self._lookup or not few:
-            return [()] * len(rows)
-        self.speculated["looked_up"] += len(rows)
-        return self._lookup.propose(rows, config.speculative_tokens)
+        if self._proposer and few:
+            self.speculated["eligible"] += len(rows)
+            if most := self._length.next(len(rows)):
+                return self._proposer.propose(rows, most)
+        return [()] * len(rows)
 
     def _inputs(self, proposed: Sequence[Sequence[int]]) -> StepInputs:
         most, idle = max(map(len, proposed)), self._cache.capacity
         if most:
-            if self._backend.graphs:  # which are of one width
+            if self._graphed:  # which are of one width
                 most = self._config.speculative_tokens
             self.speculated["proposed"] += most * len(proposed)
         ids, positions, seeds, draws = [], [], [], []

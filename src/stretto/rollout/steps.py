@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from stretto.config import RolloutConfig
 from stretto.errors import first_line
-from stretto.models.cached import CachedPass, SlotCache
+from stretto.models.backend import backend_of
+from stretto.models.cached import CachedPass, SlotCache, check_cache
 from stretto.models.devices import Backend
 from stretto.models.forward import output_head, unwrapped
 from stretto.rollout.sampling import sample, top_logprobs, uniform
@@ -94,6 +95,24 @@ class ModelPass(CachedPass):
         at = positions.masked_fill(positions == self.cache.capacity, 0)
         hidden = self._hidden(ids, at, self._masks(at, read))
         return self.head.finish(self._output(hidden))
+
+
+Step = Callable[[StepInputs, int], tuple[Tensor, Tensor]]
+"""A decode step over key positions below a number; see :meth:`ModelPass.decode`."""
+
+
+def decoder(model: nn.Module, cache: SlotCache, config: RolloutConfig) -> tuple[ModelPass, Step]:
+    """Return a model's passes over a slot cache, and its decode steps, by CUDA graphs where those
+    are wanted and can be. Raises EngineError if the model computes something else over slots.
+    """
+    own = ModelPass(model, SlotCache(2), config)
+    with torch.inference_mode():
+        check_cache(own, own.next_logits, own.head.logits)
+    passes = ModelPass(model, cache, config)
+    backend = backend_of(passes.device)
+    if config.cuda_graphs and backend.graphs:
+        return passes, GraphedDecode(passes, backend)
+    return passes, passes.decode
 
 
 MOST_GRAPHS = 32
