@@ -177,14 +177,16 @@ def test_padded_rows_read_as_much_as_the_longest() -> None:
 
 
 def test_a_token_costs_a_share_of_a_step_while_proposed_ones_are_verified() -> None:
-    """Three rows of 2, 4 and 6 tokens, whose last two read 3 tokens a step and keep half of one."""
+    """Three rows of 2, 4 and 6 tokens, whose last two read 3 tokens a step and keep half of one;
+    it takes 1.5 s to make two.
+    """
     cost = DecodeCost(step_s=6.0, row_s=1.0, weights_s=3.0, product_s=1.0)
-    few = Speculation(rows=2, proposed=2.0, accepted=0.5)
+    few = Speculation(rows=2, proposed=2.0, accepted=0.5, draft_s=1.5)
     replica = Replica(GeneratorCost(decode=cost), 0, few)
     for id_, length in enumerate((2, 4, 6)):
         replica.waiting.append(SimRow(id_, id_, 1, 0, length, FinishReason.STOP, cached=1))
     _, seconds, work = decode([replica], 9, 0)
-    three, two, one = 6 + 3 + max(3, 3), (6 + 6 + max(3, 6)) / 1.5, (6 + 3 + max(3, 3)) / 1.5
+    three, two, one = 6 + 3 + max(3, 3), (7.5 + 6 + max(3, 6)) / 1.5, (7.5 + 3 + max(3, 3)) / 1.5
     assert seconds == pytest.approx(2 * three + 2 * two + 2 * one)
     assert (work["steps"], work["tokens"]) == (6, 12)
 

@@ -322,7 +322,7 @@ class TorchEngine(Engine):
                 accepted += 1
             if proposed[slot]:
                 self.speculated["accepted"] += accepted
-                self._length.verified(accepted, rejected=token != other is not None)
+                self._length.verified(accepted, rejected=other is not None and token != other)
             if chunk:
                 if chunk.finish is FinishReason.TURN:
                     self._park(slot)

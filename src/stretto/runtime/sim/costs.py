@@ -81,14 +81,15 @@ class DecodeCost(Section):
         beside = steps * self.step_s + tokens * self.row_s + context * self.context_s
         return beside + max(reads, computes)
 
-    def speculating(self, proposed: float, accepted: float) -> DecodeCost:
+    def speculating(self, s: Speculation) -> DecodeCost:
         """Return the cost of a token a row where steps read proposed ones, and accept some."""
         read = {"row_s", "product_s", "attention_s"}
         costs = {
-            name: value * (1 + proposed if name in read else 1) / (1 + accepted)
+            name: value * (1 + s.proposed if name in read else 1)
             for name, value in self.model_dump().items()
         }
-        return DecodeCost(**costs)
+        costs["step_s"] += s.draft_s
+        return DecodeCost(**{name: value / (1 + s.accepted) for name, value in costs.items()})
 
     def rows_within(self, seconds: float, context: float) -> float:
         """Return the most rows of so much context each of which a step takes no longer."""
@@ -141,6 +142,8 @@ class Speculation(Section):
     """Tokens that such a step reads beside the newest one, a row."""
     accepted: NonNegative = 0.0
     """Tokens of them that it keeps, a row on average."""
+    draft_s: NonNegative = 0.0
+    """Seconds of a step in which a smaller model makes them."""
 
 
 class PrefillCost(Section):

@@ -77,8 +77,7 @@ class Replica:
 
     def __init__(self, cost: GeneratorCost, slots: int, speculation: Speculation) -> None:
         self._cost, self._slots, self._speculating = cost, slots, speculation.rows
-        few = cost.decode.speculating(speculation.proposed, speculation.accepted)
-        self._costs = cost.decode, few
+        self._costs = cost.decode, cost.decode.speculating(speculation)
         self.waiting: deque[SimRow] = deque()
         self.rows: dict[int, SimRow] = {}
         self.step = 0
