@@ -32,7 +32,7 @@ from stretto.types import IntArray
 
 TOKEN_COST = 0.022
 """What a step takes longer for each proposed token and row that it reads, as a share of a step of
-few rows that reads none; measured on a CPU (docs/performance.md), and less on a GPU."""
+few rows that reads none; measured on a CPU (benchmarks/drafts.py), and less on a GPU."""
 
 TRIED = 32
 """Proposed tokens after which earlier ones count a third (1 / e) in the rate of acceptance."""
