@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=640)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.7, 0.3])
     parser.add_argument("--proposed", type=int, nargs="+", default=[4], help="most tokens a row")
-    parser.add_argument("--rows", type=int, nargs="+", default=[4], help="up to which it is done")
+    parser.add_argument("--rows", type=int, nargs="+", default=[8], help="up to which it is done")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="where to write the table as well")

@@ -250,6 +250,10 @@ def test_a_model_that_proposes_tokens_needs_a_number_and_a_whole_engine() -> Non
     sliced = {"runtime": "local", "cluster": {"processes": [{"roles": ["generator"], "tp": 2}]}}
     with raises(ConfigError, "draft-in-slices", "tp = 2"):
         recipes.build({"rollout": {"engine_args": args}, **sliced}, "here")
+    judge = {"processes": [{"roles": ["model:a-generator"], "tp": 2}]}
+    reward = {"sources": ["model:a-generator"]}
+    whole = {"runtime": "local", "reward": reward, "cluster": judge}
+    recipes.build({"rollout": {"engine_args": args}, **whole}, "here")
 
 
 def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:

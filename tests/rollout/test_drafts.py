@@ -293,6 +293,7 @@ def test_rows_with_sampling_of_their_own_and_rows_that_are_prefilled_propose_not
     assert own.speculated["eligible"] == 0
 
 
+@pytest.mark.usefixtures("always_most")
 def test_the_past_of_a_prompt_serves_its_next_epoch() -> None:
     """Greedy answers to one prompt are equal: all but the first are proposed as a whole."""
     torch.manual_seed(1)
@@ -304,8 +305,7 @@ def test_the_past_of_a_prompt_serves_its_next_epoch() -> None:
         made = Rollout(i, prompt, i)
         e.admit(told([made]))
         steps.append(e.decode(LIMIT).steps)
-    assert steps == [LIMIT, LIMIT - e.speculated["accepted"]]
-    assert e.speculated["accepted"] >= LIMIT / 2
+    assert steps[1] < min(steps[0], 4)
 
 
 @pytest.mark.usefixtures("always_most")

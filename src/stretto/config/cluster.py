@@ -41,6 +41,11 @@ class ProcessConfig(Section):
         """Operating-system processes."""
         return self.fsdp * self.tp
 
+    @property
+    def generates(self) -> bool:
+        """Whether there is a generator among the roles; a source of rewards is 'model:NAME'."""
+        return any(role.startswith("generator") for role in self.roles)
+
     def rules(self, broken: Rules) -> None:
         """Check that the roles can work in these processes."""
         broken["process-without-roles"] = not self.roles and (

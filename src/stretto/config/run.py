@@ -172,7 +172,7 @@ class Config(Section):
             "model.load_in_4bit = true is for models that are whole on one device; leave it out, or "
             "leave out fsdp, tp, offload and pipeline.ranks"
         )
-        sliced = [p for p in several if p.tp > 1 and any("generator" in x for x in p.roles)]
+        sliced = [p for p in several if p.tp > 1 and p.generates]
         broken["draft-in-slices"] = (sliced and r.speculative_model) and (
             "rollout.engine_args: speculative_model proposes tokens to an engine that is whole on "
             f"one device, and cluster.processes cuts it by tp = {sliced[0].tp}; leave one of them "
@@ -202,9 +202,8 @@ class Config(Section):
             "model.load_in_4bit = true trains beside weights in 4 bits, and rollout.engine = 'vllm' "
             "would sample from others; leave one of them out"
         )
-        beside = [p.roles for p in self.cluster.processes if LEARNER in p.roles]
-        generates = any(role.startswith("generator") for roles in beside for role in roles)
-        broken["vllm-beside-learner"] = generates and (
+        beside = [p for p in self.cluster.processes if LEARNER in p.roles and p.generates]
+        broken["vllm-beside-learner"] = beside and (
             "cluster.processes: generators in the learner's processes read its weights, and vLLM "
             "has weights of its own; give it processes of its own, on the same devices if need be"
         )
