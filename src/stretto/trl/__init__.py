@@ -6,7 +6,8 @@ GRPOTrainer``, and has ``GRPOConfig(schedule="oppo")`` for overlap; so for RLOO,
 """
 
 from stretto.trl.config import GRPOConfig, OnlineDPOConfig, PPOConfig, RLOOConfig
-from stretto.trl.trainer import GRPOTrainer, OnlineDPOTrainer, PPOTrainer, RLOOTrainer
+from stretto.trl.ppo import PPOTrainer
+from stretto.trl.trainer import GRPOTrainer, OnlineDPOTrainer, RLOOTrainer
 
 __all__ = [
     "GRPOConfig",

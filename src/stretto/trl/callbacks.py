@@ -11,7 +11,7 @@ from transformers.trainer_callback import CallbackHandler
 from stretto.observe.run_directory import EVALUATED, SCORE
 
 if TYPE_CHECKING:
-    from stretto.trl.trainer import BaseTrainer
+    from stretto.trl.base import BaseTrainer
 
 METRICS = {
     "loss": "loss/policy_avg",

@@ -1,0 +1,257 @@
+"""The part that TRL's PPO, GRPO, RLOO and Online DPO trainers share: a run of this project."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+from transformers import (
+    DefaultFlowCallback,
+    PreTrainedTokenizerBase,
+    TrainerControl,
+    TrainerState,
+    trainer_pt_utils,
+)
+from transformers.trainer_callback import CallbackHandler
+
+from stretto import api, files
+from stretto.api.training import write_rows
+from stretto.assembly.models import Overrides
+from stretto.config import Config, recipes
+from stretto.config.sections import ENVIRONMENT
+from stretto.errors import ConfigError, StateError
+from stretto.models.load import save_model
+from stretto.observe import RunDirectory, make_progress
+from stretto.observe.progress import on_stderr
+from stretto.runs import TrainResult
+from stretto.runs.checkpoint import newest
+from stretto.trl import arguments, objects
+from stretto.trl.callbacks import after_step, never_called
+from stretto.trl.objects import Answering, PromptTask, Rewards, TokenTask
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOutput(TrainResult):
+    """The outcome of a run, with what transformers' ``TrainOutput`` has.
+
+    Attributes:
+        global_step: steps of the optimizer, as TRL counts them.
+        training_loss: mean of the policy's loss over all steps.
+        metrics: ``train_runtime`` (seconds), ``train_loss`` and ``train_steps_per_second``.
+    """
+
+    global_step: int
+    training_loss: float
+    metrics: Mapping[str, float]
+
+
+class BaseTrainer:
+    """What the trainers share. Models are trained in place. Every run has a folder of its own in
+    ``args.output_dir``, with its settings, figures, samples and the trained model.
+
+    Attributes:
+        config: the run's settings.
+        run_dir: the run's folder; ``None`` before :meth:`train`.
+        state: ``log_history`` holds the figures of each step, by our names and TRL's.
+        callback_handler: of transformers; it calls the callbacks, which get no optimizer.
+    """
+
+    hub_model_id: ClassVar[None] = None
+    optimizer = lr_scheduler = None
+    _held_out: PromptTask | None = None  # prompts of evaluations while it trains
+    _answering = Answering()  # nothing
+
+    log_metrics = trainer_pt_utils.log_metrics
+    metrics_format = trainer_pt_utils.metrics_format
+    save_metrics = trainer_pt_utils.save_metrics
+    save_state = trainer_pt_utils.save_state
+
+    def _set_up(
+        self,
+        args: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        models: Mapping[str, Any],
+        rewards: Rewards,
+        task: PromptTask | TokenTask,
+        sizes: arguments.Sizes,
+        callbacks: Sequence[Any] | None,
+        peft_config: Any,
+    ) -> None:
+        """Make the run's settings.
+
+        Args:
+            models: policy, reference, reward model and value model by TRL's names, as far as given.
+        """
+        self.args, self.processing_class, self._rewards = args, tokenizer, rewards
+        self.model = self.policy_model = models["model"]
+        self.ref_model, self.value_model = models.get("ref_model"), models.get("value_model")
+        self._task, self.train_dataset, self.sizes = task, task, sizes
+        dtype = objects.bring_to_dtype(models, args)
+        data = arguments.settings(args, sizes, task.longest, dtype)
+        data["task"]["chat"] = task.chat
+        data["model"]["name"] = str(
+            getattr(self.model, "name_or_path", "") or type(self.model).__name__
+        )
+        if peft_config is not None:
+            data["model"] |= objects.lora_settings(peft_config, self.model)
+        given = (ENVIRONMENT,) if self._answering.rewards else ()
+        data["reward"] |= {"sources": (*rewards.sources, *given)}
+        if weights := getattr(args, "reward_weights", None):
+            data["reward"]["weights"] = (*weights, *(1.0 for _ in given))
+        if sources := tuple(self._answering.objects):
+            data["environment"] = {"sources": sources, "max_turns": arguments.max_turns(args)}
+        if self._held_out:
+            held_out = Path(args.output_dir) / "eval_dataset.jsonl"
+            longest = max(task.longest, self._held_out.longest)
+            data["task"] |= {"held_out": str(held_out), "max_prompt_tokens": longest}
+            every = arguments.eval_every(args, sizes)
+            data["observe"] |= {"eval_every": every, "eval_prompts": len(self._held_out)}
+        self.config: Config = recipes.build(data, type(args).__name__)
+        self.run_dir: RunDirectory | None = None
+        self.state, self.control = TrainerState(), TrainerControl()
+        self.state.max_steps = sizes.steps * sizes.updates
+        self.callback_handler = CallbackHandler(  # type: ignore[no-untyped-call]
+            [DefaultFlowCallback, *(callbacks or ())], self.model, tokenizer, None, None
+        )
+        self.add_callback = self.callback_handler.add_callback
+        self.pop_callback = self.callback_handler.pop_callback
+        self.remove_callback = self.callback_handler.remove_callback
+        self.tell("on_init_end")
+
+    @cached_property
+    def accelerator(self) -> Any:
+        """An ``accelerate.Accelerator`` of this one process, for what scripts ask of it."""
+        from accelerate import Accelerator
+
+        return Accelerator(cpu=self.config.model.device == "cpu")
+
+    def is_world_process_zero(self) -> bool:
+        """Return True: there is one process."""
+        return True
+
+    is_local_process_zero = is_world_process_zero
+
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
+        """Train, or go on with the run of the same script in a folder, from its newest checkpoint.
+
+        After Ctrl-C, what was learned is in the models, and saved.
+
+        Args:
+            resume_from_checkpoint: the run's folder; True for the newest one in ``output_dir``.
+        """
+        if self.run_dir is not None:
+            raise StateError(
+                "this trainer has trained already, and its models are no longer those that it "
+                f"started from; make a new {type(self).__name__} to train on",
+                "trained-already",
+            )
+        args, began_s = self.args, time.monotonic()
+        name = Path(args.run_name or getattr(args, "exp_name", args.algorithm)).name
+        resumed = resume_from_checkpoint or args.resume_from_checkpoint or ""
+        if resumed is True:
+            resumed = _newest(Path(self.config.out), name)
+        if rows := self._held_out:
+            file = Path(self.config.task.held_out_rows)
+            with files.explained(file):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_rows((rows.row(i).data for i in range(len(rows))), file)
+        run = api.begin(self.config, name, resume=resumed, overrides=self._overrides())
+        self.run_dir = run.run_dir
+        display = make_progress(self.config.observe.progress)
+        for line in arguments.notes(args, self.sizes) + never_called(self.callback_handler):
+            display.note(line)
+        self.state.compute_steps(args, self.state.max_steps)  # type: ignore[no-untyped-call]
+        self.tell("on_train_begin")
+        self.tell("on_epoch_begin")
+        result = api.execute(run, progress=display, on_step=partial(after_step, self))
+        took_s, done = time.monotonic() - began_s, self.state.global_step
+        losses = [row["loss"] for row in self.state.log_history if "loss" in row]
+        loss = sum(losses) / len(losses) if losses else 0.0
+        metrics = {
+            "train_runtime": took_s,
+            "train_steps_per_second": done / took_s,
+            "train_loss": loss,
+        }
+        self.tell("on_train_end")
+        of_run = {f.name: getattr(result, f.name) for f in fields(TrainResult)}
+        return TrainOutput(**of_run, global_step=done, training_loss=loss, metrics=metrics)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add figures to ``state.log_history`` and tell the callbacks."""
+        logs = {**logs, "epoch": self.state.epoch or 0.0}
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.tell("on_log", logs=logs)
+
+    def evaluate(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise ConfigError, as no evaluation runs within training."""
+        raise ConfigError(
+            "a trained model is measured afterwards: stretto.evaluate(trainer.config, "
+            "model=trainer.run_dir.model)",
+            "no-evaluation",
+        )
+
+    def end(self) -> None:
+        """Do nothing: trackers are closed, and no process group is there, when training ends."""
+
+    def create_model_card(self, *_: Any, **__: Any) -> None:
+        """Say that none is written."""
+        on_stderr("no model card is written; config.toml in the run's folder has all settings")
+
+    def save_model(
+        self, output_dir: str | Path | None = None, _internal_call: bool = False
+    ) -> None:
+        """Save policy and tokenizer in Hugging Face format, adapters merged, into a folder (without
+        one ``args.output_dir``), whose other files stay. Raises StorageError where it cannot be
+        written to; nothing of the model is in it then.
+        """
+        folder = Path(output_dir or self.args.output_dir)
+        with files.explained(folder), files.added_to(folder) as scratch:
+            if self.run_dir is not None and self.run_dir.model.is_dir():
+                shutil.copytree(self.run_dir.model, scratch, dirs_exist_ok=True)
+            else:
+                save_model(self.policy_model, self.processing_class, scratch)
+
+    def push_to_hub(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise ConfigError, as nothing is uploaded."""
+        raise ConfigError(
+            "nothing is uploaded from here: save with trainer.save_model(folder), then "
+            "'hf upload NAME folder', or model.push_to_hub(NAME) of transformers",
+            "no-upload",
+        )
+
+    def _overrides(self) -> Overrides:
+        return Overrides(
+            actor=self.model,
+            tokenizer=self.processing_class,
+            reference=self.ref_model,
+            critic=self.value_model,
+            task=self._task,
+            functions=self._rewards.functions,
+            reward_models=self._rewards.models,
+            environment=self._answering.objects,
+        )
+
+    def tell(self, event: str, **more: Any) -> None:
+        """Tell the callbacks of an event; what they want then stands in ``control``."""
+        call = getattr(self.callback_handler, event)
+        self.control = call(self.args, self.state, self.control, **more)
+
+
+def _newest(out: Path, name: str) -> str:
+    """Return the newest run in a folder that has a checkpoint; raises StateError without one."""
+    named = re.compile(re.escape(name) + r"-\d+")
+    found = (run for run in out.glob("*") if named.fullmatch(run.name))
+    runs = [run for run in found if newest(run / "checkpoints")]
+    if not runs:
+        raise StateError(
+            f"resume_from_checkpoint = True: no run in '{out}' is called '{name}' and has a "
+            "checkpoint; start it anew, with save_steps for checkpoints",
+            "no-checkpoint",
+        )
+    return str(max(runs, key=lambda run: (run / "checkpoints").stat().st_mtime))
