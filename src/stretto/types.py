@@ -175,6 +175,8 @@ class Response:
         finish, sampled: as in :class:`Chunk`.
         sampling: how it goes on, where that is its own; ``None``: as the engine's settings say.
         messages: what an episode's response says, for roles that read text; ``None`` for others.
+        joints: where a further sample of an episode begins, the text that answered the turn before;
+            by places in ``tokens``. Only for roles that score an episode once.
         logprobs: of an episode's tokens, for its environment; ``None`` for others.
     """
 
@@ -188,6 +190,7 @@ class Response:
     sampling: Sampling | None = None
     messages: tuple[Message, ...] | None = None
     logprobs: FloatArray | None = None
+    joints: Mapping[int, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.tokens)

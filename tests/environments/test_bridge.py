@@ -419,3 +419,23 @@ def test_the_table_of_templates_is_true() -> None:
     found = [line for line in TABLE.read_text().splitlines() if line.startswith("| ")]
     found = found[1 : 1 + len(lines)]
     assert found == lines
+
+
+@pytest.mark.parametrize("family", ["qwen2.5", "llama3.1", "mistral"])
+def test_the_text_of_a_turn_ends_before_its_stop_string(family: str) -> None:
+    """In its message too; a turn that a limit cut is not touched."""
+    tokenizer = tokenizer_of(family)
+    bridge = Bridge(Encoder(tokenizer), TOOLS, stop=("##", "."))
+    turn = bridge.parse(Encoder(tokenizer).ids("It is 42."), ended=True)
+    assert (turn.text, turn.message["content"]) == ("It is 42", "It is 42")
+    turn = bridge.parse(Encoder(tokenizer).ids("It is 4#"), ended=False)
+    assert (turn.text, turn.message["content"]) == ("It is 4#", "It is 4#")
+
+
+def test_a_stop_string_that_closes_a_call_does_not_break_it() -> None:
+    encoder = Encoder(tokenizer_of("qwen2.5"))
+    bridge = Bridge(encoder, TOOLS, stop=("</tool_call>",))
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n'
+    turn = bridge.parse(encoder.ids(f"So:\n{call}</tool_call>"), ended=True)
+    assert [(c.name, c.status) for c in turn.calls] == [("add", "ok")]
+    assert (turn.text, turn.message["content"]) == (f"So:\n{call}", "So:")

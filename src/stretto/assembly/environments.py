@@ -74,7 +74,8 @@ def open_environment(
         )
     tools = places[0].ready["tools"]
     ends = overrides.end_tokens or frozenset()
-    bridge = bridge_for(places[0].ready, prompts.encoder, settings, say, ends)
+    stop = config.rollout.stop
+    bridge = bridge_for(places[0].ready, prompts.encoder, settings, say, ends, stop)
     prompts.with_tools = bool(tools)
     prompts.render = lambda messages, rows: bridge.prompt(messages, [*tools, *rows])
     most = config.task.max_prompt_tokens
@@ -99,6 +100,7 @@ def bridge_for(
     settings: EnvironmentConfig,
     say: Say,
     end_tokens: frozenset[int] = frozenset(),
+    stop: Sequence[str] = (),
 ) -> Bridge:
     """Read off the chat template how turns of an environment go on; tell where they cannot.
 
@@ -107,7 +109,7 @@ def bridge_for(
     Args:
         ready: what the environment says of itself; functions answer as tools, and no user does.
     """
-    bridge = open_bridge(encoder, ready["tools"], end_tokens)
+    bridge = open_bridge(encoder, ready["tools"], end_tokens, stop)
     breaks = bridge.breaks_among(("tool",) if ready["kind"] == "functions" else ("tool", "user"))
     if breaks and settings.on_break == "refuse":
         raise ConfigError(f"environment.on_break = 'refuse': {breaks}", "template-rewrites-history")
@@ -129,11 +131,13 @@ def _programs(
         require(library, "serve", "a program as environment.sources")
     from stretto.serving.programs import ProgramServer
 
-    bridges = Bridges(prompts.encoder, overrides.end_tokens or frozenset())
     settings = config.environment
     rollout, most = config.rollout, config.task.max_prompt_tokens
+    ends = overrides.end_tokens or frozenset()
+    bridges = Bridges(prompts.encoder, ends, rollout.stop)
     drawn = (rollout.temperature, rollout.top_k, rollout.top_p)
-    limits = Limits(most, rollout.max_new_tokens, settings.on_break, drawn)
+    most_new = rollout.max_new_tokens
+    limits = Limits(most, most_new, settings.on_break, drawn, rollout.stop)
     sessions = Sessions(bridges, prompts.encoder, limits, say)
     name = Path(config.model.name).name
     server = ProgramServer(sessions, prompts.tokenizer, name)

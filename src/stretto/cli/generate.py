@@ -261,7 +261,9 @@ def command_chat(
     )
     with ExitStack() as stack:
         with _options_by_name():
-            opened = Tools(environment, Encoder(policy.tokenizer), stack) if environment else None
+            opened = None
+            if environment:
+                opened = Tools(environment, Encoder(policy.tokenizer), stack, rollout.stop)
         _talk(policy, Conversation(policy, rollout, seed, system, opened))
 
 

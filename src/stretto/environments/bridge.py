@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from stretto.environments.calls import CallFormat, ToolCall, find_calls
 from stretto.environments.templates import QUESTION, Shape, made_up, made_up_call, names_of
 from stretto.errors import TaskError
+from stretto.scoring.responses import before_stop
 from stretto.tasks.encode import MARK, Encoder, template_accepts
 from stretto.types import Message
 
@@ -100,6 +101,7 @@ class Bridge:
         encoder: Encoder,
         tools: Sequence[Mapping[str, Any]] = (),
         end_tokens: frozenset[int] = frozenset(),
+        stop: Sequence[str] = (),
     ) -> None:
         """Read the template's ways off made-up conversations.
 
@@ -107,12 +109,13 @@ class Bridge:
             tools: JSON schemas of the tools that prompts tell of. Where rows bring others, those
                 of any row: it matters only whether there are some.
             end_tokens: that end a turn, beside the one that the template writes.
+            stop: strings that end a turn, and are no part of its text.
 
         Raises:
             ConfigError: there is no chat template, it refuses a plain conversation, or it writes
                 calls of tools in a way that is not read here (code ``unknown-call-format``).
         """
-        self._encoder, self._tools = encoder, tuple(tools)
+        self._encoder, self._tools, self._stop = encoder, tuple(tools), tuple(stop)
         self._shape = Shape(encoder, reads_calls=bool(tools) and self._reads_calls)
         eos = encoder.tokenizer.eos_token_id
         self._ends = end_tokens | self._shape.ends | ({eos} if eos is not None else set())
@@ -173,6 +176,8 @@ class Bridge:
         names = names_of(self._tools if tools is None else tools)
         plain = self._encoder.plain(rest)
         found = find_calls(rest, plain, self.form, names=names, ended=ended)
+        if ended:  # only now, as the stop string may be the mark that closes a call
+            escaped = self._before_stop(escaped)
         text = self._without_control(escaped)
         message = Message(role="assistant", content=text)
         good = [f for f in found if f.call.status == "ok"]
@@ -191,6 +196,9 @@ class Bridge:
         while ids and ids[-1] in self._silent:
             ids.pop()
         return self._encoder.spelled(ids)
+
+    def _before_stop(self, escaped: str) -> str:
+        return escaped[: len(before_stop(self._encoder.plain(escaped), self._stop))]
 
     def _begin(self, escaped: str) -> int:
         """Return where calls may begin: behind reasoning, and a token such as <|python_tag|>."""

@@ -14,6 +14,7 @@ from stretto.environments.bridge import THINK, UNTHINK, Bridge, Turn, as_written
 from stretto.environments.calls import ToolCall, checked, numbered
 from stretto.environments.templates import QUESTION, Tools, names_of
 from stretto.errors import ConfigError, first_line, is_installed, remedy
+from stretto.scoring.responses import before_stop
 from stretto.tasks.encode import Encoder
 from stretto.types import Message
 
@@ -21,14 +22,17 @@ _UNREAD = "unknown-call-format"
 
 
 def open_bridge(
-    encoder: Encoder, tools: Tools = (), end_tokens: frozenset[int] = frozenset()
+    encoder: Encoder,
+    tools: Tools = (),
+    end_tokens: frozenset[int] = frozenset(),
+    stop: Sequence[str] = (),
 ) -> Bridge:
     """Return the way from turn to turn: of the chat template, or else of a renderer.
 
     Raises ConfigError where neither can read calls of the tools, or the template is of no use.
     """
     try:
-        return Bridge(encoder, tools, end_tokens)
+        return Bridge(encoder, tools, end_tokens, stop)
     except ConfigError as error:
         if error.code != _UNREAD:
             raise
@@ -40,7 +44,7 @@ def open_bridge(
                 "names on the hub",
                 _UNREAD,
             ) from error
-    return RendererBridge(encoder, tools, end_tokens, renderer)
+    return RendererBridge(encoder, tools, end_tokens, renderer, stop)
 
 
 def find_renderer(encoder: Encoder) -> Any:
@@ -93,13 +97,18 @@ class RendererBridge(Bridge):
     _reads_calls = False
 
     def __init__(
-        self, encoder: Encoder, tools: Tools, end_tokens: frozenset[int], renderer: Any
+        self,
+        encoder: Encoder,
+        tools: Tools,
+        end_tokens: frozenset[int],
+        renderer: Any,
+        stop: Sequence[str] = (),
     ) -> None:
         """Check that the renderer reads a prompt as the chat template does.
 
         Raises ConfigError if it does not, or as :class:`Bridge`.
         """
-        super().__init__(encoder, tools, end_tokens)
+        super().__init__(encoder, tools, end_tokens, stop)
         self._renderer = renderer
         own, text = self.prompt([QUESTION])
         options = {"tools": self._listed(None), "add_generation_prompt": True}
@@ -119,20 +128,21 @@ class RendererBridge(Bridge):
 
     def parse(self, ids: Sequence[int], *, ended: bool, tools: Tools | None = None) -> Turn:
         """Read a turn, as :meth:`Bridge.parse` does."""
+        stop = self._stop if ended else ()
+        text = before_stop(self._without_control(self._spelled(ids)), stop)
         try:
             read = self._renderer.parse_response(list(ids), tools=self._listed(tools))
         except Exception:  # it was made for what its model writes, and a policy may write anything
-            text = self._without_control(self._spelled(ids))
             return Turn(text, Message(role="assistant", content=text), ())
         names = names_of(self._tools if tools is None else tools)
         calls = numbered([_call(call, names) for call in read.tool_calls])
         content = read.content
         if read.reasoning_content:
             content = f"{THINK}\n{read.reasoning_content}\n{UNTHINK}\n\n{content}"
-        message = Message(role="assistant", content=content)
+        message = Message(role="assistant", content=before_stop(content, stop))
         if good := [as_written(call) for call in calls if call.status == "ok"]:
             message["tool_calls"] = good
-        return Turn(self._without_control(self._spelled(ids)), message, tuple(calls))
+        return Turn(text, message, tuple(calls))
 
     def context(
         self,

@@ -22,6 +22,7 @@ from stretto.environments.renderer import open_bridge
 from stretto.environments.templates import Tools
 from stretto.errors import EngineError
 from stretto.saying import Say, silent
+from stretto.scoring.responses import response_text
 from stretto.types import (
     Chunk,
     FinishReason,
@@ -40,8 +41,10 @@ if TYPE_CHECKING:
 class Bridges:
     """The ways from messages to tokens of a chat template: with tools, and without."""
 
-    def __init__(self, encoder: Encoder, end_tokens: frozenset[int]) -> None:
-        self._encoder, self._ends = encoder, end_tokens
+    def __init__(
+        self, encoder: Encoder, end_tokens: frozenset[int], stop: Sequence[str] = ()
+    ) -> None:
+        self._encoder, self._ends, self._stop = encoder, end_tokens, stop
         self._made: dict[bool, Bridge] = {}
 
     def of(self, tools: Sequence[Mapping[str, Any]]) -> Bridge:
@@ -50,7 +53,7 @@ class Bridges:
         """
         with_tools = bool(tools)
         if with_tools not in self._made:
-            self._made[with_tools] = open_bridge(self._encoder, tools, self._ends)
+            self._made[with_tools] = open_bridge(self._encoder, tools, self._ends, self._stop)
         return self._made[with_tools]
 
 
@@ -73,12 +76,14 @@ class Limits:
         prompt, response: tokens of a sample's prompt, and of all behind it.
         on_break: as in the settings ``environment``.
         distribution: as in :class:`Sampling`: the run's, which every turn is drawn from.
+        stop: the run's strings that end a turn, and are no part of its text.
     """
 
     prompt: int
     response: int
     on_break: Literal["fork", "refuse"] = "fork"
     distribution: tuple[float, int, float] = _PLAIN
+    stop: tuple[str, ...] = ()
 
 
 class Asked:
@@ -155,6 +160,7 @@ class Session:
         longest: tokens of prompt and answer, at most.
         version: of the weights that sampled the last turn.
         answers: names of the answers so far, in order.
+        stop: strings that end a turn, and are no part of its text.
         limit: which limit has ended the episode; empty while none has.
         turns: answered so far.
     """
@@ -171,6 +177,7 @@ class Session:
         self.key, self.root = key, response.id
         self.longest, self.version = limits.prompt + limits.response, response.version
         self.answers: list[str] = []
+        self.stop = limits.stop
         self.limit, self.turns, self._refused = "", 0, False
         self._asked_prompt, self._bridges, self._encoder = response.prompt, bridges, encoder
         self._limits, self._remark = limits, remark
@@ -403,8 +410,9 @@ class Session:
         if read is not None:
             bridge = self._bridges.of(read.tools)
             return bridge.parse(turn, ended=ended, tools=read.tools).message
-        text = self._encoder.tokenizer.decode(list(turn), skip_special_tokens=True)
-        return Message(role="assistant", content=str(text))
+        finish, tokenizer = FinishReason.STOP if ended else None, self._encoder.tokenizer
+        text = response_text(tokenizer, turn, finish, self.stop)
+        return Message(role="assistant", content=text)
 
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self._encoder.tokenizer.decode(list(tokens)))

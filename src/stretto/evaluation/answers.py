@@ -106,7 +106,7 @@ def generate(
     )
     encoder, samples = Encoder(tokenizer), options.samples_per_prompt
     with ExitStack() as stack:
-        tools = Tools(environment, encoder, stack) if environment else None
+        tools = Tools(environment, encoder, stack, options.stop) if environment else None
         how: Any = {"encoder": encoder, "render": tools.render if tools else None}
         prompts = [render(row, task, tokenizer, i, **how) for i, row in enumerate(rows)]
         rollouts = [Rollout(p.id * samples + i, p, p.id) for p in prompts for i in range(samples)]

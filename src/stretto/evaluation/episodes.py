@@ -79,7 +79,13 @@ class Tools:
     cannot go from turn to turn.
     """
 
-    def __init__(self, config: EnvironmentConfig, encoder: Encoder, stack: ExitStack) -> None:
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        encoder: Encoder,
+        stack: ExitStack,
+        stop: Sequence[str] = (),
+    ) -> None:
         self._config, self._encoder = config, encoder
         with working(on_stderr, "starting the environment"):
             self._places = open_places(config, {})
@@ -92,7 +98,7 @@ class Tools:
                 "program-holds-the-loop",
             )
         self._schemas: Sequence[Mapping[str, Any]] = ready["tools"]
-        self._bridge = bridge_for(ready, encoder, config, on_stderr)
+        self._bridge = bridge_for(ready, encoder, config, on_stderr, stop=stop)
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]

@@ -203,11 +203,15 @@ class _TrainingLoop:
 
     def _sample(self, rollout: Rollout, reward: float) -> Sample:
         tokenizer = self.running.tokenizer
-        # In an episode a stop string ends a turn, and more may follow.
-        stop = () if rollout.in_turns else self.config.rollout.stop
         return Sample(
             prompt=rollout.prompt.text,
-            response=response_text(tokenizer, rollout.tokens, rollout.finish, stop),
+            response=response_text(
+                tokenizer,
+                rollout.tokens,
+                rollout.finish,
+                self.config.rollout.stop,
+                rollout.sampled if rollout.in_turns else None,
+            ),
             reward=reward,
             finish=str(rollout.finish),
             tokens=rollout.sampled_tokens,

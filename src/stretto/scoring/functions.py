@@ -51,7 +51,7 @@ class FunctionScorer(ResponseScorer):
     Args:
         source: the task's verifier, a server, or a function, whose file is relative to the working
             directory, or whose module is installed or there.
-        stop: strings that end a response; not part of what is scored.
+        stop: strings that end a response, or a turn of one. They are not scored.
         timeout_s: time that the reward function may take for the responses of one ``finish`` call.
         columns: of the dataset. A function that needs another one is refused at construction.
         function: what ``source`` stands for where the caller has it as an object. It is called in
@@ -135,7 +135,8 @@ class FunctionScorer(ResponseScorer):
         return Score(r.id, self.name, "reward", values, failure, verdict.get("extra", {}))
 
     def _text(self, r: Response) -> str:
-        return response_text(self._tokenizer, r.tokens.tolist(), r.finish, stop=self._stop)
+        ids = r.tokens.tolist()
+        return response_text(self._tokenizer, ids, r.finish, self._stop, r.sampled, r.joints)
 
     def _failure(self, r: Response, text: str, why: str) -> str:
         return (

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from stretto.errors import LifecycleError
-from stretto.types import CONTEXT, Chunk, FinishReason, IntArray, Response, sampled_of
+from stretto.types import (
+    CONTEXT,
+    BoolArray,
+    Chunk,
+    FinishReason,
+    IntArray,
+    Response,
+    sampled_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+WINDOW = 4
+"""Tokens in front of a piece of a text that are decoded with it."""
 
 
 class ResponseScorer:
@@ -69,20 +82,51 @@ class ResponseScorer:
         return responses
 
 
+def before_stop(text: str, stop: Sequence[str]) -> str:
+    """Cut the text of a turn that ended by itself before its stop string.
+
+    An engine ends a turn with the first stop string that it holds, so this cut is at its end.
+    """
+    places = [at for at in map(text.find, stop) if at >= 0]
+    return text[: min(places)] if places else text
+
+
 def response_text(
     tokenizer: PreTrainedTokenizerBase,
     tokens: Sequence[int],
     finish: FinishReason | None,
     stop: Sequence[str] = (),
+    sampled: BoolArray | None = None,
+    joints: Mapping[int, str] | None = None,
 ) -> str:
-    """Decode a response without special tokens, cut before the stop string that ended it."""
-    options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-    text = cast(str, tokenizer.decode(list(tokens), **options))
-    if finish is not FinishReason.STOP:
-        return text
-    # A response ends with the first stop string it holds, so there is none before that one.
-    found = [at for at in (text.find(string) for string in stop) if at >= 0]
-    return text[: min(found)] if found else text
+    """Decode a response without special tokens; each turn ends before its stop string.
+
+    The context between the turns of an episode is never cut.
+
+    Args:
+        sampled, joints: as in :class:`~stretto.types.Response`.
+    """
+    ids = list(tokens)
+
+    def decoded(start: int, end: int) -> str:
+        # Some tokenizers drop the space at the beginning of a text, so decode what precedes it.
+        first = max(0, start - WINDOW)
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        before = tokenizer.decode(ids[first:start], **options) if start else ""
+        return cast(str, tokenizer.decode(ids[first:end], **options))[len(before) :]
+
+    joints = joints or {}
+    if sampled is None or (sampled.all() and not joints):
+        text = decoded(0, len(ids))
+        return before_stop(text, stop) if finish is FinishReason.STOP else text
+    if not (stop or joints):
+        return decoded(0, len(ids))
+    edges = {0, len(ids), *joints, *(np.flatnonzero(np.diff(sampled)) + 1).tolist()}
+    text = ""
+    for start, end in pairwise(sorted(edges)):
+        piece = decoded(start, end)
+        text += joints.get(start, "") + (before_stop(piece, stop) if sampled[start] else piece)
+    return text
 
 
 def spelt_out(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:

@@ -352,6 +352,8 @@ class Server:
             raise ApiError(message, 400, "unsupported_parameter", "stop")
         if "" in (stop := options.stop_strings):
             raise ApiError("an empty stop string ends every answer", param="stop")
+        if in_session:
+            stop = list(client.stop)
         requests = [
             Request(p, options.sampling(i, most or _room(client, p)))
             for i, p in enumerate(p for p in prompts for _ in range(options.choices))
