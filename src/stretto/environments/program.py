@@ -19,7 +19,8 @@ from stretto.config import EnvironmentConfig
 from stretto.environments.processes import Place, ProcessLostError, answer_of
 from stretto.environments.sessions import Session, Sessions
 from stretto.errors import EpisodeLostError, RewardError, StrettoError
-from stretto.scoring.conventions import as_number, plain
+from stretto.plain import plain
+from stretto.scoring.conventions import as_number
 from stretto.tasks.base import INDEX_KEY
 from stretto.types import FinishReason, Observation, Response, episode_of
 

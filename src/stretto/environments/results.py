@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stretto.errors import RewardError
-from stretto.scoring.conventions import as_number, plain
+from stretto.plain import plain
+from stretto.scoring.conventions import as_number
 
 CHARACTERS_PER_TOKEN = 64
 """Characters of an answer that are kept for each token that it may have; the rest is never read."""

@@ -15,7 +15,8 @@ from stretto.config import EnvironmentConfig
 from stretto.environments.processes import Place, ProcessLostError, answer_of, close_all
 from stretto.environments.results import CHARACTERS_PER_TOKEN, error_text, summed
 from stretto.errors import ConfigError, EpisodeLostError, RewardError, TaskError
-from stretto.scoring.conventions import Verdict, plain
+from stretto.plain import plain
+from stretto.scoring.conventions import Verdict
 from stretto.scoring.functions import FunctionScorer
 from stretto.tasks.base import INDEX_KEY
 from stretto.tasks.prompts import TOOLS, tools_in

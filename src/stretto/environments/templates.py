@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, cast
 
 from stretto.environments.calls import HERMES, format_of
 from stretto.errors import ConfigError
-from stretto.tasks.encode import MARK, Encoder
+from stretto.tasks.encode import MARK, Encoder, with_parsed_arguments
 from stretto.types import Message
 
 Tools = Sequence[Mapping[str, Any]]
@@ -122,12 +121,11 @@ class Shape:
         shaped: list[Message] = []
         results = False
         for message in messages:
-            made = cast(Message, {**message, "content": message.get("content") or ""})
-            if calls := made.get("tool_calls"):
-                made["tool_calls"] = [with_parsed_arguments(call) for call in calls]
-                if not self.writes_calls:
-                    text = self.form.write([c.get("function", c) for c in made.pop("tool_calls")])
-                    made["content"] = f"{made['content']}\n{text}" if made["content"] else text
+            whole = cast(Message, {**message, "content": message.get("content") or ""})
+            made = with_parsed_arguments(whole)
+            if made.get("tool_calls") and not self.writes_calls:
+                text = self.form.write([c.get("function", c) for c in made.pop("tool_calls")])
+                made["content"] = f"{made['content']}\n{text}" if made["content"] else text
             is_result = made["role"] == "tool" and not self.tool_role
             if is_result:
                 text = f"<tool_response>\n{made['content']}\n</tool_response>"
@@ -217,12 +215,3 @@ def _called() -> Message:
 
 def _said() -> Message:
     return Message(role="assistant", content="made up answer")
-
-
-def with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call whose arguments are an object: clients of OpenAI's send them as its text."""
-    function = dict(call.get("function", call))
-    if isinstance(arguments := function.get("arguments"), str):
-        with suppress(ValueError, RecursionError):
-            function["arguments"] = json.loads(arguments)
-    return {**call, "function": function} if "function" in call else function

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 from stretto.errors import ConfigError, RewardError, StrettoError, nearest
+from stretto.plain import plain
 from stretto.types import is_finite
 
 Sample = Mapping[str, Any]
@@ -336,21 +337,6 @@ class Log:
         extra |= {name: values[at] for name, values in self._of_samples.items()}
         extra |= verdict.get("extra", {})
         return {**verdict, "extra": extra} if extra else verdict
-
-
-def plain(value: Any) -> Any:
-    """Return a value as JSON has it: arrays as lists, no NaN, and the text of anything else."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if value is None or isinstance(value, str | bool | int | float):
-        return value
-    if hasattr(value, "tolist"):
-        return plain(value.tolist())
-    if isinstance(value, Mapping):
-        return {str(key): plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return list(map(plain, value))
-    return str(value)
 
 
 def one_by_one(

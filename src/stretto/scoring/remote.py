@@ -22,6 +22,7 @@ from urllib.request import HTTPRedirectHandler, OpenerDirector, ProxyHandler, Re
 
 from stretto.errors import ConfigError, RewardError
 from stretto.machine import is_loopback
+from stretto.plain import parse
 from stretto.scoring.conventions import (
     Log,
     RewardFunction,
@@ -130,7 +131,7 @@ def _post(opener: OpenerDirector, url: str, samples: Sequence[Sample]) -> Any:
     for wait_s in (*WAITS_S, None):
         try:
             with opener.open(request) as answer:
-                return json.load(answer)
+                return parse(answer.read())
         except ValueError as error:
             raise RewardError(f"'{url}' did not answer with JSON: {error}") from error
         except HTTPError as error:

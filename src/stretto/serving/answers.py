@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from stretto.environments.templates import with_parsed_arguments
+from stretto.tasks.encode import with_parsed_arguments
 from stretto.types import FinishReason, Message, TopLogprobs
 
 if TYPE_CHECKING:
@@ -120,8 +120,5 @@ def sent(message: Message, *, streamed: bool = False) -> dict[str, Any]:
 
 def received(message: Mapping[str, Any]) -> Message:
     """Return a message of a request as chat templates take it: with arguments as data, not JSON."""
-    found: Any = {**message, "content": message.get("content") or ""}
-    if calls := message.get("tool_calls"):
-        found["tool_calls"] = [with_parsed_arguments(call) for call in calls]
-    made: Message = found
-    return made
+    received: Any = {**message, "content": message.get("content") or ""}
+    return with_parsed_arguments(received)

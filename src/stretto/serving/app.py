@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 from stretto.config import TaskConfig
 from stretto.environments.sessions import Bridges, Session, Sessions
 from stretto.errors import ConfigError, EngineError, StrettoError, TaskError
+from stretto.plain import parse
 from stretto.serving.answers import Logprobs, Piece, received, sent, token_logprobs
 from stretto.serving.requests import (
     ApiError,
@@ -493,9 +494,9 @@ async def _json(http: HttpRequest) -> Any:
         if len(body) > MOST_BYTES:
             raise ApiError(f"the body has more than {MOST_BYTES} bytes", 413)
     try:
-        found = json.loads(body)
+        found = parse(body)
         utf8(json.dumps(found, ensure_ascii=False))  # JSON spells what is no Unicode, too
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ApiError(f"the body is no JSON: {error}") from error
     return found
 

@@ -16,12 +16,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from stretto.errors import ModelError, TaskError
+from stretto.errors import ModelError, StrettoError, TaskError
+from stretto.plain import parse
 from stretto.types import Message
 
 if TYPE_CHECKING:
@@ -98,11 +99,10 @@ class Encoder:
             before: earlier turns, which are taken as they are, :data:`MARK` in them too.
             options: of ``apply_chat_template``; the texts of ``tools`` are escaped as well.
 
-        Raises:
-            jinja2.TemplateError: the template refuses the conversation.
-            TaskError: a content is no valid Unicode.
+        Calls of tools have their arguments as data, also if they were given as JSON text. Raises
+        TaskError if a content is no valid Unicode, and whatever the template raises.
         """
-        conversation = self._escaped(list(turns))
+        conversation = self._escaped(list(map(with_parsed_arguments, turns)))
         if options.get("tools"):
             options["tools"] = self._escaped(options["tools"])
         if unfinished:
@@ -127,7 +127,7 @@ class Encoder:
         tokenizer = self.tokenizer
         render: Any = render_jinja_template  # whose annotations leave its second result out
         rendered, spans = render(
-            [self._escaped(list(turns))],
+            [self._escaped(list(map(with_parsed_arguments, turns)))],
             chat_template=tokenizer.get_chat_template(),
             return_assistant_tokens_mask=True,
             **tokenizer.special_tokens_map,
@@ -247,16 +247,44 @@ def utf8(text: str) -> bytes:
         ) from error
 
 
+def with_parsed_arguments(message: Message) -> Message:
+    """Return a message whose calls of tools have their arguments as data.
+
+    OpenAI's clients send and store them as JSON text, and chat templates write or read an object.
+    Text that is no JSON stays.
+    """
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return cast(Message, {**message, "tool_calls": [_parsed_call(call) for call in calls]})
+
+
+def _parsed_call(call: Any) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _parsed_call(call["function"])}
+    parsed = dict(call)
+    if isinstance(call.get("arguments"), str):
+        with suppress(ValueError):
+            parsed["arguments"] = parse(call["arguments"])
+    return parsed
+
+
 @contextmanager
 def template_accepts(turns: Iterable[Message]) -> Iterator[None]:
-    """Turn a chat template's refusal of a conversation into a TaskError."""
-    from jinja2 import TemplateError
+    """Turn a chat template's refusal of a conversation into a TaskError.
 
+    A template is code: it may raise any error on messages that it was not written for.
+    """
     try:
         yield
-    except TemplateError as error:
+    except (StrettoError, MemoryError):
+        raise
+    except Exception as error:
         raise TaskError(
-            f"the tokenizer's chat template refuses the messages {str(list(turns))[:500]}: {error}",
+            f"the tokenizer's chat template refuses the messages {str(list(turns))[:500]}: "
+            f"{type(error).__name__}: {error}",
             "template-refuses",
         ) from error
 
