@@ -705,9 +705,11 @@ def test_a_template_that_does_not_fit_is_named(
 # --- the stream -------------------------------------------------------------------------------
 
 
-def source(tmp_path: Path, texts: list[str], seed: int = 0, limit: int = 10) -> PromptSource:
+def source(
+    tmp_path: Path, texts: list[str], seed: int = 0, limit: int = 10, **settings: Any
+) -> PromptSource:
     rows = [{"prompt": text} for text in texts]
-    config = table(tmp_path / "s.jsonl", rows, max_prompt_tokens=limit)
+    config = table(tmp_path / "s.jsonl", rows, max_prompt_tokens=limit, **settings)
     return PromptSource(tasks.load(config, 0), config, byte_tokenizer(), seed)
 
 
@@ -724,6 +726,13 @@ def test_each_epoch_holds_every_row_once_in_an_order_of_its_own(tmp_path: Path) 
     assert [again.next() for _ in range(24)] == drawn
     assert [other.next().text for _ in range(8)] != epochs[0]
     assert [again.prompt_by_id(i) for i in (23, 0, 9)] == [drawn[23], drawn[0], drawn[9]]
+
+
+def test_rows_keep_their_order_in_each_epoch_if_they_are_not_shuffled(tmp_path: Path) -> None:
+    texts = [f"p{i}" for i in range(8)]
+    stream = source(tmp_path, texts, shuffle=False)
+    assert [stream.next().text for _ in range(24)] == 3 * texts
+    assert stream.prompt_by_id(13).text == "p5"
 
 
 def test_resuming_goes_on_where_it_stopped(tmp_path: Path) -> None:

@@ -158,6 +158,15 @@ GROUPED: list[tuple[dict[str, Any], str, Any]] = [
     ({"steps_per_generation": 6}, "training.minibatches", 3),
     ({"steps_per_generation": 4}, "steps", 1),  # of 2 optimizer steps
     ({"steps_per_generation": 4, "max_steps": 5}, "steps", 3),
+    ({"steps_per_generation": 1}, "rollout.batch", 8),  # two parts with the same weights
+    ({"steps_per_generation": 1}, "training.minibatches", 1),
+    ({"shuffle_dataset": False}, "task.shuffle", False),
+    ({"generation_kwargs": {"stop": "\n"}}, "rollout.stop", ("\n",)),
+    (
+        {"generation_kwargs": '{"stop_strings": ["a", "b"], "top_p": 0.9}'},
+        "rollout.stop",
+        ("a", "b"),
+    ),
     ({"num_iterations": 3}, "training.epochs", 3),
     ({"num_iterations": 3, "max_steps": 9}, "steps", 3),
     ({"num_iterations": 2, "max_steps": 8, "warmup_steps": 4}, "training.warmup_steps", 2),
@@ -265,9 +274,8 @@ def test_every_argument_is_heeded_remarked_on_refused_or_the_scripts_own() -> No
 
 
 REFUSED: list[tuple[type[TrlConfig], dict[str, Any], str | None, str]] = [
-    (GRPOConfig, {"top_p": 0.9}, "argument-refused", "another distribution"),
     (GRPOConfig, {"generation_kwargs": {"a": 1}}, "argument-refused", "generation_kwargs"),
-    (GRPOConfig, {"shuffle_dataset": False}, "argument-refused", "follows the seed"),
+    (GRPOConfig, {"steps_per_generation": 1, "num_iterations": 2}, "generation-batch", "divisor"),
     (GRPOConfig, {"loss_type": "vespo"}, "argument-value", "'dapo'"),
     (GRPOConfig, {"loss_type": "cispo"}, "argument-value", "epsilon_high = None"),
     (GRPOConfig, {"scale_rewards": "std"}, "argument-value", "'batch'"),

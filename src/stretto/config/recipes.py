@@ -72,6 +72,7 @@ _ELSEWHERE = {
     "steps": "max_steps total_training_steps num_steps",
     "task.columns": "input_key prompt_key label_key answer_key",
     "task.max_prompt_tokens": "max_prompt_length prompt_max_len",
+    "task.shuffle": "shuffle_dataset",
     "task.name": "dataset dataset_name train_dataset prompt_data train_files data",
     "training.critic_lr": "critic_learning_rate",
     "training.epochs": "num_ppo_epochs ppo_epochs num_iterations num_train_epochs max_epochs",

@@ -173,6 +173,8 @@ class TaskConfig(Section):
     """Prompts for evaluation. A share from 0 to 1: this share of all different prompts, chosen by their content; training leaves them out. A file, or another split of the same hub dataset: its rows. 0 holds none out."""
     size: NonNegativeInt = 0
     """Rows to use; 0 takes all of a file or the hub (of problems that are made: 100,000)."""
+    shuffle: bool = True
+    """Shuffle the rows, in each epoch anew. false: keep their own order, for a curriculum."""
     columns: dict[str, str] = {}
     """Columns of the data, by what they are. prompt: text, or a list of chat messages ('prompt' unless given). answer: what the task's verifier compares with; without it only reward functions score. demonstration: what warmup_examples teach in place of the answer: a turn as text, or messages that follow the prompt. Other names: as reward functions know a column, such as label."""
     system: str = ""

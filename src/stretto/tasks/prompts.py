@@ -225,6 +225,8 @@ class PromptSource:
         )
 
     def _make_order(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        if not self.config.shuffle:
+            return np.arange(len(self.task))
         generator = np.random.default_rng([self.seed % 2**64, epoch])
         return generator.permutation(len(self.task))
 

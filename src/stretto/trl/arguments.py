@@ -13,7 +13,6 @@ from typing import Any, Literal
 from stretto.config import PRESETS
 from stretto.errors import ConfigError, is_installed, nearest
 from stretto.trl.config import (
-    OWN_ADAMW,
     REFUSALS,
     REMARKS,
     SETS,
@@ -35,6 +34,13 @@ _SCHEDULES = {name: name for name in ("linear", "cosine", "constant")} | {
     "constant_with_warmup": "constant"
 }
 _TRACKERS = ("tensorboard", "wandb")
+_OTHER_TRACKERS = (
+    *("azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "kubeflow"),
+    *("mlflow", "neptune", "swanlab", "trackio"),
+)
+"""Trackers of transformers that get nothing from here."""
+
+_SAMPLING = ("do_sample", "min_p", "repetition_penalty", "top_k", "top_p")
 
 AGGREGATIONS = {
     "dapo": "token_mean",
@@ -48,12 +54,22 @@ AGGREGATIONS = {
 
 _SCALES: dict[Any, str] = {True: "group", False: "none"}
 
+_ADAMW = "adamw_torch_fused"
+OPTIMIZERS = {
+    **dict.fromkeys((_ADAMW, "adamw_torch", "adamw_hf", "adamw_apex_fused"), _ADAMW),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit"), "adamw_8bit"),
+    "paged_adamw_8bit": "paged_adamw_8bit",
+    **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), "paged_adamw_32bit"),
+}
+"""Values of ``optim``, with their ``training.optim``."""
+
 CHOICES: dict[str, Collection[Any]] = {
     "eval_strategy": ("no", "steps", "epoch"),
     "importance_sampling_level": ("token", "sequence"),
     "kl_estimator": ("k1", "k3"),
     "lr_scheduler_type": _SCHEDULES,
     "multi_objective_aggregation": ("sum_then_normalize",),
+    "optim": OPTIMIZERS,
     "router_aux_loss_coef": (None, 0.0),
     "save_strategy": ("no", "steps", "epoch"),
     "scale_rewards": ("group", "batch", "none", *_SCALES),
@@ -68,7 +84,6 @@ _COUNTS = (
     *("response_length", "num_ppo_epochs", "local_rollout_forward_batch_size"),
     *("vllm_tensor_parallel_size", "num_iterations", "max_completion_length", "max_new_tokens"),
 )
-_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_hf")
 RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "cliprange_value": (lambda value: value > 0, "must be above 0"),
     "beta": (lambda value: len(set(_listed(value))) == 1, "beta is one number for all epochs here"),
@@ -81,7 +96,6 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "is a number of turns, or None for no limit",
     ),
     "num_generations": (lambda value: value >= 2, "a response is compared with others; 2 or more"),
-    "optim": (lambda value: value in _OPTIMIZERS, OWN_ADAMW),
     "vf_coef": (lambda value: value > 0, "must be above 0: the value model has to be trained"),
     **dict.fromkeys(_COUNTS, (lambda value: value >= 1, "must be 1 or more")),
 }
@@ -170,8 +184,11 @@ def derive_sizes(args: TrlConfig, rows: int) -> Sizes:
 
 
 def _derive_generation(args: GRPOConfig | RLOOConfig) -> int:
-    """Write ``steps_per_generation`` and ``generation_batch_size``; return the updates that a
-    generated batch is divided over.
+    """Write ``steps_per_generation`` and ``generation_batch_size``; return the number of updates
+    that a generated batch is divided over.
+
+    TRL may generate the batch of one update in several parts. Its weights are the same for all of
+    them, so that they are one batch here.
     """
     size, unit = args.per_device_train_batch_size, args.gradient_accumulation_steps
     each, batch = args.steps_per_generation, args.generation_batch_size
@@ -180,15 +197,18 @@ def _derive_generation(args: GRPOConfig | RLOOConfig) -> int:
     if each is None:
         each = unit if batch is None else batch // size
     batch = each * size if batch is None else batch
-    if batch != each * size or each % unit or batch % args.num_generations:
+    parts = each < unit and unit % each == 0 and args.num_iterations == 1
+    whole = parts or each % unit == 0
+    if batch != each * size or not whole or batch % args.num_generations:
         raise ConfigError(
             f"{batch} responses are generated at a time; they must be a multiple of "
-            f"per_device_train_batch_size x gradient_accumulation_steps = {size} x {unit} and of "
-            f"num_generations = {args.num_generations}",
+            f"per_device_train_batch_size x gradient_accumulation_steps = {size} x {unit}, or with "
+            "num_iterations = 1 a divisor of it, and a multiple of num_generations = "
+            f"{args.num_generations}",
             "generation-batch",
         )
     args.steps_per_generation, args.generation_batch_size = each, batch
-    return each // unit
+    return max(1, each // unit)
 
 
 def _derive_ppo_sizes(args: PPOConfig, rows: int) -> Sizes:
@@ -268,18 +288,28 @@ def notes(args: TrlConfig, sizes: Sizes) -> list[str]:
         f"batch {sizes.batch} = per_device_train_batch_size x gradient_accumulation_steps = "
         f"{factors}{split}; {count}"
     )
+    by_reason: dict[str, list[str]] = {}
+    for name, why in _without_effect(args).items():
+        by_reason.setdefault(why, []).append(name)
+    idle = [f"without effect: {', '.join(names)} ({why})" for why, names in by_reason.items()]
+    return [first, *idle]
+
+
+def _without_effect(args: TrlConfig) -> dict[str, str]:
+    """Return what is set and has no effect here, with the reason."""
     reasons = dict(REMARKS)
     if not args.use_vllm:
         vllm = (f.name for f in fields(args) if f.name.startswith("vllm_"))
         reasons |= dict.fromkeys(vllm, "use_vllm is False")
     if isinstance(args, PPOConfig):
         reasons |= dict.fromkeys(("eval_steps", "eval_strategy"), "PPO has no evaluations")
-    by_reason: dict[str, list[str]] = {}
-    for name, why in reasons.items():
-        if _is_set(args, name):
-            by_reason.setdefault(why, []).append(name)
-    idle = [f"without effect: {', '.join(names)} ({why})" for why, names in by_reason.items()]
-    return [first, *idle]
+    idle = {name: why for name, why in reasons.items() if _is_set(args, name)}
+    for name in _generation_options(args)[1]:
+        idle[f"{name} of generation_kwargs"] = REMARKS["top_p"]
+    for tracker in (t for t in _asked_trackers(args) if t not in _TRACKERS):
+        why = "metrics go to metrics.jsonl in the run's folder, and to tensorboard or wandb"
+        idle[f"report_to = '{tracker}'"] = why
+    return idle
 
 
 def settings(
@@ -308,13 +338,15 @@ def settings(
         "algorithm.name": args.algorithm,
         "training.lr": args.learning_rate,
         "training.lr_schedule": _SCHEDULES[_plain(args.lr_scheduler_type)],
+        "training.optim": OPTIMIZERS[_plain(args.optim)],
         "training.warmup_steps": math.ceil(_warmup(args, theirs) / sizes.updates),
         "training.betas": (args.adam_beta1, args.adam_beta2),
         "training.grad_clip": args.max_grad_norm or 0.0,
         "observe.progress": "plain" if args.disable_tqdm else "auto",
-        "observe.trackers": _trackers(args),
+        "observe.trackers": tuple(t for t in _asked_trackers(args) if t in _TRACKERS),
         "observe.checkpoint_minutes": 0.0,  # save_strategy says when
         "observe.checkpoint_every": {**every, "epoch": epoch}[_plain(args.save_strategy)],
+        "rollout.stop": _generation_options(args)[0],
         **_missing_eos(args),
         **_vllm(args),
     }
@@ -336,6 +368,23 @@ def settings(
         section, dot, key = name.partition(".")
         nested |= {section: nested.get(section, {}) | {key: value} if dot else value}
     return nested
+
+
+def _generation_options(args: Any) -> tuple[tuple[str, ...], list[str]]:
+    """Return the stop strings of ``generation_kwargs``, by the name that transformers or vLLM gives
+    them, and the names of options that have no effect.
+    """
+    options = mapping(getattr(args, "generation_kwargs", None), "generation_kwargs")
+    stops = [text for key in ("stop", "stop_strings") for text in _listed(options.pop(key, []))]
+    for name, value in options.items():
+        if name not in _SAMPLING:
+            raise ConfigError(
+                f"generation_kwargs = {{{name!r}: {value!r}}}: of these options 'stop' and "
+                "'stop_strings' are supported; leave it out, or set the argument for it, such as "
+                "temperature or max_completion_length",
+                "argument-refused",
+            )
+    return tuple(stops), list(options)
 
 
 def _grouped(args: Any, sizes: Sizes) -> dict[str, Any]:
@@ -486,20 +535,18 @@ def _count(value: float, total: int) -> int:
     return math.ceil(value * total) if 0 < value < 1 else int(value)
 
 
-def _trackers(args: TrlConfig) -> tuple[str, ...]:
-    trackers = args.report_to
-    names = [trackers] if isinstance(trackers, str) else list(trackers or ())
+def _asked_trackers(args: TrlConfig) -> list[str]:
+    names = [name for name in _listed(args.report_to or "none") if name != "none"]
     if names == ["all"]:
-        return tuple(name for name in _TRACKERS if is_installed(name))
-    names = [name for name in names if name != "none"]
+        return [name for name in _TRACKERS if is_installed(name)]
     for name in names:
-        if name not in _TRACKERS:
+        if name not in (*_TRACKERS, *_OTHER_TRACKERS):
             raise ConfigError(
-                f"report_to = '{name}': figures go to tensorboard and wandb, and always to "
-                "metrics.jsonl in the run's folder; choose of those, or 'none'",
+                f"report_to = '{name}': metrics go to tensorboard or wandb, and always to "
+                f"metrics.jsonl in the run's folder. {nearest(name, _TRACKERS)}",
                 "unknown-tracker",
             )
-    return tuple(names)
+    return names
 
 
 def _plain(value: Any) -> Any:

@@ -296,13 +296,14 @@ SETS = {
     "mask_truncated_completions": "algorithm.mask_truncated_completions",
     "use_bias_correction_kl": "algorithm.use_bias_correction_kl",
     "entropy_coef": "algorithm.entropy_coef",
+    "shuffle_dataset": "task.shuffle",
+    "use_liger_kernel": "model.use_liger_kernel",
     "gamma": "algorithm.gamma",
     "lam": "algorithm.lam",
     "weight_decay": "training.weight_decay",
 }
 """Arguments that are the value of a setting."""
 
-OWN_ADAMW = "the learner has its own AdamW on float32 masters; leave it out"
 _REFUSED = {
     "accelerate is not used here; leave it out": "accelerator_config",
     "AdamW's epsilon is 1e-8 here; leave it out": "adam_epsilon",
@@ -310,7 +311,7 @@ _REFUSED = {
     "and does not change the result": "auto_find_batch_size",
     "float16 is not computed with here; use bf16=True, or leave both out": "fp16",
     "log-probabilities would be of another distribution than the learner's; leave it "
-    "out": "generation_kwargs min_p repetition_penalty top_k top_p vllm_structured_outputs_regex",
+    "out": "vllm_structured_outputs_regex",
     "messages get the tokenizer's chat template as it is; put what it says into "
     "processing_class.chat_template": "chat_template_kwargs",
     "models run on CPU or CUDA here; leave it out": "use_mps_device",
@@ -320,8 +321,8 @@ _REFUSED = {
     "sampled; leave it out": "neftune_noise_alpha",
     "nothing is uploaded from here; leave it out, and afterwards upload the folder of "
     "trainer.save_model with 'hf upload'": "log_completions_hub_repo push_to_hub",
-    OWN_ADAMW: "adafactor optim_args optim_target_modules",
-    "prompts come in an order that follows the seed; leave it out": "shuffle_dataset",
+    "the optimizer is AdamW, with optim, learning_rate, weight_decay, adam_beta1 and adam_beta2; "
+    "leave it out": "adafactor optim_args optim_target_modules",
     "PPO's losses have no labels to smooth; leave it out": "label_smoothing_factor",
     "say gradient_checkpointing instead": "activation_checkpointing "
     "activation_checkpointing_kwargs",
@@ -338,8 +339,6 @@ _REFUSED = {
     "training runs on one device here; leave it out, and where memory is short use peft_config, "
     "gradient_checkpointing and a small per_device_train_batch_size": "deepspeed fsdp fsdp_config "
     "parallelism_config",
-    "vLLM is started with the run, in a process of its own; leave it out": "vllm_group_port "
-    "vllm_server_*",
     "with adapters the reference is the policy without them; to measure the KL to another model "
     "give it as ref_model": "ref_adapter_name",
     "write it into the reward function; leave it out": "reward_clip_range",
@@ -348,6 +347,9 @@ _IDLE = {
     "models have no dropout here": "disable_dropout",
     "no loss_type that is supported here reads it": "sapo_* vespo_*",
     "prompts are read whole": "max_length",
+    "responses are sampled from the distribution that is trained": "min_p repetition_penalty top_k "
+    "top_p",
+    "vLLM is started with the run, in a process of its own": "vllm_group_port vllm_server_*",
     "samples.jsonl in the run's folder has responses of each step": "log_completions "
     "log_multimodal log_unique_prompts num_completions_to_print",
     "sync_ref_model is False": "ref_model_mixup_alpha ref_model_sync_steps",
@@ -371,7 +373,7 @@ _IDLE = {
     "it would change the speed or the memory alone, and the engine and the learner here have their "
     "own ways": "activation_offloading cache_implementation gradient_checkpointing_kwargs "
     "liger_kernel_config tf32 torch* transformers_continuous_batching_config use_cache "
-    "use_liger_kernel use_transformers_*",
+    "use_transformers_*",
     "the seed alone decides what is drawn": "full_determinism",
     "the longest prompt and the most new tokens are what vLLM needs": "vllm_max_model_length",
     "use_adaptive_entropy is False": "entropy_coef_* entropy_target",
@@ -383,6 +385,7 @@ HEEDED = (
     *("adam_beta1", "adam_beta2", "max_grad_norm", "optim", "use_cpu", "data_seed"),
     *("report_to", "disable_tqdm", "save_strategy", "eval_strategy", "eval_steps"),
     *("save_steps", "resume_from_checkpoint", "do_train", "do_eval", "do_predict"),
+    "use_liger_kernel",
 )
 """Arguments of transformers that are looked at here, or by the script itself."""
 
