@@ -446,6 +446,7 @@ def test_prepare_against_a_plain_computation() -> None:
     assert dict(result.stats) == pytest.approx(
         {
             "objective/scores": score,
+            "objective/scores_std": np.std(scores, ddof=1),
             "objective/kl": kl,
             "objective/kl_coef": 0.5,
             "objective/non_score_reward": -0.5 * kl,

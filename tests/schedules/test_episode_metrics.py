@@ -65,6 +65,8 @@ def test_figures_of_episodes_are_over_episodes_and_those_of_tools_over_calls() -
             "episode/samples_mean": 1.5,
             "episode/ended_by/turns": 0.5,  # the fork was answered last
             "episode/ended_by/tokens": 0.5,
+            "tools/call_frequency": 6 / 2,
+            "tools/failure_frequency": 4 / 6,  # one raised, three could not be run
             "tools/calls/ok": 3 / 6,
             "tools/calls/invalid": 1 / 6,
             "tools/calls/unclosed": 1 / 6,

@@ -128,6 +128,12 @@ def test_a_trainer_plays_episodes(
     assert trainer.config.environment.max_turns == (4 if "tools" in answers else 9)
     trainer.train()
     assert trainer.run_dir is not None
+    row = trainer.state.log_history[0]
+    assert row["tools/call_frequency"] == row["tools/failure_frequency"] == 0.0
+    assert trainer.reward_func_names == [s.replace("environment", "Safe") for s in sources]
+    assert trainer.reward_weights.tolist() == [1.0] * len(sources)
+    if "environment" in sources:
+        assert (row["rewards/Safe/mean"], row["rewards/Safe/std"]) == (0.25, 0.0)
     samples = [json.loads(line) for line in trainer.run_dir.samples_file.open()]
     assert {sample["ended_by"] for sample in samples} <= {"environment", "tokens"}
     assert {sample["reward"] for sample in samples} == {total}

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
@@ -139,8 +140,13 @@ def test_the_numbers_are_those_of_our_own_settings(
     assert all(torch.equal(ours[n], p) for n, p in weights(trainer.model).items())
     assert (output.steps, output.global_step) == (2, 2)
     assert output.model == trainer.run_dir.model
-    logged = [row["loss"] for row in trainer.state.log_history]
+    *rows, summary = trainer.state.log_history
+    logged = [row["loss"] for row in rows]
     assert output.training_loss == output.metrics["train_loss"] == sum(logged) / 2
+    assert summary == {**output.metrics, "step": 2}
+    took_s, batch = summary["train_runtime"], trainer.config.rollout.batch
+    assert summary["train_samples_per_second"] == pytest.approx(2 * batch / took_s)
+    assert summary["train_steps_per_second"] == pytest.approx(2 / took_s)
     start = weights(AutoModelForCausalLM.from_pretrained(tiny_folder))
     assert not all(torch.equal(start[n], p) for n, p in ours.items())
 
@@ -355,7 +361,7 @@ def test_rewards_are_functions_and_models_and_names_in_one_list(
         settings={"reward_weights": [1.0, 0.5, 2.0, 0.25]},
         reward_funcs=[letters, late, str(judge_folder), judge],
     )
-    assert trainer.reward_func_names == ["letters", "late", "model:judge", "model:judge_"]
+    assert trainer.reward_func_names == ["letters", "late", "judge", "judge_"]
     trainer.train()
     for record in trainer.run_dir.read_rollouts():
         assert record.reward is not None
@@ -367,8 +373,18 @@ def test_rewards_are_functions_and_models_and_names_in_one_list(
         assert given["model:judge"] == given["model:judge_"]
         total = given["letters"] + 0.5 * (given.get("late") or 0) + 2.25 * given["model:judge"]
         assert sample["reward"] == pytest.approx(total, rel=1e-5)
-    last = trainer.state.log_history[-1]
+    kinds = ([None] if function else [judge_folder] for function in (True, True, False, False))
+    for given, wanted in zip(trainer.reward_processing_classes, kinds, strict=True):
+        assert [given and Path(given.name_or_path)] == wanted
+    assert [isinstance(reward, torch.nn.Module) for reward in trainer.reward_funcs[1:]] == [
+        False,
+        True,
+        True,
+    ]
+    assert trainer.reward_weights.tolist() == [1.0, 0.5, 2.0, 0.25]
+    last = trainer.state.log_history[-2]
     assert last["rewards/judge/mean"] == last["rewards/judge_/mean"]
+    assert last["rewards/judge/std"] == last["rewards/judge_/std"] > 0
 
 
 def test_rewards_have_names_of_their_own(tiny_folder: Path, judge_folder: Path) -> None:
@@ -545,11 +561,20 @@ def test_callbacks_are_objects_or_classes_and_come_and_go(
     first = ["step 2 logs True", "0.5 True", "step 4 logs True", "1.0 True", "epoch ends at 4"]
     second = ["step 6 logs True", "1.5 True", "epoch ends at 6"]
     begins = "epoch begins"
-    assert told.events == ["init", "begin of 6", begins, *first, begins, *second, "end"]
+    assert told.events == [
+        "init",
+        "begin of 6",
+        begins,
+        *first,
+        begins,
+        *second,
+        "1.5 False",
+        "end",
+    ]
     assert "without effect: on_save of Listening" in capsys.readouterr().out
     assert extra.events == []
     assert output.global_step == 6
-    assert [row["step"] for row in trainer.state.log_history] == [2, 4, 6]
+    assert [row["step"] for row in trainer.state.log_history] == [2, 4, 6, 6]
 
     stopping = Listening()
     stopping.last = 1
@@ -597,6 +622,33 @@ def test_evaluations_are_of_eval_dataset(tiny_folder: Path, tmp_path: Path) -> N
     assert figures[-1] == output.history[-1]["eval/score"]
     with raises(ConfigError, "no-eval-dataset"):
         make_trainer(tiny_folder, tmp_path, settings=often)
+
+
+def test_metrics_of_rewards_have_trls_names_and_values(tiny_folder: Path, tmp_path: Path) -> None:
+    """A sample's standard deviation, of n - 1, over all responses of a step."""
+    steps: list[list[float]] = []
+
+    def noted(completions: Sequence[str], log_metric: Any, **_: Any) -> list[float]:
+        found = letters(completions)
+        steps.append(found)
+        log_metric("spread/of_letters", max(found) - min(found))
+        return found
+
+    rewards = [noted, late]
+    weighted = {"reward_weights": [2.0, 0.5]}
+    trainer = make_trainer(tiny_folder, tmp_path, settings=weighted, reward_funcs=rewards)
+    trainer.train()
+    *rows, _ = trainer.state.log_history
+    samples = trainer.run_dir.read_rollouts()
+    assert len(rows) == len(steps) == 2
+    for number, (row, found) in enumerate(zip(rows, steps, strict=True), 1):
+        totals = [r.reward for r in samples if r.step == number]
+        assert row["rewards/noted/mean"] == pytest.approx(fmean(found))
+        assert row["rewards/noted/std"] == pytest.approx(stdev(found))
+        assert row["reward"] == pytest.approx(fmean(totals))
+        assert row["reward_std"] == pytest.approx(stdev(totals), rel=1e-5)
+        assert row["spread/of_letters"] == pytest.approx(max(found) - min(found))
+        assert not any(name.startswith("rewards/noted/spread") for name in row)
 
 
 def test_figures_have_trls_names() -> None:

@@ -84,11 +84,13 @@ def make_rewards(
 def _stats(scores: Tensor, kl: Tensor | None, kl_coef: float, cost: float) -> dict[str, float]:
     """Return means over responses, of the KL [N] by the estimator that the penalty uses."""
     score = scores.mean().item()
+    spread = {"objective/scores_std": scores.std().item()} if len(scores) > 1 else {}
     if kl is None:
-        return {"objective/scores": score, "objective/rlhf_reward": score}
+        return {"objective/scores": score, **spread, "objective/rlhf_reward": score}
     response_kl = kl.sum().item() / len(scores)
     return {
         "objective/scores": score,
+        **spread,
         "objective/kl": response_kl,
         "objective/kl_coef": kl_coef,
         "objective/non_score_reward": -cost * response_kl,

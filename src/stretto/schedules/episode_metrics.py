@@ -68,8 +68,9 @@ def episode_metrics(rollouts: Iterable[Rollout]) -> dict[str, float]:
 
     ``episode/...`` are over episodes, an episode's samples taken together: turns, samples where
     there are forks, context tokens and their share, seconds of waiting (a turn's, and a whole
-    episode's), and the share that was ended by each cause. ``tools/calls/<status>`` are shares of
-    the calls; ``tools/<name>/...`` count the calls of a tool, its errors and its time-outs.
+    episode's), and the share that was ended by each cause. ``tools/call_frequency`` is calls an
+    episode, ``tools/failure_frequency`` the share of calls that failed, ``tools/calls/<status>``
+    are shares of the calls, and ``tools/<name>/...`` count a tool's calls, errors and time-outs.
     """
     episodes: defaultdict[int, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
@@ -96,9 +97,8 @@ def episode_metrics(rollouts: Iterable[Rollout]) -> dict[str, float]:
         found["episode/samples_mean"] = fmean(map(len, each))
     ended = Counter(_ended_by(samples) for samples in each)
     found |= {f"episode/ended_by/{why}": n / len(each) for why, n in ended.items() if why}
-    return found | _tools(
-        [call for samples in each for o in _answers(samples) for call in calls(o)]
-    )
+    made = [call for samples in each for o in _answers(samples) for call in calls(o)]
+    return found | _tools(made, len(each))
 
 
 def _ended_by(samples: Sequence[Rollout]) -> str:
@@ -106,11 +106,16 @@ def _ended_by(samples: Sequence[Rollout]) -> str:
     return max(samples, key=lambda r: r.log[-1].number if r.log else -1).ended_by
 
 
-def _tools(made: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _tools(made: Sequence[Mapping[str, Any]], episodes: int) -> dict[str, float]:
     if not made:
         return {}
     statuses = Counter(str(call.get("status") or "ok") for call in made)
-    found = {f"tools/calls/{s}": statuses[s] / len(made) for s in CALL_STATUSES}
+    failed = sum(call.get("status", "ok") != "ok" or bool(call.get("error")) for call in made)
+    found = {
+        "tools/call_frequency": len(made) / episodes,
+        "tools/failure_frequency": failed / len(made),
+        **{f"tools/calls/{s}": statuses[s] / len(made) for s in CALL_STATUSES},
+    }
     # Names that were not run are whatever the policy wrote: no metric is named after them.
     by_name: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for call in made:

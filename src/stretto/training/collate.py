@@ -7,7 +7,7 @@ the sampled token t: its log-probability, and the value of the state before it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
@@ -61,8 +61,8 @@ def staleness(batch: TrainBatch, version: int) -> dict[str, float]:
 
 
 def describe(batch: TrainBatch) -> dict[str, float]:
-    """Return metrics of a batch that need no model: lengths, endings, and the mean of each reward
-    source over the responses that it applies to.
+    """Return metrics of a batch that need no model: lengths, endings, and the mean and the
+    standard deviation of each reward source over the responses that it applies to.
 
     An episode is one response, of all that the policy drew in it, and has the mean of its samples'
     rewards.
@@ -86,4 +86,6 @@ def describe(batch: TrainBatch) -> dict[str, float]:
             sums = summed(np.where(batch.applies[source], batch.rewards[source], 0.0))
             means = [x / n for x, n in zip(sums, counts, strict=True) if n]
             stats[f"reward/{short_name(source)}"] = fmean(means)
+            if len(means) > 1:
+                stats[f"reward_std/{short_name(source)}"] = stdev(means)
     return stats

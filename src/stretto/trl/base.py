@@ -43,7 +43,8 @@ class TrainOutput(TrainResult):
     Attributes:
         global_step: steps of the optimizer, as TRL counts them.
         training_loss: mean of the policy's loss over all steps.
-        metrics: ``train_runtime`` (seconds), ``train_loss`` and ``train_steps_per_second``.
+        metrics: ``train_loss``, ``train_runtime`` (seconds), ``train_samples_per_second``,
+            ``train_steps_per_second`` and ``epoch``; they are the last row of ``log_history``, too.
     """
 
     global_step: int
@@ -58,7 +59,9 @@ class BaseTrainer:
     Attributes:
         config: the run's settings.
         run_dir: the run's folder; ``None`` before :meth:`train`.
-        state: ``log_history`` holds the figures of each step, by our names and TRL's.
+        state: ``log_history`` holds the metrics of each step, by our names and TRL's, and a last
+            row with ``train_loss``.
+        source_names: TRL's names of reward sources, if they differ from the sources' own.
         callback_handler: of transformers; it calls the callbacks, which get no optimizer.
     """
 
@@ -66,6 +69,7 @@ class BaseTrainer:
     optimizer = lr_scheduler = None
     _held_out: PromptTask | None = None  # prompts of evaluations while it trains
     _answering = Answering()  # nothing
+    source_names: Mapping[str, str] = {}
 
     log_metrics = trainer_pt_utils.log_metrics
     metrics_format = trainer_pt_utils.metrics_format
@@ -175,16 +179,18 @@ class BaseTrainer:
         loss = sum(losses) / len(losses) if losses else 0.0
         metrics = {
             "train_runtime": took_s,
+            "train_samples_per_second": result.steps * self.config.rollout.batch / took_s,
             "train_steps_per_second": done / took_s,
             "train_loss": loss,
         }
+        self.log(metrics)
         self.tell("on_train_end")
         of_run = {f.name: getattr(result, f.name) for f in fields(TrainResult)}
         return TrainOutput(**of_run, global_step=done, training_loss=loss, metrics=metrics)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add figures to ``state.log_history`` and tell the callbacks."""
-        logs = {**logs, "epoch": self.state.epoch or 0.0}
+        """Add metrics to ``state.log_history``, with the epoch, and tell the callbacks."""
+        logs["epoch"] = self.state.epoch or 0.0
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.tell("on_log", logs=logs)
 

@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 METRICS = {
     "loss": "loss/policy_avg",
+    "policy_loss": "loss/policy_avg",
     "grad_norm": "policy/grad_norm",
     "learning_rate": "lr",
     "reward": "objective/scores",
-    "reward_std": "group/reward_std",
+    "reward_std": "objective/scores_std",
     "frac_reward_zero_std": "group/all_equal",
     "entropy": "policy/entropy_avg",
     "clip_ratio/region_mean": "policy/clipfrac_avg",
@@ -29,6 +30,11 @@ METRICS = {
     "step_time": "timing_s/step",
 }
 """Names of TRL's metrics, with those that the same figures have in metrics.jsonl."""
+
+_TOOLS = ("tools/call_frequency", "tools/failure_frequency")
+"""Metrics of a trainer with tools, which are 0 in a step without calls."""
+
+_REWARDS = {"reward": "mean", "reward_std": "std"}
 
 _NEVER = (
     *("on_save", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"),
@@ -48,7 +54,9 @@ def after_step(
     t.state.epoch = step * batch / (t.config.rollout.samples_per_prompt * len(t.train_dataset))
     t.tell("on_step_end")
     wishes = t.control.should_training_stop, t.control.should_save
-    t.log({**stats, **as_trl_names(stats), "episode": step * batch})
+    no_calls = dict.fromkeys(_TOOLS if t.config.environment.sources else (), 0.0)
+    named = as_trl_names(stats, t.source_names)
+    t.log({**no_calls, **stats, **named, "episode": step * batch})
     if EVALUATED in stats:
         t.tell("on_evaluate", metrics=evaluated(stats))
     stops = t.control.should_training_stop or wishes[0] or step == t.config.steps
@@ -78,16 +86,24 @@ def evaluated(stats: Mapping[str, float]) -> dict[str, float]:
     return {"eval_reward": stats[SCORE], **found}
 
 
-def as_trl_names(stats: Mapping[str, float]) -> dict[str, float]:
-    """Return the figures of a step by TRL's names, as far as there are such figures.
+def as_trl_names(
+    stats: Mapping[str, float], source_names: Mapping[str, str] | None = None
+) -> dict[str, float]:
+    """Return the metrics of a step by TRL's names, as far as the step has them.
 
-    ``kl`` is the mean over tokens. ``reward_std`` is the mean of the groups' standard deviations.
+    A number that a reward function logs has the name that the function gave it. ``kl`` is the mean
+    over tokens.
+
+    Args:
+        source_names: TRL's names of reward sources, if they differ from the sources' own.
     """
     found = {name: stats[own] for name, own in METRICS.items() if own in stats}
-    for name, value in stats.items():
-        kind, _, source = name.partition("/")
-        if kind == "reward":
-            found[f"rewards/{source.removeprefix('model:')}/mean"] = value
+    for metric, value in stats.items():
+        kind, _, rest = metric.partition("/")
+        source, _, logged = rest.removeprefix("model:").partition("/")
+        source = (source_names or {}).get(source, source)
+        if kind in _REWARDS:
+            found[logged or f"rewards/{source}/{_REWARDS[kind]}"] = value
     if EVALUATED in stats:
         found |= evaluated(stats)
     if "response/ended" in stats:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,6 +13,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from stretto.config import ENVIRONMENT
 from stretto.errors import ConfigError
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
@@ -69,7 +70,6 @@ class _PromptsTrainer(BaseTrainer):
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         rewards = objects.rewards_of(reward_funcs, reward_processing_classes, args)
-        self.reward_funcs, self.reward_func_names = reward_funcs, list(rewards.sources)
         models = {"model": model, "ref_model": ref_model}
         models |= {source: judge for source, (judge, _) in rewards.models.items()}
         models = {name: each for name, each in models.items() if each is not None}
@@ -84,6 +84,25 @@ class _PromptsTrainer(BaseTrainer):
             held_out = objects.rows_of(eval_dataset, "eval_dataset", 0)
             self._held_out = PromptTask(held_out, tokenizer, "eval_dataset", answers)
         self._set_up(args, tokenizer, models, rewards, task, sizes, callbacks, peft_config)
+        self._describe_rewards(rewards)
+
+    def _describe_rewards(self, rewards: objects.Rewards) -> None:
+        """Set the attributes by which TRL's scripts read the rewards. ``reward_func_names`` and
+        ``reward_weights`` end with the environment's own reward.
+        """
+        judges: Any = [
+            rewards.models.get(s, (rewards.functions.get(s), None)) for s in rewards.sources
+        ]
+        self.reward_funcs = [judge for judge, _ in judges]
+        self.reward_processing_classes = [tokenizer for _, tokenizer in judges]
+        factory = next(iter(self._answering.objects.values()), None)
+        if self._answering.rewards and not isinstance(factory, Mapping):
+            self.source_names = {ENVIRONMENT: getattr(factory, "makes", factory).__name__}
+        sources = self.config.reward.sources
+        self.reward_func_names = [
+            self.source_names.get(s, s.removeprefix("model:")) for s in sources
+        ]
+        self.reward_weights = torch.tensor(self.config.reward.weights or [1.0] * len(sources))
 
 
 class GRPOTrainer(_PromptsTrainer):
