@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -497,8 +498,6 @@ def test_wrong_parts_are_refused_before_anything_starts(
 
 
 def test_adapters_are_merged_when_training_ends(tiny_folder: Path, tmp_path: Path) -> None:
-    from peft import LoraConfig
-
     lora = LoraConfig(r=4, target_modules=["v_proj"])
     trainer = make_trainer(tiny_folder, tmp_path, peft_config=lora)
     trainer.train()
@@ -624,6 +623,58 @@ def test_evaluations_are_of_eval_dataset(tiny_folder: Path, tmp_path: Path) -> N
         make_trainer(tiny_folder, tmp_path, settings=often)
 
 
+@pytest.mark.parametrize("adapters", [False, True])
+def test_evaluate_measures_the_policy_before_and_after_training(
+    adapters: bool, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """As the evaluations during training do; and they do not change what is trained."""
+    lora = LoraConfig(r=2, target_modules=["q_proj"]) if adapters else None
+    held_out = [{"prompt": f"say {n}", "answer": "x" * n} for n in (7, 1, 4)]
+    parts: dict[str, Any] = {"eval_dataset": held_out, "reward_funcs": [letters, late]}
+    parts |= {"peft_config": lora}
+    often = {"eval_strategy": "steps", "eval_steps": 1, "reward_weights": [2.0, 0.5]}
+    told = Saving()
+    trainer = make_trainer(tiny_folder, tmp_path, settings=often, callbacks=[told], **parts)
+    before = trainer.evaluate()
+    assert before["eval_rewards/late/mean"] == 4.0  # answers of 7, 1 and 4 letters
+    wanted = 2 * before["eval_rewards/letters/mean"] + 0.5 * 4.0
+    assert before["eval_reward"] == pytest.approx(wanted)
+    assert trainer.state.log_history == [{**before, "step": 0}]
+    trainer.train()
+    after = trainer.evaluate()
+    first, last = (trainer.run_dir.read_metrics()[i] for i in (0, -1))
+    for found, recorded in ((before, first), (after, last)):
+        assert found["eval_reward"] == pytest.approx(recorded["eval/score"])
+        assert found["eval_completions/mean_length"] == recorded["eval/length_mean"]
+        assert found["eval_rewards/letters/mean"] == pytest.approx(recorded["eval/reward/letters"])
+    assert [told.evaluations[0], told.evaluations[-1]] == [before, after]
+    several = trainer.evaluate({"a": held_out[:1], "b": held_out[1:]}, metric_key_prefix="test")
+    assert several["test_a_rewards/late/mean"] == 7.0
+    assert several["test_b_rewards/late/mean"] == 2.5
+
+    plain = make_trainer(tiny_folder, tmp_path, **parts, settings={"reward_weights": [2.0, 0.5]})
+    plain.train()
+    theirs = weights(plain.model)
+    assert all(torch.equal(theirs[n], p) for n, p in weights(trainer.model).items())
+
+
+class Impatient(TrainerCallback):
+    """Evaluates while the run trains."""
+
+    trainer: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        with raises(StateError, "evaluates-in-training"):
+            self.trainer.evaluate()
+
+
+def test_a_callback_cannot_evaluate(tiny_folder: Path, tmp_path: Path) -> None:
+    told = Impatient()
+    told.trainer = make_trainer(tiny_folder, tmp_path, callbacks=[told], eval_dataset=ROWS)
+    told.trainer.train()
+    assert told.trainer.evaluate()["eval_count"] == len(ROWS)
+
+
 def test_metrics_of_rewards_have_trls_names_and_values(tiny_folder: Path, tmp_path: Path) -> None:
     """A sample's standard deviation, of n - 1, over all responses of a step."""
     steps: list[list[float]] = []
@@ -733,5 +784,5 @@ def test_what_example_scripts_call_is_there(
     assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 2
     with raises(ConfigError, "no-upload"):
         trainer.push_to_hub()
-    with raises(ConfigError, "no-evaluation"):
+    with raises(ConfigError, "no-eval-dataset"):
         trainer.evaluate()

@@ -801,6 +801,8 @@ def test_completions_are_greedy_and_scored(
         assert row["model response"] == trainer.processing_class.decode(response)
         assert row["score"] == pytest.approx(score, abs=1e-5)
     assert trainer.generate_completions(sampling=True) == rows[:2]
+    evaluated = trainer.evaluate()["eval_rewards/reward_model/mean"]
+    assert evaluated == pytest.approx(sum(row["score"] for row in rows) / 3)
     with raises(ConfigError, "no-eval-dataset"):
         make_trainer(folders, tmp_path).generate_completions()
     with raises(ConfigError, "no-upload", "hf upload"):

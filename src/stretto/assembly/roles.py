@@ -385,7 +385,7 @@ class RoleFactory:
             first, second = shards, others
             backprop = ShardedBackprop(shards, others, losses, t.microbatch_tokens)
         else:
-            whole = TrainedModel(actor, rates["actor"], t)
+            whole = TrainedModel(actor, rates["actor"], t, may_be_frozen=not config.steps)
             other = TrainedModel(critic, rates["critic"], t) if critic else None
             first, second = whole, other
             backprop = LocalBackprop(whole, other, losses, t.microbatch_tokens)

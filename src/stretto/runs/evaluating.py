@@ -6,22 +6,27 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from statistics import fmean
 from typing import Self
 
 from stretto import files
-from stretto.config import Config
+from stretto.assembly.models import Overrides
+from stretto.config import AlgorithmConfig, ClusterConfig, Config, ScheduleConfig
 from stretto.errors import StorageError
 from stretto.evaluation import HeldOut
 from stretto.observe import RunDirectory
+from stretto.observe.recorder import scores_by_source
 from stretto.observe.run_directory import EVALUATED, SCORE, Best
 from stretto.observe.spans import CHECKPOINT
 from stretto.runs.checkpoint import in_background
-from stretto.runtime.run import Run
+from stretto.runtime.run import Run, start
+from stretto.saying import Say
 from stretto.schedules.evaluation import Evaluation
 from stretto.schedules.rollout import Rollout, reasons_to_reject, total_reward
 from stretto.tasks.base import RIGHT
-from stretto.types import FinishReason
+from stretto.types import FinishReason, short_name
+from stretto.workers.drive import drive
 
 
 def figures(config: Config, answers: Sequence[Rollout]) -> dict[str, float]:
@@ -35,12 +40,55 @@ def figures(config: Config, answers: Sequence[Rollout]) -> dict[str, float]:
     if "task" in factors:
         verdicts = [r.scores["task"].scalar for r in scored]
         found["eval/pass@1"] = fmean(v is not None and v >= RIGHT for v in verdicts)
+    for source in map(short_name, config.reward.sources):
+        given = [v for r in scored if (v := scores_by_source(r).get(source)) is not None]
+        if given:
+            found[f"eval/reward/{source}"] = fmean(given)
     return {
         **found,
         "eval/length_mean": fmean(map(len, scored)),
         "eval/ended": fmean(r.finish is FinishReason.STOP for r in scored),
         "eval/count": float(len(scored)),
     }
+
+
+def answer_all(config: Config, overrides: Overrides, say: Say) -> list[Rollout]:
+    """Return a policy's greedy answers to all prompts of ``overrides.task``, with their scores, for
+    an evaluation outside a run. They are in the order of the rows if ``task.shuffle`` is off.
+
+    Roles are threads of this process, and Stretto's own engine decodes.
+    """
+    plain = {
+        "steps": 0,
+        "runtime": "inline",
+        "cluster": ClusterConfig(),
+        "schedule": ScheduleConfig(),
+        "algorithm": AlgorithmConfig(name="grpo", kl_coef=0.0),  # neither critic nor reference
+        "model": config.model.model_copy(update={"lora_rank": 0}),
+        "rollout": config.rollout.model_copy(update={"engine": "torch", "engine_args": {}}),
+        "observe": config.observe.model_copy(update={"eval_every": 0}),
+    }
+    answers: list[Rollout] = []
+
+    async def take(step: int, scored: Sequence[Rollout], seconds: float) -> None:
+        answers.extend(scored)
+
+    async def evaluate(running: Run) -> None:
+        rows = range(len(running.prompts.task))
+        prompts = [running.prompts.prompt_by_id(i) for i in rows]
+        running.schedule.evaluation = Evaluation(1, prompts, take)
+        async with running.schedule as schedule:
+            await schedule.evaluated()
+
+    policy = overrides.actor
+    assert policy is not None
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    with ExitStack() as stack:
+        for parameter in trained:  # a learner makes masters of those that are trained
+            parameter.requires_grad_(False)
+            stack.callback(parameter.requires_grad_, True)
+        drive(evaluate(start(config.model_copy(update=plain), stack, say, overrides)))
+    return answers
 
 
 class Evaluator:

@@ -6,7 +6,7 @@ import re
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -31,8 +31,10 @@ from stretto.observe import RunDirectory, make_progress
 from stretto.observe.progress import on_stderr
 from stretto.runs import TrainResult
 from stretto.runs.checkpoint import newest
+from stretto.runs.evaluating import answer_all, figures
+from stretto.schedules.rollout import Rollout
 from stretto.trl import arguments, objects
-from stretto.trl.callbacks import after_step, never_called
+from stretto.trl.callbacks import after_step, evaluated, never_called
 from stretto.trl.objects import Answering, PromptTask, Rewards, TokenTask
 
 
@@ -67,6 +69,8 @@ class BaseTrainer:
 
     hub_model_id: ClassVar[None] = None
     optimizer = lr_scheduler = None
+    eval_dataset: Any = None
+    _training = False
     _held_out: PromptTask | None = None  # prompts of evaluations while it trains
     _answering = Answering()  # nothing
     source_names: Mapping[str, str] = {}
@@ -173,7 +177,11 @@ class BaseTrainer:
         self.state.compute_steps(args, self.state.max_steps)  # type: ignore[no-untyped-call]
         self.tell("on_train_begin")
         self.tell("on_epoch_begin")
-        result = api.execute(run, progress=display, on_step=partial(after_step, self))
+        self._training = True
+        try:
+            result = api.execute(run, progress=display, on_step=partial(after_step, self))
+        finally:
+            self._training = False
         took_s, done = time.monotonic() - began_s, self.state.global_step
         losses = [row["loss"] for row in self.state.log_history if "loss" in row]
         loss = sum(losses) / len(losses) if losses else 0.0
@@ -194,13 +202,57 @@ class BaseTrainer:
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.tell("on_log", logs=logs)
 
-    def evaluate(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise ConfigError, as no evaluation runs within training."""
-        raise ConfigError(
-            "a trained model is measured afterwards: stretto.evaluate(trainer.config, "
-            "model=trainer.run_dir.model)",
-            "no-evaluation",
-        )
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Answer the prompts of a dataset (by default the trainer's ``eval_dataset``), one greedy
+        answer each, and return the metrics of their rewards, which are logged, too. Of several
+        datasets each has its name in its metrics. No loss is computed.
+        """
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(rows, Mapping):
+            found: dict[str, float] = {}
+            for name, each in rows.items():
+                found |= self.evaluate(each, ignore_keys, f"{metric_key_prefix}_{name}")
+            return found
+        task = self._read_prompts(self._require_rows(rows), "eval_dataset")
+        began_s = time.monotonic()
+        answers = self._answers_to(task)
+        took_s, prefix = time.monotonic() - began_s, metric_key_prefix
+        metrics = {
+            **evaluated(figures(self.config, answers), self.source_names, prefix),
+            f"{prefix}_runtime": took_s,
+            f"{prefix}_samples_per_second": len(answers) / took_s,
+        }
+        self.log(metrics)
+        self.tell("on_evaluate", metrics=metrics)
+        return metrics
+
+    def _require_rows(self, rows: Any) -> Any:
+        if rows is None:
+            raise ConfigError(
+                "an evaluation answers the prompts of eval_dataset, and there is none; give one to "
+                f"{type(self).__name__}",
+                "no-eval-dataset",
+            )
+        return rows
+
+    def _read_prompts(self, rows: Any, name: str) -> PromptTask | TokenTask:
+        rows = objects.rows_of(rows, name, 0)
+        return PromptTask(rows, self.processing_class, name, self._answering)
+
+    def _answers_to(self, task: PromptTask | TokenTask) -> list[Rollout]:
+        """Return greedy, scored answers to all prompts of a task, before or after training."""
+        if self._training:
+            raise StateError(
+                "the weights change while training is under way; evaluate before or after it, or "
+                "during it with eval_strategy",
+                "evaluates-in-training",
+            )
+        own = {"chat": task.chat, "shuffle": False, "max_prompt_tokens": task.longest}
+        config = self.config.changed_in("task", held_out=0.0, **own)
+        overrides = replace(self._overrides(), task=task, reference=None, critic=None)
+        return answer_all(config, overrides, on_stderr)
 
     def end(self) -> None:
         """Do nothing: trackers are closed, and no process group is there, when training ends."""

@@ -58,7 +58,7 @@ def after_step(
     named = as_trl_names(stats, t.source_names)
     t.log({**no_calls, **stats, **named, "episode": step * batch})
     if EVALUATED in stats:
-        t.tell("on_evaluate", metrics=evaluated(stats))
+        t.tell("on_evaluate", metrics=evaluated(stats, t.source_names))
     stops = t.control.should_training_stop or wishes[0] or step == t.config.steps
     if stops or int(t.state.epoch) > epochs:
         t.tell("on_epoch_end")
@@ -80,10 +80,19 @@ def never_called(handler: CallbackHandler) -> list[str]:
     ]
 
 
-def evaluated(stats: Mapping[str, float]) -> dict[str, float]:
-    """Return the figures of an evaluation by the names that TRL gives them."""
-    found = {name.replace("/", "_"): v for name, v in stats.items() if name.startswith("eval/")}
-    return {"eval_reward": stats[SCORE], **found}
+def evaluated(
+    stats: Mapping[str, float], source_names: Mapping[str, str] | None = None, prefix: str = "eval"
+) -> dict[str, float]:
+    """Return the metrics of an evaluation by the names that TRL gives them, and by our own."""
+    own = {name.removeprefix("eval/"): v for name, v in stats.items() if name.startswith("eval/")}
+    theirs = as_trl_names({n: v for n, v in own.items() if n.startswith("reward/")}, source_names)
+    theirs |= {
+        "reward": stats[SCORE],
+        "completions/mean_length": own["length_mean"],
+        "completions/clipped_ratio": 1 - own["ended"],
+    }
+    own = {name: value for name, value in own.items() if "/" not in name}
+    return {f"{prefix}_{name}": value for name, value in {**own, **theirs}.items()}
 
 
 def as_trl_names(
@@ -105,7 +114,7 @@ def as_trl_names(
         if kind in _REWARDS:
             found[logged or f"rewards/{source}/{_REWARDS[kind]}"] = value
     if EVALUATED in stats:
-        found |= evaluated(stats)
+        found |= evaluated(stats, source_names)
     if "response/ended" in stats:
         found["completions/clipped_ratio"] = 1 - stats["response/ended"]
     if "loss/kl_avg" in stats:

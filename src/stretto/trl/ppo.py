@@ -12,18 +12,8 @@ from rich.text import Text
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from stretto.assembly.models import Overrides, made_ready
-from stretto.assembly.roles import RoleFactory
-from stretto.config.sections import MISSING_EOS, reward_source
-from stretto.config.training import token_budget
-from stretto.errors import ConfigError
-from stretto.evaluation.answers import answer
-from stretto.evaluation.gold import score_all
-from stretto.models.backend import pick_device
-from stretto.observe.progress import on_stderr
-from stretto.scoring.functions import FunctionScorer
-from stretto.scoring.models import RewardModelScorer
-from stretto.tasks.prompts import render
+from stretto.assembly.models import Overrides
+from stretto.config.sections import MISSING_EOS
 from stretto.trl import arguments, objects
 from stretto.trl.base import BaseTrainer
 from stretto.trl.config import PPOConfig
@@ -98,14 +88,12 @@ class PPOTrainer(BaseTrainer):
             "value_model": value_model,
         }
         models = {name: model for name, model in models.items() if model is not None}
-        vocabulary = objects.check_models(models, tokenizer)
-
-        def tokenised(rows: Any, name: str) -> TokenTask:
-            return TokenTask(rows, tokenizer, name, vocabulary)
-
-        task = tokenised(named["train_dataset"], "train_dataset")
-        self._eval_task = None if eval_dataset is None else tokenised(eval_dataset, "eval_dataset")
         self.eval_dataset = eval_dataset
+        self.processing_class = tokenizer
+        self._vocabulary = objects.check_models(models, tokenizer)
+        task = self._read_prompts(named["train_dataset"], "train_dataset")
+        if eval_dataset is not None:
+            self._read_prompts(eval_dataset, "eval_dataset")
         if scored:
             rewards = Rewards([REWARD_MODEL], {}, {REWARD_MODEL: (self.reward_model, tokenizer)})
         else:
@@ -126,53 +114,26 @@ class PPOTrainer(BaseTrainer):
         Args:
             sampling: answer one batch of ``args.per_device_eval_batch_size`` only.
         """
-        if self._eval_task is None:
-            raise ConfigError(
-                "generate_completions answers the prompts of eval_dataset, and there is none; give "
-                "one to PPOTrainer",
-                "no-eval-dataset",
-            )
-        most = self.args.per_device_eval_batch_size if sampling else len(self._eval_task)
-        rows = self._complete(self._eval_task, most)
+        rows = self._require_rows(self.eval_dataset)
+        most = self.args.per_device_eval_batch_size if sampling else len(rows)
+        task = self._read_prompts([rows[i] for i in range(min(most, len(rows)))], "eval_dataset")
+        source = self._rewards.sources[0]
+        rows = [
+            {
+                "query": r.prompt.text,
+                "model response": str(self.processing_class.decode(r.tokens.tolist())),
+                "score": next(s.scalar for s in r.scores.values() if s.source == source),
+            }
+            for r in self._answers_to(task)
+        ]
         table = Table(*rows[0], show_lines=True)
         for row in rows[:5]:
             table.add_row(*(Text(str(value)) for value in row.values()))
         Console().print(table)
         return rows
 
-    def _complete(self, task: TokenTask, most: int) -> list[dict[str, Any]]:
-        """Answer the first ``most`` prompts with Stretto's own engine, over the policy where it is:
-        others would have to start first.
-        """
-        tokenizer, device = self.processing_class, self.config.model.device
-        own = {"temperature": 0.0, "engine": "torch", "engine_args": {}}
-        rollout = self.config.rollout.model_copy(update=own)
-        config = self.config.model_copy(update={"rollout": rollout})
-        actor = made_ready(self.policy_model, device)
-        source = reward_source(self._rewards.sources[0])
-        scorer: RewardModelScorer | FunctionScorer
-        if source.name in self._rewards.models:
-            judge = made_ready(self.reward_model, device)
-            budget = token_budget(config.training.microbatch_tokens, pick_device(device))
-            scorer = RewardModelScorer(source.name, judge, tokenizer, tokenizer, budget)
-        else:
-            scorer = FunctionScorer(
-                source, config.task, config.seed, tokenizer, function=self.reward_model
-            )
-        rows = range(min(most, len(task)))
-        prompts = [render(task.row(i), config.task, tokenizer, i) for i in rows]
-        ends = self._overrides().end_tokens
-        engine = RoleFactory(config, on_stderr).make_engine(actor, tokenizer, rollout.batch, ends)
-        answers = answer(engine, prompts)
-        scores = score_all(scorer, answers, rollout.batch)
-        return [
-            {
-                "query": r.prompt.text,
-                "model response": str(tokenizer.decode(r.tokens.tolist())),
-                "score": score,
-            }
-            for r, score in zip(answers, scores, strict=True)
-        ]
+    def _read_prompts(self, rows: Any, name: str) -> TokenTask:
+        return TokenTask(rows, self.processing_class, name, self._vocabulary)
 
     def _overrides(self) -> Overrides:
         stop = self.args.stop_token_id
