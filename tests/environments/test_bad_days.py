@@ -16,7 +16,7 @@ from raising import raises
 from stretto.config import EnvironmentConfig
 from stretto.environments.processes import EnvironmentProcess
 from stretto.environments.role import EnvironmentRole
-from stretto.errors import EpisodeLostError
+from stretto.errors import EpisodeLostError, RewardError
 from stretto.types import FORKS
 
 SHORT = EnvironmentConfig(timeout_s=0.3, parallel=2, max_observation_tokens=60)
@@ -130,6 +130,54 @@ def test_a_tool_that_ends_its_process_twice_is_an_error() -> None:
         assert said(await player.say(call("add", a=1, b=1))) == ["2"]
 
     asyncio.run(go())
+    role.close()
+
+
+async def opened_but_killed(role: EnvironmentRole, *, starting: bool) -> list[str]:
+    """Kill the process of episodes that are being opened, and the next one in its start."""
+    (place,) = role._places
+    assert isinstance(place, EnvironmentProcess)
+    players = [Player(role, n, start=n) for n in range(8)]
+    opening = [asyncio.ensure_future(player.open()) for player in players]
+    while len(place._waiting) < len(players):
+        await asyncio.sleep(0.001)
+    os.kill(pid_of(role), signal.SIGKILL)
+    while starting and (place.starts < 2 or not place._process):
+        await asyncio.sleep(0.001)
+    if starting:
+        os.kill(pid_of(role), signal.SIGKILL)
+    openings: list[Any] = await asyncio.gather(*opening, return_exceptions=True)
+    lost = [n for n, each in enumerate(openings) if isinstance(each, EpisodeLostError)]
+    assert len(lost) == starting
+    for n in lost:
+        openings[n] = await players[n].open()
+    return [each.prompt.messages[-1]["content"] for each in openings]
+
+
+@pytest.mark.parametrize("starting", [False, True])
+def test_a_kill_while_a_batch_opens_costs_nothing(starting: bool) -> None:
+    """The eight calls were lost with one process, and the schedule begins lost episodes again."""
+    role = role_of(places_of("Late"))
+    openings = asyncio.run(opened_but_killed(role, starting=starting))
+    assert openings == [f"go from {n}" for n in range(8)]
+    assert role._losses == [0]
+    role.close()
+
+
+def test_processes_that_end_one_after_another_end_the_run() -> None:
+    role = role_of(places_of("EndsInReset"))
+
+    async def go() -> None:
+        players = [Player(role, n) for n in range(8)]
+        for _ in range(2):
+            opening = (player.open() for player in players)
+            for error in await asyncio.gather(*opening, return_exceptions=True):
+                assert isinstance(error, EpisodeLostError)
+        await players[0].open()
+
+    with raises(RewardError, "environment-keeps-ending", "6 processes"):
+        asyncio.run(go())
+    assert role._places[0].starts == 6
     role.close()
 
 

@@ -168,6 +168,24 @@ class Sleeper(Counter):
         return await super().step(turn)
 
 
+class Late(Counter):
+    """Takes a while to open."""
+
+    def open(self, row: dict[str, Any]) -> str:
+        time.sleep(0.1)
+        return super().open(row)
+
+
+class EndsInReset:
+    """Ends its process when it is reset."""
+
+    def reset(self) -> None:
+        os._exit(9)
+
+    def step(self, action: str) -> str:
+        return "on"
+
+
 class Stays:
     """Never ends to close."""
 

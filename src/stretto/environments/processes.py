@@ -67,7 +67,11 @@ class Place(Protocol):
     starts: int
 
     def start(self) -> None:
-        """Start it, if it is not at work; raises ConfigError for what is wrong with the sources."""
+        """Start it unless it runs.
+
+        Raises ConfigError for wrong sources, and ProcessLostError for a process that ended while it
+        was starting although an earlier one had started.
+        """
 
     def ask(self, body: Mapping[str, Any]) -> Future[Answer]:
         """Send a request; the answer comes in any order, or ProcessLostError."""
@@ -142,6 +146,8 @@ class EnvironmentProcess:
             answer = self.ask(self._opening).result(START_LIMIT_S)
         except (ProcessLostError, TimeoutError) as error:
             self._end("it did not start")
+            if self.ready:  # the sources are right, so this end is an accident
+                raise ProcessLostError("its process ended while it was starting") from error
             raise RewardError(
                 f"the process of {self._named} ended or took over {START_LIMIT_S:g} s while it was "
                 "starting; see what it wrote to standard error, or run: "

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from stretto.tasks.encode import Encoder
 
 LOSSES = 5
-"""Processes that may be lost one after another without an answer in between."""
+"""Processes of one place that may be lost in a row. An answer starts the count again."""
 
 _NO_TOKENS = np.empty(0, np.int32)
 _log = logging.getLogger(__name__)
@@ -97,6 +97,7 @@ class EnvironmentRole:
         self._judges = judges
         self._episodes: dict[int, _Live] = {}
         self._losses = [0] * len(places)
+        self._lost_starts = [0] * len(places)  # ``Place.starts`` of the last loss that was counted
         ready = places[0].ready
         self._functions = ready["kind"] == "functions"
         own = ready["replay"] or ("recorded" if self._functions else "pure")
@@ -320,7 +321,7 @@ class EnvironmentRole:
             try:
                 if body is None:
                     return await self._opened(live)
-                await asyncio.to_thread(self._places[live.place].start)  # it may have ended before
+                await self._start(live)
                 if live.starts != self._places[live.place].starts:
                     await self._reopen(live)
                     await self._replayed(live)
@@ -347,10 +348,18 @@ class EnvironmentRole:
         ]
         return {"messages": failed, "done": False, "reward": None, "calls": records}
 
-    async def _opened(self, live: _Live) -> Answer:
+    async def _start(self, live: _Live) -> int:
+        """Start the process of an episode unless it runs; return its number."""
         place = self._places[live.place]
-        await asyncio.to_thread(place.start)
-        starts = place.starts
+        try:
+            await asyncio.to_thread(place.start)
+        except ProcessLostError as error:
+            self._count_loss(live, place.starts, error)
+            raise
+        return place.starts
+
+    async def _opened(self, live: _Live) -> Answer:
+        starts = await self._start(live)
         asked = {"do": "open", "row": live.row, "messages": live.asked}
         opening = await self._answer(live, asked)
         live.starts, live.tools = starts, opening.get("tools")
@@ -361,20 +370,34 @@ class EnvironmentRole:
 
     async def _answer(self, live: _Live, body: Mapping[str, Any]) -> Answer:
         """Wait for an answer; raise ProcessLostError, or RewardError where that is no accident."""
+        place = self._places[live.place]
+        starts = place.starts
         try:
-            answer = await answer_of(self._places[live.place], {**body, "episode": live.id})
+            answer = await answer_of(place, {**body, "episode": live.id})
         except ProcessLostError as error:
-            self._losses[live.place] += 1
-            _log.warning("a process of environments was lost: %s", error)
-            if self._losses[live.place] > LOSSES * max(1, len(self._episodes)):
-                raise RewardError(
-                    f"processes of environments are lost one after another; the last: {error}",
-                    [live.id],
-                    "environment-keeps-ending",
-                ) from error
+            self._count_loss(live, starts, error)
             raise
         self._losses[live.place] = 0
         return answer
+
+    def _count_loss(self, live: _Live, starts: int, error: ProcessLostError) -> None:
+        """Count a lost process once, although each of its calls is lost with it.
+
+        Raises RewardError after more than :data:`LOSSES` in a row.
+        """
+        if starts <= self._lost_starts[live.place]:
+            return
+        self._lost_starts[live.place] = starts
+        self._losses[live.place] += 1
+        _log.warning("a process of environments was lost: %s", error)
+        if self._losses[live.place] > LOSSES:
+            raise RewardError(
+                f"{self._losses[live.place]} processes of environments were lost in a row; the "
+                f"last: {error}. See standard error for the cause, and the machine's log if it "
+                "was out of memory",
+                [live.id],
+                "environment-keeps-ending",
+            ) from error
 
     async def _close(self, live: _Live) -> None:
         try:
