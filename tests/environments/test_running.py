@@ -131,6 +131,57 @@ def test_an_object_whose_reward_is_given_up_is_not_used_again() -> None:
     assert host.source.make({})._pool._idle == []  # type: ignore[attr-defined]
 
 
+def derive(function: str, of: int, self: str = "") -> str:
+    """Take names that callers use for themselves.
+
+    Args:
+        function: any text
+        of: any number
+        self: any text
+    """
+    return f"{function} {of} {self}"
+
+
+class Box:
+    """TRL's environment with such names."""
+
+    def reset(self, function: str, of: int, **columns: Any) -> str:
+        return f"{function} {of} {sorted(columns)}"
+
+    def look(self, function: str, name: str, call: str) -> str:
+        """Look.
+
+        Args:
+            function: any text
+            name: any text
+            call: any text
+        """
+        return f"{function} {name} {call}"
+
+
+class Wide:
+    """gymnasium's that takes all columns."""
+
+    def reset(self, **columns: Any) -> str:
+        return str(sorted(columns))
+
+    def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
+        return action, 0.0, False, {}
+
+
+def test_parameters_have_any_name() -> None:
+    names = {"function": "x^2", "of": 3, "self": "me", "name": "n", "args": 1, "call": "c"}
+    said = turn({"name": "derive", "arguments": {"function": "x^2", "of": 3, "self": "me"}})
+    _, step = asked(host_of(derive=derive), OPEN, {"do": "step", "turn": said})
+    assert [m["content"] for m in step["messages"]] == ["x^2 3 me"]
+    said = turn({"name": "look", "arguments": {"function": "f", "name": "n", "call": "c"}})
+    opening, step = asked(host_of(Box=Box), {**OPEN, "row": names}, {"do": "step", "turn": said})
+    assert opening["text"] == "x^2 3 ['args', 'call', 'name']"  # none can be called self
+    assert [m["content"] for m in step["messages"]] == ["f n c"]
+    (opening,) = asked(host_of(Wide=Wide), {**OPEN, "row": names})
+    assert opening["text"] == "['args', 'call', 'function', 'name', 'of', 'prompt']"
+
+
 class Odd:
     def __str__(self) -> str:
         raise LookupError("no text")

@@ -68,7 +68,8 @@ class Host:
                 "no-environments",
             )
         limit_s = settings.get("reward_timeout_s", settings["timeout_s"])
-        self._judges = Judges(judges or {}, Runner(settings["parallel"], limit_s, worn))
+        self._judging = Runner(settings["parallel"], limit_s, worn)
+        self._judges = Judges(judges or {}, self._judging)
         self._episodes: dict[int, Episode] = {}
         self._closing: set[asyncio.Future[None]] = set()
         self._programs: dict[int, asyncio.Future[Any]] = {}
@@ -81,6 +82,10 @@ class Host:
             "run": self._run_program,
             "stop": self._stop_program,
         }
+
+    def use_main(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        """Set the event loop in which calls run that need the process's main thread."""
+        self._run.main = self._judging.main = loop
 
     def ready(self) -> dict[str, Any]:
         """Return what the parent must know of the source."""

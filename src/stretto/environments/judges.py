@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from stretto.environments.running import CallError, Runner
 from stretto.environments.shapes import Episode
+from stretto.environments.threads import needs_main_thread
 from stretto.errors import RewardError
 from stretto.scoring.conventions import (
     ENVIRONMENTS,
@@ -48,8 +50,9 @@ class Judges:
         parameters = signature.parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             arguments = {key: value for key, value in arguments.items() if key in parameters}
+        thread = None if needs_main_thread(function) else episode.thread
         try:
-            result = await self._run(function, **arguments)
+            result = await self._run(partial(function, **arguments), thread=thread)
             (entry,) = listed(log.scores(result), 1)
             return log.beside(0, convention.entry(entry))
         except CallError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any, Protocol
 
 HTTP_CLIENT = "http_client"
@@ -13,7 +14,7 @@ HTTP_CLIENT = "http_client"
 class Calls(Protocol):
     """Calls users' code: coroutines in the event loop, other functions on a thread."""
 
-    async def __call__(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    async def __call__(self, call: Callable[[], Any]) -> Any:
         """Return what a call returns."""
 
 
@@ -50,7 +51,7 @@ async def launch(
             from openai import DefaultAsyncHttpxClient
 
             given[HTTP_CLIENT] = await stack.enter_async_context(DefaultAsyncHttpxClient())
-        return await call(function, dict(data), **given)
+        return await call(partial(function, dict(data), **given))
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

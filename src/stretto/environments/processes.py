@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Lock, Thread, current_thread, main_thread
 from typing import Any, Protocol
 
 from stretto.config import EnvironmentConfig
@@ -292,6 +292,9 @@ class LocalEnvironment:
     def ask(self, body: Mapping[str, Any]) -> Future[Answer]:
         """Answer a request; see :class:`Host`."""
         assert self._loop
+        if current_thread() is main_thread():
+            with suppress(RuntimeError):  # no event loop runs here
+                self._host.use_main(asyncio.get_running_loop())
         answer = self._host.answer(json.loads(json.dumps(body)))  # as a process would get it
         return asyncio.run_coroutine_threadsafe(answer, self._loop)
 
@@ -302,6 +305,7 @@ class LocalEnvironment:
         """Close the episodes and the event loop."""
         if self._loop is not None:
             loop, self._loop = self._loop, None
+            self._host.use_main(None)  # its event loop waits for this method
             with suppress(TimeoutError):
                 asyncio.run_coroutine_threadsafe(self._host.close(), loop).result(CLOSE_S)
             loop.call_soon_threadsafe(loop.stop)

@@ -12,6 +12,7 @@ from functools import partial
 from threading import Thread
 from typing import Any
 
+from stretto.environments.threads import ObjectThread, needs_main_thread, refused_outside_main
 from stretto.scoring.conventions import describe, in_this_process
 
 GRACE_S = 5.0
@@ -31,8 +32,21 @@ class CallError(Exception):
         self.place, self.timed_out = place or said, timed_out
 
 
+class _Job:
+    """A call on a thread. Only ``begun`` is set outside the event loop's thread."""
+
+    def __init__(self, call: Callable[[], Any], thread: ObjectThread | None) -> None:
+        self.call = call
+        self.thread = thread
+        self.ended: Future[tuple[Any, BaseException | None]] = Future()  # of the running loop
+        self.begun = False
+        self.given_up = False
+        self.lost = False  # counted among the threads that hang
+
+
 class Runner:
-    """Runs users' code: coroutines in the event loop, other functions each on a thread.
+    """Runs users' code: coroutines in the event loop, methods in the thread of their object, and
+    functions each on a thread, or in the main thread if they set an alarm.
 
     A coroutine that takes too long is cancelled. A thread cannot be: it is lost, and another one
     takes its place, until so many are lost that the process must be replaced.
@@ -42,6 +56,10 @@ class Runner:
         timeout_s: seconds of a call.
         worn: is called once too many threads are lost.
         most_lost: so many; as many as calls may run at a time, if it is left out.
+
+    Attributes:
+        main: the event loop in the process's main thread, if there is one. A call there delays all
+            that the loop does.
     """
 
     def __init__(
@@ -55,23 +73,52 @@ class Runner:
         self._most_lost = most_lost or parallel
         self._places, self._lost = Semaphore(parallel), 0
         self._own: dict[int, tuple[object, Semaphore]] = {}
+        self.main: AbstractEventLoop | None = None
+        self._main_free = asyncio.Lock()
+        self._needs_main: dict[int, tuple[object, bool]] = {}
 
     async def __call__(
-        self, function: Callable[..., Any], *args: Any, of: object = None, **keywords: Any
+        self, call: Callable[[], Any], of: object = None, thread: ObjectThread | None = None
     ) -> Any:
         """Return what a call returns, awaited; raise CallError for what it raises, or for its time.
 
-        ``of`` is the user's object whose ``deadline_s`` and ``parallel`` hold for the call, if any.
+        Arguments come in a ``partial``, because users' parameters may have any name.
+
+        Args:
+            of: the user's object whose ``deadline_s`` and ``parallel`` hold for the call, if any.
+            thread: of the user's object, if the call is one of its methods, or makes it.
         """
         timeout_s = float(getattr(of, "deadline_s", None) or self.timeout_s)
         async with self._limit(of), self._places:
-            call = partial(function, *args, **keywords)
-            if _is_async(function):
+            if _is_async(call) and self.main in (None, asyncio.get_running_loop()):
                 return await self._in_loop(call, timeout_s)
-            result = await self._on_thread(call, timeout_s)
+            in_main = thread.main if thread else self.main and self._runs_in_main(_function(call))
+            if self.main and in_main:
+                return await self._in_main(call, timeout_s)
+            if _is_async(call):
+                return await self._in_loop(call, timeout_s)
+            try:
+                result = await self._on_thread(call, timeout_s, thread)
+            except CallError as error:
+                if self.main is None or not refused_outside_main(error.__cause__):
+                    raise
+                key = _function(call) if thread is None else thread.kind
+                self._needs_main[id(key)] = key, True
+                if thread:
+                    thread.main = True
+                return await self._in_main(call, timeout_s)
             if inspect.isawaitable(result):
                 return await self._in_loop(partial(_itself, result), timeout_s)
             return result
+
+    def thread_for(self, kind: Any) -> ObjectThread:
+        """A thread for an object of a class, or for what a function makes."""
+        return ObjectThread(kind, main=self._runs_in_main(kind))
+
+    def _runs_in_main(self, thing: Any) -> bool:
+        if id(thing) not in self._needs_main:
+            self._needs_main[id(thing)] = thing, needs_main_thread(thing)
+        return self._needs_main[id(thing)][1]
 
     def _limit(self, of: object) -> Semaphore:
         """Return the object's own limit; its class's, where it is an instance."""
@@ -95,54 +142,86 @@ class Runner:
             raise CallError("CancelledError: it cancelled itself")
         return _value(*task.result())
 
-    async def _on_thread(self, call: Callable[[], Any], timeout_s: float) -> Any:
-        loop = asyncio.get_running_loop()
-        ended: Future[tuple[Any, BaseException | None]] = loop.create_future()
-        late: list[bool] = []
-        Thread(target=self._work, args=(call, loop, ended, late), daemon=True).start()
+    async def _in_main(self, call: Callable[[], Any], timeout_s: float) -> Any:
+        """Call something in the main thread, between other work of its event loop."""
+        assert self.main
+        main, work = self.main, partial(_outcome, partial(_called, call))
+
+        def submit() -> Awaitable[Any]:
+            return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work(), main))
+
+        async with self._main_free:
+            return _value(*await self._in_loop(submit, timeout_s))
+
+    async def _on_thread(
+        self, call: Callable[[], Any], timeout_s: float, thread: ObjectThread | None
+    ) -> Any:
+        loop, job = asyncio.get_running_loop(), _Job(call, thread)
+        work = partial(self._work, job, loop)
+        if thread is None:
+            Thread(target=work, daemon=True).start()
+        else:
+            thread.submit(work)
         try:
-            done, _ = await asyncio.wait({ended}, timeout=timeout_s)
+            done, _ = await asyncio.wait({job.ended}, timeout=timeout_s)
         except asyncio.CancelledError:
-            loop.call_later(GRACE_S, self._lose, ended, late)
+            job.given_up = True
+            loop.call_later(GRACE_S, self._lose, job)
             raise
         if not done:
-            self._lose(ended, late)
+            self._lose(job)
             raise _too_long(timeout_s)
-        return _value(*ended.result())
+        return _value(*job.ended.result())
 
-    def _lose(self, ended: Future[Any], late: list[bool]) -> None:
-        """Count a thread as lost, unless its call has ended."""
-        if ended.done():
+    def _lose(self, job: _Job) -> None:
+        """Count a thread as lost, unless its call has ended, or waits behind one that was lost."""
+        job.given_up = True
+        if job.ended.done() or not job.begun:
             return
-        late.append(True)
+        job.lost = True
+        if job.thread:
+            job.thread.hangs = True
         self._lost += 1
         if self._lost == self._most_lost:
             self._worn()
 
-    def _work(
-        self, call: Callable[[], Any], loop: AbstractEventLoop, ended: Future[Any], late: list[bool]
-    ) -> None:
+    def _work(self, job: _Job, loop: AbstractEventLoop) -> None:
+        job.begun = True
+        if job.given_up:
+            return
         outcome: tuple[Any, BaseException | None]
         try:
-            outcome = in_this_process(call), None
+            outcome = in_this_process(job.call), None
         except BaseException as error:  # SystemExit too: it is this call's, not the thread's
             outcome = None, error
 
         def hand_over() -> None:
-            if late:
+            if job.lost:
                 self._lost -= 1
-            if not ended.done():
-                ended.set_result(outcome)
+            if job.thread:
+                job.thread.hangs = False
+            if not job.ended.done():
+                job.ended.set_result(outcome)
 
         with suppress(RuntimeError):  # the loop may have ended
             loop.call_soon_threadsafe(hand_over)
 
 
+def _function(call: Callable[..., Any]) -> Callable[..., Any]:
+    while isinstance(call, partial):
+        call = call.func
+    return call
+
+
 def _is_async(function: Callable[..., Any]) -> bool:
-    while isinstance(function, partial):
-        function = function.func
+    function = _function(function)
     called = getattr(function, "__call__", None)  # noqa: B004  # of an object with that method
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
+
+
+async def _called(call: Callable[[], Any]) -> Any:
+    result = call()
+    return await result if inspect.isawaitable(result) else result
 
 
 async def _itself(result: Awaitable[Any]) -> Any:

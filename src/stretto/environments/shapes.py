@@ -8,12 +8,14 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
 
 from stretto.environments.launch import is_program, parameters_of, takes_any
 from stretto.environments.results import Opening, Step, error_text, read_opening, read_step
 from stretto.environments.running import CallError, Runner
+from stretto.environments.threads import ObjectThread
 from stretto.environments.tools import Results, Tool, ToolSet, schema_of
 from stretto.errors import ConfigError, RewardError
 from stretto.scoring.conventions import as_number
@@ -40,10 +42,12 @@ class Episode(ABC):
 
     Attributes:
         environment: the user's object, where there is one.
+        thread: in which the object is made, called and closed.
         sound: whether no call of it was given up, which may still be at work.
     """
 
     environment: Any = None
+    thread: ObjectThread | None = None
     sound = True
 
     @property
@@ -86,24 +90,28 @@ class Source:
     run: Callable[..., Any] | None = None
 
 
+Home = tuple[ObjectThread, Any]
+"""An object, and the thread in which it was made."""
+
+
 class Factory:
     """What makes environments, where only one that is made tells their shape.
 
     Attributes:
         makes: their class.
+        first: the one that was made, until it is used.
     """
 
     def __init__(self, factory: Callable[[], Any]) -> None:
         self._factory = factory
-        self._first = [factory()]
-        self.makes = type(self._first[0])
+        thread = ObjectThread(factory)
+        first = thread.result(factory)
+        self.makes = type(first)
+        self.first: list[Home] = [(thread, first)]
 
     def __call__(self) -> Any:
-        """Return the one that was made, and then new ones."""
-        try:
-            return self._first.pop()  # at once: others may be at it
-        except IndexError:
-            return self._factory()
+        """Make another one."""
+        return self._factory()
 
 
 def named_objects(tools: Any, environment_factory: Any) -> dict[str, Any]:
@@ -223,7 +231,7 @@ def _environment(name: str, factory: Any, run: Runner) -> Source:
             "unknown-replay",
         )
     if shape is _Trl:
-        pool = _Pool(name, factory, run)
+        pool = _Pool(name, factory, kind, run)
         return Source("environment", lambda row: _Trl(pool, row, run), pool.schemas, replay)
     for needed in _needed(factory):
         if needed not in _GIVEN:
@@ -298,16 +306,16 @@ class _Pool:
     The first is made at once, as its methods are the tools.
     """
 
-    def __init__(self, name: str, factory: Callable[[], Any], run: Runner) -> None:
-        self._factory, self._run = factory, run
+    def __init__(self, name: str, factory: Callable[[], Any], kind: type, run: Runner) -> None:
+        self._factory, self._kind, self._run = factory, kind, run
         try:
-            first = factory()
+            self._idle = [_taken_first(factory, kind, run)]
         except Exception as error:
             raise ConfigError(
                 f"environment.sources: '{name}' cannot be made without arguments: {error}",
                 "environment-parameters",
             ) from error
-        self._idle = [first]
+        _, first = self._idle[0]
         self._names = [
             key
             for key, _ in inspect.getmembers(type(first), callable)
@@ -316,11 +324,14 @@ class _Pool:
         self.schemas = [schema_of(getattr(first, key), name) for key in self._names]
         self.results = Results()
 
-    async def take(self) -> Any:
-        return self._idle.pop() if self._idle else await self._run(self._factory)
+    async def take(self) -> Home:
+        if self._idle:
+            return self._idle.pop()
+        thread = self._run.thread_for(self._kind)
+        return thread, await self._run(self._factory, thread=thread)
 
-    def give_back(self, environment: Any) -> None:
-        self._idle.append(environment)
+    def give_back(self, home: Home) -> None:
+        self._idle.append(home)
 
     def tools(self, environment: Any) -> dict[str, Tool]:
         return {name: getattr(environment, name) for name in self._names}
@@ -334,12 +345,13 @@ class _Trl(Episode):
         self._tools: ToolSet | None = None
 
     async def open(self, messages: Sequence[Row]) -> Opening:
-        environment = self.environment = await self._pool.take()
+        self.thread, environment = await self._pool.take()
+        self.environment = environment
         tools = self._pool.tools(environment)
-        self._tools = ToolSet(tools, self._run, self._pool.results, environment)
+        self._tools = ToolSet(tools, self._run, self._pool.results, environment, self.thread)
         self.sound = False
-        columns = _taken(environment.reset, self._row)
-        said = await self._run(environment.reset, of=environment, **columns)
+        reset = partial(environment.reset, **_taken(environment.reset, self._row))
+        said = await self._run(reset, environment, self.thread)
         self.sound = True
         return Opening(text=said if isinstance(said, str) else "")
 
@@ -357,14 +369,23 @@ class _Trl(Episode):
             return None
         sound = self.sound
         self.sound = False
-        reward = await self._run(get_reward, of=self.environment)
+        reward = await self._run(get_reward, self.environment, self.thread)
         self.sound = sound
         return None if reward is None else as_number(reward)
 
     async def close(self) -> None:
-        if self.environment is not None and self.sound:
-            self._pool.give_back(self.environment)
-        self.environment = None
+        if self.thread is not None and self.sound:
+            self._pool.give_back((self.thread, self.environment))
+        self.environment = self.thread = None
+
+
+def _taken_first(factory: Any, kind: type, run: Runner) -> Home:
+    """The object that a factory made to be looked at, or a new one."""
+    thread = run.thread_for(kind)
+    first = getattr(factory, "first", None)
+    if first and not thread.main:
+        return first.pop()
+    return thread, thread.result(factory)
 
 
 _BEGINNINGS = ("reset", "init", "initial_observation")
@@ -392,7 +413,8 @@ def _taken(function: Callable[..., Any], values: Row) -> dict[str, Any]:
     """Return those of the values that a function takes by their names."""
     parameters = parameters_of(function)
     if takes_any(parameters):
-        return dict(values)
+        method = parameters_of(getattr(function, "__func__", function))
+        return {k: v for k, v in values.items() if k in parameters or k not in method}
     return {key: value for key, value in values.items() if key in parameters}
 
 
@@ -407,19 +429,24 @@ class _Made(Episode):
         self._factory, self._row, self._run = factory, row, run
 
     async def _make(self) -> Any:
-        self.environment = await self._run(_made, self._factory, self._row)
+        self.thread = self._run.thread_for(_made_by(self._factory))
+        first = getattr(self._factory, "first", None)
+        if first and not self.thread.main:
+            self.thread, self.environment = first.pop()
+        else:
+            make = partial(_made, self._factory, self._row)
+            self.environment = await self._run(make, thread=self.thread)
         return self.environment
 
-    async def _call(self, name: str, *args: Any, **keywords: Any) -> Any:
-        function = getattr(self.environment, name)
-        return await self._run(function, *args, of=self.environment, **keywords)
+    async def _call(self, call: Callable[[], Any]) -> Any:
+        return await self._run(call, self.environment, self.thread)
 
     async def _step(self, action: Any) -> Step:
         """Step the environment: what it raises is an observation; a result that cannot be read, or
         whose reward is no number, is a failure of the episode.
         """
         try:
-            return read_step(await self._call("step", action))
+            return read_step(await self._call(partial(self.environment.step, action)))
         except CallError as error:
             message = {"role": "user", "content": error_text(str(error))}
             return Step([message], calls=[_failed_step(error.place)])
@@ -429,9 +456,10 @@ class _Made(Episode):
 
     async def close(self) -> None:
         environment, close = self.environment, getattr(self.environment, "close", None)
-        self.environment = None
+        thread, self.environment, self.thread = self.thread, None, None
         if environment is not None and callable(close):
-            await self._run(close, of=environment)
+            free = thread if thread and not thread.hangs else None
+            await self._run(close, environment, free)
 
 
 class _Own(_Made):
@@ -439,7 +467,7 @@ class _Own(_Made):
 
     async def open(self, messages: Sequence[Row]) -> Opening:
         await self._make()
-        return read_opening(await self._call("open", dict(self._row)))
+        return read_opening(await self._call(partial(self.environment.open, dict(self._row))))
 
     async def step(self, turn: Turn) -> Step:
         said = [SimpleNamespace(**call) for call in turn["calls"]]
@@ -462,7 +490,7 @@ class _Stepped(_Made):
         parameters = parameters_of(function)
         if takes_any(parameters):
             values = {k: v for k, v in values.items() if k not in given or k in parameters}
-        result = await self._call(begin, **_taken(function, values))
+        result = await self._call(partial(function, **_taken(function, values)))
         if "states" in parameters:  # OpenRLHF's answer is the prompt, perhaps with more behind it
             said = result.get("observation") if isinstance(result, Mapping) else result
             return Opening() if said == asked else read_opening(said)

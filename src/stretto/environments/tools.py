@@ -7,10 +7,12 @@ import inspect
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from stretto.environments.results import as_text, error_text
 from stretto.environments.running import CallError, Runner
+from stretto.environments.threads import ObjectThread
 from stretto.errors import ConfigError, nearest
 
 SHARED = 4096
@@ -68,12 +70,19 @@ class ToolSet:
 
     Args:
         of: the object whose methods they are; its calls are run one after another.
+        thread: of that object.
     """
 
     def __init__(
-        self, tools: Mapping[str, Tool], run: Runner, results: Results, of: object = None
+        self,
+        tools: Mapping[str, Tool],
+        run: Runner,
+        results: Results,
+        of: object = None,
+        thread: ObjectThread | None = None,
     ) -> None:
-        self._tools, self._run, self._results, self._of = tools, run, results, of
+        self._tools, self._run, self._results = tools, run, results
+        self._of, self._thread = of, thread
 
     async def answer(
         self, calls: Sequence[Mapping[str, Any]]
@@ -122,7 +131,8 @@ class ToolSet:
         except TypeError as error:
             raise CallError(f"{name}: {error}") from error
         of = tool if self._of is None else self._of
+        made = partial(tool, **arguments)
         if getattr(tool, "deterministic", False) and self._of is None:
             key = json.dumps([name, arguments], sort_keys=True)
-            return await self._results.of(key, lambda: self._run(tool, of=of, **arguments))
-        return await self._run(tool, of=of, **arguments), False
+            return await self._results.of(key, lambda: self._run(made, of))
+        return await self._run(made, of, self._thread), False

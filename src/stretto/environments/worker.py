@@ -71,6 +71,7 @@ class _Worker:
             refusal = {"refused": type(error).__name__, "message": str(error), "code": error.code}
             self._channel.send(refusal, number)
             return
+        host.use_main(loop)
         self._host = host
         self._channel.send({"ready": host.ready()}, number)
         beating = asyncio.create_task(self._beat())
