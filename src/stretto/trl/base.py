@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, Self
 
 from transformers import (
     DefaultFlowCallback,
@@ -35,6 +35,7 @@ from stretto.runs.evaluating import answer_all, figures
 from stretto.schedules.rollout import Rollout
 from stretto.trl import arguments, objects
 from stretto.trl.callbacks import after_step, evaluated, never_called
+from stretto.trl.compat import require_called, require_named
 from stretto.trl.objects import Answering, PromptTask, Rewards, TokenTask
 
 
@@ -79,6 +80,12 @@ class BaseTrainer:
     metrics_format = trainer_pt_utils.metrics_format
     save_metrics = trainer_pt_utils.save_metrics
     save_state = trainer_pt_utils.save_state
+
+    def __new__(cls, *_: Any, **named: Any) -> Self:
+        """Refuse what TRL's trainers would take or call, and this one would not."""
+        require_called(cls)
+        require_named(cls, named)
+        return super().__new__(cls)
 
     def _set_up(
         self,

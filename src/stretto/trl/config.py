@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from transformers import TrainingArguments
 
-from stretto.errors import ConfigError, nearest
+from stretto.trl.compat import require_known
 
 _Json = dict[str, Any] | str | None
 
@@ -83,14 +83,8 @@ class TrlConfig(TrainingArguments):
     save_safetensors: bool = True
 
     def __new__(cls, *args: Any, **named: Any) -> Self:
-        """Refuse unknown names with the nearest one there is."""
-        known = [f.name for f in fields(cls)]
-        for name in named:
-            if name not in known:
-                raise ConfigError(
-                    f"{cls.__name__} has no argument '{name}'. {nearest(name, known)}",
-                    "unknown-argument",
-                )
+        """Refuse unknown names."""
+        require_known(cls.__name__, named, (f.name for f in fields(cls)))
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -1,0 +1,135 @@
+"""Names of TRL that are not here: arguments of earlier releases, and methods of its trainers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatch
+
+from stretto.errors import ConfigError, nearest
+
+_SAME = (
+    "base_model model_name sft_model_path, cliprange epsilon, evaluation_strategy eval_strategy, "
+    "exp_name run_name, forward_batch_size local_rollout_forward_batch_size, "
+    "gpu_memory_utilization vllm_gpu_memory_utilization, kl_coef init_kl_coef beta, "
+    "kl_penalty kl_estimator, log_with report_to, max_completion_length max_new_tokens "
+    "response_length, non_eos_penalty penalty_reward_value missing_eos_penalty, num_mini_batches "
+    "steps_per_generation, num_ppo_epochs ppo_epochs num_iterations, per_gpu_eval_batch_size "
+    "per_device_eval_batch_size, per_gpu_train_batch_size per_device_train_batch_size, rloo_k "
+    "num_generations, use_liger_loss use_liger_kernel, vllm_max_model_len vllm_max_model_length, "
+    "wandb_log_unique_prompts log_unique_prompts, config args, judge reward_model reward_funcs, "
+    "policy model, ref_policy ref_model, tokenizer processing_class"
+)
+"""Names of one argument, in the releases, configs and trainers of TRL and transformers."""
+
+_GONE = {
+    "a reward model or a judge is given to the trainer as reward_funcs": "judge reward_model "
+    "reward_model_path",
+    "a reward function can do it: give the penalty if completion_ids lacks the end "
+    "token": "missing_eos_penalty non_eos_penalty penalty_reward_value",
+    "a reward function can do it": "normalize_reward score_clip use_score_norm use_score_scaling "
+    "whiten_rewards",
+    "it is derived from per_device_train_batch_size and "
+    "gradient_accumulation_steps": "*backward_batch_size *batch_size num_total_batches world_size",
+    "responses end with the tokens of the model's generation_config": "stop_token stop_token_id",
+    "prompts are read whole; drop long rows with dataset.filter": "max_prompt_length",
+    "responses are sampled from the distribution that is "
+    "trained": "vllm_guided_decoding_regex vllm_sampling_params",
+    "samples.jsonl in the run's folder has responses of each step": "num_sample_generations",
+    "max_steps says how long to train, in optimizer steps of per_device_train_batch_size x "
+    "gradient_accumulation_steps responses": "steps total_episodes",
+    "stretto.train has it as algorithm.kl_target and "
+    "algorithm.kl_horizon": "adap_kl_ctrl horizon target",
+    "the KL is summed over the tokens of a response": "token_level_kl",
+    "this algorithm has no value model": "cliprange_value gamma lam vf_coef",
+    "vLLM is started with the run, in a process of its own, and caches "
+    "prefixes": "vllm_device vllm_dtype vllm_enable_prefix_caching",
+    "it has no counterpart here, and the present TRL and transformers lack it, "
+    "too": "_n_gpu accelerator_kwargs base_model compare_steps dataset_num_proc dispatch_batches "
+    "early_stopping fp16_backend fp16_opt_level fsdp_min_num_params "
+    "fsdp_transformer_layer_cls_to_wrap half_precision_backend include_inputs_for_metrics "
+    "is_encoder_decoder is_peft_model jit_mode_eval kl_penalty model_name mp_parameters "
+    "normalize_advantage optimize_*_cache past_index project_kwargs push_to_hub_* query_dataset "
+    "ratio_threshold ray_scope sanity_check sft_model_path split_batches target_kl task_name tpu_* "
+    "tracker_kwargs tracker_project_name unsloth_* use_ipex use_legacy_prediction_loop "
+    "use_transformers_*",
+}
+"""Arguments that TRL had in some release and config, by the advice to a script that has one."""
+
+
+def require_known(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise ConfigError for arguments that a config or a trainer lacks, with advice for those that
+    TRL has had.
+    """
+    known = list(known)
+    for name in given:
+        if name in known:
+            continue
+        same = next((names for names in map(str.split, _SAME.split(", ")) if name in names), [])
+        if present := next((other for other in same if other in known), ""):
+            advice = f"It is called '{present}' now"
+        elif why := _matching(_GONE, name):
+            advice = f"Leave it out: {why}"
+        else:
+            advice = nearest(name, known)
+        raise ConfigError(f"{owner} has no argument '{name}'. {advice}", "unknown-argument")
+
+
+def require_named(trainer: type, named: Iterable[str]) -> None:
+    """Raise ConfigError for arguments by names that a trainer's constructor does not take."""
+    parameters = inspect.signature(trainer.__init__).parameters  # type: ignore[misc]
+    if all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
+        require_known(trainer.__name__, named, parameters)
+
+
+_METHODS = {
+    "rewards come from reward_funcs; write a function": "_calculate_rewards "
+    "_calculate_rewards_from_functions",
+    "the loss is that of the algorithm; choose loss_type, or add an algorithm to Stretto "
+    "(docs/algorithms.md)": "_compute_loss _forward _get_last_hidden_state _get_per_token_logps "
+    "_get_per_token_logps_and_entropies beta compute_liger_loss get_gamma_weights "
+    "get_high_entropy_mask get_off_policy_mask get_sapo_token_loss null_ref_context compute_loss* "
+    "training_step",
+    "responses come from the engine; give tools or environment_factory": "_generate "
+    "_generate_and_score_completions _generate_single_turn _generate_vllm _generate_vllm_colocate "
+    "_generate_vllm_server _get_tool_suffix_ids _get_vision_token_ids _tokenize_prompts "
+    "_tool_call_loop _truncate_at_image_boundary",
+    "rows are read as they are; change them by dataset.map, and for an order of their own set "
+    "shuffle_dataset=False": "process_vision_row tokenize_row get_batch_samples get_*_dataloader "
+    "_get_*_sampler _prepare_input* _remove_unused_columns _set_signature_columns_if_needed",
+    "the optimizer is AdamW; set optim, learning_rate, lr_scheduler_type and "
+    "warmup_steps": "create_optimizer* create_scheduler get_decay_parameter_names get_optimizer*",
+    "vLLM gets new weights by itself": "_fix_param_name_to_vllm _move_model_to_vllm "
+    "_move_model_to_vllm_inner _sync_fsdp1_params_to_vllm _sync_fsdp2_params_to_vllm "
+    "_sync_fsdp_params_to_vllm",
+    "write a TrainerCallback": "_enable_gradient_checkpointing _log_completion_extra _log_metric "
+    "_send_telemetry *",
+}
+"""Methods of TRL's trainers, 0.12 to 1.16, and of ``transformers.Trainer`` (some as patterns), by
+what to do in place of overriding them.
+"""
+
+
+def require_called(trainer: type) -> None:
+    """Raise ConfigError for a subclass of a trainer here that overrides a method which TRL's
+    trainers have and this one never calls.
+    """
+    ours = [part for part in trainer.__mro__ if part.__module__.startswith("stretto.trl.")]
+    names = {name for part in trainer.__mro__ if part not in ours for name in vars(part)}
+    if not (names := names.difference(dir(ours[0]))):
+        return
+    from transformers import Trainer
+
+    known = " ".join(_METHODS.values()).split()
+    for name in sorted(names):
+        if name in known or callable(getattr(Trainer, name, None)):
+            raise ConfigError(
+                f"{trainer.__name__}.{name} would never be called, as training here does not go "
+                f"through TRL's {name}. Leave it out: {_matching(_METHODS, name)}",
+                "method-never-called",
+            )
+
+
+def _matching(table: Mapping[str, str], name: str) -> str:
+    rows = ((advice, names.split()) for advice, names in table.items())
+    return next((advice for advice, ps in rows if any(fnmatch(name, p) for p in ps)), "")
