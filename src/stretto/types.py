@@ -422,9 +422,20 @@ class TrainBatch:
     def totals(self, weights: Mapping[str, float] | None = None) -> npt.NDArray[np.float64]:
         """Return the sum of each response's rewards, [B], weighted by source if so asked."""
         total = np.zeros(len(self))
-        for source, values in self.rewards.items():
-            total += values.astype(np.float64) * (1.0 if weights is None else weights[source])
+        for source in self.rewards:
+            total += self._of_episodes(source) * (1.0 if weights is None else weights[source])
         return total
+
+    def _of_episodes(self, source: str) -> npt.NDArray[np.float64]:
+        """Return a source's rewards [B]; all samples of an episode have the mean of those of its
+        samples that the source applies to.
+        """
+        values = self.rewards[source].astype(np.float64)
+        if self.episodes is None:
+            return values
+        applies, places = self.applies[source], np.unique(self.episodes, return_inverse=True)[1]
+        counts = np.maximum(np.bincount(places, applies), 1)
+        return (np.bincount(places, values * applies) / counts)[places]
 
 
 def sampled_of(tokens: Chunk | Response | TrainBatch) -> BoolArray:
@@ -456,6 +467,8 @@ class ScorerInfo:
         reads_text: whether it reads prompts' text, messages and data, and not tokens alone.
         worthwhile_tokens: that make a call worth its fixed cost; it gets fewer only when a role
             waits.
+        whole_episodes: whether it scores an episode once, on the sample that ends it, and not each
+            of its samples.
     """
 
     name: str
@@ -464,6 +477,7 @@ class ScorerInfo:
     streams: bool = True
     reads_text: bool = False
     worthwhile_tokens: int = 0
+    whole_episodes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,3 +103,83 @@ def test_a_run_of_episodes_can_be_looked_at(preset: str, tiny_folder: Path, tmp_
     page = html_page(load([run.path]))
     assert "waits for the environment" in page
     assert page.count("</script>") == 2  # of the data and of the script
+
+
+FORGETFUL = """\
+{% for m in messages %}<bos>{{ m['role'] }}
+{% if m['role'] != 'assistant' or loop.last %}{{ m['content'] }}{% endif %}<eos>
+{% endfor %}{% if add_generation_prompt %}<bos>assistant
+{% endif %}"""
+"""A template that drops what the assistant said before, so that each turn begins a new sample."""
+
+JUDGES = """
+import json, pathlib
+
+def note(kind, **seen):
+    with open(pathlib.Path(__file__).parent / "seen.jsonl", "a") as file:
+        print(json.dumps({"kind": kind, **seen}), file=file)
+
+def trl(prompts, completions):
+    for prompt, completion in zip(prompts, completions):
+        note("trl", prompt=prompt, completion=completion)
+    return [float(len(completion)) for completion in completions]
+
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    note("verl", text=solution_str)
+    return 1.0
+"""
+
+
+def test_functions_score_an_episode_of_several_samples_once(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """On the sample that ends it, with all of its turns; the others have no score of theirs."""
+    config = settings(tiny_folder, tmp_path, "sync")
+    tokenizer: Any = load_tokenizer(tmp_path / "chatty")
+    tokenizer.chat_template = FORGETFUL
+    tokenizer.save_pretrained(tmp_path / "chatty")
+    (tmp_path / "judges.py").write_text(JUDGES)
+    rows = [{"prompt": f"Say {n}.", "data_source": "x", "ground_truth": "1"} for n in range(16)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trl, verl = (f"{tmp_path / 'judges.py'}:{name}" for name in ("trl", "verl"))
+    changes = {
+        "steps": 1,
+        "reward": {"sources": ["environment", trl, verl], "missing_eos": "off"},
+        "observe": {"samples": 99},
+    }
+    config = recipes.build({**config.model_dump(mode="json"), **changes}, "here")
+    run = RunDirectory.create(tmp_path / "runs", "turns", config)
+    runs.train(config, run_dir=run, progress=PlainProgress(io.StringIO()))
+
+    episodes: dict[int, list[dict[str, Any]]] = {}
+    for sample in lines(run.samples_file):
+        episodes.setdefault(sample["episode"], []).append(sample)
+    assert len(episodes) == 4
+    assert max(map(len, episodes.values())) > 1
+    seen = lines(tmp_path / "seen.jsonl")
+    completions = [s["completion"] for s in seen if s["kind"] == "trl"]
+    texts = [s["text"] for s in seen if s["kind"] == "verl"]
+    assert len(completions) == len(texts) == 4
+    prompts = [s["prompt"] for s in seen if s["kind"] == "trl"]
+    assert {len(prompt) for prompt in prompts} <= {len("Say 1."), len("Say 11.")}
+    # Each turn is behind the answer to the one before, and ends before its stop string.
+    for completion, text in zip(completions, texts, strict=True):
+        roles = [m["role"] for m in completion]
+        assert roles[: len(roles) // 2 * 2] == ["assistant", "user"] * (len(roles) // 2)
+        last = max(i for i, role in enumerate(roles) if role == "assistant")
+        assert text == "\n".join(m["content"] for m in completion[: last + 1])
+        said = [m["content"] for m in completion if m["role"] == "assistant"]
+        assert not any(letter in turn for turn in said for letter in "eiotan")
+    counts = sorted(sum(len(s["turns"]) for s in each) for each in episodes.values())
+    assert counts == sorted(sum(m["role"] == "assistant" for m in c) for c in completions)
+    lengths = []
+    for each in episodes.values():
+        *others, last_one = sorted(each, key=lambda s: len(s["prompt"]))
+        assert all(s["scores"]["judges.py:trl"] is None for s in others)
+        lengths.append(last_one["scores"]["judges.py:trl"])
+        environment = last_one["scores"]["environment"]
+        assert all(s["reward"] == environment + lengths[-1] + 1.0 for s in each)
+    assert sorted(lengths) == sorted(map(len, completions))
+    metrics = run.read_metrics()[-1]
+    assert metrics["reward/judges.py:trl"] == pytest.approx(sum(lengths) / 4)
+    assert metrics["reward/judges.py:verl"] == 1.0

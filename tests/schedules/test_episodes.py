@@ -22,7 +22,17 @@ from stretto.schedules.evaluation import Evaluation
 from stretto.schedules.rollout import Rollout, Step, train_batch
 from stretto.schedules.schedule import Schedule
 from stretto.testing import World
-from stretto.types import CONTEXT, FORKS, FinishReason, Observation, Prompt, Sampling, episode_of
+from stretto.types import (
+    CONTEXT,
+    FORKS,
+    Chunk,
+    FinishReason,
+    Message,
+    Observation,
+    Prompt,
+    Sampling,
+    episode_of,
+)
 
 EPISODES = Sampling(100, max_turn_tokens=100)
 
@@ -512,3 +522,44 @@ def test_scores_that_an_episode_brings_are_those_of_their_sources() -> None:
 def test_a_failure_among_them_ends_the_run() -> None:
     with raises(RewardError, "responses-without-reward", "no such drawer"):
         judged({"looks": {"error": "no such drawer"}})
+
+
+def test_an_episode_whose_samples_take_turns_is_told_in_order() -> None:
+    """An agent (a), its sub-agent (b), and the agent again: three turns, each once."""
+
+    def says(role: str, content: str) -> Message:
+        return Message(role=role, content=content)
+
+    a, b = (Rollout(i, Prompt(0, (9,), "q"), 0, sampling=EPISODES) for i in (0, FORKS))
+    a.samples = b.samples = [a, b]
+    one, two, three = (says("assistant", text) for text in ("one", "two", "three"))
+    none, result = np.empty(0, np.int32), says("user", "two, it said")
+
+    def turn(rollout: Rollout, *tokens: int) -> None:
+        start, n = len(rollout), len(tokens)
+        drawn, zeros = np.array(tokens, np.int32), np.zeros(n, np.float32)
+        rollout.append(Chunk(rollout.id, start, drawn, zeros, 0, FinishReason.TURN))
+
+    a.observe(Observation(0, 0, none))
+    turn(a, 1, 2)
+    a.left = (one,)
+    b.observe(Observation(FORKS, 1, none, prompt=Prompt(0, (8,), "sub"), left=(one,)))
+    turn(b, 3)
+    b.left = (two,)
+    context = np.array([7, 7], np.int32)
+    a.append(a.observe(Observation(0, 2, context, messages=(result,), left=(two,))))
+    turn(a, 4)
+    a.log.append(Observation(0, 3, none, messages=(three,), ended_by="environment"))
+    assert [r.ends_episode for r in (a, b)] == [True, False]
+    for rollout in (a, b):
+        whole = rollout.episode()
+        assert [m["content"] for m in whole.messages or ()] == [
+            "one",
+            "two",
+            "two, it said",
+            "three",
+        ]
+        assert whole.tokens.tolist() == [1, 2, 3, 7, 7, 4]
+        assert whole.sampled is not None
+        assert whole.sampled.tolist() == [True, True, True, False, False, True]
+        assert (whole.prompt.text, dict(whole.joints)) == ("q", {2: "\n"})

@@ -13,7 +13,7 @@ from raising import raises
 from stretto.errors import RewardError
 from stretto.schedules.rollout import Rollout, reasons_to_reject, total_reward, train_batch
 from stretto.training.collate import collate, describe
-from stretto.types import FinishReason, Prompt, Score, is_finite
+from stretto.types import FORKS, FinishReason, Prompt, Score, is_finite
 
 
 def scored(rollout_id: int, rewards: Mapping[str, float | None], prompt: int = 0) -> Rollout:
@@ -88,3 +88,22 @@ def test_finite_is_finite_as_float32() -> None:
     numbers += [float("inf"), -float("inf"), 1e-300]
     rounded = torch.tensor(numbers, dtype=torch.float64).float()
     assert [is_finite(number) for number in numbers] == rounded.isfinite().tolist()
+
+
+def test_a_source_counts_once_in_an_episode_of_several_samples() -> None:
+    """A function scores the sample that ends it; of a model's scores of all samples the mean
+    counts. Both have their weights."""
+    batch = [
+        scored(0, {"f": None, "model": 1.0}),
+        scored(FORKS, {"f": 0.5, "model": 4.0}),
+        scored(1, {"f": 0.25, "model": 2.0}),
+    ]
+    assert reasons_to_reject(batch, drop_failures=False, group_at_least=1) == {}
+    weights = {"f": 8.0, "model": 2.0}
+    assert train_batch(batch).totals(weights).tolist() == [9.0, 9.0, 6.0]
+    figures = describe(train_batch(batch))
+    assert (figures["reward/f"], figures["reward/model"]) == (0.375, 2.25)
+    functions = [scored(0, {"f": None}), scored(FORKS, {"f": 0.5}), scored(1, {"f": None})]
+    reasons = reasons_to_reject(functions, drop_failures=True, group_at_least=1)
+    assert reasons == {1: "no reward source applies"}
+    assert train_batch(functions[:2]).totals().tolist() == [0.5, 0.5]

@@ -54,6 +54,7 @@ class _Live:
     row: dict[str, Any]
     messages: list[Message]
     began_s: float
+    prompt: Prompt  # as the environment began with it
     asked: list[Message] = field(default_factory=list)  # the prompt as the environment got it
     begun: list[Message] = field(default_factory=list)  # and as the environment began with it
     starts: int = -1  # of the place, when the episode was opened there
@@ -114,11 +115,12 @@ class EnvironmentRole:
             row=cast(dict[str, Any], plain(data)),
             messages=said,
             began_s=time.monotonic(),
+            prompt=log[0].prompt or prompt if log else prompt,
             asked=list(said),
             samples={response.id},
         )
         if log:
-            live.begun = _conversation(log[0].prompt or prompt)
+            live.begun = _conversation(live.prompt)
             live.messages = list(live.begun)
             try:
                 await self._reopen(live)
@@ -137,6 +139,7 @@ class EnvironmentRole:
             )
         self._episodes[live.id] = live
         changed = self._changed(live, prompt, opening)
+        live.prompt = changed or prompt
         return Observation(response.id, 0, _NO_TOKENS, prompt=changed)
 
     async def step(self, response: Response) -> Observation:
@@ -252,7 +255,7 @@ class EnvironmentRole:
         told = (*live.messages[len(live.begun) :], *seen.messages)
         cut = response.finish is FinishReason.LENGTH
         finish = FinishReason.LENGTH if cut else FinishReason.STOP
-        ended = replace(response, finish=finish, messages=told)
+        ended = replace(response, prompt=live.prompt, finish=finish, messages=told)
         scores: dict[str, Verdict] = {}
         samples = {}
         for judge in self._judges:

@@ -16,16 +16,16 @@ from stretto.config import AlgorithmConfig, ClusterConfig, Config, ScheduleConfi
 from stretto.errors import StorageError
 from stretto.evaluation import HeldOut
 from stretto.observe import RunDirectory
-from stretto.observe.recorder import scores_by_source
 from stretto.observe.run_directory import EVALUATED, SCORE, Best
 from stretto.observe.spans import CHECKPOINT
 from stretto.runs.checkpoint import in_background
 from stretto.runtime.run import Run, start
 from stretto.saying import Say
 from stretto.schedules.evaluation import Evaluation
-from stretto.schedules.rollout import Rollout, reasons_to_reject, total_reward
+from stretto.schedules.rollout import Rollout, by_episodes, reasons_to_reject, train_batch
 from stretto.tasks.base import RIGHT
-from stretto.types import FinishReason, short_name
+from stretto.training.collate import describe
+from stretto.types import FinishReason
 from stretto.workers.drive import drive
 
 
@@ -36,19 +36,19 @@ def figures(config: Config, answers: Sequence[Rollout]) -> dict[str, float]:
     drops = config.reward.on_failure == "drop"
     out = reasons_to_reject(answers, drop_failures=drops, group_at_least=1, weights=factors)
     scored = [r for r in answers if r.id not in out]
-    found = {SCORE: fmean(total_reward(r, factors) for r in scored)}
+    each = by_episodes(scored, 1)
+    found = {SCORE: fmean(train_batch(samples).totals(factors)[0] for samples in each)}
     if "task" in factors:
-        verdicts = [r.scores["task"].scalar for r in scored]
-        found["eval/pass@1"] = fmean(v is not None and v >= RIGHT for v in verdicts)
-    for source in map(short_name, config.reward.sources):
-        given = [v for r in scored if (v := scores_by_source(r).get(source)) is not None]
-        if given:
-            found[f"eval/reward/{source}"] = fmean(given)
+        verdicts = [[r.scores["task"].scalar for r in samples] for samples in each]
+        right = (any(v is not None and v >= RIGHT for v in of_one) for of_one in verdicts)
+        found["eval/pass@1"] = fmean(right)
+    of_sources = describe(train_batch(scored)).items()
+    found |= {f"eval/{name}": mean for name, mean in of_sources if name.startswith("reward/")}
     return {
         **found,
-        "eval/length_mean": fmean(map(len, scored)),
-        "eval/ended": fmean(r.finish is FinishReason.STOP for r in scored),
-        "eval/count": float(len(scored)),
+        "eval/length_mean": fmean(sum(map(len, samples)) for samples in each),
+        "eval/ended": fmean(samples[0].finish is FinishReason.STOP for samples in each),
+        "eval/count": float(len(each)),
     }
 
 

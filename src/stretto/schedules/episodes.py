@@ -78,7 +78,8 @@ class Episodes:
         sampling = replace(self.sampling, temperature=0.0) if greedy else self.sampling
         for rollout in rollouts:
             rollout.sampling = sampling
-            self._samples.setdefault(episode_of(rollout.id), []).append(rollout)
+            rollout.samples = self._samples.setdefault(episode_of(rollout.id), [])
+            rollout.samples.append(rollout)
 
     def ask(self, rollout: Rollout, group: asyncio.TaskGroup) -> None:
         """Ask for the answer to a rollout's turn, or for its opening, in a task of a group."""
@@ -106,9 +107,10 @@ class Episodes:
 
     def forget(self, rollouts: Iterable[Rollout]) -> None:
         """Forget rollouts that have been trained on, rejected, or evaluated."""
-        for episode in {episode_of(r.id) for r in rollouts}:
-            self._samples.pop(episode, None)
-            self._beginnings.pop(episode, None)
+        for rollout in rollouts:
+            rollout.samples = []  # else rollouts would refer to themselves
+            self._samples.pop(episode_of(rollout.id), None)
+            self._beginnings.pop(episode_of(rollout.id), None)
 
     async def _answer(self, rollout: Rollout) -> None:
         try:
@@ -220,12 +222,14 @@ class Episodes:
         if self._beginnings[episode] > MOST_BEGINNINGS:
             raise error
         self._open.discard(episode)
-        root, *forks = self._samples[episode]
+        samples = self._samples[episode]
+        root, forks = samples[0], samples[1:]
+        del samples[1:]  # the root has this very list
         for fork in forks:
             self._pool.release(fork)
             self._scoring.drop(fork)
             self._books.drop(fork)
-        self._samples[episode] = [root]
+        self._samples[episode] = samples
         self._pool.release(root)
         self._scoring.anew(root)
         root.begin_anew()

@@ -97,6 +97,7 @@ class Rollout:
     turn_rewards: list[float] = field(default_factory=list)  # of the turns that were answered
     ended_by: str = ""  # as in Observation
     left: tuple[Message, ...] = ()  # the last turn, where another sample of the episode went on
+    samples: list[Rollout] = field(default_factory=list, repr=False, compare=False)  # of an episode
 
     def __len__(self) -> int:
         """Response tokens so far."""
@@ -204,6 +205,37 @@ class Rollout:
         )
 
     @property
+    def ends_episode(self) -> bool:
+        """Whether it is the sample that its episode ended with."""
+        return len(self.samples) < 2 or bool(self.log and self.log[-1].ended_by)
+
+    def episode(self) -> Response:
+        """Return the response for roles that score an episode once: the turns of all its samples,
+        in their order, as one response to the prompt that it began with.
+        """
+        if len(self.samples) < 2:
+            return self.response(text=True)
+        parts = [
+            (o, r.tokens[start:end], r.sampled[start:end], start == 0)
+            for r in self.samples
+            for o, start, end in zip(r.log, [0, *r.turns], r.turns, strict=False)
+        ]
+        parts.sort(key=lambda part: part[0].number)
+        joints, at = dict[int, str](), 0
+        for o, tokens, _, begins in parts:
+            if at and begins:
+                joints[at] = "\n".join(["", *(m["content"] for m in o.left[1:]), ""])
+            at += len(tokens)
+        return replace(
+            self.response(text=True),
+            prompt=self.samples[0].prompt,
+            tokens=np.concatenate([np.array(tokens, np.int32) for _, tokens, *_ in parts]),
+            sampled=np.concatenate([drawn for *_, drawn, _ in parts]),
+            messages=_messages_of(self.samples),
+            joints=joints,
+        )
+
+    @property
     def _turns_sampling(self) -> Sampling | None:
         """How the present turn is sampled: as the response, but perhaps to fewer tokens."""
         most = self.log[-1].max_turn_tokens if self.log else 0
@@ -277,6 +309,23 @@ class Rollout:
             ended_by=episode.get("ended_by", ""),
             left=tuple(episode.get("left", ())),
         )
+
+
+def _messages_of(samples: Sequence[Rollout]) -> tuple[Message, ...]:
+    """Return the messages of an episode in order.
+
+    A turn after which another sample went on is in ``left`` of the answer to it, and once more in
+    front of the next answer to its own sample.
+    """
+    log = sorted((o for r in samples for o in r.log), key=lambda o: o.number)
+    messages, told, last = list[Message](), set[int](), samples[0].id
+    for o in log:
+        messages += (*o.left, *o.messages[o.rollout_id in told :])
+        told.discard(o.rollout_id)
+        if o.left:
+            told.add(last)
+        last = o.rollout_id
+    return tuple(messages)
 
 
 def _mark(prompt: Prompt) -> str:
@@ -447,7 +496,16 @@ def reasons_to_reject(
     Raises RewardError if a response has no reward and such are not to be dropped, or nothing is
     left without them.
     """
-    bad = {r.id: why for r in rollouts if (why := _no_reward(r, weights)) is not None}
+    scored = {
+        episode_of(r.id)
+        for r in rollouts
+        if any(s.scalar is not None for s in of_kind(r, "reward"))
+    }
+    bad = {
+        r.id: why
+        for r in rollouts
+        if (why := _no_reward(r, weights, applies=episode_of(r.id) in scored)) is not None
+    }
     if not bad:
         return {}
     whole = {episode_of(id_): why for id_, why in bad.items()}  # with all of its samples
@@ -482,12 +540,18 @@ def _at_fault(rollouts: Sequence[Rollout]) -> str:
     return "the environment or program" if failed == {ENVIRONMENT} else "the reward function"
 
 
-def _no_reward(rollout: Rollout, weights: Mapping[str, float] | None) -> tuple[str, str] | None:
-    """Return why a rollout has no reward, in short and in full."""
+def _no_reward(
+    rollout: Rollout, weights: Mapping[str, float] | None, *, applies: bool
+) -> tuple[str, str] | None:
+    """Return why a rollout has no reward, in short and in full.
+
+    Args:
+        applies: whether a source applies to the rollout, or to another sample of its episode.
+    """
     if failures := [s.failure for s in rollout.scores.values() if s.failure]:
         return FUNCTION_FAILED, "; ".join(failures)
     rewards = of_kind(rollout, "reward")
-    if rewards and all(s.scalar is None for s in rewards):
+    if rewards and not applies:
         return NOTHING_APPLIES, (
             f"no reward source applies to rollout {rollout.id}: "
             f"{', '.join(s.source for s in rewards)} gave None\n"

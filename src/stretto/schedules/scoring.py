@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+import numpy as np
+
 from stretto.config import ENVIRONMENT
 from stretto.config.schedule import ScoreOn
 from stretto.errors import LifecycleError, StrettoError
@@ -135,7 +137,11 @@ class ReplicaQueue:
     async def _pass_on(self) -> None:
         """Tell the scorer what it has not been told; raise GoneError if it is lost."""
         scorer, ask = self.scorer, self.guard.ask
-        admitted = [r.response(text=scorer.info.reads_text) for r in self._admitted.values()]
+        info, rollouts = scorer.info, self._admitted.values()
+        admitted = [
+            r.episode() if info.whole_episodes else r.response(text=info.reads_text)
+            for r in rollouts
+        ]
         chunks, wanted, dropped = self._chunks, self.wanted, self._dropped
         self._admitted, self._chunks, self.wanted, self._tokens = {}, [], [], 0
         self._dropped = []
@@ -235,6 +241,10 @@ class _ScorerGroup:
         self.queue_of[rollout.id] = queue
         queue.admit(rollout)
 
+    def scores(self, rollout: Rollout) -> bool:
+        """Return whether a rollout is scored, and not another sample of its episode for it."""
+        return rollout.ends_episode or not self.queues[0].scorer.info.whole_episodes
+
     def finish(self, rollout: Rollout) -> None:
         """Have a rollout scored: by the replica that knows it, or by the first that is free."""
         if queue := self.queue_of.pop(rollout.id, None):
@@ -286,8 +296,8 @@ class _ScorerGroup:
                 heir.call()
         return True
 
-    def end_round(self, rollouts: int) -> None:
-        self._rounds.append(rollouts)
+    def end_round(self, rollouts: Sequence[Rollout]) -> None:
+        self._rounds.append(sum(map(self.scores, rollouts)))
 
     def draw(self) -> list[Rollout]:
         """Return a share of one round, so small that another replica, free later, has work too."""
@@ -392,7 +402,7 @@ class Scoring:
             for rollout in batch:
                 self._ask(rollout, self._groups)
             for group in self._groups if batch else ():
-                group.end_round(len(batch))
+                group.end_round(batch)
         for group in self._groups:
             group.hurry()
 
@@ -402,7 +412,7 @@ class Scoring:
             self._ask(rollout, self._evaluating)
         for group in self._evaluating:
             if self._score_on == "batch":
-                group.end_round(len(answers))
+                group.end_round(answers)
             group.hurry()
         await self.all_scored(answers)
 
@@ -435,7 +445,11 @@ class Scoring:
             return
         self._rollouts[rollout.id] = rollout
         for group in groups:
-            group.finish(rollout)
+            if group.scores(rollout):
+                group.finish(rollout)
+            else:
+                info = group.queues[0].scorer.info
+                self._deliver([Score(rollout.id, info.name, info.kind, np.empty(0, np.float32))])
 
     def _deliver(self, scores: Sequence[Score]) -> None:
         for score in scores:

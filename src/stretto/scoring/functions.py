@@ -81,7 +81,9 @@ class FunctionScorer(ResponseScorer):
     ) -> None:
         super().__init__(source.name)
         self.global_step, self._max_steps = 0, max_steps
-        self.info = ScorerInfo(source.name, "reward", streams=False, reads_text=True)
+        self.info = ScorerInfo(
+            source.name, "reward", streams=False, reads_text=True, whole_episodes=True
+        )
         self._tokenizer, self._stop, self._timeout_s = tokenizer, tuple(stop), timeout_s
         self._payload: Callable[[Response, str], Payload] = self._function_payload
         self._process: FunctionProcess | LocalFunction
