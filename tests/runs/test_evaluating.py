@@ -129,6 +129,8 @@ def test_figures_of_three_answers_by_hand(tiny_folder: Path) -> None:
         {
             "eval/score": 1.25,
             "eval/pass@1": 1 / 3,
+            "eval/reward/task": 0.5,
+            "eval/reward/f.py:other": 0.5,
             "eval/length_mean": 3.0,
             "eval/ended": 2 / 3,
             "eval/count": 3.0,
