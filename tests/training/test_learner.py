@@ -148,7 +148,7 @@ def naive_loss(
             if a.value_clip:
                 near = v_old + (v - v_old).clamp(-a.value_clip, a.value_clip)
                 square = torch.maximum(square, (near - target) ** 2)
-            loss = loss + w * (policy - a.entropy_coef * entropy + square / 2)
+            loss = loss + w * (policy + square / 2) - a.entropy_coef * entropy / tokens
     return loss
 
 
@@ -456,7 +456,14 @@ def test_epochs_of_minibatches_equal_a_naive_loop() -> None:
     batch = make_rollouts(actor, critic, SHAPES)
     naive_actor, naive_critic = models(torch.float64)
     optimizers = [
-        torch.optim.AdamW(m.parameters(), lr=lr, betas=(0.9, 0.999), weight_decay=0.01)
+        torch.optim.AdamW(
+            [
+                {"params": [p for p in m.parameters() if p.dim() > 1], "weight_decay": 0.01},
+                {"params": [p for p in m.parameters() if p.dim() == 1], "weight_decay": 0.0},
+            ],
+            lr=lr,
+            betas=(0.9, 0.999),
+        )
         for m, lr in ((naive_actor, 1e-3), (naive_critic, 2e-3))
     ]
     experience = given_experience(learner, batch)

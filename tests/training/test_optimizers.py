@@ -90,3 +90,38 @@ def test_moments_in_8_bits_are_near_adamws_and_go_on_from_them() -> None:
     _, back = trained("adamw_torch_fused")
     back.load_state_dict(eight.state_dict())
     assert moments(back)["exp_avg"].equal(moments(eight)["exp_avg"])
+
+
+class Small(nn.Module):
+    """Weights, biases and norms by layer and by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(2, 3)
+        self.ln_f = nn.LayerNorm(3)
+        self.input_layernorm = nn.Linear(3, 3, bias=False)
+        self.norm = nn.Linear(3, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.input_layernorm(self.ln_f(self.up(x))))
+
+
+def test_weight_decay_leaves_norms_and_biases_alone() -> None:
+    """Without a gradient, AdamW's update is the decay: 1 - 0.5 * 0.2 after one update."""
+    small = Small()
+    start = {name: p.detach().clone() for name, p in small.named_parameters()}
+    config = TrainingConfig(weight_decay=0.2, grad_clip=0)
+    model = TrainedModel(small, LearningRate(0.5, 100), config)
+    saved = model.state_dict()
+    (0.0 * small(torch.ones(1, 2)).sum()).backward()
+    model.update()
+    for name, p in small.named_parameters():
+        factor = 0.9 if name == "up.weight" else 1.0
+        torch.testing.assert_close(p.detach(), factor * start[name], msg=name)
+    # A checkpoint of before has the decay in the optimizer's settings, where it would count twice.
+    saved["optimizer"]["param_groups"][0]["weight_decay"] = 0.2
+    saved["masters"] = start
+    model.load_state_dict(saved)
+    (0.0 * small(torch.ones(1, 2)).sum()).backward()
+    model.update()
+    torch.testing.assert_close(small.up.weight.detach(), 0.9 * start["up.weight"])

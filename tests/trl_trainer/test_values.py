@@ -36,6 +36,9 @@ SHARED = {
     "temperature": 1.0,
 }
 GROUPS = {"num_generations": 4, "max_completion_length": TOKENS}
+AT_ONCE = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
+"""TRL averages the entropy over each micro-batch, and we over an update's tokens: here one."""
+BONUS = {**GROUPS, **AT_ONCE, "entropy_coef": 0.5}
 CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "grpo": ("GRPO", GROUPS),
     "a mean of responses, and the KL": ("GRPO", {**GROUPS, "loss_type": "grpo", "beta": 0.1}),
@@ -51,6 +54,14 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
         "GRPO",
         {**GROUPS, "loss_type": "luspo", "importance_sampling_level": "sequence"},
     ),
+    "entropy, dapo": ("GRPO", BONUS),
+    "entropy, grpo": ("GRPO", {**BONUS, "loss_type": "grpo"}),
+    "entropy, dr_grpo": ("GRPO", {**BONUS, "loss_type": "dr_grpo"}),
+    "entropy, luspo": (
+        "GRPO",
+        {**BONUS, "loss_type": "luspo", "importance_sampling_level": "sequence"},
+    ),
+    "weight decay": ("GRPO", {**GROUPS, "weight_decay": 0.1}),
     "rloo": ("RLOO", {**GROUPS, "beta": 0.05}),
     "online dpo": (
         "OnlineDPO",
@@ -144,7 +155,8 @@ def test_a_step_is_trls(
 
     near = rounding(GRADIENT_TERMS)
     logged = theirs.state.log_history[0]
-    assert result.training_loss == pytest.approx(output.training_loss, abs=10 * near)
+    bonus = settings.get("entropy_coef", 0.0) * logged["entropy"] if name == "GRPO" else 0.0
+    assert result.training_loss == pytest.approx(output.training_loss + bonus, abs=10 * near)
     of_ours = ours.state.log_history[0]
     for figure in ("reward", "entropy", "grad_norm", "completions/mean_length", "kl"):
         if figure in logged:

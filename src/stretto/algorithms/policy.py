@@ -68,11 +68,14 @@ def policy_term(loss: Tensor, sums: dict[str, Tensor]) -> LossTerm:
 
 
 def entropy_bonus(entropy: Tensor, inputs: LossInputs, coef: float) -> LossTerm:
-    """``-coef * sum_t w_t H_t`` of the entropies [b, T], with ``policy/entropy_avg`` in nats."""
+    """``-coef`` times the mean entropy of a token, from the entropies [b, T] in nats, with
+    ``policy/entropy_avg``. As in TRL, every token counts alike whatever ``algorithm.aggregation``
+    is, so that a coefficient means the same for all losses.
+    """
     per_token = inputs.of_tokens(entropy if coef else entropy.detach())  # saves its gradient
-    w, means = inputs.of_tokens(inputs.weights), inputs.of_tokens(inputs.means)
+    means = inputs.of_tokens(inputs.means)
     sums = weighted_sums(means, {"policy/entropy_avg": per_token})
-    return LossTerm(-coef * (w * per_token).sum(), Metrics(sums))
+    return LossTerm(-coef * (means * per_token).sum(), Metrics(sums))
 
 
 def kl_penalty(

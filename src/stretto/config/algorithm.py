@@ -106,7 +106,7 @@ class AlgorithmConfig(Section):
     kl_horizon: PositiveInt = 10_000
     """Responses over which the adaptive beta moves."""
     entropy_coef: NonNegative = 0.0
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus, the mean entropy of a token."""
     whiten_advantages: bool = True
     """Bring advantages to mean 0 and variance 1 over the batch's response tokens."""
     whiten_rewards: bool = False
@@ -147,7 +147,7 @@ class AlgorithmConfig(Section):
 
     @property
     def averaging(self) -> Aggregation:
-        """Aggregation of per-token losses; for losses of whole responses, that of the entropy."""
+        """Aggregation of per-token losses; for losses of whole responses, that of the KL."""
         if self.aggregation != "auto":
             return self.aggregation
         return self.definition.aggregation or "sequence_mean"

@@ -37,7 +37,7 @@ class OptimizerConfig(Section):
     warmup_steps: NonNegativeInt = 0
     """Steps over which the rates rise from zero."""
     weight_decay: NonNegative = 0.0
-    """Weight decay of AdamW."""
+    """Weight decay of AdamW, of all weights but norms and biases."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """Betas of AdamW."""
     grad_clip: NonNegative = 1.0

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.trainer_pt_utils import get_parameter_names
 
 from stretto.config import OptimizerConfig
 from stretto.errors import ConfigError, require
@@ -22,6 +23,9 @@ _CLASSES = {
     "paged_adamw_8bit": "PagedAdamW8bit",
     "paged_adamw_32bit": "PagedAdamW32bit",
 }
+_EXEMPT = ("bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
+"""Patterns of lower-case names of parameters that do not decay."""
+
 _BLOCK = 256
 """Elements that share a scale in 8 bits, in all of bitsandbytes' optimizers."""
 
@@ -35,7 +39,8 @@ def make_optimizer(
     to page on a CPU.
     """
     groups = [{"params": [*parameters]}]  # a list of parameters may be empty only in a group
-    given: dict[str, Any] = {"lr": lr, "betas": config.betas, "weight_decay": config.weight_decay}
+    # The trainer decays weights, as norms and biases are exempt.
+    given: dict[str, Any] = {"lr": lr, "betas": config.betas, "weight_decay": 0.0}
     if config.optim == "adamw_torch_fused":
         return torch.optim.AdamW(groups, **given, fused=True)
     purpose = f"training.optim = '{config.optim}'"
@@ -52,6 +57,13 @@ def make_optimizer(
         groups, **given
     )
     return made
+
+
+def decaying_names(model: nn.Module) -> frozenset[str]:
+    """Return the names of a model's parameters that weight decay shrinks: all but norms and biases,
+    told apart as transformers' Trainer does.
+    """
+    return frozenset(get_parameter_names(model, [nn.LayerNorm], list(_EXEMPT)))
 
 
 def optimizer_state(optimizer: Any) -> dict[str, Any]:
@@ -72,9 +84,11 @@ def load_optimizer_state(optimizer: Any, state: dict[str, Any]) -> None:
     """Go on from what :func:`optimizer_state` has returned, for an optimizer of any kind."""
     if isinstance(optimizer, torch.optim.AdamW):
         optimizer.load_state_dict(state)
+        optimizer.param_groups[0]["weight_decay"] = 0.0  # older checkpoints have the setting here
         return
     (group,), (given,) = optimizer.param_groups, state["param_groups"]
-    group.update({k: v for k, v in given.items() if k in group and k != "params"})
+    kept = {"params", "weight_decay"}
+    group.update({k: v for k, v in given.items() if k in group and k not in kept})
     for i, moments in state["state"].items():
         parameter = group["params"][i]
         optimizer.init_state(group, parameter, 0, i)

@@ -26,7 +26,12 @@ from stretto.models.load import save_model
 from stretto.models.logits import OutputHead, token_logprobs
 from stretto.models.shards import TensorShard
 from stretto.models.weights import fingerprint, with_own_structure
-from stretto.training.optimizers import load_optimizer_state, make_optimizer, optimizer_state
+from stretto.training.optimizers import (
+    decaying_names,
+    load_optimizer_state,
+    make_optimizer,
+    optimizer_state,
+)
 from stretto.training.shard_files import STEP, Pieces, Stored
 from stretto.types import Response
 
@@ -319,6 +324,10 @@ class TrainedModel(Trained):
         self._snapshots = Snapshots(named)
         self._masters = [self._make_master(p) for p in self._weights]
         self._clip = config.grad_clip or math.inf
+        decaying = decaying_names(model) if config.weight_decay else ()
+        named_masters = zip(self._names, self._masters, strict=True)
+        self._decaying = [master for name, master in named_masters if name in decaying]
+        self._weight_decay = config.weight_decay
         self._optimizer = make_optimizer(self._masters, rate.peak, config)
         kind = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
         self.before_update: Callable[[], None] = lambda: None
@@ -380,11 +389,18 @@ class TrainedModel(Trained):
             nn.utils.clip_grads_with_norm_(self._masters, self._clip, total)
         require_finite_norm(norm)
         with self._gate.passing():
+            self._decay()
             self._optimizer.step()
             self._copy_back()
         self._schedule.step()
         self.discard()
         return norm
+
+    @torch.no_grad()
+    def _decay(self) -> None:
+        """Shrink weights as AdamW does before its update (Loshchilov and Hutter 2019)."""
+        if self._decaying:
+            torch._foreach_mul_(self._decaying, 1 - self.lr * self._weight_decay)
 
     def of_updates(self) -> list[Tensor]:
         """Return the tensors that only updates and states need: moments, and masters of copies, but
