@@ -183,3 +183,24 @@ def test_functions_score_an_episode_of_several_samples_once(
     metrics = run.read_metrics()[-1]
     assert metrics["reward/judges.py:trl"] == pytest.approx(sum(lengths) / 4)
     assert metrics["reward/judges.py:verl"] == 1.0
+
+
+@pytest.mark.parametrize("limits", [[], ["turns"]])
+def test_the_reward_of_an_episode_that_used_up_its_turns(
+    limits: list[str], tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Stays by default, which penalises token limits alone; else the penalty is in its place."""
+    config = settings(tiny_folder, tmp_path, "sync")
+    changes = {
+        "steps": 1,
+        "environment": {"sources": [f"{tmp_path / 'world.py'}:World"], "max_turns": 2},
+        "reward": {"sources": ["environment"], "missing_eos_limits": limits},
+    }
+    config = recipes.build({**config.model_dump(mode="json"), **changes}, "here")
+    run = RunDirectory.create(tmp_path / "runs", "turns", config)
+    runs.train(config, run_dir=run, progress=PlainProgress(io.StringIO()))
+    samples = [s for s in lines(run.samples_file) if s["ended_by"] == "turns"]
+    assert samples
+    for sample in samples:
+        assert sample["reward"] == (-1.0 if limits else sample["scores"]["environment"])
+        assert sample["finish"] == ("length" if limits else "stop")

@@ -563,3 +563,32 @@ def test_an_episode_whose_samples_take_turns_is_told_in_order() -> None:
         assert whole.sampled is not None
         assert whole.sampled.tolist() == [True, True, True, False, False, True]
         assert (whole.prompt.text, dict(whole.joints)) == ("q", {2: "\n"})
+
+
+@pytest.mark.parametrize(
+    ("why", "cut_by", "finish"),
+    [
+        ("environment", (), FinishReason.STOP),
+        ("turns", (), FinishReason.STOP),
+        ("seconds", (), FinishReason.STOP),
+        ("tokens", (), FinishReason.LENGTH),
+        ("turn_tokens", (), FinishReason.LENGTH),
+        ("turns", ("turns",), FinishReason.LENGTH),
+        ("seconds", ("turns",), FinishReason.STOP),
+    ],
+)
+def test_limits_of_turns_and_seconds_cut_no_turn(
+    why: str, cut_by: tuple[str, ...], finish: FinishReason
+) -> None:
+    class Limited(Forking):
+        async def step(self, response: Any) -> Observation:
+            none = np.empty(0, np.int32)
+            return Observation(response.id, 1, none, reward=1.0, ended_by=why)
+
+    turns = [(2,)]
+    world = World([], turns=turns)
+    options: dict[str, Any] = {"environment_rewards": ("environment",), "cut_by": cut_by}
+    setting = Setting(settings(1, **options), turns=turns)
+    [step] = take(setting, world, with_environment(Limited(world)))
+    assert [(r.finish, r.ended_by) for r in step.batch] == [(finish, why)]
+    assert train_batch(step.batch).ended.tolist() == [finish is FinishReason.STOP]

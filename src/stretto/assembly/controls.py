@@ -97,6 +97,7 @@ def controls_of(
         restarts=restarts,
         episodes=_episodes(config),
         environment_rewards=(*judges, *({ENVIRONMENT} & {*config.reward.sources})),
+        cut_by=config.reward.missing_eos_limits,
     )
     return controls(config.schedule, settings, r.engines, config.seed, migrating, holding)
 

@@ -199,6 +199,7 @@ class Settings:
             one ends the run.
         episodes: how the turns of episodes are sampled, where there is an environment.
         environment_rewards: reward sources whose scores come from the environment.
+        cut_by: limits of turns and seconds whose episodes count as cut, as by a token limit.
     """
 
     batch: int
@@ -216,6 +217,7 @@ class Settings:
     restarts: int = 0
     episodes: Sampling | None = None
     environment_rewards: tuple[str, ...] = ()
+    cut_by: tuple[str, ...] = ()
 
 
 def _from_preset(knob: str) -> Any:

@@ -271,7 +271,9 @@ class RewardConfig(Section):
     on_failure: Literal["stop", "drop"] = "stop"
     """Reaction to a function that fails on a sample. stop: end the run. drop: leave the sample out and report it."""
     missing_eos: Literal["off", "replace", "subtract"] = "replace"
-    """Score of a response that hit the token limit. off: as it is. replace: the penalty in its place. subtract: less the penalty."""
+    """Score of a response that a token limit cut. off: as it is. replace: the penalty in its place. subtract: less the penalty."""
+    missing_eos_limits: tuple[Literal["turns", "seconds"], ...] = ()
+    """Further limits of episodes to which missing_eos applies: turns (environment.max_turns), seconds (environment.max_seconds). Empty: an episode that used up its turns or its time keeps its score."""
     missing_eos_penalty: float = -1.0
     """The penalty. replace: the score itself. subtract: its absolute value is subtracted."""
 

@@ -20,6 +20,7 @@ from stretto.protocols import Environment
 from stretto.rollout.base import Engine
 from stretto.saying import working
 from stretto.schedules.episode_metrics import calls
+from stretto.schedules.episodes import TOKEN_LIMITS
 from stretto.schedules.rollout import Rollout
 from stretto.tasks.encode import Encoder
 from stretto.types import FinishReason, Message, Observation, Prompt, Sampling, episode_of
@@ -262,7 +263,7 @@ class _Episodes:
         samples = self._samples.pop(episode)
         for rollout in samples:
             rollout.ended_by = last.ended_by
-            limited = last.ended_by in LIMITS
-            rollout.finish = FinishReason.LENGTH if limited else FinishReason.STOP
+            cut = last.ended_by in TOKEN_LIMITS
+            rollout.finish = FinishReason.LENGTH if cut else FinishReason.STOP
         self._engine.release([rollout.id for rollout in samples])
         return Episode(samples, self._logs.pop(episode))

@@ -27,8 +27,8 @@ from stretto.schedules.scoring import Scoring
 from stretto.schedules.waits import answered
 from stretto.types import Chunk, FinishReason, Observation, Score, episode_of
 
-LIMITS = ("turn_tokens", "tokens", "turns", "seconds")
-"""Ends of episodes that a limit brought about."""
+TOKEN_LIMITS = ("turn_tokens", "tokens")
+"""Ends of episodes within a turn. After other ends the last turn has ended by itself."""
 
 MOST_BEGINNINGS = 3
 """Times that an episode is begun, at most, where its environment is lost and not replayed."""
@@ -66,6 +66,7 @@ class Episodes:
         assert settings.episodes
         self.sampling, self._environment = settings.episodes, environment
         self._context, self._tracer, self._rewards = context, tracer, settings.environment_rewards
+        self._cut_by = settings.cut_by
         self._pool, self._scoring, self._books = pool, scoring, books
         self._samples: dict[int, list[Rollout]] = {}  # by episode
         self._open: set[int] = set()  # episodes that the environment knows
@@ -201,12 +202,12 @@ class Episodes:
         failure = last.record.get("failure")
         verdicts = {ENVIRONMENT: {"error": failure} if failure else {"value": total}}
         verdicts |= last.record.get("scores", {})
-        names = set(self._rewards)
+        names, cuts = set(self._rewards), (*TOKEN_LIMITS, *self._cut_by)
         if failure and not any(r.turns for r in samples):  # it was not opened
             names.add(ENVIRONMENT)
         for rollout in samples:
             rollout.ended_by = last.ended_by
-            rollout.finish = FinishReason.LENGTH if last.ended_by in LIMITS else FinishReason.STOP
+            rollout.finish = FinishReason.LENGTH if last.ended_by in cuts else FinishReason.STOP
             for name in names:
                 verdict = verdicts.get(name, {"error": failure})
                 rollout.scores[name] = _score(rollout.id, name, verdict)
