@@ -36,7 +36,7 @@ from stretto.errors import (
     TaskError,
 )
 from stretto.evaluation.answers import answer, generate, open_engine
-from stretto.evaluation.gold import compare, end_tokens_of, reference_text
+from stretto.evaluation.gold import compare, end_tokens_of, reference_text, standard_error
 from stretto.evaluation.harness import FEWSHOT
 from stretto.evaluation.llm import Verdict, counted, open_judge, parse
 from stretto.evaluation.measures import describe_rows, measured_on
@@ -329,7 +329,7 @@ def test_kl_and_perplexity_are_those_of_a_naive_forward_pass(
     mean = fmean(kls)
     assert result.kl == pytest.approx(mean, abs=1e-4)
     assert result.kl > 1
-    variance = fmean((kl - mean) ** 2 for kl in kls)
+    variance = sum((kl - mean) ** 2 for kl in kls) / (len(kls) - 1)
     assert result.standard_error == pytest.approx(math.sqrt(variance / SAMPLES), abs=1e-4)
     assert result.perplexity == pytest.approx(nll.mean().exp().item(), rel=1e-5)
 
@@ -883,3 +883,10 @@ def test_without_that_engines_library_stretto_s_own_answers(
         plain
     )
     assert "here Stretto's own engine answers" in capsys.readouterr().err
+
+
+def test_standard_errors_by_hand() -> None:
+    """Of a mean with the sample's variance, over n - 1; of a rate sqrt(p (1 - p) / n)."""
+    assert standard_error([1.0, 2.0, 6.0]) == pytest.approx(math.sqrt(14 / 2 / 3))
+    assert standard_error([1.0, 0.0, 0.0, 0.0], rate=True) == pytest.approx(math.sqrt(3 / 16 / 4))
+    assert standard_error([5.0]) == 0.0

@@ -285,5 +285,5 @@ def test_pass_at_1_and_mean_score_with_their_standard_errors(
     assert result.pass_at_1_standard_error == pytest.approx((3 / 8 * 5 / 8 / 8) ** 0.5)
     mean = sum(scores) / 8
     assert result.mean_score == pytest.approx(mean)
-    variance = sum((s - mean) ** 2 for s in scores) / 8
+    variance = sum((s - mean) ** 2 for s in scores) / 7
     assert result.mean_score_standard_error == pytest.approx((variance / 8) ** 0.5)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
@@ -558,7 +558,7 @@ def test_evaluate_is_the_mean_verdict_on_greedy_answers(tiny_folder: Path, tmp_p
     assert len(set(verdicts)) > 1  # some better than others
     assert result.pass_at_1 == fmean(v == 1 for v in verdicts)
     assert result.mean_score == pytest.approx(fmean(verdicts), rel=1e-5)
-    assert result.mean_score_standard_error == pytest.approx(pstdev(verdicts) / 30**0.5, rel=1e-5)
+    assert result.mean_score_standard_error == pytest.approx(stdev(verdicts) / 30**0.5, rel=1e-5)
     assert result.mean_tokens == fmean(lengths)
     assert result.ended == ended / 30
     assert result.samples == 30

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, pvariance
+from statistics import fmean, pvariance, variance
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -198,13 +198,17 @@ def tally(differences: Sequence[float]) -> dict[str, Any]:
     points = [0.5 if d == 0 else float(d > 0) for d in differences]
     return {
         "rate": fmean(points),
-        "standard_error": standard_error(points),
+        "standard_error": standard_error(points, rate=True),
         "wins": points.count(1.0),
         "ties": points.count(0.5),
         "losses": points.count(0.0),
     }
 
 
-def standard_error(values: Sequence[float]) -> float:
-    """Return the standard error of the mean: sqrt(variance / n), the variance over n."""
-    return math.sqrt(pvariance(values) / len(values))
+def standard_error(values: Sequence[float], *, rate: bool = False) -> float:
+    """Return the standard error of a mean, sqrt(variance / n); 0 for a single value.
+
+    The variance is the sample's, over n - 1. Of a rate it is over n: sqrt(p (1 - p) / n).
+    """
+    over_n = rate or len(values) < 2
+    return math.sqrt((pvariance if over_n else variance)(values) / len(values))

@@ -178,7 +178,7 @@ def evaluate(
         **facts,
         **_sampled(rollouts),
         pass_at_1=fmean(right),
-        pass_at_1_standard_error=standard_error(right),
+        pass_at_1_standard_error=standard_error(right, rate=True),
         mean_score=fmean(scores),
         mean_score_standard_error=standard_error(scores),
     )

@@ -171,7 +171,7 @@ def peak_memory(g: Graph, word: Ints, peaks: Ints) -> int:
 
 
 def latency_bound(problem: Problem) -> int:
-    """Return the lower bound of RLHFuse, section 5.2, over all subsets of a device's pipelines.
+    """Return the lower bound of RLHFuse, section 7.3, over all subsets of a device's pipelines.
 
     A device cannot start on a set of pipelines before the first micro-batch of one of them arrives,
     must do all their work one after the other, and after that one of them still has to drain. With
