@@ -339,6 +339,7 @@ def test_eval_prints_and_writes_the_figures(
         "pass@1_standard_error": 0.125,
         "mean_score": 0.375,
         "mean_score_standard_error": 0.0625,
+        "timeouts": 0,
         "mean_tokens": 7.5,
         "ended": 0.875,
     }

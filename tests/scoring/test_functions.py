@@ -33,9 +33,11 @@ from stretto.errors import ConfigError, EngineError, TaskError
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.responses import response_text
-from stretto.tasks.base import TaskRow
+from stretto.scoring.worker import open_function
+from stretto.tasks.base import TaskRow, fingerprint
 from stretto.tasks.prompts import render
 from stretto.types import FinishReason, Message, Prompt, Score
+from stretto.workers.function import Answers
 
 TOKENIZER = byte_tokenizer()
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
@@ -350,6 +352,54 @@ def test_openrlhf(function: Scorers) -> None:
     )
     prompts = [Prompt(i, (0,), "q", data={"label": "b"}) for i in range(2)]
     assert numbers(judge(scorer, ["a", "b"], prompts)) == [0.0, 1.0]
+
+
+def answers_file(tmp_path: Path, answer: str) -> TaskConfig:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "q", "answer": answer}) + "\n")
+    return TaskConfig(kind="dataset", name=str(path), columns={"answer": "answer"})
+
+
+def test_an_answer_that_cannot_be_compared_in_time_is_wrong_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stretto.tasks.base.TIME_LIMIT_S", 1)
+    config = answers_file(tmp_path, "12")
+    verifier = open_function({"task": config.model_dump(), "seed": 0})
+    row = {"index": 0, "fingerprint": fingerprint(tasks.load(config, 0).row(0).data)}
+    verdicts: list[Any] = []
+    responses = ["12", "$9^{9^{9^{9}}}$", "13"]
+    verifier.run([{**row, "response": response} for response in responses], verdicts.append)
+    assert verdicts == [
+        {"at": 0, "value": 1.0},
+        {"at": 1, "value": 0.0, "extra": {"timeouts": 1}},
+        {"at": 2, "value": 0.0},
+    ]
+
+
+def test_a_verifier_that_hangs_counts_the_answer_as_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code in C does not see math-verify's own time limit."""
+    config = answers_file(tmp_path, "1")
+    scorer = FunctionScorer(reward_source("task"), config, 0, TOKENIZER)
+
+    def ask(samples: Sequence[Any], timeout_s: float) -> Answers:
+        if any(sample["response"] == "hangs" for sample in samples):
+            return Answers([], "it gave no answer", late=True)
+        return Answers([{"at": at, "value": 1.0} for at in range(len(samples))])
+
+    monkeypatch.setattr(scorer._process, "ask", ask)
+    data = {**tasks.load(config, 0).row(0).data, "_index": 0}
+    prompts = [Prompt(0, (0,), "q", data=data)] * 3
+    scores = judge(scorer, ["1", "hangs", "1"], prompts)
+    scorer.close()
+    assert [(s.scalar, s.failure, dict(s.extra)) for s in scores] == [
+        (1.0, None, {}),
+        (0.0, None, {"timeouts": 1}),
+        (1.0, None, {}),
+    ]
+    assert scorer.timeouts == 1
 
 
 def test_the_tasks_verifier_judges_in_its_process(tmp_path: Path) -> None:
@@ -810,6 +860,108 @@ def test_the_process_ends_with_its_parent_without_a_word(tmp_path: Path, how: in
     assert said == b""
     assert parent.returncode == (5 if how == signal.SIGINT else -signal.SIGKILL)
     wait_until_gone(int(marker.read_text()))
+
+
+TRACED = """
+import os, signal, time
+from pathlib import Path
+calls, imports = Path({folder!r}, "calls"), Path({folder!r}, "imports")
+def count(path):
+    path.write_text(path.read_text() + "x" if path.exists() else "x")
+    return len(path.read_text())
+if count(imports) in {killed_starts}:
+    os.kill(os.getpid(), signal.SIGKILL)
+def f(completions):
+    if count(calls) in {calls}:
+        {act}
+    return [float(len(c)) for c in completions]
+"""
+"""A function that counts its calls and imports in files, and does something to itself in some."""
+
+
+def traced(tmp_path: Path, act: str, calls: Sequence[int], starts: Sequence[int] = ()) -> str:
+    return TRACED.format(folder=str(tmp_path), act=act, calls=list(calls), killed_starts=starts)
+
+
+def counted(tmp_path: Path, name: str) -> int:
+    return len((tmp_path / name).read_text())
+
+
+@pytest.mark.parametrize("responses", [["abc"], ["abc", "d"]])
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGSTOP"])
+def test_a_killed_or_paused_process_is_asked_once_more(
+    function: Scorers, tmp_path: Path, number: str, responses: list[str]
+) -> None:
+    code = traced(tmp_path, f"os.kill(os.getpid(), signal.{number})", [1])
+    scorer = function(code, timeout_s=1.0 if number == "SIGSTOP" else 20.0)
+    scores = judge(scorer, responses)
+    assert numbers(scores) == [float(len(r)) for r in responses]
+    assert (counted(tmp_path, "calls"), counted(tmp_path, "imports")) == (2, 2)
+
+
+def test_a_process_that_is_killed_between_calls_costs_nothing(function: Scorers) -> None:
+    scorer = function("def f(completions): return [float(len(c)) for c in completions]")
+    for response in ("ab", "abc"):
+        os.kill(process_id(scorer), signal.SIGKILL)
+        assert numbers(judge(scorer, [response])) == [float(len(response))]
+
+
+@pytest.mark.parametrize("killed_starts", [[1], [2], [1, 3]])
+def test_a_process_that_is_killed_while_it_starts_is_started_again(
+    function: Scorers, tmp_path: Path, killed_starts: list[int]
+) -> None:
+    first_call = 1 if killed_starts != [1] else 0
+    act = "os.kill(os.getpid(), signal.SIGKILL)"
+    scorer = function(traced(tmp_path, act, [first_call], killed_starts))
+    assert numbers(judge(scorer, ["abc"])) == [3.0]
+    assert counted(tmp_path, "imports") == 1 + len(killed_starts) + first_call
+
+
+def test_a_process_that_is_killed_at_every_start_fails_its_samples(
+    function: Scorers, tmp_path: Path
+) -> None:
+    scorer = function(traced(tmp_path, "pass", [], [2, 3, 4, 5]))
+    os.kill(process_id(scorer), signal.SIGKILL)
+    (score,) = judge(scorer, ["abc"])
+    assert "was killed (exit code -9) while it was starting" in (score.failure or "")
+    assert counted(tmp_path, "imports") == 1 + 2
+
+
+@pytest.mark.parametrize(
+    ("act", "calls", "says"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", 2, "(exit code -9)"),
+        ("os.abort()", 1, "(exit code -6)"),
+        ("os._exit(9)", 1, "(exit code 9)"),
+        ("time.sleep(60)", 1, "gave no answer within 1 s"),
+    ],
+)
+def test_what_a_function_does_to_itself_is_its_answer(
+    function: Scorers, tmp_path: Path, act: str, calls: int, says: str
+) -> None:
+    """A kill may have come from outside, and is tried once more."""
+    scorer = function(traced(tmp_path, act, range(1, 9)), timeout_s=1.0)
+    (score,) = judge(scorer, ["abc"])
+    assert says in (score.failure or "")
+    assert counted(tmp_path, "calls") == calls
+
+
+@pytest.mark.parametrize("after", [0.0, 1.6])
+def test_a_pause_of_the_run_s_own_process_takes_no_time(tmp_path: Path, after: float) -> None:
+    """As by Ctrl-Z and fg. The answer comes during the pause of 1.5 s, or after it."""
+    (tmp_path / "reward.py").write_text(
+        "import os, subprocess, time\n"
+        "def f(completions):\n"
+        "    driver = os.getppid()\n"
+        "    subprocess.Popen(f'kill -STOP {driver}; sleep 1.5; kill -CONT {driver}', shell=True)\n"
+        f"    time.sleep({after})\n"
+        "    return [float(len(c)) for c in completions]\n"
+    )
+    program = PROGRAM + "\nprint(judged(reward_source('reward.py:f'), timeout_s=0.8))\n"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == ("[3.0, 1.0]\n", "")
 
 
 def test_a_process_that_cannot_start_again_says_so(function: Scorers, tmp_path: Path) -> None:

@@ -98,10 +98,17 @@ def test_a_comparison_out_of_the_main_thread_is_refused_not_judged_wrong() -> No
         pool.submit(same_answer, "72", "72.0", bare=True).result()
 
 
-def test_a_comparison_that_takes_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comparison_that_takes_too_long_is_wrong_and_counted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("stretto.tasks.base.TIME_LIMIT_S", 1)
     with pytest.raises(TimeoutError, match="within 1 s"):
         same_answer("12", "9**9**9**9", bare=False)
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "q", "answer": "12"}\n')
+    task = tasks.load(TaskConfig(kind="dataset", name=str(path), columns={"answer": "answer"}), 0)
+    assert (task.verify(0, "9**9**9**9"), task.timeouts) == (0.0, 1)
+    assert (task.verify(0, "12.0"), task.verify(0, "13"), task.timeouts) == (1.0, 0.0, 1)
 
 
 # --- procedural tasks -------------------------------------------------------------------------

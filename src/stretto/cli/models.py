@@ -181,6 +181,8 @@ def _lines(task: str, r: EvalResult | Measured) -> Iterator[tuple[str, str]]:
     if isinstance(r, EvalResult):
         yield "pass@1", f"{r.pass_at_1:.4f} ± {r.pass_at_1_standard_error:.4f}"
         yield "mean score", f"{r.mean_score:.4f} ± {r.mean_score_standard_error:.4f}"
+        if r.timeouts:
+            yield "timeouts", f"{r.timeouts} answers could not be compared in time, and are wrong"
     else:
         yield from _sampled_lines(r)
     yield "mean tokens", f"{r.mean_tokens:.1f}"

@@ -91,12 +91,14 @@ class EvalResult(Sampled):
         pass_at_1_standard_error: sqrt(p (1 - p) / n).
         mean_score: partial credit included.
         mean_score_standard_error: of that mean.
+        timeouts: answers that count as wrong because they could not be compared in time.
     """
 
     pass_at_1: float
     pass_at_1_standard_error: float
     mean_score: float
     mean_score_standard_error: float
+    timeouts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +183,7 @@ def evaluate(
         pass_at_1_standard_error=standard_error(right, rate=True),
         mean_score=fmean(scores),
         mean_score_standard_error=standard_error(scores),
+        timeouts=verifier.timeouts if isinstance(verifier, FunctionScorer) else 0,
     )
 
 

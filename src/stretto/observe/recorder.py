@@ -225,10 +225,11 @@ def extra_by_source(rollout: Rollout) -> dict[str, Any]:
 
 def extra_means(batch: Iterable[Rollout]) -> Stats:
     """Return the means of the numbers that reward functions gave beside their scores, each over the
-    rollouts that have it, as metrics."""
+    rollouts that have it, as metrics. Time-outs of the task's verifier are counted."""
     found: dict[str, list[float]] = {}
     for rollout in batch:
         for name, value in extra_by_source(rollout).items():
             if isinstance(value, int | float):
                 found.setdefault(f"reward/{name}", []).append(value)
-    return {name: fmean(values) for name, values in found.items()}
+    counts = {"reward/task/timeouts"}
+    return {name: sum(v) if name in counts else fmean(v) for name, v in found.items()}

@@ -42,6 +42,8 @@ def figures(config: Config, answers: Sequence[Rollout]) -> dict[str, float]:
         verdicts = [[r.scores["task"].scalar for r in samples] for samples in each]
         right = (any(v is not None and v >= RIGHT for v in of_one) for of_one in verdicts)
         found["eval/pass@1"] = fmean(right)
+        if late := sum(r.scores["task"].extra.get("timeouts", 0) for r in scored):
+            found["eval/timeouts"] = float(late)
     of_sources = describe(train_batch(scored)).items()
     found |= {f"eval/{name}": mean for name, mean in of_sources if name.startswith("reward/")}
     return {

@@ -24,6 +24,8 @@ Sample = Mapping[str, Any]
 Verdict = Mapping[str, Any]
 """A number as "value", ``None`` where the function does not apply, and perhaps what it said beside
 it as "extra", by name; or why it failed as "error"."""
+TIMED_OUT: Verdict = {"value": 0.0, "extra": {"timeouts": 1}}
+"""The verdict on an answer that the task's verifier could not compare in time."""
 Send = Callable[[Mapping[str, Any]], None]
 Run = Callable[[Sequence[Sample], Send], str | None]
 Value = Callable[[Sample], Any]

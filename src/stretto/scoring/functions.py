@@ -23,13 +23,13 @@ import numpy as np
 from stretto.config import TaskConfig
 from stretto.config.sections import RewardSource
 from stretto.errors import ConfigError, EngineError, RewardError
-from stretto.scoring.conventions import ENVIRONMENTS, Verdict, recognise
+from stretto.scoring.conventions import ENVIRONMENTS, TIMED_OUT, Verdict, recognise
 from stretto.scoring.remote import check_url
 from stretto.scoring.responses import ResponseScorer, response_text
 from stretto.scoring.worker import ready
 from stretto.tasks.base import INDEX_KEY, fingerprint
 from stretto.types import Response, Score, ScorerInfo, WeightsRef
-from stretto.workers.function import FunctionProcess
+from stretto.workers.function import Answers, FunctionProcess
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,6 +63,7 @@ class FunctionScorer(ResponseScorer):
     Attributes:
         global_step: steps that the run has taken, for the same.
         looks_inside: whether it is such a function.
+        timeouts: answers so far that the task's verifier could not compare in time.
     """
 
     def __init__(
@@ -87,11 +88,14 @@ class FunctionScorer(ResponseScorer):
         self._tokenizer, self._stop, self._timeout_s = tokenizer, tuple(stop), timeout_s
         self._payload: Callable[[Response, str], Payload] = self._function_payload
         self._process: FunctionProcess | LocalFunction
+        self._verifies = function is None and source.kind == "task"
+        self.timeouts = 0
         if function is not None:
             self._process = LocalFunction(function)
-        elif source.kind == "task":
+        elif self._verifies:
             self._payload = _task_payload
-            self._process = FunctionProcess({"task": task.model_dump(), "seed": seed})
+            opening = {"task": task.model_dump(), "seed": seed}
+            self._process = FunctionProcess(opening, limit_each=True)
         else:
             self._process = FunctionProcess(locate(source))
         found = self._process.start()
@@ -132,6 +136,7 @@ class FunctionScorer(ResponseScorer):
     def _score(self, r: Response, text: str, verdict: Verdict) -> Score:
         failure, value = verdict.get("error"), verdict.get("value")
         values = np.array([] if value is None else [value], dtype=np.float32)
+        self.timeouts += self._verifies and "timeouts" in verdict.get("extra", {})
         if failure is not None:
             failure = self._failure(r, text, failure)
         return Score(r.id, self.name, "reward", values, failure, verdict.get("extra", {}))
@@ -156,32 +161,38 @@ class FunctionScorer(ResponseScorer):
                 payloads[at] = self._payload(response, text)
             except RewardError as error:
                 verdicts[at] = {"error": str(error)}
-        trouble = self._ask(payloads, verdicts)
+        answers = self._ask(payloads, verdicts)
         left = [at for at in payloads if at not in verdicts]
         if len(payloads) == 1 and left:
-            verdicts[left.pop()] = {"error": trouble}
+            verdicts[left.pop()] = self._unscored(answers.trouble, late=answers.late)
         if left:
             _log.warning(
                 "reward source '%s' on %d responses: %s; asking about %d of them one at a time",
-                *(self.name, len(payloads), trouble, len(left)),
+                *(self.name, len(payloads), answers.trouble, len(left)),
             )
         give_up_s = time.monotonic() + RETRY_LIMITS * self._timeout_s
         for at in left:
             if time.monotonic() >= give_up_s:
-                spent = f"not scored, as too much time went into others of its batch ({trouble})"
-                verdicts[at] = {"error": spent}
+                why = "not scored, as too much time went into others of its batch"
+                verdicts[at] = self._unscored(f"{why} ({answers.trouble})", late=True)
                 continue
             alone = self._ask({at: payloads[at]}, verdicts)
-            verdicts.setdefault(at, {"error": alone})
+            verdicts.setdefault(at, self._unscored(alone.trouble, late=alone.late))
         return [verdicts[at] for at in range(len(responses))]
 
-    def _ask(self, payloads: Mapping[int, Payload], verdicts: dict[int, Verdict]) -> str | None:
+    def _ask(self, payloads: Mapping[int, Payload], verdicts: dict[int, Verdict]) -> Answers:
         if not payloads:
-            return None
+            return Answers([])
         places = list(payloads)
-        answers, trouble = self._process.ask(list(payloads.values()), self._timeout_s)
-        verdicts.update((places[answer["at"]], answer) for answer in answers)
-        return trouble
+        answers = self._process.ask(list(payloads.values()), self._timeout_s)
+        verdicts.update((places[verdict["at"]], verdict) for verdict in answers.verdicts)
+        return answers
+
+    def _unscored(self, why: str | None, *, late: bool) -> Verdict:
+        """Return the verdict on a sample without one: wrong if the task's verifier took too long,
+        because a right answer would be compared in time; else a failure.
+        """
+        return TIMED_OUT if late and self._verifies else {"error": why}
 
     def _function_payload(self, response: Response, text: str) -> Payload:
         prompt = response.prompt
@@ -304,13 +315,11 @@ class LocalFunction:
     def start(self) -> Mapping[str, Any]:
         return ready(self._function)
 
-    def ask(
-        self, samples: Sequence[Mapping[str, Any]], timeout_s: float
-    ) -> tuple[list[Mapping[str, Any]], str | None]:
+    def ask(self, samples: Sequence[Mapping[str, Any]], timeout_s: float) -> Answers:
         """Return verdicts, and the error that concerns all; ``timeout_s`` is ignored here."""
-        answers: list[Mapping[str, Any]] = []
-        trouble = self._function.run(samples, answers.append)
-        return answers, trouble
+        verdicts: list[Mapping[str, Any]] = []
+        trouble = self._function.run(samples, verdicts.append)
+        return Answers(verdicts, trouble)
 
     def close(self) -> None:
         """Do nothing: there is no process to end."""

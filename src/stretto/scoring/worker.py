@@ -15,7 +15,7 @@ prints goes to standard error. It ends with its parent, however that ends, and w
 
 Every line in is ``{"request": number, "body": what stands above}``; every line out has two more
 keys, ``"request"`` with the number that it answers and ``"pid"`` with the sender's process id.
-Verdicts come in the order of the samples. A null ``"value"`` says that the function does not apply
+Verdicts come in any order. A null ``"value"`` says that the function does not apply
 to the sample.
 
 A sample of a task is ``{"index", "fingerprint", "response"}``; of a function ``{"prompt", "asked",
@@ -37,8 +37,11 @@ from typing import Any
 
 from stretto.errors import ConfigError, RewardError, StrettoError
 from stretto.scoring.conventions import (
+    TIMED_OUT,
     RewardFunction,
     Sample,
+    Verdict,
+    as_number,
     describe,
     in_this_process,
     not_defined,
@@ -92,7 +95,7 @@ def _open_task(settings: Mapping[str, Any], seed: int) -> RewardFunction:
     task = load(TaskConfig.model_validate(settings), seed)
     task.require_verifier()
 
-    def verify(sample: Sample) -> float:
+    def verify(sample: Sample) -> Verdict:
         index: int = sample["index"]
         if fingerprint(task.row(index).data) != sample["fingerprint"]:
             raise RewardError(
@@ -100,9 +103,11 @@ def _open_task(settings: Mapping[str, Any], seed: int) -> RewardFunction:
                 "either its file changed during the run, or the rows follow the order of Python "
                 "sets (set PYTHONHASHSEED=0 in the environment)"
             )
-        return task.verify(index, sample["response"])
+        before = task.timeouts
+        value = task.verify(index, sample["response"])
+        return TIMED_OUT if task.timeouts > before else {"value": as_number(value)}
 
-    return RewardFunction(run=one_by_one(verify))
+    return RewardFunction(run=one_by_one(verify, entry=dict))
 
 
 def import_named(file: str, named: str, root: str, name: str) -> Callable[..., Any]:

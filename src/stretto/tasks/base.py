@@ -86,10 +86,12 @@ class Task(ABC):
     Attributes:
         left_out: rows of the data that cannot be used, which count for nothing.
         left_out_because: what is wrong with the first of them.
+        timeouts: answers that could not be compared within the time limit, and so were wrong.
     """
 
     left_out = 0
     left_out_because = ""
+    timeouts = 0
 
     @abstractmethod
     def __len__(self) -> int:

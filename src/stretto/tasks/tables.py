@@ -355,14 +355,18 @@ class TableTask(Task):
     def verify(self, index: int, response: str) -> float:
         """Score a response: 1 if its answer is the row's, as text or as mathematics; else 0.
 
-        Raises TaskError if there is no answer column, or this is not the process's main thread;
-        TimeoutError if the comparison took too long.
+        An answer that cannot be compared in time scores 0, and counts in :attr:`timeouts`. Raises
+        TaskError if there is no answer column, or this is not the process's main thread.
         """
         self.require_verifier()
         answer, bare = self._extract(response)
         if answer is None:
             return 0.0
-        return float(same_answer(self._answer(self._rows[index]), answer, bare=bare))
+        try:
+            return float(same_answer(self._answer(self._rows[index]), answer, bare=bare))
+        except TimeoutError:
+            self.timeouts += 1
+            return 0.0
 
     def _extract(self, response: str) -> tuple[str | None, bool]:
         how = self._config.extract

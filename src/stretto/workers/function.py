@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import selectors
 import signal
@@ -12,23 +13,64 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from stretto.errors import ConfigError, RewardError, TaskError
 
 START_LIMIT_S = 120.0
 """Seconds for the reward function's process to start and import its libraries."""
 
+SLICE_S = 0.5
+"""Longest single wait for a pipe, in seconds. A wait that takes twice as long was a pause."""
+
+KILLS = {
+    -number
+    for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+}
+"""Exit codes of a process that was ended from outside, by a person, a scheduler or the kernel."""
+
+_log = logging.getLogger(__name__)
+
+
+class Answers(NamedTuple):
+    """The answer of a reward function to one request.
+
+    Attributes:
+        verdicts: of the samples, each with its place among them as "at".
+        trouble: why not all samples have one, if so.
+        late: whether the time limit was the reason.
+        outside: whether the process was ended, or paused, by something else than the function.
+    """
+
+    verdicts: Sequence[Mapping[str, Any]]
+    trouble: str | None = None
+    late: bool = False
+    outside: bool = False
+
 
 class _MismatchError(Exception):
     """A line came that does not answer the request, or not from the process that was asked."""
 
 
-class FunctionProcess:
-    """The process of a reward function and its JSON lines; every wait has a deadline."""
+class _LostError(Exception):
+    """The process was ended from outside while it was starting."""
 
-    def __init__(self, opening: Mapping[str, Any]) -> None:
-        self._opening = opening
+
+class FunctionProcess:
+    """The process of a reward function and its JSON lines; every wait has a deadline.
+
+    A process that is killed, or paused until its deadline, has not answered for the function. It is
+    replaced once for each request, and so is one that is killed while it starts.
+
+    Args:
+        opening: names the function, see :mod:`stretto.scoring.worker`.
+        limit_each: apply the time limit to each verdict rather than to all of a request.
+    """
+
+    def __init__(self, opening: Mapping[str, Any], *, limit_each: bool = False) -> None:
+        self._opening, self._limit_each = opening, limit_each
+        self._name = opening.get("function") or opening.get("url") or "of the task"
         self._process: subprocess.Popen[bytes] | None = None
         self._kill: Callable[[], object] = lambda: None
         self._pid = self._input = self._output = -1
@@ -36,6 +78,16 @@ class FunctionProcess:
 
     def start(self) -> dict[str, Any]:
         """Start the process; return what it says of the reward function, or raise why it cannot."""
+        try:
+            return self._start()
+        except _LostError as error:
+            _log.warning("reward function %s: its process %s; trying again", self._name, error)
+        try:
+            return self._start()
+        except _LostError as error:
+            raise self._not_started(str(error)) from error
+
+    def _start(self) -> dict[str, Any]:
         # A session of its own keeps the terminal's Ctrl-C from it, and makes a group to kill it by.
         # -P keeps files of the working directory from standing in for libraries of their name.
         process = subprocess.Popen(
@@ -54,61 +106,85 @@ class FunctionProcess:
         for pipe in (self._input, self._output):
             os.set_blocking(pipe, False)
         try:
-            deadline_s = time.monotonic() + START_LIMIT_S
-            self._send(self._opening, deadline_s)
-            answer = self._receive(deadline_s)
+            deadline = _Deadline(START_LIMIT_S)
+            self._send(self._opening, deadline)
+            answer = self._receive(deadline)
         except BaseException as error:
+            code = self._exit_code() if isinstance(error, EOFError) else None
+            paused = isinstance(error, TimeoutError) and _is_paused(self._pid)
             self.close()
+            if code in KILLS or paused:
+                how = "was paused" if paused else f"was killed (exit code {code})"
+                raise _LostError(f"{how} while it was starting") from error
             match error:
                 case EOFError():
-                    how = "ended"
+                    how = "ended while it was starting"
                 case TimeoutError():
-                    how = f"took over {START_LIMIT_S:g} s"
+                    how = f"took over {START_LIMIT_S:g} s to start"
                 case _MismatchError():
-                    how = f"was stopped as {error}"
+                    how = f"was stopped while it was starting, as {error}"
                 case _:
                     raise
-            raise RewardError(
-                f"the process of the reward function {dict(self._opening)} {how} while it was "
-                "starting; see what it wrote to standard error, or run: "
-                f"{sys.executable} -c 'import stretto.scoring.worker'",
-                code="function-not-started",
-            ) from error
+            raise self._not_started(how) from error
         if "refused" in answer:
             self.close()
             refusals = {"ConfigError": ConfigError, "TaskError": TaskError}
             raise refusals[answer["refused"]](answer["message"], answer["code"])
         return dict(answer["ready"])
 
-    def ask(
-        self, samples: Sequence[Mapping[str, Any]], timeout_s: float
-    ) -> tuple[list[dict[str, Any]], str | None]:
-        """Have samples scored; return the verdicts that came, in order, and why no more came."""
+    def _not_started(self, how: str) -> RewardError:
+        return RewardError(
+            f"the process of the reward function {dict(self._opening)} {how}; see what it wrote to "
+            f"standard error, or run: {sys.executable} -c 'import stretto.scoring.worker'",
+            code="function-not-started",
+        )
+
+    def ask(self, samples: Sequence[Mapping[str, Any]], timeout_s: float) -> Answers:
+        """Have samples scored. If the process is lost to something else, all are asked once more,
+        because a function may compare them.
+        """
+        answers = self._ask(samples, timeout_s)
+        if answers.outside:
+            _log.warning("reward function %s: %s; asking once more", self._name, answers.trouble)
+            answers = self._ask(samples, timeout_s)
+        return answers
+
+    def _ask(self, samples: Sequence[Mapping[str, Any]], timeout_s: float) -> Answers:
+        verdicts: list[dict[str, Any]] = []
         if self._process is None:
-            self.start()
-        answers: list[dict[str, Any]] = []
-        deadline_s = time.monotonic() + timeout_s
+            try:
+                self.start()
+            except RewardError as error:
+                return Answers(verdicts, str(error))
+        deadline, places = _Deadline(timeout_s), set(range(len(samples)))
         try:
-            self._send(samples, deadline_s)
-            while "done" not in (answer := self._receive(deadline_s)):
-                if answer.get("at") != len(answers) or len(answers) == len(samples):
-                    raise _MismatchError(f"its verdict {answer} is for no sample that was next")
-                answers.append(answer)
-            if answer["done"] is None and len(answers) < len(samples):
-                raise _MismatchError(f"it gave {len(answers)} verdicts for {len(samples)} samples")
+            self._send(samples, deadline)
+            while "done" not in (answer := self._receive(deadline)):
+                at = answer.get("at")
+                if not isinstance(at, int) or at not in places:
+                    raise _MismatchError(f"its verdict {answer} is for no sample without one")
+                places.remove(at)
+                verdicts.append(answer)
+                if self._limit_each:
+                    deadline = _Deadline(timeout_s)
+            if answer["done"] is None and places:
+                raise _MismatchError(f"it gave {len(verdicts)} verdicts for {len(samples)} samples")
         except BaseException as error:  # a half-read answer would be taken for the next one's
             code = self._exit_code() if isinstance(error, EOFError) else None
+            paused = isinstance(error, TimeoutError) and _is_paused(self._pid)
             self.close()
             match error:
                 case TimeoutError():
-                    return answers, f"it gave no answer within {timeout_s:g} s and was stopped"
+                    how = "it was paused" if paused else "it gave no answer"
+                    how = f"{how} within {timeout_s:g} s and was stopped"
+                    return Answers(verdicts, how, late=not paused, outside=paused)
                 case EOFError():
                     how = f"its process ended in the middle of its work (exit code {code})"
-                    return answers, how
+                    return Answers(verdicts, how, outside=code in KILLS)
                 case _MismatchError():  # so that no verdict is trusted
-                    return [], f"its process was stopped as {error}"
+                    return Answers([], f"its process was stopped as {error}")
             raise
-        return answers, answer["done"]
+        return Answers(verdicts, answer["done"])
 
     def close(self) -> None:
         """Kill the process and all that it started."""
@@ -121,21 +197,21 @@ class FunctionProcess:
             return self._process.wait(timeout=1.0)
         return None
 
-    def _send(self, body: object, deadline_s: float) -> None:
+    def _send(self, body: object, deadline: _Deadline) -> None:
         self._request += 1
         message = {"request": self._request, "body": body}
         data = memoryview(json.dumps(message).encode() + b"\n")
         while data:
-            _wait(self._input, selectors.EVENT_WRITE, deadline_s)
+            deadline.wait(self._input, selectors.EVENT_WRITE)
             try:
                 data = data[os.write(self._input, data) :]
             except BrokenPipeError as error:
                 raise EOFError from error
 
-    def _receive(self, deadline_s: float) -> dict[str, Any]:
+    def _receive(self, deadline: _Deadline) -> dict[str, Any]:
         """Return the next line; raise _MismatchError if it does not answer the request."""
         while b"\n" not in self._unread:
-            _wait(self._output, selectors.EVENT_READ, deadline_s)
+            deadline.wait(self._output, selectors.EVENT_READ)
             data = os.read(self._output, 1 << 16)
             if not data:
                 raise EOFError
@@ -152,13 +228,37 @@ class FunctionProcess:
         return answer
 
 
-def _wait(pipe: int, event: int, deadline_s: float) -> None:
-    """Wait until a pipe is ready; raise TimeoutError if it is not by the deadline."""
-    with selectors.DefaultSelector() as selector:
-        selector.register(pipe, event)
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0 or not selector.select(left_s):
-            raise TimeoutError
+class _Deadline:
+    """A time limit from now on. Pauses of this process (Ctrl-Z, a debugger, a suspended machine)
+    extend it.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._at_s = time.monotonic() + seconds
+
+    def wait(self, pipe: int, event: int) -> None:
+        """Wait until a pipe is ready; TimeoutError if it is not when the time is over."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(pipe, event)
+            while True:
+                began_s = time.monotonic()
+                left_s = max(self._at_s - began_s, 0.0)
+                slice_s = min(left_s, SLICE_S)
+                if selector.select(slice_s):  # even without time left: the answer may be there
+                    return
+                paused_s = time.monotonic() - began_s - slice_s
+                if paused_s > SLICE_S:
+                    self._at_s += paused_s
+                elif not left_s:
+                    raise TimeoutError
+
+
+def _is_paused(pid: int) -> bool:
+    """Return whether a process was stopped by a signal, where the system tells."""
+    with contextlib.suppress(OSError, IndexError):
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state in ("T", "t")
+    return False
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
