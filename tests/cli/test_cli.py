@@ -267,6 +267,11 @@ def test_resume_takes_the_runs_settings(
     assert recipes.load(earlier.path).steps == 8
     assert len(list(Path("runs").iterdir())) == 1
 
+    ways_out = ("--reward.on-failure", "0.05", "--reward.timeout-s", "60")
+    assert run("train", "--resume", str(earlier.path), *ways_out) == 0
+    reward = recipes.load(earlier.path).reward
+    assert (reward.on_failure, reward.timeout_s) == (0.05, 60.0)
+
     assert run("train", "--resume", str(earlier.path), "--training.lr", "1") == 2
     error = capsys.readouterr().err
     assert "training.lr = 1.0" in error

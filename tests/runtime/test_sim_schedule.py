@@ -430,7 +430,7 @@ def random_cluster(seed: int) -> Cluster:
             response_tokens=r.choice(
                 [Uniform(low=1, high=50), Bimodal(short=4, long=60), Replayed(tokens=(7,))]
             ),
-            on_failure=r.choice(["stop", "drop"]),
+            failures_allowed=r.choice([0.0, 0.25, 1.0]),
             seed=seed,
         ),
         schedule=ScheduleConfig(

@@ -359,7 +359,7 @@ def test_a_schedule_is_told_what_the_run_has_settled() -> None:
         samples_per_prompt=4,
         max_new_tokens=30,
         steps=7,
-        drop_failures=True,
+        failures_allowed=1.0,
         group_at_least=2,
         reward_weights=config.reward.factors,
         score_on="rollout",

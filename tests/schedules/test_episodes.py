@@ -289,7 +289,7 @@ def test_an_episode_that_cannot_be_opened_is_a_failure(
     turns = [(0,), (3,)]
     world = World([], turns=turns)
     given = ("environment",) if rewards else ()
-    options: dict[str, Any] = {"environment_rewards": given, "drop_failures": drop}
+    options: dict[str, Any] = {"environment_rewards": given, "failures_allowed": float(drop)}
     setting = Setting(settings(2, score_on=score_on, **options), turns=turns)
 
     unopened = with_environment(Unopened(world))

@@ -34,7 +34,7 @@ def test_what_does_not_apply_is_left_out_of_sum_and_mean() -> None:
         scored(1, {"math": None, "code": 4.0, "never": None}),
         scored(2, {"math": 0.5, "code": 2.0, "never": None}),
     ]
-    assert reasons_to_reject(batch, drop_failures=False, group_at_least=1, weights=weights) == {}
+    assert reasons_to_reject(batch, failures_allowed=0.0, group_at_least=1, weights=weights) == {}
     assert [total_reward(r, weights) for r in batch] == [2.0, -4.0, -1.0]
     assert [total_reward(r) for r in batch] == [1.0, 4.0, 2.5]
     assert collate(train_batch(batch), weights).scores.tolist() == [2.0, -4.0, -1.0]
@@ -51,21 +51,30 @@ def test_a_rollout_that_no_source_applies_to_has_failed() -> None:
         scored(2, {"a": 1.0, "b": None}, prompt=6),
     ]
     unscored = "no reward source applies"
-    assert reasons_to_reject(batch, drop_failures=True, group_at_least=1) == {0: unscored}
+    assert reasons_to_reject(batch, failures_allowed=1.0, group_at_least=1) == {0: unscored}
     pair = [*batch, scored(3, {"a": 1.0}, prompt=6)]
-    reasons = reasons_to_reject(pair, drop_failures=True, group_at_least=2)
+    reasons = reasons_to_reject(pair, failures_allowed=1.0, group_at_least=2)
     assert reasons == {0: unscored, 1: "group too small"}
     facts = unscored, "rollout 0: a, b", "1 of 3 responses", "'question 5'"
     with raises(RewardError, "responses-without-reward", *facts):
-        reasons_to_reject(batch, drop_failures=False, group_at_least=1)
+        reasons_to_reject(batch, failures_allowed=0.0, group_at_least=1)
     batch[0].scores["reference"] = Score(0, "reference", "logprobs", np.zeros(1, np.float32))
-    assert 0 in reasons_to_reject(batch, drop_failures=True, group_at_least=1)
+    assert 0 in reasons_to_reject(batch, failures_allowed=1.0, group_at_least=1)
+
+
+def test_failures_above_the_allowed_share_end_the_run() -> None:
+    batch = [scored(n, {"a": None if n < 2 else 1.0}) for n in range(8)]
+    for allowed in (0.25, 0.5, 1.0):
+        assert set(reasons_to_reject(batch, failures_allowed=allowed, group_at_least=1)) == {0, 1}
+    for allowed in (0.0, 0.24):
+        with raises(RewardError, "responses-without-reward", "2 of 8 responses"):
+            reasons_to_reject(batch, failures_allowed=allowed, group_at_least=1)
 
 
 def test_scores_that_are_no_rewards_make_no_failure() -> None:
     batch = [scored(0, {})]
     batch[0].scores["critic"] = Score(0, "critic", "values", np.zeros(0, np.float32))
-    assert reasons_to_reject(batch, drop_failures=False, group_at_least=1) == {}
+    assert reasons_to_reject(batch, failures_allowed=0.0, group_at_least=1) == {}
 
 
 @pytest.mark.parametrize("reward", [3e38, -3e38, float("nan"), float("inf")])
@@ -73,11 +82,11 @@ def test_a_sum_that_is_not_finite_as_float32_is_a_failure(reward: float) -> None
     """3e38 is a float32, and 1.5 times as much is none."""
     weights = {"a": 1.5, "b": 1.0}
     batch = [scored(0, {"a": reward, "b": 1.0}), scored(1, {"a": 1.0, "b": 1.0})]
-    reasons = reasons_to_reject(batch, drop_failures=True, group_at_least=1, weights=weights)
+    reasons = reasons_to_reject(batch, failures_allowed=1.0, group_at_least=1, weights=weights)
     assert reasons == {0: "reward not finite"}
     terms = f"1.5 x {float(np.float32(reward))} (a) + 1 x 1.0 (b)"
     with raises(RewardError, "responses-without-reward", "rollout 0", terms):
-        reasons_to_reject(batch, drop_failures=False, group_at_least=1, weights=weights)
+        reasons_to_reject(batch, failures_allowed=0.0, group_at_least=1, weights=weights)
 
 
 def test_finite_is_finite_as_float32() -> None:

@@ -128,7 +128,7 @@ def random_setting(seed: int) -> Setting:
             group,
             100,
             r.randint(2, 6),
-            drop_failures=flaky,
+            failures_allowed=float(flaky),
             group_at_least=group,
             score_on=r.choice(["batch", "rollout", "chunk"]),
             lag=r.choice([0, 1, 1, 2]),

@@ -588,7 +588,7 @@ def test_a_failed_judge_stops_the_run_before_training() -> None:
 
 def test_failures_can_be_dropped_and_are_reported() -> None:
     world = World([3, 5, 2, 4], fails=[1, 2])
-    (step,), ledger = take(world, drop_failures=True)
+    (step,), ledger = take(world, failures_allowed=1.0)
     assert ids(step) == [0, 3]
     assert [r.id for r in step.rejected] == [1, 2]
     assert {r.rejected_because for r in step.rejected} == {"reward function failed"}
@@ -601,13 +601,13 @@ def test_failures_can_be_dropped_and_are_reported() -> None:
 def test_a_batch_without_any_verdict_stops_even_so() -> None:
     world = World([3], fails=range(4))
     with raises(RewardError, "responses-without-reward", "4 of 4"):
-        failing(Schedule.step, world, drop_failures=True)
+        failing(Schedule.step, world, failures_allowed=1.0)
 
 
 def test_a_group_left_with_too_few_is_left_out_as_a_whole() -> None:
     """Pairs 0 and 1, 2 and 3, ...: what 1's judge failed on leaves 0 with nothing to compare."""
     world = World([3, 5, 2, 4], fails=[1])
-    steps, ledger = take(world, 2, samples=2, drop_failures=True, group_at_least=2)
+    steps, ledger = take(world, 2, samples=2, failures_allowed=1.0, group_at_least=2)
     assert [ids(s) for s in steps] == [[2, 3], [4, 5, 6, 7]]
     assert {r.id: r.rejected_because for r in steps[0].rejected} == {
         0: "group too small",
@@ -624,12 +624,12 @@ def test_a_group_with_enough_left_goes_on() -> None:
     """Of four responses to each prompt two failed for the first, and three for the second."""
     world = World([3, 5, 2, 4], fails=[0, 3, 4, 5, 7])
     (step,), ledger = take(
-        world, batch=8, samples=4, drop_failures=True, group_at_least=2
+        world, batch=8, samples=4, failures_allowed=1.0, group_at_least=2
     )  # fmt: skip
     assert ids(step) == [1, 2]
     assert ledger.rejected == {"reward function failed": 5, "group too small": 1}
     assert_balanced(ledger)
-    (alone,), ledger = take(World([3], fails=[1]), samples=2, drop_failures=True)
+    (alone,), ledger = take(World([3], fails=[1]), samples=2, failures_allowed=1.0)
     assert ids(alone) == [0, 2, 3]  # an algorithm that compares nothing
     assert ledger.rejected == {"reward function failed": 1}
 
@@ -637,7 +637,7 @@ def test_a_group_with_enough_left_goes_on() -> None:
 def test_a_step_that_loses_every_group_stops() -> None:
     world = World([3], fails=[1, 2])
     with raises(RewardError, "responses-without-reward", "2 of 4", "the 2 left") as caught:
-        failing(Schedule.step, world, samples=2, drop_failures=True, group_at_least=2)
+        failing(Schedule.step, world, samples=2, failures_allowed=1.0, group_at_least=2)
     assert caught.value.rollout_ids == (1, 2)
     assert "on_failure" not in str(caught.value)
     with raises(RewardError, "responses-without-reward", "1 of 4"):
@@ -657,7 +657,7 @@ def test_the_books_balance_whatever_is_left_out(options: dict[str, Any], seed: i
     """Dispatched = in flight + trained + rejected, and no group of fewer than two is trained on."""
     world = World([3, 17, 2, 9, 5, 1, 30], fails=[0, 3, 4, 5, 11, 12, 18, 25, 26, 29, 33, 40])
     steps, ledger = take(
-        world, 8, seed, batch=6, samples=3, drop_failures=True, group_at_least=2, **options
+        world, 8, seed, batch=6, samples=3, failures_allowed=1.0, group_at_least=2, **options
     )
     assert_balanced(ledger)
     trained = [r for s in steps for r in s.batch]

@@ -959,7 +959,12 @@ def test_a_pause_of_the_run_s_own_process_takes_no_time(tmp_path: Path, after: f
     )
     program = PROGRAM + "\nprint(judged(reward_source('reward.py:f'), timeout_s=0.8))\n"
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        check=True,
+        text=True,
+        timeout=60,
     )
     assert (done.stdout, done.stderr) == ("[3.0, 1.0]\n", "")
 

@@ -19,7 +19,7 @@ Settings: TypeAlias = Config | str | Path
 
 RESUMABLE = (
     *("steps", "threads", "runtime", "cluster", "observe", "pipeline"),
-    "training.ratio_tolerance",
+    *("training.ratio_tolerance", "reward.on_failure", "reward.timeout_s"),
 )
 """Settings and sections that a resumed run may change; any other would make it a different run."""
 

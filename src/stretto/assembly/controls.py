@@ -91,7 +91,7 @@ def controls_of(
         r.samples_per_prompt,
         r.max_new_tokens,
         config.steps,
-        drop_failures=config.reward.on_failure == "drop",
+        failures_allowed=config.reward.failures_allowed,
         group_at_least=config.algorithm.definition.group,
         reward_weights=config.reward.factors,
         restarts=restarts,

@@ -192,7 +192,8 @@ class Settings:
 
     Attributes:
         steps: batches in the whole run; no round is begun for steps beyond.
-        drop_failures: leave a response out whose reward function failed, instead of stopping.
+        failures_allowed: share of a step's responses that may be left out because a reward function
+            failed on them. With more of them the run stops.
         group_at_least: scored responses that a prompt needs; with fewer, all are left out.
         reward_weights: factor of each reward source; ``None`` for 1 each.
         restarts: processes that may replace each generator's or scorer's own; with 0 the loss of
@@ -206,7 +207,7 @@ class Settings:
     samples_per_prompt: int
     max_new_tokens: int
     steps: int
-    drop_failures: bool = False
+    failures_allowed: float = 0.0
     group_at_least: int = 1
     reward_weights: Mapping[str, float] | None = None
     score_on: ScoreOn = "batch"

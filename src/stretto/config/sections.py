@@ -268,8 +268,8 @@ class RewardConfig(Section):
     """Factor of each source; empty means 1 each."""
     timeout_s: Positive = 30.0
     """Seconds that a function may take for one batch of responses."""
-    on_failure: Literal["stop", "drop"] = "stop"
-    """Reaction to a function that fails on a sample. stop: end the run. drop: leave the sample out and report it."""
+    on_failure: Literal["stop", "drop"] | Annotated[float, Field(gt=0, lt=1)] = "stop"
+    """Reaction to a function that fails on a sample. stop: end the run. drop: leave the sample out and report it. A share between 0 and 1, such as 0.05: the same, but end the run if more than this share of a step's samples fail."""
     missing_eos: Literal["off", "replace", "subtract"] = "replace"
     """Score of a response that a token limit cut. off: as it is. replace: the penalty in its place. subtract: less the penalty."""
     missing_eos_limits: tuple[Literal["turns", "seconds"], ...] = ()
@@ -286,6 +286,12 @@ class RewardConfig(Section):
     def models(self) -> list[RewardSource]:
         """The sources that are models."""
         return [source for source in self.parsed if source.kind == "model"]
+
+    @property
+    def failures_allowed(self) -> float:
+        """The largest share of a step's samples on which functions may fail."""
+        shares = {"stop": 0.0, "drop": 1.0}
+        return shares[self.on_failure] if isinstance(self.on_failure, str) else self.on_failure
 
     @property
     def factors(self) -> dict[str, float]:

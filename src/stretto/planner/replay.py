@@ -189,7 +189,7 @@ class Recording:
             chunks=self.chunks,
             deltas=self.deltas,
             rewards=tuple(by_id.get(i) for i in range(1 + max(by_id, default=-1))),
-            on_failure=config.reward.on_failure,
+            failures_allowed=config.reward.failures_allowed,
             seed=config.seed,
         )
 

@@ -33,8 +33,8 @@ def figures(config: Config, answers: Sequence[Rollout]) -> dict[str, float]:
     """Return the metrics of scored answers. Raises RewardError if one has no reward, unless such
     answers are to be left out, or if none has one."""
     factors = config.reward.factors
-    drops = config.reward.on_failure == "drop"
-    out = reasons_to_reject(answers, drop_failures=drops, group_at_least=1, weights=factors)
+    allowed = config.reward.failures_allowed
+    out = reasons_to_reject(answers, failures_allowed=allowed, group_at_least=1, weights=factors)
     scored = [r for r in answers if r.id not in out]
     each = by_episodes(scored, 1)
     found = {SCORE: fmean(train_batch(samples).totals(factors)[0] for samples in each)}

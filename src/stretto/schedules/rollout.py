@@ -483,7 +483,7 @@ def _per_token(rollout: Rollout, kind: ScoreKind) -> FloatArray:
 def reasons_to_reject(
     rollouts: Sequence[Rollout],
     *,
-    drop_failures: bool,
+    failures_allowed: float,
     group_at_least: int,
     weights: Mapping[str, float] | None = None,
 ) -> Mapping[int, str]:
@@ -493,8 +493,8 @@ def reasons_to_reject(
     prompt have one for a comparison. It has no reward if a reward function failed on it, if no
     source applies to it, or if the sum with these weights is not finite as float32.
 
-    Raises RewardError if a response has no reward and such are not to be dropped, or nothing is
-    left without them.
+    Raises RewardError if more than the share ``failures_allowed`` of the responses have no reward,
+    or nothing is left without them.
     """
     scored = {
         episode_of(r.id)
@@ -514,19 +514,23 @@ def reasons_to_reject(
         p for p, _ in {(r.prompt.id, episode_of(r.id)) for r in rollouts if r.id not in bad}
     )
     alone = [r for r in rollouts if r.id not in bad and left[r.prompt.id] < group_at_least]
-    if len(bad) + len(alone) < len(rollouts) and drop_failures:
+    allowed = len(bad) <= failures_allowed * len(rollouts)
+    if len(bad) + len(alone) < len(rollouts) and allowed:
         return {i: reason for i, (reason, _) in bad.items()} | dict.fromkeys(
             (r.id for r in alone), GROUP_TOO_SMALL
         )
-    nothing_left = remedy = ""
-    if not drop_failures:
+    problem = remedy = ""
+    if not allowed:
+        if failures_allowed:
+            problem = f", more than the share reward.on_failure = {failures_allowed:g}"
         remedy = (
-            ", or set reward.on_failure = 'drop' to leave such responses out (they are reported)"
+            ", or set reward.on_failure = 'drop' to leave such responses out (they are reported). "
+            "A resumed run may change it"
         )
     elif alone:
-        nothing_left = f", and no prompt has the {group_at_least} left that the algorithm compares"
+        problem = f", and no prompt has the {group_at_least} left that the algorithm compares"
     raise RewardError(
-        f"{len(bad)} of {len(rollouts)} responses could not be scored{nothing_left}. The first:\n"
+        f"{len(bad)} of {len(rollouts)} responses could not be scored{problem}. The first:\n"
         f"{next(iter(bad.values()))[1]}\n"
         f"Mend {_at_fault(rollouts)}{remedy}",
         list(bad),

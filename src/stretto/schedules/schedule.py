@@ -436,7 +436,7 @@ class Schedule:
         """Split scored rollouts into those to train on and those that are left out."""
         reasons = reasons_to_reject(
             rollouts,
-            drop_failures=self._settings.drop_failures,
+            failures_allowed=self._settings.failures_allowed,
             group_at_least=self._settings.group_at_least,
             weights=self._settings.reward_weights,
         )

@@ -161,7 +161,7 @@ class Workload(Section):
     """Over-commitment by round, likewise."""
     rewards: tuple[float | None, ...] = ()
     """Rewards by rollout id, as recorded; rollouts without one follow the learning curve."""
-    on_failure: Literal["stop", "drop"] = "stop"
+    failures_allowed: float = 0.0
     """Reaction to a response that gets no score: stop the run, or drop (leave out) the response."""
     seed: Seed = 0
     """Seed of lengths and rewards."""

@@ -145,7 +145,7 @@ def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule
         w.samples_per_prompt,
         w.max_new_tokens,
         w.steps,
-        drop_failures=w.on_failure == "drop",
+        failures_allowed=w.failures_allowed,
         group_at_least=w.group_at_least,
         restarts=cluster.restarts,
         episodes=w.sampling,
