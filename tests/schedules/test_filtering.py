@@ -107,12 +107,12 @@ def test_a_source_counts_once_in_an_episode_of_several_samples() -> None:
         scored(FORKS, {"f": 0.5, "model": 4.0}),
         scored(1, {"f": 0.25, "model": 2.0}),
     ]
-    assert reasons_to_reject(batch, drop_failures=False, group_at_least=1) == {}
+    assert reasons_to_reject(batch, failures_allowed=0.0, group_at_least=1) == {}
     weights = {"f": 8.0, "model": 2.0}
     assert train_batch(batch).totals(weights).tolist() == [9.0, 9.0, 6.0]
     figures = describe(train_batch(batch))
     assert (figures["reward/f"], figures["reward/model"]) == (0.375, 2.25)
     functions = [scored(0, {"f": None}), scored(FORKS, {"f": 0.5}), scored(1, {"f": None})]
-    reasons = reasons_to_reject(functions, drop_failures=True, group_at_least=1)
+    reasons = reasons_to_reject(functions, failures_allowed=1.0, group_at_least=1)
     assert reasons == {1: "no reward source applies"}
     assert train_batch(functions[:2]).totals().tolist() == [0.5, 0.5]
