@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
+import decimal
+import inspect
 import itertools
 import json
 import logging
@@ -31,6 +34,7 @@ from stretto.config import TaskConfig
 from stretto.config.sections import RewardSource, reward_source
 from stretto.errors import ConfigError, EngineError, TaskError
 from stretto.schedules.rollout import Rollout
+from stretto.scoring.conventions import convention_of
 from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.responses import response_text
 from stretto.scoring.worker import open_function
@@ -707,12 +711,143 @@ def test_judging_one_at_a_time_is_bounded(function: Scorers) -> None:
     assert "not scored, as too much time went into others" in (scores[39].failure or "")
 
 
+ODD_CELLS = {
+    "made": datetime.datetime(2024, 5, 6, 7, 8),
+    "raw": b"caf\xc3\xa9",
+    "price": decimal.Decimal("1.50"),
+    "parts": [{"at": datetime.date(2024, 5, 6)}],
+}
+
+
+def test_columns_without_a_json_form_reach_a_process_as_text(function: Scorers) -> None:
+    scorer = function(
+        """
+        def f(completions, made, raw, price, parts, **kwargs):
+            assert (made, raw) == (["2024-05-06T07:08:00"], ["caf\u00e9"])
+            assert (price, parts) == (["1.50"], [[{"at": "2024-05-06"}]])
+            return [1.0]
+        """
+    )
+    (score,) = judge(scorer, ["a"], [Prompt(0, (0,), "q", data=ODD_CELLS)])
+    assert (score.scalar, score.failure) == (1.0, None)
+
+
+def test_columns_reach_an_object_as_they_are() -> None:
+    found: dict[str, Any] = {}
+
+    def f(completions: list[str], **columns: Any) -> list[float]:
+        found.update({key: columns[key] for key in ODD_CELLS})
+        return [1.0]
+
+    assert numbers(judge(local(f), ["a"], [Prompt(0, (0,), "q", data=ODD_CELLS)])) == [1.0]
+    assert found == {key: [value] for key, value in ODD_CELLS.items()}
+
+
 def test_a_column_that_cannot_be_passed_is_named(function: Scorers) -> None:
     scorer = function("def f(completions, **kwargs): return [1.0] * len(completions)")
-    prompts = [Prompt(0, (0,), "q", data={"picture": b"x"}), Prompt(1, (0,), "q", data={"n": 1})]
-    scores = judge(scorer, ["a", "b"], prompts)
+    cells: list[Any] = [{"odd": {(1, 2): 3}}, {"n": 1}]
+    scores = judge(scorer, ["a", "b"], [Prompt(i, (0,), "q", data=d) for i, d in enumerate(cells)])
     assert numbers(scores) == [None, 1.0]
-    assert "column 'picture' cannot be handed to a function" in (scores[0].failure or "")
+    assert "column 'odd' cannot be handed to a function" in (scores[0].failure or "")
+
+
+@pytest.mark.parametrize(
+    ("signature", "columns", "required", "environments"),
+    [
+        ("(environments, **kwargs)", None, ["environments"], True),
+        ("(environments)", ["environments"], ["environments"], True),
+        ("(environments, answer, **kwargs)", None, ["answer", "environments"], True),
+        ("(completions, environments, **kwargs)", None, ["environments"], True),
+        ("(**kwargs)", None, [], False),
+        ("(*args, **kwargs)", None, [], False),
+        ("(answer, **kwargs)", None, ["answer"], False),
+        ("(answer, tests=None, **kwargs)", None, ["answer"], False),
+        ("(ground_truth, **kwargs)", None, ["ground_truth"], False),
+        ("(completions: list, trainer_state, **kwargs)", None, [], False),
+    ],
+)
+def test_whatever_takes_trls_keywords_is_of_trls_convention(
+    signature: str, columns: list[str] | None, required: list[str], environments: bool
+) -> None:
+    function = eval(f"lambda {signature[1:-1].replace(': list', '')}: []")
+    found = convention_of(inspect.signature(function), "", "f")
+    assert found.convention.library == "TRL"
+    assert (found.columns, list(found.required)) == (columns, required)
+    assert found.environments == environments
+
+
+@pytest.mark.parametrize(
+    ("signature", "library"),
+    [
+        ("data_source, solution_str, ground_truth, extra_info=None, **kwargs", "verl"),
+        ("solution_strs, ground_truths, **kwargs", "verl"),
+        ("queries, prompts, labels, **kwargs", "OpenRLHF"),
+    ],
+)
+def test_other_conventions_come_before_trls(signature: str, library: str) -> None:
+    found = convention_of(inspect.signature(eval(f"lambda {signature}: 0")), "", "f")
+    assert found.convention.library == library
+
+
+@pytest.mark.parametrize("signature", ["a, b", "*args", "x, /, **kwargs", "answer"])
+def test_positional_and_other_parameters_are_refused(signature: str) -> None:
+    with raises(ConfigError, "unknown-signature"):
+        convention_of(inspect.signature(eval(f"lambda {signature}: 0")), "", "f")
+    with raises(ConfigError, "unknown-signature"):  # verl's, with a parameter that it never gets
+        near = "lambda solution_str, ground_truth, method, **kwargs: 0"
+        convention_of(inspect.signature(eval(near)), "", "f")
+
+
+def test_keywords_alone_get_columns_and_completions(function: Scorers) -> None:
+    scorer = function(
+        """
+        def f(**kwargs):
+            return [len(c) + n for c, n in zip(kwargs["completions"], kwargs["n"])]
+        def g(n, **kwargs): return [10 * k for k in n]
+        """
+    )
+    assert numbers(judge(scorer, ["a", "bc"])) == [1.0, 3.0]
+    assert numbers(judge(local(lambda n, **kwargs: [10 * k for k in n]), ["a", "bc"])) == [
+        0.0,
+        10.0,
+    ]
+
+
+def test_environments_among_any_keywords_are_seen_in_the_code() -> None:
+    assert local(lambda **k: [1.0 for _ in k["environments"]], environment=True).looks_inside
+    assert not local(lambda **k: [1.0 for _ in k["completions"]], environment=True).looks_inside
+
+
+GATHERED = """
+import asyncio, sys
+inside = most = 0
+async def f(data_source, solution_str, ground_truth, extra_info=None):
+    global inside, most
+    inside += 1
+    most = max(most, inside)
+    await asyncio.sleep(0.05 if solution_str == "0" else 0.01)
+    inside -= 1
+    if solution_str == "3": raise ValueError("no such answer")
+    if solution_str == "4": sys.exit("out")
+    if solution_str == "5": raise asyncio.CancelledError
+    return {"score": float(solution_str), "most": most}
+"""
+
+
+@pytest.mark.parametrize("process", [True, False])
+def test_verls_asynchronous_functions_are_gathered(function: Scorers, process: bool) -> None:
+    """The first answers last. At most 64 are awaited together."""
+    names: dict[str, Any] = {}
+    exec(GATHERED, names)
+    scorer = function(GATHERED) if process else local(names["f"])
+    prompts = [Prompt(i, (0,), "q", data=VERL) for i in range(80)]
+    scores = judge(scorer, [str(i) for i in range(80)], prompts)
+    expected = [None if i in (3, 4, 5) else float(i) for i in range(80)]
+    assert numbers(scores) == expected
+    assert max(s.extra["most"] for s in scores if s.extra) == 64
+    assert "ValueError: no such answer" in (scores[3].failure or "")
+    assert "SystemExit: out" in (scores[4].failure or "")
+    assert "CancelledError" in (scores[5].failure or "")
 
 
 def test_prints_and_input_do_not_reach_the_channel(

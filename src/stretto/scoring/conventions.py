@@ -8,8 +8,9 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -29,6 +30,8 @@ TIMED_OUT: Verdict = {"value": 0.0, "extra": {"timeouts": 1}}
 Send = Callable[[Mapping[str, Any]], None]
 Run = Callable[[Sequence[Sample], Send], str | None]
 Value = Callable[[Sample], Any]
+ASKED_TOGETHER = 64
+"""Calls of an asynchronous function for single responses that are awaited at the same time."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -222,11 +225,14 @@ def convention_of(signature: inspect.Signature, file: str, name: str) -> Recogni
     parameters = signature.parameters.values()
     named, takes_any = _names(signature)
     required = {p.name for p in parameters if p.name in named and p.default is p.empty}
+    # TRL passes everything by keyword, so its functions may name a few values or columns alone.
+    any_names = takes_any or ENVIRONMENTS in named
     positional = any(p.kind is p.POSITIONAL_ONLY for p in parameters)
     for convention in () if positional else CONVENTIONS:
-        if any(named.isdisjoint(group) for group in convention.needs):
+        trl = convention.others_are_columns
+        if any(named.isdisjoint(group) for group in convention.needs) and not (trl and any_names):
             continue
-        if convention.others_are_columns:
+        if trl:
             known = convention.values.keys() | _GIVEN
             columns = None if takes_any else sorted(named - known)
             asked = ENVIRONMENTS in named
@@ -234,6 +240,7 @@ def convention_of(signature: inspect.Signature, file: str, name: str) -> Recogni
         if required <= convention.values.keys() | convention.aliases.keys():
             missed = [column for of, column in convention.columns.items() if of in required]
             return Recognised(convention, convention.reads, missed)
+        any_names = False  # it is a function of this convention with a parameter too many
     raise ConfigError(
         f"reward.sources: '{name}{signature}' in '{file}' has a signature that is not known. The "
         f"parameters must be named as in one of:\n{SIGNATURES}",
@@ -245,7 +252,12 @@ def recognise(function: Callable[..., Any], file: str, name: str) -> RewardFunct
     """Make a reward function of one in any convention; raises ConfigError if it is in none."""
     signature = inspect.signature(function)
     convention, columns, required, environments = convention_of(signature, file, name)
-    call = _caller(function, signature, convention.aliases)
+    call, loop = _caller(function, signature, convention.aliases), _Loop()
+    if columns is None:  # any keyword is taken, so the code tells which it reads
+        code = getattr(function, "__code__", None) or getattr(
+            type(function).__call__, "__code__", 0
+        )
+        environments |= ENVIRONMENTS in getattr(code, "co_consts", ())
     needed = {p.name for p in signature.parameters.values() if p.default is p.empty}
 
     def each(sample: Sample) -> Any:
@@ -258,12 +270,13 @@ def recognise(function: Callable[..., Any], file: str, name: str) -> RewardFunct
         if convention.others_are_columns:
             state = TrainerState(**samples[0]["state"])
             arguments |= {"trainer_state": state, "log_extra": log.add, "log_metric": log.metric}
-        return log.scores(call(arguments))
+        result = call(arguments)
+        return log.scores(loop.run(_itself(result)) if inspect.isawaitable(result) else result)
 
     if convention.batched:
         run = all_at_once(whole, file, convention.entry)
     else:
-        run = one_by_one(each, file, convention.entry)
+        run = one_by_one(each, file, convention.entry, loop)
     return RewardFunction(run, columns, required, environments)
 
 
@@ -276,19 +289,34 @@ def _names(signature: inspect.Signature) -> tuple[set[str], bool]:
 def _caller(
     function: Callable[..., Any], signature: inspect.Signature, aliases: Collection[str]
 ) -> Callable[[Mapping[str, Any]], Any]:
-    """Return a call of a function that passes the arguments it takes, and awaits its result."""
+    """Return a call of a function that passes the arguments it takes."""
     named, takes_any = _names(signature)
-    runner = asyncio.Runner()  # one event loop for good: clients keep connections in it
-
-    async def wait(result: Any) -> Any:
-        return await result
 
     def call(arguments: Mapping[str, Any]) -> Any:
         taken = (k for k in arguments if k in named or (takes_any and k not in aliases))
-        result = function(**{key: arguments[key] for key in taken})
-        return runner.run(wait(result)) if inspect.isawaitable(result) else result
+        return function(**{key: arguments[key] for key in taken})
 
     return call
+
+
+class _Loop:
+    """One event loop for all calls of a function, because its clients keep connections in it."""
+
+    def __init__(self) -> None:
+        self._runner = asyncio.Runner()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine to its end, on another thread if a loop is running in this one."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return self._runner.run(work)
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(self._runner.run, work).result()
+
+
+async def _itself(result: Awaitable[T]) -> T:
+    return await result
 
 
 class TrainerState(SimpleNamespace):
@@ -345,15 +373,41 @@ def one_by_one(
     score: Callable[[Sample], Any],
     file: str | None = None,
     entry: Callable[[Any], Verdict] = _number,
+    loop: _Loop | None = None,
 ) -> Run:
-    """Score each sample for itself: an error on one does not touch the others."""
+    """Score each sample for itself: an error on one does not touch the others. Results that have to
+    be awaited are awaited together in ``loop``, at most :data:`ASKED_TOGETHER` at a time.
+    """
 
     def judge(sample: Sample) -> Verdict:
-        return entry(in_this_process(score, sample))
+        result = in_this_process(score, sample)
+        return {"awaitable": result} if inspect.isawaitable(result) else entry(result)
+
+    async def finish(at: int, result: Awaitable[Any], limit: asyncio.Semaphore, send: Send) -> None:
+        async with limit:
+            try:
+                with ending_forked_children():
+                    verdict = entry(await result)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                verdict = {"error": describe(error, file)}
+        send({"at": at, **verdict})
+
+    async def finish_all(results: Mapping[int, Awaitable[Any]], send: Send) -> None:
+        limit = asyncio.Semaphore(ASKED_TOGETHER)
+        await asyncio.gather(*(finish(at, result, limit, send) for at, result in results.items()))
 
     def run(samples: Sequence[Sample], send: Send) -> None:
+        results = {}
         for at, sample in enumerate(samples):
-            send({"at": at, **_verdict(judge, sample, file)})
+            verdict = _verdict(judge, sample, file)
+            if "awaitable" in verdict:
+                results[at] = verdict["awaitable"]
+            else:
+                send({"at": at, **verdict})
+        if results and loop:
+            loop.run(finish_all(results, send))
 
     return run
 
@@ -426,21 +480,25 @@ def as_number(value: Any) -> float:
 
 
 def in_this_process(call: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
-    """Return or raise what a call does, in the process that made the call.
+    """Return or raise what a call does, in the process that made the call."""
+    with ending_forked_children():
+        return call(*args, **keywords)
 
-    A child that comes out of it, if it forks, ends here as Python would end it, and does not go on
-    as a second reward function, or as a second trainer.
+
+@contextmanager
+def ending_forked_children() -> Iterator[None]:
+    """End a child process that leaves the ``with`` statement as Python would end it, so that it does
+    not go on as a second reward function, or as a second trainer.
     """
-    pid = os.getpid()
+    pid, raised = os.getpid(), None
     try:
-        result = call(*args, **keywords)
+        yield
     except BaseException as error:
-        if os.getpid() != pid:
-            _end_child(error)
+        raised = error
         raise
-    if os.getpid() != pid:
-        _end_child(None)
-    return result
+    finally:
+        if os.getpid() != pid:
+            _end_child(raised)
 
 
 def _end_child(error: BaseException | None) -> NoReturn:

@@ -199,14 +199,8 @@ class FunctionScorer(ResponseScorer):
         row = {key: value for key, value in prompt.data.items() if key != INDEX_KEY}
         if self._columns is not None:
             row = {key: row[key] for key in self._columns if key in row}
-        for key, value in row.items():
-            try:
-                json.dumps(value)
-            except (TypeError, ValueError) as error:
-                raise RewardError(
-                    f"the dataset's column '{key}' cannot be handed to a function ({error}); make "
-                    "it text, numbers, or lists and objects of them"
-                ) from error
+        if self.looks_inside or isinstance(self._process, FunctionProcess):
+            row = {key: _as_json(key, value) for key, value in row.items()}
         turns = prompt.messages
         text_of_row = prompt.text if turns is None else turns[-1]["content"]
         return {
@@ -227,6 +221,25 @@ def _task_payload(response: Response, text: str) -> Payload:
     turns = [m["content"] for m in response.messages or () if m["role"] == "assistant"]
     answer = turns[-1] if turns else text
     return {"index": data[INDEX_KEY], "fingerprint": fingerprint(data), "response": answer}
+
+
+def _as_json(column: str, value: Any) -> Any:
+    """Return a cell as JSON has it, with the text of values without such a form: dates, bytes."""
+    try:
+        return json.loads(json.dumps(value, default=_as_text))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RewardError(
+            f"the dataset's column '{column}' cannot be handed to a function ({error}); make it "
+            "text, numbers, or lists and objects of them"
+        ) from error
+
+
+def _as_text(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, bytes | bytearray):
+        return value.decode(errors="backslashreplace")
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)
 
 
 def locate(source: RewardSource, setting: str = "reward.sources") -> dict[str, str]:
