@@ -20,7 +20,12 @@ from stretto.models import mapped
 from stretto.models.backend import backend_of, keep_freed_memory, pick_device, pick_dtype
 from stretto.models.forward import freeze_unread, unwrapped
 from stretto.models.heads import critic_from_actor
-from stretto.models.load import load_causal_lm, load_sequence_classifier, load_tokenizer
+from stretto.models.load import (
+    let_gradients_through,
+    load_causal_lm,
+    load_sequence_classifier,
+    load_tokenizer,
+)
 from stretto.models.lora import add_lora, merge_lora, trained_names
 from stretto.models.resolve import adapter_folder, resolve
 from stretto.models.weights import require_finite, require_trainable
@@ -108,10 +113,10 @@ def make_actor(
     """
     if overrides.actor is None:
         return load_actor(config, say, in_files=overrides.in_files, merged=merged)
-    if config.load_in_4bit:
+    if config.load_in_4bit and not getattr(overrides.actor, "is_loaded_in_4bit", False):
         raise ConfigError(
             "model.load_in_4bit = true is for a model that is loaded by its name, and this one was "
-            "loaded before; leave it out, or give the name",
+            "loaded before, not in 4 bits; leave it out, or give the name",
             "4bit-of-loaded",
         )
     return made_ready(overrides.actor, config.device, trained=True)
@@ -130,6 +135,7 @@ def made_ready(
     if trained:
         require_trainable(model, what)
     model.to(pick_device(device)).eval()
+    let_gradients_through(model)
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, float) and "drop" in name:

@@ -184,11 +184,17 @@ def _read_in_4bit(read: Callable[..., Any], dtype: torch.dtype, device: torch.de
         bnb_4bit_compute_dtype=dtype,
     )
     model = read(dtype, quantization_config=config, device_map={"": device})
+    let_gradients_through(model)
+    return model
+
+
+def let_gradients_through(model: torch.nn.Module) -> None:
+    """Keep layers in 4 bits from repacking a CPU's weights in a pass without gradients: afterwards
+    no gradient would flow through them.
+    """
     for module in model.modules():
-        # Else a pass without gradients repacks a CPU's weights, through which none then flow.
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-    return model
 
 
 def _read(

@@ -113,8 +113,15 @@ class BaseTrainer:
         data["model"]["name"] = str(
             getattr(self.model, "name_or_path", "") or type(self.model).__name__
         )
+        self._notes = objects.lora_notes(peft_config)
         if peft_config is not None:
             data["model"] |= objects.lora_settings(peft_config, self.model)
+        elif objects.is_quantized(self.model) and not hasattr(self.model, "peft_config"):
+            raise ConfigError(
+                "the model's weights are in 4 bits, and only adapters beside them can be trained; "
+                "give peft_config",
+                "4bit-without-adapters",
+            )
         given = (ENVIRONMENT,) if self._answering.rewards else ()
         data["reward"] |= {"sources": (*rewards.sources, *given)}
         if weights := getattr(args, "reward_weights", None):
@@ -179,7 +186,9 @@ class BaseTrainer:
         run = api.begin(self.config, name, resume=resumed, overrides=self._overrides())
         self.run_dir = run.run_dir
         display = make_progress(self.config.observe.progress)
-        for line in arguments.notes(args, self.sizes) + never_called(self.callback_handler):
+        for line in (
+            arguments.notes(args, self.sizes) + self._notes + never_called(self.callback_handler)
+        ):
             display.note(line)
         self.state.compute_steps(args, self.state.max_steps)  # type: ignore[no-untyped-call]
         self.tell("on_train_begin")

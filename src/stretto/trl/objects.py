@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from peft import LoraConfig
+from peft.tuners.tuners_utils import _maybe_include_all_linear_layers, check_target_module_exists
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as BY_TYPE
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
@@ -19,7 +20,7 @@ from stretto.config import EnvironmentConfig, TaskConfig
 from stretto.environments.processes import LocalEnvironment, settings_of
 from stretto.environments.renderer import open_bridge
 from stretto.environments.shapes import is_trl, named_objects
-from stretto.errors import ConfigError, ModelError, TaskError, nearest
+from stretto.errors import ConfigError, ModelError, TaskError, nearest, require
 from stretto.models.backend import pick_device, pick_dtype
 from stretto.models.heads import scalar_head
 from stretto.models.info import explained
@@ -53,8 +54,6 @@ _OLD_NAMES = {
 """Names of arguments in TRL 0.12 and before, with their present names."""
 
 _NOT_HERE = {
-    "quantization_config": "weights are not quantised here; leave it out, or train adapters on "
-    "weights in 4 bits by stretto.train with model.load_in_4bit",
     **dict.fromkeys(
         ("rollout_func",),
         "responses are made by the engine, and answered by tools or an environment; give these as "
@@ -67,12 +66,15 @@ _NOT_HERE = {
 }
 """Arguments of trainers that are refused, with the reason and the remedy."""
 
-_LORA_TAKEN = ("r", "lora_alpha", "target_modules", "use_rslora", "use_dora")
+_LORA_TAKEN = (
+    *("r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform"),
+    *("layers_pattern", "use_rslora", "use_dora"),
+)
 _LORA_FREE = (
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "peft_type"),
     *("peft_version", "revision", "runtime_config", "task_type"),
 )
-"""Arguments of a LoraConfig that change nothing here: there is no dropout, as in TRL's trainer."""
+"""Arguments of a LoraConfig that change nothing here."""
 
 
 def by_present_names(arguments: Mapping[str, Any], old_names: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,7 +141,8 @@ def bring_to_dtype(models: Mapping[str, Any], args: Any) -> Literal["float32", "
         bf16 = place.type == "cuda" and pick_dtype("auto", place) is torch.bfloat16
     if bf16:
         for model in models.values():
-            model.to(torch.bfloat16)
+            if not is_quantized(model):
+                model.to(torch.bfloat16)
     for name in ("model", "value_model"):
         if name in models:
             require_trainable(models[name], name)
@@ -220,11 +223,35 @@ def lora_settings(peft_config: Any, policy: Any) -> dict[str, Any]:
         "lora_rank": peft_config.r,
         "lora_alpha": float(peft_config.lora_alpha),
         "lora_kind": kinds[0] if kinds else "lora",
-        "lora_targets": _targets(peft_config.target_modules, policy),
+        "lora_targets": _targets(peft_config, policy),
+        "load_in_4bit": is_quantized(policy),
     }
 
 
-def _targets(targets: Any, policy: Any) -> tuple[str, ...]:
+def lora_notes(peft_config: Any) -> list[str]:
+    """Return notes on arguments of a LoraConfig that have no effect here."""
+    dropout = getattr(peft_config, "lora_dropout", 0.0)
+    why = "adapters have no dropout, so that the policy that samples is the one that is trained"
+    return [f"without effect: lora_dropout = {dropout} ({why})"] if dropout else []
+
+
+def is_quantized(model: Any) -> bool:
+    """Return whether a model has weights in 4 bits; ConfigError for another quantization."""
+    method = getattr(model, "quantization_method", None)
+    if method is not None and not getattr(model, "is_loaded_in_4bit", False):
+        raise ConfigError(
+            f"the model is quantized by {method}, and adapters are trained here beside weights in "
+            "4 bits of bitsandbytes; load it with BitsAndBytesConfig(load_in_4bit=True)",
+            "quantization-refused",
+        )
+    return method is not None
+
+
+def _targets(peft_config: Any, policy: Any) -> tuple[str, ...]:
+    """Return the layers that peft would adapt, as ``model.lora_targets`` names them: by the ends of
+    their names if these fit no other module, else by their full names.
+    """
+    targets = peft_config.target_modules
     if targets is None:
         kind = policy.config.model_type
         if kind not in BY_TYPE:
@@ -233,13 +260,25 @@ def _targets(targets: Any, policy: Any) -> tuple[str, ...]:
                 "set target_modules='all-linear'"
             )
         targets = BY_TYPE[kind]
-    if isinstance(targets, str) and targets != "all-linear":
+    if not peft_config.exclude_modules and peft_config.layers_to_transform is None:
+        if targets == "all-linear":
+            return (targets,)
+        if not isinstance(targets, str):
+            return tuple(sorted(targets))
+    asked = replace(peft_config, target_modules=targets)
+    _maybe_include_all_linear_layers(asked, policy)
+    modules = [name for name, _ in policy.named_modules()]
+    names = {name for name in modules if name and check_target_module_exists(asked, name)}
+    if not names:
         raise ConfigError(
-            f"peft_config: target_modules = '{targets}' is a pattern; give a list of names, or "
-            "'all-linear'",
-            "lora-targets-pattern",
+            f"peft_config: target_modules = {targets!r} fits no layer of {type(policy).__name__}, "
+            "after exclude_modules and layers_to_transform; such a name is "
+            f"'{modules[-1]}', which a pattern has to match as a whole",
+            "no-adapters-there",
         )
-    return (targets,) if isinstance(targets, str) else tuple(sorted(targets))
+    ends = {name.rpartition(".")[2] for name in names}
+    others = {name for name in modules if name.rpartition(".")[2] in ends} - names
+    return tuple(sorted(names if others else ends))
 
 
 @dataclass(frozen=True)
@@ -336,6 +375,11 @@ def load(kind: Any, name: str, args: Any, **more: Any) -> Any:
     if asked.get("device_map") in (None, "auto"):
         asked.pop("device_map", None)  # the run decides about the device
     how = {"dtype": "float32", "trust_remote_code": args.trust_remote_code, **asked, **more}
+    if how.get("quantization_config"):
+        require("bitsandbytes", "bitsandbytes", "quantization_config")
+        how["device_map"] = {"": pick_device(device(args))}
+        if args.bf16:
+            how = {**how, "dtype": "bfloat16", **asked}
     path = resolve(name, silent)
     with explained(path, "the model"):
         return kind.from_pretrained(str(path), **how)

@@ -43,6 +43,7 @@ class _PromptsTrainer(BaseTrainer):
         peft_config: Any,
         tools: Any = None,
         environment_factory: Any = None,
+        quantization_config: Any = None,
     ) -> None:
         named = model if isinstance(model, str) else str(getattr(model, "name_or_path", ""))
         if args is None:
@@ -61,7 +62,8 @@ class _PromptsTrainer(BaseTrainer):
         sizes = sizes or arguments.derive_sizes(args, len(rows))
         torch.manual_seed(args.seed)
         if isinstance(model, str):
-            model = objects.load(AutoModelForCausalLM, model, args)
+            quantized = {"quantization_config": quantization_config} if quantization_config else {}
+            model = objects.load(AutoModelForCausalLM, model, args, **quantized)
         elif peft_config is not None and hasattr(model, "merge_and_unload"):
             model = model.merge_and_unload()
         tokenizer = processing_class
@@ -118,6 +120,8 @@ class GRPOTrainer(_PromptsTrainer):
         processing_class: the policy's tokenizer; ``None``: the one beside the model.
         reward_processing_classes: tokenizers of the reward models, if not those beside them.
         callbacks, peft_config: as of :class:`PPOTrainer`.
+        quantization_config: a ``BitsAndBytesConfig`` with ``load_in_4bit``, for a model that is
+            loaded by its name and trained by adapters.
         tools, environment_factory: answer the policy's turns (docs/episodes.md); an environment's
             rewards are one beside the others.
     """
@@ -141,8 +145,7 @@ class GRPOTrainer(_PromptsTrainer):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
-        refused = {"quantization_config": quantization_config, "rollout_func": rollout_func}
-        objects.refuse(None, optimizers, **refused)
+        objects.refuse(None, optimizers, rollout_func=rollout_func)
         self._prepare(
             args,
             self._config,
@@ -156,6 +159,7 @@ class GRPOTrainer(_PromptsTrainer):
             peft_config=peft_config,
             tools=tools,
             environment_factory=environment_factory,
+            quantization_config=quantization_config,
         )
 
 
