@@ -129,7 +129,10 @@ def test_a_quantized_model_needs_adapters_and_4_bits(
     in_8_bits = BitsAndBytesConfig(load_in_8bit=True)  # type: ignore[no-untyped-call]
     with raises(ConfigError, "quantization-refused", "load_in_4bit=True"):
         trainer(tiny_folder, tmp_path, quantization_config=in_8_bits, peft_config=LoraConfig(r=2))
-    assert len(loads) == 2
+    loaded = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    with raises(ConfigError, "4bit-of-loaded", "quantization_config"):
+        trainer(tiny_folder, tmp_path, loaded, quantization_config=IN_4_BITS)
+    assert len(loads) == 3
 
 
 def test_weights_in_4_bits_need_their_library(

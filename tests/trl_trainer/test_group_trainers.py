@@ -473,7 +473,6 @@ WRONG: list[tuple[dict[str, Any], type[StrettoError], str, str]] = [
     ({"tools": ["letters"]}, ConfigError, "tool-not-function", "letters"),
     ({"environment_factory": object}, ConfigError, "unknown-environment", "object"),
     ({"rollout_func": letters}, ConfigError, "argument-refused", "rollout_func"),
-    ({"quantization_config": object()}, ConfigError, "argument-refused", "load_in_4bit"),
     ({"optimizers": (object(), None)}, ConfigError, "argument-refused", "learning_rate"),
     ({"model": "./nowhere"}, ModelError, "no-model-folder", "nowhere"),
 ]

@@ -64,6 +64,12 @@ class _PromptsTrainer(BaseTrainer):
         if isinstance(model, str):
             quantized = {"quantization_config": quantization_config} if quantization_config else {}
             model = objects.load(AutoModelForCausalLM, model, args, **quantized)
+        elif quantization_config is not None:
+            raise ConfigError(
+                "quantization_config is for a model that is loaded by its name, and this one is "
+                "loaded; leave it out, or give the name",
+                "4bit-of-loaded",
+            )
         elif peft_config is not None and hasattr(model, "merge_and_unload"):
             model = model.merge_and_unload()
         tokenizer = processing_class
