@@ -22,7 +22,7 @@ from stretto.errors import ConfigError, require
 from stretto.observe.progress import on_stderr
 from stretto.saying import CHECKING, LOADING, working
 from stretto.tasks import TaskRow
-from stretto.tasks.tables import as_prompt
+from stretto.tasks.messages import as_prompt
 
 if TYPE_CHECKING:
     from torch import nn

@@ -19,7 +19,7 @@ from stretto.plain import plain
 from stretto.scoring.conventions import Verdict
 from stretto.scoring.functions import FunctionScorer
 from stretto.tasks.base import INDEX_KEY
-from stretto.tasks.prompts import TOOLS, tools_in
+from stretto.tasks.messages import TOOLS, tools_in
 from stretto.types import (
     FORKS,
     FinishReason,

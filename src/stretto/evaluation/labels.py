@@ -34,9 +34,10 @@ from stretto.observe.progress import on_stderr
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.responses import response_text
 from stretto.tasks.encode import utf8
+from stretto.tasks.messages import as_prompt
 from stretto.tasks.responses import PromptLayout
 from stretto.tasks.supervised import Turns, attempt, attempt_rows, cells_of, read_pairs
-from stretto.tasks.tables import Row, as_prompt, of_row, read
+from stretto.tasks.tables import Row, of_row, read
 from stretto.types import FinishReason, Prompt
 
 RESPONSES = "responses"
@@ -278,7 +279,7 @@ def _tokenised(
     """Return a row in a reward model's tokens with a layout, or as bytes for functions."""
     with of_row(f"row {row.index}"):
         if layout:
-            prompt = layout.prompt(row.prompt, transcript=row.transcript)
+            prompt = layout.prompt(row.prompt, data=row.data, transcript=row.transcript)
             return row, prompt, [layout.response(prompt, text) for text in row.responses]
         messages = None if isinstance(row.prompt, str) else row.prompt
         turns = (f"{turn['role']}: {turn['content']}" for turn in messages or ())

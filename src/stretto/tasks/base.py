@@ -87,11 +87,13 @@ class Task(ABC):
         left_out: rows of the data that cannot be used, which count for nothing.
         left_out_because: what is wrong with the first of them.
         timeouts: answers that could not be compared within the time limit, and so were wrong.
+        found_answers: column that is read as the answer although the settings name none.
     """
 
     left_out = 0
     left_out_because = ""
     timeouts = 0
+    found_answers = ""
 
     @abstractmethod
     def __len__(self) -> int:

@@ -118,7 +118,9 @@ class Encoder:
             return {self._escaped(key): self._escaped(entry) for key, entry in value.items()}
         return list(map(self._escaped, value)) if isinstance(value, list) else value
 
-    def marked(self, turns: Iterable[Message]) -> tuple[list[int], list[bool]]:
+    def marked(
+        self, turns: Iterable[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[list[int], list[bool]]:
         """Return the tokens of a conversation, and whether the chat template marks each as said by
         the assistant (its blocks ``{% generation %}``); raise errors as :meth:`chat`.
         """
@@ -128,7 +130,8 @@ class Encoder:
         render: Any = render_jinja_template  # whose annotations leave its second result out
         rendered, spans = render(
             [self._escaped(list(map(with_parsed_arguments, turns)))],
-            chat_template=tokenizer.get_chat_template(),
+            tools=self._escaped(tools),
+            chat_template=tokenizer.get_chat_template(tools=tools),
             return_assistant_tokens_mask=True,
             **tokenizer.special_tokens_map,
         )

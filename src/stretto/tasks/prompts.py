@@ -15,14 +15,12 @@ from stretto.config import TaskConfig
 from stretto.errors import StateError, TaskError
 from stretto.tasks.base import INDEX_KEY, SHA256, Task, TaskRow, is_held_out
 from stretto.tasks.encode import Encoder, template_accepts
+from stretto.tasks.messages import SYSTEM, TOOLS, system_in, tools_in
 from stretto.types import Message, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-TOOLS = "tools"
-"""The column of schemas of tools, unless the settings name another one."""
 
 Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], tuple[list[int], str]]
 """Writes a conversation and schemas of tools as a prompt: its tokens, and their text."""
@@ -57,17 +55,19 @@ def render(
     encoder = encoder or Encoder(tokenizer)
     turns = None if row.tokens else _conversation(row, config, tokenizer, section)
     if turns is not None:
-        tools = _tools(row, config)
+        tools = tools_in(row.data, config.columns.get(TOOLS, TOOLS))
         if render:
-            tokens, text = render(turns, tools or ())
+            tokens, text = render(turns, tools)
         else:
             with template_accepts(turns):
-                read = encoder.chat(turns, add_generation_prompt=True, tools=tools)
+                read = encoder.chat(turns, add_generation_prompt=True, tools=tools or None)
             text, tokens = encoder.plain(read), encoder.ids(read)
     elif row.tokens:
         text, tokens = str(row.prompt), list(row.tokens)
     else:
+        own_system = system_in(row.data, config.columns.get(SYSTEM, SYSTEM))
         text = _with_instruction(str(row.prompt), config)
+        text = f"{own_system}\n\n{text}" if own_system else text
         tokens = encoder.ids(encoder.escape(text), special=True)
     if not tokens:
         message = f"row {row.index}: the prompt {text!r} has no tokens; give it some text"
@@ -257,41 +257,18 @@ def _conversation(
             "no-chat-template",
         )
     *before, last = (Message(role="user", content=own),) if isinstance(own, str) else own
-    if config.system and [*before, last][0]["role"] == "system":
+    has_system = [*before, last][0]["role"] == "system"
+    if config.system and has_system:
         where = "the prompt" if row.index is None else f"row {row.index}"
         raise TaskError(
             f"{section}.system is set, and {where} brings a system message of its own; "
             f"leave {section}.system empty",
             "two-system-messages",
         )
-    system = (Message(role="system", content=config.system),) if config.system else ()
+    text = config.system or system_in(row.data, config.columns.get(SYSTEM, SYSTEM))
+    system = (Message(role="system", content=text),) if text and not has_system else ()
     last = Message(**{**last, "content": _with_instruction(last["content"], config)})
     return (*system, *before, last)
-
-
-def _tools(row: TaskRow, config: TaskConfig) -> list[Any] | None:
-    """Return the schemas of tools that a row brings for the chat template, if any.
-
-    Raises TaskError if a column that the settings name has something else.
-    """
-    column = config.columns.get(TOOLS, TOOLS)
-    tools = row.data.get(column)
-    if found := tools_in(row.data, column):
-        return found
-    if TOOLS in config.columns and tools not in (None, []):
-        raise TaskError(
-            f"row {row.index}, column '{column}': tools are a list of JSON schemas; got "
-            f"{repr(tools)[:200]}",
-            "tools-not-schemas",
-        )
-    return None
-
-
-def tools_in(data: Mapping[str, Any], column: str) -> list[Any]:
-    """Return the schemas of tools in a row's column; none where it has something else."""
-    tools = data.get(column)
-    is_list = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
-    return list(tools or ()) if is_list else []
 
 
 def _with_instruction(text: str, config: TaskConfig) -> str:

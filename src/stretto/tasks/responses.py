@@ -7,15 +7,17 @@ is trained on here is then what an engine samples, and what scorers read, token 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from stretto.config import RowsConfig, TaskConfig
 from stretto.errors import TaskError
 from stretto.tasks.base import TaskRow
-from stretto.tasks.encode import Encoder, template_accepts
+from stretto.tasks.encode import Encoder, template_accepts, utf8
+from stretto.tasks.messages import TOOLS, tools_in
 from stretto.tasks.prompts import render
 from stretto.types import Message, Prompt
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 """Block by which a chat template marks the assistant's words."""
+
+Tools = list[dict[str, Any]] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +44,9 @@ class Example:
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """Tokens before the first one that is learned."""
-        return self.tokens[: self.trained.index(True)]
+        """Tokens before the first one that is learned; all of a text without a prompt."""
+        start = self.trained.index(True)
+        return self.tokens[:start] if start > 1 else self.tokens
 
 
 def continued(
@@ -95,10 +100,17 @@ class PromptLayout:
         self.found = self._encoder.found
         self._after = partial(continued, self._encoder)
 
-    def prompt(self, prompt: str | tuple[Message, ...], *, transcript: bool = False) -> Prompt:
+    def prompt(
+        self,
+        prompt: str | tuple[Message, ...],
+        *,
+        data: Mapping[str, Any] = MappingProxyType({}),
+        transcript: bool = False,
+    ) -> Prompt:
         """Return a prompt as a policy reads it.
 
         Args:
+            data: the row that it is from, which may bring tools and a system message.
             transcript: text that carries turns of its own; ``data.chat = auto`` leaves it as it is.
 
         Raises TaskError if it needs a chat template that there is not, or that is switched off, or
@@ -107,7 +119,7 @@ class PromptLayout:
         c = self._config
         as_is = transcript and c.chat == "auto" and not c.system
         task = TaskConfig(kind="dataset", system=c.system, chat="off" if as_is else c.chat)
-        row = TaskRow(prompt)
+        row = TaskRow(prompt, dict(data))
         return render(row, task, self._tokenizer, encoder=self._encoder, section="data")
 
     def response(self, prompt: Prompt, text: str) -> tuple[int, ...]:
@@ -120,8 +132,9 @@ class PromptLayout:
             said = self._after(read[:at], prompt.tokens, read[at:], special=True)
             return (*said, self._end)
         turn = Message(role="assistant", content=text)
-        asked = self._template(prompt.messages, add_generation_prompt=True)
-        read = self._grown(asked, [*prompt.messages, turn])
+        tools = _tools(prompt)
+        asked = self._template(prompt.messages, tools=tools, add_generation_prompt=True)
+        read = self._grown(asked, [*prompt.messages, turn], tools)
         ids = self._after(asked, prompt.tokens, read, special=False)
         return tuple(turn_of(ids, self._ends) or [*ids, self._end])
 
@@ -137,12 +150,30 @@ class PromptLayout:
             return _example([*prompt.tokens, *said], [False] * start + [True] * len(said))
         turns = [*prompt.messages, *completion]
         if not _GENERATION.search(str(self._tokenizer.chat_template)):
-            return self._spanned(prompt.messages, turns)
+            return self._spanned(prompt.messages, turns, _tools(prompt))
         with template_accepts(turns):
-            tokens, marks = self._encoder.marked(turns)
+            tokens, marks = self._encoder.marked(turns, tools=_tools(prompt))
         return _example(tokens, [False] * start + marks[start:])
 
-    def _spanned(self, asked: Sequence[Message], turns: Sequence[Message]) -> Example:
+    def text(self, text: str) -> Example:
+        """Return a text without a prompt, which is learned as the tokenizer reads it.
+
+        It may be a conversation to which a chat template was applied, so control tokens that it
+        spells are control tokens here. Its end token is added if it has none.
+        """
+        utf8(text)
+        tokenizer, ends = self._tokenizer, self._ends | {self._end}
+        begin = tokenizer.bos_token
+        special = not (begin and text.startswith(str(begin)))  # no second begin token
+        tokens = list(tokenizer(text, add_special_tokens=special)["input_ids"])
+        spans = turn_of(tokens, ends)
+        if spans and not str(tokenizer.decode(tokens[len(spans) :])).strip():
+            tokens = spans
+        else:
+            tokens.append(self._end)
+        return _example(tokens, [False] + [True] * (len(tokens) - 1))
+
+    def _spanned(self, asked: Sequence[Message], turns: Sequence[Message], tools: Tools) -> Example:
         """Make an example by the text that the template adds for each turn of the assistant."""
         text, tokens = "", list[int]()
         trained = list[bool]()
@@ -150,7 +181,7 @@ class PromptLayout:
             if turns[at]["role"] != "assistant":
                 continue
             for learned in (False, True):
-                piece = self._grown(text, turns[: at + learned], answer=not learned)
+                piece = self._grown(text, turns[: at + learned], tools, answer=not learned)
                 ids = self._after(text, tokens, piece, special=False)
                 count = len(turn_of(ids, self._ends)) or len(ids) if learned else 0
                 text += piece
@@ -161,9 +192,11 @@ class PromptLayout:
             trained.append(True)
         return _example(tokens, trained)
 
-    def _grown(self, text: str, turns: Sequence[Message], *, answer: bool = False) -> str:
+    def _grown(
+        self, text: str, turns: Sequence[Message], tools: Tools, *, answer: bool = False
+    ) -> str:
         """Return the text that the rendered turns add to ``text``, which is their beginning."""
-        whole = self._template(turns, add_generation_prompt=answer)
+        whole = self._template(turns, tools=tools, add_generation_prompt=answer)
         if not whole.startswith(text):
             at = next(i for i, c in enumerate(text) if whole[i : i + 1] != c)
             raise TaskError(
@@ -178,6 +211,10 @@ class PromptLayout:
     def _template(self, turns: Sequence[Message], **options: Any) -> str:
         with template_accepts(turns):
             return self._encoder.chat(turns, **options)
+
+
+def _tools(prompt: Prompt) -> Tools:
+    return tools_in(prompt.data, TOOLS) or None
 
 
 def _example(tokens: Sequence[int], trained: Sequence[bool]) -> Example:

@@ -10,8 +10,16 @@ from typing import Any, TypeVar
 
 from stretto.config import DemonstrationsConfig, PairsConfig, RowsConfig
 from stretto.errors import TaskError
+from stretto.tasks.messages import (
+    INSTRUCTION,
+    KEYS,
+    PROMPTS,
+    as_messages,
+    cell_of,
+    prompt_of,
+)
 from stretto.tasks.responses import Example, PromptLayout
-from stretto.tasks.tables import KEYS, Row, as_messages, as_prompt, of_row, read
+from stretto.tasks.tables import Row, of_row, read
 from stretto.types import Message
 
 T = TypeVar("T")
@@ -26,11 +34,18 @@ TURN = "\n\nAssistant:"
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A prompt, and what follows it: text, or messages of which the assistant's are learned."""
+    """A prompt, and what follows it: text, or messages of which the assistant's are learned.
+
+    Without a prompt the completion is a text that is learned from its second token on.
+
+    Attributes:
+        data: the row as it stands, which may bring tools and a system message.
+    """
 
     prompt: Turns
     completion: Turns
     index: int
+    data: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +125,21 @@ def attempt_rows(
 def cells_of(row: Row, *columns: str) -> list[Any]:
     """Return the cells of a row in the named columns; raise TaskError if the row lacks one."""
     for column in columns:
-        if column not in row:
+        if not _has(row, column):
             raise TaskError(
                 f"no column '{column}'; its columns: {_listed(row)}. Name the one that is meant "
                 "with the data.*_column settings",
                 "missing-column",
             )
-    return [row[column] for column in columns]
+    return [cell_of(row, column) for column in columns]
+
+
+def _has(row: Row, column: str) -> bool:
+    try:
+        cell_of(row, column)
+    except KeyError:
+        return False
+    return True
 
 
 def _listed(row: Row) -> str:
@@ -130,25 +153,51 @@ def read_demonstrations(config: DemonstrationsConfig) -> tuple[list[Demonstratio
     the columns, or as :func:`attempt`.
     """
     rows = read(config)
-    if config.messages_column and config.messages_column in rows[0]:
-        return attempt_rows(rows, partial(_dialogue, config.messages_column), config)
-    columns = config.prompt_column, config.completion_column
-    if any(column not in rows[0] for column in columns):
-        wanted = f"'{columns[0]}' and '{columns[1]}'"
-        if config.messages_column:
-            wanted = f"'{config.messages_column}', or {wanted}"
-        raise TaskError(
-            f"'{config.name}' has no column {wanted}, but {_listed(rows[0])}. Name them with "
-            "data.messages_column, or data.prompt_column and data.completion_column",
-            "missing-column",
-        )
-    return attempt_rows(rows, partial(_answered, columns), config)
+    return attempt_rows(rows, _reader(rows[0], config), config)
+
+
+def _reader(row: Row, config: DemonstrationsConfig) -> Callable[[Row, int], Demonstration]:
+    """Return what reads rows with the columns of this one: those of the settings, or if these are
+    the defaults, those that well-known datasets have.
+    """
+    messages, columns = config.messages_column, (config.prompt_column, config.completion_column)
+    conversations, pairs = [messages], [columns]
+    if not any(map(config.is_set, ("messages_column", "prompt_column", "completion_column"))):
+        conversations.append("conversations")
+        pairs.append((INSTRUCTION, "output"))
+    for column in filter(None, conversations):
+        if _has(row, column):
+            return partial(_dialogue, column)
+    for pair in pairs:
+        if all(_has(row, column) for column in pair):
+            return partial(_answered, pair)
+    if len(pairs) > 1 and "text" in row:
+        return _text
+    wanted = f"'{columns[0]}' and '{columns[1]}'"
+    if messages:
+        wanted = f"'{messages}', or {wanted}"
+    raise TaskError(
+        f"'{config.name}' has no column {wanted}, but {_listed(row)}. Name them with "
+        "data.messages_column, or data.prompt_column and data.completion_column",
+        "missing-column",
+    )
 
 
 def example_of(row: Demonstration, layout: PromptLayout) -> Example:
     """Return a demonstration in a model's tokens; errors are those of the layout."""
     with of_row(f"row {row.index}"):
-        return layout.example(layout.prompt(row.prompt), row.completion)
+        if not row.prompt:
+            assert isinstance(row.completion, str)
+            return layout.text(row.completion)
+        return layout.example(layout.prompt(row.prompt, data=row.data), row.completion)
+
+
+def _text(row: Row, index: int) -> Demonstration:
+    """Read a text that has no parts."""
+    (text,) = cells_of(row, "text")
+    if not isinstance(text, str) or not text.strip():
+        raise TaskError(f"the column 'text' holds text; got {text!r}", "no-completion")
+    return Demonstration("", text, index, row)
 
 
 def _dialogue(column: str, row: Row, index: int) -> Demonstration:
@@ -165,15 +214,15 @@ def _dialogue(column: str, row: Row, index: int) -> Demonstration:
     if not turns[0]:
         raise TaskError("a conversation begins with what the assistant answers to", "no-prompt")
     _check_said(messages)
-    return Demonstration(messages[: turns[0]], messages[turns[0] :], index)
+    return Demonstration(messages[: turns[0]], messages[turns[0] :], index, row)
 
 
 def _answered(columns: tuple[str, str], row: Row, index: int) -> Demonstration:
     """Read a prompt and its completion."""
-    asked, completion = cells_of(row, *columns)
-    prompt = as_prompt(asked)
+    _, completion = cells_of(row, *columns)
+    prompt = prompt_of(row, columns[0])
     if isinstance(completion, str) and completion.strip():
-        return Demonstration(prompt, completion, index)
+        return Demonstration(prompt, completion, index, row)
     messages = as_messages(completion)
     if not messages or messages[-1]["role"] != "assistant":
         raise TaskError(
@@ -184,7 +233,7 @@ def _answered(columns: tuple[str, str], row: Row, index: int) -> Demonstration:
     _check_said(messages)
     if isinstance(prompt, str):
         prompt = (Message(role="user", content=prompt),)
-    return Demonstration(prompt, messages, index)
+    return Demonstration(prompt, messages, index, row)
 
 
 def _check_said(messages: Sequence[Message]) -> None:
@@ -207,7 +256,7 @@ def read_pairs(config: PairsConfig) -> tuple[list[Pair], list[str]]:
     columns = config.chosen_column, config.rejected_column
     with of_row(f"'{config.name}'"):
         cells_of(rows[0], *columns)  # without them nothing can be left out
-    named = asked in rows[0]
+    named = bool(asked) and _has(rows[0], asked)
     if asked and not named and config.is_set("prompt_column"):
         raise TaskError(
             f"'{config.name}' has no data.prompt_column = '{asked}', but {_listed(rows[0])}; name "
@@ -216,12 +265,12 @@ def read_pairs(config: PairsConfig) -> tuple[list[Pair], list[str]]:
         )
 
     def make(row: Row, index: int) -> Pair:
-        chosen, rejected, *prompt = cells_of(row, *columns, *([asked] if named else []))
+        chosen, rejected, *_ = cells_of(row, *columns, *([asked] if named else []))
         a, b = _side(chosen, "chosen"), _side(rejected, "rejected")
         if a == b:
             raise TaskError("chosen and rejected are equal, which prefers neither", "equal-sides")
         transcript = not named and isinstance(a, str)
-        sides = _sides(as_prompt(prompt[0]) if named else None, a, b, row, turns=bool(asked))
+        sides = _sides(prompt_of(row, asked) if named else None, a, b, row, turns=bool(asked))
         for name, text in zip(("chosen", "rejected"), sides[1:], strict=True):
             if not text.strip():
                 raise TaskError(f"the {name} response is empty", "empty-response")
@@ -233,7 +282,7 @@ def read_pairs(config: PairsConfig) -> tuple[list[Pair], list[str]]:
 def tokens_of(pair: Pair, layout: PromptLayout) -> PairTokens:
     """Return a pair in a model's tokens; TaskError if both sides are the same tokens."""
     with of_row(f"row {pair.index}"):
-        prompt = layout.prompt(pair.prompt, transcript=pair.transcript)
+        prompt = layout.prompt(pair.prompt, data=pair.data, transcript=pair.transcript)
         chosen, rejected = (layout.response(prompt, r) for r in (pair.chosen, pair.rejected))
         if chosen == rejected:
             message = "chosen and rejected are the same tokens, which prefers neither"
@@ -255,7 +304,7 @@ def _side(value: Any, name: str) -> Turns:
 def _sides(
     prompt: Turns | None, a: Turns, b: Turns, row: Row, *, turns: bool
 ) -> tuple[Turns, str, str]:
-    """Return prompt and responses; ``turns``: texts without a prompt must share a turn."""
+    """Return prompt and responses; ``turns``: as :func:`_common_text`."""
     if isinstance(a, str) and isinstance(b, str):
         if prompt is not None:
             return prompt, a, b
@@ -269,13 +318,14 @@ def _sides(
 def _common_text(chosen: str, rejected: str, row: Row, *, turns: bool) -> int:
     """Return the end of the prompt that two texts begin with: behind the last turn mark they share.
 
-    Without a mark, unless ``turns`` asks for one: before the last white space that they share.
+    Without a mark: before the last white space that they share, unless ``turns``, and a column of
+    the row looks like the prompt's.
     """
     same = takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))
     common = "".join(character for character, _ in same)
     if TURN in common:
         return common.rindex(TURN) + len(TURN)
-    if turns:
+    if turns and any(name in row for name in PROMPTS):
         raise TaskError(
             f"no column has the prompt, and the two sides share no turn ({TURN!r}); name one of "
             f"{_listed(row)} in data.prompt_column, or set it to '' where both texts begin with "

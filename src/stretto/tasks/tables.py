@@ -17,17 +17,20 @@ from typing import Any, cast
 
 from stretto.config import RowsConfig, TaskConfig
 from stretto.errors import TaskError, nearest, require
+from stretto.plain import parse, plain
 from stretto.tasks.base import INDEX_KEY, Task, TaskRow, extract, fingerprints, same_answer
-from stretto.tasks.encode import utf8
-from stretto.types import Message
+from stretto.tasks.messages import PROMPTS, as_demonstration, cell_of, prompt_of
 
 Row = dict[str, Any]
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 FORMATS = f"{', '.join(SUFFIXES)} (all but parquet also with .gz)"
 
-KEYS = "'role' and 'content', and of further keys only 'tool_calls', 'tool_call_id' and 'name'"
-"""What a message may have."""
+ROWS_FOLDER = "stretto-rows-"
+"""Beginning of the name of a folder for rows from Python, before their run has its own folder."""
+
+ANSWERS = ("answer", "ground_truth", "solution")
+"""Columns that are read as the answer if the settings name none."""
 
 SPLITS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 """First words in names of files that are splits."""
@@ -50,13 +53,18 @@ def read(config: TaskConfig | RowsConfig) -> Sequence[Row]:
         raise TaskError(f"'{config.name}' holds no rows; it needs at least one", "no-rows")
     if config.size > len(rows):
         raise TaskError(
-            f"{section}.size = {config.size}, but '{config.name}' holds {len(rows)} rows; "
+            f"{section}.size = {config.size}, but {shown_name(config.name)} holds {len(rows)} rows; "
             f"set {section}.size to that or less, or to 0 for all",
             "too-few-rows",
         )
     if config.size:
         rows = rows[: config.size] if isinstance(rows, list) else rows.select(range(config.size))
     return cast(Sequence[Row], rows)
+
+
+def shown_name(name: str | Path) -> str:
+    """Return how messages name a dataset: rows from Python are in a file that nobody knows."""
+    return "dataset" if Path(name).parent.name.startswith(ROWS_FOLDER) else f"'{name}'"
 
 
 def format_of(name: str | Path) -> str:
@@ -223,22 +231,24 @@ def _read_json(path: Path) -> list[Row]:
     """Read JSON Lines, or one JSON list, as the first character says."""
     text = _text_of(path)
     if text.lstrip().startswith("["):
-        rows = _decode(text, str(path))
+        rows = _decode(text, shown_name(path))
     else:
         lines = enumerate(text.split("\n"), start=1)
-        rows = [_decode(line, f"{path}, line {n}") for n, line in lines if line.strip()]
+        rows = [_decode(line, f"{shown_name(path)}, line {n}") for n, line in lines if line.strip()]
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
             shown = json.dumps(row)[:80]
-            message = f"'{path}': row {number} must be an object with columns; got {shown}"
+            message = (
+                f"{shown_name(path)}: row {number} must be an object with columns; got {shown}"
+            )
             raise TaskError(message, "row-not-object")
     return list(rows)
 
 
 def _decode(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
+        return parse(text)
+    except ValueError as error:
         raise TaskError(f"{where}: not valid JSON ({error})", "invalid-json") from error
 
 
@@ -282,6 +292,8 @@ class TableTask(Task):
         self._answer_column = self._renamed.pop("answer", "")
         self._shown_column = self._renamed.pop("demonstration", "")
         self._rows = read(config)
+        if not self._answer_column:
+            self._answer_column = self.found_answers = self._find_answers()
         faults: dict[int, TaskError] = {}
         rows, count = self._checked_rows(faults), len(self._rows)
         self._fingerprints = fingerprints(rows, count)
@@ -297,10 +309,25 @@ class TableTask(Task):
     def _columns(self) -> dict[str, str]:
         return dict(self._config.columns)
 
+    def _find_answers(self) -> str:
+        """Return the column of answers if the settings name none; empty if there is none.
+
+        Every row must have an answer in it: a reward that needs none loses no row to this. A worked
+        solution with a marked end is no answer to compare with.
+        """
+        for column in ANSWERS:
+            self._answer_column = column
+            try:
+                if not any(_FINAL.search(self._answer(row)) for row in self._rows):
+                    return column
+            except (KeyError, TaskError):
+                continue
+        return ""
+
     def _checked_rows(self, faults: dict[int, TaskError]) -> Iterator[Row]:
         """Yield all rows, and note what is wrong with those that cannot be used."""
         for index, row in enumerate(self._rows):
-            where = f"'{self._config.name}', row {index}"
+            where = f"{shown_name(self._config.name)}, row {index}"
             if INDEX_KEY in row:
                 message = f"{where}: the column name '{INDEX_KEY}' is reserved; rename it"
                 raise TaskError(message, "reserved-column")
@@ -310,21 +337,37 @@ class TableTask(Task):
                     if self._answer_column:
                         self._answer(row)
                 with of_row(f"{where}, column '{self._prompt_column}'"):
-                    as_prompt(row[self._prompt_column])
+                    prompt_of(row, self._prompt_column)
                 if self._shown_column:
                     with of_row(f"{where}, column '{self._shown_column}'"):
-                        as_demonstration(row[self._shown_column])
+                        as_demonstration(cell_of(row, self._shown_column))
             except TaskError as error:
                 faults[index] = error
             yield row
 
     def _check_columns(self, row: Row) -> None:
         read = (self._prompt_column, self._answer_column, self._shown_column)
-        for column in (*read, *self._renamed.values()):
-            if column and column not in row:
-                every = ", ".join(sorted(row))
-                message = f"no column '{column}'. {nearest(column, row)} Its columns: {every}"
-                raise TaskError(message, "missing-column")
+        for column in filter(None, (*read, *self._renamed.values())):
+            try:
+                cell_of(row, column)
+            except KeyError:
+                raise self._no_column(column, row) from None
+
+    def _no_column(self, column: str, row: Row) -> TaskError:
+        every = ", ".join(sorted(row))
+        if column != self._prompt_column or column != "prompt":
+            message = f"no column '{column}'. {nearest(column, row)} Its columns: {every}"
+            return TaskError(message, "missing-column")
+        name = next(filter(row.__contains__, PROMPTS), next(iter(row), "COLUMN"))
+        remedy = (
+            f"name the column of prompts with --task.columns prompt={name} (from Python "
+            f"task__columns={{'prompt': '{name}'}})"
+        )
+        if _FINAL.search(str(row.get("answer"))):
+            remedy += ", or set task.kind = 'gsm8k', as answers have '####'"
+        return TaskError(
+            f"no column 'prompt' among its columns ({every}); {remedy}", "missing-column"
+        )
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -336,11 +379,12 @@ class TableTask(Task):
 
     def row(self, index: int) -> TaskRow:
         """Return the row at a place in the data, with columns by the names of ``columns`` too."""
-        row, answers = self._rows[index], self._answer_column
-        reference = str(row[answers]) if answers else None
-        shown = as_demonstration(row[self._shown_column]) if self._shown_column else None
-        data = {**row, **{name: row[column] for name, column in self._renamed.items()}}
-        return TaskRow(as_prompt(row[self._prompt_column]), data, reference, index, shown=shown)
+        row, answers, demonstration = self._rows[index], self._answer_column, self._shown_column
+        reference = str(plain(cell_of(row, answers))) if answers else None
+        shown = as_demonstration(cell_of(row, demonstration)) if demonstration else None
+        renamed = {name: cell_of(row, column) for name, column in self._renamed.items() if column}
+        data = plain({**row, **renamed}, finite=False)
+        return TaskRow(prompt_of(row, self._prompt_column), data, reference, index, shown=shown)
 
     @property
     def identity(self) -> Mapping[str, str]:
@@ -374,7 +418,7 @@ class TableTask(Task):
 
     def _answer(self, row: Row) -> str:
         """Return the right answer and nothing else."""
-        answer = row[self._answer_column]
+        answer = plain(cell_of(row, self._answer_column))
         if not isinstance(answer, str | int | float) or not str(answer).strip():
             where = f"the answer in column '{self._answer_column}'"
             raise TaskError(f"{where} must be text or a number; got {answer!r}", "answer-not-text")
@@ -402,88 +446,7 @@ class Gsm8kTask(TableTask):
         if not final:
             raise TaskError(
                 "GSM8K's answers end in a line '#### N', and this one does not: "
-                f"{row[self._answer_column]!r}. For other datasets use task.kind = 'dataset'",
+                f"{cell_of(row, self._answer_column)!r}. For other datasets use task.kind = 'dataset'",
                 "no-gsm8k-answer",
             )
         return str(final[-1])
-
-
-def as_prompt(value: Any) -> str | tuple[Message, ...]:
-    """Return a cell of the prompt column as text or messages.
-
-    Raises TaskError if it is neither, is empty, no valid Unicode, or ends in the assistant's turn.
-    """
-    if isinstance(value, str) and value.strip():
-        utf8(value)
-        return value
-    messages = as_messages(value)
-    if not messages:
-        raise TaskError(
-            f"a prompt must be text, or a list of messages with {KEYS}; got {repr(value)[:200]}",
-            "prompt-not-text",
-        )
-    for message in messages:
-        utf8(message["role"] + message["content"])
-    if messages[-1]["role"] == "assistant":
-        raise TaskError(
-            "the assistant's turn ends this prompt, and leaves none to answer; drop that message",
-            "prompt-ends-with-assistant",
-        )
-    return messages
-
-
-def as_demonstration(value: Any) -> str | tuple[Message, ...]:
-    """Return a cell of the demonstration column as text or messages.
-
-    Raises TaskError if it is neither, or has no turn of the assistant in plain text.
-    """
-    if isinstance(value, str) and value.strip():
-        utf8(value)
-        return value
-    messages = as_messages(value)
-    for message in messages:
-        utf8(message["role"] + message["content"])
-    turns = [message for message in messages if message["role"] == "assistant"]
-    if not turns or any("tool_calls" in turn for turn in turns):
-        raise TaskError(
-            "a demonstration is the policy's turn as text, or messages that follow the prompt, "
-            "with the policy's turns as 'assistant' and calls of tools in their 'content', "
-            f"spelled as the policy is to spell them; got {repr(value)[:200]}",
-            "demonstration-not-text",
-        )
-    return messages
-
-
-def as_messages(value: Any) -> tuple[Message, ...]:
-    """Return a cell as messages; empty where it is something else.
-
-    Raises TaskError if a message has parts that are not text.
-    """
-    found = list(map(_as_message, value)) if isinstance(value, list) else []
-    return tuple(message for message in found if message) if all(found) else ()
-
-
-def _as_message(value: Any) -> Message | None:
-    if not isinstance(value, dict):
-        return None
-    given = {key: entry for key, entry in value.items() if entry is not None}
-    if given.get("tool_calls"):
-        given.setdefault("content", "")
-    content = given.get("content")
-    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-        given["content"] = content = "".join(map(_text_of_part, content))
-    if not {"role", "content"} <= given.keys() <= Message.__annotations__.keys():
-        return None
-    known = isinstance(given["role"], str) and isinstance(content, str)
-    return cast(Message, given) if known else None
-
-
-def _text_of_part(part: Mapping[str, Any]) -> str:
-    """Return the text of a part of a message; TaskError if it is an image or another thing."""
-    if part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    raise TaskError(
-        f"a part of a message is of type '{part.get('type')}', and models are trained on text "
-        "alone; drop it, or describe it in words",
-        "part-not-text",
-    )

@@ -30,8 +30,9 @@ from stretto.models.weights import require_trainable
 from stretto.saying import silent
 from stretto.tasks import Task, TaskRow
 from stretto.tasks.encode import Encoder
+from stretto.tasks.messages import as_prompt
 from stretto.tasks.prompts import Render, render
-from stretto.tasks.tables import as_prompt, of_row
+from stretto.tasks.tables import of_row
 from stretto.trl.arguments import device, mapping
 from stretto.trl.config import PPOConfig
 
