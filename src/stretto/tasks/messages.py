@@ -1,0 +1,207 @@
+"""Cells of users' rows as prompts, messages and tools, in the forms that datasets have.
+
+What Arrow adds is taken off here: a column of structures gives each of them the keys of all others,
+with nulls for values. So a key whose value is null counts as absent, at any depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, cast
+
+from stretto.errors import TaskError
+from stretto.plain import parse, plain
+from stretto.tasks.encode import utf8
+from stretto.types import Message
+
+Row = Mapping[str, Any]
+
+TOOLS = "tools"
+"""The column of schemas of tools, unless the settings name another one."""
+SYSTEM = "system"
+"""The column of a row's own system message, likewise."""
+
+PROMPTS = ("question", "problem", "instruction", "query", "input", "messages", "conversations")
+"""Columns that may be meant as the prompt if no column is called so."""
+
+INSTRUCTION = "instruction"
+"""Alpaca's and Dolly's column of prompts. What an instruction is about is in another column."""
+_CONTEXTS = ("input", "context")
+
+KEYS = "'role' and 'content' (or 'from' and 'value')"
+"""What each message has; templates get its further keys."""
+
+_SHAREGPT = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""Roles by their names in ShareGPT's form."""
+
+
+def cell_of(row: Row, column: str) -> Any:
+    """Return a cell; a name with dots leads into nested objects (``reward_model.ground_truth``).
+
+    Raises KeyError if the row lacks it.
+    """
+    if column in row or "." not in column:
+        return row[column]
+    value: Any = row
+    for key in column.split("."):
+        if not isinstance(value, Mapping):
+            raise KeyError(column)
+        value = value[key]
+    return value
+
+
+def prompt_of(row: Row, column: str) -> str | tuple[Message, ...]:
+    """Return a row's prompt, as :func:`as_prompt`; an instruction with its input."""
+    prompt = as_prompt(cell_of(row, column))
+    if column != INSTRUCTION or not isinstance(prompt, str):
+        return prompt
+    contexts = map(row.get, _CONTEXTS)
+    return "\n".join([prompt, *(c for c in contexts if isinstance(c, str) and c.strip())])
+
+
+def as_prompt(value: Any) -> str | tuple[Message, ...]:
+    """Return a cell of the prompt column as text or messages.
+
+    Raises TaskError if it is neither, is empty, no valid Unicode, or ends in the assistant's turn.
+    """
+    if isinstance(value, str) and value.strip():
+        utf8(value)
+        return value
+    messages = as_messages(value)
+    if not messages:
+        raise TaskError(
+            f"a prompt must be text, or a list of messages with {KEYS}; got {repr(value)[:200]}",
+            "prompt-not-text",
+        )
+    for message in messages:
+        utf8(message["role"] + message["content"])
+    if messages[-1]["role"] == "assistant":
+        raise TaskError(
+            "the assistant's turn ends this prompt, and leaves none to answer; drop that message",
+            "prompt-ends-with-assistant",
+        )
+    return messages
+
+
+def as_demonstration(value: Any) -> str | tuple[Message, ...]:
+    """Return a cell of the demonstration column as text or messages.
+
+    Raises TaskError if it is neither, or has no turn of the assistant in plain text.
+    """
+    if isinstance(value, str) and value.strip():
+        utf8(value)
+        return value
+    messages = as_messages(value)
+    for message in messages:
+        utf8(message["role"] + message["content"])
+    turns = [message for message in messages if message["role"] == "assistant"]
+    if not turns or any("tool_calls" in turn for turn in turns):
+        raise TaskError(
+            "a demonstration is the policy's turn as text, or messages that follow the prompt, "
+            "with the policy's turns as 'assistant' and calls of tools in their 'content', "
+            f"spelled as the policy is to spell them; got {repr(value)[:200]}",
+            "demonstration-not-text",
+        )
+    return messages
+
+
+def as_messages(value: Any) -> tuple[Message, ...]:
+    """Return a cell as messages, a single one too; empty if it is something else.
+
+    Raises TaskError if a message has parts that are not text.
+    """
+    entries = [value] if isinstance(value, Mapping) else value
+    messages = list(map(_as_message, entries)) if isinstance(entries, list) else []
+    return tuple(m for m in messages if m) if all(messages) else ()
+
+
+def _as_message(value: Any) -> Message | None:
+    if not isinstance(value, Mapping):
+        return None
+    message: Any = _without_nulls(plain(value, finite=False))
+    if "role" not in message and "from" in message:
+        message = _of_sharegpt(message)
+    if not message.get("tool_calls"):
+        message.pop("tool_calls", None)
+    content, role = message.get("content"), message.get("role")
+    # OpenAI's clients write null for the content of a turn that has calls alone, or of a refusal.
+    if content is None and ("tool_calls" in message or ("content" in value and role != "user")):
+        content = ""
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        content = "".join(map(_text_of_part, content))
+    if not isinstance(role, str) or not isinstance(content, str):
+        return None
+    return cast(Message, {**message, "content": content})
+
+
+def _of_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
+    speaker, value = message.pop("from"), message.pop("value", None)
+    message |= {"role": _SHAREGPT.get(speaker, speaker), "content": value}
+    if speaker == "function_call":
+        with suppress(ValueError, TypeError):
+            call = parse(value)
+            calls = call if isinstance(call, list) else [call]
+            message |= {"tool_calls": [{"type": "function", "function": c} for c in calls]}
+            message["content"] = ""
+    return message
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return plain data without the keys whose value is null; entries of lists stay."""
+    if isinstance(value, dict):
+        entries = ((key, _without_nulls(entry)) for key, entry in value.items())
+        return {key: entry for key, entry in entries if entry is not None}
+    return list(map(_without_nulls, value)) if isinstance(value, list) else value
+
+
+def _text_of_part(part: Mapping[str, Any]) -> str:
+    """Return the text of a part of a message; TaskError if it is an image or another thing."""
+    if part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise TaskError(
+        f"a part of a message is of type '{part.get('type')}', and models are trained on text "
+        "alone; drop it, or describe it in words",
+        "part-not-text",
+    )
+
+
+def tools_in(data: Row, column: str) -> list[dict[str, Any]]:
+    """Return the schemas of tools in a row's column, which may be their JSON text.
+
+    Raises TaskError if it holds something else. An empty name reads no column.
+    """
+    value = tools = data.get(column)
+    if isinstance(value, str) and value.strip():
+        with suppress(ValueError):
+            tools = parse(value)
+    else:
+        tools = _without_nulls(plain(value, finite=False))
+    if not tools or (isinstance(tools, str) and not tools.strip()):
+        return []
+    schemas = [tools] if isinstance(tools, dict) else tools
+    if isinstance(schemas, list):
+        with suppress(ValueError):
+            schemas = [parse(tool) if isinstance(tool, str) else tool for tool in schemas]
+    if not isinstance(schemas, list) or not all(isinstance(tool, dict) for tool in schemas):
+        raise TaskError(
+            f"column '{column}': tools are a list of JSON schemas, or its JSON text; got "
+            f"{repr(value)[:200]}. If the column is something else, rename it, or leave it alone with "
+            "task.columns = { tools = '' }",
+            "tools-not-schemas",
+        )
+    return schemas
+
+
+def system_in(data: Row, column: str) -> str:
+    """Return the text of a row's own system message; empty if it has none."""
+    value = data.get(column)
+    return value if isinstance(value, str) and value.strip() else ""
