@@ -175,7 +175,7 @@ def test_columns_go_by_the_names_given(tmp_path: Path) -> None:
         ({"prompt": "q", "chosen": "a", "rejected": ""}, "no-side", ["row 0", "rejected"]),
         ({"prompt": "q", "chosen": "a", "rejected": None}, "no-side", ["row 0", "None"]),
         ({"prompt": "", "chosen": "a", "rejected": "b"}, "prompt-not-text", ["row 0"]),
-        ({"chosen": "What?", "rejected": "Why?"}, "no-shared-turn", []),
+        ({"chosen": "What?", "rejected": "Why?"}, "no-shared-prompt", []),
         (
             {"chosen": [says("assistant", "4")], "rejected": [says("assistant", "5")]},
             "no-shared-prompt",

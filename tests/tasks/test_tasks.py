@@ -406,7 +406,7 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
     with raises(TaskError, "no-data-files", "empty", ".jsonl"):
         load("empty")
     (tmp_path / "t.jsonl").write_text('{"prompt": "x"}\n{"prompt": \n')
-    with raises(TaskError, "invalid-json", "t.jsonl, line 2"):
+    with raises(TaskError, "invalid-json", "t.jsonl', line 2"):
         load("t.jsonl")
     (tmp_path / "l.jsonl").write_bytes(b'{"prompt": "\xff"}')
     with raises(TaskError, "not-utf8", "l.jsonl"):
@@ -551,7 +551,7 @@ def test_parts_tools_and_their_calls_are_rendered(tmp_path: Path) -> None:
         {"role": "tool", "name": "half", "tool_call_id": "1", "content": "4"},
     )
     named = config.model_copy(update={"columns": {"tools": "tools"}})
-    with raises(TaskError, "tools-not-schemas", "row 0, column 'tools'", "'half'"):
+    with raises(TaskError, "tools-not-schemas", "row 0: column 'tools'", "'half'"):
         render(TaskRow(task.row(0).prompt, {"tools": "half"}, index=0), named, tokenizer)
 
 
@@ -587,7 +587,6 @@ def test_columns_have_further_names_for_functions(tmp_path: Path) -> None:
     assert [task.row(i).data for i in task.indices] == [
         row | {"label": row["answer"]} for row in rows
     ]
-    assert not task.has_verifier
 
 
 def test_the_hub_is_asked_by_name_configuration_and_split(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,8 +194,8 @@ def tools_in(data: Row, column: str) -> list[dict[str, Any]]:
     if not isinstance(schemas, list) or not all(isinstance(tool, dict) for tool in schemas):
         raise TaskError(
             f"column '{column}': tools are a list of JSON schemas, or its JSON text; got "
-            f"{repr(value)[:200]}. If the column is something else, rename it, or leave it alone with "
-            "task.columns = { tools = '' }",
+            f"{repr(value)[:200]}. If the column is something else, rename it, or leave it "
+            "alone with task.columns = { tools = '' }",
             "tools-not-schemas",
         )
     return schemas

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import lru_cache
@@ -16,6 +17,7 @@ from stretto.errors import StateError, TaskError
 from stretto.tasks.base import INDEX_KEY, SHA256, Task, TaskRow, is_held_out
 from stretto.tasks.encode import Encoder, template_accepts
 from stretto.tasks.messages import SYSTEM, TOOLS, system_in, tools_in
+from stretto.tasks.tables import of_row
 from stretto.types import Message, Prompt
 
 if TYPE_CHECKING:
@@ -53,28 +55,39 @@ def render(
             which tells of its tools beside those that the row brings.
     """
     encoder = encoder or Encoder(tokenizer)
-    turns = None if row.tokens else _conversation(row, config, tokenizer, section)
-    if turns is not None:
-        tools = tools_in(row.data, config.columns.get(TOOLS, TOOLS))
-        if render:
-            tokens, text = render(turns, tools)
+    with _of(row):
+        turns = None if row.tokens else _conversation(row, config, tokenizer, section)
+        if row.tokens:
+            text, tokens = str(row.prompt), list(row.tokens)
+        elif turns is not None and render:
+            tokens, text = render(turns, tools_in(row.data, config.columns.get(TOOLS, TOOLS)))
         else:
-            with template_accepts(turns):
-                read = encoder.chat(turns, add_generation_prompt=True, tools=tools or None)
-            text, tokens = encoder.plain(read), encoder.ids(read)
-    elif row.tokens:
-        text, tokens = str(row.prompt), list(row.tokens)
-    else:
-        own_system = system_in(row.data, config.columns.get(SYSTEM, SYSTEM))
-        text = _with_instruction(str(row.prompt), config)
-        text = f"{own_system}\n\n{text}" if own_system else text
-        tokens = encoder.ids(encoder.escape(text), special=True)
-    if not tokens:
-        message = f"row {row.index}: the prompt {text!r} has no tokens; give it some text"
-        raise TaskError(message, "prompt-without-tokens")
+            text, escaped = _written(row, turns, config, encoder)
+            tokens = encoder.ids(escaped, special=turns is None)
+        if not tokens:
+            message = f"the prompt {text!r} has no tokens; give it some text"
+            raise TaskError(message, "prompt-without-tokens")
     data = row.data if row.index is None else {**row.data, INDEX_KEY: row.index}
     from_text = isinstance(row.prompt, str)
     return Prompt(prompt_id, tuple(tokens), text, messages=turns, data=data, from_text=from_text)
+
+
+def _of(row: TaskRow) -> AbstractContextManager[None]:
+    return nullcontext() if row.index is None else of_row(f"row {row.index}")
+
+
+def _written(
+    row: TaskRow, turns: Sequence[Message] | None, config: TaskConfig, encoder: Encoder
+) -> tuple[str, str]:
+    """Return a prompt's text, and the same escaped; ``turns``: of a conversation."""
+    if turns is None:
+        text = _with_instruction(str(row.prompt), config)
+        text = "\n\n".join(filter(None, (_own_system(row, config), text)))
+        return text, encoder.escape(text)
+    tools = tools_in(row.data, config.columns.get(TOOLS, TOOLS)) or None
+    with template_accepts(turns):
+        escaped = encoder.chat(turns, add_generation_prompt=True, tools=tools)
+    return encoder.plain(escaped), escaped
 
 
 def all_too_long(rows: int, shortest: int, limit: int, *, with_tools: bool = False) -> TaskError:
@@ -259,16 +272,19 @@ def _conversation(
     *before, last = (Message(role="user", content=own),) if isinstance(own, str) else own
     has_system = [*before, last][0]["role"] == "system"
     if config.system and has_system:
-        where = "the prompt" if row.index is None else f"row {row.index}"
         raise TaskError(
-            f"{section}.system is set, and {where} brings a system message of its own; "
-            f"leave {section}.system empty",
+            f"{section}.system is set, and the prompt brings a system message of its own; leave "
+            f"{section}.system empty",
             "two-system-messages",
         )
-    text = config.system or system_in(row.data, config.columns.get(SYSTEM, SYSTEM))
+    text = config.system or _own_system(row, config)
     system = (Message(role="system", content=text),) if text and not has_system else ()
     last = Message(**{**last, "content": _with_instruction(last["content"], config)})
     return (*system, *before, last)
+
+
+def _own_system(row: TaskRow, config: TaskConfig) -> str:
+    return system_in(row.data, config.columns.get(SYSTEM, SYSTEM))
 
 
 def _with_instruction(text: str, config: TaskConfig) -> str:

@@ -53,8 +53,8 @@ def read(config: TaskConfig | RowsConfig) -> Sequence[Row]:
         raise TaskError(f"'{config.name}' holds no rows; it needs at least one", "no-rows")
     if config.size > len(rows):
         raise TaskError(
-            f"{section}.size = {config.size}, but {shown_name(config.name)} holds {len(rows)} rows; "
-            f"set {section}.size to that or less, or to 0 for all",
+            f"{section}.size = {config.size}, but {shown_name(config.name)} holds {len(rows)} "
+            f"rows; set {section}.size to that or less, or to 0 for all",
             "too-few-rows",
         )
     if config.size:
@@ -446,7 +446,7 @@ class Gsm8kTask(TableTask):
         if not final:
             raise TaskError(
                 "GSM8K's answers end in a line '#### N', and this one does not: "
-                f"{cell_of(row, self._answer_column)!r}. For other datasets use task.kind = 'dataset'",
+                f"{super()._answer(row)!r}. For other datasets use task.kind = 'dataset'",
                 "no-gsm8k-answer",
             )
         return str(final[-1])
