@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,10 +35,11 @@ from stretto.machine import Machine, usable_gpus
 from stretto.models.info import measure, model_info, with_adapter_settings
 from stretto.observe import Progress, RunDirectory, make_progress
 from stretto.observe.progress import headline
+from stretto.plain import dumps
 from stretto.planner import fitting
 from stretto.saying import CHECKING, LOADING, format_count
 from stretto.signals import ending_in_order
-from stretto.tasks.tables import no_split
+from stretto.tasks.tables import ROWS_FOLDER, no_split
 
 if TYPE_CHECKING:
     from torch import nn
@@ -345,7 +345,7 @@ def train(
     if dataset is None or isinstance(dataset, str | Path):
         run = begin(config, name, overrides=overrides)
         return execute(run, progress=progress, on_step=on_step)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(prefix=ROWS_FOLDER) as folder:
         file = Path(folder) / DATASET
         write_rows(_rows_of(dataset, config.task), file)
         config = config.model_copy(update=_rows_in(config.task, file))
@@ -472,7 +472,15 @@ def _rows_of(dataset: Any, task: TaskConfig) -> Iterator[Mapping[str, Any]]:
         dataset = dataset[task.split]
     if hasattr(dataset, "itertuples"):  # a DataFrame, whose NaN are cells without a value
         dataset = dataset.astype(object).where(dataset.notna(), None).to_dict("records")
-    for row in dataset:
+    try:
+        rows = iter(dataset)
+    except TypeError as error:
+        raise TaskError(
+            "dataset must be rows (mappings or prompts) in a list or another iterable, or the name "
+            f"of a file; got {type(dataset).__name__}",
+            "dataset-not-rows",
+        ) from error
+    for row in rows:
         yield {task.columns.get("prompt", "prompt"): row} if isinstance(row, str) else row
 
 
@@ -481,7 +489,7 @@ def write_rows(rows: Iterable[Mapping[str, Any]], file: Path) -> None:
     lines = []
     for number, row in enumerate(rows):
         try:
-            lines.append(json.dumps(dict(row), ensure_ascii=False, default=_plain) + "\n")
+            lines.append(dumps(dict(row)) + "\n")
         except (TypeError, ValueError) as error:
             raise TaskError(
                 f"dataset: row {number} must be a mapping of plain data (text, numbers, lists and "
@@ -489,11 +497,3 @@ def write_rows(rows: Iterable[Mapping[str, Any]], file: Path) -> None:
                 "row-not-plain",
             ) from error
     file.write_text("".join(lines), encoding="utf-8")
-
-
-def _plain(value: Any) -> Any:
-    """Return the list of an array or the text of a date, which DataFrames have in cells."""
-    for method in ("tolist", "isoformat"):
-        if hasattr(value, method):
-            return getattr(value, method)()
-    raise TypeError(f"got {value!r}")

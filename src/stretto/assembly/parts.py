@@ -35,6 +35,8 @@ from stretto.tasks.prompts import PromptSource
 from stretto.training.warmup import keep, take, warm_up
 from stretto.types import FinishReason, Prompt, Response
 
+ANSWERS_FROM = "the verifier compares with the column"
+
 FIRST = 8
 """Prompts that are looked at before the run."""
 
@@ -63,11 +65,13 @@ def open_prompts(config: Config, overrides: Overrides, say: Say) -> PromptSource
 
 
 def look_at_prompts(prompts: PromptSource, say: Say) -> list[Prompt]:
-    """Return the first prompts of a run, and say so if they spell control tokens."""
+    """Render all rows of a run; return its first prompts, and say so if rows are left out, or spell
+    control tokens."""
+    prompts.check(say)
     first, task = prompts.first(FIRST), prompts.task
-    if task.left_out:
-        because = task.left_out_because
-        say(f"{task.left_out} rows cannot be used and are left out; the first: {because}")
+    if left_out := task.left_out + len(prompts.refused):
+        because = task.left_out_because or next(iter(prompts.refused.values()))
+        say(f"{left_out} rows cannot be used and are left out; the first: {because}")
     if prompts.found:
         say(
             f"prompts spell control tokens ({', '.join(sorted(prompts.found))}), which are read as "
@@ -198,6 +202,8 @@ def warmup_examples(number: int, prompts: PromptSource) -> list[Response]:
     encoder, examples = Encoder(tokenizer), list[Response]()
     places = chain.from_iterable(prompts.ids(backwards=True) for _ in count())
     for place in islice(places, number):
+        if prompts.refusal(prompts.row_by_id(place)):
+            continue
         for prompt, said in prompts.demonstration(place, f"warmup_examples = {number}"):
             answer = encoder.ids(encoder.escape(said))
             if tokenizer.eos_token_id is not None:

@@ -177,7 +177,8 @@ def _lines(task: str, r: EvalResult | Measured) -> Iterator[tuple[str, str]]:
     yield "samples", f"{r.samples}, of {r.distinct} different prompts"
     yield "overlap", r.seen
     if r.skipped:
-        yield "left out", f"{r.skipped} rows with longer prompts than task.max_prompt_tokens"
+        because = "prompts longer than task.max_prompt_tokens, or refused by the chat template"
+        yield "left out", f"{r.skipped} rows: {because}"
     if isinstance(r, EvalResult):
         yield "pass@1", f"{r.pass_at_1:.4f} ± {r.pass_at_1_standard_error:.4f}"
         yield "mean score", f"{r.mean_score:.4f} ± {r.mean_score_standard_error:.4f}"

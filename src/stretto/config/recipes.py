@@ -33,11 +33,17 @@ PACKAGED = Path(str(resources.files("stretto.recipes")))
 FOLDERS: Mapping[type[Section], str] = {Config: "", SftConfig: "sft", RewardModelConfig: "reward"}
 """Folder of the recipes of each kind of settings, below :data:`PACKAGED`."""
 
-_OWN_FILES = (
-    *(("task", "name"), ("task", "held_out"), ("data", "name"), ("reward", "sources")),
+_PATHS = (
+    ("task", "name"),
+    ("task", "held_out"),
+    ("data", "name"),
+    ("reward", "sources"),
     ("environment", "sources"),
+    ("model", "name"),
+    ("critic", "init"),
+    ("rollout", "speculative_model"),
 )
-"""Settings that may name files which come with the packaged recipes."""
+"""Settings that may name files and folders."""
 
 RENAMED = {
     "algorithm.group_std": "algorithm.scale_rewards",
@@ -113,9 +119,8 @@ def load(name_or_path: str | Path, kind: type[Any] = Config, *, checked: bool = 
     """
     name, path = str(name_or_path), Path(name_or_path)
     if name in names(kind):
-        return _built(
-            _with_own_files(read(_packaged(name, kind))), f"recipe '{name}'", kind, checked
-        )
+        data = _located(read(_packaged(name, kind)), PACKAGED, first=True)
+        return _built(data, f"recipe '{name}'", kind, checked)
     if path.is_dir():
         path = path / "config.toml"
         if not path.is_file():
@@ -130,9 +135,13 @@ def load(name_or_path: str | Path, kind: type[Any] = Config, *, checked: bool = 
 
 
 def read(file: str | Path) -> dict[str, Any]:
-    """Read a TOML file of settings; raise ConfigError if it is unreadable or no valid TOML."""
+    """Read a TOML file of settings; raise ConfigError if it is unreadable or no valid TOML.
+
+    Paths in it are from the working directory; what is not there, from the file's folder.
+    """
     try:
-        return tomllib.loads(Path(file).read_text(encoding="utf-8"))
+        data = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+        return _located(data, Path(file).parent)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the settings '{file}': {error}", "unreadable") from error
     except tomllib.TOMLDecodeError as error:
@@ -210,19 +219,30 @@ def _packaged(name: str, kind: type[Section]) -> Path:
     return PACKAGED / FOLDERS[kind] / f"{name}.toml"
 
 
-def _with_own_files(data: dict[str, Any]) -> dict[str, Any]:
-    """Replace names of files that come with the packaged recipes by their full paths."""
+def _located(data: dict[str, Any], folder: Path, *, first: bool = False) -> dict[str, Any]:
+    """Complete names of files and folders that are in a folder, and not in the working directory.
 
-    def located(value: Any) -> Any:
+    Args:
+        first: the folder comes before the working directory, and holds files alone.
+    """
+
+    def located(value: Any, section: str) -> Any:
         if isinstance(value, list):
-            return list(map(located, value))
-        file, colon, function = str(value).partition(":")
-        own = PACKAGED / file
-        return f"{own}{colon}{function}" if file and own.is_file() else value
+            return [located(entry, section) for entry in value]
+        if not isinstance(value, str):
+            return value
+        kind = "model:" if value.startswith("model:") else ""
+        name, colon, function = value.removeprefix(kind).partition(":")
+        if section in ("model", "critic", "rollout") and "/" not in name:
+            return value  # one of Stretto's own models, whatever is in the folder
+        beside = folder / name
+        there = beside.is_file() if first else not Path(name).exists() and beside.exists()
+        path = str(beside) if name and there else name
+        return f"{kind}{path}{colon}{function}"
 
-    for section, key in _OWN_FILES:
-        if key in data.get(section, ()):
-            data[section][key] = located(data[section][key])
+    for section, key in _PATHS:
+        if isinstance(data.get(section), dict) and key in data[section]:
+            data[section][key] = located(data[section][key], section)
     return data
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from stretto import tasks
 from stretto.assembly.environments import open_environment
 from stretto.assembly.models import NO_OVERRIDES, Overrides, load_actor, prepare_torch
-from stretto.assembly.parts import open_prompts
+from stretto.assembly.parts import ANSWERS_FROM, open_prompts
 from stretto.assembly.roles import RoleFactory
 from stretto.config import ENVIRONMENT, Config, ModelConfig, RowsConfig, TaskConfig
 from stretto.config.sections import reward_source
@@ -64,7 +64,8 @@ class Sampled:
     Attributes:
         rows: what was read: a file, a hub dataset and its split, or a procedural task and its seed.
         samples: responses of the policy.
-        skipped: rows left out, as their prompts are longer than ``task.max_prompt_tokens``.
+        skipped: rows left out, as their prompts are longer than ``task.max_prompt_tokens``, or the
+            chat template refuses them.
         mean_tokens: of a response.
         ended: share of the responses that ended before the token limit.
         distinct: different prompts among those of the responses.
@@ -164,6 +165,8 @@ def evaluate(
         factory, tokenizer = RoleFactory(read, on_stderr), source.tokenizer
         verifier, named = None, read.reward.sources
         if "task" in named or ENVIRONMENT not in named:
+            if column := source.task.found_answers:
+                on_stderr(f"{ANSWERS_FROM} '{column}', as task.columns names no answer")
             verifier = gold.open_gold("task", factory, columns, tokenizer, stack)
         environment = open_environment(read, source, stack, on_stderr)
         prompts, facts = questions(source, samples, trained or config)
@@ -439,6 +442,7 @@ def questions(
     task, rows = source.config, len(source.task)
     limit, share, procedural = task.max_prompt_tokens, task.held_out_share, task.is_procedural
     prompts, contents, too_long = list[Prompt](), list[str](), list[int]()
+    refused = list[TaskError]()
     known, found_at, patience = set[str](), 0, PATIENCE / (share or 1)
     for place in range(rows):
         if len(prompts) == count or (procedural and place - found_at > patience):
@@ -449,7 +453,11 @@ def questions(
             continue
         known.add(asks)
         found_at = place
-        prompt = source.prompt_by_id(place)
+        try:
+            prompt = source.prompt_by_id(place)
+        except TaskError as error:
+            refused.append(error)
+            continue
         if len(prompt.tokens) > limit:
             too_long.append(len(prompt.tokens))
         else:
@@ -457,6 +465,8 @@ def questions(
             contents.append(asks)
     if too_long and not prompts:
         raise all_too_long(len(too_long), min(too_long), limit, with_tools=source.with_tools)
+    if refused and not prompts:
+        raise refused[0]
     if not prompts:
         raise TaskError(
             f"task.held_out = {share} holds out none of the {rows} rows of '{task.name}': too "
@@ -464,7 +474,7 @@ def questions(
             "none-held-out",
         )
     said = describe_rows(task, source.seed)
-    facts = {"rows": said, "skipped": len(too_long), "distinct": len(set(contents))}
+    facts = {"rows": said, "skipped": len(too_long) + len(refused), "distinct": len(set(contents))}
     r, responses = trained.rollout, trained.steps * trained.rollout.batch + trained.most_in_flight
     try:  # to name what training asks, too long prompts included
         if not trained.task.name:

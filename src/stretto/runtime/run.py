@@ -14,7 +14,7 @@ from stretto import files
 from stretto.assembly.controls import bounds_what_waits, controls_of, holding_of, migrating_of
 from stretto.assembly.environments import open_environment
 from stretto.assembly.models import NO_OVERRIDES, Overrides, prepare_torch
-from stretto.assembly.parts import look_at_prompts, open_prompts
+from stretto.assembly.parts import ANSWERS_FROM, look_at_prompts, open_prompts
 from stretto.assembly.roles import RoleFactory
 from stretto.config import Config
 from stretto.config.cluster import LEARNER, generator_names
@@ -109,7 +109,7 @@ class Run:
         return [*held.values(), *pending.values()] if self.lags else []
 
     def metrics(self) -> Mapping[str, float]:
-        left_out = self.prompts.task.left_out
+        left_out = self.prompts.task.left_out + len(self.prompts.refused)
         rows = {"rows_left_out": float(left_out)} if left_out else {}
         return {**rows, **self.sync.metrics, **(self.memory.metrics() if self.memory else {})}
 
@@ -165,6 +165,8 @@ def start(
     judges = [f for f in functions if f.looks_inside]
     environment = open_environment(config, prompts, stack, say, overrides, judges)
     first = look_at_prompts(prompts, say)
+    if "task" in config.reward.sources and (column := prompts.task.found_answers):
+        say(f"{ANSWERS_FROM} '{column}', as task.columns names no answer")
     held_out = None
     if config.observe.eval_every:
         with working(say, "reading the prompts of evaluations"):

@@ -14,15 +14,19 @@ import numpy as np
 
 from stretto.config import TaskConfig
 from stretto.errors import StateError, TaskError
+from stretto.saying import Say, working
 from stretto.tasks.base import INDEX_KEY, SHA256, Task, TaskRow, is_held_out
 from stretto.tasks.encode import Encoder, template_accepts
 from stretto.tasks.messages import SYSTEM, TOOLS, system_in, tools_in
-from stretto.tasks.tables import of_row
+from stretto.tasks.tables import TableTask, of_row
 from stretto.types import Message, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
+_OF_SETTINGS = ("chat-is-off", "no-chat-template")
+"""Codes of errors that say more about the settings than about a row."""
 
 Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], tuple[list[int], str]]
 """Writes a conversation and schemas of tools as a prompt: its tokens, and their text."""
@@ -108,6 +112,7 @@ class PromptSource:
 
     Attributes:
         skipped: prompts left out so far because they are longer than ``task.max_prompt_tokens``.
+        refused: reasons why rows cannot be rendered, by their indices; they are left out too.
         config, seed, tokenizer: settings of the rows, seed of their order, the actor's tokenizer.
         encoder: of that tokenizer.
         found: spellings of control tokens in prompts so far; they are read as text.
@@ -124,27 +129,64 @@ class PromptSource:
         self.render: Render | None = None
         self.with_tools = False
         self._place = self.skipped = 0
+        self.refused: dict[int, TaskError] = {}
         self._order = lru_cache(maxsize=2)(self._make_order)  # this epoch's, and the one before
 
     def next(self) -> Prompt:
         """Return the next prompt to train on: not held out, and short enough.
 
-        Raises TaskError if there is none, or if a prompt cannot be rendered.
+        Raises TaskError if there is none.
         """
         limit, shortest = self.config.max_prompt_tokens, 0
         for _ in range(len(self.task)):
             place, self._place = self._place, self._place + 1
-            if self.is_held_out(place):
+            index = self._index(place)
+            if index in self.refused or self.is_held_out(place):
                 continue
-            prompt = self.prompt_by_id(place)
+            try:
+                prompt = self.prompt_by_id(place)
+            except TaskError as error:
+                if error.code in _OF_SETTINGS:
+                    raise
+                self.refused[index] = error
+                continue
             length = len(prompt.tokens)
             if length <= limit:
                 return prompt
             self.skipped += 1
             shortest = min(length, shortest or length)
         if not shortest:
-            raise self._all_held_out()
+            raise next(iter(self.refused.values()), None) or self._all_held_out()
         raise all_too_long(len(self.task), shortest, limit, with_tools=self.with_tools)
+
+    def check(self, say: Say) -> None:
+        """Render every row of a dataset, and note those that cannot be rendered as ``refused``.
+
+        So no row ends a run half-way. Tokenising would take several times as long, and is left for
+        the rows that are drawn. Raises TaskError if no row is left.
+        """
+        if not isinstance(self.task, TableTask):
+            return
+        with working(say, "rendering the prompts", len(self.task)) as advance:
+            for index in self.task.indices:
+                if error := self.refusal(self.task.row(index)):
+                    self.refused[index] = error
+                advance(1)
+        if len(self.refused) == len(self.task):
+            raise next(iter(self.refused.values()))
+
+    def refusal(self, row: TaskRow) -> TaskError | None:
+        """Return why a row cannot be rendered; ``None`` if it can."""
+        try:
+            with _of(row):
+                turns = _conversation(row, self.config, self.tokenizer, "task")
+                if turns is None or not self.render:
+                    _written(row, turns, self.config, self.encoder)
+                else:
+                    self._rendered(row, self.config, 0)
+        except TaskError as error:
+            return error
+        return None
 
     def first(self, count: int) -> list[Prompt]:
         """Return the first prompts to train on, each row once, at most ``count``.
@@ -185,8 +227,11 @@ class PromptSource:
 
     def row_by_id(self, prompt_id: int) -> TaskRow:
         """Return the row that the prompt with this id is made of."""
+        return self.task.row(self._index(prompt_id))
+
+    def _index(self, prompt_id: int) -> int:
         epoch, place = divmod(prompt_id, len(self.task))
-        return self.task.row(self.task.indices[self._order(epoch)[place]])
+        return self.task.indices[self._order(epoch)[place]]
 
     def is_held_out(self, prompt_id: int) -> bool:
         """Return whether the prompt with this id is for evaluation alone."""
