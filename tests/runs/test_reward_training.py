@@ -196,6 +196,36 @@ def test_bad_pairs_are_refused_with_their_place(
         read_one(tmp_path, row)
 
 
+def test_texts_share_a_prompt_to_the_last_word_that_they_share(tmp_path: Path) -> None:
+    row = {"chosen": "The sky is blue.", "rejected": "The sky is black."}
+    pair = read_one(tmp_path, row)
+    assert (pair.prompt, pair.chosen, pair.rejected) == ("The sky is", " blue.", " black.")
+
+
+def test_sides_may_be_single_messages_and_sharegpts(tmp_path: Path) -> None:
+    row = {
+        "conversations": [{"from": "human", "value": "q"}],
+        "chosen": {"from": "gpt", "value": "a"},
+        "rejected": {"from": "gpt", "value": "b"},
+    }
+    pair = read_one(tmp_path, row, prompt_column="conversations")
+    assert pair.prompt == ({"role": "user", "content": "q"},)
+    assert (pair.chosen, pair.rejected) == ("a", "b")
+
+
+def test_a_rows_tools_and_system_message_are_in_a_pairs_prompt(tmp_path: Path) -> None:
+    row = {"prompt": "q", "chosen": "a", "rejected": "b", "tools": [{"name": "f"}], "system": "s"}
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{{ tools | tojson if tools }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ '<eos>' "
+        "if m.role == 'assistant' }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    layout = PromptLayout(tokenizer, frozenset({EOS}), PairsConfig())
+    tokens = tokens_of(read_one(tmp_path, row), layout)
+    assert bytes(tokens.prompt).decode() == '[{"name": "f"}][system]s[user]q[assistant]'
+    assert (tokens.chosen, tokens.rejected) == ((ord("a"), EOS), (ord("b"), EOS))
+
+
 def test_texts_with_nothing_in_common_have_no_prompt(tmp_path: Path) -> None:
     with raises(TaskError, "no-shared-prompt"):
         read_one(tmp_path, {"chosen": "What?", "rejected": "Why?"}, prompt_column="")

@@ -102,6 +102,48 @@ def test_of_a_prompt_with_history_only_the_completion_is_learned(
     assert parts(example) == [(history, False), ("no$", True)]
 
 
+WITH_TOOLS = "{{ tools | tojson if tools }}"
+
+
+@pytest.mark.parametrize("template", [CHAT, MARKED])
+@pytest.mark.parametrize("tools", [[{"name": "f"}], '[{"name": "f", "x": null}]'])
+def test_a_rows_tools_are_in_its_prompt(tmp_path: Path, template: str, tools: Any) -> None:
+    shown = '[{"name": "f"' + (', "x": null' if isinstance(tools, str) else "") + "}]"
+    asks, answers = "[user]hi$\n[assistant]", [("hello$", True)]
+    rows = [
+        {"messages": TALK[:2], "tools": tools},
+        {"prompt": TALK[:1], "completion": TALK[1:2], "tools": tools},
+        {"prompt": "hi", "completion": "hello", "tools": tools},
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]},
+    ]
+    for row in rows:
+        (example,) = examples_of(tmp_path, [row], WITH_TOOLS + template)
+        assert parts(example) == [((shown if "tools" in row else "") + asks, False), *answers]
+
+
+def test_a_text_is_learned_whole_with_the_control_tokens_that_it_spells(tmp_path: Path) -> None:
+    rows = [{"text": "ab"}, {"text": "a<eos>b<eos>\n"}, {"text": "a<eos>b"}]
+    examples = examples_of(tmp_path, rows, CHAT)
+    assert [parts(example) for example in examples] == [
+        [("a", False), ("b$", True)],
+        [("a", False), ("$b$", True)],
+        [("a", False), ("$b$", True)],
+    ]
+    assert [bytes(e.prompt[:1]).decode() for e in examples] == ["a", "a", "a"]
+    assert examples[0].prompt == examples[0].tokens  # so that not all texts count as one prompt
+
+
+def test_alpacas_columns_are_read_by_default(tmp_path: Path) -> None:
+    rows = [
+        {"instruction": "do", "input": "it", "output": "ok", "system": "s"},
+        {"instruction": "do", "input": "", "output": "ok"},
+    ]
+    assert list(map(parts, examples_of(tmp_path, rows, CHAT))) == [
+        [("[system]s$\n[user]do\nit$\n[assistant]", False), ("ok$", True)],
+        [("[user]do$\n[assistant]", False), ("ok$", True)],
+    ]
+
+
 def test_text_becomes_a_conversation_where_the_tokenizer_has_a_template(tmp_path: Path) -> None:
     row = {"question": "hi", "answer": "yo"}
     columns = {"prompt_column": "question", "completion_column": "answer"}

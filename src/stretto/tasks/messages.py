@@ -132,7 +132,7 @@ def _as_message(value: Any) -> Message | None:
         message = _of_sharegpt(message)
     if not message.get("tool_calls"):
         message.pop("tool_calls", None)
-    content, role = message.get("content"), message.get("role")
+    content, role = message.pop("content", None), message.pop("role", None)
     # OpenAI's clients write null for the content of a turn that has calls alone, or of a refusal.
     if content is None and ("tool_calls" in message or ("content" in value and role != "user")):
         content = ""
@@ -140,7 +140,7 @@ def _as_message(value: Any) -> Message | None:
         content = "".join(map(_text_of_part, content))
     if not isinstance(role, str) or not isinstance(content, str):
         return None
-    return cast(Message, {**message, "content": content})
+    return cast(Message, {"role": role, "content": content, **message})
 
 
 def _of_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
