@@ -188,7 +188,7 @@ def test_rows_that_cannot_be_used_are_counted(
     ]
     said = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
     assert len(said) == 1
-    assert "2 rows cannot be used and are left out; the first: '" in said[0]
+    assert "2 rows cannot be used and are left out; the first: dataset, " in said[0]
     assert "row 1, column 'prompt': a prompt must be text" in said[0]
 
 
@@ -295,7 +295,7 @@ def test_a_task_that_is_brought_gives_prompts_and_columns(tmp_path: Path) -> Non
         ({"dataset": 3}, TaskError, "dataset-not-rows", "int"),
         ({"dataset": [{"question": "q"}]}, TaskError, "missing-column", "dataset, row 0"),
         ({"dataset": [{"question": "a"}]}, TaskError, None, "'prompt'"),
-        ({"dataset": ROWS}, TaskError, None, "task.columns"),
+        ({"dataset": [{"prompt": "q"}]}, TaskError, "task-without-verifier", "task.columns"),
         ({"dataset": []}, TaskError, None, "no rows"),
         ({"model": "./none"}, ModelError, None, "./none"),
     ],

@@ -216,13 +216,11 @@ def test_sides_may_be_single_messages_and_sharegpts(tmp_path: Path) -> None:
 def test_a_rows_tools_and_system_message_are_in_a_pairs_prompt(tmp_path: Path) -> None:
     row = {"prompt": "q", "chosen": "a", "rejected": "b", "tools": [{"name": "f"}], "system": "s"}
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = (
-        "{{ tools | tojson if tools }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ '<eos>' "
-        "if m.role == 'assistant' }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-    )
+    tokenizer.chat_template = "{{ tools | tojson if tools }}" + CHATML
     layout = PromptLayout(tokenizer, frozenset({EOS}), PairsConfig())
     tokens = tokens_of(read_one(tmp_path, row), layout)
-    assert bytes(tokens.prompt).decode() == '[{"name": "f"}][system]s[user]q[assistant]'
+    shown = "".join("$" if token == EOS else chr(token) for token in tokens.prompt)
+    assert shown == '[{"name": "f"}]<system>s$\n<user>q$\n<assistant>'
     assert (tokens.chosen, tokens.rejected) == ((ord("a"), EOS), (ord("b"), EOS))
 
 
