@@ -487,8 +487,8 @@ def in_this_process(call: Callable[P, T], *args: P.args, **keywords: P.kwargs) -
 
 @contextmanager
 def ending_forked_children() -> Iterator[None]:
-    """End a child process that leaves the ``with`` statement as Python would end it, so that it does
-    not go on as a second reward function, or as a second trainer.
+    """End a forked child that leaves the ``with`` statement as Python would end it. It does not go on
+    as a second reward function, or as a second trainer.
     """
     pid, raised = os.getpid(), None
     try:
