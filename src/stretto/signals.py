@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -65,7 +66,7 @@ def ending_in_order() -> Iterator[None]:
 
     A signal that is ignored (``nohup``) or that the program handles itself is left as it is.
     """
-    handler = _Handler(_stop, _end_at_once)
+    handler = _Handler(stop, _end_at_once)
     former = _install(handler, {s for s in _ENDING if signal.getsignal(s) is signal.SIG_DFL})
     try:
         yield
@@ -87,6 +88,27 @@ def received_by(stop: Callable[[], object]) -> Iterator[None]:
     finally:
         if _in_main_thread():
             _receivers.remove(stop)
+
+
+@contextmanager
+def raised() -> Iterator[None]:
+    """Have Ctrl-C, SIGTERM and SIGHUP raise KeyboardInterrupt at once, in an event loop too, which
+    otherwise sees them after the code that runs in it.
+    """
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    # asyncio takes Ctrl-C only if Python's own handler was there before.
+    ours = _in_main_thread() and isinstance(signal.getsignal(signal.SIGINT), partial)
+    former = {signal.SIGINT: signal.getsignal(signal.SIGINT)} if ours else {}
+    with received_by(interrupt):
+        try:
+            if ours:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+            yield
+        finally:
+            _restore(former)
 
 
 @contextmanager
@@ -140,7 +162,8 @@ def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def _stop() -> None:
+def stop() -> None:
+    """Call the last of the functions given to :func:`received_by`, or raise KeyboardInterrupt."""
     if _receivers:
         _receivers[-1]()
     else:

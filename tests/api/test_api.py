@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,24 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def scores(run: Path) -> list[float]:
     return [step["objective/scores"] for step in lines(run / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("preset", ["sync", "oppo"])
+def test_reward_objects_run_in_the_thread_that_trains_while_nothing_overlaps(
+    preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where stages overlap, a line says that they do not."""
+    threads = set[threading.Thread]()
+
+    def f(completions: list[str], **kwargs: Any) -> list[float]:
+        threads.add(threading.current_thread())
+        return [1.0] * len(completions)
+
+    options = {**SMALL, "observe": {"progress": "plain"}, "schedule__preset": preset}
+    stretto.train("tiny", **options, out=str(tmp_path), dataset=ROWS, reward=f)
+    assert (threads == {threading.main_thread()}) == (preset == "sync")
+    said = capsys.readouterr()
+    assert ("signal.alarm" in said.out + said.err) == (preset == "oppo")
 
 
 def jsonl(file: Path, rows: Iterable[Any]) -> str:

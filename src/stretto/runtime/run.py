@@ -44,7 +44,7 @@ from stretto.tasks.prompts import PromptSource
 from stretto.types import WeightsRef, short_name
 from stretto.weights.transfer import Meeting, open_store
 from stretto.workers.rank import stacks
-from stretto.workers.threads import Executor, ThreadExecutor, WorkerThread
+from stretto.workers.threads import CallerThread, Executor, ThreadExecutor, WorkerThread
 
 PATIENCE_S = 60.0  # that the end of a run waits for the learner to end an update of its weights
 SAVE_S = 3600.0  # in which the model must have been written
@@ -191,9 +191,19 @@ def start(
     kv_router = KVRouter(meeting) if meeting else None
     names = generator_names(config.rollout.engines)
     generators = [_generator(name, executors[name], sync, kv_router, spans) for name in names]
-    replicas = [
-        _function(f, workers.thread_of(f.info.name), spans) for f in functions if f not in judges
-    ]
+    replicas = []
+    for f in functions:
+        if f in judges:
+            continue
+        thread: WorkerThread | CallerThread = workers.thread_of(f.info.name)
+        if f.in_process and not config.schedule.knobs.overlaps(config.rollout.engines):
+            thread = CallerThread(thread)
+        elif f.in_process:
+            say(
+                f"reward function '{f.info.name}' runs on a thread, because stages overlap; one "
+                "that uses signal.alarm, as math-verify does, needs 'file.py:name'"
+            )
+        replicas.append(_function(f, thread, spans))
     if held_out and (verifier := held_out.verifier):
         own = _function(verifier, workers.thread_of(verifier.info.name), spans)
         replicas.append(replace(own, held_out=True))
@@ -260,7 +270,9 @@ def _generator(
     return generator_client(name, executor, spans, ways)
 
 
-def _function(function: FunctionScorer, thread: WorkerThread, spans: Spans) -> ScorerReplica:
+def _function(
+    function: FunctionScorer, thread: WorkerThread | CallerThread, spans: Spans
+) -> ScorerReplica:
     service = ScorerService(function)
     executor = ThreadExecutor(service, thread)
     return ScorerReplica(scorer_client(service.info(), executor, spans))

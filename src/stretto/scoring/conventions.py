@@ -254,9 +254,7 @@ def recognise(function: Callable[..., Any], file: str, name: str) -> RewardFunct
     convention, columns, required, environments = convention_of(signature, file, name)
     call, loop = _caller(function, signature, convention.aliases), _Loop()
     if columns is None:  # any keyword is taken, so the code tells which it reads
-        code = getattr(function, "__code__", None) or getattr(
-            type(function).__call__, "__code__", 0
-        )
+        code = getattr(function, "__code__", getattr(type(function).__call__, "__code__", None))
         environments |= ENVIRONMENTS in getattr(code, "co_consts", ())
     needed = {p.name for p in signature.parameters.values() if p.default is p.empty}
 
@@ -487,8 +485,8 @@ def in_this_process(call: Callable[P, T], *args: P.args, **keywords: P.kwargs) -
 
 @contextmanager
 def ending_forked_children() -> Iterator[None]:
-    """End a forked child that leaves the ``with`` statement as Python would end it. It does not go on
-    as a second reward function, or as a second trainer.
+    """End a forked child that leaves the ``with`` statement as Python would end it, so that it is
+    no second reward function or trainer.
     """
     pid, raised = os.getpid(), None
     try:

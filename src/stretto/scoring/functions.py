@@ -111,6 +111,11 @@ class FunctionScorer(ResponseScorer):
                 self.close()
                 raise
 
+    @property
+    def in_process(self) -> bool:
+        """Whether the function is an object of the caller, called in this process."""
+        return isinstance(self._process, LocalFunction)
+
     def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]:
         """Score finished rollouts; one that the function does not apply to gets no values."""
         responses = self._take(rollout_ids)
@@ -199,7 +204,7 @@ class FunctionScorer(ResponseScorer):
         row = {key: value for key, value in prompt.data.items() if key != INDEX_KEY}
         if self._columns is not None:
             row = {key: row[key] for key in self._columns if key in row}
-        if self.looks_inside or isinstance(self._process, FunctionProcess):
+        if self.looks_inside or not self.in_process:
             row = {key: _as_json(key, value) for key, value in row.items()}
         turns = prompt.messages
         text_of_row = prompt.text if turns is None else turns[-1]["content"]

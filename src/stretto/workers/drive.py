@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
-from queue import Queue
-from typing import Any
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
+from queue import Queue, SimpleQueue
+from typing import Any, TypeVar
 
 from stretto import signals
+
+T = TypeVar("T")
+Calls = SimpleQueue[Callable[[], object] | None]
+
+_calls: ContextVar[Calls | None] = ContextVar("_calls", default=None)
+"""Calls for the thread that called :func:`drive`; ``None`` if the event loop is in that thread."""
 
 
 def drive(work: Coroutine[Any, Any, None]) -> None:
@@ -24,19 +31,53 @@ def drive(work: Coroutine[Any, Any, None]) -> None:
             runner.run(_cancellable(work))
         return
     loops: Queue[asyncio.AbstractEventLoop] = Queue()
+    calls: Calls = SimpleQueue()
 
     async def main() -> None:
+        _calls.set(calls)
         loops.put(asyncio.get_running_loop())
         await work
 
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(asyncio.run, main())
+        done.add_done_callback(lambda _: calls.put(None))
         loop = loops.get()
         try:
+            while call := calls.get():
+                call()
             done.result()
         except KeyboardInterrupt:
             loop.call_soon_threadsafe(lambda: [t.cancel() for t in asyncio.all_tasks(loop)])
             raise
+
+
+async def in_caller(call: Callable[[], T]) -> T:
+    """Make a call in the thread that called :func:`drive`. It blocks the event loop if that is in
+    the same thread. Ctrl-C breaks the call off.
+    """
+    calls = _calls.get()
+    if calls is not None:
+        answer: Future[T] = Future()
+        calls.put(lambda: _settle(answer, call))
+        return await asyncio.wrap_future(answer)
+    try:
+        with signals.raised():
+            return call()
+    except KeyboardInterrupt:
+        signals.stop()
+        await asyncio.get_running_loop().create_future()  # until this task is cancelled
+        raise
+
+
+def _settle(answer: Future[T], call: Callable[[], T]) -> None:
+    try:
+        with signals.raised():
+            answer.set_result(call())
+    except KeyboardInterrupt:
+        answer.cancel()
+        raise
+    except BaseException as error:
+        answer.set_exception(error)
 
 
 async def _cancellable(work: Coroutine[Any, Any, None]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
-from threading import Thread
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from stretto.errors import LifecycleError
 from stretto.models.threads import interrupt, set_threads
 from stretto.types import Reply
+from stretto.workers.drive import in_caller
 
 if TYPE_CHECKING:
     from stretto.workers.rank import Facts
@@ -108,6 +109,34 @@ class WorkerThread:
             pass
 
 
+class CallerThread:
+    """The thread that started the run, for calls that only a main thread can make.
+
+    Its calls take turns with those of a worker, so that the two never work at the same time.
+    """
+
+    def __init__(self, worker: WorkerThread) -> None:
+        self._worker = worker
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """Make a call after all calls that the worker was asked for before; return its result."""
+        turn, over = asyncio.get_running_loop().create_future(), Event()
+
+        def hold() -> None:
+            _tell(turn, turn.set_result, None)
+            over.wait()
+
+        held = asyncio.ensure_future(self._worker.run(hold))
+        try:
+            await asyncio.wait({turn, held}, return_when=asyncio.FIRST_COMPLETED)
+            if held.done():
+                await held  # raises what the worker failed with
+            return await in_caller(call)
+        finally:
+            over.set()
+            held.cancel()
+
+
 def _tell(future: asyncio.Future[Any], set_it: Callable[[Any], None], value: Any) -> None:
     """Settle a future, from any thread."""
 
@@ -156,7 +185,7 @@ class ThreadExecutor:
     generation = 0
     facts: Sequence[Facts] = ()
 
-    def __init__(self, service: Any, thread: WorkerThread) -> None:
+    def __init__(self, service: Any, thread: WorkerThread | CallerThread) -> None:
         self.service, self._thread = service, thread
 
     async def call(self, method: str, *args: Any) -> Reply[Any]:
