@@ -52,19 +52,25 @@ class Machine:
         return ", ".join([self.cpu, cores, *gpus, f"torch {self.torch}"])
 
 
-def current_start() -> dict[str, Any]:
-    """Return when and how this process was started to train: ``date``, ``command``, ``versions``
-    by name. Values of options such as ``--hf-token``, as scripts have them, are ``***``."""
+def command_line() -> str:
+    """Return the command of this process, for files that others may read. Values of options such as
+    ``--hf-token``, as scripts have them, are ``***``.
+    """
     program = Path(sys.argv[0])
     name = program.parent.name if program.name == "__main__.py" else program.name
-    command = _SECRET.sub(r"\1***", "\0".join([name, *sys.argv[1:]])).split("\0")
+    return shlex.join(_SECRET.sub(r"\1***", "\0".join([name, *sys.argv[1:]])).split("\0"))
+
+
+def current_start() -> dict[str, Any]:
+    """Return when and how this process was started to train: ``date``, ``command``, ``versions``
+    by name."""
     versions = {"python": platform.python_version()}
     for package in ("stretto", "torch", "transformers"):
         with suppress(metadata.PackageNotFoundError):  # as of a source tree that is not installed
             versions[package] = metadata.version(package)
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(command),
+        "command": command_line(),
         "versions": versions,
     }
 

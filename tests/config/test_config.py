@@ -442,6 +442,11 @@ def test_the_default_model_is_counted_by_its_shape() -> None:
                 "without effect on overcommit_rule = 'throughput': schedule.overcommit_increment",
             ],
         ),
+        (
+            {"rollout": {"stop": (r"\n", "\n", "end", r"\t:")}},
+            [r"rollout.stop has a backslash and a letter in \n and \t:"],
+        ),
+        ({"rollout": {"stop": ("\n", "\t", "</a>", "\\")}}, []),
         ({"schedule": {"preset": "oppo", "overcommit_decrement": 2}}, []),
         ({"schedule": {"preset": "stretto"}}, []),
         (

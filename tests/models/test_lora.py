@@ -192,6 +192,7 @@ def test_embeddings_of_their_own_take_adapters_that_merge_into_the_policy() -> N
         (("q_proj", "mlp"), {"unknown-lora-target", "no-adapters-there"}, ["'mlp'"]),
         (("embed_tokens",), {"adapter-on-tied"}, ["model.embed_tokens and lm_head"]),
         (("q_proj", "lm_head"), {"adapter-on-tied"}, ["lm_head and model.embed_tokens"]),
+        (("lm_head",), {"adapter-on-tied"}, ["lm_head and model.embed_tokens", "tied"]),
     ],
 )
 def test_targets_that_cannot_be_are_refused_in_a_line_and_leave_nothing(

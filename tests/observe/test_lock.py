@@ -48,6 +48,15 @@ def held_elsewhere(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
+def test_the_lock_hides_what_machine_json_hides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/bin/train.py", "--hf-token", "hf_1", "--api-key=2", "tiny"])
+    with locked(tmp_path, print):
+        command = json.loads((tmp_path / NAME).read_text())["command"]
+    assert command == "train.py --hf-token '***' '--api-key=***' tiny"
+
+
 def test_a_second_process_is_told_who_is_at_work(tmp_path: Path) -> None:
     with held_elsewhere(tmp_path) as other:
         holder = other.pid, socket.gethostname(), "(-c ", f", since {time.strftime('%Y-')}"

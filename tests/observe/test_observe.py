@@ -268,11 +268,13 @@ def test_a_missing_tracker_names_the_extra(
 def test_wandb_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[dict[str, Any]] = []
     logged: list[tuple[int, dict[str, Any]]] = []
+    axes: list[tuple[str, str | None]] = []
 
     def init(**settings: Any) -> Any:
         started.append(settings)
         return types.SimpleNamespace(
             id=settings["id"] or "fresh",
+            define_metric=lambda name, step_metric=None: axes.append((name, step_metric)),
             log=lambda values, step: logged.append((step, values)),
             finish=lambda: None,
         )
@@ -292,7 +294,15 @@ def test_wandb_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.Mon
     assert started[0]["config"]["rollout"]["batch"] == 32
     columns = ["reward", "task", "tokens", "finish", "prompt", "response"]
     table = {"columns": columns, "data": [[0.5, 0.5, 2, "stop", "2+2?", "4"]]}
-    assert logged == [(1, {"objective/kl": 0.5}), (2, {"objective/kl": 0.5, "samples": table})]
+    assert axes == [("step", None), ("*", "step")] * 2
+    assert logged == [
+        (1, {"step": 1, "objective/kl": 0.5}),
+        (2, {"step": 2, "objective/kl": 0.5, "samples": table}),
+    ]
+    # A run that died after step 2 goes on from step 1: W&B drops what comes at an earlier step.
+    with Recorder(config, run, NoProgress(), resumed_step=1) as recorder:
+        recorder.step(2, {"objective/kl": 0.25})
+    assert logged[2:] == [(3, {"step": 2, "objective/kl": 0.25})]
 
 
 def test_the_recorder_keeps_valid_files_through_an_interrupt(tmp_path: Path) -> None:

@@ -70,6 +70,11 @@ def test_variants_of_a_schedule_share_a_warm_up_and_others_do_not(
     for other in ({"seed": 5}, {"warmup_examples": 41}, {"warmup_lr": 0.5}):
         with raises(ConfigError, "other-warmup", "warmup.safetensors"):
             reinforce(tiny_folder, tmp_path, file, **other)
-    file.write_bytes(file.read_bytes()[:-10])
+    whole = file.read_bytes()
+    middle = len(whole) // 2
+    file.write_bytes(whole[:middle] + bytes(64) + whole[middle + 64 :])  # a block that was lost
+    with raises(StateError, "damaged-file", "warmup.safetensors", "SHA-256"):
+        reinforce(tiny_folder, tmp_path, file)
+    file.write_bytes(whole[:-10])
     with raises(StateError, "damaged-file", "warmup.safetensors"):
         reinforce(tiny_folder, tmp_path, file)

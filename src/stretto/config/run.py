@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal, Self
 
 from stretto.config.algorithm import ALGORITHMS, AlgorithmConfig
@@ -79,6 +80,11 @@ class Config(Section):
         unused = [f"pipeline.{k}" for k in PipelineConfig.model_fields if self.pipeline.is_set(k)]
         if unused and not self.pipeline.ranks:
             remarks.append(f"without effect while pipeline.ranks is 0: {', '.join(unused)}")
+        if typed := [text for text in self.rollout.stop if re.search(r"\\[nrt]", text)]:
+            remarks.append(
+                f"rollout.stop has a backslash and a letter in {' and '.join(typed)}, and neither a "
+                r"line break nor a tab; in a shell $'\n' is a line break"
+            )
         knobs = self.schedule.knobs
         if knobs.migrate == "auto" and self.rollout.engines > 1 and knobs.streams:
             remarks.append(

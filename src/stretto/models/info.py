@@ -104,6 +104,9 @@ class ModelInfo:
         named = self.config.get("architectures")
         kind = str(named[0]) if isinstance(named, list) and named else f"'{self.name}'"
         require_targets(targets, {**layers, "lm_head": ()}, kind)
+        if "lm_head" in targets and not any(n.endswith("lm_head") for n in layers):
+            inputs = next((n for n in layers if "embed" in n or "wte" in n), "the embeddings")
+            raise tied_error("lm_head", inputs)
         chosen = [n for n in layers for t in targets if n == t or n.endswith(f".{t}")]
         return [layers[name] for name in set(chosen)]
 
@@ -216,6 +219,15 @@ def measure(config: ModelConfig) -> tuple[int, int | None]:
     if not config.lora_rank:
         return info.parameters, None
     return info.parameters, info.adapter_parameters(config.lora_rank, config.lora_targets)
+
+
+def tied_error(one: str, other: str) -> ConfigError:
+    """Return the error of an adapter on a weight that two layers share."""
+    return ConfigError(
+        f"model.lora_targets: {one} and {other} are one weight (tied), so that an adapter "
+        "on the one could not be merged without changing the other; leave them out",
+        "adapter-on-tied",
+    )
 
 
 def require_targets(

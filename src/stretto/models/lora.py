@@ -12,7 +12,7 @@ from torch import nn
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError, ModelError, first_line
 from stretto.models.forward import unwrapped
-from stretto.models.info import require_targets
+from stretto.models.info import require_targets, tied_error
 from stretto.models.weights import require_finite, with_own_weights
 
 
@@ -137,8 +137,4 @@ def _check_targets(model: nn.Module, targets: Sequence[str]) -> None:
             chosen[id(module.weight)] = name
     for name, module in modules.items():
         if (other := chosen.get(id(getattr(module, "weight", None)), name)) != name:
-            raise ConfigError(
-                f"model.lora_targets: {other} and {name} are one weight (tied), so that an adapter "
-                "on the one could not be merged without changing the other; leave them out",
-                "adapter-on-tied",
-            )
+            raise tied_error(other, name)

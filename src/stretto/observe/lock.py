@@ -6,9 +6,7 @@ import errno
 import fcntl
 import json
 import os
-import shlex
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +15,7 @@ from pathlib import Path
 
 from stretto import files
 from stretto.errors import StorageError
+from stretto.machine import command_line
 
 NAME = "run.lock"
 """Name of the locked file, which names the process that holds the lock and is deleted with it."""
@@ -54,7 +53,7 @@ def locked(folder: Path, note: Callable[[str], None]) -> Iterator[None]:
         holder = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
-            "command": shlex.join(sys.argv),
+            "command": command_line(),
             "since": datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
         }
         files.write(descriptor, json.dumps(holder).encode())

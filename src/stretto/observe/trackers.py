@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
+from stretto import files
 from stretto.config import ObserveConfig
 from stretto.errors import StorageError, require
 from stretto.observe.run_directory import RunDirectory, Sample
@@ -93,26 +94,34 @@ def wandb(run: RunDirectory, settings: Mapping[str, Any]) -> Tracker:
     """Open a Weights & Biases run of the run directory's name, in the project 'stretto': with the
     settings as its configuration, metrics, and a table of each step's samples.
 
-    Its id is kept beside the metrics so that a resumed run goes on with its curves. Uploads follow
-    ``wandb login``, ``WANDB_PROJECT`` and ``WANDB_MODE``.
+    Its id and last step are kept beside the metrics, so that a resumed run continues its curves.
+    Uploads follow ``wandb login``, ``WANDB_PROJECT`` and ``WANDB_MODE``.
     """
     require("wandb", "wandb", "observe.trackers = 'wandb'")
     id_file = run.path / "wandb.id"
     library: Any = importlib.import_module("wandb")
+    known = id_file.read_text().split() if id_file.exists() else []
+    at = int(known[1]) if len(known) > 1 else -1
     opened = library.init(
         project=None if "WANDB_PROJECT" in os.environ else "stretto",
         name=run.name,
-        id=id_file.read_text().strip() if id_file.exists() else None,
+        id=known[0] if known else None,
         resume="allow",
         dir=str(run.path),
         config=dict(settings),
     )
-    id_file.write_text(opened.id)
+    # W&B drops what is logged at an earlier step than before, as after a resumption. So curves are
+    # drawn over a metric, and W&B's own step never falls.
+    opened.define_metric("step")
+    opened.define_metric("*", step_metric="step")
 
     def log(step: int, stats: Mapping[str, float], samples: Sequence[Sample]) -> None:
+        nonlocal at
         columns, rows = sample_table(samples)
         table = {"samples": library.Table(columns=columns, data=rows)} if samples else {}
-        opened.log({**stats, **table}, step=step)
+        at = max(step, at + 1)
+        files.write_whole(id_file, f"{opened.id}\n{at}\n".encode())
+        opened.log({"step": step, **stats, **table}, step=at)
 
     return Tracker(log, opened.finish)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -74,7 +75,8 @@ def keep(model: nn.Module, loss: float, key: str, file: Path) -> None:
     """
     tensors = {f"{_WEIGHT}{name}": p.detach() for name, p in model.named_parameters()}
     tensors |= {f"{_RANDOM}{name}": s for name, s in _backend(model).random_states().items()}
-    files.write_whole(file, save(tensors, {"key": key, "loss": repr(loss)}))
+    about = {"key": key, "loss": repr(loss), "sha256": _sha256(tensors)}
+    files.write_whole(file, save(tensors, about))
 
 
 @torch.no_grad()
@@ -91,14 +93,30 @@ def take(model: nn.Module, key: str | None, file: Path) -> float:
                     "settings; remove it, or name another file",
                     "other-warmup",
                 )
+            tensors = {name: kept.get_tensor(name) for name in kept.keys()}  # noqa: SIM118
+            if about.get("sha256", sha256 := _sha256(tensors)) != sha256:
+                raise StateError(
+                    f"'{file}' is damaged: its SHA-256 is another one than when it was written; "
+                    "remove it, and the warm-up is repeated",
+                    "damaged-file",
+                )
             for name, parameter in model.named_parameters():
-                parameter.copy_(kept.get_tensor(f"{_WEIGHT}{name}"))
-            random = (name for name in kept.keys() if name.startswith(_RANDOM))  # noqa: SIM118
-            states = {name.removeprefix(_RANDOM): kept.get_tensor(name) for name in random}
-            _backend(model).set_random_states(states)
+                parameter.copy_(tensors[f"{_WEIGHT}{name}"])
+            random = (name for name in tensors if name.startswith(_RANDOM))
+            _backend(model).set_random_states({n.removeprefix(_RANDOM): tensors[n] for n in random})
             return float(about["loss"])
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, KeyError) as error:
         raise StateError(f"'{file}' is damaged: {error}; remove it", "damaged-file") from error
+
+
+def _sha256(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the SHA-256 of all bytes of tensors, and of their names."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        content = tensors[name].contiguous().reshape(-1).view(torch.uint8)
+        digest.update(memoryview(content.cpu().numpy()))
+    return digest.hexdigest()
 
 
 def _backend(model: nn.Module) -> Backend:
