@@ -6,7 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from stretto.config import ENVIRONMENT, Config, ScheduleConfig
+from stretto.config import (
+    ENVIRONMENT,
+    Config,
+    EnvironmentConfig,
+    RolloutConfig,
+    ScheduleConfig,
+)
 from stretto.config.schedule import Settings
 from stretto.schedules import migration, overcommit
 from stretto.schedules.chunking import OF_RESPONSES, OF_TURNS, FixedChunk, TunedChunk
@@ -95,18 +101,16 @@ def controls_of(
         group_at_least=config.algorithm.definition.group,
         reward_weights=config.reward.factors,
         restarts=restarts,
-        episodes=_episodes(config),
+        episodes=turn_sampling(r, config.environment) if config.environment.sources else None,
         environment_rewards=(*judges, *({ENVIRONMENT} & {*config.reward.sources})),
         cut_by=config.reward.missing_eos_limits,
     )
     return controls(config.schedule, settings, r.engines, config.seed, migrating, holding)
 
 
-def _episodes(config: Config) -> Sampling | None:
-    r = config.rollout
-    if not config.environment.sources:
-        return None
-    turn = config.environment.max_turn_tokens or r.max_new_tokens
+def turn_sampling(r: RolloutConfig, environment: EnvironmentConfig) -> Sampling:
+    """Return how the turns of episodes are sampled."""
+    turn = environment.max_turn_tokens or r.max_new_tokens
     return Sampling(r.max_new_tokens, r.temperature, r.top_k, r.top_p, max_turn_tokens=turn)
 
 

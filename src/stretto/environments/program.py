@@ -17,12 +17,13 @@ from typing import Any, Protocol
 
 from stretto.config import EnvironmentConfig
 from stretto.environments.processes import Place, ProcessLostError, answer_of
+from stretto.environments.role import limit_of
 from stretto.environments.sessions import Session, Sessions
 from stretto.errors import EpisodeLostError, RewardError, StrettoError
 from stretto.plain import plain
 from stretto.scoring.conventions import as_number
 from stretto.tasks.base import INDEX_KEY
-from stretto.types import FinishReason, Observation, Response, episode_of
+from stretto.types import Observation, Response, episode_of
 
 REWARD = "reward"
 """Name of the reward in a program's result with several numbers."""
@@ -116,7 +117,8 @@ class ProgramEnvironment:
         if episode is None:
             raise _lost(response.id)
         episode.sample = response.id
-        episode.session.deliver(response, self._ended_by(episode, response))
+        why = limit_of(response, episode.session.turns, episode.began, self._config)
+        episode.session.deliver(response, why)
         return await self._next(episode)
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
@@ -127,17 +129,6 @@ class ProgramEnvironment:
                 if not episode.samples:
                     del self._episodes[episode_of(rollout_id)]
                     await self._stop(episode)
-
-    def _ended_by(self, episode: _Episode, response: Response) -> str:
-        """Return the limit that a turn has reached, if it has reached one."""
-        if response.finish is FinishReason.LENGTH:
-            own = response.sampling
-            whole = own is None or len(response) >= own.max_new_tokens
-            return "tokens" if whole else "turn_tokens"
-        if episode.session.turns + 1 >= self._config.max_turns:
-            return "turns"
-        most = self._config.max_seconds
-        return "seconds" if most and monotonic() - episode.began > most else ""
 
     async def _next(self, episode: _Episode) -> Observation:
         """Wait for what a program does next."""

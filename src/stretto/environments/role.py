@@ -154,7 +154,7 @@ class EnvironmentRole:
         cut = response.finish is FinishReason.LENGTH
         drawn = response.tokens[response.turn_start :].tolist()
         turn = self._bridge.parse(drawn, ended=not cut, tools=live.tools)
-        why = self._limit(live, response, cut=cut)
+        why = limit_of(response, live.turns, live.began_s, self._config)
         asked = _as_plain(turn, live.turns, response, cut=cut)
         live.turns += 1
         answer: Answer = {"messages": [], "done": not turn.calls, "reward": None, "calls": []}
@@ -201,17 +201,6 @@ class EnvironmentRole:
     def close(self) -> None:
         """End the processes, and with them all episodes."""
         close_all(self._places)
-
-    def _limit(self, live: _Live, response: Response, *, cut: bool) -> str:
-        """Return which limit makes this turn the episode's last, if any."""
-        c, sampling = self._config, response.sampling
-        if cut:
-            whole = sampling is None or len(response) >= sampling.max_new_tokens
-            return "tokens" if whole else "turn_tokens"
-        if live.turns + 1 >= c.max_turns:
-            return "turns"
-        over = c.max_seconds and time.monotonic() - live.began_s > c.max_seconds
-        return "seconds" if over else ""
 
     async def _appended(self, live: _Live, response: Response, seen: Observation) -> Observation:
         """Add the context of an observation, unless the episode ends here."""
@@ -454,6 +443,23 @@ class EnvironmentRole:
             [rollout_id],
             "episode-lost",
         )
+
+
+def limit_of(response: Response, turns: int, began_s: float, config: EnvironmentConfig) -> str:
+    """Return which limit makes the turn that a response ends with the last one, if any.
+
+    Args:
+        turns: before this one.
+        began_s: start of the episode, by the monotonic clock.
+    """
+    if response.finish is FinishReason.LENGTH:
+        sampling = response.sampling
+        whole = sampling is None or len(response) >= sampling.max_new_tokens
+        return "tokens" if whole else "turn_tokens"
+    if turns + 1 >= config.max_turns:
+        return "turns"
+    over = config.max_seconds and time.monotonic() - began_s > config.max_seconds
+    return "seconds" if over else ""
 
 
 def _columns(row: Mapping[str, Any]) -> str:

@@ -41,10 +41,8 @@ if TYPE_CHECKING:
 class Bridges:
     """The ways from messages to tokens of a chat template: with tools, and without."""
 
-    def __init__(
-        self, encoder: Encoder, end_tokens: frozenset[int], stop: Sequence[str] = ()
-    ) -> None:
-        self._encoder, self._ends, self._stop = encoder, end_tokens, stop
+    def __init__(self, encoder: Encoder, ends: frozenset[int], stop: Sequence[str] = ()) -> None:
+        self._encoder, self._ends, self._stop = encoder, ends, stop
         self._made: dict[bool, Bridge] = {}
 
     def of(self, tools: Sequence[Mapping[str, Any]]) -> Bridge:

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from stretto.assembly.controls import turn_sampling
 from stretto.assembly.environments import bridge_for, open_places
 from stretto.config import Config, EnvironmentConfig, RolloutConfig
 from stretto.environments.processes import close_all
@@ -123,14 +124,8 @@ class Tools:
         role = EnvironmentRole(
             self._config, self._places, self._bridge, self._encoder, max_prompt_tokens
         )
-        sampling = replace(_sampling(options, self._config), seed=seed)
+        sampling = replace(turn_sampling(options, self._config), seed=seed)
         yield from completed_episodes(engine, role, rollouts, sampling)
-
-
-def _sampling(options: RolloutConfig, environment: EnvironmentConfig) -> Sampling:
-    most, turn = options.max_new_tokens, environment.max_turn_tokens
-    how = options.temperature, options.top_k, options.top_p
-    return Sampling(most, *how, max_turn_tokens=turn or most)
 
 
 def played(
@@ -141,7 +136,7 @@ def played(
     Raises RewardError if an environment could not say what an episode has earned.
     """
     rollouts = [Rollout(n, prompt, prompt.id) for n, prompt in enumerate(prompts)]
-    sampling = _sampling(config.rollout, config.environment)
+    sampling = turn_sampling(config.rollout, config.environment)
     found = dict[int, Episode]()
     with working(on_stderr, "playing episodes", len(rollouts)) as advance:
         for episode in completed_episodes(engine, environment, rollouts, sampling):

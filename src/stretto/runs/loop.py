@@ -202,15 +202,11 @@ class _TrainingLoop:
             self.stopped = "on_step returned 'stop'" if asked == "stop" else worse
 
     def _sample(self, rollout: Rollout, reward: float) -> Sample:
-        tokenizer = self.running.tokenizer
+        tokenizer, stop = self.running.tokenizer, self.config.rollout.stop
         return Sample(
             prompt=rollout.prompt.text,
             response=response_text(
-                tokenizer,
-                rollout.tokens,
-                rollout.finish,
-                self.config.rollout.stop,
-                rollout.sampled if rollout.in_turns else None,
+                tokenizer, rollout.tokens, rollout.finish, stop, rollout.sampled
             ),
             reward=reward,
             finish=str(rollout.finish),

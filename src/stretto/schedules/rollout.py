@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain
@@ -496,16 +496,8 @@ def reasons_to_reject(
     Raises RewardError if more than the share ``failures_allowed`` of the responses have no reward,
     or nothing is left without them.
     """
-    scored = {
-        episode_of(r.id)
-        for r in rollouts
-        if any(s.scalar is not None for s in of_kind(r, "reward"))
-    }
-    bad = {
-        r.id: why
-        for r in rollouts
-        if (why := _no_reward(r, weights, applies=episode_of(r.id) in scored)) is not None
-    }
+    scored = {episode_of(r.id) for r in rollouts for s in of_kind(r, "reward") if len(s.values)}
+    bad = {r.id: why for r in rollouts if (why := _no_reward(r, weights, scored)) is not None}
     if not bad:
         return {}
     whole = {episode_of(id_): why for id_, why in bad.items()}  # with all of its samples
@@ -545,17 +537,16 @@ def _at_fault(rollouts: Sequence[Rollout]) -> str:
 
 
 def _no_reward(
-    rollout: Rollout, weights: Mapping[str, float] | None, *, applies: bool
+    rollout: Rollout, weights: Mapping[str, float] | None, scored: Collection[int]
 ) -> tuple[str, str] | None:
     """Return why a rollout has no reward, in short and in full.
 
-    Args:
-        applies: whether a source applies to the rollout, or to another sample of its episode.
+    ``scored`` are the episodes with a sample to which some source applies.
     """
     if failures := [s.failure for s in rollout.scores.values() if s.failure]:
         return FUNCTION_FAILED, "; ".join(failures)
     rewards = of_kind(rollout, "reward")
-    if rewards and not applies:
+    if rewards and episode_of(rollout.id) not in scored:
         return NOTHING_APPLIES, (
             f"no reward source applies to rollout {rollout.id}: "
             f"{', '.join(s.source for s in rewards)} gave None\n"
