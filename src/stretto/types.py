@@ -78,6 +78,7 @@ class Sampling:
         top_logprobs: likeliest tokens that are reported beside each sampled one.
         max_turn_tokens: of one turn of an episode, whose tokens ``max_new_tokens`` counts, context
             among them. 0: the response is no episode, and what would end a turn ends it.
+        stop: strings that end a turn of an episode, besides those of the settings.
     """
 
     max_new_tokens: int
@@ -87,6 +88,7 @@ class Sampling:
     seed: tuple[int, int] | None = None
     top_logprobs: int = 0
     max_turn_tokens: int = 0
+    stop: tuple[str, ...] = ()
 
     @property
     def distribution(self) -> tuple[float, int, float]:
@@ -226,6 +228,7 @@ class Observation:
         left: the same of the sample whose turn it was, where another one goes on: that sample reads
             its turn alone.
         max_turn_tokens: of the turn that is asked for, where that is less than the run's; else 0.
+        stop: strings that end that turn, besides the run's.
         record: plain data on what was called: names, arguments, statuses, seconds, errors.
     """
 
@@ -238,6 +241,7 @@ class Observation:
     messages: tuple[Message, ...] = ()
     left: tuple[Message, ...] = ()
     max_turn_tokens: int = 0
+    stop: tuple[str, ...] = ()
     record: Mapping[str, Any] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
@@ -254,7 +258,7 @@ class Observation:
     def from_state(cls, state: Mapping[str, Any]) -> Observation:
         """Make an observation of what :meth:`state_dict` returned."""
         tokens = np.array(state["tokens"], np.int32)
-        told = {name: tuple(state.get(name, ())) for name in ("messages", "left")}
+        told = {name: tuple(state.get(name, ())) for name in ("messages", "left", "stop")}
         return cls(**{**state, "tokens": tokens, **told})
 
 

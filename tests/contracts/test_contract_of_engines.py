@@ -474,6 +474,7 @@ def test_a_stop_string_is_looked_for_in_the_present_turn(name: str) -> None:
     r.append(Chunk(0, 0, np.array([9], np.int32), np.zeros(1, np.float32), 0, FinishReason.TURN))
     r.append(r.observe(replace(NOTHING, tokens=context)))
     start = r.response()
+    assert start.sampling
     assert start.turn_start == 1 + len(context)
     free.admit([start])
     (chunk,) = free.decode(4).chunks
@@ -481,12 +482,14 @@ def test_a_stop_string_is_looked_for_in_the_present_turn(name: str) -> None:
     text = Letters().decode(said)
     for stop in (read, read + text[0], text[0], text[1:3]):
         length = next((n for n in range(1, 5) if stop in text[:n]), 4)
-        strings = StopStrings([stop], Letters())
-        engine = SUBJECTS[name](end_tokens=frozenset(), stop=strings)
-        engine.admit([start])
-        (chunk,) = engine.decode(4).chunks
-        assert chunk.tokens.tolist() == said[:length]
-        assert chunk.finish is (FinishReason.TURN if stop in text else None)
+        own = replace(start, sampling=replace(start.sampling, stop=("none such", stop)))
+        for strings, turn in (([stop], start), ([], own), (["none such"], own)):
+            stops = StopStrings(strings, Letters())
+            engine = SUBJECTS[name](end_tokens=frozenset(), stop=stops)
+            engine.admit([turn])
+            (chunk,) = engine.decode(4).chunks
+            assert chunk.tokens.tolist() == said[:length]
+            assert chunk.finish is (FinishReason.TURN if stop in text else None)
 
 
 def test_each_name_of_the_settings_is_an_engine() -> None:

@@ -125,7 +125,9 @@ async def played(
     between: Callable[[], Awaitable[None]] | None = None,
     answer: str = "42",
 ) -> Played:
-    """Play a schedule's part; a turn that ends with '…' was cut off by the limit."""
+    """Play a schedule's part; a turn that ends with '…' was cut off by the limit, one that ends
+    with '|' by a stop string.
+    """
     asked = Prompt(id_, tuple(b"Q"), "Q", data={"answer": answer})
     sampling = Sampling(400, max_turn_tokens=100)
     found, script = Played(), iter(turns)
@@ -150,7 +152,8 @@ async def played(
             await between()
         text = next(script)
         cut = text.endswith("…")
-        tokens = list(text.removesuffix("…").encode()) + ([] if cut else [END])
+        whole = not (cut or text.endswith("|"))
+        tokens = list(text.rstrip("…|").encode()) + ([END] if whole else [])
         logprobs = (np.arange(len(tokens)) / -8).astype(np.float32)
         finish = FinishReason.LENGTH if cut else FinishReason.TURN
         start = len(rollout)

@@ -20,7 +20,7 @@ async def run(data, base_url, api_key, http_client):
     if data["answer"] == "block":
         time.sleep(60)
     if data["answer"] == "refused":
-        await client.chat.completions.create(model="any", messages=QUESTION, stop="x")
+        await client.chat.completions.create(model="any", messages=QUESTION, n=2)
     print("not an answer")
     return {"reward": 1.5, "said": answer.choices[0].message.content}
 

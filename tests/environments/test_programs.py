@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -31,12 +32,12 @@ from stretto.environments.sessions import Sessions
 from stretto.errors import EngineError, EpisodeLostError, RewardError
 from stretto.schedules.rollout import Rollout
 from stretto.serving.answers import received
-from stretto.types import FORKS, Chunk, FinishReason, Prompt, Sampling, episode_of
+from stretto.types import FORKS, Chunk, FinishReason, Observation, Prompt, Sampling, episode_of
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 openai = pytest.importorskip("openai")
-httpx = pytest.importorskip("httpx")
+httpx = pytest.importorskip("httpx2")
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
@@ -278,9 +279,9 @@ def test_wrong_keys_sessions_and_requests_are_refused() -> None:
             with pytest.raises(openai.NotFoundError) as unknown:
                 await ask(client_of(base, api_key), [user("q")])
             assert unknown.value.code == "unknown_session"
-        for options in ({"n": 2}, {"stop": "x"}, {"tool_choice": "required", "tools": [ADD]}):
-            with pytest.raises(openai.BadRequestError):
-                await ask(client, [user("q")], **options)
+        with pytest.raises(openai.BadRequestError) as several:
+            await ask(client, [user("q")], n=2)
+        assert several.value.code == "too_many_answers"
         with pytest.raises(openai.BadRequestError) as long:
             await ask(client, [user("q" * 300)])
         assert long.value.code == "context_length_exceeded"
@@ -298,6 +299,67 @@ def test_wrong_keys_sessions_and_requests_are_refused() -> None:
     limits = [r.response().sampling for r in found.rollouts.values()]
     assert [s and s.max_turn_tokens for s in limits] == [100, 5, 100]
     assert ["temperature" in text for text in said] == [True]  # once
+
+
+FIELDS: dict[str, Any] = {
+    "tool_choice": {"type": "function", "function": {"name": "add"}},
+    "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
+    "presence_penalty": 1.5,
+    "frequency_penalty": 0.1,
+    "logit_bias": {"5": 1},
+    "reasoning_effort": "low",
+    "extra_body": {"repetition_penalty": 1.1, "min_p": 0.1, "guided_json": {}, "mine": 1},
+}
+
+
+def test_fields_that_would_change_the_distribution_are_noted_once() -> None:
+    async def run(data: Mapping[str, Any], base_url: str, api_key: str) -> float:
+        client = client_of(base_url, api_key)
+        await ask(client, [user("q")], tools=[ADD], **FIELDS)
+        await ask(client, [user("r")], tools=[ADD], presence_penalty=0.5, verbosity="low")
+        await ask(client, [user("s")], tool_choice="none", response_format={"type": "text"})
+        return 1.0
+
+    told: list[str] = []
+    (episode,) = episodes(run, ["x", "y", "z"], over=sessions(say=told.append))
+    assert [text.split("[")[0] for text in episode.texts()] == [
+        "",
+        "",
+        "<user>s\n<assistant>",
+    ]  # a request without tools tells of none
+    names = [text.split(" set ")[1].split(", without")[0] for text in told]
+    first = (FIELDS.keys() - {"extra_body"}) | FIELDS["extra_body"].keys()
+    assert names == [", ".join(sorted(first)), "verbosity"]
+
+
+def test_a_stop_string_of_a_request_ends_its_turn() -> None:
+    """The engine gets it with the turn, and the answer and the conversation end before it."""
+
+    async def run(data: Mapping[str, Any], base_url: str, api_key: str) -> float:
+        client = client_of(base_url, api_key)
+        first = await ask(client, [user("q")], stop=["END", "\n\n"])
+        assert (first.choices[0].finish_reason, first.choices[0].message.content) == ("stop", "on")
+        more = [user("q"), {"role": "assistant", "content": "on"}, user("r")]
+        await ask(client, more, max_tokens=5)
+        return 1.0
+
+    async def played_with_stop() -> Any:
+        async with serving(run) as (role, _):
+            return await played(role, ["onEND|", "y"])
+
+    episode = asyncio.run(asyncio.wait_for(played_with_stop(), 60))
+    assert [o.stop for o in episode.observations] == [("END", "\n\n"), (), ()]
+    turn = Rollout(0, Prompt(0, (1,), "Q"), 0, sampling=Sampling(40, 0.5, max_turn_tokens=20))
+    for observation, most, stop in zip(
+        episode.observations[:2], (20, 5), (("END", "\n\n"), ()), strict=True
+    ):
+        turn.log.append(observation)
+        expected = Sampling(40, 0.5, max_turn_tokens=most, stop=stop)
+        assert turn.response().sampling == expected
+    (rollout,) = episode.rollouts.values()
+    assert rollout.messages[:2] == ({"role": "assistant", "content": "on"}, user("r"))
+    again = Observation.from_state(json.loads(json.dumps(episode.observations[0].state_dict())))
+    assert again.stop == ("END", "\n\n")
 
 
 def test_limits_refuse_further_turns_and_the_program_may_still_earn() -> None:
@@ -541,7 +603,7 @@ def test_errors_in_a_process_are_told_and_its_loss_begins_the_episode_anew() -> 
     assert "LookupError: no such page" in failure
     assert "programs_under_test.py, line 17" in failure
     (found,) = in_a_process("run", "refused")
-    assert "stop strings" in found.end.record["failure"]
+    assert "more answers" in found.end.record["failure"]
     assert "programs_under_test.py, line 23" in found.end.record["failure"]
     with raises(EpisodeLostError, "program-lost"):
         in_a_process("run", "die")

@@ -228,6 +228,7 @@ def test_what_would_change_an_answer_is_refused_by_name() -> None:
         "presence_penalty": 0.5,
         "logit_bias": {"5": 1},
         "function_call": "auto",
+        "tool_choice": "required",
     }.items():
         with pytest.raises(ApiError) as caught:
             parsed(ChatRequest, {"messages": MESSAGES, name: value})
@@ -528,12 +529,20 @@ def test_errors_have_openais_form(tiny_folder: Path) -> None:
         await refused(text, 404, "model_not_found", prompt="a", model="gpt-9")
         await refused(text, 400, "context_length_exceeded", prompt="a" * 200)
         await refused(text, 400, "context_length_exceeded", prompt="a", max_tokens=128)
-        await refused(text, 429, "rate_limit_exceeded", prompt="a", n=9)
+        await refused(text, 400, "too_many_answers", prompt="a", n=9)
         await refused(text, 400, "invalid_prompt", prompt=[10_000])
-        await refused(text, 400, None, prompt="a", stop="")
+        for stop in ("", ["a"] * 5, "a" * 257):
+            await refused(text, 400, "invalid_value", prompt="a", stop=stop)
         await refused(tokens, 400, "invalid_value", token_ids=[1], sampling_params={"n": 0})
         await refused("/v1/chat/completions", 400, None, messages=MESSAGES)
         await refused("/v1/embeddings", 404, None)
+        await refused("/v1/responses", 404, None, input="a")
+        assert "/v1/chat/completions" in (await client.post("/v1/responses")).text
+        wrong = await client.get(text)
+        assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+        assert wrong.json()["error"]["message"] == "Method Not Allowed"
+        assert (await client.get("/v1/models/own")).json() == about
+        assert (await client.get("/v1/models/org/o")).json()["error"]["code"] == "model_not_found"
         kind = {"content-type": "application/json"}
         for content, headers, status, code in (
             (b"{", kind, 400, None),
@@ -542,11 +551,20 @@ def test_errors_have_openais_form(tiny_folder: Path) -> None:
             (b"[" * 100_000, kind, 400, None),
             (b" " * (MOST_BYTES + 1), kind, 413, None),
             (b'{"prompt": "a"}', {"content-type": "text/plain"}, 415, None),
+            (b'{"prompt": [' + b"[]," * 200_001 + b"1]}", kind, 413, None),
+            (
+                b'{"prompt": "a", "n": 9}',
+                {"content-type": "Application/JSON;q"},
+                400,
+                "too_many_answers",
+            ),
         ):
             response = await client.post(text, content=content, headers=headers)
             assert (response.status_code, response.json()["error"]["code"]) == (status, code)
         response = await client.get("/v1/models", headers={"host": "site.example:8000"})
         assert response.status_code == 400
+        client.headers["authorization"] = "bearer sécret"
+        assert (await client.get("/v1/models")).status_code == 200
         client.headers["authorization"] = "Bearer other"
         await refused(text, 401, "invalid_api_key", prompt="a")
         assert (await client.get("/health")).status_code == 200

@@ -153,7 +153,7 @@ class RoleFactory:
                 rollout=r,
                 seed=config.seed,
                 end_tokens=end_tokens,
-                stop=StopStrings(r.stop, tokenizer) if r.stop else None,
+                stop=StopStrings(r.stop, tokenizer),
                 rows=r.slots or rows,
                 carry=config.schedule.carry,
                 channel=first or channel,

@@ -117,6 +117,7 @@ async def _serve(
     import uvicorn
 
     from stretto.serving.app import Server
+    from stretto.serving.connections import server_config
     from stretto.serving.streams import AsyncEngine, ThreadGenerator
     from stretto.workers.threads import WorkerThread
 
@@ -137,10 +138,7 @@ async def _serve(
             hosts=OWN_HOSTS if own else ("*",),
             end_tokens=policy.engine.settings.end_tokens,
         ).app
-        config = uvicorn.Config(
-            app, log_level="warning", lifespan="off", timeout_graceful_shutdown=PATIENCE_S
-        )
-        server = uvicorn.Server(config)
+        server = uvicorn.Server(server_config(app, timeout_graceful_shutdown=PATIENCE_S))
         at = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         of = f", step {policy.step}" if policy.run else ""
         print(f"serving {policy.name}{of} at {at} ({policy.longest} tokens)", flush=True)

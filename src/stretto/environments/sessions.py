@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -22,7 +22,7 @@ from stretto.environments.renderer import open_bridge
 from stretto.environments.templates import Tools
 from stretto.errors import EngineError
 from stretto.saying import Say, silent
-from stretto.scoring.responses import response_text
+from stretto.scoring.responses import before_stop, response_text
 from stretto.types import (
     Chunk,
     FinishReason,
@@ -87,8 +87,10 @@ class Limits:
 class Asked:
     """A request that waits for its turn; a stream of the one chunk that will be its answer."""
 
-    def __init__(self, session: Session, tokens: tuple[int, ...], most: int) -> None:
-        self.tokens, self.most = tokens, most
+    def __init__(
+        self, session: Session, tokens: tuple[int, ...], most: int, stop: tuple[str, ...]
+    ) -> None:
+        self.tokens, self.most, self.stop = tokens, most, stop
         self.is_open = True
         self._session = session
         self._answer: asyncio.Future[Chunk] = asyncio.get_running_loop().create_future()
@@ -156,6 +158,8 @@ class Session:
         key: names it in URLs; nobody can guess it.
         root: id of the episode, and of its first sample.
         longest: tokens of prompt and answer, at most.
+        most: answers to a request.
+        note: tells the user which fields of requests have no effect.
         version: of the weights that sampled the last turn.
         answers: names of the answers so far, in order.
         stop: strings that end a turn, and are no part of its text.
@@ -170,15 +174,16 @@ class Session:
         bridges: Bridges,
         encoder: Encoder,
         limits: Limits,
-        remark: Callable[[], None],
+        note: Callable[[Collection[str]], None],
     ) -> None:
         self.key, self.root = key, response.id
         self.longest, self.version = limits.prompt + limits.response, response.version
         self.answers: list[str] = []
+        self.most = 1
         self.stop = limits.stop
         self.limit, self.turns, self._refused = "", 0, False
         self._asked_prompt, self._bridges, self._encoder = response.prompt, bridges, encoder
-        self._limits, self._remark = limits, remark
+        self._limits, self.note = limits, note
         self._standing: dict[int, tuple[int, ...]] = {}
         self._responses: dict[int, int] = {}  # tokens behind the prompt
         self._known: list[_Known] = []
@@ -239,19 +244,13 @@ class Session:
         """Queue a request; requests of one session are answered one at a time, in their order.
 
         One that equals the request under way takes its place, if that one's client has gone.
-        Raises EngineError if the episode is over, or for several answers at once.
+        Raises EngineError if the episode is over.
         """
-        if len(requests) != 1:
-            raise EngineError(
-                f"a program gets one answer at a time, and asked for {len(requests)} at once; send "
-                "a request for each",
-                "one-answer",
-            )
-        (found, sampling) = requests[0]
-        tokens, own = tuple(found), self._limits.distribution
-        if sampling.distribution not in (own, _PLAIN) or sampling.seed:
-            self._remark()
-        asked = Asked(self, tokens, sampling.max_new_tokens)
+        (request,) = requests
+        tokens, sampling = tuple(request[0]), request[1]
+        if sampling.distribution not in (self._limits.distribution, _PLAIN) or sampling.seed:
+            self.note(["temperature, top_p, top_k or seed"])
+        asked = Asked(self, tokens, sampling.max_new_tokens, sampling.stop)
         if self._lost and self._lost[0] == tokens:
             asked.answer(self._lost[1])
             self._lost = None
@@ -289,6 +288,8 @@ class Session:
             asked = self._waiting.pop(0)
             try:
                 observation = self._observation(asked.tokens)
+                if asked.stop:
+                    observation = replace(observation, stop=asked.stop)
                 if asked.most < self._limits.response:
                     observation = replace(observation, max_turn_tokens=asked.most)
             except EngineError as error:
@@ -407,10 +408,14 @@ class Session:
         read = self._read.get(self._current.tokens) if self._current else None
         if read is not None:
             bridge = self._bridges.of(read.tools)
-            return bridge.parse(turn, ended=ended, tools=read.tools).message
-        finish, tokenizer = FinishReason.STOP if ended else None, self._encoder.tokenizer
-        text = response_text(tokenizer, turn, finish, self.stop)
-        return Message(role="assistant", content=text)
+            message = bridge.parse(turn, ended=ended, tools=read.tools).message
+        else:
+            finish, tokenizer = FinishReason.STOP if ended else None, self._encoder.tokenizer
+            text = response_text(tokenizer, turn, finish, self.stop)
+            message = Message(role="assistant", content=text)
+        if ended and self._current:
+            message["content"] = before_stop(message["content"], self._current.stop)
+        return message
 
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self._encoder.tokenizer.decode(list(tokens)))
@@ -432,12 +437,12 @@ class Sessions:
         self.base_url = ""
         self.bridges, self._encoder, self._limits = bridges, encoder, limits
         self._by_key: dict[str, Session] = {}
-        self._say, self._has_remarked = say, False
+        self._say, self._noted = say, set[str]()
 
     def open(self, response: Response) -> Session:
         """Begin the session of an episode."""
         key = secrets.token_urlsafe(12)
-        session = Session(key, response, self.bridges, self._encoder, self._limits, self._remark)
+        session = Session(key, response, self.bridges, self._encoder, self._limits, self._note)
         self._by_key[key] = session
         return session
 
@@ -445,13 +450,13 @@ class Sessions:
         """Return the session of a key."""
         return self._by_key.get(key)
 
-    def _remark(self) -> None:
-        """Say once that requests do not choose how turns are sampled."""
-        if not self._has_remarked:
-            self._has_remarked = True
+    def _note(self, names: Collection[str]) -> None:
+        """Report once that requests do not choose how turns are sampled."""
+        if new := sorted(set(names) - self._noted):
+            self._noted.update(new)
             self._say(
-                "the program's requests set temperature, top_p, top_k or seed, without effect: "
-                "turns are sampled as the settings of the run, rollout, say"
+                f"the program's requests set {', '.join(new)[:500]}, without effect: turns are "
+                "sampled as the settings of the run, rollout, say"
             )
 
     def close(self, session: Session) -> None:
@@ -495,6 +500,7 @@ def _key(message: Mapping[str, Any]) -> str:
         {"id": call.get("id"), **call.get("function", {})}
         for call in message.get("tool_calls") or ()
     ]
-    others = {k: message[k] for k in ("name", "tool_call_id") if message.get(k)}
+    keys = ("name", "tool_call_id", "reasoning_content")
+    others = {k: message[k] for k in keys if message.get(k)}
     content = message.get("content") or ""
     return _canonical({"role": message["role"], "content": content, "calls": calls, **others})

@@ -53,15 +53,20 @@ class StopStrings:
 
     def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
         self._strings, self._tokenizer = tuple(strings), tokenizer
+
+    def ends(self, tokens: Sequence[int], start: int = 0, more: tuple[str, ...] = ()) -> bool:
+        """Return whether a response or turn, ``tokens[start:]``, has a stop string near its end.
+
+        Args:
+            more: strings besides its own.
+        """
+        strings = self._strings + more
         # Every token stands for at least one byte of text, so a string that was just completed
         # lies within this many tokens; a few more keep multi-byte characters whole.
-        self._window = max(len(s.encode()) for s in strings) + 4
-
-    def ends(self, tokens: Sequence[int], start: int = 0) -> bool:
-        """Return whether a response or turn, ``tokens[start:]``, has a stop string near its end."""
-        tail = tokens[max(start, len(tokens) - self._window) :]
-        text = self._tokenizer.decode(list(tail), skip_special_tokens=False)
-        return any(s in text for s in self._strings)
+        window = max((len(s.encode()) for s in strings), default=0) + 4
+        tail = tokens[max(start, len(tokens) - window) :]
+        text = self._tokenizer.decode(list(tail), skip_special_tokens=False) if strings else ""
+        return any(s in text for s in strings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,7 +357,9 @@ class Engine(ABC):
         if top_logprobs is not None:
             row.top_logprobs.append(top_logprobs)
         stop, turn = self.settings.stop, len(row.prompt) + row.turn_start
-        if token in self.settings.end_tokens or (stop and stop.ends(row.tokens, turn)):
+        if token in self.settings.end_tokens or (
+            stop and stop.ends(row.tokens, turn, row.sampling.stop)
+        ):
             finish = _TURN if row.sampling.max_turn_tokens else FinishReason.STOP
         elif row.tokens_left <= 0:
             finish = FinishReason.LENGTH

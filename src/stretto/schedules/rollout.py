@@ -237,11 +237,13 @@ class Rollout:
 
     @property
     def _turns_sampling(self) -> Sampling | None:
-        """How the present turn is sampled: as the response, but perhaps to fewer tokens."""
-        most = self.log[-1].max_turn_tokens if self.log else 0
-        if not (most and self.sampling):
+        """How the present turn is sampled: as the response, but perhaps to an earlier end."""
+        last = self.log[-1] if self.log else None
+        if not (last and self.sampling and (last.max_turn_tokens or last.stop)):
             return self.sampling
-        return replace(self.sampling, max_turn_tokens=min(most, self.sampling.max_turn_tokens))
+        most = self.sampling.max_turn_tokens
+        most = min(last.max_turn_tokens or most, most)
+        return replace(self.sampling, max_turn_tokens=most, stop=last.stop)
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data and the arrays themselves; of the prompt, its id and a fingerprint."""

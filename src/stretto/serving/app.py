@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from hmac import compare_digest
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +18,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
@@ -24,20 +26,24 @@ from starlette.types import Receive, Scope, Send
 
 from stretto.config import TaskConfig
 from stretto.environments.sessions import Bridges, Session, Sessions
-from stretto.errors import ConfigError, EngineError, StrettoError, TaskError
-from stretto.plain import parse
+from stretto.errors import ConfigError, EngineError, TaskError
+from stretto.scoring.responses import before_stop
 from stretto.serving.answers import Logprobs, Piece, received, sent, token_logprobs
+from stretto.serving.connections import of_engine, read_body, refused, unless_gone
 from stretto.serving.requests import (
     ApiError,
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
+    Limits,
+    R,
     parsed,
+    read_json,
 )
 from stretto.serving.streams import EngineClient, Request, Stream
 from stretto.serving.texts import GrowingText
 from stretto.tasks.base import TaskRow
-from stretto.tasks.encode import Encoder, utf8
+from stretto.tasks.encode import Encoder
 from stretto.tasks.prompts import render
 from stretto.types import FinishReason, Message
 
@@ -50,20 +56,15 @@ DEFAULT_COMPLETION_TOKENS = 16
 MOST_BYTES = 1 << 23
 """Bytes of a request's body, at most."""
 
-_STATUS = {
-    "context-length": (400, "context_length_exceeded"),
-    "too-many-requests": (429, "rate_limit_exceeded"),
-    "engine-stopped": (503, None),
-    "one-answer": (400, "unsupported_parameter"),
-    "episode-over": (400, "episode_over"),
-    "template-breaks": (400, "conversation_rewritten"),
-}
-"""Status and OpenAI's code of an engine's refusals; what is missing is a server's error."""
+INLINE = 1 << 14
+"""Bytes of a body that is read, and log-probs of an answer that is written, in the event loop. More
+take a thread, so that other requests, and a run's schedule, go on meanwhile.
+"""
 
 SESSION = "x-session-id"
 """Header of a request's session, where its path has none."""
 
-T = TypeVar("T")
+P = TypeVar("P")
 
 
 @dataclass
@@ -182,10 +183,12 @@ class Server:
         self._engine, self._tokenizer, self._name = engine, tokenizer, name
         self._key, self._label = api_key, label
         self._encoder, self._since = Encoder(tokenizer), int(time.time())
+        self._widest = max(map(len, tokenizer.get_vocab()))  # characters of a token
         sessions = engine if isinstance(engine, Sessions) else None
         self._bridges = sessions.bridges if sessions else Bridges(self._encoder, end_tokens)
         routes: dict[str, tuple[str, Callable[[HttpRequest], Any]]] = {
             "/v1/models": ("GET", self._models),
+            "/v1/models/{name:path}": ("GET", self._models),
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._complete),
             "/inference/v1/generate": ("POST", self._generate),
@@ -195,20 +198,23 @@ class Server:
         self.app = Starlette(
             routes=[Route("/health", self._health), *guarded, *in_paths],
             middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
-            exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _refused),
+            exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), refused),
         )
 
     def _guarded(self, answer: Callable[[HttpRequest], Any]) -> Callable[[HttpRequest], Any]:
         async def guarded(http: HttpRequest) -> Response:
-            given = http.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
-            if self._key and not compare_digest(given, self._key.encode()):
+            given = http.headers.get("authorization", "")
+            given = given[7:] if given[:7].lower() == "bearer " else given
+            if self._key and not compare_digest(given.encode("latin-1"), self._key.encode()):
                 raise ApiError("this server needs its API key", 401, "invalid_api_key")
             try:
                 response: Response = await answer(http)
+            except ClientDisconnect:
+                return Response(status_code=499)  # which nobody reads
             except TaskError as error:  # a prompt that cannot be read
                 raise ApiError(str(error), 400, "invalid_prompt") from error
             except EngineError as error:
-                raise _of_engine(error) from error
+                raise of_engine(error) from error
             return response
 
         return guarded
@@ -230,22 +236,47 @@ class Server:
     async def _models(self, http: HttpRequest) -> Response:
         about = {"object": "model", "created": self._since, "owned_by": "stretto"}
         model = {"id": self._name, **about, "max_model_len": self._client(http).longest}
+        if "name" in http.path_params:
+            self._check_model(self._client(http), http.path_params["name"])
+            return JSONResponse(model)
         return JSONResponse({"object": "list", "data": [model]})
 
+    def _check_model(self, client: EngineClient | Session, name: str | None) -> None:
+        if not isinstance(client, Session) and name not in (None, "", self._name):
+            message = f"the model '{name}' does not exist; there is '{self._name}'"
+            raise ApiError(message, 404, "model_not_found", "model")
+
+    async def _read(
+        self, http: HttpRequest, kind: type[R], prompts: Callable[[R], P]
+    ) -> tuple[R, P]:
+        """Read a request and make its prompts, on a thread where that may take long."""
+        client, raw = self._client(http), await read_body(http, MOST_BYTES)
+        note, longest = client.note if isinstance(client, Session) else None, client.longest
+        limits = Limits(client.most, longest, longest * self._widest, note)
+
+        def work() -> tuple[R, P]:
+            asked = parsed(kind, read_json(raw, limits), limits)
+            return asked, prompts(asked)
+
+        slow = kind is ChatRequest or len(raw) > INLINE  # a first chat proves the template's ways
+        return await asyncio.to_thread(work) if slow else work()
+
     async def _chat(self, http: HttpRequest) -> Response:
-        asked = parsed(ChatRequest, await _json(http))
         if not self._tokenizer.chat_template:
             raise ApiError("the model has no chat template; it takes /v1/completions")
-        client, tools = self._client(http), asked.offered
-        turns = [received(m.model_dump(exclude_none=True)) for m in asked.messages]
-        prompt = self._chat_prompt(client, turns, tools)
+        client = self._client(http)
+        prompts = partial(self._chat_prompt, client)
+        asked, (turns, prompt) = await self._read(http, ChatRequest, prompts)
+        tools, stop = asked.offered, asked.stop or ()
         most = asked.max_completion_tokens or asked.max_tokens
 
         def message(piece: Piece) -> Message:
             if not tools:
                 return Message(role="assistant", content=piece.text)
             ended = piece.finish is FinishReason.STOP
-            return self._bridges.of(tools).parse(piece.tokens, ended=ended, tools=tools).message
+            told = self._bridges.of(tools).parse(piece.tokens, ended=ended, tools=tools).message
+            told["content"] = before_stop(told["content"], stop if ended else ())
+            return told
 
         def choice(piece: Piece, whole: bool) -> dict[str, Any]:
             if asked.likeliest is None:
@@ -272,31 +303,32 @@ class Server:
         return await self._answer(http, asked, [prompt], most, form)
 
     def _chat_prompt(
-        self,
-        client: EngineClient | Session,
-        turns: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
-    ) -> Sequence[int]:
-        """Return the tokens of a conversation."""
+        self, client: EngineClient | Session, asked: ChatRequest
+    ) -> tuple[Sequence[Message], Sequence[int]]:
+        """Return a conversation, and its tokens."""
+        turns = [received(m.model_dump(exclude_none=True)) for m in asked.messages]
+        tools = asked.offered
         try:
             if isinstance(client, Session):
-                return client.prompt(turns, tools)
+                return turns, client.prompt(turns, tools)
             if tools:
-                return self._bridges.of(tools).prompt(turns, tools)[0]
+                return turns, self._bridges.of(tools).prompt(turns, tools)[0]
         except ConfigError as error:  # the template cannot do it
             raise ApiError(str(error), 400, "unsupported_parameter", "tools") from error
         row = TaskRow(tuple(turns))
-        return render(row, TaskConfig(), self._tokenizer, encoder=self._encoder).tokens
+        return turns, render(row, TaskConfig(), self._tokenizer, encoder=self._encoder).tokens
 
     async def _complete(self, http: HttpRequest) -> Response:
-        asked = parsed(CompletionRequest, await _json(http))
         plain = TaskConfig(chat="off")
-        prompts = [
-            self._checked(p)
-            if not isinstance(p, str)
-            else render(TaskRow(p), plain, self._tokenizer, encoder=self._encoder).tokens
-            for p in asked.prompt
-        ]
+
+        def tokens(p: str | list[int]) -> Sequence[int]:
+            if not isinstance(p, str):
+                return self._checked(p)
+            return render(TaskRow(p), plain, self._tokenizer, encoder=self._encoder).tokens
+
+        asked, prompts = await self._read(
+            http, CompletionRequest, lambda asked: [tokens(p) for p in asked.prompt]
+        )
         in_session = isinstance(self._client(http), Session)  # where the run sets the limit
         most = asked.max_tokens or (None if in_session else DEFAULT_COMPLETION_TOKENS)
 
@@ -314,9 +346,10 @@ class Server:
         return await self._answer(http, asked, prompts, most, form)
 
     async def _generate(self, http: HttpRequest) -> Response:
-        asked = parsed(GenerateRequest, await _json(http))
+        asked, prompt = await self._read(
+            http, GenerateRequest, lambda asked: self._checked(asked.token_ids)
+        )
         params = asked.sampling_params
-        prompt = self._checked(asked.token_ids)
 
         def choice(piece: Piece, _: bool) -> dict[str, Any]:
             logprobs = None if params.likeliest is None else {"content": token_logprobs(piece)}
@@ -344,21 +377,16 @@ class Server:
         Without ``most`` tokens an answer may take what the prompt leaves of the context.
         """
         client, options = self._client(http), asked.options
-        in_session = isinstance(client, Session)  # which has one model, whatever its name
-        if not in_session and asked.model not in (None, "", self._name):
-            message = f"the model '{asked.model}' does not exist; there is '{self._name}'"
-            raise ApiError(message, 404, "model_not_found", "model")
-        if in_session and options.stop_strings:
-            message = "turns of an episode end with the stop strings of the run, rollout.stop"
-            raise ApiError(message, 400, "unsupported_parameter", "stop")
-        if "" in (stop := options.stop_strings):
-            raise ApiError("an empty stop string ends every answer", param="stop")
-        if in_session:
-            stop = list(client.stop)
+        in_session = isinstance(client, Session)
+        self._check_model(client, asked.model)
         requests = [
             Request(p, options.sampling(i, most or _room(client, p)))
             for i, p in enumerate(p for p in prompts for _ in range(options.choices))
         ]
+        stop = list(options.stop or ())
+        if isinstance(client, Session):
+            stop += client.stop
+            client.note(["stop_token_ids"] if options.stop_token_ids else [])
         name = asked.request_id or f"{form.prefix}{uuid.uuid4().hex}"
         about: dict[str, Any] = {"created": int(time.time()), "model": self._name}
         if form.kind:
@@ -384,7 +412,7 @@ class Server:
         if asked.stream:
             return _EventStream(self._events(call), stream)
         with closing(stream):
-            return await _unless_gone(http, self._whole(call))
+            return await unless_gone(http, self._whole(call))
 
     async def _whole(self, call: _Call) -> Response:
         answers = [Piece(i) for i in range(len(call.texts))]
@@ -393,13 +421,23 @@ class Server:
         if call.said:
             for answer in answers:
                 call.said(answer)
-        found = {
-            **call.about,
-            "choices": [call.choice(answer, True) for answer in answers],
-            "usage": _usage(call, [len(answer.tokens) for answer in answers]),
-            **self._versioned(call, answers),
-        }
-        return JSONResponse({**found, **_prompt_ids(call)})
+
+        def body() -> str:
+            found = {
+                **call.about,
+                "choices": [call.choice(answer, True) for answer in answers],
+                "usage": _usage(call, [len(answer.tokens) for answer in answers]),
+                **self._versioned(call, answers),
+                **_prompt_ids(call),
+            }
+            # In pieces, between which other threads run.
+            encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+            return "".join(encoder.iterencode(found))
+
+        likely = call.asked.options.likeliest
+        entries = 0 if likely is None else (likely + 1) * sum(len(a.tokens) for a in answers)
+        content = await asyncio.to_thread(body) if entries > INLINE else body()
+        return Response(content, media_type="application/json")
 
     async def _events(self, call: _Call) -> AsyncIterator[str]:
         """Yield the events of a stream."""
@@ -431,7 +469,7 @@ class Server:
                     yield _event({**call.about, "choices": choices, **versioned, **first})
                     first = {}
         except EngineError as error:
-            yield _event(_of_engine(error).body)
+            yield _event(of_engine(error).body)
         else:
             if asked.with_usage:
                 yield _event({**call.about, "choices": [], "usage": _usage(call, counts)})
@@ -482,53 +520,3 @@ def _usage(call: _Call, counts: Sequence[int]) -> dict[str, int]:
 
 def _event(body: Mapping[str, Any]) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
-
-
-async def _json(http: HttpRequest) -> Any:
-    # Of browsers, a page of another site may send other types without having asked the server.
-    if http.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-        raise ApiError("requests have the header Content-Type: application/json", 415)
-    body = bytearray()
-    async for part in http.stream():
-        body += part
-        if len(body) > MOST_BYTES:
-            raise ApiError(f"the body has more than {MOST_BYTES} bytes", 413)
-    try:
-        found = parse(body)
-        utf8(json.dumps(found, ensure_ascii=False))  # JSON spells what is no Unicode, too
-    except ValueError as error:
-        raise ApiError(f"the body is no JSON: {error}") from error
-    return found
-
-
-async def _unless_gone(http: HttpRequest, work: Any) -> Response:
-    """Do the work of an answer, unless the client goes before."""
-
-    async def gone() -> None:
-        while (await http.receive())["type"] != "http.disconnect":
-            pass
-
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            return Response(status_code=499)  # which nobody reads
-        response: Response = await working
-        return response
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-def _of_engine(error: StrettoError) -> ApiError:
-    status, code = _STATUS.get(error.code, (500, None))
-    return ApiError(str(error), status, code)
-
-
-async def _refused(_: HttpRequest, error: Exception) -> Response:
-    if isinstance(error, HTTPException):
-        error = ApiError(error.detail, error.status_code)
-    if not isinstance(error, ApiError):
-        error = ApiError("the server has a fault, which its log shows", 500)
-    return JSONResponse(error.body, error.status)

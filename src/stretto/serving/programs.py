@@ -12,6 +12,7 @@ import uvicorn
 
 from stretto.environments.sessions import Sessions
 from stretto.serving.app import Server
+from stretto.serving.connections import server_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,7 +52,7 @@ class ProgramServer:
             api_key=sessions.api_key,
             hosts=(HOST,),
         ).app
-        self._server = _Quiet(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        self._server = _Quiet(server_config(app))
         self._starting: asyncio.Task[None] | None = None
         self._serving: asyncio.Task[None] | None = None
         self._listener: socket.socket | None = None

@@ -1,16 +1,23 @@
-"""Bodies of requests in OpenAI's and vLLM's form; what would change an answer and is not known, or
-cannot be done, is refused by its name.
+"""Bodies of requests in OpenAI's and vLLM's form.
+
+A field that would change an answer and cannot be honoured is refused by its name. The program of an
+episode may send any field: its turns are drawn from the run's own distribution, and the fields that
+would change that are noted. Limits are checked before anything is made of a request, so that a
+small body cannot ask for much work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+import json
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    SkipValidation,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -18,9 +25,18 @@ from pydantic import (
 )
 
 from stretto.config.sections import Temperature
+from stretto.plain import parse
+from stretto.tasks.encode import utf8
 from stretto.types import Sampling
 
 MOST_CHOICES, MOST_LOGPROBS = 128, 20
+
+MOST_STOPS, MOST_STOP_CHARACTERS = 4, 256
+
+MOST_VALUES = 200_000
+"""Lists, objects and texts of a body, which are parsed while nothing else of the process runs. A
+server of longer contexts takes one a token.
+"""
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -35,7 +51,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens"), (0,)),
     **dict.fromkeys(("functions", "bad_words"), ([],)),
     **dict.fromkeys(("logit_bias", "chat_template_kwargs"), ({},)),
-    **dict.fromkeys(("function_call",), ("none",)),
+    "function_call": ("none",),
     **dict.fromkeys(("echo", "ignore_eos", "use_beam_search", "continue_final_message"), (False,)),
     **dict.fromkeys(("skip_special_tokens", "add_generation_prompt"), (True,)),
     "include_stop_str_in_output": (False,),
@@ -46,6 +62,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "modalities": (["text"],),
     "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
     "output_mode": ("tokens",),
     **dict.fromkeys(
         (
@@ -76,8 +93,45 @@ class ApiError(Exception):
         return {"error": {"message": str(self), **about}}
 
 
+class Limits(NamedTuple):
+    """How much a request may ask for.
+
+    Attributes:
+        answers: prompts times ``n``.
+        tokens: of a prompt and its answer.
+        characters: of a prompt; more of them have more tokens.
+        note: in an episode, is told the names of fields that have no effect there.
+    """
+
+    answers: int = 1 << 30
+    tokens: int = 1 << 30
+    characters: int = 1 << 30
+    note: Callable[[Collection[str]], None] | None = None
+
+    def check(self, prompts: Sequence[str | list[int]], n: int) -> None:
+        """Raise ApiError for prompts that can never fit, or more answers than there is room for."""
+        for prompt in prompts:
+            is_text = isinstance(prompt, str)
+            most, unit = (self.characters, "characters") if is_text else (self.tokens, "tokens")
+            if len(prompt) > most:
+                message = f"a prompt of {len(prompt)} {unit} cannot fit; the most are {most}"
+                raise ApiError(f"{message}. Shorten it", 400, "context_length_exceeded")
+        if len(prompts) * n > self.answers:
+            message = f"{len(prompts)} prompts with n = {n} are more answers than {self.answers}"
+            message += ", which a request may have; send several"
+            raise ApiError(message, 400, "too_many_answers", "n")
+
+
+UNLIMITED = Limits()
+
+_HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
 class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
 
 
 class Options(_Body):
@@ -88,9 +142,14 @@ class Options(_Body):
     temperature: Temperature | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
-    stop: str | list[str] | None = None
+    stop: Annotated[list[StopString], Field(max_length=MOST_STOPS)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
 
     @property
     def options(self) -> Options:
@@ -101,11 +160,6 @@ class Options(_Body):
     def choices(self) -> int:
         """Answers to each prompt."""
         return self.n or 1
-
-    @property
-    def stop_strings(self) -> list[str]:
-        """Strings that end an answer."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
     def likeliest(self) -> int | None:
@@ -123,6 +177,7 @@ class Options(_Body):
             top_p=self.top_p or 1.0,
             seed=None if self.seed is None else (self.seed, number),
             top_logprobs=self.likeliest or 0,
+            stop=tuple(self.stop or ()),
         )
 
 
@@ -149,7 +204,7 @@ class Function(_Body):
     """The function that a call names; its arguments are JSON, as the policy wrote it."""
 
     name: str
-    arguments: str
+    arguments: str | dict[str, Any] = "{}"
 
 
 class ChatCall(_Body):
@@ -175,10 +230,14 @@ class Tool(_Body):
 
 
 class ChatMessage(_Body):
-    """A turn of a conversation, whose content may come in parts that are text."""
+    """A turn of a conversation, whose content may come in parts that are text.
+
+    Keys that no chat template reads are left out: clients append messages as they have them.
+    """
 
     role: str
     content: str
+    reasoning_content: str | None = None
     tool_calls: list[ChatCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
@@ -186,37 +245,41 @@ class ChatMessage(_Body):
     @model_validator(mode="before")
     @classmethod
     def _without_nothing(cls, value: Any) -> Any:
-        """Leave out what an answer of a server has besides its text, where that is nothing."""
+        """Leave out keys without a value; a turn of the assistant may have no content either."""
         if not isinstance(value, dict):
             return value
-        found = {k: v for k, v in value.items() if k == "content" or v not in (None, [])}
-        if found.get("tool_calls") and found.get("content") is None:
-            found["content"] = ""
-        return found
+        known = {k: v for k, v in value.items() if v not in (None, [])}
+        if "content" in value or value.get("role") == "assistant":
+            known.setdefault("content", "")
+        return known
 
     @field_validator("content", mode="before")
     @classmethod
     def _joined(cls, value: Any) -> Any:
         if not isinstance(value, list):
             return value
-        for part in value:
-            match part:
-                case {"type": "text", "text": str(), **others} if not others:
-                    pass
-                case _:
-                    raise ValueError('parts of a content are {"type": "text", "text": "..."} alone')
-        return "".join(part["text"] for part in value)
+        parts = [part if isinstance(part, dict) else {} for part in value]
+        texts = [p.get(p["type"]) for p in parts if p.get("type") in ("text", "refusal")]
+        if len(texts) < len(value) or not all(isinstance(text, str) for text in texts):
+            raise ValueError('parts of a content are {"type": "text", "text": "..."} alone')
+        return "".join(texts)
 
 
 class ChatRequest(_Request, Options):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """The texts of the conversation, as one."""
+        texts = [f"{m.content}{m.reasoning_content or ''}" for m in self.messages]
+        return ["".join([*texts, *(str(tool.function) for tool in self.tools or ())])]
 
     @property
     def offered(self) -> list[dict[str, Any]]:
@@ -241,7 +304,7 @@ class ChatRequest(_Request, Options):
 class CompletionRequest(_Request, Options):
     """``POST /v1/completions``: texts or token ids, one or several."""
 
-    prompt: Annotated[list[str | list[int]], Field(min_length=1)]
+    prompt: Annotated[list[str | list[int]], SkipValidation]
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 
     @property
@@ -249,12 +312,16 @@ class CompletionRequest(_Request, Options):
         """As in other requests."""
         return self.logprobs
 
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """As in other requests."""
+        return self.prompt
+
     @field_validator("prompt", mode="before")
     @classmethod
     def _several(cls, value: Any) -> Any:
-        single = isinstance(value, str) or (isinstance(value, list) and _are_ids(value))
-        prompts = [value] if single else value
-        if not isinstance(prompts, list) or not all(map(_is_prompt, prompts)):
+        prompts = [value] if _is_prompt(value) else value
+        if not isinstance(prompts, list) or not (prompts and all(map(_is_prompt, prompts))):
             raise ValueError("give a text or token ids, or a list of such prompts")
         return prompts
 
@@ -281,8 +348,13 @@ class SamplingParams(Options):
 class GenerateRequest(_Request):
     """``POST /inference/v1/generate``: token ids in, token ids out."""
 
-    token_ids: Annotated[list[int], Field(min_length=1)]
+    token_ids: Annotated[list[int], Field(min_length=1, fail_fast=True)]
     sampling_params: SamplingParams
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """As in other requests."""
+        return [self.token_ids]
 
     @property
     def options(self) -> Options:
@@ -290,40 +362,67 @@ class GenerateRequest(_Request):
         return self.sampling_params
 
 
-R = TypeVar("R", bound=_Request)
+R = TypeVar("R", ChatRequest, CompletionRequest, GenerateRequest)
 
 
-def parsed(kind: type[R], body: Any) -> R:
-    """Return a request; raise ApiError for a body that is none, or asks for what there is not."""
+def read_json(raw: bytes, limits: Limits = UNLIMITED) -> Any:
+    """Return the data of a body; raise ApiError if it is no JSON, or too much to parse."""
+    values = raw.count(b"{") + raw.count(b"[") + raw.count(b'"') // 2
+    if values > (most := max(MOST_VALUES, limits.tokens)):
+        raise ApiError(f"the body has {values} lists, objects and texts; the most are {most}", 413)
+    try:
+        body = parse(raw)
+    except ValueError as error:
+        raise ApiError(f"the body is no JSON: {error}") from error
+    if _HALF_PAIR.search(raw):  # JSON spells what is no Unicode, too
+        utf8(json.dumps(body, ensure_ascii=False))
+    return body
+
+
+def parsed(kind: type[R], body: Any, limits: Limits = UNLIMITED) -> R:
+    """Return a request.
+
+    Raises ApiError for a body that is no request, exceeds the limits, or asks for something that
+    cannot be done.
+    """
     if not isinstance(body, dict):
         raise ApiError("the body must be a JSON object")
-    body = _known(body)
+    body = _known(body, kind, limits)
     if isinstance(inner := body.get("sampling_params"), dict):
         of_text = ("skip_special_tokens", "include_stop_str_in_output")  # and there is none
-        body["sampling_params"] = _known({k: v for k, v in inner.items() if k not in of_text})
+        inner = {k: v for k, v in inner.items() if k not in of_text}
+        body["sampling_params"] = _known(inner, SamplingParams, limits)
     try:
-        return kind.model_validate(body)
+        request = kind.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        unknown = first["type"] == "extra_forbidden"
         parts = [str(part) for part in first["loc"]]
         param = next((part for part in parts if not part.isdigit()), None)
-        place = ".".join(parts)
-        if unknown:
-            message = f"'{place}' is not supported, and would be without effect; leave it out"
-            raise ApiError(message, 400, "unknown_parameter", place) from error
-        raise ApiError(f"'{place}': {first['msg']}", 400, "invalid_value", param) from error
+        message = first["msg"].removeprefix("Value error, ")
+        message = f"'{'.'.join(parts)}': {message}" if parts else message
+        raise ApiError(message, 400, "invalid_value", param) from error
+    limits.check(request.prompts, request.options.choices)
+    return request
 
 
-def _known(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a body without fields that change nothing; refuse those that cannot be honoured."""
-    kept = {}
+def _known(body: Mapping[str, Any], kind: type[_Body], limits: Limits) -> dict[str, Any]:
+    """Return the fields that a request has; refuse others, or note them in an episode."""
+    kept: dict[str, Any] = {}
+    noted = []
     for name, value in body.items():
-        if name in WITHOUT_EFFECT or (name in NEUTRAL and value in (None, *NEUTRAL[name])):
-            continue
-        if name in NEUTRAL:
+        neutral = value is None or name in WITHOUT_EFFECT or value in NEUTRAL.get(name, ())
+        is_field = name in kind.model_fields
+        if neutral or (is_field and name not in NEUTRAL):
+            kept |= {name: value} if is_field and value is not None else {}
+        elif limits.note:
+            noted.append(name)
+        elif name in NEUTRAL:
             raise ApiError(
                 f"'{name}' is not supported; leave it out", 400, "unsupported_parameter", name
             )
-        kept[name] = value
+        else:
+            message = f"'{name}' is not supported, and would be without effect; leave it out"
+            raise ApiError(message, 400, "unknown_parameter", name)
+    if noted and limits.note:
+        limits.note(noted)
     return kept

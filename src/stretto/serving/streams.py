@@ -43,10 +43,12 @@ class EngineClient(Protocol):
 
     Attributes:
         longest: tokens of prompt and answer, at most.
+        most: answers to a request, at most.
         version: of the weights that the next request is answered with, if none come before.
     """
 
     longest: int
+    most: int
     version: int
 
     def submit(self, requests: Sequence[Request]) -> Stream:
@@ -101,8 +103,8 @@ class AsyncEngine:
 
     def __init__(self, generator: Decodes, longest: int, most: int) -> None:
         """Make one for ``most`` requests at a time, those that wait included."""
-        self.longest, self.version = longest, 0
-        self._generator, self._most = generator, most
+        self.longest, self.most, self.version = longest, most, 0
+        self._generator = generator
         self._ids = count()
         self._streams: dict[int, _Stream] = {}  # by rollout
         self._new: dict[int, Response] = {}
@@ -123,9 +125,9 @@ class AsyncEngine:
                     f"{self.longest}",
                     "context-length",
                 )
-        if len(self._streams) + len(requests) > self._most:
+        if len(self._streams) + len(requests) > self.most:
             raise EngineError(
-                f"{len(self._streams)} requests are under way or wait, of at most {self._most}; "
+                f"{len(self._streams)} requests are under way or wait, of at most {self.most}; "
                 "try again later",
                 "too-many-requests",
             )

@@ -25,6 +25,8 @@ class GrowingText:
         # Text is read in a window: what a token stands for depends on the one before.
         self._start = self._read = 0
         self._text, self._taken = "", 0
+        self._borders = [_borders(string) for string in self._stop]
+        self._begun = [0] * len(self._stop)  # characters at the text's end that begin each string
         self.stopped_by: str | None = None
 
     def add(self, tokens: Sequence[int]) -> int:
@@ -44,7 +46,7 @@ class GrowingText:
             self._extend(last=True)
         end = len(self._text)
         if not last and self.stopped_by is None:
-            end -= self._undecided()
+            end -= max(self._begun, default=0)
         piece, self._taken = self._text[self._taken : end], max(end, self._taken)
         return piece
 
@@ -64,13 +66,31 @@ class GrowingText:
         if found:
             at, self.stopped_by = min(found)
             self._text = self._text[:at]
-
-    def _undecided(self) -> int:
-        """Return the length of the longest end of the text that begins a stop string."""
-        text = self._text
-        begun = (n for s in self._stop for n in range(1, len(s)) if text.endswith(s[:n]))
-        return max(begun, default=0)
+            return
+        for i, (string, borders) in enumerate(zip(self._stop, self._borders, strict=True)):
+            self._begun[i] = _matched(string, borders, self._text[known:], self._begun[i])
 
     def _decoded(self, tokens: Sequence[int]) -> str:
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         return cast(str, self._tokenizer.decode(list(tokens), **options))
+
+
+def _matched(string: str, borders: Sequence[int], text: str, matched: int = 0) -> int:
+    """Return how many characters of a string's beginning a text ends with (Knuth, Morris, Pratt).
+
+    Args:
+        matched: the same of what comes before the text.
+    """
+    for character in text:
+        while matched and string[matched] != character:
+            matched = borders[matched - 1]
+        matched += string[matched] == character
+    return matched
+
+
+def _borders(string: str) -> list[int]:
+    """Return for each beginning of a string the length of its longest proper end that begins it."""
+    borders = [0] * len(string)
+    for end in range(1, len(string) - 1):
+        borders[end] = _matched(string, borders, string[end], borders[end - 1])
+    return borders

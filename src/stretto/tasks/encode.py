@@ -151,7 +151,7 @@ class Encoder:
                 return ids
         if not self.tokenizer.is_fast:
             return self._by_parts(escaped, special)
-        return list(self._twin.encode(self._exchanged(escaped), add_special_tokens=special).ids)
+        return list(self._twin_encoded(escaped, special).ids)
 
     def spelled(self, ids: Sequence[int]) -> str:
         """Return the escaped text of tokens: what spells a control token in it is one."""
@@ -189,7 +189,7 @@ class Encoder:
             ids, spans = list(encoded["input_ids"]), list(encoded["offset_mapping"])
             if self._are_written(ids, escaped, special):
                 return ids, spans
-        made = self._twin.encode(self._exchanged(escaped), add_special_tokens=special)
+        made = self._twin_encoded(escaped, special)
         return list(made.ids), list(made.offsets)
 
     def _are_written(self, ids: Iterable[int], escaped: str, special: bool) -> bool:
@@ -203,6 +203,10 @@ class Encoder:
     @cached_property
     def _around(self) -> int:
         return sum(map(self._ids.__contains__, self.tokenizer("")["input_ids"]))
+
+    def _twin_encoded(self, escaped: str, special: bool) -> Any:
+        # As a batch, because other threads run while a batch is encoded.
+        return self._twin.encode_batch([self._exchanged(escaped)], add_special_tokens=special)[0]
 
     @cached_property
     def _twin(self) -> Tokenizer:
