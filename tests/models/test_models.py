@@ -22,11 +22,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import liger
 
 from raising import raises
-from stretto.config import ModelConfig, recipes
+from stretto.assembly.models import Overrides
+from stretto.assembly.parts import open_prompts
+from stretto.config import Config, ModelConfig, recipes
 from stretto.errors import ConfigError, MissingExtraError, ModelError
 from stretto.models import resolve as resolving
 from stretto.models.backend import pick_device, pick_dtype
@@ -132,6 +134,40 @@ def test_tiny_resolves_loads_and_reloads_identically(cache: Path, tmp_path: Path
     assert torch.equal(logits(lm(tmp_path / "saved")), logits(model))
     again = load_tokenizer(tmp_path / "saved")
     assert again("a b").input_ids == tokenizer("a b").input_ids
+
+
+def test_arguments_of_a_tokenizer_without_a_json_form_are_left_out(
+    tiny: Path, tmp_path: Path
+) -> None:
+    """TRL's online_dpo.py gives the tokenizer the model's dtype."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny, dtype=torch.bfloat16)
+    with pytest.raises(TypeError):
+        tokenizer.save_pretrained(tmp_path / "plain")
+    save_model(lm(tiny), tokenizer, tmp_path / "saved")
+    assert tokenizer.init_kwargs["dtype"] is torch.bfloat16
+    again = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert "dtype" not in again.init_kwargs
+    assert again.get_vocab() == tokenizer.get_vocab()
+    assert again.chat_template == tokenizer.chat_template
+    assert again("say cat")["input_ids"] == tokenizer("say cat")["input_ids"]
+
+
+def test_a_model_whose_tokenizer_cannot_be_saved_is_kept(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("made by hand")
+
+    model, tokenizer = lm(tiny), load_tokenizer(tiny)
+    monkeypatch.setattr(tokenizer, "save_pretrained", refuse)
+    with raises(ModelError, "tokenizer-not-saved", "made by hand", "saved"):
+        save_model(model, tokenizer, tmp_path / "saved")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert all(map(torch.equal, saved.parameters(), model.parameters()))
+    # A run finds out before it starts.
+    overrides = Overrides(actor=model, tokenizer=tokenizer)
+    with raises(ModelError, "tokenizer-not-saved", "made by hand"):
+        open_prompts(Config(), overrides, silent)
 
 
 def test_tiny_depends_on_its_seed_alone(tiny: Path, tmp_path: Path) -> None:

@@ -23,7 +23,12 @@ from stretto.assembly.roles import RoleFactory
 from stretto.config import Config, PipelineConfig, RewardConfig
 from stretto.errors import ConfigError
 from stretto.models.forward import positions, unwrapped
-from stretto.models.load import end_token_ids, load_tokenizer, set_checkpointing
+from stretto.models.load import (
+    end_token_ids,
+    load_tokenizer,
+    save_tokenizer,
+    set_checkpointing,
+)
 from stretto.models.lora import check_lora, starting_policy, trained_names
 from stretto.models.resolve import resolve
 from stretto.models.weights import fingerprint
@@ -57,6 +62,8 @@ def open_prompts(config: Config, overrides: Overrides, say: Say) -> PromptSource
     tokenizer = overrides.tokenizer or load_tokenizer(
         resolve(m.name, say), m.trust_remote_code, say
     )
+    if overrides.tokenizer:
+        save_tokenizer(tokenizer)
     task = overrides.task or overrides.opened or tasks.load(config.task, config.seed, say)
     prompts = PromptSource(task, config.task, tokenizer, config.seed)
     if overrides.looks_at:

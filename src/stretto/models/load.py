@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -278,13 +280,15 @@ def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> 
 
     LoRA's adapters are merged into a copy, and go to ``folder / "adapter"`` by themselves, too;
     weights in 4 bits are of the type that they were loaded from in that copy.
-    Raises ModelError or StorageError if it cannot be saved; a former folder stays then.
+    Raises ModelError or StorageError if it cannot be saved; a former folder stays then. A model
+    whose tokenizer alone cannot be saved is kept, before ModelError says so.
     """
     from safetensors import SafetensorError
 
+    lacking: ModelError | None = None
     with files.explained(folder), files.new_folder(folder) as scratch:
         try:
-            _write(model, tokenizer, scratch)
+            _write(model, scratch)
         except SafetensorError as error:  # it has no errno to tell
             raise OSError(str(error)) from error
         except ValueError as error:
@@ -293,6 +297,51 @@ def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> 
                 "the folder that the model was loaded from",
                 "model-not-saved",
             ) from error
+        try:
+            save_tokenizer(tokenizer, scratch)
+        except ModelError as error:
+            lacking = ModelError(f"the model is in '{folder}', but {error}", error.code)
+    if lacking:
+        raise lacking
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path | None = None) -> None:
+    """Write a tokenizer; without a folder only try to, so that training does not start in vain.
+
+    Arguments of its constructor that have no JSON form, such as a dtype, are left out.
+    Raises ModelError if it cannot be saved.
+    """
+    if folder is None:
+        with tempfile.TemporaryDirectory() as scratch:
+            return save_tokenizer(tokenizer, Path(scratch))
+    given: dict[str, Any] = getattr(tokenizer, "init_kwargs", {})
+    try:
+        try:
+            tokenizer.save_pretrained(folder)
+        except TypeError:
+            tokenizer.init_kwargs = {key: v for key, v in given.items() if _is_written(v)}
+            tokenizer.save_pretrained(folder)
+    except OSError:
+        raise
+    except Exception as error:  # a tokenizer may be anyone's code
+        raise ModelError(
+            f"the tokenizer ({type(tokenizer).__name__}) cannot be saved: {type(error).__name__}: "
+            f"{first_line(error)}. See that its save_pretrained works",
+            "tokenizer-not-saved",
+        ) from error
+    finally:
+        if given:
+            tokenizer.init_kwargs = given
+
+
+def _is_written(value: Any) -> bool:
+    from transformers import AddedToken
+
+    try:
+        json.dumps(value, default=lambda part: str(part) if isinstance(part, AddedToken) else part)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 @torch.no_grad()
@@ -316,7 +365,7 @@ def _dequantized(model: Any) -> Any:
     return model
 
 
-def _write(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def _write(model: Any, folder: Path) -> None:
     if hasattr(model, "merge_and_unload"):
         # The embeddings are not trained, and looking for changes in them would ask the hub.
         model.save_pretrained(folder / "adapter", save_embedding_layers=False)
@@ -333,4 +382,3 @@ def _write(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None
         generation.do_sample = True
     with quiet_transformers():
         model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
