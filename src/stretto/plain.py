@@ -102,6 +102,8 @@ def form(value: Any) -> Any:
         return sorted(value, key=str)
     if isinstance(value, Mapping):
         return dict(value)
+    if hasattr(value, "model_dump") and not isinstance(value, type):  # pydantic's
+        return dict(value.model_dump())
     if isinstance(value, Number | UUID | PurePath) or hasattr(value, "total_seconds"):
         return str(value)
     raise TypeError(f"got {value!r}")

@@ -130,7 +130,7 @@ def test_a_dict_of_environments_is_chosen_from_by_the_row(places: Places) -> Non
     role = role_of(places("WORLDS"))
     opening, seen = play(role, "3", environment="gym", goal=4)
     assert said(seen) == ["higher"]
-    assert opening.prompt.messages[-1]["content"] == "goguess"
+    assert opening.prompt.messages[-1]["content"] == "go\nguess"
     opening, _ = play(role, "x", environment="vault", secret=4)
     assert opening.prompt.text.startswith("[tools")
     assert "look" in opening.prompt.text
@@ -181,7 +181,7 @@ def test_openrlhf(places: Places) -> None:
 
 def test_openenv_and_tinker(places: Places) -> None:
     opening, first, last = play(role_of(places("Open")), "on", "end")
-    assert opening.prompt.messages[-1]["content"] == "goready"
+    assert opening.prompt.messages[-1]["content"] == "go\nready"
     assert said(first) == ["did on"]
     assert last.ended_by == "environment"
     opening, first, last = play(role_of(places("Tink")), "on", "end")

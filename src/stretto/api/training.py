@@ -22,7 +22,7 @@ from stretto.config import (
     recipes,
 )
 from stretto.config.training import token_budget
-from stretto.environments.shapes import named_objects
+from stretto.environments.objects import named_objects
 from stretto.errors import (
     ConfigError,
     OutOfMemoryError,

@@ -58,10 +58,11 @@ def open_environment(
         looking = Looking(tuple(j.name for j in judges), overrides.functions, config.reward)
         places = open_places(settings, overrides.environment, looking)
         stack.callback(close_all, places)
-    if places[0].ready["kind"] == "functions" and ENVIRONMENT in config.reward.sources:
+    if not places[0].ready["rewards"] and ENVIRONMENT in config.reward.sources:
         raise ConfigError(
-            "reward.sources has 'environment', and environment.sources names functions; functions "
-            "give no rewards; name another source",
+            "reward.sources has 'environment', and environment.sources names functions, none of "
+            "which returns a reward. Name another source, or return text, reward and metrics with "
+            "the type hint tuple[str, float, dict]",
             "environment-without-rewards",
         )
     if places[0].ready["kind"] == "program":

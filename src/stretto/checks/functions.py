@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import ast
+import builtins
+import copy
 import importlib.util
 import socket
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from inspect import Signature, signature
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from stretto.config.sections import RewardSource
 from stretto.environments.processes import SETTING, locate_source
+from stretto.environments.shapes import BEGINNINGS, unknown_environment
+from stretto.environments.tools import schema_of
 from stretto.errors import ConfigError
 from stretto.machine import is_loopback
 from stretto.scoring.conventions import ENVIRONMENTS, convention_of, not_defined
@@ -19,6 +24,9 @@ from stretto.scoring.functions import locate, require_columns
 
 PATIENCE_S = 4.0
 """Seconds in which a reward server of this machine must take a connection."""
+
+VERL = {"create", "execute", "release"}
+"""Methods of verl's tools."""
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _BRANCHES = (ast.If, ast.Try, ast.With, ast.For, ast.While)
@@ -44,19 +52,104 @@ def check(source: RewardSource, columns: Collection[str] | None) -> None:
 
 
 def check_environments(sources: Iterable[str]) -> None:
-    """Refuse tools or an environment that cannot be found or imported."""
-    for place in map(locate_source, sources):
-        _find(Path(place["file"]), place["function"], SETTING)
-
-
-def _find(file: Path, name: str, setting: str) -> ast.stmt | None:
-    """Return what a file defines by a name; ``None`` where only running it can tell.
-
-    Raises ConfigError if the file cannot be read or imported, or has no such name.
+    """Refuse what cannot be found or imported, is neither a tool nor an environment, or cannot be
+    described to the policy, as far as can be told without running the file.
     """
+    for place in map(locate_source, sources):
+        file, name = Path(place["file"]), place["function"]
+        _check_source(name, _find(file, name, SETTING), dict(_defined(_parsed(file, SETTING)[0])))
+
+
+def _check_source(name: str, found: ast.AST | None, defined: Mapping[str, ast.stmt]) -> None:
+    if isinstance(found, ast.Name) and found.id in defined:
+        found = defined[found.id]
+    if isinstance(found, ast.Assign | ast.AnnAssign) and found.value:
+        _check_source(name, found.value, {k: v for k, v in defined.items() if v is not found})
+    elif isinstance(found, ast.Dict) and found.values:
+        for value in found.values:
+            _check_source(name, value, defined)
+    elif isinstance(found, ast.Constant | ast.List | ast.Tuple | ast.Dict):
+        raise unknown_environment(name, f"a {type(found).__name__.lower()}")
+    elif isinstance(found, ast.Call) and isinstance(found.func, ast.Name):
+        methods = _methods(defined.get(found.func.id), defined)
+        if methods is not None and not methods.keys() >= VERL:
+            raise unknown_environment(name, f"an object of '{found.func.id}'")
+    elif isinstance(found, ast.ClassDef):
+        methods = _methods(found, defined)
+        if methods is not None and not methods.keys() >= VERL:
+            _check_class(name, methods)
+    elif isinstance(found, _FUNCTIONS) and not found.decorator_list and _is_tool(found):
+        schema_of(_without_body(found), name)
+
+
+def _methods(found: ast.stmt | None, defined: Mapping[str, ast.stmt]) -> dict[str, ast.stmt] | None:
+    """The attributes of a class by name; ``None`` where only running the file can tell."""
+    if not isinstance(found, ast.ClassDef) or found.decorator_list or found.keywords:
+        return None
+    methods: dict[str, ast.stmt] = {}
+    for base in reversed(found.bases):
+        own = base.id if isinstance(base, ast.Name) else ""
+        inherited = {} if own == "object" else _methods(defined.get(own), defined)
+        if inherited is None:
+            return None
+        methods |= inherited
+    methods |= dict(_defined(ast.Module(found.body, [])))
+    return None if "__getattr__" in methods else methods
+
+
+def _check_class(name: str, methods: Mapping[str, ast.stmt]) -> None:
+    steps, resets = "step" in methods, "reset" in methods
+    if "run" in methods and not (steps or resets):
+        return
+    if not (BEGINNINGS & methods.keys() if steps else resets):
+        raise unknown_environment(name, "a class")
+    for key, method in methods.items():
+        hidden = steps or key.startswith("_") or key in ("reset", "get_reward")
+        if not hidden and isinstance(method, _FUNCTIONS) and not method.decorator_list:
+            schema_of(_without_body(method, bound=True), name)
+
+
+def _is_tool(found: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a function is no program, and its hint names no class of environments."""
+    parameters = found.args
+    names = {p.arg for p in (*parameters.args, *parameters.kwonlyargs)}
+    program = "base_url" in names or (found.name == "run" and parameters.kwarg)
+    hint = found.returns
+    plain = hint is None or not isinstance(hint, ast.Name | ast.Attribute | ast.Constant)
+    return not program and (plain or (isinstance(hint, ast.Name) and hasattr(builtins, hint.id)))
+
+
+def _without_body(
+    found: ast.FunctionDef | ast.AsyncFunctionDef, *, bound: bool = False
+) -> Callable[..., Any]:
+    """A function with the same name, docstring and parameters, each of which that has a type hint
+    is a text.
+    """
+    parameters, hint = copy.deepcopy(found.args), ast.Name("str", ast.Load())
+    first = [*parameters.posonlyargs, *parameters.args][:1] if bound else []
+    every = (*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs)
+    for parameter in filter(None, (*every, parameters.vararg, parameters.kwarg)):
+        parameter.annotation = parameter.annotation and hint
+    for group in (parameters.posonlyargs, parameters.args):
+        group[:] = [parameter for parameter in group if parameter not in first]
+    nothing = ast.Constant(None)
+    parameters.defaults = [nothing for _ in parameters.defaults]
+    parameters.kw_defaults = [default and nothing for default in parameters.kw_defaults]
+    text = ast.Expr(ast.Constant(ast.get_docstring(found, clean=False)))
+    alike = ast.parse("def f(): pass").body[0]
+    assert isinstance(alike, ast.FunctionDef)
+    alike.name, alike.args, alike.body = found.name, parameters, [text]
+    scope: dict[str, Any] = {}
+    exec(compile(ast.fix_missing_locations(ast.Module([alike], [])), "<tool>", "exec"), scope)
+    made: Callable[..., Any] = scope[found.name]
+    return made
+
+
+def _parsed(file: Path, setting: str) -> tuple[ast.Module, str]:
+    """A file's syntax and text; raise ConfigError if it cannot be read."""
     try:
         text = file.read_text(encoding="utf-8")
-        tree = ast.parse(text, file.name)
+        return ast.parse(text, file.name), text
     except SyntaxError as error:
         line = f"line {error.lineno}: {(error.text or '').strip()}"
         message = f"{setting}: '{file}' is no Python: {error.msg}, {line}"
@@ -64,6 +157,14 @@ def _find(file: Path, name: str, setting: str) -> ast.stmt | None:
     except (OSError, ValueError) as error:
         message = f"{setting}: '{file}' cannot be read: {error}"
         raise ConfigError(message, "reward-file-unreadable") from error
+
+
+def _find(file: Path, name: str, setting: str) -> ast.stmt | None:
+    """Return what a file defines by a name; ``None`` where only running it can tell.
+
+    Raises ConfigError if the file cannot be read or imported, or has no such name.
+    """
+    tree, text = _parsed(file, setting)
     _check_imports(tree, file, setting)
     defined = dict(_defined(tree))
     found = defined.get(name)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import JsonValue
+
 from stretto.config.sections import ENVIRONMENT as ENVIRONMENT
 from stretto.config.sections import NonNegative, NonNegativeInt, Positive, PositiveInt, Section
 
@@ -13,6 +15,8 @@ class EnvironmentConfig(Section):
 
     sources: tuple[str, ...] = ()
     """Python functions that are tools, or one environment or program: 'file.py:name' or 'package.module:name'. Functions: type hints and docstring are what the policy reads. A class with reset and step, or with reset and tools as methods (TRL's environment_factory). A program: async def run(data, base_url, api_key). Rewards of an environment are the source 'environment' of reward.sources."""
+    settings: dict[str, JsonValue] = {}
+    """Settings of the environment itself, by name: env_config of SkyRL-gym's environments, config of verl's tools."""
     max_turns: PositiveInt = 8
     """Turns of an episode, at most."""
     max_turn_tokens: NonNegativeInt = 0

@@ -60,7 +60,7 @@ class Host:
         # A batch of programs waits for turns, which come once all have asked: none may be held up.
         self._unlimited = Runner(sys.maxsize, math.inf, worn, settings["parallel"])
         self._characters = CHARACTERS_PER_TOKEN * settings["max_observation_tokens"]
-        self.source: Source = recognise(named, self._run)
+        self.source: Source = recognise(named, self._run, settings.get("settings", {}))
         if judges and self.source.kind != "environment":
             raise ConfigError(
                 f"reward.sources: '{next(iter(judges))}' has the parameter '{ENVIRONMENTS}', and "
@@ -90,7 +90,8 @@ class Host:
     def ready(self) -> dict[str, Any]:
         """Return what the parent must know of the source."""
         source = self.source
-        return {"kind": source.kind, "tools": source.tools, "replay": source.replay}
+        rewards = {"rewards": source.rewards}
+        return {"kind": source.kind, "tools": source.tools, "replay": source.replay, **rewards}
 
     async def answer(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Do what a request says; an error of users' code is an answer."""

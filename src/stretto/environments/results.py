@@ -14,9 +14,12 @@ from stretto.scoring.conventions import as_number
 CHARACTERS_PER_TOKEN = 64
 """Characters of an answer that are kept for each token that it may have; the rest is never read."""
 
-_OBSERVATION = ("observations", "observation", "messages", "environment_feedback")
+_OBSERVATION = ["observations", "observation", "messages", "environment_feedback"]
+_OBSERVATION += ["next_observation"]
 _REWARD = ("reward", "rewards")
 _DONE = ("done", "terminated", "truncated", "episode_done")
+_UNREAD = {"metadata", "info", "metrics", "tools", "scores", "extra_logs", "sampling_params"}
+"""Names of a result that are neither the observation nor read by the policy."""
 
 
 @dataclass
@@ -74,17 +77,34 @@ def read_step(result: Any) -> Step:
         observation, reward = result[:2]
         done = bool(result[2]) or (len(result) == 5 and bool(result[3]))
         return _step(observation, reward, done)
-    if isinstance(result, Mapping):
-        if result.get("role"):
-            return _step(result, None, done=False)
-        found = dict(result)
-    elif any(hasattr(result, name) for name in _DONE):
-        names = (*_OBSERVATION, "next_observation", *_REWARD, *_DONE)
-        found = {name: getattr(result, name) for name in names if hasattr(result, name)}
-    else:
+    found = _fields(result)
+    if found is None:
         return _step(result, None, done=False)
-    observation = _first(found, (*_OBSERVATION, "next_observation"))
-    return _step(observation, _first(found, _REWARD), any(bool(found.get(name)) for name in _DONE))
+    done = any(bool(found.get(name)) for name in _DONE)
+    return _step(_observed(found), _first(found, _REWARD), done)
+
+
+def _fields(result: Any) -> dict[str, Any] | None:
+    """The named values of a result; ``None`` for a message, and for what has no names."""
+    if isinstance(result, Mapping):
+        return None if result.get("role") else dict(result)
+    names = (*_OBSERVATION, *_REWARD, *_DONE)
+    if not any(hasattr(result, name) for name in (*_DONE, "observation")):
+        return None
+    known = {name: getattr(result, name) for name in names if hasattr(result, name)}
+    return {**getattr(result, "__dict__", {}), **known}
+
+
+def _observed(found: Mapping[str, Any]) -> Any:
+    """The observation of a result, or all its other fields as text, as OpenEnv's observations are
+    objects with fields of their own.
+    """
+    if any(name in found for name in _OBSERVATION):
+        return _first(found, _OBSERVATION)
+    known = {*_REWARD, *_DONE, *_UNREAD}
+    own = {k: v for k, v in found.items() if k not in known and not k.startswith("_")}
+    texts = [value for value in own.values() if isinstance(value, str)]
+    return (texts[0] if len(texts) == len(own) == 1 else as_text(own)) if own else None
 
 
 def read_opening(result: Any, *, replaces: bool = False) -> Opening:
@@ -93,13 +113,11 @@ def read_opening(result: Any, *, replaces: bool = False) -> Opening:
     """
     if isinstance(result, tuple):
         result = result[0] if result else None
-    if isinstance(result, Mapping) and not result.get("role"):
-        tools = result.get("tools")
-        opening = read_opening(_first(result, _OBSERVATION), replaces=replaces)
-        opening.tools = plain(tools) if tools else None
+    found = _fields(result)
+    if found is not None:
+        opening = read_opening(_observed(found), replaces=replaces)
+        opening.tools = plain(found["tools"]) if found.get("tools") else None
         return opening
-    if not isinstance(result, str) and hasattr(result, "observation"):
-        result = result.observation
     if result is None:
         return Opening()
     messages, is_text = read_messages(result)
@@ -113,6 +131,11 @@ def read_messages(observation: Any) -> tuple[list[dict[str, Any]], bool]:
     one = observation if isinstance(observation, Sequence) else [observation]
     if one and not isinstance(observation, str) and all(_is_message(entry) for entry in one):
         return [_message(entry) for entry in one], False
+    found = None if isinstance(observation, Mapping) else _fields(observation)
+    if found is not None:
+        observation = _observed(found) or ""
+    if _is_content(observation):
+        observation = "".join(map(_text_of, observation))
     if isinstance(observation, str | bytes | bytearray):
         text = as_text(observation)
     else:  # a picture of numbers reads better as Python shows it than as JSON
@@ -135,9 +158,43 @@ def _is_message(entry: Any) -> bool:
     return isinstance(entry, Mapping) and isinstance(entry.get("role"), str)
 
 
+def _is_content(value: Any) -> bool:
+    """Whether a value is the content of a message in parts, as {"type": "text", "text": ...}."""
+    parts = isinstance(value, list) and value
+    return bool(parts) and all(isinstance(p, Mapping) and "type" in p for p in value)
+
+
+def _text_of(part: Mapping[str, Any]) -> str:
+    if part["type"] != "text":
+        raise RewardError(
+            f"it returned a part of the type {part['type']!r}; models read text alone here, so "
+            "return text"
+        )
+    return as_text(part.get("text") or "")
+
+
+def read_result(result: Any) -> tuple[Any, float | None, Any]:
+    """What a function returned, with the reward and metrics that verl's tools add to it."""
+    reward, metrics = None, None
+    if isinstance(result, tuple) and len(result) == 3:
+        first, second, third = result
+        number = second is None or (isinstance(second, int | float) and second is not True)
+        if _is_response(first) or (number and isinstance(third, Mapping)):
+            result, reward, metrics = first, None if second is None else as_number(second), third
+    return (result.text or "") if _is_response(result) else result, reward, metrics
+
+
+def _is_response(value: Any) -> bool:
+    """Whether a value is verl's ToolResponse, of which only the text can be read."""
+    named = all(hasattr(value, name) for name in ("text", "image", "video"))
+    return named and not isinstance(value, type)
+
+
 def _message(entry: Mapping[str, Any]) -> dict[str, Any]:
     others = {str(key): plain(value) for key, value in entry.items() if key != "content"}
     content = entry.get("content")
+    if isinstance(content, list) and _is_content(content):
+        content = "".join(map(_text_of, content))
     return {**others, "content": "" if content is None else as_text(content)}
 
 

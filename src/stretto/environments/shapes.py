@@ -9,21 +9,41 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal
 
 from stretto.environments.launch import is_program, parameters_of, takes_any
-from stretto.environments.results import Opening, Step, error_text, read_opening, read_step
+from stretto.environments.made import (
+    MADE_WITH,
+    Row,
+    VerlTool,
+    accepted,
+    config_for,
+    earns,
+    is_verl,
+    made,
+)
+from stretto.environments.results import (
+    Opening,
+    Step,
+    error_text,
+    read_opening,
+    read_step,
+    summed,
+)
 from stretto.environments.running import CallError, Runner
 from stretto.environments.threads import ObjectThread
 from stretto.environments.tools import Results, Tool, ToolSet, schema_of
 from stretto.errors import ConfigError, RewardError
 from stretto.scoring.conventions import as_number
 
-Row = Mapping[str, Any]
 Turn = Mapping[str, Any]
 """A turn as ``index``, ``text``, ``tokens``, ``calls``, ``message`` and ``finish``, which is
 ``length`` where a limit of tokens cut it."""
+
+_BEGINNINGS = ("reset", "init", "initial_observation")
+BEGINNINGS = {"open", *_BEGINNINGS}
+"""Methods of environments with ``step``, one of which begins an episode."""
 
 Kind = Literal["functions", "environment", "program"]
 
@@ -33,6 +53,7 @@ SHAPES = """\
   TRL        reset(**row) and public methods, which are tools; get_reward()
   gymnasium  reset(seed=, options=), step(action) -> 5 or 4 values; also OpenEnv, Tinker
   SkyRL      init(prompt), step(action) -> dict
+  verl       create(), execute(instance_id, parameters), calc_reward(), release(): a tool
   OpenRLHF   reset(states), step(states) -> dict
   program    async def run(data, base_url, api_key)"""
 
@@ -81,6 +102,7 @@ class Source:
         tools: schemas of tools that all episodes have.
         replay: what the environment says of itself; empty where it does not.
         run: the program, where it is one.
+        rewards: whether the environment gives rewards.
     """
 
     kind: Kind
@@ -88,6 +110,7 @@ class Source:
     tools: list[dict[str, Any]] = field(default_factory=list)
     replay: str = ""
     run: Callable[..., Any] | None = None
+    rewards: bool = True
 
 
 Home = tuple[ObjectThread, Any]
@@ -114,42 +137,40 @@ class Factory:
         return self._factory()
 
 
-def named_objects(tools: Any, environment_factory: Any) -> dict[str, Any]:
-    """Name tools, or what makes environments (a dict of several), as ``environment.sources`` will.
-
-    Raises ConfigError for both at once, and for tools that are no functions.
-    """
-    if tools and environment_factory is not None:
-        raise ConfigError(
-            "tools and environment_factory are both given, and an episode has one of them; make "
-            "the tools methods of the environment",
-            "environments-mixed",
-        )
-    if environment_factory is None:
-        found = [tools] if callable(tools) else list(tools or ())
-        for tool in found:
-            if not inspect.isroutine(tool):
-                raise ConfigError(f"tools are functions; got {tool!r:.80}", "tool-not-function")
-        return {tool.__name__: tool for tool in found}
-    if isinstance(environment_factory, Mapping):
-        made = {key: _factory(each) for key, each in environment_factory.items()}
-        return {"environments": made}
-    name = getattr(environment_factory, "__name__", type(environment_factory).__name__)
-    return {name: _factory(environment_factory)}
+def tools_of(kind: type) -> list[str]:
+    """Names of the methods of TRL's environments that are tools."""
+    names = (name for name, _ in inspect.getmembers(kind, callable))
+    return [n for n in names if not (n.startswith("_") or n in ("reset", "get_reward"))]
 
 
-def _factory(factory: Any) -> Any:
-    return factory if inspect.isclass(factory) else Factory(factory)
+def not_made(name: str, error: Exception) -> ConfigError:
+    """The refusal of what cannot be made without arguments."""
+    return ConfigError(
+        f"environment.sources: '{name}' cannot be made without arguments: {error}",
+        "environment-parameters",
+    )
 
 
-def recognise(named: Mapping[str, Any], run: Runner) -> Source:
+def unknown_environment(name: str, sort: str) -> ConfigError:
+    """The refusal of something that is no environment, and neither a tool nor a program."""
+    return ConfigError(
+        f"environment.sources: '{name}' is {sort} of no known shape. Known:\n{SHAPES}\nGive a "
+        "class and not an object of it. A function that makes environments says so by its return "
+        "type hint",
+        "unknown-environment",
+    )
+
+
+def recognise(
+    named: Mapping[str, Any], run: Runner, settings: Row = MappingProxyType({})
+) -> Source:
     """Make a source of the objects that ``environment.sources`` names, by those names.
 
     Raises ConfigError if their shape is not known, or if they do not go together.
     """
     tools = {name: thing for name, thing in named.items() if _is_tool(thing)}
     if len(tools) == len(named):
-        return _functions(tools, run)
+        return _functions(tools, run, settings)
     if len(named) > 1:
         other = next(name for name in named if name not in tools)
         raise ConfigError(
@@ -161,16 +182,17 @@ def recognise(named: Mapping[str, Any], run: Runner) -> Source:
     if is_program(thing):
         return Source("program", lambda row: _refuse_program(), run=thing)
     if isinstance(thing, Mapping):
-        return _choice(name, thing, run)
-    return _environment(name, thing, run)
+        return _choice(name, thing, run, settings)
+    return _environment(name, thing, run, settings)
 
 
 def _is_tool(thing: Any) -> bool:
     """Return whether it is a function, and neither a program nor one that makes environments."""
-    return inspect.isroutine(thing) and not is_program(thing) and _made_by(thing) is None
+    function = inspect.isroutine(thing) and not is_program(thing) and made_by(thing) is None
+    return function or is_verl(thing)
 
 
-def _made_by(factory: Any) -> type | None:
+def made_by(factory: Any) -> type | None:
     """Return the class of the environments that a class, or a function by its hint, makes."""
     if inspect.isclass(factory):
         return factory
@@ -180,10 +202,11 @@ def _made_by(factory: Any) -> type | None:
         made = inspect.get_annotations(factory, eval_str=True).get("return")
     except Exception:  # a hint may be any expression
         return None
-    return made if inspect.isclass(made) and _shape_of(made) else None
+    return made if inspect.isclass(made) and shape_of(made) else None
 
 
-def _shape_of(kind: type) -> type[_Own | _Trl | _Stepped] | None:
+def shape_of(kind: type) -> type[_Own | _Trl | _Stepped] | None:
+    """The shape of a class by its methods; ``None`` for one that is no environment."""
     if not callable(getattr(kind, "step", None)):
         return _Trl if callable(getattr(kind, "reset", None)) else None
     if callable(getattr(kind, "open", None)):
@@ -194,13 +217,14 @@ def _shape_of(kind: type) -> type[_Own | _Trl | _Stepped] | None:
 
 def is_trl(kind: type) -> bool:
     """Return whether a class is TRL's, whose rewards ``get_reward`` alone gives."""
-    return _shape_of(kind) is _Trl
+    return shape_of(kind) is _Trl
 
 
-def _functions(tools: Mapping[str, Tool], run: Runner) -> Source:
-    by_name: dict[str, Tool] = {}
-    for tool in tools.values():
-        name = tool.__name__
+def _functions(tools: Mapping[str, Any], run: Runner, settings: Row) -> Source:
+    by_name: dict[str, Any] = {}
+    for source, thing in tools.items():
+        tool = VerlTool(source, thing, settings) if is_verl(thing) else thing
+        name = tool.name if isinstance(tool, VerlTool) else tool.__name__
         if name in by_name:
             raise ConfigError(
                 f"environment.sources: two tools have the name '{name}', and the policy calls them "
@@ -208,21 +232,25 @@ def _functions(tools: Mapping[str, Tool], run: Runner) -> Source:
                 "tools-alike",
             )
         by_name[name] = tool
-    schemas = [schema_of(tool, source) for source, tool in tools.items()]
+    verl = {name: tool for name, tool in by_name.items() if isinstance(tool, VerlTool)}
+    schemas = [
+        tool.schema if isinstance(tool, VerlTool) else schema_of(tool, source)
+        for source, tool in zip(tools, by_name.values(), strict=True)
+    ]
     results = Results()
-    return Source("functions", lambda row: _Functions(ToolSet(by_name, run, results)), schemas)
+    kind: Kind = "environment" if verl else "functions"
+    rewards = bool(verl) or any(map(earns, tools.values()))
+    return Source(
+        kind, lambda row: _Functions(by_name, verl, row, run, results), schemas, rewards=rewards
+    )
 
 
-def _environment(name: str, factory: Any, run: Runner) -> Source:
+def _environment(name: str, factory: Any, run: Runner, settings: Row) -> Source:
     """Return the environments that a class or a function makes, a new one or a pooled one each."""
-    kind = _made_by(factory)
-    shape = None if kind is None else _shape_of(kind)
+    kind = made_by(factory)
+    shape = None if kind is None else shape_of(kind)
     if kind is None or shape is None:
-        raise ConfigError(
-            f"environment.sources: '{name}' is {_sort_of(factory)} of no known shape. Known:"
-            f"\n{SHAPES}\nA function that makes environments says so by its return type hint",
-            "unknown-environment",
-        )
+        raise unknown_environment(name, sort_of(factory))
     replay = str(getattr(kind, "replay", "") or "")
     if replay not in ("", "pure", "recorded", "no"):
         raise ConfigError(
@@ -234,28 +262,34 @@ def _environment(name: str, factory: Any, run: Runner) -> Source:
         pool = _Pool(name, factory, kind, run)
         return Source("environment", lambda row: _Trl(pool, row, run), pool.schemas, replay)
     for needed in _needed(factory):
-        if needed not in _GIVEN:
+        if needed not in MADE_WITH:
             raise ConfigError(
                 f"environment.sources: '{name}' cannot be made, as '{needed}' is not known; "
-                f"parameters without a default are any of {', '.join(_GIVEN)}",
+                f"parameters without a default are any of {', '.join(MADE_WITH)}",
                 "environment-parameters",
             )
+    if "env_config" in parameters_of(factory):
+        config_for(factory, settings)  # which raises for settings that do not fit
     tools = getattr(kind, "tools", None)
     schemas = [t if isinstance(t, dict) else schema_of(t, name) for t in _listed(tools)]
     chosen: Any = shape
-    return Source("environment", lambda row: chosen(factory, row, run), schemas, replay)
+    return Source("environment", lambda row: chosen(factory, row, run, settings), schemas, replay)
 
 
-def _sort_of(thing: Any) -> str:
+def sort_of(thing: Any) -> str:
+    """Name the type of a thing, for people."""
     if inspect.isclass(thing):
         return "a class"
     name = type(thing).__name__
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
-def _choice(name: str, factories: Mapping[Any, Any], run: Runner) -> Source:
+def _choice(name: str, factories: Mapping[Any, Any], run: Runner, settings: Row) -> Source:
     """Return environments of several kinds, chosen by the column ``environment`` of the row."""
-    sources = {str(key): _environment(f"{name}[{key!r}]", f, run) for key, f in factories.items()}
+    sources = {
+        str(key): _environment(f"{name}[{key!r}]", each, run, settings)
+        for key, each in factories.items()
+    }
     if not sources:
         raise ConfigError(
             f"environment.sources: '{name}' is an empty dict; name the environments that the "
@@ -287,17 +321,39 @@ def _refuse_program() -> Episode:
 class _Functions(Episode):
     """Functions as tools: a turn without calls ends the episode."""
 
-    def __init__(self, tools: ToolSet) -> None:
-        self._tools = tools
+    def __init__(
+        self,
+        tools: Mapping[str, Any],
+        verl: Mapping[str, VerlTool],
+        row: Row,
+        run: Runner,
+        results: Results,
+    ) -> None:
+        self._tools, self._verl, self._row = tools, verl, row
+        self._run, self._results = run, results
+        self._instances: dict[str, str] = {}
 
     async def open(self, messages: Sequence[Row]) -> Opening:
+        for name, tool in self._verl.items():
+            self._instances[name] = await tool.create(self._row, self._run)
         return Opening()
 
     async def step(self, turn: Turn) -> Step:
         if turn["finish"] == "length" or not turn["calls"]:
             return Step(done=True)
-        messages, records = await self._tools.answer(turn["calls"])
-        return Step(messages, calls=records)
+        own = {name: tool.call(self._instances[name]) for name, tool in self._verl.items()}
+        tools = ToolSet({**self._tools, **own}, self._run, self._results)
+        messages, records = await tools.answer(turn["calls"])
+        return Step(messages, reward=summed(*(r.get("reward") for r in records)), calls=records)
+
+    async def finish(self) -> float | None:
+        made = self._instances.items()
+        return summed(*[await self._verl[name].reward(one, self._run) for name, one in made])
+
+    async def close(self) -> None:
+        while self._instances:
+            name, instance = self._instances.popitem()
+            await self._verl[name].release(instance, self._run)
 
 
 class _Pool:
@@ -311,16 +367,9 @@ class _Pool:
         try:
             self._idle = [_taken_first(factory, kind, run)]
         except Exception as error:
-            raise ConfigError(
-                f"environment.sources: '{name}' cannot be made without arguments: {error}",
-                "environment-parameters",
-            ) from error
+            raise not_made(name, error) from error
         _, first = self._idle[0]
-        self._names = [
-            key
-            for key, _ in inspect.getmembers(type(first), callable)
-            if not (key.startswith("_") or key in ("reset", "get_reward"))
-        ]
+        self._names = tools_of(type(first))
         self.schemas = [schema_of(getattr(first, key), name) for key in self._names]
         self.results = Results()
 
@@ -350,10 +399,10 @@ class _Trl(Episode):
         tools = self._pool.tools(environment)
         self._tools = ToolSet(tools, self._run, self._pool.results, environment, self.thread)
         self.sound = False
-        reset = partial(environment.reset, **_taken(environment.reset, self._row))
+        reset = partial(environment.reset, **accepted(environment.reset, self._row))
         said = await self._run(reset, environment, self.thread)
         self.sound = True
-        return Opening(text=said if isinstance(said, str) else "")
+        return read_opening(said)
 
     async def step(self, turn: Turn) -> Step:
         if turn["finish"] == "length" or not turn["calls"]:
@@ -382,15 +431,10 @@ class _Trl(Episode):
 def _taken_first(factory: Any, kind: type, run: Runner) -> Home:
     """The object that a factory made to be looked at, or a new one."""
     thread = run.thread_for(kind)
-    first = getattr(factory, "first", None)
+    first: list[Home] = getattr(factory, "first", [])
     if first and not thread.main:
         return first.pop()
     return thread, thread.result(factory)
-
-
-_BEGINNINGS = ("reset", "init", "initial_observation")
-_GIVEN = ("row", "extras", "env_config")
-"""What environments may be made with: the row, the same as SkyRL names it, an empty dict."""
 
 
 def _needed(factory: Any) -> list[str]:
@@ -401,21 +445,12 @@ def _needed(factory: Any) -> list[str]:
     return [name for name, p in found if p.kind in kinds and p.default is p.empty]
 
 
-def _made(factory: Any, row: Row) -> Any:
-    if hasattr(factory, "from_dict"):  # rLLM's
-        return factory.from_dict(dict(row))
-    given = {"row": dict(row), "extras": dict(row), "env_config": {}}
-    named = parameters_of(factory)
-    return factory(**{name: value for name, value in given.items() if name in named})
-
-
-def _taken(function: Callable[..., Any], values: Row) -> dict[str, Any]:
-    """Return those of the values that a function takes by their names."""
-    parameters = parameters_of(function)
-    if takes_any(parameters):
-        method = parameters_of(getattr(function, "__func__", function))
-        return {k: v for k, v in values.items() if k in parameters or k not in method}
-    return {key: value for key, value in values.items() if key in parameters}
+def _apart(opening: Opening, messages: Sequence[Row]) -> Opening:
+    """Begin the text of an opening on a new line, unless a space parts it from the prompt."""
+    last = str(messages[-1]["content"])[-1:] if messages else ""
+    if last.strip() and opening.text[:1].strip():
+        opening.text = "\n" + opening.text
+    return opening
 
 
 def _failed_step(place: str) -> dict[str, Any]:
@@ -425,16 +460,17 @@ def _failed_step(place: str) -> dict[str, Any]:
 class _Made(Episode):
     """An environment that is made for each episode, with a ``close`` if it has one."""
 
-    def __init__(self, factory: Any, row: Row, run: Runner) -> None:
+    def __init__(self, factory: Any, row: Row, run: Runner, settings: Row) -> None:
         self._factory, self._row, self._run = factory, row, run
+        self._settings = settings
 
     async def _make(self) -> Any:
-        self.thread = self._run.thread_for(_made_by(self._factory))
+        self.thread = self._run.thread_for(made_by(self._factory))
         first = getattr(self._factory, "first", None)
         if first and not self.thread.main:
             self.thread, self.environment = first.pop()
         else:
-            make = partial(_made, self._factory, self._row)
+            make = partial(made, self._factory, self._row, self._settings)
             self.environment = await self._run(make, thread=self.thread)
         return self.environment
 
@@ -467,7 +503,8 @@ class _Own(_Made):
 
     async def open(self, messages: Sequence[Row]) -> Opening:
         await self._make()
-        return read_opening(await self._call(partial(self.environment.open, dict(self._row))))
+        opened = await self._call(partial(self.environment.open, dict(self._row)))
+        return _apart(read_opening(opened), messages)
 
     async def step(self, turn: Turn) -> Step:
         said = [SimpleNamespace(**call) for call in turn["calls"]]
@@ -490,11 +527,11 @@ class _Stepped(_Made):
         parameters = parameters_of(function)
         if takes_any(parameters):
             values = {k: v for k, v in values.items() if k not in given or k in parameters}
-        result = await self._call(partial(function, **_taken(function, values)))
+        result = await self._call(partial(function, **accepted(function, values)))
         if "states" in parameters:  # OpenRLHF's answer is the prompt, perhaps with more behind it
             said = result.get("observation") if isinstance(result, Mapping) else result
-            return Opening() if said == asked else read_opening(said)
-        return read_opening(result, replaces=begin == "init")
+            return Opening() if said == asked else _apart(read_opening(said), messages)
+        return _apart(read_opening(result, replaces=begin == "init"), messages)
 
     async def step(self, turn: Turn) -> Step:
         parameters = parameters_of(self.environment.step)

@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from stretto.environments.results import as_text, error_text
+from stretto.environments.results import as_text, error_text, read_result
 from stretto.environments.running import CallError, Runner
 from stretto.environments.threads import ObjectThread
 from stretto.errors import ConfigError, nearest
+from stretto.plain import plain
 
 SHARED = 4096
 """Results of deterministic functions that are kept, at most."""
@@ -103,6 +104,10 @@ class ToolSet:
             record["status"] = "unknown"
         try:
             result, shared = await self._result(call)
+            if self._of is None:
+                result, reward, metrics = read_result(result)
+                extra = {"reward": reward, "metrics": metrics}
+                record |= {k: plain(v) for k, v in extra.items() if v is not None}
             text = as_text(result)
             if shared:
                 record["shared"] = True

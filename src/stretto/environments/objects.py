@@ -1,0 +1,72 @@
+"""Tools and environments that a script brings as objects, refused at once if they are neither."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from types import MethodType
+from typing import Any
+
+from stretto.environments.made import is_verl
+from stretto.environments.shapes import (
+    Factory,
+    is_trl,
+    made_by,
+    not_made,
+    shape_of,
+    sort_of,
+    tools_of,
+    unknown_environment,
+)
+from stretto.environments.tools import schema_of
+from stretto.errors import ConfigError
+
+
+def named_objects(tools: Any, environment_factory: Any) -> dict[str, Any]:
+    """Name tools, or what makes environments (a dict of several), as ``environment.sources`` will.
+
+    Raises ConfigError for both at once, and for tools that are no functions.
+    """
+    if tools and environment_factory is not None:
+        raise ConfigError(
+            "tools and environment_factory are both given, and an episode has one of them; make "
+            "the tools methods of the environment",
+            "environments-mixed",
+        )
+    if environment_factory is None:
+        found = list(tools or ()) if isinstance(tools, list | tuple | None) else [tools]
+        for tool in found:
+            if not (inspect.isroutine(tool) or is_verl(tool)):
+                raise ConfigError(
+                    f"tools are functions; got {tool!r:.80}. Give functions, or name them in "
+                    "environment.sources as 'file.py:name'",
+                    "tool-not-function",
+                )
+            if inspect.isroutine(tool):
+                schema_of(tool, tool.__name__)
+        return {getattr(tool, "__name__", type(tool).__name__): tool for tool in found}
+    if isinstance(environment_factory, Mapping):
+        made = {key: _factory(repr(key), each) for key, each in environment_factory.items()}
+        return {"environments": made}
+    name = getattr(environment_factory, "__name__", type(environment_factory).__name__)
+    return {name: _factory(name, environment_factory)}
+
+
+def _factory(name: str, factory: Any) -> Any:
+    """A class, or what makes objects of one; raise ConfigError for what is no environment."""
+    if not inspect.isclass(factory):
+        if not callable(factory) or shape_of(type(factory)):
+            raise unknown_environment(name, sort_of(factory))
+        try:
+            factory = Factory(factory)
+        except Exception as error:
+            raise not_made(name, error) from error
+    kind = made_by(factory)
+    if kind is None or not shape_of(kind):
+        raise unknown_environment(name, f"{sort_of(factory)} that makes {kind}")
+    if is_trl(kind):
+        for key in tools_of(kind):
+            method = inspect.getattr_static(kind, key)
+            bound = MethodType(method, kind) if inspect.isfunction(method) else getattr(kind, key)
+            schema_of(bound, name)
+    return factory
