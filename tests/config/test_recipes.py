@@ -209,3 +209,37 @@ def test_settings_of_other_commands_are_few_and_have_their_help(kind: type[Secti
                 sections.append(info.annotation)
             else:
                 assert info.description, f"{section.__name__}.{key} has no help"
+
+
+def test_paths_in_a_file_are_from_here_or_else_from_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, here = tmp_path / "settings", tmp_path / "here"
+    (folder / "models" / "m").mkdir(parents=True)
+    (folder / "tiny").mkdir()
+    here.mkdir()
+    for name in ("rows.jsonl", "reward.py", "both.jsonl"):
+        (folder / name).write_text("")
+    (here / "both.jsonl").write_text("")
+    monkeypatch.chdir(here)
+    lines = (
+        "[task]",
+        'kind = "dataset"',
+        'name = "rows.jsonl"',
+        'held_out = "both.jsonl"',
+        "[reward]",
+        'sources = ["reward.py:score", "model:models/m", "none.py:score", "http://localhost/x"]',
+        "[model]",
+        'name = "tiny"',
+    )
+    (folder / "s.toml").write_text("\n".join(lines))
+    config = recipes.load(folder / "s.toml")
+    assert config.task.name == str(folder / "rows.jsonl")
+    assert config.task.held_out == "both.jsonl"
+    assert config.reward.sources == (
+        f"{folder / 'reward.py'}:score",
+        f"model:{folder / 'models' / 'm'}",
+        "none.py:score",
+        "http://localhost/x",
+    )
+    assert config.model.name == "tiny"

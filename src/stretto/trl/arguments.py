@@ -333,6 +333,7 @@ def settings(
         "task.kind": "dataset",
         "task.name": "train_dataset",
         "task.chat": "off",
+        "task.columns": {"system": ""},  # TRL does not read this column
         "task.max_prompt_tokens": longest,
         "rollout.batch": sizes.batch,
         "algorithm.name": args.algorithm,

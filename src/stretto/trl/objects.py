@@ -508,7 +508,8 @@ class PromptTask(_Rows):
         super().__init__(rows, tokenizer, name)
         found = [self.row(index) for index in range(len(self))]
         self.chat = "off" if all(isinstance(row.prompt, str) for row in found) else "auto"
-        config = TaskConfig.model_validate({"kind": "dataset", "name": name, "chat": self.chat})
+        own = {"name": name, "chat": self.chat, "columns": {"system": ""}}
+        config = TaskConfig.model_validate({"kind": "dataset", **own})
         how: Any = {"encoder": Encoder(tokenizer), "render": answers.render if answers else None}
         read = (render(row, config, tokenizer, **how) for row in found)
         self.longest = max(len(prompt.tokens) for prompt in read)
