@@ -119,7 +119,7 @@ class Encoder:
         return list(map(self._escaped, value)) if isinstance(value, list) else value
 
     def marked(
-        self, turns: Iterable[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
+        self, turns: Iterable[Message], *, tools: list[dict[str, Any]] | None = None
     ) -> tuple[list[int], list[bool]]:
         """Return the tokens of a conversation, and whether the chat template marks each as said by
         the assistant (its blocks ``{% generation %}``); raise errors as :meth:`chat`.

@@ -231,7 +231,7 @@ class PromptSource:
 
     def _index(self, prompt_id: int) -> int:
         epoch, place = divmod(prompt_id, len(self.task))
-        return self.task.indices[self._order(epoch)[place]]
+        return self.task.indices[int(self._order(epoch)[place])]
 
     def is_held_out(self, prompt_id: int) -> bool:
         """Return whether the prompt with this id is for evaluation alone."""
