@@ -430,6 +430,18 @@ class TrainBatch:
             total += self._of_episodes(source) * (1.0 if weights is None else weights[source])
         return total
 
+    def by_source(self) -> npt.NDArray[np.float64]:
+        """Return each response's reward of each source, [B, S]; NaN if the source does not apply to
+        it, or to any sample of its episode."""
+        columns = []
+        for source in self.rewards:
+            applies = self.applies.get(source, np.ones(len(self), np.bool_))
+            if self.episodes is not None:
+                places = np.unique(self.episodes, return_inverse=True)[1]
+                applies = np.bincount(places, applies)[places] > 0
+            columns.append(np.where(applies, self._of_episodes(source), np.nan))
+        return np.stack(columns, axis=1)
+
     def _of_episodes(self, source: str) -> npt.NDArray[np.float64]:
         """Return a source's rewards [B]; all samples of an episode have the mean of those of its
         samples that the source applies to.

@@ -222,7 +222,11 @@ OF_GRPO: list[tuple[dict[str, Any], str, Any]] = [
     ({"use_vllm": True}, "algorithm.correction_cap", 3.0),
     ({"use_vllm": True, "vllm_importance_sampling_clip_max": 2.0}, "algorithm.correction_cap", 2.0),
     ({"use_vllm": True, "vllm_importance_sampling_cap": 1.5}, "algorithm.correction_cap", 1.5),
-    ({"multi_objective_aggregation": "sum_then_normalize"}, "algorithm.name", "grpo"),
+    (
+        {"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "none"},
+        "algorithm.multi_objective_aggregation",
+        "normalize_then_sum",
+    ),
 ]
 OF_RLOO: list[tuple[dict[str, Any], str, Any]] = [
     ({}, "algorithm.name", "proximal-rloo"),

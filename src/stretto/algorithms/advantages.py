@@ -99,8 +99,24 @@ def group_normalised(
         centred = centred / (rewards.double().std() + STD_EPS)
     elif scale == "group":
         squares, _ = _group_sums(centred.square(), groups)
-        centred = centred / ((squares / (count - 1)).sqrt() + STD_EPS)
+        # A single row has no deviation, and is its own mean.
+        centred = centred / ((squares / (count - 1).clamp(min=1)).sqrt() + STD_EPS)
     return centred.float()
+
+
+def normalised_then_summed(sources: Tensor, weights: Tensor, groups: Tensor) -> Tensor:
+    """``A_i = (Z_i - mean Z) / std Z`` over the batch, of ``Z_i = sum_k w_k (r_ik - mean_k) /
+    std_k`` with mean and deviation of source k over the group (GDPO, arXiv 2601.05242).
+
+    Of rewards [B, S], NaN if a source does not apply, which then adds nothing, weights [S] and
+    groups [B] to [B].
+    """
+    total = torch.zeros(len(sources), dtype=torch.float64)
+    for rewards, weight in zip(sources.T, weights, strict=True):
+        applies = ~rewards.isnan()
+        each = group_normalised(rewards[applies], groups[applies], "group")
+        total[applies] += weight * each.double()
+    return ((total - total.mean()) / (total.std() + STD_EPS)).float()
 
 
 def best_and_worst(scores: Tensor, groups: Tensor) -> list[tuple[int, int]]:

@@ -41,6 +41,8 @@ class Scored:
     groups: Tensor  # [B] int64, the same for the responses to one prompt
     turn_rewards: Tensor | None = None  # [B, T], the part of the scores that is given for turns
     episodes: Tensor | None = None  # [B] int64, the same for the rows of an episode; None: no two
+    sources: Tensor | None = None  # [B, S] float64, of each source; NaN if it does not apply
+    weights: Tensor | None = None  # [S] of the sources
 
     def shared(self) -> Scored:
         """Return the batch with one score and one end an episode: the mean of its rows' scores,

@@ -7,7 +7,14 @@ import math
 import torch
 from torch import Tensor
 
-from stretto.algorithms.advantages import WHITEN_EPS, gae, group_normalised, group_stats, whiten
+from stretto.algorithms.advantages import (
+    WHITEN_EPS,
+    gae,
+    group_normalised,
+    group_stats,
+    normalised_then_summed,
+    whiten,
+)
 from stretto.algorithms.experience import LossInputs, LossTerm, Scored, Targets
 from stretto.algorithms.policy import clipped_surrogate, policy_ratio, policy_term
 from stretto.algorithms.reductions import Metrics, masked_mean, masked_var, weighted_sums
@@ -114,7 +121,11 @@ def grpo_targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> T
     """
     first, place = data.responses()
     totals, groups = rewards.totals[first], data.groups[first]
-    advantages = group_normalised(totals, groups, settings.scale_rewards)[place]
+    if settings.normalizes_sources and data.sources is not None and data.weights is not None:
+        each = normalised_then_summed(data.sources[first], data.weights, groups)
+    else:
+        each = group_normalised(totals, groups, settings.scale_rewards)
+    advantages = each[place]
     return Targets(
         advantages=torch.where(data.mask, advantages[:, None], 0.0),
         stats=group_stats(rewards.scores[first], groups),

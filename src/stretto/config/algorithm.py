@@ -40,7 +40,11 @@ class AlgorithmSpec:
 
 
 _CLIP = ("algorithm.clip", "algorithm.clip_high")
-_GROUPED = ("algorithm.scale_rewards", "algorithm.importance_sampling_level")
+_GROUPED = (
+    "algorithm.scale_rewards",
+    "algorithm.importance_sampling_level",
+    "algorithm.multi_objective_aggregation",
+)
 _VALUES = ("algorithm.gamma", "algorithm.lam", "algorithm.value_clip")
 _WHITENING = ("algorithm.whiten_advantages", "algorithm.whiten_rewards")
 _CRITIC = ("critic.init", "training.critic_lr")
@@ -113,6 +117,10 @@ class AlgorithmConfig(Section):
     """Bring per-token rewards to variance 1, keeping their mean."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide advantages by the standard deviation of the rewards of their group, or of the whole batch. none: Dr. GRPO."""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
+        "sum_then_normalize"
+    )
+    """Way from several reward sources to advantages. sum_then_normalize: compare their weighted sum within the group. normalize_then_sum: normalise each source in its group, and then the weighted sum of these over the batch (GDPO)."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Policy ratios of single tokens, or of a whole response: the geometric mean of its tokens' ratios (GSPO)."""
     mask_truncated_completions: bool = False
@@ -137,6 +145,11 @@ class AlgorithmConfig(Section):
     def kl_place(self) -> Literal["reward", "loss", "implicit"]:
         """Place of the KL; see :attr:`AlgorithmSpec.kl_in`."""
         return self.definition.kl_in if self.kl_in == "auto" else self.kl_in
+
+    @property
+    def normalizes_sources(self) -> bool:
+        """Whether each reward source is normalised for itself."""
+        return self.multi_objective_aggregation == "normalize_then_sum"
 
     @property
     def estimator(self) -> Estimator:
@@ -182,6 +195,20 @@ class AlgorithmConfig(Section):
         broken["old-policy-without-ratio"] = idle and (
             f"algorithm.old_policy = 'proximal' has no effect on '{self.name}', whose loss has "
             "no ratio to an old policy; leave old_policy and correction out"
+        )
+        apart = self.normalizes_sources
+        unfit = "algorithm.multi_objective_aggregation" not in algorithm.settings
+        broken["sources-apart-without-groups"] = (apart and unfit) and (
+            "algorithm.multi_objective_aggregation = 'normalize_then_sum' is for grpo and cispo, and "
+            f"'{self.name}' takes one reward a response; leave it out"
+        )
+        broken["sources-apart-with-kl"] = (apart and self.kl_place == "reward") and (
+            "algorithm.multi_objective_aggregation = 'normalize_then_sum' makes advantages of the "
+            "sources alone, without a KL in the reward; set algorithm.kl_in = 'loss'"
+        )
+        broken["sources-apart-scaled"] = (apart and self.scale_rewards != "group") and (
+            "algorithm.multi_objective_aggregation = 'normalize_then_sum' divides by deviations of "
+            f"the group and of the batch; leave scale_rewards = '{self.scale_rewards}' out"
         )
         whole = algorithm.aggregation is None
         broken["aggregation-of-responses"] = (whole and self.aggregation != "auto") and (

@@ -235,6 +235,12 @@ class Config(Section):
             f"'{a.name}' trains on one response or pair of each prompt, and training.minibatches "
             f"= {minibatches} splits {groups} prompts; lower it to {groups} or less"
         )
+        missing = self.reward.missing_eos
+        broken["sources-apart-with-missing-eos"] = (a.normalizes_sources and missing != "off") and (
+            "algorithm.multi_objective_aggregation = 'normalize_then_sum' has no sum of scores that "
+            f"reward.missing_eos = '{missing}' could change; set reward.missing_eos = 'off', and "
+            "score responses that were cut in a function"
+        )
         frozen = self.critic.freeze_steps
         broken["freeze-without-critic"] = (frozen and not needs.critic) and (
             f"critic.freeze_steps = {frozen}, and '{a.name}' has no critic; set it to 0"

@@ -191,21 +191,9 @@ def start(
     kv_router = KVRouter(meeting) if meeting else None
     names = generator_names(config.rollout.engines)
     generators = [_generator(name, executors[name], sync, kv_router, spans) for name in names]
-    replicas = []
-    for f in functions:
-        if f in judges:
-            continue
-        thread: WorkerThread | CallerThread = workers.thread_of(f.info.name)
-        if f.in_process and not config.schedule.knobs.overlaps(config.rollout.engines):
-            thread = CallerThread(thread)
-        elif f.in_process:
-            say(
-                f"reward function '{f.info.name}' runs on a thread, because stages overlap; one "
-                "that uses signal.alarm, as math-verify does, needs 'file.py:name'"
-            )
-        replicas.append(_function(f, thread, spans))
+    replicas = [_function(f, workers, config, say, spans) for f in functions if f not in judges]
     if held_out and (verifier := held_out.verifier):
-        own = _function(verifier, workers.thread_of(verifier.info.name), spans)
+        own = _function(verifier, workers, config, say, spans)
         replicas.append(replace(own, held_out=True))
         functions = [*functions, verifier]
     for placed in workers.scorers:
@@ -271,8 +259,16 @@ def _generator(
 
 
 def _function(
-    function: FunctionScorer, thread: WorkerThread | CallerThread, spans: Spans
+    function: FunctionScorer, workers: Workers, config: Config, say: Say, spans: Spans
 ) -> ScorerReplica:
+    thread: WorkerThread | CallerThread = workers.thread_of(function.info.name)
+    if function.in_process and not config.schedule.knobs.overlaps(config.rollout.engines):
+        thread = CallerThread(thread)
+    elif function.in_process:
+        say(
+            f"reward function '{function.info.name}' runs on a thread, because stages overlap; one "
+            "that uses signal.alarm, as math-verify does, needs 'file.py:name'"
+        )
     service = ScorerService(function)
     executor = ThreadExecutor(service, thread)
     return ScorerReplica(scorer_client(service.info(), executor, spans))

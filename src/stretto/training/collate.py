@@ -43,6 +43,8 @@ def collate(batch: TrainBatch, weights: Mapping[str, float]) -> Scored:
         groups=torch.from_numpy(batch.prompt_ids),
         turn_rewards=turns,
         episodes=None if batch.episodes is None else torch.from_numpy(batch.episodes),
+        sources=torch.from_numpy(batch.by_source()) if batch.rewards else None,
+        weights=torch.tensor([weights[source] for source in batch.rewards], dtype=torch.float64),
     )
 
 

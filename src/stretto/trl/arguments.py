@@ -68,7 +68,7 @@ CHOICES: dict[str, Collection[Any]] = {
     "importance_sampling_level": ("token", "sequence"),
     "kl_estimator": ("k1", "k3"),
     "lr_scheduler_type": _SCHEDULES,
-    "multi_objective_aggregation": ("sum_then_normalize",),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "optim": OPTIMIZERS,
     "router_aux_loss_coef": (None, 0.0),
     "save_strategy": ("no", "steps", "epoch"),
@@ -399,8 +399,11 @@ def _grouped(args: Any, sizes: Sizes) -> dict[str, Any]:
         found |= {
             "algorithm.aggregation": AGGREGATIONS[args.loss_type],
             "algorithm.scale_rewards": _SCALES.get(args.scale_rewards, args.scale_rewards),
+            "algorithm.multi_objective_aggregation": args.multi_objective_aggregation,
             "algorithm.dual_clip": args.delta or 0.0,
         }
+        if args.multi_objective_aggregation == "normalize_then_sum":
+            del found["algorithm.scale_rewards"]  # TRL does not read it then
         if args.loss_type == "cispo":
             found |= {
                 "algorithm.name": "cispo",
