@@ -136,5 +136,6 @@ def _check_targets(model: nn.Module, targets: Sequence[str]) -> None:
                 )
             chosen[id(module.weight)] = name
     for name, module in modules.items():
-        if (other := chosen.get(id(getattr(module, "weight", None)), name)) != name:
+        other = chosen.get(id(getattr(module, "weight", None)))
+        if other and other != name:
             raise tied_error(other, name)

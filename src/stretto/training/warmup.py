@@ -115,7 +115,7 @@ def _sha256(tensors: Mapping[str, torch.Tensor]) -> str:
     for name in sorted(tensors):
         digest.update(name.encode())
         content = tensors[name].contiguous().reshape(-1).view(torch.uint8)
-        digest.update(memoryview(content.cpu().numpy()))
+        digest.update(content.cpu().numpy().data)
     return digest.hexdigest()
 
 
