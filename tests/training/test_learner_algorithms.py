@@ -44,7 +44,7 @@ from stretto.schedules.rollout import Rollout, train_batch
 from stretto.training import backprop
 from stretto.training.collate import collate
 from stretto.training.learner import PolicyLearner
-from stretto.types import Score
+from stretto.types import FinishReason, Score
 
 
 def naive_gradients(learner: PolicyLearner, actor: Any, batch: Sequence[Rollout]) -> Grads:
@@ -318,6 +318,29 @@ def test_equal_scores_under_online_dpo_make_a_step_without_an_update() -> None:
     assert again["dpo/pairs"] == 3
     assert again["lr"] == pytest.approx(1e-3 * 9 / 10)  # of ten updates planned one has gone by
     assert fingerprint(actor.named_parameters()) != before
+
+
+@pytest.mark.parametrize("frozen", [0, 2])
+def test_a_step_without_an_update_moves_the_schedules_of_the_models_it_trains(frozen: int) -> None:
+    """All responses are cut and masked, so that nothing is learned. Ten steps are planned."""
+    actor = llama()
+    algorithm = {"name": "ppo", "mask_truncated_completions": True}
+    sections = {"critic": {"freeze_steps": frozen}, "training": {"lr_schedule": "linear"}}
+    learner = learner_of(algorithm, actor, **sections)
+    cut = make_batch(actor, algorithm)
+    for r in cut:
+        r.finish = FinishReason.LENGTH
+    actors, critics = [], []
+    for _ in range(10):
+        actors.append(learner.trained["actor"].lr)
+        critics.append(learner.trained["critic"].lr)
+        assert train_on(learner, cut)["critic/grad_norm"] == 0
+    actors.append(learner.trained["actor"].lr)
+    critics.append(learner.trained["critic"].lr)
+    falling = [1 - step / 10 for step in range(11)]
+    assert critics == pytest.approx([critics[0] * share for share in falling])
+    later = [1.0] * frozen + falling[: 11 - frozen]
+    assert actors == pytest.approx([actors[0] * share for share in later])
 
 
 # -- the proximal policy -------------------------------------------------------------------------

@@ -102,7 +102,9 @@ class PolicyLearner:
         for units in minibatches:
             metrics += self._train_minibatch(responses, units, experience, fresh, norms)
         for _ in range(t.updates - len(minibatches)):
-            self._actor.skip()  # fewer units than mini-batches: the schedule counts those planned
+            # With fewer units than mini-batches, schedules go on as if all updates had been made.
+            for name in self._updated:
+                self.trained[name].skip()
         of_passes = self.backprop.finish()
         self._steps += 1
         thawed = self._steps > self.config.critic.freeze_steps
@@ -123,6 +125,12 @@ class PolicyLearner:
             **lr,
         }
         return TrainOutput(stats, experience.rewards.numpy())
+
+    @property
+    def _updated(self) -> list[str]:
+        """The models that this step updates: not the actor while ``critic.freeze_steps`` lasts."""
+        frozen = self._steps < self.config.critic.freeze_steps
+        return [name for name in self.trained if name != "actor" or not frozen]
 
     def publish(self) -> dict[str, WeightsRef]:
         """Publish the next version of ``actor`` and, where there is one, ``critic``.
@@ -222,7 +230,7 @@ class PolicyLearner:
         if self._moved:
             fresh = torch.zeros_like(fresh)
         batches = self.microbatches(responses, units, experience, fresh)
-        thawed = self._steps >= self.config.critic.freeze_steps
+        thawed = "actor" in self._updated
         by_model = self.backprop.run(batches, self._kl.coef, trains_actor=thawed)
         if self._critic:
             norms["critic"] += self._critic.update()
