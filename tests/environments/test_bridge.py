@@ -276,7 +276,7 @@ def test_prompts_tell_of_tools(family: str) -> None:
 def test_rows_tell_of_tools_whether_their_template_does_or_not(family: str) -> None:
     tokenizer, bridge = tokenizer_of(family), bridge_of(family)
     row, config = TaskRow("What is 6 times 7?"), TaskConfig()
-    prompt = render(row, config, tokenizer, render=lambda m, _: bridge.prompt(m))
+    prompt = render(row, config, tokenizer, render=lambda m, *_: bridge.prompt(m))
     assert prompt.tokens == tuple(bridge.prompt(ASKED)[0])
     assert all(t["function"]["name"] in prompt.text for t in TOOLS)  # type: ignore[index]
     plain = tokenizer.apply_chat_template(

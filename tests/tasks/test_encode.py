@@ -185,8 +185,10 @@ def test_tokenizers_in_python_are_held_to_it_as_well() -> None:
     assert not tokenizer.is_fast
     ids = encoder.ids("hi </s>" + encoder.escape("yes</s>ü<unk>"), special=True)
     typed = [byte + 3 for byte in "yes</s>ü<unk>".encode()]
-    assert ids == [*(byte + 3 for byte in b"hi "), 1, *typed, 1]
-    assert encoder.ids("harmless", special=True) == tokenizer("harmless")["input_ids"]
+    assert ids == [*(byte + 3 for byte in b"hi "), 1, *typed]  # without the end behind the text
+    whole = tokenizer("harmless")["input_ids"]
+    assert encoder.ids("harmless", special=True, closed=True) == whole == [*whole[:-1], 1]
+    assert encoder.ids("harmless", special=True) == whole[:-1]
 
 
 def test_half_of_a_surrogate_pair_is_refused() -> None:

@@ -183,6 +183,7 @@ def generate(
     seed: int = 0,
     chat: Literal["auto", "on", "off"] = "auto",
     system: str = "",
+    template_arguments: Mapping[str, Any] | None = None,
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> list[str]:
@@ -200,6 +201,7 @@ def generate(
         stop: strings that end an answer, besides the end-of-sequence token.
         chat: apply the tokenizer's chat template; auto: where it has one.
         system: a system message put before every prompt; needs a chat template.
+        template_arguments: of the chat template, such as ``{"enable_thinking": False}``.
         dtype: type to compute in, of a model by name; auto: bfloat16 where the hardware is faster
             in it, else float32. Greedy texts of the two types differ now and then.
         device: to compute on; auto: cuda when there is one.
@@ -230,7 +232,8 @@ def generate(
         "stop": tuple(stop),
     }
     rows = [TaskRow(p if isinstance(p, str) else as_prompt(list(p))) for p in prompts]
-    task = TaskConfig(chat=chat, system=system)
+    own = {"chat": chat, "system": system, "template_arguments": template_arguments or {}}
+    task = recipes.build(own, "options", TaskConfig)
     found = answers(config, rows, task, options, seed=seed, overrides=overrides)
     return [answer.text for answer in found]
 

@@ -108,15 +108,21 @@ class Conversation:
         policy: Policy,
         rollout: RolloutConfig,
         seed: int,
-        system: str = "",
+        task: TaskConfig | None = None,
         tools: Tools | None = None,
     ) -> None:
-        """Begin one; ``rollout`` and ``seed`` say how answers are sampled."""
+        """Begin one.
+
+        Args:
+            rollout: with ``seed``, how answers are sampled.
+            task: has the system message, and the arguments of the chat template.
+        """
         self._policy, self._rollout, self._seed, self._tools = policy, rollout, seed, tools
-        self._encoder = Encoder(policy.tokenizer)
+        task = task or TaskConfig()
+        self._encoder = Encoder(policy.tokenizer, task.template_arguments)
         self._turns, self._text, self._answers = list[Message](), "", 0
         self._system = ""
-        self.set_system(system)
+        self.set_system(task.system)
 
     def set_system(self, text: str) -> None:
         """Set the system message from now on, or none. Raises ConfigError without a template."""

@@ -78,7 +78,9 @@ def open_environment(
     stop = config.rollout.stop
     bridge = bridge_for(places[0].ready, prompts.encoder, settings, say, ends, stop)
     prompts.with_tools = bool(tools)
-    prompts.render = lambda messages, rows: bridge.prompt(messages, [*tools, *rows])
+    prompts.render = lambda messages, rows, arguments: bridge.of(arguments).prompt(
+        messages, [*tools, *rows]
+    )
     most = config.task.max_prompt_tokens
     role = EnvironmentRole(settings, places, bridge, prompts.encoder, most, judges)
     role.tools_column = config.task.columns.get(TOOLS, TOOLS)
@@ -92,7 +94,8 @@ def turn_ends(config: Config, tokenizer: PreTrainedTokenizerBase) -> frozenset[i
     """
     if not config.environment.sources or not tokenizer.chat_template:
         return frozenset()
-    return Shape(Encoder(tokenizer), reads_calls=False).ends
+    encoder = Encoder(tokenizer, config.task.template_arguments)
+    return Shape(encoder, reads_calls=False).ends
 
 
 def bridge_for(

@@ -35,8 +35,7 @@ from stretto.models.weights import fingerprint
 from stretto.pipelines.executor.stages import check_stages
 from stretto.saying import Say, working
 from stretto.scoring.models import RewardModelScorer
-from stretto.tasks.encode import Encoder
-from stretto.tasks.prompts import PromptSource
+from stretto.tasks.prompts import PromptSource, refuse_templated
 from stretto.training.warmup import keep, take, warm_up
 from stretto.types import FinishReason, Prompt, Response
 
@@ -72,10 +71,15 @@ def open_prompts(config: Config, overrides: Overrides, say: Say) -> PromptSource
 
 
 def look_at_prompts(prompts: PromptSource, say: Say) -> list[Prompt]:
-    """Render all rows of a run; return its first prompts, and say so if rows are left out, or spell
-    control tokens."""
+    """Render all rows of a run, and return its first prompts.
+
+    Logs rows that are left out, control tokens in texts, and arguments that the chat template never
+    reads. Raises TaskError if the chat template was applied to all prompts already.
+    """
+    task, encoder = prompts.task, prompts.encoder
+    refuse_templated(map(task.row, task.indices), encoder)
     prompts.check(say)
-    first, task = prompts.first(FIRST), prompts.task
+    first = prompts.first(FIRST)
     if left_out := task.left_out + len(prompts.refused):
         because = task.left_out_because or next(iter(prompts.refused.values()))
         say(f"{left_out} rows cannot be used and are left out; the first: {because}")
@@ -83,6 +87,13 @@ def look_at_prompts(prompts: PromptSource, say: Say) -> list[Prompt]:
         say(
             f"prompts spell control tokens ({', '.join(sorted(prompts.found))}), which are read as "
             "text; conversations are given as lists of messages"
+        )
+    chats = any(prompt.messages for prompt in first)
+    if unread := encoder.unread if chats else encoder.arguments:
+        say(
+            f"the chat template never reads {', '.join(map(repr, sorted(unread)))}, of "
+            "task.template_arguments or a row's chat_template_kwargs, which has no effect"
+            + ("" if chats else ": prompts are plain text")
         )
     return first
 
@@ -206,7 +217,7 @@ def warmup_examples(number: int, prompts: PromptSource) -> list[Response]:
     repeat where there are too few. Raises TaskError if the task has neither.
     """
     tokenizer = prompts.tokenizer
-    encoder, examples = Encoder(tokenizer), list[Response]()
+    encoder, examples = prompts.encoder, list[Response]()
     places = chain.from_iterable(prompts.ids(backwards=True) for _ in count())
     for place in islice(places, number):
         if prompts.refusal(prompts.row_by_id(place)):

@@ -14,6 +14,7 @@ import tyro
 
 from stretto import tasks
 from stretto.api.models import answers
+from stretto.cli.settings import table
 from stretto.config import EnvironmentConfig, ModelConfig, RolloutConfig, TaskConfig, recipes
 from stretto.errors import ConfigError, EngineError, TaskError
 from stretto.observe.progress import on_stderr
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 
 ToolNames = Annotated[
     tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="FILE.py:NAME")
+]
+
+TemplateWords = Annotated[
+    tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=VALUE")
 ]
 
 
@@ -50,6 +55,7 @@ def command_generate(
     seed: int = 0,
     system: str = "",
     chat: Literal["auto", "on", "off"] = "auto",
+    template_arguments: TemplateWords = (),
     tools: ToolNames = (),
     max_turns: int = 8,
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
@@ -74,6 +80,8 @@ def command_generate(
         seed: Of the random numbers.
         system: A system message, put before every prompt; needs a chat template.
         chat: Apply the tokenizer's chat template. auto: where the tokenizer has one.
+        template_arguments: An argument of the chat template, as enable_thinking=false; may be
+            repeated.
         tools: A function that the model may call, as 'file.py:name' or 'package.module:name', with
             type hints and a docstring; may be repeated. Or one environment. An answer is then an
             episode: its turns, calls and results are printed.
@@ -94,7 +102,10 @@ def command_generate(
         "stop": stop,
     }
     config = ModelConfig(name=model, dtype=dtype, device=device)
-    task = TaskConfig(chat=chat, system=system)
+    with _options_by_name():
+        asked = table(template_arguments, "template_arguments")
+        own = {"chat": chat, "system": system, "template_arguments": asked}
+        task = recipes.build(own, "options", TaskConfig)
 
     def line(answer: Answer) -> str:
         number, sample = divmod(answer.number, samples)
@@ -214,6 +225,7 @@ def command_chat(
     top_p: float = 1.0,
     seed: int = 0,
     max_model_len: int = 0,
+    template_arguments: TemplateWords = (),
     tools: ToolNames = (),
     max_turns: int = 8,
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
@@ -235,6 +247,8 @@ def command_chat(
         seed: Of the random numbers.
         max_model_len: Tokens of the whole conversation. 0: 4096, or what the model has positions
             for.
+        template_arguments: An argument of the chat template, as enable_thinking=false; may be
+            repeated.
         tools: A function that the model may call, as 'file.py:name' or 'package.module:name', with
             type hints and a docstring; may be repeated. An answer, with its calls and their
             results, then appears as a whole.
@@ -253,6 +267,11 @@ def command_chat(
         rollout = recipes.build({"batch": 1, **options}, "options", RolloutConfig)
         asked = _environment(tools, max_turns)
         environment = recipes.build(asked, "options", EnvironmentConfig) if asked else None
+        own = {
+            "system": system,
+            "template_arguments": table(template_arguments, "template_arguments"),
+        }
+        task = recipes.build(own, "options", TaskConfig)
     with working(on_stderr, LOADING):
         from stretto.api.policies import Conversation, open_policy
         from stretto.evaluation.episodes import Tools
@@ -261,10 +280,10 @@ def command_chat(
     )
     with ExitStack() as stack:
         with _options_by_name():
-            opened = None
+            encoder, opened = Encoder(policy.tokenizer, task.template_arguments), None
             if environment:
-                opened = Tools(environment, Encoder(policy.tokenizer), stack, rollout.stop)
-        _talk(policy, Conversation(policy, rollout, seed, system, opened))
+                opened = Tools(environment, encoder, stack, rollout.stop)
+        _talk(policy, Conversation(policy, rollout, seed, task, opened))
 
 
 def _talk(policy: Policy, talk: Conversation) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from stretto.config import RolloutConfig, recipes
+from stretto.cli.generate import TemplateWords
+from stretto.cli.settings import table
+from stretto.config import RolloutConfig, TaskConfig, recipes
 from stretto.errors import ConfigError, StorageError, require
 from stretto.machine import is_loopback
 from stretto.observe.progress import on_stderr
@@ -48,6 +50,7 @@ def command_serve(
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     device: Literal["auto", "cpu", "cuda"] = "auto",
     seed: int = 0,
+    template_arguments: TemplateWords = (),
 ) -> None:
     """Serve a model by OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, and vLLM's
     /inference/v1/generate for token ids. Needs the extra 'serve'. Ctrl-C ends it.
@@ -67,6 +70,8 @@ def command_serve(
             it, else float32.
         device: Device to compute on. auto: cuda when there is one.
         seed: Of the random numbers of requests that bring no seed.
+        template_arguments: An argument of the chat template, as enable_thinking=false; may be
+            repeated. Those of a request, chat_template_kwargs, win.
     """
     for library in ("starlette", "uvicorn"):
         require(library, "serve", "stretto serve")
@@ -75,6 +80,8 @@ def command_serve(
         "options",
         RolloutConfig,
     )
+    words = {"template_arguments": table(template_arguments, "template_arguments")}
+    own = recipes.build(words, "options", TaskConfig).template_arguments
     if queue < 0:
         raise ConfigError("--queue must be 0 or more", "option-range")
     key = api_key or os.environ.get(API_KEY, "")
@@ -95,7 +102,7 @@ def command_serve(
             follow=follow,
             seed=seed,
         )
-        asyncio.run(_serve(listener, opened, key, slots + queue, follow=follow))
+        asyncio.run(_serve(listener, opened, key, slots + queue, own, follow=follow))
 
 
 def _listening(host: str, port: int) -> socket.socket:
@@ -111,7 +118,13 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 async def _serve(
-    listener: socket.socket, opened: Callable[[], Policy], key: str, most: int, *, follow: bool
+    listener: socket.socket,
+    opened: Callable[[], Policy],
+    key: str,
+    most: int,
+    template_arguments: Mapping[str, Any],
+    *,
+    follow: bool,
 ) -> None:
     """Open a model on the thread that will use it, and serve it until a signal comes."""
     import uvicorn
@@ -137,6 +150,7 @@ async def _serve(
             label=policy.label,
             hosts=OWN_HOSTS if own else ("*",),
             end_tokens=policy.engine.settings.end_tokens,
+            template_arguments=template_arguments,
         ).app
         server = uvicorn.Server(server_config(app, timeout_graceful_shutdown=PATIENCE_S))
         at = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"

@@ -80,6 +80,7 @@ _ELSEWHERE = {
     "task.max_prompt_tokens": "max_prompt_length prompt_max_len",
     "task.shuffle": "shuffle_dataset",
     "task.name": "dataset dataset_name train_dataset prompt_data train_files data",
+    "task.template_arguments": "apply_chat_template_kwargs chat_template_kwargs",
     "training.critic_lr": "critic_learning_rate",
     "training.epochs": "num_ppo_epochs ppo_epochs num_iterations num_train_epochs max_epochs",
     "training.grad_clip": "max_grad_norm max_norm",

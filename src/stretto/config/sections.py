@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BaseModel,
     ConfigDict,
     Field,
@@ -90,6 +92,47 @@ def subsection(section: type[Section], key: str) -> type[Section] | None:
     field = section.model_fields.get(key)
     kind = field.annotation if field else None
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+ARGUMENTS = "chat_template_kwargs"
+"""Name in TRL, vLLM and their data sets for arguments of the chat template."""
+
+RESERVED_ARGUMENTS = frozenset(
+    {
+        *("self", "conversation", "messages", "tools", "chat_template", "tokenize", "padding"),
+        *("add_generation_prompt", "continue_final_message", "sanitize_control_tokens"),
+        *("truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
+        *("return_assistant_tokens_mask", "bos_token", "eos_token", "unk_token", "sep_token"),
+        *("pad_token", "cls_token", "mask_token", "additional_special_tokens"),
+    }
+)
+"""Arguments that every rendering of a chat template has already."""
+
+
+def wrong_arguments(arguments: Mapping[str, object]) -> str:
+    """Return why a chat template cannot be given these arguments; empty if it can."""
+    if taken := sorted(RESERVED_ARGUMENTS & arguments.keys()):
+        return (
+            f"'{taken[0]}' is not an argument to choose: each conversation has its own; leave it "
+            "out, and give messages and tools in the rows, and another template as "
+            "chat_template.jinja in the model's folder"
+        )
+    if empty := [name for name, value in arguments.items() if value is None]:
+        return f"'{empty[0]}' is null; leave out arguments without a value"
+    return ""
+
+
+def _can_be_given(arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    if why := wrong_arguments(arguments):
+        raise RuleError(f"template_arguments: {why}", "template-argument-reserved")
+    return arguments
+
+
+TemplateArguments = Annotated[
+    dict[str, JsonValue],
+    Field(validation_alias=AliasChoices("template_arguments", ARGUMENTS)),
+    AfterValidator(_can_be_given),
+]
 
 
 def require_seed(seed: int) -> None:
@@ -183,6 +226,8 @@ class TaskConfig(Section):
     """Text put after the prompt, on a line of its own."""
     chat: Literal["auto", "on", "off"] = "auto"
     """Apply the tokenizer's chat template. auto: where the tokenizer has one."""
+    template_arguments: TemplateArguments = {}
+    """Arguments of the chat template for every conversation, such as { enable_thinking = false }. A row's own, in the column chat_template_kwargs, win. Also taken under that name."""
     extract: Literal["full", "last_number", "answer_tag"] = "full"
     """Part of the response that the verifier sees. full: all of it. last_number: its last number. answer_tag: the text in <answer>...</answer>."""
     max_prompt_tokens: PositiveInt = 512

@@ -18,6 +18,7 @@ from stretto.config.sections import (
     Rules,
     Section,
     Seed,
+    TemplateArguments,
 )
 
 Trained = Literal["actor", "critic"]
@@ -152,6 +153,8 @@ class RowsConfig(Section):
     """Reaction to a row that cannot be used (empty, malformed, two equal sides). stop: end the run. drop: leave it out and report the number."""
     chat: Literal["auto", "on", "off"] = "auto"
     """Apply the tokenizer's chat template to text. auto: where the tokenizer has one, but for pairs without a prompt of their own, whose texts are taken as they are."""
+    template_arguments: TemplateArguments = {}
+    """Arguments of the chat template for every conversation, such as { enable_thinking = false }. A row's own, in the column chat_template_kwargs, win. Also taken under that name."""
     system: str = ""
     """System message put before the prompt; text prompts then become conversations."""
 

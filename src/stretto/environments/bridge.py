@@ -13,17 +13,23 @@ calls of tools and reasoning; and again with the messages themselves, whenever t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product, takewhile
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from stretto.config.sections import ARGUMENTS
 from stretto.environments.calls import CallFormat, ToolCall, find_calls
 from stretto.environments.templates import QUESTION, Shape, made_up, made_up_call, names_of
-from stretto.errors import TaskError
+from stretto.errors import ConfigError, TaskError
 from stretto.scoring.responses import before_stop
 from stretto.tasks.encode import MARK, Encoder, template_accepts
 from stretto.types import Message
+
+MOST_ARGUMENTS = 64
+"""How many rows' arguments of the chat template a bridge remembers what it has read for."""
 
 THINK, UNTHINK = "<think>", "</think>"
 _REASONING = f"{THINK}\nmade up reasoning\n{UNTHINK}\n\n"
@@ -102,6 +108,7 @@ class Bridge:
         tools: Sequence[Mapping[str, Any]] = (),
         end_tokens: frozenset[int] = frozenset(),
         stop: Sequence[str] = (),
+        arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Read the template's ways off made-up conversations.
 
@@ -110,13 +117,16 @@ class Bridge:
                 of any row: it matters only whether there are some.
             end_tokens: that end a turn, beside the one that the template writes.
             stop: strings that end a turn, and are no part of its text.
+            arguments: of the template, in addition to the encoder's own, which they win over.
 
         Raises:
             ConfigError: there is no chat template, it refuses a plain conversation, or it writes
                 calls of tools in a way that is not read here (code ``unknown-call-format``).
         """
         self._encoder, self._tools, self._stop = encoder, tuple(tools), tuple(stop)
-        self._shape = Shape(encoder, reads_calls=bool(tools) and self._reads_calls)
+        self._end_tokens, reads_calls = end_tokens, bool(tools) and self._reads_calls
+        self._shape = Shape(encoder, reads_calls=reads_calls, arguments=arguments)
+        self._others: dict[str, Bridge] = {}
         eos = encoder.tokenizer.eos_token_id
         self._ends = end_tokens | self._shape.ends | ({eos} if eos is not None else set())
         self.form: CallFormat = self._shape.form
@@ -129,6 +139,27 @@ class Bridge:
         self.breaks_before: dict[str, str] = {}
         for role in ("tool", "user") if tools else ("user",):
             self._prove(role)
+
+    def of(self, arguments: Mapping[str, Any]) -> Bridge:
+        """Return the bridge of conversations that bring arguments of the template of their own.
+
+        The template is read again with these arguments, as it may write turns differently. Raises
+        TaskError if it is of no use with them.
+        """
+        if not arguments:
+            return self
+        key = json.dumps(arguments, sort_keys=True, default=str)
+        if key not in self._others:
+            if len(self._others) == MOST_ARGUMENTS:
+                del self._others[next(iter(self._others))]
+            try:
+                self._others[key] = self._with(arguments)
+            except ConfigError as error:
+                raise TaskError(f"with {ARGUMENTS} = {key}: {error}", error.code) from error
+        return self._others[key]
+
+    def _with(self, arguments: Mapping[str, Any]) -> Bridge:
+        return Bridge(self._encoder, self._tools, self._end_tokens, self._stop, arguments)
 
     @property
     def breaks(self) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, cast
 
 from stretto.environments.bridge import THINK, UNTHINK, Bridge, Turn, as_written
@@ -103,12 +104,13 @@ class RendererBridge(Bridge):
         end_tokens: frozenset[int],
         renderer: Any,
         stop: Sequence[str] = (),
+        arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Check that the renderer reads a prompt as the chat template does.
 
         Raises ConfigError if it does not, or as :class:`Bridge`.
         """
-        super().__init__(encoder, tools, end_tokens, stop)
+        super().__init__(encoder, tools, end_tokens, stop, arguments)
         self._renderer = renderer
         own, text = self.prompt([QUESTION])
         options = {"tools": self._listed(None), "add_generation_prompt": True}
@@ -120,6 +122,10 @@ class RendererBridge(Bridge):
                 "Use the template that the model came with, or another model",
                 "renderer-differs",
             )
+
+    def _with(self, arguments: Mapping[str, Any]) -> Bridge:
+        how = self._encoder, self._tools, self._end_tokens, self._renderer
+        return RendererBridge(*how, self._stop, arguments)
 
     def _listed(self, tools: Tools | None) -> list[dict[str, Any]] | None:
         """Return tools as renderers take them: the functions alone."""

@@ -19,7 +19,7 @@ from stretto.plain import plain
 from stretto.scoring.conventions import Verdict
 from stretto.scoring.functions import FunctionScorer
 from stretto.tasks.base import INDEX_KEY
-from stretto.tasks.messages import TOOLS, tools_in
+from stretto.tasks.messages import TOOLS, arguments_in, tools_in
 from stretto.types import (
     FORKS,
     FinishReason,
@@ -55,6 +55,7 @@ class _Live:
     messages: list[Message]
     began_s: float
     prompt: Prompt  # as the environment began with it
+    bridge: Bridge  # with the row's own arguments of the chat template
     asked: list[Message] = field(default_factory=list)  # the prompt as the environment got it
     begun: list[Message] = field(default_factory=list)  # and as the environment began with it
     starts: int = -1  # of the place, when the episode was opened there
@@ -116,6 +117,7 @@ class EnvironmentRole:
             messages=said,
             began_s=time.monotonic(),
             prompt=log[0].prompt or prompt if log else prompt,
+            bridge=self._bridge.of(arguments_in(data)),
             asked=list(said),
             samples={response.id},
         )
@@ -153,7 +155,7 @@ class EnvironmentRole:
         live.samples.add(response.id)
         cut = response.finish is FinishReason.LENGTH
         drawn = response.tokens[response.turn_start :].tolist()
-        turn = self._bridge.parse(drawn, ended=not cut, tools=live.tools)
+        turn = live.bridge.parse(drawn, ended=not cut, tools=live.tools)
         why = limit_of(response, live.turns, live.began_s, self._config)
         asked = _as_plain(turn, live.turns, response, cut=cut)
         live.turns += 1
@@ -208,11 +210,11 @@ class EnvironmentRole:
             return seen
         standing = [*response.prompt.tokens, *response.tokens.tolist()]
         said = seen.messages[1:]
-        context = self._bridge.context(standing, said, prompt=_conversation(response.prompt))
+        context = live.bridge.context(standing, said, prompt=_conversation(response.prompt))
         if context is None:
             if self._config.on_break == "refuse":
                 raise ConfigError(
-                    f"environment.on_break = 'refuse': {self._bridge.breaks}",
+                    f"environment.on_break = 'refuse': {live.bridge.breaks}",
                     "template-rewrites-history",
                 )
             prompt = self._rendered(live, response.prompt, [*live.messages, *seen.messages])
@@ -278,7 +280,7 @@ class EnvironmentRole:
         return changed
 
     def _rendered(self, live: _Live, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
-        ids, text = self._bridge.prompt(messages, live.tools)
+        ids, text = live.bridge.prompt(messages, live.tools)
         return replace(prompt, tokens=tuple(ids), text=text, messages=tuple(messages))
 
     def _read(self, answer: Answer) -> Answer:
@@ -432,7 +434,7 @@ class EnvironmentRole:
         if len(turns) < len(log) - 1:
             raise self._lost(response.id, "some of its turns are in other samples")
         for at, seen in enumerate(log[1:]):
-            turn = self._bridge.parse(turns[at], ended=True, tools=live.tools)
+            turn = live.bridge.parse(turns[at], ended=True, tools=live.tools)
             answer = {"messages": list((*seen.left, *seen.messages)[1:]), "reward": seen.reward}
             asked = _as_plain(turn, at, response, cut=False, tokens=turns[at])
             live.history.append((asked, answer))

@@ -13,16 +13,19 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from stretto.config.sections import ARGUMENTS
 from stretto.environments.bridge import Bridge
 from stretto.environments.renderer import open_bridge
 from stretto.environments.templates import Tools
 from stretto.errors import EngineError
 from stretto.saying import Say, silent
 from stretto.scoring.responses import before_stop, response_text
+from stretto.tasks.messages import arguments_in
 from stretto.types import (
     Chunk,
     FinishReason,
@@ -45,14 +48,21 @@ class Bridges:
         self._encoder, self._ends, self._stop = encoder, ends, stop
         self._made: dict[bool, Bridge] = {}
 
-    def of(self, tools: Sequence[Mapping[str, Any]]) -> Bridge:
-        """Return the way for conversations with tools, or for those without any; raise ConfigError
-        where the template has none.
+    def of(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Bridge:
+        """Return the way for conversations with tools, or for those without any, and with their own
+        arguments of the template.
+
+        Raises ConfigError if the template has no such way, TaskError if it has none with these
+        arguments.
         """
         with_tools = bool(tools)
         if with_tools not in self._made:
             self._made[with_tools] = open_bridge(self._encoder, tools, self._ends, self._stop)
-        return self._made[with_tools]
+        return self._made[with_tools].of(arguments)
 
 
 class _Read(NamedTuple):
@@ -184,6 +194,7 @@ class Session:
         self.limit, self.turns, self._refused = "", 0, False
         self._asked_prompt, self._bridges, self._encoder = response.prompt, bridges, encoder
         self._limits, self.note = limits, note
+        self._arguments = arguments_in(response.prompt.data)
         self._standing: dict[int, tuple[int, ...]] = {}
         self._responses: dict[int, int] = {}  # tokens behind the prompt
         self._known: list[_Known] = []
@@ -207,7 +218,7 @@ class Session:
         Raises EngineError where a template rewrites what stands, and that is not allowed, and
         ConfigError where there is no way from messages to tokens.
         """
-        bridge = self._bridges.of(tools)
+        bridge = self._bridges.of(tools, self._arguments)
         keys, shown = [_key(m) for m in messages], _canonical(list(tools))
         for known in sorted(self._known, key=lambda k: len(k.messages), reverse=True):
             rest = known.rest_of(keys, shown)
@@ -226,6 +237,13 @@ class Session:
         tokens = tuple(bridge.prompt(messages, tools)[0])
         self._read[tokens] = _Read(tuple(messages), (), tools)
         return tokens
+
+    def arguments_of(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the row's arguments of the template, whatever those of a request are."""
+        held = {**self._encoder.arguments, **self._arguments}
+        if {**held, **arguments} != held:
+            self.note([ARGUMENTS])
+        return self._arguments
 
     def said(
         self,
@@ -407,7 +425,7 @@ class Session:
         """Return a turn as a message, whatever the form of its request."""
         read = self._read.get(self._current.tokens) if self._current else None
         if read is not None:
-            bridge = self._bridges.of(read.tools)
+            bridge = self._bridges.of(read.tools, self._arguments)
             message = bridge.parse(turn, ended=ended, tools=read.tools).message
         else:
             finish, tokenizer = FinishReason.STOP if ended else None, self._encoder.tokenizer
@@ -456,7 +474,7 @@ class Sessions:
             self._noted.update(new)
             self._say(
                 f"the program's requests set {', '.join(new)[:500]}, without effect: turns are "
-                "sampled as the settings of the run, rollout, say"
+                "rendered and sampled as the settings of the run, task and rollout, say"
             )
 
     def close(self, session: Session) -> None:

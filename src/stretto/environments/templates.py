@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 from stretto.environments.calls import HERMES, format_of
@@ -43,13 +44,20 @@ class Shape:
         ends: control tokens that it ends a turn of the assistant with.
     """
 
-    def __init__(self, encoder: Encoder, *, reads_calls: bool) -> None:
+    def __init__(
+        self,
+        encoder: Encoder,
+        *,
+        reads_calls: bool,
+        arguments: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         """Read them off made-up conversations; raise ConfigError as :class:`Bridge` does.
 
         Args:
             reads_calls: whether calls of tools are to be read as the template writes them.
+            arguments: of the template, in addition to the encoder's own, which they win over.
         """
-        self._encoder = encoder
+        self._encoder, self._arguments = encoder, dict(arguments)
         if not encoder.tokenizer.chat_template:
             raise ConfigError(
                 "an environment answers in messages, and the model's tokenizer has no chat "
@@ -180,8 +188,8 @@ class Shape:
         before: Sequence[Message] = (),
         **options: Any,
     ) -> str:
-        own = [dict(tool) for tool in tools] or None
-        return self._encoder.chat(turns, before=before, tools=own, **options)
+        options |= {**self._arguments, "tools": [dict(tool) for tool in tools] or None}
+        return self._encoder.chat(turns, before=before, **options)
 
     def _shown(self, turns: Sequence[Message], **options: Any) -> str:
         """Render a made-up conversation; nothing where the template refuses it."""

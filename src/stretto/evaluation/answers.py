@@ -104,7 +104,8 @@ def generate(
     tokenizer = overrides.tokenizer or load_tokenizer(
         resolve(config.name, on_stderr), say=on_stderr
     )
-    encoder, samples = Encoder(tokenizer), options.samples_per_prompt
+    encoder = Encoder(tokenizer, task.template_arguments)
+    samples = options.samples_per_prompt
     with ExitStack() as stack:
         tools = Tools(environment, encoder, stack, options.stop) if environment else None
         how: Any = {"encoder": encoder, "render": tools.render if tools else None}

@@ -103,10 +103,13 @@ class Tools:
         self._bridge = bridge_for(ready, encoder, config, on_stderr, stop=stop)
 
     def render(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any],
     ) -> tuple[list[int], str]:
         """Write a conversation as a prompt that tells of the tools, and of those of its row."""
-        return self._bridge.prompt(messages, [*self._schemas, *tools])
+        return self._bridge.of(arguments).prompt(messages, [*self._schemas, *tools])
 
     def episodes(
         self,

@@ -83,7 +83,7 @@ class ConversationReader:
             prompt, text = replace(prompt, messages=tuple(earlier)), last["content"]
         read, special = self._render(prompt, text), not self._templated(prompt)
         if not self._ends:
-            return self._encoder.ids(read, special=special)
+            return self._encoder.ids(read, special=special, closed=True)
         shown, _, closing = self._render(prompt, text, unfinished=True).partition(MARK)
         given = bool(sampled) and sampled[-1] in self._given_ends
         ended = given or response.finish is FinishReason.STOP
@@ -103,7 +103,7 @@ class ConversationReader:
     def _transcript(self, turns: Sequence[Message]) -> list[int]:
         """Return the tokens of a conversation that does not end with words of the assistant's."""
         special = not self._tokenizer.chat_template
-        return self._encoder.ids(self._conversation(turns), special=special)
+        return self._encoder.ids(self._conversation(turns), special=special, closed=True)
 
     def begun(self, response: Response) -> str:
         """Return the text that is read of an unfinished response, escaped, up to its end so far.

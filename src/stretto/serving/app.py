@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from hmac import compare_digest
 from itertools import groupby
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.applications import Starlette
@@ -25,6 +26,7 @@ from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from stretto.config import TaskConfig
+from stretto.config.sections import ARGUMENTS
 from stretto.environments.sessions import Bridges, Session, Sessions
 from stretto.errors import ConfigError, EngineError, TaskError
 from stretto.scoring.responses import before_stop
@@ -169,6 +171,7 @@ class Server:
         label: Callable[[int], str | None] = lambda _: None,
         hosts: Sequence[str] = ("*",),
         end_tokens: frozenset[int] = frozenset(),
+        template_arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Make one.
 
@@ -178,11 +181,12 @@ class Server:
             label: names a version of the weights, for ``system_fingerprint``.
             hosts: names that requests may call this host by; '*' is any.
             end_tokens: that end a turn, for chats with tools.
+            template_arguments: of the chat template; those of a request win.
         """
         self._logprobs = Logprobs(tokenizer)
         self._engine, self._tokenizer, self._name = engine, tokenizer, name
         self._key, self._label = api_key, label
-        self._encoder, self._since = Encoder(tokenizer), int(time.time())
+        self._encoder, self._since = Encoder(tokenizer, template_arguments), int(time.time())
         self._widest = max(map(len, tokenizer.get_vocab()))  # characters of a token
         sessions = engine if isinstance(engine, Sessions) else None
         self._bridges = sessions.bridges if sessions else Bridges(self._encoder, end_tokens)
@@ -266,7 +270,7 @@ class Server:
             raise ApiError("the model has no chat template; it takes /v1/completions")
         client = self._client(http)
         prompts = partial(self._chat_prompt, client)
-        asked, (turns, prompt) = await self._read(http, ChatRequest, prompts)
+        asked, (turns, prompt, own) = await self._read(http, ChatRequest, prompts)
         tools, stop = asked.offered, asked.stop or ()
         most = asked.max_completion_tokens or asked.max_tokens
 
@@ -274,7 +278,8 @@ class Server:
             if not tools:
                 return Message(role="assistant", content=piece.text)
             ended = piece.finish is FinishReason.STOP
-            told = self._bridges.of(tools).parse(piece.tokens, ended=ended, tools=tools).message
+            bridge = self._bridges.of(tools, own)
+            told = bridge.parse(piece.tokens, ended=ended, tools=tools).message
             told["content"] = before_stop(told["content"], stop if ended else ())
             return told
 
@@ -304,19 +309,20 @@ class Server:
 
     def _chat_prompt(
         self, client: EngineClient | Session, asked: ChatRequest
-    ) -> tuple[Sequence[Message], Sequence[int]]:
-        """Return a conversation, and its tokens."""
+    ) -> tuple[Sequence[Message], Sequence[int], Mapping[str, Any]]:
+        """Return a conversation, its tokens, and its own arguments of the chat template."""
         turns = [received(m.model_dump(exclude_none=True)) for m in asked.messages]
-        tools = asked.offered
+        tools, own = asked.offered, asked.chat_template_kwargs or {}
         try:
             if isinstance(client, Session):
-                return turns, client.prompt(turns, tools)
+                held = client.arguments_of(own)
+                return turns, client.prompt(turns, tools), held
             if tools:
-                return turns, self._bridges.of(tools).prompt(turns, tools)[0]
+                return turns, self._bridges.of(tools, own).prompt(turns, tools)[0], own
         except ConfigError as error:  # the template cannot do it
             raise ApiError(str(error), 400, "unsupported_parameter", "tools") from error
-        row = TaskRow(tuple(turns))
-        return turns, render(row, TaskConfig(), self._tokenizer, encoder=self._encoder).tokens
+        row = TaskRow(tuple(turns), {ARGUMENTS: own})
+        return turns, render(row, TaskConfig(), self._tokenizer, encoder=self._encoder).tokens, own
 
     async def _complete(self, http: HttpRequest) -> Response:
         plain = TaskConfig(chat="off")

@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from stretto.config.sections import Temperature
+from stretto.config.sections import Temperature, wrong_arguments
 from stretto.plain import parse
 from stretto.tasks.encode import utf8
 from stretto.types import Sampling
@@ -50,7 +50,7 @@ WITHOUT_EFFECT = frozenset(
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens"), (0,)),
     **dict.fromkeys(("functions", "bad_words"), ([],)),
-    **dict.fromkeys(("logit_bias", "chat_template_kwargs"), ({},)),
+    "logit_bias": ({},),
     "function_call": ("none",),
     **dict.fromkeys(("echo", "ignore_eos", "use_beam_search", "continue_final_message"), (False,)),
     **dict.fromkeys(("skip_special_tokens", "add_generation_prompt"), (True,)),
@@ -274,6 +274,15 @@ class ChatRequest(_Request, Options):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _not_reserved(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        arguments = {name: own for name, own in (value or {}).items() if own is not None}
+        if why := wrong_arguments(arguments):
+            raise ValueError(why)
+        return arguments
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:

@@ -21,6 +21,7 @@ from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any, cast
 
+from stretto.config.sections import RESERVED_ARGUMENTS
 from stretto.errors import ModelError, StrettoError, TaskError
 from stretto.plain import parse
 from stretto.types import Message
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 """Noncharacters of Unicode. The last is never in an escaped text, and so can mark a place in it."""
 _NEXT = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 """The other noncharacters. A stand-in is one of the first, then as many of these as it takes."""
+_GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+"""A tag of transformers' own, which jinja alone does not know."""
 _NONCHARACTER = re.compile(f"[{''.join([*_FIRST, MARK, *_NEXT])}]")
 
 Pieces = tuple[list[int], list[tuple[int, int]]]
@@ -48,12 +51,18 @@ class Encoder:
 
     Attributes:
         tokenizer: used as it is, and not changed.
+        arguments: of the chat template, in every conversation.
         found: spellings of control tokens that were met in texts so far.
+        unread: arguments of conversations so far that the chat template never reads.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any] | None = None
+    ) -> None:
         self.tokenizer = tokenizer
-        self._control = _control_tokens(tokenizer)
+        self.arguments = dict(arguments or {})
+        self.unread: set[str] = set()
+        self._control = _control_tokens(tokenizer, self.arguments)
         self._names = _stand_ins(self._control)
         spelled = {name: text for text, name in self._names.items()}
         self._other = self._names | spelled
@@ -97,18 +106,50 @@ class Encoder:
         Args:
             unfinished: put :data:`MARK` behind the last content.
             before: earlier turns, which are taken as they are, :data:`MARK` in them too.
-            options: of ``apply_chat_template``; the texts of ``tools`` are escaped as well.
+            options: of ``apply_chat_template``, or arguments of the template, which win over
+                :attr:`arguments`. The texts in them, of ``tools`` too, are escaped as well.
 
         Calls of tools have their arguments as data, also if they were given as JSON text. Raises
         TaskError if a content is no valid Unicode, and whatever the template raises.
         """
         conversation = self._escaped(list(map(with_parsed_arguments, turns)))
-        if options.get("tools"):
-            options["tools"] = self._escaped(options["tools"])
         if unfinished:
             conversation[-1]["content"] += MARK
         conversation = [*before, *conversation]
+        options = self._with_arguments(options)
         return str(self.tokenizer.apply_chat_template(conversation, tokenize=False, **options))
+
+    def _with_arguments(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Add the template's arguments to options, escaped; note arguments that it never reads."""
+        options = {**self.arguments, **options}
+        if names := options.keys() - RESERVED_ARGUMENTS:
+            self.unread |= names - (self._variables or names)
+        return {name: self._escaped(value) for name, value in options.items()}
+
+    @cached_property
+    def _variables(self) -> frozenset[str]:
+        """Names that the chat template reads; empty if that cannot be told."""
+        from jinja2 import Environment, TemplateError, meta
+
+        template: Any = self.tokenizer.chat_template
+        parser = Environment(extensions=["jinja2.ext.loopcontrols"])
+        names = set[str]()
+        try:
+            for text in template.values() if isinstance(template, dict) else [template]:
+                plain = _GENERATION.sub("", str(text))
+                names |= meta.find_undeclared_variables(parser.parse(plain))
+        except TemplateError:
+            return frozenset()
+        return frozenset(names)
+
+    @cached_property
+    def turn_marks(self) -> frozenset[str]:
+        """Control tokens that the chat template writes around a question."""
+        try:
+            shown = self.chat([{"role": "user", "content": "?"}], add_generation_prompt=True)
+        except Exception:  # there is no template, or it refuses this: see _turn_marks
+            return frozenset()
+        return frozenset(mark for mark in self._control if mark in shown)
 
     def _escaped(self, value: Any) -> Any:
         """Return a copy of plain data with its texts escaped, those of keys too."""
@@ -118,11 +159,10 @@ class Encoder:
             return {self._escaped(key): self._escaped(entry) for key, entry in value.items()}
         return list(map(self._escaped, value)) if isinstance(value, list) else value
 
-    def marked(
-        self, turns: Iterable[Message], *, tools: list[dict[str, Any]] | None = None
-    ) -> tuple[list[int], list[bool]]:
+    def marked(self, turns: Iterable[Message], **options: Any) -> tuple[list[int], list[bool]]:
         """Return the tokens of a conversation, and whether the chat template marks each as said by
-        the assistant (its blocks ``{% generation %}``); raise errors as :meth:`chat`.
+        the assistant (its blocks ``{% generation %}``); options and errors are those of
+        :meth:`chat`.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -130,28 +170,32 @@ class Encoder:
         render: Any = render_jinja_template  # whose annotations leave its second result out
         rendered, spans = render(
             [self._escaped(list(map(with_parsed_arguments, turns)))],
-            tools=self._escaped(tools),
-            chat_template=tokenizer.get_chat_template(tools=tools),
+            chat_template=tokenizer.get_chat_template(tools=options.get("tools")),
             return_assistant_tokens_mask=True,
             **tokenizer.special_tokens_map,
+            **self._with_arguments(options),
         )
         ids, places = self.pieces(rendered[0])
         said = [any(a < end and start < b for start, end in spans[0]) for a, b in places]
         return ids, said
 
-    def ids(self, escaped: str, *, special: bool = False) -> list[int]:
+    def ids(self, escaped: str, *, special: bool = False, closed: bool = False) -> list[int]:
         """Return the tokens of an escaped text, or of a part of one.
 
         Args:
-            special: add the special tokens that the tokenizer puts around any text.
+            special: add the special tokens that the tokenizer puts in front of any text.
+            closed: and those that it puts behind texts, as nothing follows.
         """
+        behind = self._behind if special and not closed else 0
+        ids = list[int]()
         if not _is_escaped(escaped):
             ids = list(self.tokenizer(escaped, add_special_tokens=special)["input_ids"])
-            if self._are_written(ids, escaped, special):
-                return ids
-        if not self.tokenizer.is_fast:
-            return self._by_parts(escaped, special)
-        return list(self._twin_encoded(escaped, special).ids)
+        if not ids or not self._are_written(ids, escaped, special):
+            if self.tokenizer.is_fast:
+                ids = list(self._twin_encoded(escaped, special).ids)
+            else:
+                ids = self._by_parts(escaped, special)
+        return ids[: len(ids) - behind]
 
     def spelled(self, ids: Sequence[int]) -> str:
         """Return the escaped text of tokens: what spells a control token in it is one."""
@@ -182,15 +226,18 @@ class Encoder:
         return {i: text for text, i in self._control.items()}
 
     def pieces(self, escaped: str, *, special: bool = False) -> Pieces:
-        """Return the tokens of an escaped text with their places; for fast tokenizers only."""
+        """Return the tokens of :meth:`ids` with their places; for fast tokenizers only."""
+        behind = self._behind if special else 0
         if not _is_escaped(escaped):
             options = {"add_special_tokens": special, "return_offsets_mapping": True}
             encoded = self.tokenizer(escaped, **options)
             ids, spans = list(encoded["input_ids"]), list(encoded["offset_mapping"])
             if self._are_written(ids, escaped, special):
-                return ids, spans
+                end = len(ids) - behind
+                return ids[:end], spans[:end]
         made = self._twin_encoded(escaped, special)
-        return list(made.ids), list(made.offsets)
+        end = len(made.ids) - behind
+        return list(made.ids)[:end], list(made.offsets)[:end]
 
     def _are_written(self, ids: Iterable[int], escaped: str, special: bool) -> bool:
         """Return whether the ids hold no more control tokens than the template wrote.
@@ -199,6 +246,15 @@ class Encoder:
         """
         found = sum(map(self._ids.__contains__, ids)) - (self._around if special else 0)
         return found <= 0 or found <= len(self._spelling.findall(escaped))
+
+    @cached_property
+    def _behind(self) -> int:
+        """Special tokens that the tokenizer puts behind any text (``add_eos_token``)."""
+        text = list(self.tokenizer("a", add_special_tokens=False)["input_ids"])
+        around = list(self.tokenizer("a")["input_ids"])
+        extra = len(around) - len(text)
+        starts = (at for at in range(extra + 1) if text and around[at : at + len(text)] == text)
+        return extra - next(starts, extra)
 
     @cached_property
     def _around(self) -> int:
@@ -296,7 +352,9 @@ def template_accepts(turns: Iterable[Message]) -> Iterator[None]:
         ) from error
 
 
-def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+def _control_tokens(
+    tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]
+) -> dict[str, int]:
     """Return the ids of the tokens that a text must not be able to spell, by their spelling."""
     added = tokenizer.added_tokens_decoder
     control = {token.content: i for i, token in added.items() if token.special}
@@ -304,11 +362,13 @@ def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     control |= dict(named)
     others = {t.content: i for i, t in added.items() if not t.special and t.content.strip()}
     chosen = getattr(tokenizer, "chat_control_tokens", None)
-    marks = _turn_marks(tokenizer, others) if chosen is None else chosen
+    marks = _turn_marks(tokenizer, others, arguments) if chosen is None else chosen
     return control | {mark: others[mark] for mark in marks if mark in others}
 
 
-def _turn_marks(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[str]) -> Sequence[str]:
+def _turn_marks(
+    tokenizer: PreTrainedTokenizerBase, tokens: Iterable[str], arguments: Mapping[str, Any]
+) -> Sequence[str]:
     """Return the tokens, among those given, that the chat template writes with every turn."""
     tokens = list(tokens)
     if not (tokens and tokenizer.chat_template):
@@ -316,7 +376,7 @@ def _turn_marks(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[str]) -> Se
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     try:
         shown = tokenizer.apply_chat_template
-        once, twice = (str(shown(turns * n, tokenize=False)) for n in (1, 2))
+        once, twice = (str(shown(turns * n, tokenize=False, **arguments)) for n in (1, 2))
     except Exception:  # a template may do anything; what it makes of real turns is seen there
         return ()
     return [token for token in tokens if twice.count(token) > once.count(token)]

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, cast
 
+from stretto.config.sections import ARGUMENTS, wrong_arguments
 from stretto.errors import TaskError
 from stretto.plain import parse, plain
 from stretto.tasks.encode import utf8
@@ -205,3 +206,24 @@ def system_in(data: Row, column: str) -> str:
     """Return the text of a row's own system message; empty if it has none."""
     value = data.get(column)
     return value if isinstance(value, str) and value.strip() else ""
+
+
+def arguments_in(data: Row) -> dict[str, Any]:
+    """Return a row's own arguments of the chat template, an object or its JSON text.
+
+    Raises TaskError if there is something else, or an argument that each conversation has already.
+    """
+    own = data.get(ARGUMENTS) or {}
+    if isinstance(own, str):
+        with suppress(ValueError):
+            own = parse(own)
+    own = _without_nulls(plain(own, finite=False))
+    if not isinstance(own, dict):
+        raise TaskError(
+            f"column '{ARGUMENTS}': arguments of the chat template are an object, such as "
+            f'{{"enable_thinking": false}}; got {repr(own)[:200]}',
+            "template-arguments-no-object",
+        )
+    if why := wrong_arguments(own):
+        raise TaskError(f"column '{ARGUMENTS}': {why}", "template-argument-reserved")
+    return own

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
@@ -17,7 +17,7 @@ from stretto.errors import StateError, TaskError
 from stretto.saying import Say, working
 from stretto.tasks.base import INDEX_KEY, SHA256, Task, TaskRow, is_held_out
 from stretto.tasks.encode import Encoder, template_accepts
-from stretto.tasks.messages import SYSTEM, TOOLS, system_in, tools_in
+from stretto.tasks.messages import SYSTEM, TOOLS, arguments_in, system_in, tools_in
 from stretto.tasks.tables import TableTask, of_row
 from stretto.types import Message, Prompt
 
@@ -28,8 +28,11 @@ if TYPE_CHECKING:
 _OF_SETTINGS = ("chat-is-off", "no-chat-template")
 """Codes of errors that say more about the settings than about a row."""
 
-Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], tuple[list[int], str]]
-"""Writes a conversation and schemas of tools as a prompt: its tokens, and their text."""
+Render = Callable[
+    [Sequence[Message], Sequence[Mapping[str, Any]], Mapping[str, Any]], tuple[list[int], str]
+]
+"""Writes a conversation, with schemas of tools and arguments of the chat template, as a prompt: its
+tokens, and their text."""
 
 
 def render(
@@ -53,18 +56,19 @@ def render(
     the template refuses the messages, no tokens come out, or the text is no valid Unicode.
 
     Args:
-        encoder: of the tokenizer, where the caller keeps one.
+        encoder: of the tokenizer and ``config.template_arguments``, where the caller keeps one.
         section: of the settings, for messages.
         render: writes conversations in place of the chat template alone: that of an environment,
             which tells of its tools beside those that the row brings.
     """
-    encoder = encoder or Encoder(tokenizer)
+    encoder = encoder or Encoder(tokenizer, config.template_arguments)
     with _of(row):
         turns = None if row.tokens else _conversation(row, config, tokenizer, section)
         if row.tokens:
             text, tokens = str(row.prompt), list(row.tokens)
         elif turns is not None and render:
-            tokens, text = render(turns, tools_in(row.data, config.columns.get(TOOLS, TOOLS)))
+            tools = tools_in(row.data, config.columns.get(TOOLS, TOOLS))
+            tokens, text = render(turns, tools, arguments_in(row.data))
         else:
             text, escaped = _written(row, turns, config, encoder)
             tokens = encoder.ids(escaped, special=turns is None)
@@ -89,8 +93,9 @@ def _written(
         text = "\n\n".join(filter(None, (_own_system(row, config), text)))
         return text, encoder.escape(text)
     tools = tools_in(row.data, config.columns.get(TOOLS, TOOLS)) or None
+    options = {"add_generation_prompt": True, "tools": tools, **arguments_in(row.data)}
     with template_accepts(turns):
-        escaped = encoder.chat(turns, add_generation_prompt=True, tools=tools)
+        escaped = encoder.chat(turns, **options)
     return encoder.plain(escaped), escaped
 
 
@@ -124,7 +129,7 @@ class PromptSource:
         self, task: Task, config: TaskConfig, tokenizer: PreTrainedTokenizerBase, seed: int
     ) -> None:
         self.task, self.tokenizer, self.config, self.seed = task, tokenizer, config, seed
-        self.encoder = Encoder(tokenizer)
+        self.encoder = Encoder(tokenizer, config.template_arguments)
         self.found = self.encoder.found
         self.render: Render | None = None
         self.with_tools = False
@@ -330,6 +335,25 @@ def _conversation(
 
 def _own_system(row: TaskRow, config: TaskConfig) -> str:
     return system_in(row.data, config.columns.get(SYSTEM, SYSTEM))
+
+
+def refuse_templated(rows: Iterable[TaskRow], encoder: Encoder) -> None:
+    """Raise TaskError if the prompts of all rows are texts to which a chat template was applied."""
+    marks, spelled = encoder.turn_marks, set[str]()
+    for row in rows:
+        text = row.prompt if isinstance(row.prompt, str) and not row.tokens else ""
+        found = {mark for mark in marks if mark in text}
+        if not found:
+            return
+        spelled |= found
+    if spelled:
+        raise TaskError(
+            f"all prompts are texts that spell the chat template's own marks of a turn "
+            f"({', '.join(sorted(spelled))}). Marks in texts are read letter by letter, so that "
+            "the policy would see no turns. Give prompts as lists of messages, without applying "
+            "the template to them",
+            "prompts-templated",
+        )
 
 
 def _with_instruction(text: str, config: TaskConfig) -> str:

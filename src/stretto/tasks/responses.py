@@ -17,7 +17,7 @@ from stretto.config import RowsConfig, TaskConfig
 from stretto.errors import TaskError
 from stretto.tasks.base import TaskRow
 from stretto.tasks.encode import Encoder, template_accepts, utf8
-from stretto.tasks.messages import TOOLS, tools_in
+from stretto.tasks.messages import TOOLS, arguments_in, tools_in
 from stretto.tasks.prompts import render
 from stretto.types import Message, Prompt
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 """Block by which a chat template marks the assistant's words."""
 
-Tools = list[dict[str, Any]] | None
+Options = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class PromptLayout:
                 "no-end-token",
             )
         self._tokenizer, self._ends, self._config = tokenizer, ends, config
-        self._encoder = Encoder(tokenizer)
+        self._encoder = Encoder(tokenizer, config.template_arguments)
         self._end = cast(int, tokenizer.eos_token_id)
         self.found = self._encoder.found
         self._after = partial(continued, self._encoder)
@@ -132,9 +132,9 @@ class PromptLayout:
             said = self._after(read[:at], prompt.tokens, read[at:], special=True)
             return (*said, self._end)
         turn = Message(role="assistant", content=text)
-        tools = _tools(prompt)
-        asked = self._template(prompt.messages, tools=tools, add_generation_prompt=True)
-        read = self._grown(asked, [*prompt.messages, turn], tools)
+        options = _options(prompt)
+        asked = self._template(prompt.messages, add_generation_prompt=True, **options)
+        read = self._grown(asked, [*prompt.messages, turn], options)
         ids = self._after(asked, prompt.tokens, read, special=False)
         return tuple(turn_of(ids, self._ends) or [*ids, self._end])
 
@@ -150,9 +150,9 @@ class PromptLayout:
             return _example([*prompt.tokens, *said], [False] * start + [True] * len(said))
         turns = [*prompt.messages, *completion]
         if not _GENERATION.search(str(self._tokenizer.chat_template)):
-            return self._spanned(prompt.messages, turns, _tools(prompt))
+            return self._spanned(prompt.messages, turns, _options(prompt))
         with template_accepts(turns):
-            tokens, marks = self._encoder.marked(turns, tools=_tools(prompt))
+            tokens, marks = self._encoder.marked(turns, **_options(prompt))
         return _example(tokens, [False] * start + marks[start:])
 
     def text(self, text: str) -> Example:
@@ -173,7 +173,9 @@ class PromptLayout:
             tokens.append(self._end)
         return _example(tokens, [False] + [True] * (len(tokens) - 1))
 
-    def _spanned(self, asked: Sequence[Message], turns: Sequence[Message], tools: Tools) -> Example:
+    def _spanned(
+        self, asked: Sequence[Message], turns: Sequence[Message], options: Options
+    ) -> Example:
         """Make an example by the text that the template adds for each turn of the assistant."""
         text, tokens = "", list[int]()
         trained = list[bool]()
@@ -181,7 +183,7 @@ class PromptLayout:
             if turns[at]["role"] != "assistant":
                 continue
             for learned in (False, True):
-                piece = self._grown(text, turns[: at + learned], tools, answer=not learned)
+                piece = self._grown(text, turns[: at + learned], options, answer=not learned)
                 ids = self._after(text, tokens, piece, special=False)
                 count = len(turn_of(ids, self._ends)) or len(ids) if learned else 0
                 text += piece
@@ -193,10 +195,10 @@ class PromptLayout:
         return _example(tokens, trained)
 
     def _grown(
-        self, text: str, turns: Sequence[Message], tools: Tools, *, answer: bool = False
+        self, text: str, turns: Sequence[Message], options: Options, *, answer: bool = False
     ) -> str:
         """Return the text that the rendered turns add to ``text``, which is their beginning."""
-        whole = self._template(turns, tools=tools, add_generation_prompt=answer)
+        whole = self._template(turns, add_generation_prompt=answer, **options)
         if not whole.startswith(text):
             at = next(i for i, c in enumerate(text) if whole[i : i + 1] != c)
             raise TaskError(
@@ -213,8 +215,8 @@ class PromptLayout:
             return self._encoder.chat(turns, **options)
 
 
-def _tools(prompt: Prompt) -> Tools:
-    return tools_in(prompt.data, TOOLS) or None
+def _options(prompt: Prompt) -> Options:
+    return {"tools": tools_in(prompt.data, TOOLS) or None, **arguments_in(prompt.data)}
 
 
 def _example(tokens: Sequence[int], trained: Sequence[bool]) -> Example:

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any, Literal
 
 from stretto.config import PRESETS
+from stretto.config.sections import ARGUMENTS, wrong_arguments
 from stretto.errors import ConfigError, is_installed, nearest
 from stretto.trl.config import (
     REFUSALS,
@@ -334,6 +335,7 @@ def settings(
         "task.name": "train_dataset",
         "task.chat": "off",
         "task.columns": {"system": ""},  # TRL does not read this column
+        "task.template_arguments": template_arguments(args),
         "task.max_prompt_tokens": longest,
         "rollout.batch": sizes.batch,
         "algorithm.name": args.algorithm,
@@ -516,6 +518,14 @@ def mapping(value: Any, name: str) -> dict[str, Any]:
             message = f"{name} = {value!r} is not valid JSON: {error}"
             raise ConfigError(message, "argument-not-json") from error
     return dict(value or {})
+
+
+def template_arguments(args: TrlConfig) -> dict[str, Any]:
+    """Return the arguments of the chat template; ConfigError for those it has in any case."""
+    found = mapping(getattr(args, ARGUMENTS, None), ARGUMENTS)
+    if why := wrong_arguments(found):
+        raise ConfigError(f"{ARGUMENTS}: {why}", "template-argument-reserved")
+    return found
 
 
 def _schedule(args: TrlConfig) -> dict[str, Any]:

@@ -306,8 +306,6 @@ _REFUSED = {
     "float16 is not computed with here; use bf16=True, or leave both out": "fp16",
     "log-probabilities would be of another distribution than the learner's; leave it "
     "out": "vllm_structured_outputs_regex",
-    "messages get the tokenizer's chat template as it is; put what it says into "
-    "processing_class.chat_template": "chat_template_kwargs",
     "models run on CPU or CUDA here; leave it out": "use_mps_device",
     "the model stays as it is trained; the best evaluation's is in the run's folder, in "
     "model-best": "load_best_model_at_end",

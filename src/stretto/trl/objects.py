@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -32,7 +33,7 @@ from stretto.saying import silent
 from stretto.tasks import Task, TaskRow
 from stretto.tasks.encode import Encoder
 from stretto.tasks.messages import as_prompt
-from stretto.tasks.prompts import Render, render
+from stretto.tasks.prompts import Render, refuse_templated, render
 from stretto.tasks.tables import of_row
 from stretto.trl.arguments import device, mapping
 from stretto.trl.config import PPOConfig
@@ -461,7 +462,12 @@ class Answering:
     rewards: bool = False
 
 
-def answering(tools: Any, factory: Any, tokenizer: PreTrainedTokenizerBase) -> Answering:
+def answering(
+    tools: Any,
+    factory: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    template_arguments: Mapping[str, Any] = MappingProxyType({}),
+) -> Answering:
     """Look at the tools or the environment of a trainer; nothing where it has neither.
 
     Raises ConfigError where they are of no known shape, or the tokenizer's chat template cannot go
@@ -471,13 +477,13 @@ def answering(tools: Any, factory: Any, tokenizer: PreTrainedTokenizerBase) -> A
     if not found:
         return Answering()
     tools_of = LocalEnvironment(found, settings_of(EnvironmentConfig())).ready["tools"]
-    bridge = open_bridge(Encoder(tokenizer), tools_of)
+    bridge = open_bridge(Encoder(tokenizer, template_arguments), tools_of)
     made = next(iter(found.values())) if factory is not None else None
     kinds = made.values() if isinstance(made, Mapping) else [made]
     rewards = made is not None and any(map(_gives_rewards, kinds))
 
-    def render(messages: Any, rows: Any) -> tuple[list[int], str]:
-        return bridge.prompt(messages, [*tools_of, *rows])
+    def render(messages: Any, rows: Any, own: Any) -> tuple[list[int], str]:
+        return bridge.of(own).prompt(messages, [*tools_of, *rows])
 
     return Answering(found, render, rewards)
 
@@ -504,13 +510,16 @@ class PromptTask(_Rows):
         tokenizer: PreTrainedTokenizerBase,
         name: str,
         answers: Answering | None = None,
+        template_arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         super().__init__(rows, tokenizer, name)
+        encoder = Encoder(tokenizer, template_arguments)
         found = [self.row(index) for index in range(len(self))]
         self.chat = "off" if all(isinstance(row.prompt, str) for row in found) else "auto"
         own = {"name": name, "chat": self.chat, "columns": {"system": ""}}
         config = TaskConfig.model_validate({"kind": "dataset", **own})
-        how: Any = {"encoder": Encoder(tokenizer), "render": answers.render if answers else None}
+        refuse_templated(found, encoder)
+        how: Any = {"encoder": encoder, "render": answers.render if answers else None}
         read = (render(row, config, tokenizer, **how) for row in found)
         self.longest = max(len(prompt.tokens) for prompt in read)
         if answers and answers.objects:

@@ -82,15 +82,17 @@ class _PromptsTrainer(BaseTrainer):
         models |= {source: judge for source, (judge, _) in rewards.models.items()}
         models = {name: each for name, each in models.items() if each is not None}
         objects.check_shared(models)
-        answers = self._answering = objects.answering(tools, environment_factory, tokenizer)
-        task = PromptTask(rows, tokenizer, "train_dataset", answers)
+        own = arguments.template_arguments(args)
+        answers = objects.answering(tools, environment_factory, tokenizer, own)
+        self._answering = answers
+        task = PromptTask(rows, tokenizer, "train_dataset", answers, own)
         self.eval_dataset = eval_dataset
         if arguments.evaluates(args):
             if eval_dataset is None:
                 text = f"eval_strategy = '{args.eval_strategy}' needs eval_dataset; give it"
                 raise ConfigError(text, "no-eval-dataset")
             held_out = objects.rows_of(eval_dataset, "eval_dataset", 0)
-            self._held_out = PromptTask(held_out, tokenizer, "eval_dataset", answers)
+            self._held_out = PromptTask(held_out, tokenizer, "eval_dataset", answers, own)
         self._set_up(args, tokenizer, models, rewards, task, sizes, callbacks, peft_config)
         self._describe_rewards(rewards)
 
