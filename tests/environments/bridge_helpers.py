@@ -54,6 +54,9 @@ class PlainBridge:
 
     breaks: str | None = None
 
+    def of(self, _: object) -> PlainBridge:
+        return self
+
     def prompt(self, messages: Sequence[Message], tools: Any = None) -> tuple[list[int], str]:
         told = f"[tools {json.dumps(tools)}]" if tools else ""
         text = told + "".join(f"[{m['role']}] {m['content']}\n" for m in messages)

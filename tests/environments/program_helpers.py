@@ -52,7 +52,7 @@ class ByteBridge:
             said += f"{CALL}{function['name']} {json.dumps(function['arguments'])}"
         return f"<{message['role']}>{said}\n"
 
-    def of(self, _: object) -> ByteBridge:
+    def of(self, *_: object) -> ByteBridge:
         return self
 
     def parse(self, ids: Sequence[int], *, ended: bool, tools: object = None) -> Said:

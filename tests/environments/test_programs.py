@@ -290,15 +290,18 @@ def test_wrong_keys_sessions_and_requests_are_refused() -> None:
         await ask(headed, [user("q")], temperature=0.3, seed=4)
         await ask(headed, [user("r")], temperature=1.0, max_tokens=5)
         await ask(headed, [user("s")], top_p=0.5)
+        for _ in range(2):
+            await ask(headed, [user("t")], extra_body={"chat_template_kwargs": {"a": 1}})
         return 1.0
 
     said: list[str] = []
-    (found,) = episodes(run, ["x", "y", "z"], over=sessions(say=said.append))
+    (found,) = episodes(run, ["x", "y", "z", "u", "v"], over=sessions(say=said.append))
     assert found.end.reward == 1.0
-    assert [o.max_turn_tokens for o in found.observations] == [0, 5, 0, 0]
+    assert [o.max_turn_tokens for o in found.observations] == [0, 5, 0, 0, 0, 0]
     limits = [r.response().sampling for r in found.rollouts.values()]
-    assert [s and s.max_turn_tokens for s in limits] == [100, 5, 100]
-    assert ["temperature" in text for text in said] == [True]  # once
+    assert [s and s.max_turn_tokens for s in limits] == [100, 5, 100, 100, 100]
+    assert ["temperature" in text for text in said] == [True, False]  # once
+    assert ["chat_template_kwargs" in text for text in said] == [False, True]
 
 
 FIELDS: dict[str, Any] = {

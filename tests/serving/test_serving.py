@@ -315,7 +315,8 @@ def answered(
     async def both() -> None:
         thread, policy = WorkerThread("generator", 1), opened(folder, longest)
         engine = AsyncEngine(ThreadGenerator(policy.engine, thread), policy.longest, 8)
-        app = Server(engine, policy.tokenizer, "own", **options).app
+        tokenizer = options.pop("tokenizer", policy.tokenizer)
+        app = Server(engine, tokenizer, "own", **options).app
         running = asyncio.create_task(engine.run())
         transport = http.ASGITransport(app)
         try:
@@ -760,6 +761,36 @@ def test_a_run_without_checkpoints_cannot_be_followed(tmp_path: Path) -> None:
 
 
 # -- chats ---------------------------------------------------------------------------------------
+
+
+def test_a_requests_template_arguments_win_over_the_servers(chat_folder: Path) -> None:
+    tokenizer = load_tokenizer(chat_folder)
+    tokenizer.chat_template = TEMPLATE + "{{ '[' ~ rule ~ effort ~ ']' }}"
+    turns = [{"role": "user", "content": "a"}]
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+    async def work(client: Any) -> None:
+        async def prompt(**body: Any) -> str:
+            body = {"messages": turns, "max_tokens": 1, "return_token_ids": True, **body}
+            found = (await client.post("/v1/chat/completions", json=body)).json()
+            return bytes(found["prompt_token_ids"]).decode()
+
+        begun = "<user>a\n<assistant>"
+        assert await prompt() == f"{begun}[xlow]"
+        high = {"chat_template_kwargs": {"effort": "high", "none": None}}
+        assert await prompt(**high) == f"{begun}[xhigh]"
+        assert await prompt(chat_template_kwargs=None) == f"{begun}[xlow]"
+        assert (await prompt(**high, tools=[tool])).endswith("<assistant>[xhigh]")
+        assert (await prompt(tools=[tool])).endswith("<assistant>[xlow]")
+        wrong = {"messages": turns, "chat_template_kwargs": {"tools": []}}
+        refused = await client.post("/v1/chat/completions", json=wrong)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "chat_template_kwargs"
+        plain = {"prompt": "a", "chat_template_kwargs": {"effort": "high"}}
+        assert (await client.post("/v1/completions", json=plain)).status_code == 400
+
+    own = {"rule": "x", "effort": "low"}
+    answered(chat_folder, work, 1000, template_arguments=own, tokenizer=tokenizer)
 
 
 def test_a_conversation_goes_through_the_chat_template(chat_folder: Path) -> None:

@@ -160,6 +160,8 @@ def test_the_numbers_are_those_of_our_own_settings(
 
 GROUPED: list[tuple[dict[str, Any], str, Any]] = [
     ({}, "rollout.batch", 8),
+    ({"chat_template_kwargs": {"a": 1}}, "task.template_arguments", {"a": 1}),
+    ({"chat_template_kwargs": '{"a": false}'}, "task.template_arguments", {"a": False}),
     ({"generation_batch_size": 16}, "rollout.batch", 16),
     ({"generation_batch_size": 16}, "training.minibatches", 2),
     ({"steps_per_generation": 6}, "training.minibatches", 3),

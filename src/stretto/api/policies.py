@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -58,6 +58,7 @@ class Policy:
         longest: tokens of prompt and answer, at most.
         run: its checkpoints are the policy's weights; ``None`` for a model that stays as it is.
         step: of the training, after which the newest weights were taken.
+        template_arguments: of the chat template, in every conversation.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Policy:
     longest: int
     run: RunDirectory | None
     step: int
+    template_arguments: Mapping[str, Any]
     _actor: nn.Module
     _channel: SharedChannel = field(repr=False)
 
@@ -108,21 +110,15 @@ class Conversation:
         policy: Policy,
         rollout: RolloutConfig,
         seed: int,
-        task: TaskConfig | None = None,
+        system: str = "",
         tools: Tools | None = None,
     ) -> None:
-        """Begin one.
-
-        Args:
-            rollout: with ``seed``, how answers are sampled.
-            task: has the system message, and the arguments of the chat template.
-        """
+        """Begin one; ``rollout`` and ``seed`` say how answers are sampled."""
         self._policy, self._rollout, self._seed, self._tools = policy, rollout, seed, tools
-        task = task or TaskConfig()
-        self._encoder = Encoder(policy.tokenizer, task.template_arguments)
+        self._encoder = Encoder(policy.tokenizer, policy.template_arguments)
         self._turns, self._text, self._answers = list[Message](), "", 0
         self._system = ""
-        self.set_system(task.system)
+        self.set_system(system)
 
     def set_system(self, text: str) -> None:
         """Set the system message from now on, or none. Raises ConfigError without a template."""
@@ -205,6 +201,7 @@ def open_policy(
     max_model_len: int = 0,
     follow: bool = False,
     seed: int = 0,
+    template_arguments: Mapping[str, Any] | None = None,
 ) -> Policy:
     """Load a model, or the policy of a run: while it trains that of its newest checkpoint, else the
     model that it has saved, else that of its last checkpoint. The engine is to be used on this
@@ -262,6 +259,7 @@ def open_policy(
             longest=longest,
             run=run,
             step=step,
+            template_arguments=template_arguments or {},
             _actor=actor,
             _channel=channel,
         )

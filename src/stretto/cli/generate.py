@@ -14,7 +14,7 @@ import tyro
 
 from stretto import tasks
 from stretto.api.models import answers
-from stretto.cli.settings import table
+from stretto.cli.settings import table_of
 from stretto.config import EnvironmentConfig, ModelConfig, RolloutConfig, TaskConfig, recipes
 from stretto.errors import ConfigError, EngineError, TaskError
 from stretto.observe.progress import on_stderr
@@ -36,6 +36,12 @@ ToolNames = Annotated[
 TemplateWords = Annotated[
     tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=VALUE")
 ]
+
+
+def template_arguments_of(words: Sequence[str]) -> dict[str, Any]:
+    """Read words as the setting ``template_arguments``; raise ConfigError as it does."""
+    found = {"template_arguments": table_of(words, "template_arguments")}
+    return recipes.build(found, "options", TaskConfig).template_arguments
 
 
 def command_generate(
@@ -102,10 +108,8 @@ def command_generate(
         "stop": stop,
     }
     config = ModelConfig(name=model, dtype=dtype, device=device)
-    with _options_by_name():
-        asked = table(template_arguments, "template_arguments")
-        own = {"chat": chat, "system": system, "template_arguments": asked}
-        task = recipes.build(own, "options", TaskConfig)
+    arguments = template_arguments_of(template_arguments)
+    task = TaskConfig(chat=chat, system=system, template_arguments=arguments)
 
     def line(answer: Answer) -> str:
         number, sample = divmod(answer.number, samples)
@@ -267,23 +271,25 @@ def command_chat(
         rollout = recipes.build({"batch": 1, **options}, "options", RolloutConfig)
         asked = _environment(tools, max_turns)
         environment = recipes.build(asked, "options", EnvironmentConfig) if asked else None
-        own = {
-            "system": system,
-            "template_arguments": table(template_arguments, "template_arguments"),
-        }
-        task = recipes.build(own, "options", TaskConfig)
+        arguments = template_arguments_of(template_arguments)
     with working(on_stderr, LOADING):
         from stretto.api.policies import Conversation, open_policy
         from stretto.evaluation.episodes import Tools
     policy = open_policy(
-        model, rollout, dtype=dtype, device=device, max_model_len=max_model_len, seed=seed
+        model,
+        rollout,
+        dtype=dtype,
+        device=device,
+        max_model_len=max_model_len,
+        seed=seed,
+        template_arguments=arguments,
     )
     with ExitStack() as stack:
         with _options_by_name():
-            encoder, opened = Encoder(policy.tokenizer, task.template_arguments), None
+            encoder, opened = Encoder(policy.tokenizer, arguments), None
             if environment:
                 opened = Tools(environment, encoder, stack, rollout.stop)
-        _talk(policy, Conversation(policy, rollout, seed, task, opened))
+        _talk(policy, Conversation(policy, rollout, seed, system, opened))
 
 
 def _talk(policy: Policy, talk: Conversation) -> None:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from stretto.cli.generate import TemplateWords
-from stretto.cli.settings import table
-from stretto.config import RolloutConfig, TaskConfig, recipes
+from stretto.cli.generate import TemplateWords, template_arguments_of
+from stretto.config import RolloutConfig, recipes
 from stretto.errors import ConfigError, StorageError, require
 from stretto.machine import is_loopback
 from stretto.observe.progress import on_stderr
@@ -80,8 +79,7 @@ def command_serve(
         "options",
         RolloutConfig,
     )
-    words = {"template_arguments": table(template_arguments, "template_arguments")}
-    own = recipes.build(words, "options", TaskConfig).template_arguments
+    arguments = template_arguments_of(template_arguments)
     if queue < 0:
         raise ConfigError("--queue must be 0 or more", "option-range")
     key = api_key or os.environ.get(API_KEY, "")
@@ -101,8 +99,9 @@ def command_serve(
             max_model_len=max_model_len,
             follow=follow,
             seed=seed,
+            template_arguments=arguments,
         )
-        asyncio.run(_serve(listener, opened, key, slots + queue, own, follow=follow))
+        asyncio.run(_serve(listener, opened, key, slots + queue, follow=follow))
 
 
 def _listening(host: str, port: int) -> socket.socket:
@@ -118,13 +117,7 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 async def _serve(
-    listener: socket.socket,
-    opened: Callable[[], Policy],
-    key: str,
-    most: int,
-    template_arguments: Mapping[str, Any],
-    *,
-    follow: bool,
+    listener: socket.socket, opened: Callable[[], Policy], key: str, most: int, *, follow: bool
 ) -> None:
     """Open a model on the thread that will use it, and serve it until a signal comes."""
     import uvicorn
@@ -150,7 +143,7 @@ async def _serve(
             label=policy.label,
             hosts=OWN_HOSTS if own else ("*",),
             end_tokens=policy.engine.settings.end_tokens,
-            template_arguments=template_arguments,
+            template_arguments=policy.template_arguments,
         ).app
         server = uvicorn.Server(server_config(app, timeout_graceful_shutdown=PATIENCE_S))
         at = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"

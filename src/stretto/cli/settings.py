@@ -83,7 +83,7 @@ def parse_with_config(
     values = {name: attrgetter(name)(parsed.settings) for name in named}
     for name, value in values.items():
         if isinstance(attrgetter(name)(config), dict):
-            values[name] = table(value, name)
+            values[name] = table_of(value, name)
     file = getattr(parsed.own, "overrides", "")
     result = changed(
         config,
@@ -258,16 +258,16 @@ def _mirror(
     return made
 
 
-def table(pairs: Sequence[str], key: str) -> dict[str, Any]:
+def table_of(pairs: Sequence[str], key: str) -> dict[str, Any]:
     """Read words of the form key=value; what is no TOML value is text."""
-    found: dict[str, Any] = {}
+    table: dict[str, Any] = {}
     for pair in pairs:
         name, sign, text = pair.partition("=")
         if not (name and sign):
             option = "--" + key.replace("_", "-")
             raise ConfigError(f"{option} takes words of the form key=value; got '{pair}'")
         try:
-            found[name] = tomllib.loads(f"value = {text}")["value"]
+            table[name] = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
-            found[name] = text
-    return found
+            table[name] = text
+    return table
