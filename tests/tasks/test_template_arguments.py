@@ -23,7 +23,8 @@ from stretto.errors import ConfigError, TaskError
 from stretto.models.tiny import byte_tokenizer, make_tiny
 from stretto.tasks import TaskRow
 from stretto.tasks.encode import Encoder
-from stretto.tasks.prompts import arguments_in, refuse_templated, render
+from stretto.tasks.messages import arguments_in
+from stretto.tasks.prompts import refuse_templated, render
 from stretto.tasks.responses import PromptLayout
 from stretto.tasks.supervised import Demonstration, example_of
 from stretto.types import Message, Prompt, Response
@@ -80,6 +81,16 @@ def test_demonstrations_are_read_with_the_arguments_too() -> None:
         example = example_of(said, layout)
         assert tokenizer.decode(example.tokens) == begun + "4<|im_end|>"
         assert tokenizer.decode(example.prompt) == begun
+
+
+def test_a_demonstrations_own_arguments_win() -> None:
+    tokenizer = tokenizer_of()
+    layout = PromptLayout(tokenizer, frozenset({tokenizer.eos_token_id}), DemonstrationsConfig())
+    prompt = layout.prompt("2+2?", data={ARGUMENTS: {"thinking": True}})
+    turns = (Message(role="assistant", content="4"),)
+    for completion in ("4", turns):
+        example = layout.example(prompt, completion)
+        assert tokenizer.decode(example.tokens) == OPEN + "4<|im_end|>"
 
 
 def test_the_way_from_turn_to_turn_is_read_with_the_arguments() -> None:
