@@ -73,8 +73,7 @@ def _settle(answer: Future[T], call: Callable[[], T]) -> None:
     try:
         with signals.raised():
             answer.set_result(call())
-    except KeyboardInterrupt:
-        answer.cancel()
+    except KeyboardInterrupt:  # drive() then cancels the task that waits for the answer
         raise
     except BaseException as error:
         answer.set_exception(error)
