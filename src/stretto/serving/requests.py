@@ -259,7 +259,7 @@ class ChatMessage(_Body):
         if not isinstance(value, list):
             return value
         parts = [part if isinstance(part, dict) else {} for part in value]
-        texts = [p.get(p["type"]) for p in parts if p.get("type") in ("text", "refusal")]
+        texts: list[Any] = [p.get(p["type"]) for p in parts if p.get("type") in ("text", "refusal")]
         if len(texts) < len(value) or not all(isinstance(text, str) for text in texts):
             raise ValueError('parts of a content are {"type": "text", "text": "..."} alone')
         return "".join(texts)
