@@ -35,6 +35,12 @@ EPISODES: list[tuple[list[str], dict[str, Any], list[str], Played]] = [
     ),
     (["Riddle"], {"answer": "fire"}, ["ice", "fire"], [(["No. Again."], 0.0, ""), ([], 1.0, END)]),
     (
+        ["Check"],
+        {"tools_kwargs": {"check": {"create_kwargs": {"ground_truth": "8"}}}},
+        [call("check", answer="7"), call("check", answer="8"), "8"],
+        [(["wrong"], -0.05, ""), (["right"], 0.0, ""), ([], 1.0, END)],
+    ),
+    (
         ["Critic"],
         {"label": "7"},
         ["8", "7"],

@@ -252,5 +252,8 @@ def test_an_environment_of_which_all_calls_fail_is_said_once() -> None:
         "step 1: step: 2 of 2 calls failed. The first: KeyError: 'a' (envs.py, line 3)"
     ]
     assert said(remarks, 2, batch, 0, 1) == []
+    answered(batch[0])  # a step that went well has no record
+    assert said(remarks_of(settings()), 1, batch, 0, 1) == []
+    batch[0].log.pop()
     answered(batch[0], "")
     assert said(remarks_of(settings()), 1, batch, 0, 1) == []

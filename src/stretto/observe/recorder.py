@@ -142,12 +142,15 @@ class Remarks:
     def _failing(self, batch: Sequence[Rollout]) -> Iterator[str]:
         """Yield a remark on each tool, or the environment's step, of which all calls failed."""
         made: dict[str, list[Mapping[str, Any]]] = {}
-        for call in (call for r in batch for o in r.log for call in calls(o)):
+        observations = [o for rollout in batch for o in rollout.log]
+        steps = sum(o.number > 0 and not list(calls(o)) for o in observations)  # that went well
+        for call in (call for o in observations for call in calls(o)):
             if call.get("status") == "ok":
                 made.setdefault(str(call.get("name")), []).append(call)
         for name, each in made.items():
             errors = [str(call["error"]) for call in each if call.get("error")]
-            if len(errors) == len(each) > 1 and name not in self._told:
+            well = steps if name == "step" else 0
+            if len(errors) == len(each) + well > 1 and name not in self._told:
                 self._told.add(name)
                 yield f"{name}: {len(errors)} of {len(each)} calls failed. The first: {errors[0]}"
 
