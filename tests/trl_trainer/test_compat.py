@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from transformers import Trainer
@@ -19,8 +19,13 @@ from stretto import (
     RLOOConfig,
     RLOOTrainer,
 )
+from stretto.config import recipes
+from stretto.config.algorithm import AlgorithmConfig
+from stretto.config.sections import ObserveConfig
+from stretto.config.training import OptimizerConfig
 from stretto.errors import ConfigError
-from stretto.trl.config import CONFIGS, TrlConfig
+from stretto.trl import arguments
+from stretto.trl.config import CONFIGS, REFUSALS, REMARKS, SETS, TrlConfig
 
 # From TRL's repository: all fields of its configs in the tags v0.9.3 to v1.9.0 that 1.16 lacks.
 OF_GRPO = """max_prompt_length vllm_device vllm_dtype vllm_max_model_len vllm_guided_decoding_regex
@@ -179,3 +184,25 @@ def test_methods_that_are_called_and_a_scripts_own_may_be_defined() -> None:
 
     with raises(ConfigError, "argument-missing", "train_dataset"):
         Mine("model", extra=3)
+
+
+def test_no_refusal_names_a_thing_that_a_setting_has() -> None:
+    """A value of an argument that is refused is no value of the setting which does the same."""
+    for name, setting in SETS.items():
+        assert name not in {*REFUSALS, *REMARKS}, setting
+    by_last = {name.rpartition(".")[2]: name for name in recipes.setting_names()}
+    # The core refuses top_k and top_p in training, and torch_compile without processes.
+    refused = {*REFUSALS, *REMARKS} - {"top_k", "top_p", "torch_compile"}
+    assert not refused & by_last.keys()
+    kinds: Any = get_args(OptimizerConfig.model_fields["optim"].annotation)
+    assert set(arguments.OPTIMIZERS.values()) == set(kinds)
+    schedules: Any = get_args(OptimizerConfig.model_fields["lr_schedule"].annotation)
+    assert set(schedules) <= set(arguments.CHOICES["lr_scheduler_type"])
+    trackers: Any = get_args(get_args(ObserveConfig.model_fields["trackers"].annotation)[0])
+    for tracker in trackers:
+        args = GRPOConfig(report_to=tracker)
+        assert arguments.notes(args, arguments.derive_sizes(args, 8))[1:] == []
+    for name in ("scale_rewards", "importance_sampling_level", "multi_objective_aggregation"):
+        field = AlgorithmConfig.model_fields.get(name)
+        values: Any = get_args(field.annotation) if field else ()
+        assert set(values) <= set(arguments.CHOICES[name])

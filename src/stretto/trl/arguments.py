@@ -299,6 +299,8 @@ def notes(args: TrlConfig, sizes: Sizes) -> list[str]:
 def _without_effect(args: TrlConfig) -> dict[str, str]:
     """Return what is set and has no effect here, with the reason."""
     reasons = dict(REMARKS)
+    if _runtime(args) != "inline":
+        del reasons["torch_compile"]
     if not args.use_vllm:
         vllm = (f.name for f in fields(args) if f.name.startswith("vllm_"))
         reasons |= dict.fromkeys(vllm, "use_vllm is False")
@@ -325,11 +327,11 @@ def settings(
     found: dict[str, Any] = {
         "steps": sizes.steps,
         "out": str(args.output_dir),
-        # vLLM needs a process of its own.
-        "runtime": "local" if args.use_vllm and args.runtime == "inline" else args.runtime,
+        "runtime": _runtime(args),
         "schedule": _schedule(args),
         "model.dtype": dtype,
         "model.device": device(args),
+        "model.torch_compile": args.torch_compile and _runtime(args) != "inline",
         "model.gradient_checkpointing": bool(args.gradient_checkpointing),
         "task.kind": "dataset",
         "task.name": "train_dataset",
@@ -412,6 +414,11 @@ def _grouped(args: Any, sizes: Sizes) -> dict[str, Any]:
                 "algorithm.clip_high": (args.epsilon_high or 0.0) - 1,
             }
     return found
+
+
+def _runtime(args: TrlConfig) -> str:
+    """Return where a run computes: vLLM needs a process of its own."""
+    return "local" if args.use_vllm and args.runtime == "inline" else args.runtime
 
 
 def _missing_eos(args: TrlConfig) -> dict[str, Any]:

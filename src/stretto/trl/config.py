@@ -364,9 +364,10 @@ _IDLE = {
     "save_only_model save_safetensors save_total_limit",
     "it would change the speed or the memory alone, and the engine and the learner here have their "
     "own ways": "activation_offloading cache_implementation gradient_checkpointing_kwargs "
-    "liger_kernel_config tf32 torch* transformers_continuous_batching_config use_cache "
-    "use_transformers_*",
+    "liger_kernel_config tf32 torch_compile_* torch_empty_cache_steps torchdynamo "
+    "transformers_continuous_batching_config use_cache use_transformers_*",
     "the seed alone decides what is drawn": "full_determinism",
+    "the engine decodes with the same layers; set runtime = 'local'": "torch_compile",
     "the longest prompt and the most new tokens are what vLLM needs": "vllm_max_model_length",
     "use_adaptive_entropy is False": "entropy_coef_* entropy_target",
 }
