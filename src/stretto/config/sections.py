@@ -219,7 +219,7 @@ class TaskConfig(Section):
     shuffle: bool = True
     """Shuffle the rows, in each epoch anew. false: keep their own order, for a curriculum."""
     columns: dict[str, str] = {}
-    """Columns of the data, by what they are. prompt: text, or a list of chat messages ('prompt' unless given). answer: what the task's verifier compares with; without it only reward functions score. demonstration: what warmup_examples teach in place of the answer: a turn as text, or messages that follow the prompt. Other names: as reward functions know a column, such as label."""
+    """Columns of the data, by what they are. prompt: text, or a list of chat messages ('prompt' unless given). answer: what the task's verifier compares with (unless given, a column 'answer', 'ground_truth' or 'solution' if every row has an answer there); without it only reward functions score. A name with dots leads into nested objects. demonstration: what warmup_examples teach in place of the answer: a turn as text, or messages that follow the prompt. Other names: as reward functions know a column, such as label."""
     system: str = ""
     """System message put before the prompt; with it, or with chat = on, text prompts become conversations."""
     instruction: str = ""

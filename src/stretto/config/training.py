@@ -170,7 +170,7 @@ class DemonstrationsConfig(RowsConfig):
     """Demonstrations that supervised fine-tuning learns from."""
 
     messages_column: str = "messages"
-    """Column with conversations, whose assistant turns are all trained on. Without it in the data, or with '', the next two columns are read."""
+    """Column with conversations, whose assistant turns are all trained on. Without it in the data, or with '', the next two columns are read. If all three are the defaults, 'conversations', 'instruction' and 'output', or 'text' do as well."""
     prompt_column: str = "prompt"
     """Column with the prompt: text, or a list of chat messages."""
     completion_column: str = "completion"
@@ -183,7 +183,7 @@ class PairsConfig(RowsConfig):
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of the pairs, rounded up, that is measured on and not trained on; pairs with one prompt stay together. 0 holds none out."""
     prompt_column: str = "prompt"
-    """Column with the prompt: text or messages. Without it in the data, the two sides must share their first turns or messages, which are then the prompt. With '', the prompt is the text that both begin with."""
+    """Column with the prompt: text or messages. Without it in the data, the two sides must begin alike: the messages, turns or words that they share are the prompt. With '', no column is looked for."""
     chosen_column: str = "chosen"
     """Column with the preferred response: text or messages."""
     rejected_column: str = "rejected"
