@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from raising import raises
+from stretto.errors import ConfigError
 from stretto.models.load import load_tokenizer
 from stretto.models.tiny import make_tiny
 from stretto.trl import GRPOConfig, GRPOTrainer
@@ -142,3 +144,56 @@ def test_a_trainer_plays_episodes(
         assert all(" now" in sample["prompt"] and "turn" in sample["prompt"] for sample in samples)
     else:
         assert all("Add two numbers" in sample["prompt"] for sample in samples)
+
+
+class Owner:
+    """Brings its prompts and its reward."""
+
+    prompts: list[str] = []  # noqa: RUF012  # of all objects
+
+    def reset(self, **columns: Any) -> str:
+        assert "answer" not in columns
+        self.prompts.append("Say " + "something " * 40)
+        return self.prompts[-1]
+
+    def look(self) -> str:
+        """Look around."""
+        return "nothing"
+
+    def get_reward(self) -> float:
+        return 0.75
+
+
+def test_an_environment_may_own_data_and_reward(tmp_path: Path) -> None:
+    make_tiny(tmp_path / "model", chat=True)
+    given: dict[str, Any] = {
+        "output_dir": str(tmp_path / "out"),
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 9,
+        "gradient_checkpointing": False,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "report_to": "none",
+    }
+    Owner.prompts.clear()
+    model, args = str(tmp_path / "model"), GRPOConfig(**given, max_steps=2)
+    trainer = GRPOTrainer(model, args=args, environment_factory=Owner)
+    assert len(trainer.train_dataset) == 2  # prompts of a batch
+    assert trainer.reward_func_names == ["Owner"]
+    trainer.train()
+    assert len(Owner.prompts) == 2 * 8
+    rows = trainer.state.log_history[:2]
+    assert [row["rewards/Owner/mean"] for row in rows] == [0.75, 0.75]
+    assert trainer.run_dir is not None
+    for line in trainer.run_dir.samples_file.open():
+        assert Owner.prompts[0].strip() in json.loads(line)["prompt"]
+    with raises(ConfigError, "argument-missing", "environment_factory"):
+        GRPOTrainer(model, args=GRPOConfig(**given, max_steps=2), reward_funcs=seen)
+    with raises(ConfigError, "argument-missing", "environment_factory"):
+        GRPOTrainer(model, args=args, environment_factory={"a": Owner})
+    with raises(ConfigError, "no-length", "max_steps"):
+        GRPOTrainer(model, args=GRPOConfig(**given), environment_factory=Owner)
+    with raises(ConfigError, "no-rewards"):
+        GRPOTrainer(model, args=args, environment_factory=Bell)

@@ -348,17 +348,19 @@ def train(
     with tempfile.TemporaryDirectory(prefix=ROWS_FOLDER) as folder:
         file = Path(folder) / DATASET
         write_rows(_rows_of(dataset, config.task), file)
-        config = config.model_copy(update=_rows_in(config.task, file))
+        config = rows_in(config, file)
         run = begin(config, name, overrides=overrides)
         kept = run.run_dir.path.absolute() / DATASET
         shutil.copyfile(file, kept)
-    run = replace(run, config=run.config.model_copy(update=_rows_in(config.task, kept)))
+    run = replace(run, config=rows_in(run.config, kept))
     run.run_dir.save_config(run.config)
     return execute(run, progress=progress, on_step=on_step)
 
 
-def _rows_in(task: TaskConfig, file: Path) -> Mapping[str, TaskConfig]:
-    return {"task": task.model_copy(update={"name": str(file), "split": "train"})}
+def rows_in(config: Config, file: Path) -> Config:
+    """Return settings that name rows in a file that :func:`write_rows` has written."""
+    task = config.task.model_copy(update={"name": str(file), "split": "train"})
+    return config.model_copy(update={"task": task})
 
 
 def resume(

@@ -55,6 +55,8 @@ class Overrides:
         end_tokens: in place of the tokenizer's and those of the generation config.
         warmup: a file that keeps the warm-up's outcome; it is read if it is there, else written.
         looks_at: called with the run's prompts, before any model is loaded.
+        exports: called on a thread with the step and the folder of each checkpoint that is on disk,
+            and a function that writes the model of that step.
         in_files: whether loaded models stay in their files (:mod:`stretto.models.mapped`).
     """
 
@@ -70,6 +72,7 @@ class Overrides:
     end_tokens: frozenset[int] | None = None
     warmup: Path | None = None
     looks_at: Callable[[PromptSource], None] | None = None
+    exports: Callable[[int, Path, Callable[[Path], None]], None] | None = None
     in_files: bool = False
 
 

@@ -26,6 +26,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path, PurePosixPath
 from pickle import UnpicklingError
 from typing import Any, Self, TypeVar
@@ -51,6 +52,9 @@ INPUTS = "inputs.json"
 FIRST_MINUTES = 1.0
 """Minutes after which a run has its first checkpoint, at the latest with the first step after them:
 a run that is killed early can be resumed, too."""
+
+EXPORT = "checkpoint/export"
+"""Use of a staged model that ``Overrides.exports`` writes."""
 
 _FORMAT = 5
 _NAME = re.compile(r"step-(\d+)")
@@ -295,6 +299,8 @@ class Checkpointer:
             with self._running.spans.span(CHECKPOINT, "checkpoint/stage", step=step):
                 # After the last step nothing changes any more.
                 staged = await self._running.stage(copy=step < self._steps)
+                if self._running.overrides.exports:
+                    await self._running.stage_model(EXPORT, held=False)
             self._writing = self._begin(step, staged)
             if staged.live:
                 await self._written()
@@ -305,7 +311,10 @@ class Checkpointer:
 
         def write() -> Path:
             with self._running.spans.span(CHECKPOINT, "checkpoint/write", step=step):
-                return save(self._folder, step, parts, keep)
+                path = save(self._folder, step, parts, keep)
+                if exports := self._running.overrides.exports:
+                    exports(step, path, partial(self._running.save_staged, EXPORT))
+                return path
 
         return in_background(write)
 

@@ -28,6 +28,9 @@ from stretto.training.collate import describe
 from stretto.types import FinishReason
 from stretto.workers.drive import drive
 
+BEST = "checkpoint/best"
+"""Name of the work on the best evaluation's model."""
+
 
 def figures(config: Config, answers: Sequence[Rollout]) -> dict[str, float]:
     """Return the metrics of scored answers. Raises RewardError if one has no reward, unless such
@@ -155,15 +158,15 @@ class Evaluator:
         if self.best and found[SCORE] <= self.best.score:
             return
         self.best = Best(step, found[SCORE], self._run_dir.best_model)
-        await self._running.stage_model()
+        await self._running.stage_model(BEST)
         self._writing = in_background(lambda: self._write(step, found))
 
     def _write(self, step: int, found: Mapping[str, float]) -> None:
         folder = self._run_dir.best_model
-        with self._running.spans.span(CHECKPOINT, "checkpoint/best", step=step):
+        with self._running.spans.span(CHECKPOINT, BEST, step=step):
             record = json.dumps({"step": step, **found}, indent=2) + "\n"
             with files.explained(folder), files.new_folder(folder) as scratch:
-                self._running.save_staged(scratch)
+                self._running.save_staged(BEST, scratch)
                 (scratch / self._run_dir.best_file.name).write_text(record)
 
     async def _written(self) -> None:

@@ -72,7 +72,7 @@ class LearnerService(Service):
         self._probed: dict[int, FloatArray] = {}
         self._rank, self._ranks, self._give_back = rank, ranks, give_back
         self._staged: dict[str, Any] | None = None
-        self._model: nn.Module | None = None
+        self._models: dict[str, nn.Module | None] = {}  # staged, by their use
 
     @property
     def light(self) -> frozenset[str]:
@@ -166,15 +166,15 @@ class LearnerService(Service):
     def save(self, folder: Path) -> None:
         self._learner.trained["actor"].save(folder, self._prompts.tokenizer)
 
-    def stage_model(self, ref: WeightsRef | None) -> Reply[None]:
+    def stage_model(self, use: str, ref: WeightsRef | None) -> Reply[None]:
         """Stage a copy of the actor, with its own weights or those of a kept version."""
         kept = self._channel.kept(ref) if ref else None
-        self._model = self._learner.trained["actor"].copied(kept)
+        self._models[use] = self._learner.trained["actor"].copied(kept)
         return Reply(None)
 
-    def save_staged(self, folder: Path) -> None:
-        """Write the model that was staged; on the side, on all ranks."""
-        model, self._model = self._model, None
+    def save_staged(self, use: str, folder: Path) -> None:
+        """Write the model that was staged for a use; on the side, on all ranks."""
+        model = self._models.pop(use, None)
         if model is not None:
             save_model(model, self._prompts.tokenizer, folder)
 

@@ -75,6 +75,7 @@ class ProcessWorkers:
             functions={},
             environment={},
             looks_at=None,
+            exports=None,
             opened=None,
             warmup=overrides.warmup or Path(scratch).absolute() / "warmup.safetensors",
         )

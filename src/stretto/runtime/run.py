@@ -128,13 +128,15 @@ class Run:
             for name, model in own.items():
                 copy_into(model, trained[name])
 
-    async def stage_model(self) -> None:
-        """Have the learner copy the actor, with the weights that generators hold."""
-        await self.learner.call("stage_model", self.schedule.held["actor"] if self.lags else None)
+    async def stage_model(self, use: str, *, held: bool = True) -> None:
+        """Have the learner copy the actor for a use, with the weights that generators hold, or else
+        its own."""
+        ref = self.schedule.held["actor"] if self.lags and held else None
+        await self.learner.call("stage_model", use, ref)
 
-    def save_staged(self, folder: Path) -> None:
+    def save_staged(self, use: str, folder: Path) -> None:
         """Write that copy, whole or not at all, while training goes on."""
-        self.learner.aside_on_all("save_staged", folder.absolute(), timeout_s=SAVE_S)
+        self.learner.aside_on_all("save_staged", use, folder.absolute(), timeout_s=SAVE_S)
 
     def halt(self) -> bool:
         """End all work, after an error; return whether the actor's weights are whole."""

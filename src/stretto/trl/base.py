@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,11 +21,11 @@ from transformers import (
 from transformers.trainer_callback import CallbackHandler
 
 from stretto import api, files
-from stretto.api.training import write_rows
+from stretto.api.training import DATASET, rows_in, write_rows
 from stretto.assembly.models import Overrides
 from stretto.config import Config, recipes
 from stretto.config.sections import ENVIRONMENT
-from stretto.errors import ConfigError, StateError
+from stretto.errors import ConfigError, StateError, TaskError
 from stretto.models.load import save_model
 from stretto.observe import RunDirectory, make_progress
 from stretto.observe.progress import on_stderr
@@ -33,7 +33,7 @@ from stretto.runs import TrainResult
 from stretto.runs.checkpoint import newest
 from stretto.runs.evaluating import answer_all, figures
 from stretto.schedules.rollout import Rollout
-from stretto.trl import arguments, objects
+from stretto.trl import arguments, checkpoints, objects
 from stretto.trl.callbacks import after_step, evaluated, never_called
 from stretto.trl.compat import require_called, require_named
 from stretto.trl.objects import Answering, PromptTask, Rewards, TokenTask
@@ -72,6 +72,7 @@ class BaseTrainer:
     optimizer = lr_scheduler = None
     eval_dataset: Any = None
     _training = False
+    _base_is_named = True  # whether an adapter's base is the model of that name
     _held_out: PromptTask | None = None  # prompts of evaluations while it trains
     _answering = Answering()  # nothing
     source_names: Mapping[str, str] = {}
@@ -129,7 +130,7 @@ class BaseTrainer:
         if sources := tuple(self._answering.objects):
             data["environment"] = {"sources": sources, "max_turns": arguments.max_turns(args)}
         if self._held_out:
-            held_out = Path(args.output_dir) / "eval_dataset.jsonl"
+            held_out = Path(args.output_dir).absolute() / "eval_dataset.jsonl"
             longest = max(task.longest, self._held_out.longest)
             data["task"] |= {"held_out": str(held_out), "max_prompt_tokens": longest}
             every = arguments.eval_every(args, sizes)
@@ -165,7 +166,8 @@ class BaseTrainer:
         After Ctrl-C, what was learned is in the models, and saved.
 
         Args:
-            resume_from_checkpoint: the run's folder; True for the newest one in ``output_dir``.
+            resume_from_checkpoint: a ``checkpoint-N`` folder or the run's folder; True for the
+                newest run in ``output_dir``.
         """
         if self.run_dir is not None:
             raise StateError(
@@ -178,14 +180,21 @@ class BaseTrainer:
         resumed = resume_from_checkpoint or args.resume_from_checkpoint or ""
         if resumed is True:
             resumed = _newest(Path(self.config.out), name)
+        folder = Path(resumed)
+        if resumed:
+            resumed = checkpoints.run_of(folder)
         if rows := self._held_out:
             file = Path(self.config.task.held_out_rows)
             with files.explained(file):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 write_rows((rows.row(i).data for i in range(len(rows))), file)
-        run = api.begin(self.config, name, resume=resumed, overrides=self._overrides())
-        self.run_dir = run.run_dir
+        run = api.begin(self._resumable(resumed), name, resume=resumed, overrides=self._overrides())
         display = make_progress(self.config.observe.progress)
+        if resumed:
+            checkpoints.put_back(folder)
+        else:
+            run = self._with_rows(run, display.note)
+        self.config, self.run_dir = run.config, run.run_dir
         for line in (
             arguments.notes(args, self.sizes) + self._notes + never_called(self.callback_handler)
         ):
@@ -196,6 +205,8 @@ class BaseTrainer:
         self._training = True
         try:
             result = api.execute(run, progress=display, on_step=partial(after_step, self))
+        except KeyboardInterrupt as interrupt:  # the frames of the run's threads explain nothing
+            raise interrupt.with_traceback(None) from None
         finally:
             self._training = False
         took_s, done = time.monotonic() - began_s, self.state.global_step
@@ -211,6 +222,38 @@ class BaseTrainer:
         self.tell("on_train_end")
         of_run = {f.name: getattr(result, f.name) for f in fields(TrainResult)}
         return TrainOutput(**of_run, global_step=done, training_loss=loss, metrics=metrics)
+
+    def _resumable(self, resumed: str | Path) -> Config:
+        """Return the settings; those of a resumed run name the rows in its folder."""
+        rows = Path(resumed).absolute() / DATASET
+        return rows_in(self.config, rows) if resumed and rows.is_file() else self.config
+
+    def _with_rows(self, run: api.Begun[Config], note: Callable[[str], None]) -> api.Begun[Config]:
+        """Keep the rows in the run's folder, so that it can be evaluated and repeated."""
+        kept, rows = (
+            run.run_dir.path.absolute() / DATASET,
+            map(self._task.row, range(len(self._task))),
+        )
+        try:
+            write_rows(({"prompt": row.prompt, **row.data} for row in rows), kept)
+        except TaskError as error:
+            note(f"the run's folder has no copy of the rows, which are read as objects: {error}")
+            return run
+        run = replace(run, config=rows_in(run.config, kept))
+        run.run_dir.save_config(run.config)
+        return run
+
+    def _export(self, step: int, own: Path, save: Callable[[Path], None]) -> None:
+        """Write ``checkpoint-N`` into ``output_dir``."""
+        number = step * self.sizes.updates
+        checkpoints.export(
+            Path(self.config.out) / f"checkpoint-{number}",
+            save,
+            own,
+            replace(self.state, global_step=number),
+            adapter=self._base_is_named,
+            limit=self.args.save_total_limit,
+        )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add metrics to ``state.log_history``, with the epoch, and tell the callbacks."""
@@ -280,8 +323,9 @@ class BaseTrainer:
     def save_model(
         self, output_dir: str | Path | None = None, _internal_call: bool = False
     ) -> None:
-        """Save policy and tokenizer in Hugging Face format, adapters merged, into a folder (without
-        one ``args.output_dir``), whose other files stay. Raises StorageError where it cannot be
+        """Save policy and tokenizer into a folder (by default ``args.output_dir``), whose other
+        files stay: a model in Hugging Face format, or with ``peft_config`` its adapter, and the
+        merged model in the subfolder ``merged``. Raises StorageError if the folder cannot be
         written to; nothing of the model is in it then.
         """
         folder = Path(output_dir or self.args.output_dir)
@@ -290,6 +334,9 @@ class BaseTrainer:
                 shutil.copytree(self.run_dir.model, scratch, dirs_exist_ok=True)
             else:
                 save_model(self.policy_model, self.processing_class, scratch)
+            adapted = self._base_is_named and checkpoints.lift_adapter(scratch)
+        # transformers would put an adapter on top of a model beside it.
+        (folder / ("config.json" if adapted else "adapter_config.json")).unlink(missing_ok=True)
 
     def push_to_hub(self, *_: Any, **__: Any) -> NoReturn:
         """Raise ConfigError, as nothing is uploaded."""
@@ -309,6 +356,7 @@ class BaseTrainer:
             functions=self._rewards.functions,
             reward_models=self._rewards.models,
             environment=self._answering.objects,
+            exports=self._export if self.config.observe.checkpoint_every else None,
         )
 
     def tell(self, event: str, **more: Any) -> None:

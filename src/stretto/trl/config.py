@@ -359,9 +359,9 @@ _IDLE = {
     "nothing is uploaded": "hub_* project trackio_*",
     "each run has a folder of its own in output_dir, so that none is written "
     "over": "overwrite_output_dir",
-    "the newest checkpoint is kept, with all that a run needs to go on, and weights are always "
+    "a checkpoint has all that a run needs to go on, and weights are always "
     "safetensors": "enable_jit_checkpoint ignore_data_skip restore_callback_states_from_checkpoint "
-    "save_only_model save_safetensors save_total_limit",
+    "save_only_model save_safetensors",
     "it would change the speed or the memory alone, and the engine and the learner here have their "
     "own ways": "activation_offloading cache_implementation gradient_checkpointing_kwargs "
     "liger_kernel_config tf32 torch_compile_* torch_empty_cache_steps torchdynamo "
@@ -377,7 +377,8 @@ HEEDED = (
     *("gradient_accumulation_steps", "lr_scheduler_type", "warmup_steps", "weight_decay"),
     *("adam_beta1", "adam_beta2", "max_grad_norm", "optim", "use_cpu", "data_seed"),
     *("report_to", "disable_tqdm", "save_strategy", "eval_strategy", "eval_steps"),
-    *("save_steps", "resume_from_checkpoint", "do_train", "do_eval", "do_predict"),
+    *("save_steps", "save_total_limit", "resume_from_checkpoint"),
+    *("do_train", "do_eval", "do_predict"),
     "use_liger_kernel",
 )
 """Arguments of transformers that are looked at here, or by the script itself."""

@@ -79,6 +79,7 @@ class PPOTrainer(BaseTrainer):
         objects.refuse(data_collator, optimizers)
         if peft_config is not None and hasattr(policy, "merge_and_unload"):
             policy = policy.merge_and_unload()
+            self._base_is_named = False
         self.reward_model = named["reward_model"]
         scored = isinstance(self.reward_model, nn.Module)
         models = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ from transformers import (
 
 from stretto.config import ENVIRONMENT
 from stretto.errors import ConfigError
+from stretto.models.forward import positions
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
 from stretto.saying import silent
@@ -22,6 +24,10 @@ from stretto.trl import arguments, objects
 from stretto.trl.base import BaseTrainer
 from stretto.trl.config import GRPOConfig, OnlineDPOConfig, RLOOConfig, TrlConfig
 from stretto.trl.objects import PromptTask
+
+LONGEST_OPENING = 2048
+"""Tokens of the prompts that an environment with data of its own may return, if the model knows so
+many positions."""
 
 
 class _PromptsTrainer(BaseTrainer):
@@ -51,10 +57,9 @@ class _PromptsTrainer(BaseTrainer):
             args = kind(f"{Path(named).name or 'trainer_output'}-{name}")
         objects.check_args(args, kind, type(self).__name__)
         arguments.check(args)
-        if train_dataset is None:
-            raise ConfigError(
-                f"{type(self).__name__} needs train_dataset; give it", "argument-missing"
-            )
+        owns_data = train_dataset is None
+        if owns_data:
+            train_dataset = self._prompts_of_environment(args, environment_factory)
         rows, sizes = train_dataset, None
         if not hasattr(rows, "__len__"):
             sizes = arguments.derive_sizes(args, 0)
@@ -72,20 +77,26 @@ class _PromptsTrainer(BaseTrainer):
             )
         elif peft_config is not None and hasattr(model, "merge_and_unload"):
             model = model.merge_and_unload()
+            self._base_is_named = False
         tokenizer = processing_class
         if tokenizer is None:
             tokenizer = load_tokenizer(resolve(named, silent), args.trust_remote_code)
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
-        rewards = objects.rewards_of(reward_funcs, reward_processing_classes, args)
+        own = arguments.template_arguments(args)
+        answers = objects.answering(tools, environment_factory, tokenizer, own)
+        self._answering = answers
+        rewards = objects.Rewards()
+        if reward_funcs is not None or not answers.rewards:
+            rewards = objects.rewards_of(reward_funcs, reward_processing_classes, args)
         models = {"model": model, "ref_model": ref_model}
         models |= {source: judge for source, (judge, _) in rewards.models.items()}
         models = {name: each for name, each in models.items() if each is not None}
         objects.check_shared(models)
-        own = arguments.template_arguments(args)
-        answers = objects.answering(tools, environment_factory, tokenizer, own)
-        self._answering = answers
         task = PromptTask(rows, tokenizer, "train_dataset", answers, own)
+        if owns_data:
+            known = positions(model, generating=True) or math.inf
+            task.longest = int(min(LONGEST_OPENING, known - args.max_completion_length))
         self.eval_dataset = eval_dataset
         if arguments.evaluates(args):
             if eval_dataset is None:
@@ -95,6 +106,20 @@ class _PromptsTrainer(BaseTrainer):
             self._held_out = PromptTask(held_out, tokenizer, "eval_dataset", answers, own)
         self._set_up(args, tokenizer, models, rewards, task, sizes, callbacks, peft_config)
         self._describe_rewards(rewards)
+
+    def _prompts_of_environment(self, args: Any, environment_factory: Any) -> list[dict[str, Any]]:
+        """Return empty prompts, which an environment fills when it is reset: those of one batch, as
+        ``max_steps`` says how long to train.
+        """
+        if environment_factory is None or isinstance(environment_factory, Mapping):
+            raise ConfigError(
+                f"{type(self).__name__} needs train_dataset; give it, or an environment_factory "
+                "that makes environments of one class, whose reset returns the prompt",
+                "argument-missing",
+            )
+        sizes = arguments.derive_sizes(args, 0)
+        count = max(sizes.batch // args.num_generations, 1)
+        return [{"prompt": [{"role": "user", "content": ""}]} for _ in range(count)]
 
     def _describe_rewards(self, rewards: objects.Rewards) -> None:
         """Set the attributes by which TRL's scripts read the rewards. ``reward_func_names`` and

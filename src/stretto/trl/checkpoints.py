@@ -1,0 +1,123 @@
+"""TRL's ``checkpoint-N`` folders, and folders of adapters as peft reads them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from transformers import TrainerState
+
+from stretto import files
+from stretto.errors import StateError
+
+STATE, RUN = "run-checkpoint", "run.json"
+"""The run's own checkpoint in a ``checkpoint-N`` folder, and the file that names the run."""
+
+
+_OF_MODEL = ("config.json", "generation_config.json", "model", "pytorch_model")
+"""Beginnings of names of files that a model has and an adapter lacks."""
+
+
+def export(
+    folder: Path,
+    save: Callable[[Path], None],
+    own: Path,
+    state: TrainerState,
+    *,
+    adapter: bool,
+    limit: int | None,
+) -> None:
+    """Write ``checkpoint-N``: the model, TRL's state, and hard links to the run's own checkpoint.
+
+    Args:
+        save: writes the model.
+        own: the run's own checkpoint.
+        adapter: whether to put an adapter in place of the merged model.
+        limit: of the run's folders only this many stay, the newest; ``None`` keeps all.
+    """
+    run = str(own.parent.parent.absolute())
+    with files.explained(folder), files.new_folder(folder) as scratch:
+        save(scratch)  # replaces the folder
+        if adapter:
+            lift_adapter(scratch)
+        state.save_to_json(str(scratch / "trainer_state.json"))
+        (scratch / RUN).write_text(json.dumps({"run": run, "checkpoint": own.name}))
+        _link(own, scratch / STATE)
+    others = [path for path in _exported(folder.parent) if _read(path / RUN).get("run") == run]
+    for path in others[: -limit if limit else 0]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def lift_adapter(folder: Path) -> bool:
+    """Put a saved adapter in place of its merged model, which moves to the subfolder ``merged``;
+    return whether there is one. Without the name of its base model an adapter stays where it is.
+    """
+    adapter, merged = folder / "adapter", folder / "merged"
+    named = _read(adapter / "adapter_config.json")
+    if not named.get("base_model_name_or_path"):
+        return False
+    merged.mkdir()
+    for path in [p for p in folder.iterdir() if p not in (adapter, merged)]:
+        path.rename(merged / path.name)
+        if not path.name.startswith(_OF_MODEL):  # the tokenizer belongs to both
+            shutil.copy2(merged / path.name, path)
+    for path in adapter.iterdir():
+        path.rename(folder / path.name)
+    adapter.rmdir()
+    return True
+
+
+def run_of(folder: Path) -> Path:
+    """Return the run that a ``checkpoint-N`` folder belongs to, or any other folder as it is."""
+    run = Path(_read(folder / RUN).get("run", folder))
+    if run != folder and not (run / "config.toml").is_file():
+        raise StateError(
+            f"'{folder}' belongs to the run in '{run}', which is not there; restore it, or start "
+            "from the weights in the checkpoint as model",
+            "no-run-of-checkpoint",
+        )
+    return run
+
+
+def put_back(folder: Path) -> None:
+    """Make the checkpoint in a ``checkpoint-N`` folder the newest one of its run, which will take
+    later steps again. Any other folder is left alone.
+    """
+    if named := _read(folder / RUN):
+        target = Path(named["run"]) / "checkpoints" / named["checkpoint"]
+        for path in target.parent.glob("step-*"):
+            if path.name > target.name:
+                shutil.rmtree(path)
+        if not target.exists():
+            with files.explained(target), files.new_folder(target) as scratch:
+                _link(folder / STATE, scratch)
+
+
+def _exported(out: Path) -> list[Path]:
+    """Return the ``checkpoint-N`` folders in a folder, the oldest first."""
+    named = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in out.iterdir()]
+    return [path for _, path in sorted((int(match[1]), path) for match, path in named if match)]
+
+
+def _read(file: Path) -> dict[str, str]:
+    """Return a JSON object, or nothing if there is none."""
+    try:
+        return dict(json.loads(file.read_bytes()))
+    except (OSError, ValueError):
+        return {}
+
+
+def _link(source: Path, target: Path) -> None:
+    """Copy a folder by hard links, or by its content on a file system without them."""
+
+    def linked(file: str, to: str) -> None:
+        try:
+            os.link(file, to)
+        except OSError:
+            shutil.copy2(file, to)
+
+    shutil.copytree(source, target, copy_function=linked, dirs_exist_ok=True)
