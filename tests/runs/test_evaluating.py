@@ -265,8 +265,8 @@ def test_a_model_that_cannot_be_written_leaves_the_one_before_it(
     notes, config = Notes(), evaluated(tiny_folder, steps=6)
     run_dir = RunDirectory.create(tmp_path, "run", config)
 
-    def failing(running: Run, folder: Path) -> None:
-        save(running, folder)
+    def failing(running: Run, use: str, folder: Path) -> None:
+        save(running, use, folder)
         if run_dir.best_file.is_file():
             written.append(json.loads(run_dir.best_file.read_text()))
         if len(written) == 1:

@@ -33,6 +33,8 @@ many positions."""
 class _PromptsTrainer(BaseTrainer):
     """A trainer that loads what is named, and reads prompts as they are written."""
 
+    aux_loss_enabled: ClassVar[bool] = False  # routers of experts have no loss of their own
+
     def _prepare(
         self,
         args: Any,
@@ -58,13 +60,7 @@ class _PromptsTrainer(BaseTrainer):
         objects.check_args(args, kind, type(self).__name__)
         arguments.check(args)
         owns_data = train_dataset is None
-        if owns_data:
-            train_dataset = self._prompts_of_environment(args, environment_factory)
-        rows, sizes = train_dataset, None
-        if not hasattr(rows, "__len__"):
-            sizes = arguments.derive_sizes(args, 0)
-            rows = objects.rows_of(rows, "train_dataset", arguments.prompts_of(args, sizes))
-        sizes = sizes or arguments.derive_sizes(args, len(rows))
+        rows, sizes = self._rows_and_sizes(args, train_dataset, environment_factory)
         torch.manual_seed(args.seed)
         if isinstance(model, str):
             quantized = {"quantization_config": quantization_config} if quantization_config else {}
@@ -107,19 +103,28 @@ class _PromptsTrainer(BaseTrainer):
         self._set_up(args, tokenizer, models, rewards, task, sizes, callbacks, peft_config)
         self._describe_rewards(rewards)
 
-    def _prompts_of_environment(self, args: Any, environment_factory: Any) -> list[dict[str, Any]]:
-        """Return empty prompts, which an environment fills when it is reset: those of one batch, as
-        ``max_steps`` says how long to train.
+    def _rows_and_sizes(
+        self, args: Any, rows: Any, environment_factory: Any
+    ) -> tuple[Any, arguments.Sizes]:
+        """Return the rows to train on and the run's sizes. Without rows there are empty prompts,
+        those of one batch, which an environment fills when it is reset.
         """
-        if environment_factory is None or isinstance(environment_factory, Mapping):
+        if rows is not None and hasattr(rows, "__len__"):
+            return rows, arguments.derive_sizes(args, len(rows))
+        if rows is None and (
+            environment_factory is None or isinstance(environment_factory, Mapping)
+        ):
             raise ConfigError(
                 f"{type(self).__name__} needs train_dataset; give it, or an environment_factory "
                 "that makes environments of one class, whose reset returns the prompt",
                 "argument-missing",
             )
         sizes = arguments.derive_sizes(args, 0)
-        count = max(sizes.batch // args.num_generations, 1)
-        return [{"prompt": [{"role": "user", "content": ""}]} for _ in range(count)]
+        if rows is None:
+            count = max(sizes.batch // args.num_generations, 1)
+            return [{"prompt": [{"role": "user", "content": ""}]} for _ in range(count)], sizes
+        count = arguments.prompts_of(args, sizes)
+        return objects.rows_of(rows, "train_dataset", count), sizes
 
     def _describe_rewards(self, rewards: objects.Rewards) -> None:
         """Set the attributes by which TRL's scripts read the rewards. ``reward_func_names`` and
