@@ -298,7 +298,8 @@ class BaseTrainer:
 
     def _read_prompts(self, rows: Any, name: str) -> PromptTask | TokenTask:
         rows = objects.rows_of(rows, name, 0)
-        return PromptTask(rows, self.processing_class, name, self._answering)
+        own = arguments.template_arguments(self.args)
+        return PromptTask(rows, self.processing_class, name, self._answering, own)
 
     def _answers_to(self, task: PromptTask | TokenTask) -> list[Rollout]:
         """Return greedy, scored answers to all prompts of a task, before or after training."""
