@@ -31,7 +31,7 @@ RECIPES = [
 
 
 @pytest.mark.parametrize(
-    ("name", "responses", "batch", "lr", "schedule", "tokens", "beta", "samples"),
+    ("name", "responses", "prompts", "lr", "schedule", "tokens", "beta", "samples"),
     [
         ("tldr", 131_072, 512, 3e-6, "linear", (512, 128), 0.1, 2),
         ("no-robots", 100_000, 256, 8e-7, "linear", (512, 1024), 0.03, 2),
@@ -41,7 +41,7 @@ RECIPES = [
 def test_recipes_of_asynchronous_rlhf_have_its_settings(
     name: str,
     responses: int,
-    batch: int,
+    prompts: int,
     lr: float,
     schedule: str,
     tokens: tuple[int, int],
@@ -51,7 +51,8 @@ def test_recipes_of_asynchronous_rlhf_have_its_settings(
     c = recipes.load(name)
     r = c.rollout
     assert abs(c.steps * r.batch - responses) < r.batch
-    assert (r.batch, r.samples_per_prompt, r.temperature) == (batch, samples, 0.7)
+    assert (r.samples_per_prompt, r.temperature) == (samples, 0.7)
+    assert r.batch == prompts * samples
     assert (c.task.max_prompt_tokens, r.max_new_tokens) == tokens
     assert (c.training.lr, c.training.lr_schedule, c.training.epochs) == (lr, schedule, 1)
     assert (c.algorithm.name, c.algorithm.kl_coef) == ("online-dpo", beta)

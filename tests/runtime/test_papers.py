@@ -13,6 +13,7 @@ import _rlhfuse
 import _rlhfuse_tables
 from _papers import step_s
 from papers import PAGE, PARTS, replaced
+from stretto.config import recipes
 from stretto.observe.spans import Span
 from stretto.runtime.sim.simulate import SimResult
 from stretto.types import Stats
@@ -31,6 +32,31 @@ def test_the_page_has_the_quick_tables_of_today() -> None:
     known = [task for task in _async.TASKS if task.generating_s]
     assert written("async-reported") == _async_tables.reported_table(known, _async.STEPS), AGAIN
     assert written("rlhfuse-fused") == _rlhfuse_tables.fused_table(), AGAIN
+
+
+@pytest.mark.parametrize(("column", "name"), list(enumerate(("tldr", "no-robots", "gsm8k-rho"))))
+def test_recipes_and_tables_take_a_papers_batch_from_one_number(column: int, name: str) -> None:
+    """That of the simulated setting: prompts of a step, and responses to each."""
+    task, recipe = _async.TASKS[column], recipes.load(name)
+    assert recipe.rollout.samples_per_prompt == task.samples
+    assert recipe.rollout.batch == task.prompts * task.samples
+    rows = {}
+    for line in (PAGE.parent / "algorithms.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 5:
+            rows[cells[0]] = cells[1 + column].replace(",", "")
+    assert rows["prompts a step"] == str(task.prompts)
+    assert rows["responses to a prompt"] == str(task.samples)
+    assert recipe.steps == int(rows["responses of the run"]) // recipe.rollout.batch
+
+
+def test_the_reported_minutes_say_that_a_batch_counts_prompts() -> None:
+    """Online DPO on GSM8K: 218 and 129 minutes, of 25 and 15.1 s a step."""
+    task, recipe = _async.TASKS[2], recipes.load("gsm8k-rho")
+    assert task.plain_s is not None
+    assert task.overlapped_s is not None
+    assert recipe.steps * task.plain_s / 60 == pytest.approx(218, rel=0.03)
+    assert recipe.steps * task.overlapped_s / 60 == pytest.approx(129, rel=0.01)
 
 
 @pytest.mark.slow
