@@ -263,9 +263,10 @@ def _generator(
 def _function(
     function: FunctionScorer, workers: Workers, config: Config, say: Say, spans: Spans
 ) -> ScorerReplica:
-    thread: WorkerThread | CallerThread = workers.thread_of(function.info.name)
+    worker = workers.thread_of(function.info.name)
+    thread: WorkerThread | CallerThread = worker
     if function.in_process and not config.schedule.knobs.overlaps(config.rollout.engines):
-        thread = CallerThread(thread)
+        thread = CallerThread(worker)
     elif function.in_process:
         say(
             f"reward function '{function.info.name}' runs on a thread, because stages overlap; one "
