@@ -326,7 +326,9 @@ class TrainedModel(Trained):
         self._clip = config.grad_clip or math.inf
         decaying = decaying_names(model) if config.weight_decay else ()
         named_masters = zip(self._names, self._masters, strict=True)
-        self._decaying = [master for name, master in named_masters if name in decaying]
+        self._decaying: list[Tensor] = [
+            master for name, master in named_masters if name in decaying
+        ]
         self._weight_decay = config.weight_decay
         self._optimizer = make_optimizer(self._masters, rate.peak, config)
         kind = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule

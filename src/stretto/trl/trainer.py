@@ -135,7 +135,7 @@ class _PromptsTrainer(BaseTrainer):
         ]
         self.reward_funcs = [judge for judge, _ in judges]
         self.reward_processing_classes = [tokenizer for _, tokenizer in judges]
-        factory = next(iter(self._answering.objects.values()), None)
+        factory: Any = next(iter(self._answering.objects.values()), None)
         if self._answering.rewards and not isinstance(factory, Mapping):
             self.source_names = {ENVIRONMENT: getattr(factory, "makes", factory).__name__}
         sources = self.config.reward.sources
