@@ -416,10 +416,20 @@ def test_sigterm_ends_a_call_from_python_as_ctrl_c_does(tiny_folder: Path, tmp_p
     run_dir = RunDirectory.open(tmp_path / "run-001")
     assert display.notes[-2:] == [
         f"the model is saved in {run_dir.model}",
-        f"stopped; what was done so far is in {run_dir.path}; it cannot be resumed, as it has no "
-        "checkpoint yet",
+        f"stopped; what was done so far is in {run_dir.path}; the newest checkpoint in "
+        f"{run_dir.checkpoints} is of step 2",
     ]
     assert (run_dir.model / "model.safetensors").is_file()
+
+
+def test_a_stopped_run_without_checkpoints_says_so(tiny_folder: Path, tmp_path: Path) -> None:
+    display, never = Notes(), {"observe": {"checkpoint_minutes": 0.0}}
+    config = settings(tiny_folder, steps=10_000, out=str(tmp_path), **never)
+    stop = lambda step, stats: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
+    with pytest.raises(KeyboardInterrupt):
+        stretto.train(config, reward=length, progress=display, on_step=stop)
+    run_dir = RunDirectory.open(tmp_path / "run-001")
+    assert display.notes[-1].endswith("; it cannot be resumed, as it has no checkpoint")
     notes = [*display.notes]
     with raises(StateError, "no-checkpoint", run_dir.path):
         execute(Begun(config, run_dir, resuming=True), progress=display)

@@ -383,8 +383,9 @@ def test_a_signal_ends_a_run_promptly_and_leaves_it_whole(
     assert err.endswith("stretto: interrupted\n")
     assert "the model is saved in runs/endless-001/model\n" in out
     left = "stopped; what was done so far is in runs/endless-001"
-    assert f"{left}; it cannot be resumed, as it has no checkpoint yet\n" in out
     run_dir = RunDirectory.open(tmp_path / "runs" / "endless-001")
+    command = "'stretto train --resume runs/endless-001' goes on after step"
+    assert f"{left}; {command} {run_dir.last_step()}\n" in out
     assert len(run_dir.read_metrics()) >= 3
     assert (run_dir.model / "model.safetensors").is_file()
     assert len(run_dir.trace.read().steps) == len(run_dir.read_metrics())

@@ -144,7 +144,7 @@ def execute(
             with stack:  # a folder that is removed is let go of first
                 result = _train(run, display, on_step)
         except BaseException:
-            _leave(run_dir, display, keep=run.resuming, resumable=isinstance(config, Config))
+            _leave(run, display)
             raise
         display.close()
         records = "metrics, samples" if run_dir.samples_file.exists() else "metrics"
@@ -259,24 +259,36 @@ def _require_checkpoint(run_dir: RunDirectory) -> None:
     checkpoint.require(run_dir.checkpoints)
 
 
-def _leave(run_dir: RunDirectory, display: Progress, *, keep: bool, resumable: bool) -> None:
-    """Name the folder of a run that was stopped; remove it if the run never took a step.
+def _leave(run: Begun[Any], display: Progress) -> None:
+    """Name the folder of a run that was stopped, and how to resume it; remove the folder if the run
+    never took a step.
 
-    ``resumable``: runs of its kind keep checkpoints, and a line says where this one has none yet.
-
-    What fails on the way, as on a terminal that is gone, must not hide what stopped the run.
+    A failure here, for example because the terminal is gone, must not hide what stopped the run.
     """
+    run_dir = run.run_dir
     with suppress(OSError, ValueError, StateError):
         display.close()
     with suppress(OSError, ValueError, StateError):
-        if any(record["step"] for record in run_dir.read_metrics()):
-            from stretto.runs.checkpoint import newest
-
-            none = "; it cannot be resumed, as it has no checkpoint yet"
-            lost = none if resumable and not newest(run_dir.checkpoints) else ""
-            display.note(f"stopped; what was done so far is in {run_dir.path}{lost}")
-        elif not keep:
+        if done := run_dir.last_step():
+            how = f"; {_continuation(run, done)}" if isinstance(run.config, Config) else ""
+            display.note(f"stopped; what was done so far is in {run_dir.path}{how}")
+        elif not run.resuming:
             shutil.rmtree(run_dir.path)
+
+
+def _continuation(run: Begun[Any], done: int) -> str:
+    """Say how a stopped run can be resumed, and which of its steps would be repeated."""
+    from stretto.assembly.models import NO_OVERRIDES
+    from stretto.runs.checkpoint import newest
+
+    folder = run.run_dir.checkpoints
+    step = newest(folder)
+    if not step:
+        return "it cannot be resumed, as it has no checkpoint"
+    again = f"; steps {step + 1} to {done} are taken again" if step < done else ""
+    if run.overrides not in (None, NO_OVERRIDES):  # the folder lacks the caller's objects
+        return f"the newest checkpoint in {folder} is of step {step}{again}"
+    return f"'stretto train --resume {run.run_dir.path}' goes on after step {step}{again}"
 
 
 def train(

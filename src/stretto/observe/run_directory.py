@@ -307,6 +307,10 @@ class RunDirectory:
         """Return the metrics of each step, ``step`` among them; ``None`` for one not finite."""
         return records.read(self.metrics_file)
 
+    def last_step(self) -> int:
+        """Return the last step that has metrics; 0 if none has."""
+        return max((int(record["step"]) for record in self.read_metrics()), default=0)
+
     def read_evaluations(self) -> list[dict[str, Any]]:
         """Return the results of ``stretto eval``, the oldest first."""
         return records.read(self.evaluations_file, "figures", dict)

@@ -21,6 +21,7 @@ def saved_at_the_end(
     learned: Callable[[], str],
     halt: Callable[[], bool],
     note: Callable[[str], None],
+    checkpoint: Callable[[], None] | None = None,
 ) -> Iterator[None]:
     """Save the model when the ``with`` statement ends, by itself, by an error or an interruption.
 
@@ -35,6 +36,7 @@ def saved_at_the_end(
         save: the model, in one step: whole or not at all.
         learned: how far training has come ("step 12"); empty where nothing is worth saving.
         halt: stops all that could still change the weights; returns whether they are whole.
+        checkpoint: writes one after the model, if the work was stopped by an error or a signal.
     """
 
     def show(line: str) -> None:
@@ -56,8 +58,16 @@ def saved_at_the_end(
             interrupted = isinstance(error, KeyboardInterrupt)
             why = "" if interrupted else f" ({_described(error)})"
             with nullcontext() if interrupted else signals.held():
-                _stop(folder, save, learned(), halt, why, show)
+                if _stop(folder, save, learned(), halt, why, show) and checkpoint:
+                    _write(checkpoint, show)
         raise
+
+
+def _write(checkpoint: Callable[[], None], show: Callable[[str], None]) -> None:
+    try:
+        checkpoint()
+    except Exception as error:
+        show(f"no checkpoint is written: {_described(error)}")
 
 
 def _stop(
@@ -67,20 +77,22 @@ def _stop(
     halt: Callable[[], bool],
     why: str,
     show: Callable[[str], None],
-) -> None:
+) -> bool:
+    """Return whether the weights are whole and have learned something."""
     if not learned:
         halt()
-        return
+        return False
     show(f"stopped after {learned}{why}; saving the model as it is now")
     if not halt():
         show("the model is not saved, as an update of its weights was broken off half-way")
-        return
+        return False
     try:
         save()
     except Exception as error:
         show(f"the model is not saved: {_described(error)}")
     else:
         show(f"the model is saved in {folder}")
+    return True
 
 
 def _described(error: BaseException) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,9 +23,10 @@ from stretto.protocols import DRIVER, RECORDS
 from stretto.runs.checkpoint import INPUTS, Checkpointer, load_latest
 from stretto.runs.ending import StoppedError, saved_at_the_end
 from stretto.runs.evaluating import Evaluator
-from stretto.runtime.run import Run, start
+from stretto.runtime.run import DriverState, Halted, Run, start
 from stretto.saying import Say, Saying, working
 from stretto.schedules.rollout import Rollout, Step
+from stretto.schedules.schedule import Schedule
 from stretto.scoring.responses import response_text, spelt_out
 from stretto.tasks.base import SHA256
 from stretto.tasks.prompts import PromptSource
@@ -68,6 +70,7 @@ def train(
         if resume:
             with working(say, "reading the checkpoint"):
                 first, state = load_latest(run_dir.checkpoints, say)
+            say(_continuation(first, run_dir.last_step()))
         inputs = Inputs(state[INPUTS] if state else {})
         critic = config.critic.model if config.algorithm.definition.critic else ""
         inputs.take_models(config.model, critic, config.reward.models, overrides, say)
@@ -97,6 +100,7 @@ def train(
             lambda: f"step {loop.done}" if loop.done > first else "",
             loop.halt,
             recorder.note,
+            loop.checkpoint,
         ):
             drive(loop.steps())
         recorder.note(recorder.where_time_went())
@@ -106,6 +110,12 @@ def train(
                 f"{config.task.max_prompt_tokens} and left out"
             )
     return TrainResult(loop.done, loop.stats, run_dir.path, loop.stopped)
+
+
+def _continuation(first: int, recorded: int) -> str:
+    """Say after which step a run continues, and which steps it repeats."""
+    line = f"goes on after step {first}"
+    return f"{line}; steps {first + 1} to {recorded} are taken again" if recorded > first else line
 
 
 @dataclass
@@ -125,6 +135,10 @@ class _TrainingLoop:
     stats: Stats = field(default_factory=dict)  # of the last step
     stopped: str = ""  # why the run has ended early
     save_asked: bool = False  # a checkpoint, after the step
+    interrupted: bool = False  # the run ends after the update in progress
+    last: DriverState | None = None  # of this process, after the last complete step
+    checkpoints: Checkpointer | None = None
+    halted: Halted = field(default=Halted(whole=True))
 
     async def steps(self) -> None:
         """Take all steps that are left."""
@@ -135,6 +149,7 @@ class _TrainingLoop:
             self.state = None
         folder, note = self.run_dir.checkpoints, self.recorder.note
         checkpoints = Checkpointer(running, folder, self.inputs, config.observe, config.steps, note)
+        self.checkpoints = checkpoints
         planned = config.pipeline.ranks and config.pipeline.schedule != "serial"
         also = ", with a search for pipeline schedules" if planned else ""
         shown: AbstractContextManager[object] = working(self.say, f"step {self.done + 1}{also}")
@@ -148,19 +163,54 @@ class _TrainingLoop:
                     for function in running.functions:
                         function.global_step = self.done
                     with shown:
-                        step = await schedule.step()
+                        await self._complete(schedule, self._step(schedule, checkpoints))
                     shown = nullcontext()
-                    with running.spans.span(DRIVER, RECORDS, items=len(step.batch)):
-                        self._record(step)
-                    await checkpoints.after(
-                        self.done, last=bool(self.stopped), asked=self.save_asked
-                    )
                     if self.stopped:
                         raise StoppedError(self.stopped, "stopped")
             self.run_dir.append_rollouts(self.done + 1, schedule.in_flight, {})
         except StalledError as error:
             error.add_note(running.stacks())
             raise
+
+    async def _step(self, schedule: Schedule, checkpoints: Checkpointer) -> None:
+        step = await schedule.step()
+        if not self.running.lags:  # nothing else has run since the update
+            self.last = self.running.driver_state()
+        with self.running.spans.span(DRIVER, RECORDS, items=len(step.batch)):
+            self._record(step)
+        if not self.interrupted:
+            last = bool(self.stopped)
+            await checkpoints.after(self.done, last=last, asked=self.save_asked)
+
+    async def _complete(self, schedule: Schedule, work: Coroutine[Any, Any, None]) -> None:
+        """Take a step. If the run is stopped once the update has begun, finish the update, so that
+        the weights are those of a complete step. A second cancellation is not delayed.
+        """
+        task = asyncio.create_task(work)
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self.interrupted = schedule.updating
+            if self.interrupted:
+                self.recorder.note(f"stopping; finishing the update of step {self.done + 1} first")
+                schedule.end_after_update()
+                await task
+            await self._mark(schedule)
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+            raise
+        except BaseException:
+            await self._mark(schedule)
+            raise
+
+    async def _mark(self, schedule: Schedule) -> None:
+        """Keep the state if generation runs apart from the learner: it may have newer weights than
+        those after the last step, and the learner does not have the older ones any more.
+        """
+        if self.running.lags and not schedule.updating:
+            async with schedule.weights_lock:
+                self.last = self.running.driver_state()
 
     def save(self) -> None:
         """Write the trained model."""
@@ -169,10 +219,21 @@ class _TrainingLoop:
 
     def halt(self) -> bool:
         """End all work, after an error; return whether the actor's weights are whole."""
-        whole = self.running.halt()
+        schedule = self.running.schedule
+        lacks = self.checkpoints is not None and self.checkpoints.lacks(self.done)
+        self.halted = self.running.halt(self.last if lacks and not schedule.updating else None)
         with suppress(StorageError):
-            self.run_dir.append_rollouts(self.done + 1, self.running.schedule.abandoned, {})
-        return whole
+            self.run_dir.append_rollouts(self.done + 1, schedule.abandoned, {})
+        return self.halted.whole
+
+    def checkpoint(self) -> None:
+        """Write a checkpoint of the last complete step of a run that was stopped."""
+        note = self.recorder.note
+        if self.halted.lost:
+            note(f"no checkpoint of step {self.done} can be written: {self.halted.lost}")
+        if self.halted.staged and self.checkpoints:
+            with working(self.say, f"writing a checkpoint of step {self.done}"):
+                self.checkpoints.write_last(self.done, self.halted.staged)
 
     def _record(self, step: Step) -> None:
         self.done += 1

@@ -27,7 +27,7 @@ from stretto.models.offload import OffloadedTensors
 from stretto.protocols import Learner
 from stretto.runtime.messages import ADAPTED, SENDER, Offer, Ready, RoleSetup, frozen_mark
 from stretto.runtime.placement import learner_layout
-from stretto.runtime.state import claim_of, copied, fit
+from stretto.runtime.state import claim_of, copied, fit, size_of
 from stretto.tasks.prompts import PromptSource
 from stretto.training import shard_files
 from stretto.training.learner import PolicyLearner
@@ -114,16 +114,26 @@ class LearnerService(Service):
         """Stage this rank's pieces, of kept versions too, as a copy if all have room; return
         whether they are live, and the bytes of all ranks.
         """
+        state = self._packed(refs)
+        claims = self._of_all(claim_of(state))
+        copy = copy and fit(claims)
+        self._staged = copied(state) if copy else state
+        return Reply((not copy, sum(claim.size for claim in claims)))
+
+    def stage_live(self, refs: Sequence[WeightsRef]) -> int:
+        """Stage this rank's pieces as they are, without a copy; return their bytes. On the side,
+        after :meth:`end_updates`: the ranks do not meet, as some may be in the middle of a call.
+        """
+        self._staged = self._packed(refs)
+        return size_of(self._staged)
+
+    def _packed(self, refs: Sequence[WeightsRef]) -> dict[str, Any]:
         trained = self._learner.trained
         published = {
             (ref.model, ref.version): trained[ref.model].pieces(self._channel.kept(ref))
             for ref in refs
         }
-        state = shard_files.packed(self._learner.state_dict(), self._rank, self._ranks, published)
-        claims = self._of_all(claim_of(state))
-        copy = copy and fit(claims)
-        self._staged = copied(state) if copy else state
-        return Reply((not copy, sum(claim.size for claim in claims)))
+        return shard_files.packed(self._learner.state_dict(), self._rank, self._ranks, published)
 
     def write(self, folder: Path) -> tuple[str, FileSum]:
         """Write what was staged, each rank a file of its own; on the side, on all ranks. Return

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,7 +18,7 @@ from stretto.assembly.parts import ANSWERS_FROM, look_at_prompts, open_prompts
 from stretto.assembly.roles import RoleFactory
 from stretto.config import Config
 from stretto.config.cluster import LEARNER, generator_names
-from stretto.errors import RankError
+from stretto.errors import RankError, StrettoError, first_line
 from stretto.evaluation import HeldOut, open_held_out
 from stretto.files import FileSum
 from stretto.models.backend import pick_device
@@ -54,6 +54,21 @@ COPY_GAIN = 100.0  # copying keys and values within one memory is so much faster
 Workers = ThreadWorkers | ProcessWorkers
 
 
+class DriverState(NamedTuple):
+    """The state of the schedule's process between two steps."""
+
+    content: Mapping[str, Any]  # of driver.pt
+    kept: Sequence[WeightsRef]  # see Run._kept
+
+
+class Halted(NamedTuple):
+    """A run whose work has ended."""
+
+    whole: bool  # the actor's weights are, of one update
+    staged: Staged | None = None  # the state that was asked for
+    lost: str = ""  # why it could not be staged
+
+
 @dataclass(frozen=True)
 class Run:
     """A run that has been put together; :mod:`stretto.runs` takes its steps."""
@@ -79,11 +94,18 @@ class Run:
 
     async def stage(self, *, copy: bool = True) -> Staged:
         """Take all that changes, between two steps, under ``weights_lock``; by default a copy."""
-        prompts, schedule = copied(self.prompts.state_dict()), copied(self.schedule.state_dict())
-        live, size = (await self.learner.call("stage", copy, self._kept)).value
+        state = self.driver_state()
+        live, size = (await self.learner.call("stage", copy, state.kept)).value
+        return self._staged(state, size, live=live)
 
+    def driver_state(self) -> DriverState:
+        """Copy the state of this process; under ``weights_lock`` if generation may lag."""
+        prompts, schedule = copied(self.prompts.state_dict()), copied(self.schedule.state_dict())
+        return DriverState({"prompts": prompts, "schedule": schedule}, self._kept)
+
+    def _staged(self, state: DriverState, size: int, *, live: bool) -> Staged:
         def write_driver(file: Path) -> Mapping[str, FileSum]:
-            return {"": write(file, {"prompts": prompts, "schedule": schedule})}
+            return {"": write(file, state.content)}
 
         def write_learner(folder: Path) -> Mapping[str, FileSum]:
             files.leave_room(folder, size)
@@ -138,18 +160,30 @@ class Run:
         """Write that copy, whole or not at all, while training goes on."""
         self.learner.aside_on_all("save_staged", use, folder.absolute(), timeout_s=SAVE_S)
 
-    def halt(self) -> bool:
-        """End all work, after an error; return whether the actor's weights are whole."""
+    def halt(self, state: DriverState | None = None) -> Halted:
+        """End all work, after an error or a signal.
+
+        With the driver's state, the learner's is staged next to it. The caller must be sure that
+        the learner has trained on nothing since that state was taken.
+        """
         self.workers.close_followers()
         for function in self.functions:  # a thread that waits for one cannot be interrupted
             function.close()
         self.sync.close()
+        aside, staged, lost = self.learner.aside_on_all, None, ""
         try:
-            return all(self.learner.aside_on_all("end_updates", timeout_s=PATIENCE_S))
+            if not all(aside("end_updates", timeout_s=PATIENCE_S)):
+                return Halted(whole=False)
+            if state:
+                sizes = aside("stage_live", state.kept, timeout_s=PATIENCE_S)
+                staged = self._staged(state, sum(sizes), live=True)
         except RankError:
-            return False
+            return Halted(whole=False)
+        except StrettoError as error:
+            lost = first_line(error)
         finally:
             self.workers.close()
+        return Halted(True, staged, lost)
 
 
 def start(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stretto.config.schedule import Settings
 from stretto.schedules.chunking import ChunkSize
+from stretto.schedules.controller import Controller
 from stretto.schedules.hold import HoldPolicy
 from stretto.schedules.migration import MigrationPolicy
 from stretto.schedules.overcommit import Overcommit
@@ -20,3 +22,14 @@ class Controls:
     overcommit: Overcommit
     migration: MigrationPolicy | None = None
     hold: HoldPolicy | None = None
+
+    @property
+    def controllers(self) -> Mapping[str, Controller | HoldPolicy]:
+        """The controllers that exist, by the name that their state has in a checkpoint."""
+        named = {
+            "chunk": self.chunk,
+            "overcommit": self.overcommit,
+            "migration": self.migration,
+            "hold": self.hold,
+        }
+        return {name: controller for name, controller in named.items() if controller}

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from stretto.config import ENVIRONMENT
 from stretto.protocols import DRIVER, Clock, Environment, Generator, Learner, Tracer
@@ -43,8 +43,6 @@ from stretto.schedules.rollout import (
 from stretto.schedules.scoring import ScorerReplica, Scoring
 from stretto.schedules.waits import Phases, Text, Waits, answered, first_of
 from stretto.types import Chunk, Prompt, Sampling, Stats, TrainBatch, WeightsRef
-
-T = TypeVar("T")
 
 
 class Schedule:
@@ -76,7 +74,7 @@ class Schedule:
         s = self._settings = controls.settings
         self._next_prompt, self._learner = next_prompt, learner
         self._chunk, self._overcommit = controls.chunk, controls.overcommit
-        self._migration, self._hold = controls.migration, controls.hold
+        self._migration, self._controllers = controls.migration, controls.controllers
         self._clock, self._tracer, self._phases = clock, tracer, Phases(clock, tracer)
         self.ledger = Ledger()
         self._buffer = Buffer(s.max_carries)
@@ -111,6 +109,8 @@ class Schedule:
         self._metrics: deque[dict[str, float]] = deque()  # of each batch that was generated
         self.weights_lock = asyncio.Lock()  # held while weights are being loaded
         self.abandoned: Sequence[Rollout] = ()  # in flight at an error, rejected with the cause
+        self.updating = False  # the learner may have left its state as of the last step
+        self._ending = False  # see end_after_update
         self._weights: Mapping[str, WeightsRef] = {}  # published and not loaded
         self.evaluation: Evaluation | None = None  # set before the first step
         self._answers: dict[int, Rollout] = {}  # of the evaluation under way
@@ -145,11 +145,14 @@ class Schedule:
         with self._own_work("batch", len(batch)):
             kept, rejected = self._sort_out(batch)
             columns = train_batch(kept)
+        self._ready.popleft()
+        self.updating = True
         stats, rewards = await self._train(kept, columns)
         await self._publish()
         if not self._settings.lag or self._steps == self._settings.steps:
             await self.evaluated()
         self._reported = self._evaluated
+        self.updating = False
         rejections = {"rejected": float(self.ledger.rejected.total())}
         metrics = {**self._metrics.popleft(), **rejections, **self._meter.metrics(batch)}
         stats = {**stats, **metrics, **episode_metrics(kept), **self._fleet.metrics()}
@@ -159,9 +162,17 @@ class Schedule:
         """Wait until the newest weights are evaluated, if that is due."""
         step = self._step_of(self._version)
         if step == self._steps and self._is_due(step):
-            lacks = f"the evaluation of step {step}"
-            await self._until(lambda: self._evaluated >= step, "training", lacks)
+            await self._until(
+                lambda: self._ending or self._evaluated >= step,
+                "training",
+                f"the evaluation of step {step}",
+            )
         self._reported = self._evaluated
+
+    def end_after_update(self) -> None:
+        """Have :meth:`step` return after its update, and not wait for an evaluation."""
+        self._ending = True
+        self._changed.set()
 
     async def _generate(self) -> None:
         """Make rounds of responses, and evaluate.
@@ -299,11 +310,8 @@ class Schedule:
         self._decoding()
         if self._episodes:
             await self._open(self._buffer.open)
-        new = [
-            r
-            for r in self._buffer.open
-            if r.state is RolloutState.DECODING and not self._pool.holds(r)
-        ]
+        decoding = [r for r in self._buffer.open if r.state is RolloutState.DECODING]
+        new = [r for r in decoding if not self._pool.holds(r)]
         self._scoring.dispatched(new)
         await self._pool.admit(new)
 
@@ -425,7 +433,7 @@ class Schedule:
         since_s = self._clock.now()
         await self._until(lambda: bool(self._ready), "training", self._lacks_batch)
         self._phases.waited("learner", since_s)
-        return self._ready.popleft()
+        return self._ready[0]
 
     def _lacks_batch(self) -> str:
         done = f"{self._steps} of {self._settings.steps} steps are done"
@@ -454,7 +462,8 @@ class Schedule:
         if not self._settings.lag:  # the learner's weights are the followers' own
             await self._scoring.pause_followers()
         ids = [r.id for r in batch]
-        output = await self._learner_answers(self._learner.train(columns), ids)
+        deadline_s = self._settings.deadline_s
+        output = await answered(self._learner.train(columns), deadline_s, "the learner", ids)
         with self._own_work("books", len(batch)):
             for rollout in batch:
                 self._finish(rollout, RolloutState.TRAINED)
@@ -474,12 +483,10 @@ class Schedule:
         if self._steps % self._settings.weight_sync_interval == 0:
             with self._own_work("adapt", 1):
                 self._adapt()
-            self._weights = await self._learner_answers(self._learner.publish())
+            work = self._learner.publish()
+            self._weights = await answered(work, self._settings.deadline_s, "the learner")
             self._version += 1
             self._changed.set()
-
-    async def _learner_answers(self, work: Awaitable[T], rollout_ids: Sequence[int] = ()) -> T:
-        return await answered(work, self._settings.deadline_s, "the learner", rollout_ids)
 
     def _finish(self, rollout: Rollout, state: RolloutState, because: str = "") -> None:
         self.ledger.move(rollout, state, because)
@@ -564,10 +571,7 @@ class Schedule:
             "meter": self._meter.state_dict(),
             "weights": tickets_of(self.pending),
             "fleet": self._fleet.state_dict(),
-            "chunk": self._chunk.state_dict(),
-            "overcommit": self._overcommit.state_dict(),
-            "migration": self._migration.state_dict() if self._migration else {},
-            "hold": self._hold.state_dict() if self._hold else {},
+            **{name: each.state_dict() for name, each in self._controllers.items()},
         }
 
     def load_state_dict(
@@ -590,9 +594,6 @@ class Schedule:
         self._meter.load_state_dict(state["meter"])
         self._weights = tickets_from(state["weights"], channel)
         self._fleet.load_state_dict(state["fleet"], channel)
-        self._chunk.load_state_dict(state["chunk"])
-        self._overcommit.load_state_dict(state["overcommit"])
-        if self._migration is not None:
-            self._migration.load_state_dict(state["migration"])
-        if self._hold is not None and state.get("hold"):
-            self._hold.load_state_dict(state["hold"])
+        for name, controller in self._controllers.items():
+            if state.get(name):
+                controller.load_state_dict(state[name])

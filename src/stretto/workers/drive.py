@@ -30,24 +30,26 @@ def drive(work: Coroutine[Any, Any, None]) -> None:
         with asyncio.Runner() as runner:
             runner.run(_cancellable(work))
         return
-    loops: Queue[asyncio.AbstractEventLoop] = Queue()
+    started: Queue[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = Queue()
     calls: Calls = SimpleQueue()
 
     async def main() -> None:
+        task = asyncio.current_task()
+        assert task
         _calls.set(calls)
-        loops.put(asyncio.get_running_loop())
+        started.put((asyncio.get_running_loop(), task))
         await work
 
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(asyncio.run, main())
         done.add_done_callback(lambda _: calls.put(None))
-        loop = loops.get()
+        loop, task = started.get()
         try:
             while call := calls.get():
                 call()
             done.result()
         except KeyboardInterrupt:
-            loop.call_soon_threadsafe(lambda: [t.cancel() for t in asyncio.all_tasks(loop)])
+            loop.call_soon_threadsafe(task.cancel)
             raise
 
 

@@ -1,0 +1,142 @@
+"""A stopped run goes on after its last complete step, whatever stopped it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stretto
+from raising import raises
+from run_helpers import Notes, assert_same_run, run, settings
+from stretto.errors import LearnerError
+from stretto.observe import RunDirectory
+from stretto.rollout.engine import TorchEngine
+from stretto.runs.checkpoint import newest
+from stretto.training.learner import PolicyLearner
+from stretto.training.trained import TrainedModel
+
+PLACES = {  # a signal that comes there after two steps, and the last complete step then
+    "decoding": (TorchEngine, "decode", signal.SIGINT, 2),
+    "training": (PolicyLearner, "train", signal.SIGTERM, 3),
+    "updating": (TrainedModel, "update", signal.SIGINT, 3),
+    "publishing": (PolicyLearner, "publish", signal.SIGTERM, 3),
+}
+
+
+@pytest.fixture(scope="module")
+def complete(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """Four steps without an interruption."""
+    return run(settings(tiny_folder, steps=4), tmp_path_factory.mktemp("complete"))[0]
+
+
+class AfterTwoSteps(Notes):
+    """Acts once, in place of a method's first call after two steps."""
+
+    def __init__(self, act: Any) -> None:
+        super().__init__()
+        self._done, self._act = 0, act
+
+    def step(self, step: int, *_: Any) -> None:
+        self._done = step
+
+    def before(self, owner: type, name: str, patch: pytest.MonkeyPatch) -> None:
+        method = getattr(owner, name)
+
+        def acting(*args: Any, **more: Any) -> Any:
+            if self._done == 2 and self._act:
+                act, self._act = self._act, None
+                act()
+            return method(*args, **more)
+
+        patch.setattr(owner, name, acting)
+
+
+def signalling(number: signal.Signals) -> Any:
+    return lambda: os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_signal_leaves_a_checkpoint_of_the_last_complete_step(
+    place: str,
+    complete: RunDirectory,
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The resumed run equals the uninterrupted one bit for bit, and takes no step twice."""
+    owner, name, number, done = PLACES[place]
+    config = settings(tiny_folder, steps=4, out=str(tmp_path))
+    display = AfterTwoSteps(signalling(number))
+    with monkeypatch.context() as patch:
+        display.before(owner, name, patch)
+        with pytest.raises(KeyboardInterrupt):
+            stretto.train(config, progress=display)
+    stopped = RunDirectory.open(tmp_path / "run-001")
+    assert newest(stopped.checkpoints) == stopped.last_step() == done
+    assert display.notes[-1] == (
+        f"stopped; what was done so far is in {stopped.path}; 'stretto train --resume "
+        f"{stopped.path}' goes on after step {done}"
+    )
+    stretto.resume(stopped.path, progress=display)
+    assert f"goes on after step {done}" in display.notes
+    assert_same_run(stopped, complete)
+
+
+@pytest.mark.parametrize("preset", ["async", "stretto"])
+@pytest.mark.parametrize("place", ["decoding", "training"])
+def test_a_signal_where_stages_overlap(
+    place: str, preset: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rollout is trained on once; those in flight at the signal are, too."""
+    owner, name, _, done = PLACES[place]
+    config = settings(tiny_folder, steps=6, out=str(tmp_path), schedule={"preset": preset})
+    display = AfterTwoSteps(signalling(signal.SIGTERM))
+    with monkeypatch.context() as patch:
+        display.before(owner, name, patch)
+        with pytest.raises(KeyboardInterrupt):
+            stretto.train(config, progress=display)
+    stopped = RunDirectory.open(tmp_path / "run-001")
+    assert newest(stopped.checkpoints) == stopped.last_step() >= done
+    stretto.resume(stopped.path, progress=display)
+    trained = [r.id for r in stopped.read_rollouts() if r.state == "trained"]
+    assert sorted(set(trained)) == sorted(trained)
+    assert len(trained) == config.steps * config.rollout.batch
+    assert [record["step"] for record in stopped.read_metrics()] == [1, 2, 3, 4, 5, 6]
+
+
+def fail() -> None:
+    raise LearnerError("made to fail", "made-to-fail")
+
+
+def test_an_error_after_complete_steps_leaves_a_checkpoint_too(
+    complete: RunDirectory, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(tiny_folder, steps=4, out=str(tmp_path))
+    display = AfterTwoSteps(fail)
+    with monkeypatch.context() as patch, raises(LearnerError, "made-to-fail"):
+        display.before(TorchEngine, "decode", patch)
+        stretto.train(config, progress=display)
+    stopped = RunDirectory.open(tmp_path / "run-001")
+    assert newest(stopped.checkpoints) == 2
+    stretto.resume(stopped.path, progress=display)
+    assert_same_run(stopped, complete)
+
+
+def test_steps_that_an_update_lost_are_named(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A learner that fails half-way through a step has no state of a complete one."""
+    config = settings(tiny_folder, steps=4, out=str(tmp_path), observe={"checkpoint_every": 1})
+    display = AfterTwoSteps(fail)
+    with monkeypatch.context() as patch, raises(LearnerError, "made-to-fail"):
+        display.before(TrainedModel, "update", patch)
+        stretto.train(config, progress=display)
+    stopped = RunDirectory.open(tmp_path / "run-001")
+    assert newest(stopped.checkpoints) == 2
+    (stopped.checkpoints / "step-000002" / "manifest.json").unlink()
+    stretto.resume(stopped.path, progress=display)
+    assert "goes on after step 1; steps 2 to 2 are taken again" in display.notes
