@@ -52,7 +52,6 @@ SMALL = {
     "sft": "--steps 1 --batch 2 --data.size 8 --measure-every 0 --model.name tiny --threads 1",
     "reward": "--steps 1 --batch 2 --data.size 8 --model.name tiny --threads 1",
     "align": "--dry-run",  # tests/api/test_align.py runs it
-    "tour": "models",  # tests/cli/test_tour.py runs all of it
     "recipes": "",
     "doctor": "",
 }

@@ -113,7 +113,7 @@ LIGHT = """
 import sys
 from stretto.cli.main import main
 
-for words in ("--help", "train tiny --help", "tour --help", "recipes", "memory 7B"):
+for words in ("--help", "train tiny --help", "recipes", "memory 7B"):
     try:
         main(words.split())
     except SystemExit as end:

@@ -43,7 +43,6 @@ LONG = {
     "stretto.cli.plan.planning.plan": "a search for plans",
     "stretto.cli.plan.calibrating.calibrate": "measurements",
     "stretto.pipelines.solve.solve": "a search for a schedule",
-    "stretto.cli.tour._print": "the tour",
     "stretto.observe.report.RunServer.serve_forever": "a page that is kept up to date",
     "stretto.cli.generate._lines": "a chat",
     "stretto.cli.serve._serve": "a server",

@@ -36,7 +36,6 @@ COMMANDS = {
     "doctor": "say what this machine has, and what would not work on it",
     "plan": "plan a run on many GPUs: layouts and schedules, before it is started",
     "memory": "plan the memory of the four models of PPO",
-    "tour": "show PPO and what it costs in four parts that run, in about a minute",
 }
 
 MODULES = {

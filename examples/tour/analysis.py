@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import tomli_w
 from torch import nn
 
+from examples.tour import heading, onward, paragraph
 from stretto.api import simulated
 from stretto.api.runs import Job
 from stretto.config import AlgorithmConfig, RewardConfig, recipes
@@ -26,7 +27,6 @@ from stretto.observe.display import STEP_TIME
 from stretto.protocols import DRIVER
 from stretto.runtime.sim.simulate import simulate
 from stretto.saying import aligned, format_size
-from stretto.tour import heading, onward, paragraph
 from stretto.types import ScoreKind, short_name
 
 _WORD = 4

@@ -7,12 +7,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from examples.tour import heading, onward, paragraph
 from stretto.api import begin, execute, load_recipe
 from stretto.config import recipes
 from stretto.observe import Progress, RunDirectory
 from stretto.observe.progress import on_stderr
 from stretto.saying import Advance, aligned, working
-from stretto.tour import heading, onward, paragraph
 
 RECIPE = "tiny"
 EPOCHS = 4

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from examples.tour import heading, onward, paragraph
 from stretto.algorithms.advantages import gae
 from stretto.algorithms.kl import kl_estimate
 from stretto.algorithms.registry import prepare
@@ -27,7 +28,6 @@ from stretto.rollout.base import Engine
 from stretto.saying import aligned
 from stretto.schedules.rollout import Rollout, train_batch
 from stretto.scoring.base import ModelScorer
-from stretto.tour import heading, onward, paragraph
 from stretto.training.collate import collate
 from stretto.types import Prompt, TrainBatch
 

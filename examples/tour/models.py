@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from examples.tour import heading, onward, paragraph
 from stretto.config import ModelConfig
 from stretto.models.info import measure
 from stretto.planner.fitting import TRAINED_ROLES, MemoryPlan, fewest_gpus, memory_plan
 from stretto.saying import aligned, format_size
-from stretto.tour import heading, onward, paragraph
 
 SCALES = (
     "huggyllama/llama-7b",

@@ -15,15 +15,15 @@ import pytest
 import torch
 from torch import nn
 
+from examples.tour import WIDTH, analysis, models, rollout, training
+from examples.tour.__main__ import main
 from stretto.api import load_recipe, simulated
 from stretto.api.runs import Job
-from stretto.cli.main import main
 from stretto.observe import RunDirectory
 from stretto.observe.run_directory import RolloutRecord
 from stretto.planner.fitting import fewest_gpus, memory_plan
 from stretto.saying import format_size
 from stretto.schedules.rollout import Rollout, train_batch
-from stretto.tour import WIDTH, analysis, models, rollout, training
 from stretto.types import Chunk, FinishReason, Prompt, Score, ScoreKind
 
 SMALL = """
@@ -282,7 +282,7 @@ def test_a_placement_takes_what_compare_says_of_it(trained: RunDirectory, tmp_pa
 def test_the_whole_tour_is_plain_text_and_leaves_the_run_that_it_names(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["tour", "--steps", "3", "--out", str(tmp_path)]) == 0
+    main(["--steps", "3", "--out", str(tmp_path)])
     text = capsys.readouterr().out
     titles = [line for line in text.splitlines() if line[:2] in ("1.", "2.", "3.", "4.")]
     assert len(titles) == 4
@@ -302,18 +302,18 @@ def test_one_part_by_number_or_name_and_nothing_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert main(["tour", "2"]) == 0
+    main(["2"])
     assert capsys.readouterr().out.startswith("2. One rollout phase")
-    assert main(["tour", "placements", "--steps", "3"]) == 0
+    main(["placements", "--steps", "3"])
     text = capsys.readouterr().out
-    assert "made first: 3 steps" in text
+    assert "needs a run of part 3: 3 steps" in text
     assert "3. A few iterations" not in text
     assert list(tmp_path.glob("stretto-tour-*")) == []
 
 
 @pytest.mark.slow
 def test_the_recipe_of_the_tour_trains(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tour", "training", "--steps", "3"]) == 0
+    main(["training", "--steps", "3"])
     text = " ".join(capsys.readouterr().out.split())
     assert "learns to spell 200 short words backward, first from 4,500 examples" in text
     assert "on 64 responses a step, each batch 4 times" in text
@@ -330,22 +330,22 @@ def test_an_interrupted_tour_leaves_nothing(
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(rollout, "page", interrupted)
-    assert main(["tour", "rollout"]) == 130
-    out, err = capsys.readouterr()
-    assert (out, err) == ("so far\n", "stretto: interrupted\n")
+    with pytest.raises(KeyboardInterrupt):
+        main(["rollout"])
+    assert capsys.readouterr().out == "so far\n"
     assert list(tmp_path.glob("stretto-tour-*")) == []
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["5"], "there is no part '5'. Known: models, placements, rollout, training"),
-        (["model"], "there is no part 'model'. Did you mean 'models'?"),
-        (["--steps", "2"], "--steps 2: the tour needs 3 or more"),
+        (["5"], "unknown part '5'; the parts are models, rollout, training, placements"),
+        (["--steps", "2"], "--steps must be at least 3"),
     ],
 )
 def test_what_cannot_be_shown_is_refused(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["tour", *arguments]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
     assert message in capsys.readouterr().err
