@@ -14,6 +14,7 @@ from raising import raises
 from stretto.assembly.environments import bridge_for
 from stretto.config import EnvironmentConfig, TaskConfig
 from stretto.environments.bridge import Bridge
+from stretto.environments.templates import Shape
 from stretto.errors import ConfigError, TaskError
 from stretto.tasks.base import TaskRow
 from stretto.tasks.encode import Encoder
@@ -170,6 +171,16 @@ def test_reasoning_that_is_dropped_for_a_new_question_is_a_break() -> None:
     assert bridge.context(said, [MORE]) is not None
     whole = [*ASKED, Message(role="assistant", content=THOUGHT), MORE]
     assert bridge.prompt(whole)[0][: len(thought)] != thought
+
+
+def test_calls_are_read_if_prompts_start_a_turn_with_an_empty_thought() -> None:
+    """Qwen3 writes one with enable_thinking = false, which a past turn with calls lacks."""
+    tokenizer = tokenizer_of("qwen3")
+    plain = Shape(Encoder(tokenizer), reads_calls=True)
+    quick = Shape(Encoder(tokenizer, {"enable_thinking": False}), reads_calls=True)
+    assert quick.form == plain.form
+    assert quick.writes_calls
+    assert quick.tool_role
 
 
 def test_what_breaks_is_told_or_refused_only_where_it_can_happen() -> None:

@@ -91,12 +91,19 @@ class Shape:
         self.writes_calls = _NAME in shown and "made up value" in shown
         if not self.writes_calls:
             return
-        start = len(header) if shown.startswith(header) else shown.find(_NAME)
+        starts = [len(header)]
+        if not shown.startswith(header):
+            # The prompt may begin a turn with an empty thought, which a turn with calls lacks.
+            pairs = enumerate(zip(header, shown, strict=False))
+            parted = next((at for at, (a, b) in pairs if a != b), 0)
+            starts = [shown.rfind("\n", 0, parted) + 1, shown.find(_NAME)]
         end = self._encoder.control_in(shown, shown.find("made up value"))
         while end and end[2] not in self.ends:
             end = self._encoder.control_in(shown, end[1])
-        written = shown[start : end[0] if end else len(shown)]
-        form = format_of(written.rpartition("</think>")[2].strip(), _NAME, _ARGUMENTS)
+        texts = [shown[start : end[0] if end else len(shown)] for start in starts]
+        written, form = texts[0], None
+        for text in texts:
+            form = form or format_of(text.rpartition("</think>")[2].strip(), _NAME, _ARGUMENTS)
         if form:
             self.form = form
         elif needed:
