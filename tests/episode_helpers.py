@@ -154,7 +154,7 @@ def naive_loss(
             if a.kl_place == "loss" and beta:
                 factor = ratio if a.use_bias_correction_kl else 1.0
                 loss = loss + weight * beta * factor * _kl(a.estimator, t.now - t.ref)
-            loss = loss - a.entropy_coef * t.entropy / sum(len(o.tokens) for o in trained)
+            loss = loss - weight * a.entropy_coef * t.entropy
     return loss
 
 
@@ -291,5 +291,5 @@ def _dpo(a: AlgorithmConfig, episodes: Sequence[Episode]) -> Tensor:
         ratios = [torch.stack([t.now - t.ref for t in e.tokens]).sum() for e in (best, worst)]
         losses.append(-torch.nn.functional.logsigmoid(a.kl_coef * (ratios[0] - ratios[1])))
         sides += [best, worst]
-    entropies = torch.stack([t.entropy for e in sides for t in e.tokens])
-    return torch.stack(losses).mean() - a.entropy_coef * entropies.mean()
+    entropies = [t.entropy * _weight_of_token(a, e, sides, 1) for e in sides for t in e.tokens]
+    return torch.stack(losses).mean() - a.entropy_coef * sum(entropies)

@@ -252,13 +252,17 @@ def test_value_loss_by_hand() -> None:
 def test_entropy_bonus_by_hand() -> None:
     inputs = inputs_of(mask_of((1, 2)), "sequence_mean")
     term = entropy_bonus(torch.tensor([[2.0, float("nan")], [1.0, 3.0]]), inputs, 0.1)
-    assert term.loss.item() == pytest.approx(-0.1 * (2 + 1 + 3) / 3, rel=1e-6)
-    # A mean over tokens, however the policy's loss is averaged.
+    assert term.loss.item() == pytest.approx(-0.1 * (2 + 2) / 2, rel=1e-6)
+    # The loss averages as it is asked to; the figure is over tokens, always.
     assert term.metrics.floats() == {"policy/entropy_avg": pytest.approx(2.0, rel=1e-6)}
     inputs = inputs_of(mask_of((1, 3)), "sequence_mean")
     term = entropy_bonus(torch.tensor([[8.0, 0.0, 0.0], [4.0, 4.0, 4.0]]), inputs, 0.1)
-    assert term.loss.item() == pytest.approx(-0.1 * (8 + 4 + 4 + 4) / 4, rel=1e-6)
+    assert term.loss.item() == pytest.approx(-0.1 * (8 + 4) / 2, rel=1e-6)
     assert term.metrics.floats() == {"policy/entropy_avg": pytest.approx(5.0, rel=1e-6)}
+    term = entropy_bonus(
+        torch.tensor([[8.0, 0.0, 0.0], [4.0, 4.0, 4.0]]), inputs, 0.1, token_mean=True
+    )
+    assert term.loss.item() == pytest.approx(-0.1 * (8 + 4 + 4 + 4) / 4, rel=1e-6)
 
 
 def terms(logprobs: Tensor, values: Tensor, inputs: LossInputs) -> list[LossTerm]:

@@ -39,7 +39,7 @@ FORMAT = {
     "json_schema": {"name": "Answer", "strict": True, "schema": {"type": "object"}},
 }
 
-# What the frameworks' own clients sent, with the prompts and schemas shortened.
+# Written after the requests of the frameworks' clients, with the prompts and schemas shortened.
 BODIES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "openai.parse, its message appended": (
         {

@@ -67,15 +67,18 @@ def policy_term(loss: Tensor, sums: dict[str, Tensor]) -> LossTerm:
     return LossTerm(loss, Metrics({"loss/policy_avg": loss.detach().double(), **sums}))
 
 
-def entropy_bonus(entropy: Tensor, inputs: LossInputs, coef: float) -> LossTerm:
-    """``-coef`` times the mean entropy of a token, from the entropies [b, T] in nats, with
-    ``policy/entropy_avg``. As in TRL, every token counts alike whatever ``algorithm.aggregation``
-    is, so that a coefficient means the same for all losses.
+def entropy_bonus(
+    entropy: Tensor, inputs: LossInputs, coef: float, *, token_mean: bool = False
+) -> LossTerm:
+    """``-coef * sum_t w_t H_t`` of the entropies [b, T], with ``policy/entropy_avg`` in nats.
+
+    ``token_mean``: the weights w_t are 1 / tokens, as in TRL, instead of the policy loss's own.
     """
     per_token = inputs.of_tokens(entropy if coef else entropy.detach())  # saves its gradient
     means = inputs.of_tokens(inputs.means)
+    w = means if token_mean else inputs.of_tokens(inputs.weights)
     sums = weighted_sums(means, {"policy/entropy_avg": per_token})
-    return LossTerm(-coef * (means * per_token).sum(), Metrics(sums))
+    return LossTerm(-coef * (w * per_token).sum(), Metrics(sums))
 
 
 def kl_penalty(

@@ -32,7 +32,8 @@ from stretto.saying import Say, working
 from stretto.scoring.conventions import ENVIRONMENTS
 from stretto.scoring.functions import FunctionScorer, locate
 from stretto.tasks.encode import Encoder
-from stretto.tasks.prompts import TOOLS, PromptSource
+from stretto.tasks.messages import TOOLS
+from stretto.tasks.prompts import PromptSource
 
 
 def open_environment(

@@ -110,7 +110,9 @@ class AlgorithmConfig(Section):
     kl_horizon: PositiveInt = 10_000
     """Responses over which the adaptive beta moves."""
     entropy_coef: NonNegative = 0.0
-    """Weight of the entropy bonus, the mean entropy of a token."""
+    """Weight of the entropy bonus."""
+    entropy_aggregation: Literal["auto", "token_mean"] = "auto"
+    """Averaging of the entropy bonus. auto: like the policy loss (verl). token_mean: over all tokens, whatever the loss averages (TRL)."""
     whiten_advantages: bool = True
     """Bring advantages to mean 0 and variance 1 over the batch's response tokens."""
     whiten_rewards: bool = False
@@ -160,7 +162,7 @@ class AlgorithmConfig(Section):
 
     @property
     def averaging(self) -> Aggregation:
-        """Aggregation of per-token losses; for losses of whole responses, that of the KL."""
+        """Aggregation of per-token losses; for losses of whole responses, that of the entropy."""
         if self.aggregation != "auto":
             return self.aggregation
         return self.definition.aggregation or "sequence_mean"

@@ -190,7 +190,7 @@ def _read_in_4bit(read: Callable[..., Any], dtype: torch.dtype, device: torch.de
     return model
 
 
-def let_gradients_through(model: torch.nn.Module) -> None:
+def let_gradients_through(model: Any) -> None:
     """Keep layers in 4 bits from repacking a CPU's weights in a pass without gradients: afterwards
     no gradient would flow through them.
     """

@@ -101,7 +101,8 @@ class Losses:
         of_losses, metrics = settled(batch.inputs, logprobs.detach(), a)
         metrics += policy.drift(logprobs, of_losses) + policy.disagreement(logprobs, of_losses)
         term = FUNCTIONS[a.name].policy_loss(logprobs, of_losses, a)
-        term += policy.entropy_bonus(entropy, of_losses, a.entropy_coef)
+        token_mean = a.entropy_aggregation == "token_mean"
+        term += policy.entropy_bonus(entropy, of_losses, a.entropy_coef, token_mean=token_mean)
         if a.kl_place == "loss" and a.kl_coef:
             term += policy.kl_penalty(logprobs, of_losses, kl_coef, a)
         return LossTerm(term.loss, term.metrics + metrics)

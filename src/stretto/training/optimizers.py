@@ -63,7 +63,8 @@ def decaying_names(model: nn.Module) -> frozenset[str]:
     """Return the names of a model's parameters that weight decay shrinks: all but norms and biases,
     told apart as transformers' Trainer does.
     """
-    return frozenset(get_parameter_names(model, [nn.LayerNorm], list(_EXEMPT)))
+    names = get_parameter_names(model, [nn.LayerNorm], list(_EXEMPT))  # type: ignore[no-untyped-call]
+    return frozenset(names)
 
 
 def optimizer_state(optimizer: Any) -> dict[str, Any]:

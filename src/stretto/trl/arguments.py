@@ -405,6 +405,7 @@ def _grouped(args: Any, sizes: Sizes) -> dict[str, Any]:
             "algorithm.scale_rewards": _SCALES.get(args.scale_rewards, args.scale_rewards),
             "algorithm.multi_objective_aggregation": args.multi_objective_aggregation,
             "algorithm.dual_clip": args.delta or 0.0,
+            "algorithm.entropy_aggregation": "token_mean",
         }
         if args.multi_objective_aggregation == "normalize_then_sum":
             del found["algorithm.scale_rewards"]  # TRL does not read it then
