@@ -6,6 +6,7 @@ What a step of each computes is compared with TRL's in test_values.py.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
@@ -38,7 +39,7 @@ from stretto import (
 from stretto.config import Config, recipes
 from stretto.errors import ConfigError, ModelError, StateError, StrettoError, TaskError
 from stretto.trl import arguments
-from stretto.trl.callbacks import as_trl_names
+from stretto.trl.callbacks import as_trl_names, means_of
 from stretto.trl.config import REFUSALS, REMARKS, TrlConfig
 from stretto.trl.objects import PromptTask, rewards_of
 
@@ -145,6 +146,9 @@ def test_the_numbers_are_those_of_our_own_settings(
     logged = [row["loss"] for row in rows]
     assert output.training_loss == output.metrics["train_loss"] == sum(logged) / 2
     assert summary == {**output.metrics, "step": 2}
+    for name in ("reward", "rewards/letters/mean", "completions/mean_length"):
+        assert summary[name] == pytest.approx(fmean(row[name] for row in rows))
+    assert not {"loss", "grad_norm", "learning_rate", "episode"} & set(summary)
     took_s, batch = summary["train_runtime"], trainer.config.rollout.batch
     assert summary["train_samples_per_second"] == pytest.approx(2 * batch / took_s)
     assert summary["train_steps_per_second"] == pytest.approx(2 / took_s)
@@ -392,6 +396,34 @@ def test_rewards_are_functions_and_models_and_names_in_one_list(
     last = trainer.state.log_history[-2]
     assert last["rewards/judge/mean"] == last["rewards/judge_/mean"]
     assert last["rewards/judge/std"] == last["rewards/judge_/std"] > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "unlogged"),
+    [
+        ({"logging_steps": 10}, 3),
+        ({"logging_steps": 2}, 1),
+        ({"logging_steps": 1}, 0),
+        ({"logging_steps": 10, "logging_first_step": True}, 2),
+        ({"logging_strategy": "no"}, 3),
+        ({"logging_strategy": "epoch"}, 0),  # the end of training ends the epoch
+    ],
+)
+def test_the_last_row_has_the_metrics_that_are_not_logged_yet(
+    settings: dict[str, Any], unlogged: int, tiny_folder: Path, tmp_path: Path
+) -> None:
+    trainer = make_trainer(tiny_folder, tmp_path, settings={"max_steps": 3, **settings})
+    trainer.train()
+    *rows, last = trainer.state.log_history
+    assert ("rewards/letters/mean" in last) == bool(unlogged)
+    if unlogged:
+        means = [row["rewards/letters/mean"] for row in rows[-unlogged:]]
+        assert last["rewards/letters/mean"] == pytest.approx(fmean(means))
+
+
+def test_means_of_metrics_leave_out_nan() -> None:
+    rows = [{"a": 1.0, "b": math.nan}, {"a": 3.0, "b": 5.0}, {"c": math.nan}]
+    assert means_of(rows) == {"a": 2.0, "b": 5.0}
 
 
 def test_rewards_have_names_of_their_own(tiny_folder: Path, judge_folder: Path) -> None:

@@ -34,7 +34,7 @@ from stretto.runs.checkpoint import newest
 from stretto.runs.evaluating import answer_all, figures
 from stretto.schedules.rollout import Rollout
 from stretto.trl import arguments, checkpoints, objects
-from stretto.trl.callbacks import after_step, evaluated, never_called
+from stretto.trl.callbacks import after_step, evaluated, means_of, never_called
 from stretto.trl.compat import require_called, require_named
 from stretto.trl.objects import Answering, PromptTask, Rewards, TokenTask
 
@@ -47,7 +47,8 @@ class TrainOutput(TrainResult):
         global_step: steps of the optimizer, as TRL counts them.
         training_loss: mean of the policy's loss over all steps.
         metrics: ``train_loss``, ``train_runtime`` (seconds), ``train_samples_per_second``,
-            ``train_steps_per_second`` and ``epoch``; they are the last row of ``log_history``, too.
+            ``train_steps_per_second``, ``epoch`` and the means over the steps since the last
+            multiple of ``logging_steps``; they are the last row of ``log_history``, too.
     """
 
     global_step: int
@@ -64,6 +65,7 @@ class BaseTrainer:
         run_dir: the run's folder; ``None`` before :meth:`train`.
         state: ``log_history`` holds the metrics of each step, by our names and TRL's, and a last
             row with ``train_loss``.
+        unlogged: TRL's metrics of the steps since the last multiple of ``logging_steps``.
         source_names: TRL's names of reward sources, if they differ from the sources' own.
         callback_handler: of transformers; it calls the callbacks, which get no optimizer.
     """
@@ -137,6 +139,7 @@ class BaseTrainer:
             data["observe"] |= {"eval_every": every, "eval_prompts": len(self._held_out)}
         self.config: Config = recipes.build(data, type(args).__name__)
         self.run_dir: RunDirectory | None = None
+        self.unlogged: list[Mapping[str, float]] = []
         self.state, self.control = TrainerState(), TrainerControl()
         self.state.max_steps = sizes.steps * sizes.updates
         self.callback_handler = CallbackHandler(  # type: ignore[no-untyped-call]
@@ -217,6 +220,7 @@ class BaseTrainer:
             "train_samples_per_second": result.steps * self.config.rollout.batch / took_s,
             "train_steps_per_second": done / took_s,
             "train_loss": loss,
+            **means_of(self.unlogged),
         }
         self.log(metrics)
         self.tell("on_train_end")

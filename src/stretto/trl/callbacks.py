@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from transformers import TrainerCallback
@@ -36,6 +37,9 @@ _TOOLS = ("tools/call_frequency", "tools/failure_frequency")
 
 _REWARDS = {"reward": "mean", "reward_std": "std"}
 
+_OF_TRAINING = {"loss", "grad_norm", "learning_rate"}
+"""Metrics of transformers' own rows, which the last row of a run lacks."""
+
 _NEVER = (
     *("on_save", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"),
     *("on_predict", "on_prediction_step"),
@@ -54,20 +58,43 @@ def after_step(
     t.state.epoch = step * batch / (t.config.rollout.samples_per_prompt * len(t.train_dataset))
     t.tell("on_step_end")
     wishes = t.control.should_training_stop, t.control.should_save
+    logs = t.control.should_log or _logs_between(t, (step - 1) * t.sizes.updates)
     no_calls = dict.fromkeys(_TOOLS if t.config.environment.sources else (), 0.0)
     named = as_trl_names(stats, t.source_names)
     t.log({**no_calls, **stats, **named, "episode": step * batch})
-    if EVALUATED in stats:
-        t.tell("on_evaluate", metrics=evaluated(stats, t.source_names))
+    evaluation = evaluated(stats, t.source_names) if EVALUATED in stats else {}
+    of_tools = {name: stats.get(name, zero) for name, zero in no_calls.items()}
+    skipped = {*_OF_TRAINING, *evaluation}
+    t.unlogged.append({n: v for n, v in {**of_tools, **named}.items() if n not in skipped})
+    if evaluation:
+        t.tell("on_evaluate", metrics=evaluation)
     stops = t.control.should_training_stop or wishes[0] or step == t.config.steps
     if stops or int(t.state.epoch) > epochs:
         t.tell("on_epoch_end")
+    if logs or t.control.should_log:
+        t.unlogged.clear()
     if stops or t.control.should_training_stop:
         return "stop"
     if int(t.state.epoch) > epochs:
         wishes = False, wishes[1] or t.control.should_save
         t.tell("on_epoch_begin")
     return "save" if t.control.should_save or wishes[1] else None
+
+
+def _logs_between(t: BaseTrainer, before: int) -> bool:
+    """Return whether ``logging_steps`` falls on one of the optimizer updates since ``before``."""
+    every = t.state.logging_steps if t.args.logging_strategy == "steps" else 0
+    first = t.args.logging_first_step and before == 0
+    return first or bool(every and t.state.global_step // every > before // every)
+
+
+def means_of(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Average each metric over the rows that have it, without NaN, as TRL does."""
+    values: dict[str, list[float]] = {}
+    for name, value in (item for row in rows for item in row.items()):
+        if not math.isnan(value):
+            values.setdefault(name, []).append(value)
+    return {name: sum(found) / len(found) for name, found in values.items()}
 
 
 def never_called(handler: CallbackHandler) -> list[str]:
