@@ -421,6 +421,16 @@ def test_the_last_row_has_the_metrics_that_are_not_logged_yet(
         assert last["rewards/letters/mean"] == pytest.approx(fmean(means))
 
 
+def test_the_loss_has_the_entropy_bonus(tiny_folder: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(tiny_folder, tmp_path, settings={"entropy_coef": 0.1})
+    output = trainer.train()
+    *rows, _ = trainer.state.log_history
+    for row in rows:
+        assert row["loss"] == pytest.approx(row["policy_loss"] - 0.1 * row["entropy"])
+        assert row["entropy"] > 1
+    assert output.training_loss == pytest.approx(fmean(row["loss"] for row in rows))
+
+
 def test_means_of_metrics_leave_out_nan() -> None:
     rows = [{"a": 1.0, "b": math.nan}, {"a": 3.0, "b": 5.0}, {"c": math.nan}]
     assert means_of(rows) == {"a": 2.0, "b": 5.0}

@@ -45,7 +45,7 @@ class TrainOutput(TrainResult):
 
     Attributes:
         global_step: steps of the optimizer, as TRL counts them.
-        training_loss: mean of the policy's loss over all steps.
+        training_loss: mean of the policy's loss over all steps, with the entropy bonus.
         metrics: ``train_loss``, ``train_runtime`` (seconds), ``train_samples_per_second``,
             ``train_steps_per_second``, ``epoch`` and the means over the steps since the last
             multiple of ``logging_steps``; they are the last row of ``log_history``, too.

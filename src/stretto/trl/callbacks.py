@@ -61,6 +61,8 @@ def after_step(
     logs = t.control.should_log or _logs_between(t, (step - 1) * t.sizes.updates)
     no_calls = dict.fromkeys(_TOOLS if t.config.environment.sources else (), 0.0)
     named = as_trl_names(stats, t.source_names)
+    if (coef := t.config.algorithm.entropy_coef) and "loss" in named:
+        named["loss"] -= coef * named["entropy"]
     t.log({**no_calls, **stats, **named, "episode": step * batch})
     evaluation = evaluated(stats, t.source_names) if EVALUATED in stats else {}
     of_tools = {name: stats.get(name, zero) for name, zero in no_calls.items()}
