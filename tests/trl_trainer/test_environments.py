@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from raising import raises
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, TaskError
 from stretto.models.load import load_tokenizer
 from stretto.models.tiny import make_tiny
 from stretto.trl import GRPOConfig, GRPOTrainer
@@ -197,3 +197,55 @@ def test_an_environment_may_own_data_and_reward(tmp_path: Path) -> None:
         GRPOTrainer(model, args=GRPOConfig(**given), environment_factory=Owner)
     with raises(ConfigError, "no-rewards"):
         GRPOTrainer(model, args=args, environment_factory=Bell)
+
+
+class Keeper(Owner):
+    rows: list[dict[str, Any]] = []  # noqa: RUF012  # of all objects
+
+    def reset(self, **columns: Any) -> str:
+        self.rows.append(columns)
+        return f"Say {columns['word']} " * 60
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["one", "by-name"])
+def test_rows_may_lack_prompts_if_an_environment_gives_them(named: bool, tmp_path: Path) -> None:
+    make_tiny(tmp_path / "model", chat=True)
+    rows = [{"word": word, "environment": "keeper"} for word in ("cat", "dog")]
+    args = GRPOConfig(
+        str(tmp_path / "out"),
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=9,
+        max_steps=1,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+        report_to="none",
+    )
+    Keeper.rows.clear()
+    factory: Any = {"keeper": Keeper} if named else Keeper
+    trainer = GRPOTrainer(
+        str(tmp_path / "model"),
+        args=args,
+        train_dataset=rows,
+        eval_dataset=rows,
+        environment_factory=factory,
+    )
+    assert trainer.evaluate()["eval_reward"] == 0.75
+    trainer.train()
+    assert len(Keeper.rows) == 2 + 8
+    assert {row["word"] for row in Keeper.rows} == {"cat", "dog"}
+    assert not any("prompt" in row for row in Keeper.rows)
+    assert trainer.run_dir is not None
+    for line in trainer.run_dir.samples_file.open():
+        prompt = json.loads(line)["prompt"]
+        assert ("Say cat Say cat" in prompt) != ("Say dog Say dog" in prompt)
+    with raises(TaskError, "missing-column", "'prompt'"):
+        GRPOTrainer(
+            str(tmp_path / "model"),
+            reward_funcs=seen,
+            args=args,
+            train_dataset=rows,
+            tools=[add],
+        )

@@ -22,7 +22,7 @@ from stretto.environments.objects import named_objects
 from stretto.environments.processes import LocalEnvironment, settings_of
 from stretto.environments.renderer import open_bridge
 from stretto.environments.shapes import is_trl
-from stretto.errors import ConfigError, ModelError, TaskError, nearest, require
+from stretto.errors import ConfigError, ModelError, TaskError, require
 from stretto.models.backend import pick_device, pick_dtype
 from stretto.models.heads import scalar_head
 from stretto.models.info import explained
@@ -36,32 +36,18 @@ from stretto.tasks.messages import as_prompt
 from stretto.tasks.prompts import Render, refuse_templated, render
 from stretto.tasks.tables import of_row
 from stretto.trl.arguments import device, mapping
-from stretto.trl.config import PPOConfig
 
 COLUMN, MASK = "input_ids", "attention_mask"
 PROMPT = "prompt"
+EMPTY = {"role": "user", "content": ""}
+"""The prompt of rows without one, which an environment fills when it is reset."""
 
 IMAGES = ("image", "images")
 """Columns with which TRL would train a model that sees."""
 
-_NAMES = (
-    *("args", "processing_class", "model", "ref_model", "reward_model", "train_dataset"),
-    *("value_model", "data_collator", "eval_dataset", "optimizers", "callbacks", "peft_config"),
-)
-_OLD_NAMES = {
-    "config": "args",
-    "policy": "model",
-    "ref_policy": "ref_model",
-    "tokenizer": "processing_class",
-}
-"""Names of arguments in TRL 0.12 and before, with their present names."""
-
 _NOT_HERE = {
-    **dict.fromkeys(
-        ("rollout_func",),
-        "responses are made by the engine, and answered by tools or an environment; give these as "
-        "tools or environment_factory",
-    ),
+    "rollout_func": "responses are made by the engine, and answered by tools or an environment; "
+    "give these as tools or environment_factory",
     **dict.fromkeys(
         ("compute_metrics", "preprocess_logits_for_metrics"),
         "nothing computes metrics of logits here; leave it out",
@@ -78,29 +64,6 @@ _LORA_FREE = (
     *("peft_version", "revision", "runtime_config", "task_type"),
 )
 """Arguments of a LoraConfig that change nothing here."""
-
-
-def by_present_names(arguments: Mapping[str, Any], old_names: Mapping[str, Any]) -> dict[str, Any]:
-    """Return PPO's arguments by the names that they have now, those needed by every run among them;
-    ``args`` is a PPOConfig.
-    """
-    named = dict(arguments)
-    for old, value in old_names.items():
-        if old not in _OLD_NAMES:
-            raise ConfigError(
-                f"PPOTrainer has no argument '{old}'. {nearest(old, _NAMES)}", "unknown-argument"
-            )
-        if named[_OLD_NAMES[old]] is not None:
-            raise ConfigError(
-                f"'{old}' is the old name of '{_OLD_NAMES[old]}'; give one of the two",
-                "argument-twice",
-            )
-        named[_OLD_NAMES[old]] = value
-    for name, value in named.items():
-        if value is None and name != "ref_model":
-            raise ConfigError(f"PPOTrainer needs {name}; give it", "argument-missing")
-    check_args(named["args"], PPOConfig, "PPOTrainer")
-    return named
 
 
 def check_args(args: Any, kind: type, trainer: str) -> None:
@@ -455,11 +418,13 @@ class Answering:
         objects: tools or an environment, by their names in ``environment.sources``.
         render: makes prompts that tell of its tools.
         rewards: whether it gives rewards.
+        opening: tokens of a prompt that an environment returns for an empty one; 0: none does.
     """
 
     objects: Mapping[str, Any] = field(default_factory=dict)
     render: Render | None = None
     rewards: bool = False
+    opening: int = 0
 
 
 def answering(
@@ -496,6 +461,7 @@ def _gives_rewards(factory: Any) -> bool:
 
 class PromptTask(_Rows):
     """Prompts from a column ``prompt``, texts or messages; the others are for reward functions.
+    With an environment, rows may lack the column.
 
     Texts are read as they are, and messages by the tokenizer's chat template. Every row is checked
     at construction.
@@ -513,6 +479,7 @@ class PromptTask(_Rows):
         template_arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         super().__init__(rows, tokenizer, name)
+        self._opening = answers.opening if answers else 0
         encoder = Encoder(tokenizer, template_arguments)
         found = [self.row(index) for index in range(len(self))]
         self.chat = "off" if all(isinstance(row.prompt, str) for row in found) else "auto"
@@ -523,7 +490,8 @@ class PromptTask(_Rows):
         read = (render(row, config, tokenizer, **how) for row in found)
         self.longest = max(len(prompt.tokens) for prompt in read)
         if answers and answers.objects:
-            self.longest += OPENING
+            opens = self._opening and any(row.prompt == (EMPTY,) for row in found)
+            self.longest = max(self.longest, self._opening) if opens else self.longest + OPENING
             if self.chat == "off":
                 raise ConfigError(
                     f"{name} has texts as prompts, and tools and environments answer in a "
@@ -533,13 +501,15 @@ class PromptTask(_Rows):
 
     def row(self, index: int) -> TaskRow:
         """The row at ``index``."""
-        row = self._row(index, PROMPT, "Name the column with the prompts so")
+        row = self._rows[index]
+        if not self._opening or not isinstance(row, Mapping):
+            row = self._row(index, PROMPT, "Name the column with the prompts so")
         with of_row(f"{self._name}, row {index}"):
             for column in IMAGES:
                 if row.get(column):
                     message = f"the column '{column}' holds images; models read text alone here"
                     raise TaskError(message, "images")
-            prompt = as_prompt(row[PROMPT])
+            prompt = as_prompt(row.get(PROMPT, [EMPTY]))
         return TaskRow(prompt, dict(row), index=index)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stretto.assembly.models import Overrides
 from stretto.config.sections import MISSING_EOS
+from stretto.errors import ConfigError, nearest
 from stretto.trl import arguments, objects
 from stretto.trl.base import BaseTrainer
 from stretto.trl.config import PPOConfig
@@ -21,6 +22,19 @@ from stretto.trl.objects import Rewards, TokenTask
 
 REWARD_MODEL = "model:reward_model"
 """Name of PPO's reward model among the reward sources."""
+
+
+_NAMES = (
+    *("args", "processing_class", "model", "ref_model", "reward_model", "train_dataset"),
+    *("value_model", "data_collator", "eval_dataset", "optimizers", "callbacks", "peft_config"),
+)
+_OLD_NAMES = {
+    "config": "args",
+    "policy": "model",
+    "ref_policy": "ref_model",
+    "tokenizer": "processing_class",
+}
+"""Names of arguments in TRL 0.12 and before, with their present names."""
 
 
 class PPOTrainer(BaseTrainer):
@@ -63,7 +77,7 @@ class PPOTrainer(BaseTrainer):
         peft_config: Any = None,
         **old_names: Any,
     ) -> None:
-        named = objects.by_present_names(
+        named = _by_present_names(
             {
                 "args": args,
                 "processing_class": processing_class,
@@ -142,3 +156,26 @@ class PPOTrainer(BaseTrainer):
             stop = int(self.processing_class.eos_token_id)
         ends = frozenset(() if stop is None else (stop,))
         return replace(super()._overrides(), end_tokens=ends)
+
+
+def _by_present_names(arguments: Mapping[str, Any], old_names: Mapping[str, Any]) -> dict[str, Any]:
+    """Return PPO's arguments by the names that they have now, those needed by every run among them;
+    ``args`` is a PPOConfig.
+    """
+    named = dict(arguments)
+    for old, value in old_names.items():
+        if old not in _OLD_NAMES:
+            raise ConfigError(
+                f"PPOTrainer has no argument '{old}'. {nearest(old, _NAMES)}", "unknown-argument"
+            )
+        if named[_OLD_NAMES[old]] is not None:
+            raise ConfigError(
+                f"'{old}' is the old name of '{_OLD_NAMES[old]}'; give one of the two",
+                "argument-twice",
+            )
+        named[_OLD_NAMES[old]] = value
+    for name, value in named.items():
+        if value is None and name != "ref_model":
+            raise ConfigError(f"PPOTrainer needs {name}; give it", "argument-missing")
+    objects.check_args(named["args"], PPOConfig, "PPOTrainer")
+    return named

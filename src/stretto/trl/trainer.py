@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,7 +27,7 @@ from stretto.trl.config import GRPOConfig, OnlineDPOConfig, RLOOConfig, TrlConfi
 from stretto.trl.objects import PromptTask
 
 LONGEST_OPENING = 2048
-"""Tokens of the prompts that an environment with data of its own may return, if the model knows so
+"""Tokens of the prompts that an environment may return for rows without one, if the model knows so
 many positions."""
 
 
@@ -59,7 +60,6 @@ class _PromptsTrainer(BaseTrainer):
             args = kind(f"{Path(named).name or 'trainer_output'}-{name}")
         objects.check_args(args, kind, type(self).__name__)
         arguments.check(args)
-        owns_data = train_dataset is None
         rows, sizes = self._rows_and_sizes(args, train_dataset, environment_factory)
         torch.manual_seed(args.seed)
         if isinstance(model, str):
@@ -81,6 +81,10 @@ class _PromptsTrainer(BaseTrainer):
             tokenizer.pad_token = tokenizer.eos_token
         own = arguments.template_arguments(args)
         answers = objects.answering(tools, environment_factory, tokenizer, own)
+        if environment_factory is not None:
+            known = positions(model, generating=True) or math.inf
+            opening = max(1, int(min(LONGEST_OPENING, known - args.max_completion_length)))
+            answers = replace(answers, opening=opening)
         self._answering = answers
         rewards = objects.Rewards()
         if reward_funcs is not None or not answers.rewards:
@@ -90,9 +94,6 @@ class _PromptsTrainer(BaseTrainer):
         models = {name: each for name, each in models.items() if each is not None}
         objects.check_shared(models)
         task = PromptTask(rows, tokenizer, "train_dataset", answers, own)
-        if owns_data:
-            known = positions(model, generating=True) or math.inf
-            task.longest = int(min(LONGEST_OPENING, known - args.max_completion_length))
         self.eval_dataset = eval_dataset
         if arguments.evaluates(args):
             if eval_dataset is None:
@@ -122,7 +123,7 @@ class _PromptsTrainer(BaseTrainer):
         sizes = arguments.derive_sizes(args, 0)
         if rows is None:
             count = max(sizes.batch // args.num_generations, 1)
-            return [{"prompt": [{"role": "user", "content": ""}]} for _ in range(count)], sizes
+            return [{objects.PROMPT: [objects.EMPTY]}] * count, sizes
         count = arguments.prompts_of(args, sizes)
         return objects.rows_of(rows, "train_dataset", count), sizes
 
