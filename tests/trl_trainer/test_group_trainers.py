@@ -406,6 +406,8 @@ def test_rewards_are_functions_and_models_and_names_in_one_list(
         ({"logging_steps": 1}, 0),
         ({"logging_steps": 10, "logging_first_step": True}, 2),
         ({"logging_strategy": "no"}, 3),
+        ({"logging_steps": 4, "steps_per_generation": 4, "max_steps": 6}, 1),
+        ({"logging_steps": 5, "steps_per_generation": 4, "max_steps": 6}, 0),  # 5 is in the last
         ({"logging_strategy": "epoch"}, 0),  # the end of training ends the epoch
     ],
 )

@@ -59,15 +59,14 @@ def after_step(
     t.tell("on_step_end")
     wishes = t.control.should_training_stop, t.control.should_save
     logs = t.control.should_log or _logs_between(t, (step - 1) * t.sizes.updates)
-    no_calls = dict.fromkeys(_TOOLS if t.config.environment.sources else (), 0.0)
-    named = as_trl_names(stats, t.source_names)
+    tools = _TOOLS if t.config.environment.sources else ()
+    named = {**as_trl_names(stats, t.source_names), **{n: stats.get(n, 0.0) for n in tools}}
     if (coef := t.config.algorithm.entropy_coef) and "loss" in named:
         named["loss"] -= coef * named["entropy"]
-    t.log({**no_calls, **stats, **named, "episode": step * batch})
+    t.log({**stats, **named, "episode": step * batch})
     evaluation = evaluated(stats, t.source_names) if EVALUATED in stats else {}
-    of_tools = {name: stats.get(name, zero) for name, zero in no_calls.items()}
     skipped = {*_OF_TRAINING, *evaluation}
-    t.unlogged.append({n: v for n, v in {**of_tools, **named}.items() if n not in skipped})
+    t.unlogged.append({n: v for n, v in named.items() if n not in skipped})
     if evaluation:
         t.tell("on_evaluate", metrics=evaluation)
     stops = t.control.should_training_stop or wishes[0] or step == t.config.steps
