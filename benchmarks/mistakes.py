@@ -52,6 +52,7 @@ def weights(layers: int = 2, hidden: int = 64, words: int = 259) -> tuple[bytes,
 
 FILES: dict[str, str | tuple[bytes, int]] = {
     "rows.jsonl": LINES,
+    "unanswered.jsonl": LINES.replace("answer", "label"),
     "empty.jsonl": "",
     "broken.jsonl": LINES + "{'prompt': 1}\n",
     "null.jsonl": '{"prompt": "say hen", "answer": null}\n',
@@ -176,12 +177,16 @@ MISTAKES = (
     ),
     _on_rows("column", "--task.columns prompt=question", "no column 'question'", "answer, prompt"),
     _on_rows("answers", "--task.columns answer=label", "no column 'label'", "answer, prompt"),
-    _on_rows("no reward", "", "cannot score answers", "task.columns"),
+    _on_rows("no reward", "--task.name unanswered.jsonl", "cannot score answers", "task.columns"),
     _on_rows("split", "--task.columns answer=answer --task.split test", "task.split = 'test'"),
     _on_rows("size", "--task.columns answer=answer --task.size 9", "holds 3 rows"),
     _on_rows("settings", "--task.settings min=3", "task.settings", "no effect"),
     _on_rows("held-out file", "--task.columns answer=answer --task.held-out no.jsonl", "no.jsonl"),
-    _on_rows("warm-up", "--reward.sources ok.py:ok --warmup-examples 9", "own answers"),
+    _on_rows(
+        "warm-up",
+        "--task.name unanswered.jsonl --reward.sources ok.py:ok --warmup-examples 9",
+        "own answers",
+    ),
     *(
         Mistake(
             name,

@@ -6,7 +6,8 @@ import json
 import os
 import signal
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from stretto.config import Config, RewardModelConfig, SftConfig, recipes
 from stretto.observe import RunDirectory, Sample
 from stretto.observe.progress import NoProgress
 from stretto.planner.measuring import Sizes
+from stretto.runs.checkpoint import Checkpointer
 from stretto.runtime.run import Run
 from stretto.schedules.rollout import Rollout, RolloutState
 from stretto.types import FinishReason, Prompt
@@ -171,6 +173,15 @@ class Kill(NoProgress):
     ) -> None:
         if step == self._at:
             raise KeyboardInterrupt
+
+
+@contextmanager
+def killed_by_ctrl_c() -> Iterator[None]:
+    """Expect Ctrl-C, which leaves no more than a kill would: no checkpoint of the last step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpointer, "lacks", lambda *_: False)
+        with pytest.raises(KeyboardInterrupt):
+            yield
 
 
 class Killer(NoProgress):

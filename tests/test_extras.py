@@ -121,6 +121,7 @@ NOT_CORE = {
     "training.stages",
     "rollout.vllm",
     "serving.app",
+    "serving.connections",
     "serving.programs",
 }
 """What may need an optional library to be imported."""

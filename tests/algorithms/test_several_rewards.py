@@ -97,7 +97,8 @@ def test_a_batch_s_rewards_by_source() -> None:
         applies={"a": np.ones(3, np.bool_), "b": np.array([False, True, False])},
         episodes=np.array([8, 8, 9]),
     )
-    assert np.array_equal(batch.by_source(), [[2, 2], [2, 2], [5, NAN]], equal_nan=True)
+    expected = np.array([[2, 2], [2, 2], [5, NAN]])
+    assert np.array_equal(batch.by_source(), expected, equal_nan=True)
 
 
 @pytest.mark.parametrize(

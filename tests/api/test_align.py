@@ -97,9 +97,9 @@ def test_every_recipe_has_a_dry_run(
 def test_a_dry_run_derives_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "tldr", "--schedule.overcommit", "10", "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "a step: 512 responses (256 prompts x 2)" in out
-    assert "in all: 131,072 responses, 256 updates" in out
-    assert "in flight: at most 522 responses (delta at most 10)" in out
+    assert "a step: 1024 responses (512 prompts x 2)" in out
+    assert "in all: 131,072 responses, 128 updates" in out
+    assert "in flight: at most 1034 responses (delta at most 10)" in out
     assert "1.012B parameters a model (all trained in actor)" in out
 
 

@@ -51,10 +51,10 @@ class Grid:
 class Remote(Grid):
     """The same through a client."""
 
-    def reset(self, **row: Any) -> Any:
+    def reset(self, **row: Any) -> Any:  # type: ignore[override]
         return StepResult(Echo(echoed="ready"))
 
-    def step(self, action: str, **others: Any) -> Any:
+    def step(self, action: str, **others: Any) -> Any:  # type: ignore[override]
         return StepResult(super().step(action), 0.25, action == "end")
 
 

@@ -382,9 +382,11 @@ def test_what_cannot_be_measured_is_refused_before_sampling(
     refused(TaskError, "missing-column", "'nobody'", "answer, chat, empty", **columns)
     columns["reference_column"] = "empty"
     refused(TaskError, "no-reference-response", "column 'empty'", **columns)
-    without = config.task.model_copy(update={"columns": {}})
+    unanswered = tmp_path / "unanswered.jsonl"
+    unanswered.write_text(Path(config.task.name).read_text().replace('"answer"', '"label"'))
+    without = config.task.model_copy(update={"columns": {}, "name": str(unanswered)})
     no_answers = config.model_copy(update={"task": without})
-    facts = ("--reference-column", "answer, chat")
+    facts = ("--reference-column", "chat, empty")
     refused(TaskError, "task-without-answers", *facts, config=no_answers, by="x.py:f")
     monkeypatch.setitem(sys.modules, "openai", None)
     judge = evaluation.LlmJudge("m", "http://127.0.0.1:9/v1")

@@ -16,6 +16,7 @@ import pytest
 from helpers import ManualClock
 from run_helpers import Notes, lines, run, settings
 from stretto import files, runs
+from stretto.assembly.models import NO_OVERRIDES
 from stretto.config import ObserveConfig
 from stretto.errors import RankError
 from stretto.files import FileSum
@@ -41,6 +42,7 @@ class Fake:
 
     def __init__(self, live: bool = False) -> None:
         self.schedule = SimpleNamespace(weights_lock=asyncio.Lock())
+        self.overrides = NO_OVERRIDES
         self.spans = Spans(ManualClock())
         self.go_on, self.staged, self.live = threading.Event(), list[bool](), live
         self.raises: Exception | None = None

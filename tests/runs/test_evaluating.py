@@ -14,7 +14,18 @@ import torch
 import stretto
 from helpers import llama
 from raising import raises
-from run_helpers import Kill, Notes, ended_rollout, length, lines, run, settings, untimed, weights
+from run_helpers import (
+    Kill,
+    Notes,
+    ended_rollout,
+    killed_by_ctrl_c,
+    length,
+    lines,
+    run,
+    settings,
+    untimed,
+    weights,
+)
 from stretto import errors, runs
 from stretto.assembly.models import Overrides
 from stretto.config import Config
@@ -337,7 +348,7 @@ def test_a_resumed_run_evaluates_each_step_once(tiny_folder: Path, tmp_path: Pat
     for step in (2, 3):
         config = evaluated(tiny_folder, steps=6, observe=observe)
         run_dir = RunDirectory.create(tmp_path, "cut", config)
-        with pytest.raises(KeyboardInterrupt):
+        with killed_by_ctrl_c():
             runs.train(config, run_dir=run_dir, progress=Kill(step))
         runs.train(config, run_dir=run_dir, resume=True, progress=Notes())
         assert evaluations(run_dir) == evaluations(whole)
@@ -357,7 +368,7 @@ def test_evaluations_that_a_resumed_run_repeats_do_not_wear_out_its_patience(
     config = evaluated(tiny_folder, steps=9, observe=observe)
     run_dir = RunDirectory.create(tmp_path, "cut", config)
     scripted(monkeypatch, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
-    with pytest.raises(KeyboardInterrupt):
+    with killed_by_ctrl_c():
         runs.train(config, run_dir=run_dir, progress=Kill(5))
     scripted(monkeypatch, [4.0, 5.0, 4.5])
     result = runs.train(config, run_dir=run_dir, resume=True, progress=Notes())

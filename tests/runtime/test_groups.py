@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, GraniteConfig
 
 from helpers import check_trace_events
 from raising import raises
-from run_helpers import Killer, processes
+from run_helpers import Killer, killed_by_ctrl_c, processes
 from stretto import runs
 from stretto.assembly.models import Overrides
 from stretto.config import ClusterConfig, Config, recipes
@@ -346,7 +346,7 @@ def test_a_run_is_resumed_with_other_ranks(
         return config.model_copy(update={"runtime": "local", "cluster": learner})
 
     run = RunDirectory.create(tmp_path, "run", config)
-    with pytest.raises(KeyboardInterrupt):
+    with killed_by_ctrl_c():
         runs.train(over(before), run_dir=run, progress=Stopper())
     files = sorted((run.checkpoints / "step-000002" / "learner").iterdir())
     assert len(files) == before.get("fsdp", 1)

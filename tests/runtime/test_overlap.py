@@ -24,6 +24,7 @@ from helpers import told, train_on
 from run_helpers import (
     Kill,
     assert_same_run,
+    killed_by_ctrl_c,
     run,
     scorers_of,
     settings,
@@ -154,7 +155,7 @@ def resumed_and_whole(config: Config, tmp_path: Path) -> tuple[RunDirectory, Run
     """
     whole, _ = run(config, tmp_path)
     killed = RunDirectory.create(tmp_path, "run", config)
-    with pytest.raises(KeyboardInterrupt):
+    with killed_by_ctrl_c():
         runs.train(config, run_dir=killed, progress=Kill(4))
     step, state = checkpoint.load_latest(killed.checkpoints, print)
     assert step == 3

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from helpers import full_beyond
 from raising import raises
-from run_helpers import Kill, assert_same_run, run, settings, weights
+from run_helpers import Kill, assert_same_run, killed_by_ctrl_c, run, settings, weights
 from stretto import runs
 from stretto.config import Config, recipes
 from stretto.errors import StateError, StorageError
@@ -188,7 +188,7 @@ def test_a_run_goes_on_elsewhere_bit_for_bit(
     )
     whole, _ = run(config, tmp_path)
     killed = RunDirectory.create(tmp_path, "run", config)
-    with pytest.raises(KeyboardInterrupt):
+    with killed_by_ctrl_c():
         runs.train(of(config, begun), run_dir=killed, progress=Kill(3))
     step, parts = checkpoint.load_latest(killed.checkpoints, print)
     assert step == 2
@@ -209,7 +209,7 @@ def test_adapters_go_on_elsewhere_bit_for_bit(tiny_folder: Path, tmp_path: Path)
     )
     whole, _ = run(config, tmp_path)
     killed = RunDirectory.create(tmp_path, "run", config)
-    with pytest.raises(KeyboardInterrupt):
+    with killed_by_ctrl_c():
         runs.train(config, run_dir=killed, progress=Kill(3))
     runs.train(of(config, "local"), run_dir=killed, resume=True, progress=NoProgress())
     assert_same_run(killed, whole)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from run_helpers import Kill, Killer, run, settings
+from run_helpers import Kill, Killer, killed_by_ctrl_c, run, settings
 from stretto import runs
 from stretto.config import ClusterConfig, Config
 from stretto.errors import ConfigError, EngineError
@@ -123,7 +123,7 @@ def test_a_run_is_resumed(tiny_folder: Path, tmp_path: Path) -> None:
         observe={"checkpoint_every": 1, "progress": "off", "samples": 0},
     )
     killed = RunDirectory.create(tmp_path, "killed", config)
-    with pytest.raises(KeyboardInterrupt):
+    with killed_by_ctrl_c():
         runs.train(config, run_dir=killed, progress=Kill(2))
     again = RunDirectory.open(killed.path)
     runs.train(config, run_dir=again, resume=True, progress=NoProgress())

@@ -297,10 +297,11 @@ def test_connections_end_and_clients_leave_without_a_word(
         app.exception_handlers = server.exception_handlers
         config = connections.server_config(app)
         config.load()
+        protocol: Any = config.http_protocol_class
         state = uvicorn.server.ServerState()
         loop = asyncio.get_running_loop()
         made = await loop.create_server(
-            lambda: config.http_protocol_class(config=config, server_state=state, app_state={}),
+            lambda: protocol(config=config, server_state=state, app_state={}),
             "127.0.0.1",
         )
         port = made.sockets[0].getsockname()[1]

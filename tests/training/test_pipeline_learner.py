@@ -527,8 +527,9 @@ def test_a_rank_that_dies_while_responses_are_generated_ends_the_run(
 
 
 def test_an_interrupted_run_ends_its_ranks_and_saves_the_last_step(
-    tiny_folder: Path, tmp_path: Path, made: list[Any]
+    tiny_folder: Path, tmp_path: Path, made: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("stretto.runs.loop.UPDATE_S", 1.0)
     from safetensors.torch import load_file
 
     from stretto.observe.progress import NoProgress

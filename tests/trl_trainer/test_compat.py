@@ -62,7 +62,8 @@ OLD = [
 
 def advice(kind: type[TrlConfig], name: str) -> str:
     with raises(ConfigError, "unknown-argument", f"no argument '{name}'") as caught:
-        kind(**{name: 1})
+        options: dict[str, Any] = {name: 1}
+        kind(**options)
     return str(caught.value)
 
 

@@ -734,7 +734,7 @@ def test_metrics_of_rewards_have_trls_names_and_values(tiny_folder: Path, tmp_pa
         log_metric("spread/of_letters", max(found) - min(found))
         return found
 
-    rewards = [noted, late]
+    rewards: list[Any] = [noted, late]
     weighted = {"reward_weights": [2.0, 0.5]}
     trainer = make_trainer(tiny_folder, tmp_path, settings=weighted, reward_funcs=rewards)
     trainer.train()

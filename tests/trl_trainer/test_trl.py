@@ -434,7 +434,8 @@ def test_what_has_no_effect_is_said(folders: dict[str, Path], tmp_path: Path) ->
         "without effect: dataloader_num_workers",
         "without effect: eval_steps, eval_strategy",
     ]
-    served = PPOConfig(**{**BASE, "use_vllm": True, "vllm_server_port": 9000})
+    options: dict[str, Any] = {**BASE, "use_vllm": True, "vllm_server_port": 9000}
+    served = PPOConfig(**options)
     served.report_to = ["trackio", "tensorboard"]
     assert arguments.notes(served, arguments.derive_sizes(served, 10))[1:] == [
         "without effect: vllm_server_port (vLLM is started with the run, in a process of its own)",

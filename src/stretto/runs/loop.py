@@ -37,6 +37,9 @@ OnStep = Callable[[int, Stats], Literal["stop", "save"] | None]
 """Called after each step with its number and metrics; ``"stop"`` ends the run in order, and
 ``"save"`` asks for a checkpoint."""
 
+UPDATE_S = 300.0
+"""How long shutdown waits for the update in progress, in seconds."""
+
 SHOWN = 4
 """Differences that a message names."""
 
@@ -194,7 +197,9 @@ class _TrainingLoop:
             if self.interrupted:
                 self.recorder.note(f"stopping; finishing the update of step {self.done + 1} first")
                 schedule.end_after_update()
-                await task
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(UPDATE_S):
+                        await task
             await self._mark(schedule)
             task.cancel()
             with suppress(asyncio.CancelledError):

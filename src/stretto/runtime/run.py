@@ -170,20 +170,20 @@ class Run:
         for function in self.functions:  # a thread that waits for one cannot be interrupted
             function.close()
         self.sync.close()
-        aside, staged, lost = self.learner.aside_on_all, None, ""
+        aside = self.learner.aside_on_all
         try:
-            if not all(aside("end_updates", timeout_s=PATIENCE_S)):
-                return Halted(whole=False)
-            if state:
+            whole = all(aside("end_updates", timeout_s=PATIENCE_S))
+            if not (whole and state):
+                return Halted(whole)
+            try:
                 sizes = aside("stage_live", state.kept, timeout_s=PATIENCE_S)
-                staged = self._staged(state, sum(sizes), live=True)
+            except StrettoError as error:  # for example of a rank that is gone
+                return Halted(whole, lost=first_line(error))
+            return Halted(whole, self._staged(state, sum(sizes), live=True))
         except RankError:
             return Halted(whole=False)
-        except StrettoError as error:
-            lost = first_line(error)
         finally:
             self.workers.close()
-        return Halted(True, staged, lost)
 
 
 def start(

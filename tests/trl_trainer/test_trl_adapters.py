@@ -36,7 +36,7 @@ TARGETS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"target_modules": "all-linear"}, ("all-linear",)),
     (
         {"target_modules": "all-linear", "exclude_modules": ["q_proj"]},
-        tuple({*LINEAR} - {"q_proj"}),
+        tuple(name for name in LINEAR if name != "q_proj"),
     ),
     ({"target_modules": "all-linear", "exclude_modules": ["vision_tower"]}, LINEAR),
     ({}, ("q_proj", "v_proj")),
