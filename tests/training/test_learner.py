@@ -148,7 +148,7 @@ def naive_loss(
             if a.value_clip:
                 near = v_old + (v - v_old).clamp(-a.value_clip, a.value_clip)
                 square = torch.maximum(square, (near - target) ** 2)
-            loss = loss + w * (policy + square / 2) - a.entropy_coef * entropy / tokens
+            loss = loss + w * (policy - a.entropy_coef * entropy + square / 2)
     return loss
 
 
