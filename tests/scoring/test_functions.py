@@ -1023,11 +1023,12 @@ def counted(tmp_path: Path, name: str) -> int:
 
 
 @pytest.mark.parametrize("responses", [["abc"], ["abc", "d"]])
-@pytest.mark.parametrize("number", ["SIGKILL", "SIGTERM", "SIGINT", "SIGSTOP"])
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGSTOP"])
 def test_a_killed_or_paused_process_is_asked_once_more(
     function: Scorers, tmp_path: Path, number: str, responses: list[str]
 ) -> None:
-    code = traced(tmp_path, f"os.kill(os.getpid(), signal.{number})", [1])
+    heard = "signal.signal(signal.SIGHUP, signal.SIG_DFL)"  # nohup would have it ignored
+    code = traced(tmp_path, f"{heard}; os.kill(os.getpid(), signal.{number})", [1])
     scorer = function(code, timeout_s=1.0 if number == "SIGSTOP" else 20.0)
     scores = judge(scorer, responses)
     assert numbers(scores) == [float(len(r)) for r in responses]
