@@ -24,6 +24,8 @@ def default_handlers() -> Iterator[None]:
         signal.SIGINT: signal.default_int_handler,
         signal.SIGTERM: signal.SIG_DFL,
         signal.SIGHUP: signal.SIG_DFL,
+        signal.SIGUSR1: signal.SIG_DFL,
+        signal.SIGUSR2: signal.SIG_DFL,
     }
     former = {number: signal.signal(number, handler) for number, handler in fresh.items()}
     yield
@@ -35,7 +37,7 @@ def send(number: int) -> None:
     signal.raise_signal(number)  # handled before this returns
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", signals.ENDING)
 def test_sigterm_stops_as_ctrl_c_does(number: signal.Signals) -> None:
     with pytest.raises(KeyboardInterrupt) as stopped, signals.ending_in_order():
         send(number)

@@ -1,7 +1,8 @@
 """Signals that ask this process to end, which stop what is under way in order, as Ctrl-C does.
 
-SIGTERM comes from schedulers, containers and ``kill``, SIGHUP from a terminal that closes. Python
-handles signals in the main thread alone; elsewhere nothing here has an effect.
+SIGTERM comes from schedulers, containers and ``kill``, SIGHUP from a terminal that closes, SIGUSR1
+and SIGUSR2 from Slurm (``--signal``, submitit). Python handles signals in the main thread alone.
+Elsewhere nothing here has an effect.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ GRACE_S = 60.0
 
 Handlers = dict[signal.Signals, Any]
 
-_ENDING = (signal.SIGTERM, signal.SIGHUP)
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 _receivers: list[Callable[[], object]] = []
 """Functions that are called on a signal in place of raising; only the last one is."""
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP, by its ``number``, stopped what was under way, as Ctrl-C would have."""
+    """One of :data:`ENDING`, by its ``number``, stopped the work, as Ctrl-C would have."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -56,18 +57,19 @@ class _Handler:
             return
         soon = time.monotonic() - self._at_s < ECHO_S
         # A closing terminal sends SIGHUP several times, which never means "at once".
-        if not (number == signal.SIGHUP or (number == signal.SIGTERM == self.number and soon)):
+        echo = soon and number == self.number and number in ENDING
+        if not (number == signal.SIGHUP or echo):
             self._again(number)
 
 
 @contextmanager
 def ending_in_order() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP raise :class:`Terminated`; a second one ends the process at once.
+    """Have :data:`ENDING` raise :class:`Terminated`. A second one ends the process at once.
 
     A signal that is ignored (``nohup``) or that the program handles itself is left as it is.
     """
     handler = _Handler(stop, _end_at_once)
-    former = _install(handler, {s for s in _ENDING if signal.getsignal(s) is signal.SIG_DFL})
+    former = _install(handler, {s for s in ENDING if signal.getsignal(s) is signal.SIG_DFL})
     try:
         yield
     except KeyboardInterrupt as error:
@@ -80,7 +82,7 @@ def ending_in_order() -> Iterator[None]:
 
 @contextmanager
 def received_by(stop: Callable[[], object]) -> Iterator[None]:
-    """Have a first SIGTERM or SIGHUP call ``stop``, between any two instructions, and not raise."""
+    """Have a first of :data:`ENDING` call ``stop``, between any two instructions, and not raise."""
     if _in_main_thread():
         _receivers.append(stop)
     try:
@@ -92,7 +94,7 @@ def received_by(stop: Callable[[], object]) -> Iterator[None]:
 
 @contextmanager
 def raised() -> Iterator[None]:
-    """Have Ctrl-C, SIGTERM and SIGHUP raise KeyboardInterrupt at once, in an event loop too, which
+    """Have Ctrl-C and :data:`ENDING` raise KeyboardInterrupt at once, in an event loop too, which
     otherwise sees them after the code that runs in it.
     """
 
@@ -113,7 +115,7 @@ def raised() -> Iterator[None]:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Put off Ctrl-C, SIGTERM and SIGHUP until what is inside is done; a second is not put off."""
+    """Put off Ctrl-C and :data:`ENDING` until what is inside is done; a second is not put off."""
     former: Handlers = {}
 
     def again(number: int) -> None:
@@ -123,7 +125,7 @@ def held() -> Iterator[None]:
 
     handler = _Handler(lambda: None, again)
     handled = (None, signal.SIG_IGN)
-    numbers = {s for s in (signal.SIGINT, *_ENDING) if signal.getsignal(s) not in handled}
+    numbers = {s for s in (signal.SIGINT, *ENDING) if signal.getsignal(s) not in handled}
     former.update(_install(handler, numbers))
     try:
         yield
@@ -137,7 +139,7 @@ def held() -> Iterator[None]:
 @contextmanager
 def kept() -> Iterator[None]:
     """Put back the handlers that a library replaces meanwhile, as Ray does when it starts."""
-    numbers = (signal.SIGINT, *_ENDING) if _in_main_thread() else ()
+    numbers = (signal.SIGINT, *ENDING) if _in_main_thread() else ()
     former = {number: signal.getsignal(number) for number in numbers}
     try:
         yield

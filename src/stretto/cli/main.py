@@ -1,7 +1,7 @@
 """``stretto COMMAND ...``: finds the command, and turns errors into a line and an exit status.
 
 Exit status: 0 done, 1 ``doctor`` found something broken or a run of ``compare`` failed, 2 the user
-asked for what cannot be done, 130 Ctrl-C, 143 SIGTERM and 129 SIGHUP (128 and the signal's number),
+asked for what cannot be done, 130 Ctrl-C, 143 SIGTERM (128 and the number of the signal),
 which stop a command in the same way. A command's module is imported only when it is used.
 """
 

@@ -27,6 +27,7 @@ import psutil
 
 from stretto.errors import RankError
 from stretto.models.backend import keep_freed_memory
+from stretto.signals import ENDING
 from stretto.workers.connection import Raw
 from stretto.workers.rank import Facts, Rank, RankSpec
 
@@ -202,7 +203,7 @@ class ForkedProcesses:
 
 def serve(descriptor: int, preloaded: Sequence[str]) -> NoReturn:
     """Import, then answer requests until the other end closes; see the top of this file."""
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for ignored in (signal.SIGINT, *ENDING):
         signal.signal(ignored, signal.SIG_IGN)  # in ranks too: their driver decides
     keep_freed_memory()
     for module in preloaded:
