@@ -19,7 +19,7 @@ SOURCE = TESTS.parent / "src" / "stretto"
 FILES = sorted(SOURCE.rglob("*.py"))
 FILE_LINES, FILE_LIMIT = 500, 600
 FUNCTION_LINES, FUNCTION_LIMIT = 60, 80
-SETTINGS = 148
+SETTINGS = 149
 
 
 def functions(file: Path) -> Iterator[tuple[str, int]]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +25,7 @@ PLACES = {  # a signal that comes there after two steps, and the last complete s
     "decoding": (TorchEngine, "decode", signal.SIGINT, 2),
     "training": (PolicyLearner, "train", signal.SIGTERM, 3),
     "updating": (TrainedModel, "update", signal.SIGINT, 3),
-    "publishing": (PolicyLearner, "publish", signal.SIGTERM, 3),
+    "publishing": (PolicyLearner, "publish", signal.SIGUSR1, 3),
 }
 
 
@@ -84,6 +86,27 @@ def test_a_signal_leaves_a_checkpoint_of_the_last_complete_step(
     stretto.resume(stopped.path, progress=display)
     assert f"goes on after step {done}" in display.notes
     assert_same_run(stopped, complete)
+
+
+def test_a_time_limit_ends_before_a_step_that_would_not_fit(
+    complete: RunDirectory, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that goes on by a minute a step, 3 steps fit into 3.5 minutes."""
+    minutes = count()
+    clock = SimpleNamespace(monotonic=lambda: 60.0 * next(minutes))
+    display = Notes()
+    with monkeypatch.context() as patch:
+        patch.setattr("stretto.runs.loop.time", clock)
+        result = stretto.train(
+            settings(tiny_folder, steps=4, out=str(tmp_path), minutes=3.5), progress=display
+        )
+    assert result.steps == newest(result.run_dir / "checkpoints") == 3
+    assert result.stopped == "another step would not fit into minutes = 3.5"
+    assert result.stats["timing_s/left"] == 30.0
+    assert display.notes[-1] == (f"'stretto train --resume {result.run_dir}' goes on after step 3")
+    resumed = stretto.resume(result.run_dir, minutes=0.0, progress=display)
+    assert resumed.steps == 4
+    assert_same_run(RunDirectory.open(result.run_dir), complete)
 
 
 @pytest.mark.parametrize("preset", ["async", "stretto"])

@@ -18,7 +18,7 @@ R = TypeVar("R", Config, SftConfig, RewardModelConfig)
 Settings: TypeAlias = Config | str | Path
 
 RESUMABLE = (
-    *("steps", "threads", "runtime", "cluster", "observe", "pipeline"),
+    *("steps", "minutes", "threads", "runtime", "cluster", "observe", "pipeline"),
     *("training.ratio_tolerance", "reward.on_failure", "reward.timeout_s"),
 )
 """Settings and sections that a resumed run may change; any other would make it a different run."""

@@ -68,6 +68,7 @@ class Begun(Generic[R]):
     Attributes:
         resuming: whether it goes on from the newest checkpoint in its folder.
         task: the one that the settings name, where it was opened to be checked.
+        resumed_by: the call that resumes the run, if a folder alone does not.
     """
 
     config: R
@@ -75,6 +76,7 @@ class Begun(Generic[R]):
     resuming: bool = False
     overrides: Overrides | None = None
     task: Task | None = None
+    resumed_by: str = ""
 
 
 def begin(
@@ -149,6 +151,8 @@ def execute(
         display.close()
         records = "metrics, samples" if run_dir.samples_file.exists() else "metrics"
         display.note(f"done; {records} and the trained model are in {run_dir.path}")
+        if isinstance(config, Config) and result.stopped:
+            display.note(_continuation(run, result.steps))
         if best := run_dir.best():
             found = f"of the evaluations, step {best.step} had the best score, {best.score:.3f}"
             display.note(f"{found}; its model is in {best.model}")
@@ -286,6 +290,8 @@ def _continuation(run: Begun[Any], done: int) -> str:
     if not step:
         return "it cannot be resumed, as it has no checkpoint"
     again = f"; steps {step + 1} to {done} are taken again" if step < done else ""
+    if run.resumed_by:
+        return f"{run.resumed_by} goes on after step {step}{again}"
     if run.overrides not in (None, NO_OVERRIDES):  # the folder lacks the caller's objects
         return f"the newest checkpoint in {folder} is of step {step}{again}"
     return f"'stretto train --resume {run.run_dir.path}' goes on after step {step}{again}"
@@ -310,7 +316,7 @@ def train(
     Whatever ends the run after its first step: what was learned is saved, and in the model. Raises
     a StrettoError where a setting, a model, a dataset, a reward function, the numbers or the disk
     are at fault, or another process is at work in the folder; KeyboardInterrupt for Ctrl-C, or as
-    :class:`stretto.signals.Terminated` for SIGTERM or SIGHUP.
+    :class:`stretto.signals.Terminated` for the signals of ``stretto.signals.ENDING``.
 
     Args:
         settings: a ``Config``, a recipe's name, a ``.toml`` file or a run's folder.

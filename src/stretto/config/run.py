@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
+
+from pydantic import Field
 
 from stretto.config.algorithm import ALGORITHMS, AlgorithmConfig
 from stretto.config.cluster import LEARNER, ClusterConfig
@@ -35,6 +37,8 @@ class Config(Section):
     """Seed of data order, sampling and initialisation."""
     steps: PositiveInt = 100
     """Batches to train on."""
+    minutes: Annotated[float, Field(ge=0, le=525_600)] = 0.0
+    """Time limit: the run ends with a checkpoint before a step that would probably end later than this many minutes after its start or resumption. 0 sets no limit. One step is always taken."""
     out: str = "runs"
     """Folder in which the run gets a folder of its own."""
     threads: NonNegativeInt = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,8 @@ from stretto.saying import Advance, unseen
 REWARD = "objective/scores"
 THROUGHPUT = "perf/throughput"
 STEP_TIME = "timing_s/step"
+TIME_LEFT = "timing_s/left"
+"""Seconds until the time limit of a run that has one."""
 LOSS = "train/loss"
 
 FIGURES = (
@@ -67,12 +70,14 @@ class History:
     def __init__(self) -> None:
         self.curve: deque[float] = deque(maxlen=40)  # of the reward, or else of the loss
         self._step_times_s: deque[float] = deque(maxlen=WINDOW)
+        self._limit_s = math.inf
 
     def add(self, stats: Mapping[str, float]) -> None:
         """Take in a step."""
         self.curve += [stats[name] for name in (REWARD, LOSS) if name in stats]
         if STEP_TIME in stats:
             self._step_times_s.append(stats[STEP_TIME])
+        self._limit_s = stats.get(TIME_LEFT, math.inf)
 
     def trend(self) -> float | None:
         """Return the curve's mean over the last :data:`WINDOW` steps minus that of as many before
@@ -83,8 +88,10 @@ class History:
         return fmean(curve[-WINDOW:]) - fmean(curve[-2 * WINDOW : -WINDOW])
 
     def eta_s(self, step: int, total: int) -> float | None:
-        """Return seconds left after ``step``, if the coming steps take as long as the last ones."""
-        return (total - step) * fmean(self._step_times_s) if self._step_times_s else None
+        """Estimate the seconds left after ``step`` from the last steps and the run's time limit."""
+        if not self._step_times_s:
+            return None
+        return min((total - step) * fmean(self._step_times_s), self._limit_s)
 
 
 @contextmanager

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
+import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -16,6 +18,7 @@ from stretto.config.sections import RewardSource
 from stretto.errors import StalledError, StateError, StorageError
 from stretto.models.info import identity
 from stretto.observe import Progress, Recorder, RunDirectory, Sample
+from stretto.observe.display import TIME_LEFT
 from stretto.observe.recorder import extra_by_source, extra_means, scores_by_source
 from stretto.observe.run_directory import TrainResult
 from stretto.observe.transcripts import transcript
@@ -143,6 +146,10 @@ class _TrainingLoop:
     checkpoints: Checkpointer | None = None
     halted: Halted = field(default=Halted(whole=True))
 
+    def __post_init__(self) -> None:
+        self.started_s = time.monotonic()
+        self.recorded_s = self.started_s  # end of the last step
+
     async def steps(self) -> None:
         """Take all steps that are left."""
         config, running = self.config, self.running
@@ -246,6 +253,10 @@ class _TrainingLoop:
         timings = {f"timing_s/{name}": seconds for name, seconds in spans.totals().items()}
         evaluated = self.evaluator.take_news() if self.evaluator else {}
         own = {**step.stats, **extra_means(step.batch), **timings}
+        now_s = time.monotonic()
+        step_s, self.recorded_s = now_s - self.recorded_s, now_s
+        if minutes := self.config.minutes:
+            own[TIME_LEFT] = max(0.0, self.started_s + 60 * minutes - now_s)
         self.stats = {**own, **self.running.metrics(), **evaluated}
         recorder.step(
             self.done,
@@ -266,6 +277,8 @@ class _TrainingLoop:
         if self.done < self.config.steps:
             worse = self.evaluator.exhausted if self.evaluator and evaluated else ""
             self.stopped = "on_step returned 'stop'" if asked == "stop" else worse
+            if not self.stopped and self.stats.get(TIME_LEFT, math.inf) < step_s:
+                self.stopped = f"another step would not fit into minutes = {self.config.minutes:g}"
 
     def _sample(self, rollout: Rollout, reward: float) -> Sample:
         tokenizer, stop = self.running.tokenizer, self.config.rollout.stop
