@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -145,3 +146,36 @@ def test_a_runs_folder_is_evaluated_and_keeps_its_rows(
     other.train()
     assert "no copy of the rows" in capsys.readouterr().out
     assert not (other.run_dir.path / "dataset.jsonl").exists()
+
+
+def test_ctrl_c_names_the_call_that_resumes(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The checkpoint of the last complete step is resumed; no step is taken twice."""
+
+    def stop_third(completions: Sequence[str], trainer_state: Any, **_: Any) -> list[float]:
+        if trainer_state.global_step == 2 and not stopped:
+            stopped.append(True)
+            signal.raise_signal(signal.SIGINT)
+        return letters(completions)
+
+    stopped: list[bool] = []
+    args = GRPOConfig(
+        str(tmp_path),
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=6,
+        num_iterations=2,
+        max_steps=6,
+        use_cpu=True,
+        report_to="none",
+    )
+    trainer = GRPOTrainer(str(tiny_folder), stop_third, args, ROWS)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    where = str(trainer.run_dir.path)
+    call = f"trainer.train(resume_from_checkpoint={where!r}) goes on after step 2"
+    assert call in capsys.readouterr().out
+    again = GRPOTrainer(str(tiny_folder), stop_third, args, ROWS)
+    assert again.train(resume_from_checkpoint=where).steps == 3
+    assert [m["step"] for m in again.run_dir.read_metrics()] == [1, 2, 3]

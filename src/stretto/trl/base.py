@@ -166,7 +166,7 @@ class BaseTrainer:
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Train, or go on with the run of the same script in a folder, from its newest checkpoint.
 
-        After Ctrl-C, what was learned is in the models, and saved.
+        After Ctrl-C, what was learned is in the models, and saved with a checkpoint.
 
         Args:
             resume_from_checkpoint: a ``checkpoint-N`` folder or the run's folder; True for the
@@ -198,6 +198,8 @@ class BaseTrainer:
         else:
             run = self._with_rows(run, display.note)
         self.config, self.run_dir = run.config, run.run_dir
+        where = str(run.run_dir.path)
+        run = replace(run, resumed_by=f"trainer.train(resume_from_checkpoint={where!r})")
         for line in (
             arguments.notes(args, self.sizes) + self._notes + never_called(self.callback_handler)
         ):
