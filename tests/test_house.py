@@ -6,8 +6,10 @@ import ast
 import re
 import subprocess
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,73 @@ def docstrings(file: Path) -> Iterator[tuple[int, str]]:
                 match statement:
                     case ast.Expr(value=ast.Constant(value=str(text))):
                         yield statement.lineno, text
+
+
+# Methods that are documented at the protocols, or in the base class.
+DOCUMENTED_ELSEWHERE = [
+    "models/devices.py",
+    "scoring/*.py",
+    "runtime/*.py",
+    "rollout/*.py",
+    "workers/*.py",
+    *(f"training/{name}.py" for name in ("backprop", "pipelined", "sharded", "trained")),
+    "testing.py",
+    *(
+        f"schedules/{name}.py"
+        for name in ("chunking", "controller", "hold", "migration", "models", "overcommit")
+    ),
+]
+
+
+def undocumented(body: list[ast.stmt], inside: str = "") -> Iterator[str]:
+    """Public functions and methods without a docstring, whose bodies have more than three lines."""
+    for node in body:
+        public = not getattr(node, "name", "_").startswith("_")
+        if isinstance(node, ast.ClassDef) and public:
+            yield from undocumented(node.body, f"{inside}{node.name}.")
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and public:
+            decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+            described = ast.get_docstring(node) or any(
+                re.search(r"\boverload$|\.(setter|deleter)$", decorator) for decorator in decorators
+            )
+            assert node.end_lineno
+            if not described and node.end_lineno - node.body[0].lineno + 1 > 3:
+                yield f"{inside}{node.name}"
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            yield from undocumented(
+                [s for s in ast.iter_child_nodes(node) if isinstance(s, ast.stmt)]
+            )
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(SOURCE)))
+def test_public_functions_of_more_than_three_lines_have_docstrings(file: Path) -> None:
+    names = list(undocumented(ast.parse(file.read_text()).body))
+    name = str(file.relative_to(SOURCE))
+    if any(fnmatch(name, pattern) for pattern in DOCUMENTED_ELSEWHERE):
+        names = [each for each in names if "." not in each]
+    assert names == []
+
+
+def test_a_long_public_function_without_a_docstring_is_found() -> None:
+    long = "x = 0; " + "\n".join(["y = 0"] * 4)
+    file = textwrap.dedent(f"""
+        def f():
+            {textwrap.indent(long, " " * 12).strip()}
+        def _f():
+            {textwrap.indent(long, " " * 12).strip()}
+        def g():
+            "Text."
+            {textwrap.indent(long, " " * 12).strip()}
+        class C:
+            def h(self):
+                {textwrap.indent(long, " " * 16).strip()}
+            def i(self):
+                return 1
+        class _D:
+            def h(self):
+                {textwrap.indent(long, " " * 16).strip()}
+        """)
+    assert list(undocumented(ast.parse(file).body)) == ["f", "C.h"]
 
 
 def report(what: str, size: int, wanted: int, limit: int) -> None:

@@ -95,7 +95,6 @@ def random_rollouts(count: int, vocabulary: int, longest: int, shortest: int = 1
 
 
 def decoded(engine: TorchEngine, rollouts: Sequence[Rollout], chunk: int) -> list[Rollout]:
-    """Return the same rollouts once they have ended."""
     list(completed(engine, rollouts, chunk))
     return list(rollouts)
 

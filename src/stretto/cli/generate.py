@@ -339,7 +339,6 @@ def _lines(shown: bool) -> Iterator[str]:
 
 
 def _unless_terminated(stop: KeyboardInterrupt) -> None:
-    """Go on after Ctrl-C, and not after other signals."""
     if isinstance(stop, Terminated):
         raise stop
     print(flush=True)

@@ -20,7 +20,6 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print the memory plan."""
     tyro.cli(_plan, prog="stretto memory", args=list(arguments))
     return 0
 

@@ -99,7 +99,6 @@ class EvalOptions:
 
     @property
     def sampled(self) -> bool:
-        """Whether measures of sampled responses are asked for."""
         return any(getattr(self, name) for name in SAMPLED)
 
 

@@ -127,7 +127,6 @@ def parse(arguments: Sequence[str]) -> tuple[Config, TrainOptions]:
 
 
 def run_sft(arguments: Sequence[str]) -> int:
-    """Fine-tune a language model, and say where the results are."""
     return _supervised("sft", arguments, SftConfig, SftOptions)
 
 

@@ -140,7 +140,6 @@ class AlgorithmConfig(Section):
 
     @property
     def definition(self) -> AlgorithmSpec:
-        """The needs of the algorithm."""
         return ALGORITHMS[self.name]
 
     @property
@@ -150,12 +149,10 @@ class AlgorithmConfig(Section):
 
     @property
     def normalizes_sources(self) -> bool:
-        """Whether each reward source is normalised for itself."""
         return self.multi_objective_aggregation == "normalize_then_sum"
 
     @property
     def estimator(self) -> Estimator:
-        """The KL's estimator."""
         if self.kl_estimator != "auto":
             return self.kl_estimator
         return "k3" if self.kl_place == "loss" else "k1"
@@ -175,7 +172,6 @@ class AlgorithmConfig(Section):
 
     @property
     def has_reference(self) -> bool:
-        """Whether the run has a reference model."""
         return self.kl_coef > 0
 
     def rules(self, broken: Rules) -> None:

@@ -68,7 +68,6 @@ def merged(
 
 
 def difference(base: Config, config: Config) -> dict[str, Any]:
-    """Return the changes that make one of two settings the other."""
     return _difference(base.model_dump(), config.model_dump())
 
 

@@ -14,7 +14,6 @@ _DEVICE = re.compile(r"|cpu|cuda|cuda:\d+")
 
 
 def generator_names(count: int) -> list[str]:
-    """Return the names of so many generators in settings, traces and messages."""
     return [f"generator {i}" for i in range(count)] if count > 1 else ["generator"]
 
 
@@ -38,7 +37,6 @@ class ProcessConfig(Section):
 
     @property
     def ranks(self) -> int:
-        """Operating-system processes."""
         return self.fsdp * self.tp
 
     @property
@@ -94,7 +92,6 @@ class ClusterConfig(Section):
     """Names of environment variables that are passed on to Ray's processes, besides those of the libraries."""
 
     def process_of(self, role: str) -> ProcessConfig:
-        """Return the settings of a role's process: the defaults where none are given."""
         named = (p for p in self.processes if role in p.roles)
         return next(named, ProcessConfig(roles=(role,)))
 

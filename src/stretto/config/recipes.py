@@ -95,7 +95,6 @@ ELSEWHERE = {name: ours for ours, names in _ELSEWHERE.items() for name in names.
 
 
 def names(kind: type[Section] = Config) -> list[str]:
-    """Return the packaged recipes of a kind, in alphabetical order."""
     return sorted(file.stem for file in (PACKAGED / FOLDERS[kind]).glob("*.toml"))
 
 
@@ -195,7 +194,6 @@ def build(
 
 
 def code_of(fault: ErrorDetails) -> str:
-    """Return the code of a fault that pydantic found: the broken rule's, or pydantic's own name."""
     return str(getattr(fault.get("ctx", {}).get("error"), "code", fault["type"]))
 
 

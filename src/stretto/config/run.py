@@ -104,16 +104,13 @@ class Config(Section):
 
     @property
     def most_in_flight(self) -> int:
-        """The most rollouts that are decoded at one time."""
         return self.schedule.most_in_flight(self.rollout.batch, self.rollout.samples_per_prompt)
 
     def with_model(self, name: str) -> Self:
-        """Return the same settings with another model."""
         return self.model_copy(update={"model": self.model.model_copy(update={"name": name})})
 
     @property
     def longest(self) -> int:
-        """Most tokens of a prompt with its response."""
         return self.task.max_prompt_tokens + self.rollout.max_new_tokens
 
     def require_positions(self, what: str, limit: int | None) -> None:

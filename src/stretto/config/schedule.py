@@ -77,16 +77,13 @@ class Knobs:
     hold: Literal["keep", "offload", "remake", "auto"] = "keep"
 
     def on(self, name: str) -> bool:
-        """Return whether the knob of this name is on."""
         return getattr(self, name) not in KNOBS[name].off
 
     def works(self, name: str, engines: int) -> bool:
-        """Return whether the knob of this name is on and has the engines that it needs."""
         return self.on(name) and (engines > 1 or "engines" not in KNOBS[name].needs)
 
     @property
     def needs(self) -> frozenset[Need]:
-        """Needs of all knobs that are on."""
         return frozenset(need for name in KNOBS if self.on(name) for need in KNOBS[name].needs)
 
     @property
@@ -114,7 +111,6 @@ class Knobs:
         return self.scores_early or self.trains_beside or engines > 1
 
     def migrates(self, engines: int) -> bool:
-        """Return whether stragglers are gathered on few engines; this needs several."""
         return self.works("migrate", engines)
 
     def hosts_scorers(self, engines: int) -> bool:
@@ -265,7 +261,6 @@ class ScheduleConfig(Section):
 
     @property
     def knobs(self) -> Knobs:
-        """The knobs; those set to 'preset' take the preset's values."""
         given = {name: getattr(self, name) for name in KNOBS}
         by_hand = {name: value for name, value in given.items() if value != "preset"}
         return replace(PRESETS[self.preset].knobs, **by_hand)
@@ -276,7 +271,6 @@ class ScheduleConfig(Section):
         return self.migrate != "preset" and self.knobs.on("migrate")
 
     def largest_overcommit(self, batch: int) -> int:
-        """Return the largest delta of a run with so many responses a step."""
         delta = self.knobs.overcommit
         return self.overcommit_max or batch if delta == "auto" else delta
 

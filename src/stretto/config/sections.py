@@ -59,7 +59,6 @@ class Section(BaseModel):
     )
 
     def is_set(self, key: str) -> bool:
-        """Return whether a setting of this section has another value than its default."""
         return bool(getattr(self, key) != type(self).model_fields[key].default)
 
     def changed_in(self, section: str, **values: object) -> Self:
@@ -88,7 +87,6 @@ def refuse(broken: Rules) -> None:
 
 
 def subsection(section: type[Section], key: str) -> type[Section] | None:
-    """Return the class of a setting that is a section of its own; ``None`` for any other key."""
     field = section.model_fields.get(key)
     kind = field.annotation if field else None
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
@@ -197,7 +195,6 @@ class CriticConfig(Section):
 
     @property
     def model(self) -> str:
-        """The model that the critic is loaded from; empty where it is made of another one."""
         return "" if self.init in ("actor", "reward") else self.init
 
 
@@ -247,17 +244,14 @@ class TaskConfig(Section):
 
     @property
     def is_procedural(self) -> bool:
-        """Whether rows are made from the seed, not read."""
         return self.kind in ("procedural", "reasoning-gym")
 
     @property
     def held_out_share(self) -> float:
-        """The share of the prompts that training leaves out, 0 where other rows are named."""
         return 0.0 if isinstance(self.held_out, str) else self.held_out
 
     @property
     def held_out_rows(self) -> str:
-        """The file or split that evaluation reads; empty where none is named."""
         return self.held_out if isinstance(self.held_out, str) else ""
 
 
@@ -324,23 +318,19 @@ class RewardConfig(Section):
 
     @property
     def parsed(self) -> tuple[RewardSource, ...]:
-        """The sources."""
         return tuple(map(reward_source, self.sources))
 
     @property
     def models(self) -> list[RewardSource]:
-        """The sources that are models."""
         return [source for source in self.parsed if source.kind == "model"]
 
     @property
     def failures_allowed(self) -> float:
-        """The largest share of a step's samples on which functions may fail."""
         shares = {"stop": 0.0, "drop": 1.0}
         return shares[self.on_failure] if isinstance(self.on_failure, str) else self.on_failure
 
     @property
     def factors(self) -> dict[str, float]:
-        """The factor of each source, by name."""
         weights = self.weights or (1.0,) * len(self.sources)
         return dict(zip(self.sources, weights, strict=True))
 
@@ -388,12 +378,10 @@ class RolloutConfig(Section):
 
     @property
     def cuda_graphs(self) -> bool:
-        """Whether decode steps are replayed as CUDA graphs, on CUDA."""
         return bool(self.engine_args.get("cuda_graphs", True))
 
     @property
     def speculative_tokens(self) -> int:
-        """Most tokens that Stretto's own engine proposes a row and step; 0 for none."""
         return self._count("speculative_tokens", 0)
 
     @property
@@ -463,7 +451,6 @@ class ObserveConfig(Section):
 
     @property
     def checkpoints(self) -> bool:
-        """Return whether a run writes checkpoints."""
         return self.checkpoint_every > 0 or self.checkpoint_minutes > 0
 
     def rules(self, broken: Rules) -> None:

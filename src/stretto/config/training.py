@@ -70,7 +70,6 @@ class TrainingConfig(OptimizerConfig):
 
     @property
     def updates(self) -> int:
-        """Optimizer updates in a step."""
         return self.epochs * self.minibatches
 
 
@@ -91,17 +90,14 @@ class PipelineConfig(Section):
     """Longest search for a fused schedule; made for each new number of micro-batches, and again once latencies are measured."""
 
     def stages(self, model: Trained) -> int:
-        """Return the number of stages of a model's pipelines."""
         return (self.actor_stages if model == "actor" else self.critic_stages) or self.ranks
 
     def describe_stages(self, model: Trained) -> str:
-        """Return the setting and its value, for messages."""
         given = self.actor_stages if model == "actor" else self.critic_stages
         derived = "" if given else " (as many as pipeline.ranks)"
         return f"pipeline.{model}_stages = {self.stages(model)}{derived}"
 
     def pipelines(self, model: Trained) -> int:
-        """Return the number of pipelines of a model."""
         return self.ranks // self.stages(model)
 
     @property

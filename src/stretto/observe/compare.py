@@ -61,7 +61,6 @@ class VariantResult:
         return cls(variant, seed, list(times_s.values()), samples, metrics, busy)
 
     def column(self, metric: str) -> list[float]:
-        """Return a metric of each step; NaN where it is not known."""
         values = (m.get(metric) for m in self.metrics)
         return [math.nan if value is None else float(value) for value in values]
 
@@ -152,13 +151,11 @@ def verdict(what: str, ratios: Mapping[str, Values]) -> str:
 
 
 def three_digits(value: float) -> str:
-    """Write a number with three significant digits, or as a whole number if it has more."""
     decimals = 2 - math.floor(math.log10(abs(value))) if value else 2
     return f"{value:.{max(decimals, 0)}f}"
 
 
 def _counted(value: float) -> str:
-    """Write a mean of whole numbers: '12', '12.5'."""
     return f"{value:.1f}".removesuffix(".0")
 
 
@@ -177,7 +174,6 @@ class _Figure:
     over: str = ""  # the figure of which it is the ratio to the baseline's run of the same seed
 
     def interval(self, values: Values) -> Interval | None:
-        """Return the confidence interval of the mean, if it is to have one."""
         find = ratio_interval if self.over else mean_interval
         return find(_known(values)) if self.of_target else None
 

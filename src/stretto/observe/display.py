@@ -88,7 +88,6 @@ class History:
         return fmean(curve[-WINDOW:]) - fmean(curve[-2 * WINDOW : -WINDOW])
 
     def eta_s(self, step: int, total: int) -> float | None:
-        """Estimate the seconds left after ``step`` from the last steps and the run's time limit."""
         if not self._step_times_s:
             return None
         return min((total - step) * fmean(self._step_times_s), self._limit_s)

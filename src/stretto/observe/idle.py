@@ -48,18 +48,15 @@ def role_order(role: str) -> tuple[int, int, str]:
 
 
 def cause_order(cause: str) -> tuple[int, str]:
-    """Return the sort key of causes as they are shown; unknown ones come last, by name."""
     return (CAUSES.index(cause) if cause in CAUSES else len(CAUSES)), cause
 
 
 def is_generator(role: str) -> bool:
-    """Return whether a role is the generator, or one of several."""
     name, _, number = role.partition(" ")
     return name == "generator" and (not number or number.isdecimal())
 
 
 def generator_number(role: str) -> int:
-    """Return the number of a generator; 0 for the only one."""
     return int(role.partition(" ")[2] or 0)
 
 
@@ -206,7 +203,6 @@ def _mean(times: Sequence[RoleTime]) -> tuple[float, dict[str, float]]:
 
 
 def seconds(parts: Intervals) -> float:
-    """Return the length of all intervals together, in seconds."""
     return sum(end - start for start, end in parts)
 
 

@@ -63,7 +63,6 @@ class RichProgress(Progress):
             self._live.refresh()
 
     def note(self, text: str) -> None:
-        """Print a message above the panel."""
         if text:
             # As an object: markup=False would be for the panel, too, which is drawn anew with it.
             self._console.print(Text(text), soft_wrap=True)
@@ -94,7 +93,6 @@ class RichProgress(Progress):
                 self.close()
 
     def close(self) -> None:
-        """Close the panel; its last state stays on the terminal."""
         if self._live is not None:
             self._live.stop()
             self._live, self._started = None, False

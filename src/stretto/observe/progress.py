@@ -39,17 +39,14 @@ class WorkProgress:
         self._since_s = self._clock.now()
 
     def advance(self, count: int) -> None:
-        """Take note that so much more is done."""
         self.done += count
 
     @property
     def took_s(self) -> float:
-        """Seconds so far."""
         return self._clock.now() - self._since_s
 
     @property
     def pause_s(self) -> float:
-        """Seconds until the next line."""
         return max(EVERY_S, SPARSER * self.took_s)
 
     def line(self) -> str:
@@ -75,7 +72,6 @@ class PlainProgress(Progress):
         self._history = History()
 
     def start(self, headline: str) -> None:
-        """Print what will run, but for lines that the run before it has printed."""
         self.note(news(self._stream, headline))
 
     def step(
@@ -89,7 +85,6 @@ class PlainProgress(Progress):
         self.note(f"step {step}/{total}  " + "  ".join(shown))
 
     def note(self, text: str) -> None:
-        """Print a message."""
         if text:
             _silent_s[self._stream] = 0.0
             print(text, file=self._stream, flush=True)

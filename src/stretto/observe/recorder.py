@@ -108,7 +108,6 @@ class Recorder(ExitStack):
             self.note(text)
 
     def where_time_went(self) -> str:
-        """Return a table of work and waiting by role, since the run's start or its resumption."""
         return self._time_sheet.table()
 
 

@@ -102,7 +102,6 @@ class RolloutRecord:
 
     @property
     def in_flight(self) -> bool:
-        """Return whether it was neither trained on nor rejected when the run ended."""
         return self.state not in (RolloutState.TRAINED, RolloutState.REJECTED)
 
     @classmethod
@@ -128,7 +127,6 @@ class RolloutRecord:
         )
 
     def record(self) -> dict[str, Any]:
-        """Return plain data; what only episodes have is left out of other responses."""
         return _without_episode(asdict(self))
 
 
@@ -210,7 +208,6 @@ class RunDirectory:
 
     @property
     def name(self) -> str:
-        """The run's name: its folder's."""
         return self.path.name
 
     @classmethod
@@ -247,11 +244,9 @@ class RunDirectory:
         return run
 
     def locked(self, note: Callable[[str], None]) -> AbstractContextManager[None]:
-        """Keep other processes from writing here; see :func:`stretto.observe.lock.locked`."""
         return locked(self.path, note)
 
     def save_config(self, config: Section) -> None:
-        """Write the resolved settings, every one of them."""
         files.write_whole(self.config_file, tomli_w.dumps(config.model_dump()).encode())
 
     def save_machine(self, machine: Machine) -> None:
@@ -264,7 +259,6 @@ class RunDirectory:
         files.write_whole(self.machine_file, json.dumps(kept, indent=2).encode())
 
     def read_machine(self) -> Machine:
-        """Return the machine that the run worked on."""
         return self._read_machine()[0]
 
     def read_starts(self) -> list[dict[str, Any]]:
@@ -287,7 +281,6 @@ class RunDirectory:
         records.append(self.metrics_file, [{"step": step, **metrics}])
 
     def append_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Add a step's responses."""
         records.append(self.samples_file, [{"step": step, **sample.record()} for sample in samples])
 
     def append_rollouts(
@@ -308,15 +301,12 @@ class RunDirectory:
         return records.read(self.metrics_file)
 
     def last_step(self) -> int:
-        """Return the last step that has metrics; 0 if none has."""
         return max((int(record["step"]) for record in self.read_metrics()), default=0)
 
     def read_evaluations(self) -> list[dict[str, Any]]:
-        """Return the results of ``stretto eval``, the oldest first."""
         return records.read(self.evaluations_file, "figures", dict)
 
     def read_samples(self) -> list[dict[str, Any]]:
-        """Return the samples, each with its ``step``."""
         return records.read(self.samples_file)
 
     def read_rollouts(self, *, in_flight: bool = False) -> list[RolloutRecord]:

@@ -56,12 +56,10 @@ class Span:
 
     @property
     def waits(self) -> bool:
-        """Return whether this is waiting, not work."""
         return self.name in (WAIT, DOWN)
 
     @property
     def cause(self) -> str:
-        """Return the cause of a wait; 'other' if none was recorded."""
         return DOWN if self.name == DOWN else str(self.attributes.get("cause", "other"))
 
 

@@ -248,11 +248,9 @@ class _Rollouts:
 
     @property
     def waiting(self) -> int:
-        """The number of rollouts that wait for the learner."""
         return len(self._scored)
 
     def end(self, rollouts: Iterable[int]) -> None:
-        """Forget rollouts."""
         for rollout in rollouts:
             self._worked.pop(rollout, None)
             self._scored.discard(rollout)

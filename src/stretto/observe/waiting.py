@@ -13,7 +13,6 @@ calls for which none is free share one more."""
 
 
 def is_environment(role: str) -> bool:
-    """Return whether a role, or the name of a track, is the environment's."""
     name, _, number = role.partition(" ")
     return name == ENVIRONMENT and (not number or number.isdecimal())
 

@@ -270,11 +270,9 @@ class Checkpointer:
             await self._written()
 
     def lacks(self, step: int) -> bool:
-        """Return whether the settings ask for checkpoints, and there is none of this step."""
         return self._observe.checkpoints and newest(self._folder) != step
 
     def write_last(self, step: int, staged: Staged) -> Path:
-        """Write the checkpoint of a run that was stopped, whose work has ended."""
         return save(self._folder, step, {**staged.files, INPUTS: self._write_inputs})
 
     async def __aenter__(self) -> Self:

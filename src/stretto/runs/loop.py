@@ -119,7 +119,6 @@ def train(
 
 
 def _continuation(first: int, recorded: int) -> str:
-    """Say after which step a run continues, and which steps it repeats."""
     line = f"goes on after step {first}"
     return f"{line}; steps {first + 1} to {recorded} are taken again" if recorded > first else line
 
@@ -225,7 +224,6 @@ class _TrainingLoop:
                 self.last = self.running.driver_state()
 
     def save(self) -> None:
-        """Write the trained model."""
         with working(self.say, "saving the model"):
             self.running.save(self.run_dir.model)
 
@@ -337,7 +335,6 @@ class Inputs:
             self.take(f"{setting} = '{name}'", own)
 
     def take_rows(self, name: str, prompts: PromptSource) -> None:
-        """Take note of the rows that are trained on, of the task with this name."""
         self.take(f"task.name = '{name}'", prompts.identity)
 
 

@@ -217,7 +217,6 @@ def _samples(runs: Sequence[LoadedRun], after: Sequence[int]) -> list[dict[str, 
 def _timelines(
     runs: Sequence[LoadedRun], kinds: list[str], step: int | None
 ) -> list[dict[str, Any]]:
-    """Return the timelines of all runs; add kinds."""
     every = [{number: _timeline(run, s, kinds) for number, s in run.steps.items()} for run in runs]
     return _thinned(every, TIMELINE_CHARS, step)
 

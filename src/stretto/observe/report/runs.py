@@ -44,7 +44,6 @@ class LoadedRun:
     starts: Sequence[Mapping[str, Any]] = ()  # date, command and versions; the oldest first
 
     def curve(self, metric: str) -> tuple[list[int], list[float]]:
-        """Return step numbers and values of a metric, where it has a finite one."""
         found = [(int(m["step"]), m[metric]) for m in self.metrics if finite(m.get(metric))]
         return [step for step, _ in found], [float(value) for _, value in found]
 
@@ -214,7 +213,6 @@ def about(runs: Sequence[LoadedRun]) -> list[tuple[str, list[Any]]]:
 
 
 def last_reward(run: LoadedRun) -> float | None:
-    """Return the mean reward over the last tenth of a run's steps."""
     _, rewards = run.curve(REWARD)
     return fmean(rewards[-math.ceil(len(rewards) / LAST_SHARE) :]) if rewards else None
 
@@ -233,12 +231,10 @@ def differing_settings(runs: Sequence[LoadedRun]) -> list[tuple[str, list[Any]]]
 
 
 def algorithm(run: LoadedRun) -> str:
-    """Return a run's algorithm; 'unknown' where its settings do not say."""
     return str(run.settings.get("algorithm.name", "unknown"))
 
 
 def algorithms(runs: Sequence[LoadedRun]) -> list[str]:
-    """Return algorithms of the runs, without repeats, in the order in which they come."""
     return list(dict.fromkeys(map(algorithm, runs)))
 
 
@@ -338,5 +334,4 @@ def _short(model: str) -> str:
 
 
 def finite(value: Any) -> bool:
-    """Return whether this is a number, and neither NaN nor infinite."""
     return isinstance(value, int | float) and math.isfinite(value)

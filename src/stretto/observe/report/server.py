@@ -58,11 +58,9 @@ class RunServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """The address of the page."""
         return f"http://{HOST}:{self.server_port}/"
 
     def page(self) -> str:
-        """Return the page of the runs as they are."""
         return html_page(load(self._folders, begun=False), poll_ms=POLL_MS)
 
     def data(self, after: Sequence[int]) -> str:

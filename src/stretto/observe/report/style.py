@@ -8,7 +8,6 @@ from importlib import resources
 
 
 def asset(name: str) -> str:
-    """Return the text of a file of this package."""
     return (resources.files(__package__) / name).read_text("utf-8")
 
 
@@ -30,12 +29,10 @@ GROUPS = sum(name.startswith("group-") for name in _COLOURS[0]) - 1
 
 
 def variables(dark: bool) -> str:
-    """Return all colours as CSS custom properties: ``--ink``, ``--run-0``, ``--kind-gen``, ..."""
     return "".join(f"--{name}:{colour};" for name, colour in _COLOURS[dark].items())
 
 
 def grouped(groups: Sequence[int]) -> str:
-    """Return the colours of runs as those of their groups."""
     return "".join(
         f"--run-{i}:var(--group-{min(group, GROUPS)});" for i, group in enumerate(groups)
     )
@@ -52,5 +49,4 @@ def hatch_patterns() -> str:
 
 
 def kind_colour(kind: str) -> str:
-    """Return the colour of a kind of work, as CSS."""
     return f"var(--kind-{kind if kind in KINDS else 'other'})"
