@@ -270,7 +270,7 @@ MISTAKES = (
         ("127.0.0.1:9", "ray start"),
     ),
     Mistake("plan without GPUs", "plan tiny", ("--gpus",)),
-    Mistake("plan's GPU", "plan tiny --gpus 8 --gpu h300", ("'h200'",)),
+    Mistake("plan's GPU", "plan tiny --gpus 8 --gpu h300", ("gh200, h100, h200",)),
     # Runs
     Mistake("resume nothing", "train --resume runs/no", ("runs/no",)),
     Mistake("resume with another rate", "train --resume run-001 --training.lr 1", ("lr",)),

@@ -152,11 +152,47 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
+MANY = 30
+"""Names that are too many for a message; none of them is listed then."""
+
+
+def near(name: str, known: Iterable[str], count: int = 1) -> list[str]:
+    """Return known names that ``name`` may be a misspelling of, the most similar first.
+
+    Case and the kind of dashes make no difference. Numbers do: b200 and h200, or k9 and k1, are
+    different things rather than misspellings of one.
+    """
+    spellings = {_plain_spelling(each): each for each in sorted(known)}
+    wanted = _plain_spelling(name)
+    similar = [each for each in spellings if _same_thing(wanted, each)]
+    matches = get_close_matches(wanted, similar, n=count, cutoff=0.6)
+    return [spellings[each] for each in matches]
+
+
+def _plain_spelling(name: str) -> str:
+    return name.lower().replace("-", "_")
+
+
+def _same_thing(first: str, second: str) -> bool:
+    numbers = [set(re.findall(r"\d+", each)) for each in (first, second)]
+    if not (numbers[0] <= numbers[1] or numbers[1] <= numbers[0]):
+        return False
+    if not all(numbers):
+        return True
+    letters = [re.sub(r"[\d\W_]", "", each) for each in (first, second)]
+    return letters == ["", ""] or bool(get_close_matches(letters[0], letters[1:], cutoff=0.6))
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a sentence that helps with an unknown name: the closest known one, or all of them."""
+    """Return a sentence that helps with an unknown name: the closest known one, or all of them
+    unless they are too many to read.
+    """
     known = sorted(known)
-    close = get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"Did you mean '{close[0]}'?" if close else f"Known: {', '.join(known)}."
+    if matches := near(name, known):
+        return f"Did you mean '{matches[0]}'?"
+    if len(known) > MANY:
+        return f"None of the {len(known)} known names is similar."
+    return f"Known: {', '.join(known)}."
 
 
 def is_installed(library: str) -> bool:

@@ -574,7 +574,7 @@ def test_memory_says_how_many_responses_are_decoded_at_a_time(
         (["7B", "--tp", "2"], "add --gpus"),
         (["7B", "--gpus", "8", "--tp", "3"], "--tp divides --gpus"),
         (["7B", "--gpus", "8", "--fsdp", "7"], "with 1 for each. Give --fsdp 8"),
-        (["7B", "--gpus", "8", "--gpu", "h10"], "Did you mean 'h100'?"),
+        (["7B", "--gpus", "8", "--gpu", "h10"], "gh200, h100, h200"),
         (["8B", "--gpus", "8"], "one of 7B, 13B, 33B, 70B (Llama)"),
         (["7B", "--gpus", "8", "--lora-rank", "8"], "all weights are trained"),
     ],

@@ -11,6 +11,7 @@ import tyro
 
 from stretto.api import simulated
 from stretto.cli import compare as comparison
+from stretto.cli.parsing import read
 from stretto.config import recipes
 from stretto.errors import ConfigError
 
@@ -42,7 +43,7 @@ class SimOptions:
 
 def run(arguments: Sequence[str]) -> int:
     """Compare, print the table and write it."""
-    options = tyro.cli(SimOptions, prog="stretto compare", args=list(arguments))
+    options = read(SimOptions, "compare", arguments)
     sim, placement = options.sim, options.placement
     if options.steps < 0:
         raise ConfigError(f"--steps {options.steps}: must be 1 or more, or 0", "greater_than_equal")

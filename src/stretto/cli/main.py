@@ -28,7 +28,7 @@ COMMANDS = {
     "serve": "serve a model, or a policy while it trains, by OpenAI's API",
     "eval": "measure a model: pass@1, mean score, win-rates, KL, benchmarks",
     "label": "label preferences with a gold reward",
-    "recipes": "list the recipes that commands take by name",
+    "recipes": "list the recipes that commands take by name, or print one",
     "compare": "run the same training under several schedules, side by side",
     "report": "show runs: curves, timelines, utilisation, samples",
     "watch": "show runs as they go on, on a page that is kept up to date",
@@ -76,7 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(arguments: list[str]) -> int:
     name, *rest = arguments or ["--help"]
-    if name in ("-h", "--help"):
+    if name == "help" and rest:
+        name, *rest = *rest, "--help"
+    if name in ("-h", "--help", "help"):
         commands = "\n".join(f"  {name:<10} {line}" for name, line in COMMANDS.items())
         print(
             "usage: stretto COMMAND [OPTIONS]\n\n"
@@ -85,7 +87,7 @@ def _dispatch(arguments: list[str]) -> int:
             "'stretto COMMAND --help' documents every option. Start with: stretto train"
         )
         return 0 if arguments else 2
-    if name == "--version":
+    if name in ("--version", "-V", "version"):
         print(__version__)
         return 0
     if name not in COMMANDS:
@@ -96,6 +98,6 @@ def _dispatch(arguments: list[str]) -> int:
     command = next(filter(None, (getattr(module, function, None) for function in known)))
     if command.__name__.startswith("run"):  # it offers the settings of a run
         return int(command(rest))
-    import tyro
+    from stretto.cli.parsing import call
 
-    return tyro.cli(command, prog=f"stretto {name}", args=rest) or 0
+    return call(command, name, rest)

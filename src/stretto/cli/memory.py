@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+from stretto.cli.parsing import call
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError
 from stretto.models.info import described, measure
@@ -20,8 +21,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def run(arguments: Sequence[str]) -> int:
-    tyro.cli(_plan, prog="stretto memory", args=list(arguments))
-    return 0
+    return call(_plan, "memory", arguments)
 
 
 def _plan(

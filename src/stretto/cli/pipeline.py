@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from stretto.cli.parsing import read
 from stretto.errors import ConfigError
 from stretto.observe.progress import on_stderr
 from stretto.saying import working
@@ -71,7 +72,7 @@ class Options:
 
 def run(arguments: Sequence[str]) -> int:
     """Solve, print how good the schedule is, and write files; 130 if the search was cut short."""
-    options = tyro.cli(Options, prog="stretto pipeline", args=list(arguments))
+    options = read(Options, "pipeline", arguments)
     _check_files(options)
     problem, units = _problem(options)
     with working(on_stderr, f"compiling, then searching for {options.seconds:g} s at most"):

@@ -21,6 +21,7 @@ import tyro
 from pydantic import BaseModel
 
 from stretto.api.settings import changed
+from stretto.cli import parsing
 from stretto.config import Config, Section, changes, recipes
 from stretto.config.sections import subsection
 from stretto.errors import ConfigError, nearest
@@ -114,9 +115,7 @@ def _parse(
     )
     description = " ".join(described.split())
     try:
-        return tyro.cli(
-            both, prog=f"stretto {command}", description=description, args=list(arguments)
-        )
+        return parsing.read(both, command, arguments, description)
     except SystemExit:
         if more:
             print(more)
@@ -230,8 +229,16 @@ def _unknown(shown: str, name: str, options: Collection[str], kind: type[Section
     if name in recipes.setting_names(kind) and not own:
         return f"'{shown}' has no effect on what this command does; leave it out"
     hint = f"Did you mean '{own[0]}'?" if own else recipes.hint(name, kind)
-    as_options = re.sub(r"'([\w.]+)'", lambda m: f"--{m[1].replace('_', '-')}", hint)
-    return f"unknown option '{shown}'. {as_options} ('--help' lists them)"
+    return f"unknown option '{shown}'. {as_options(hint)}"
+
+
+def as_options(text: str) -> str:
+    """Write settings that a text quotes, such as 'model.dtype = bfloat16', as options."""
+    return re.sub(
+        r"'([a-z_\d]+(?:\.\w+)*)(?: = (\w+))?'",
+        lambda m: f"--{m[1].replace('_', '-')}{' ' + m[2] if m[2] else ''}",
+        text,
+    )
 
 
 def _mirror(

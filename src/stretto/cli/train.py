@@ -270,8 +270,31 @@ def _row(name: str, outcome: PolicyOutcome) -> str:
     )
 
 
-def command_recipes() -> None:
-    """List the recipes that commands take by name; 'stretto eval' takes those of 'train'."""
+def command_recipes(
+    recipe: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="NAME")] = (), /
+) -> None:
+    """List the recipes that commands take by name; 'stretto eval' takes those of 'train'. With a
+    name, print that recipe as TOML: stretto recipes tiny > my.toml
+
+    Args:
+        recipe: Name of a recipe to print. One of another command than train has the command before
+            it, as in the list: stretto recipes sft posts
+    """
+    kinds = {folder or "train": kind for kind, folder in recipes.FOLDERS.items()}
+    match recipe:
+        case [command, name] if command in kinds:
+            print(recipes.text_of(name, kinds[command]), end="")
+            return
+        case [name]:
+            having = [each for each, kind in kinds.items() if name in recipes.names(kind)]
+            print(recipes.text_of(name, kinds[having[0] if having else "train"]), end="")
+            return
+        case [_, *_]:
+            raise ConfigError(
+                f"'{' '.join(recipe)}' names no recipe; write its name, or its command and its "
+                "name: stretto recipes sft posts",
+                "unknown-recipe",
+            )
     rows = [
         (folder or "train", name, recipes.describe(name, kind))
         for kind, folder in recipes.FOLDERS.items()

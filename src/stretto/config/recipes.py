@@ -19,8 +19,9 @@ import tomli_w
 from pydantic import ValidationError
 
 from stretto.config import Config, RewardModelConfig, Section, SftConfig
+from stretto.config.foreign import ADVICE, ELSEWHERE, OF_RUNS, RENAMED
 from stretto.config.sections import UNCHECKED, subsection
-from stretto.errors import ConfigError, nearest
+from stretto.errors import ConfigError, near, nearest
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -45,53 +46,8 @@ _PATHS = (
 )
 """Settings that may name files and folders."""
 
-RENAMED = {
-    "algorithm.group_std": "algorithm.scale_rewards",
-    "task.prompt_column": "task.columns",
-    "task.answer_column": "task.columns",
-    "schedule.batches_per_handover": "schedule.weight_sync_interval",
-    "cluster.handover_timeout_s": "cluster.weight_sync_timeout_s",
-}
-"""Names of settings in earlier versions, with their present names."""
-
-_ELSEWHERE = {
-    "algorithm.clip": "cliprange clip_ratio eps_clip epsilon",
-    "algorithm.kl_coef": "beta kl_beta init_kl_coef kl_loss_coef",
-    "algorithm.lam": "lambd gae_lambda",
-    "algorithm.name": "loss_type adv_estimator advantage_estimator",
-    "algorithm.value_clip": "cliprange_value value_clip_range",
-    "model.lora_alpha": "alpha",
-    "model.lora_rank": "lora_r rank r",
-    "model.lora_targets": "lora_target_modules target_modules",
-    "model.name": "model_name model_name_or_path pretrain model_path path",
-    "observe.checkpoint_every": "save_steps save_freq",
-    "observe.eval_every": "eval_steps test_freq",
-    "observe.eval_patience": "early_stopping_patience",
-    "observe.trackers": "report_to logger use_wandb",
-    "out": "output_dir save_path default_local_dir",
-    "reward.sources": "reward_funcs reward_model reward_model_path remote_rm_url reward_pretrain",
-    "rollout.batch": "batch_size train_batch_size per_device_train_batch_size rollout_batch_size",
-    "rollout.engine": "use_vllm",
-    "rollout.max_new_tokens": "max_completion_length response_length max_response_length "
-    "generate_max_len max_tokens",
-    "rollout.samples_per_prompt": "num_generations n n_samples_per_prompt rloo_k",
-    "steps": "max_steps total_training_steps num_steps",
-    "task.columns": "input_key prompt_key label_key answer_key",
-    "task.max_prompt_tokens": "max_prompt_length prompt_max_len",
-    "task.shuffle": "shuffle_dataset",
-    "task.name": "dataset dataset_name train_dataset prompt_data train_files data",
-    "task.template_arguments": "apply_chat_template_kwargs chat_template_kwargs",
-    "training.critic_lr": "critic_learning_rate",
-    "training.epochs": "num_ppo_epochs ppo_epochs num_iterations num_train_epochs max_epochs",
-    "training.grad_clip": "max_grad_norm max_norm",
-    "training.lr": "learning_rate actor_learning_rate",
-    "training.lr_schedule": "lr_scheduler_type lr_scheduler lr_warmup_style",
-    "training.microbatch_tokens": "gradient_accumulation_steps micro_train_batch_size "
-    "ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu",
-    "training.minibatches": "num_mini_batches ppo_mini_batch_size",
-}
-ELSEWHERE = {name: ours for ours, names in _ELSEWHERE.items() for name in names.split()}
-"""What TRL, verl, OpenRLHF and peft call a setting, by the last part of their name."""
+_QUOTED = re.compile(r"'([\w.]+)(?: = \w+)?'")
+"""A setting in advice, perhaps with a value."""
 
 
 def names(kind: type[Section] = Config) -> list[str]:
@@ -104,6 +60,16 @@ def describe(name: str, kind: type[Section] = Config) -> str:
         raise _unknown_recipe(name, kind)
     text = _packaged(name, kind).read_text(encoding="utf-8")
     return text.partition("\n")[0].removeprefix("#").strip()
+
+
+def text_of(name: str, kind: type[Section] = Config) -> str:
+    """Return the TOML of a packaged recipe, to be changed and used from any folder."""
+    if name not in names(kind):
+        raise _unknown_recipe(name, kind)
+    text = _packaged(name, kind).read_text(encoding="utf-8")
+    for file in PACKAGED.glob("*.*"):
+        text = text.replace(f'"{file.name}', f'"{file}')
+    return text
 
 
 @overload
@@ -198,20 +164,39 @@ def code_of(fault: ErrorDetails) -> str:
 
 
 def hint(key: str, kind: type[Section] = Config, *, table: bool = False) -> str:
-    """Return a sentence that says which setting is probably meant by a name that none has.
+    """Return a sentence that says which settings are probably meant by a name that none has.
 
     ``table``: the name stands for a whole section.
     """
-    every, leaf = setting_names(kind), key.rpartition(".")[2]
+    every, leaf = setting_names(kind), key.rpartition(".")[2].replace("-", "_")
     if now := RENAMED.get(key):
         return f"It is called '{now}' now."
     if table and "." not in key:
         return nearest(key, {name.partition(".")[0] for name in every if "." in name})
+    leaves: dict[str, list[str]] = {}
+    for name in every:
+        leaves.setdefault(name.rpartition(".")[2], []).append(name)
     # A setting that exists, but in another section, is what was meant more often than a typo.
-    if same_leaf := [known for known in every if known.rpartition(".")[2] == leaf]:
-        return f"Did you mean {' or '.join(map(repr, same_leaf))}?"
-    ours = ELSEWHERE.get(leaf)
-    return f"It is called '{ours}' here." if ours in every else nearest(key, every)
+    if same_leaf := leaves.get(leaf):
+        return f"Did you mean {_either(same_leaf)}?"
+    advice = (OF_RUNS.get(leaf) if kind is Config else None) or ADVICE.get(leaf)
+    if advice and all(name in every for name in _QUOTED.findall(advice)):
+        return advice
+    elsewhere = {name: [o for o in ours if o in every][:1] for name, ours in ELSEWHERE.items()}
+    if ours := elsewhere.get(leaf):
+        return f"It is called '{ours[0]}' here."
+    leaves |= {name: ours for name, ours in elsewhere.items() if ours}
+    whole = [name for name in near(key, every, 3) if near(leaf, [name.rpartition(".")[2]])]
+    similar = [name for each in near(leaf, leaves, 3) for name in leaves[each]]
+    if chosen := list(dict.fromkeys([*whole, *similar]))[:3]:
+        return f"Did you mean {_either(chosen)}?"
+    return (
+        f"No setting has a similar name; 'stretto {FOLDERS[kind] or 'train'} --help-all' lists all."
+    )
+
+
+def _either(names: Sequence[str]) -> str:
+    return " or ".join(map(repr, names[:3]))
 
 
 def _packaged(name: str, kind: type[Section]) -> Path:
@@ -314,5 +299,10 @@ def _explain(error: ErrorDetails, kind: type[Section]) -> str:
     rule = error["msg"].replace("Input should be", "must be")
     if error["type"] == "literal_error" and isinstance(value, str):
         choices = re.findall(r"'([^']*)'", str(context["expected"]))
-        rule += f". {nearest(value, choices)}"
+        if matches := near(value, choices):
+            rule += f". Did you mean '{matches[0]}'?"
+    if error["type"] == "model_type" and (section := subsection(kind, key)):
+        first = next(iter(section.model_fields))
+        usual = next((n for n in ("name", "preset", "sources") if n in section.model_fields), first)
+        rule = f"is a section of settings; the one that is probably meant is '{key}.{usual}'"
     return f"{key} = {value!r}: {rule}"

@@ -1,0 +1,175 @@
+"""Help, names from elsewhere and refusals of the command line, in one voice."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from stretto import __version__
+from stretto.cli.main import COMMANDS, main
+from stretto.config import Config, RewardModelConfig, SftConfig, foreign, recipes
+from stretto.errors import near, nearest
+
+
+def run(*arguments: str) -> int:
+    """The exit status, whichever way the command line ends."""
+    try:
+        return main(arguments)
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "expected"),
+    [
+        ("b200", ["h200", "gh200", "h100"], []),
+        ("4090", ["h200", "5090"], []),
+        ("H100", ["h100", "h200"], ["h100"]),
+        ("k9", ["k1", "k2"], []),
+        ("smollm-135m", ["smollm2-135m", "tiny"], ["smollm2-135m"]),
+        ("qwen2.5-8b", ["qwen2.5-7b"], []),
+        ("trian", ["train", "chat"], ["train"]),
+        ("help", ["eval", "train"], []),
+        ("version", ["train"], []),
+        ("Max-Turns", ["max_turns"], ["max_turns"]),
+    ],
+)
+def test_only_near_names_are_proposed(name: str, known: list[str], expected: list[str]) -> None:
+    assert near(name, known) == expected
+
+
+def test_many_names_are_not_listed() -> None:
+    assert nearest("foo", [f"name-{number}x" for number in range(50)]).count("name") == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "remedy"),
+    [
+        ("--gpus", "[[cluster.processes]]"),
+        ("--nproc_per_node", "[[cluster.processes]]"),
+        ("--bf16", "--model.dtype bfloat16"),
+        ("--fp16", "--model.dtype takes bfloat16 or float32"),
+        ("--wandb", "--observe.trackers wandb"),
+        ("--report_to", "--observe.trackers"),
+        ("--config", ".toml file"),
+        ("--list", "'stretto recipes'"),
+        ("--model", "--model.name"),
+        ("--dataset_name", "--task.name"),
+        ("--lora_r", "--model.lora-rank"),
+        ("--use_peft", "--model.lora-rank"),
+        ("--learning_rate", "--training.lr"),
+        ("--learnin-rate", "--training.lr"),
+        ("--num_train_epochs", "--steps"),
+        ("--per_device_train_batch_size", "--rollout.batch"),
+        ("--max_completion_length", "--rollout.max-new-tokens"),
+        ("--max_prompt_length", "--task.max-prompt-tokens"),
+        ("--num_generations", "--rollout.samples-per-prompt"),
+        ("--use_vllm", "--rollout.engine vllm"),
+        ("--load_in_8bit", "--model.load-in-4bit"),
+        ("--warmup_ratio", "--training.warmup-steps"),
+        ("--output_dir", "--out"),
+        ("--resume_from_checkpoint", "--resume RUN_DIR"),
+        ("--push_to_hub", "uploaded"),
+        ("--logging_steps", "metrics.jsonl"),
+        ("--system_prompt", "--task.system"),
+        ("--epsilon_high", "--algorithm.clip-high"),
+        ("--eval_strategy", "--observe.eval-every"),
+        ("--data_seed", "--seed"),
+        ("--lr-scheduler", "--training.lr-schedule"),
+    ],
+)
+def test_options_of_other_libraries_are_answered_with_the_setting(
+    option: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("train", "tiny", option, "2") == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"stretto: error: unknown option '{option}'. ")
+    assert remedy in said
+    assert said.count("\n") == 1
+
+
+def test_advice_names_settings_that_exist() -> None:
+    every = {name for kind in recipes.FOLDERS for name in recipes.setting_names(kind)}
+    assert {ours for names in foreign.ELSEWHERE.values() for ours in names} <= every
+    for kind in (Config, SftConfig, RewardModelConfig):
+        for name in (*foreign.ADVICE, *foreign.ELSEWHERE, "foo"):
+            hint = recipes.hint(name, kind)
+            quoted = {each for each in recipes._QUOTED.findall(hint) if "." in each}
+            assert quoted <= set(recipes.setting_names(kind)), hint
+
+
+def test_an_option_like_no_other_gets_no_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("train", "tiny", "--foo") == 2
+    said = capsys.readouterr().err
+    assert "--help-all" in said
+    assert len(said) < 200
+
+
+@pytest.mark.parametrize(
+    ("line", "facts"),
+    [
+        ("generate --max_tokens 5 hi", ["'--max_tokens'", "--max-new-tokens"]),
+        ("generate hi --modle x", ["'--modle'", "--model"]),
+        ("generate hi --samples", ["'--samples'"]),
+        ("train tiny --steps ten", ["--steps ten", "whole number"]),
+        ("train tiny -steps 5", ["'-steps'", "two dashes"]),
+        ("train tiny --rollout.temperature hot", ["--rollout.temperature hot", "a number"]),
+        ("train tiny --algorithm.name GRPO", ["--algorithm.name GRPO", "'grpo'"]),
+        ("eval", ["RECIPE_OR_RUN"]),
+        ("serve", ["MODEL_OR_RUN"]),
+        ("eval tiny --samples many", ["--samples many", "whole number"]),
+        ("chat a b", ["'b'", "'stretto chat'"]),
+        ("pipeline --actr 7B", ["'--actr'", "--actor"]),
+        ("memory 7B --gpus 8 --gpu b200", ["'b200'", "h100"]),
+        ("compare --sim x --foo", ["'--foo'"]),
+    ],
+)
+def test_refusals_of_the_parser_are_one_sentence(
+    line: str, facts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*line.split()) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("stretto: error: ")
+    assert said.count("\n") == 1
+    assert not set("│╭╰") & set(said)
+    assert [fact for fact in facts if fact not in said] == []
+
+
+@pytest.mark.parametrize("words", [["--version"], ["-V"], ["version"]])
+def test_the_version_by_all_its_names(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*words) == 0
+    assert capsys.readouterr().out.strip() == __version__
+
+
+def test_help_as_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("help") == 0
+    assert all(f"\n  {name} " in capsys.readouterr().out for name in [next(iter(COMMANDS))])
+    assert run("help", "memory") == 0
+    assert "usage: stretto memory" in capsys.readouterr().out
+
+
+def test_recipes_are_printed_as_toml_that_loads_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder, kind in (("train", Config), ("sft", SftConfig), ("reward", RewardModelConfig)):
+        for name in recipes.names(kind):
+            assert run("recipes", folder, name) == 0
+            text = capsys.readouterr().out
+            assert tomllib.loads(text)
+            (tmp_path / "own.toml").write_text(text)
+            assert recipes.load("own.toml", kind) == recipes.load(name, kind)
+    assert run("recipes", "tiny") == 0
+    assert "warmup" in capsys.readouterr().out
+    assert run("recipes", "tinny") == 2
+    assert "'tiny'" in capsys.readouterr().err
+
+
+def test_a_value_for_a_section_names_the_setting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.toml").write_text('model = "tiny"')
+    assert run("train", str(tmp_path / "own.toml"), "--dry-run") == 2
+    assert "'model.name'" in capsys.readouterr().err
