@@ -47,7 +47,6 @@ def existing(path: Path) -> Path:
 
 
 def free(path: Path) -> int:
-    """Return the free bytes of the disk that a file or folder is on, or would be on."""
     return shutil.disk_usage(existing(path)).free
 
 

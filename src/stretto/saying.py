@@ -41,12 +41,10 @@ class Saying:
         self.display = display
 
     def __call__(self, text: str) -> None:
-        """Show a line."""
         self.display.note(text)
 
 
 def working(say: Say, what: str, total: int = 0) -> AbstractContextManager[Advance]:
-    """Show work as :meth:`Shows.working`, if there is a display behind ``say``."""
     if isinstance(say, Saying):
         return say.display.working(what, total)
     return nullcontext(unseen)
@@ -90,5 +88,4 @@ def padded(rows: Sequence[Sequence[str]], left: int = 1) -> list[list[str]]:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Return rows as lines of :func:`padded` cells, indented by two spaces."""
     return "\n".join("  " + "  ".join(cells).rstrip() for cells in padded(rows, left))

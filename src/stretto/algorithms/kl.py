@@ -61,7 +61,6 @@ class AdaptiveKL:
         self.coef *= 1 + error * n / self._horizon
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the present beta."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

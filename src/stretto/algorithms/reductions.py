@@ -104,7 +104,6 @@ class Metrics:
         )
 
     def on_cpu(self) -> Metrics:
-        """Return the same figures on the CPU."""
         groups = (self.sums, self.minima, self.maxima)
         return Metrics(*({name: value.cpu() for name, value in g.items()} for g in groups))
 

@@ -93,7 +93,6 @@ def schedule_of(
 
 
 def outcome_of(job: Job, folder: Path) -> VariantResult:
-    """Read the outcome of a run from its folder."""
     return VariantResult.of(job.variant, job.seed, load([folder])[0])
 
 

@@ -64,7 +64,6 @@ def check_resumable(before: Config, after: Config) -> None:
 
 
 def config_of(settings: Settings) -> Config:
-    """Return settings as an object."""
     return settings if isinstance(settings, Config) else recipes.load(settings)
 
 
@@ -111,7 +110,6 @@ def _cluster_gpus(config: Config) -> int | None:
 
 
 def of_rows(task: TaskConfig, name: str) -> dict[str, Any]:
-    """Return changes of a task's settings for rows that come from elsewhere."""
     kind = "dataset" if task.is_procedural else task.kind
     return {"task": {"name": name, "kind": kind}}
 

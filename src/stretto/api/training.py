@@ -376,7 +376,6 @@ def train(
 
 
 def rows_in(config: Config, file: Path) -> Config:
-    """Return settings that name rows in a file that :func:`write_rows` has written."""
     task = config.task.model_copy(update={"name": str(file), "split": "train"})
     return config.model_copy(update={"task": task})
 

@@ -109,7 +109,6 @@ def controls_of(
 
 
 def turn_sampling(r: RolloutConfig, environment: EnvironmentConfig) -> Sampling:
-    """Return how the turns of episodes are sampled."""
     turn = environment.max_turn_tokens or r.max_new_tokens
     return Sampling(r.max_new_tokens, r.temperature, r.top_k, r.top_p, max_turn_tokens=turn)
 

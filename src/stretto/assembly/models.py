@@ -154,7 +154,6 @@ def made_ready(
 def load_actor(
     config: ModelConfig, say: Say, *, in_files: bool = False, merged: bool = True
 ) -> nn.Module:
-    """Load the actor, as the settings name it; see :func:`make_actor`."""
     load = partial(load_causal_lm, load_in_4bit=config.load_in_4bit, merged=merged)
     return _loaded(load, resolve(config.name, say), config, say, in_files)
 
@@ -179,14 +178,12 @@ def _loaded(
 
 
 def frozen_copy(model: nn.Module) -> nn.Module:
-    """Return a copy that is never trained."""
     return mapped.copied(model).requires_grad_(False)
 
 
 def load_reward_model(
     config: ModelConfig, name: str, say: Say, *, in_files: bool = False
 ) -> Reward:
-    """Load a reward model and its tokenizer by name, frozen."""
     path = resolve(name, say)
     model = _loaded(load_sequence_classifier, path, config, say, in_files)
     return model.requires_grad_(False), load_tokenizer(path, config.trust_remote_code, say)
@@ -195,7 +192,6 @@ def load_reward_model(
 def load_draft(
     config: ModelConfig, name: str, tokenizer: PreTrainedTokenizerBase, say: Say
 ) -> nn.Module:
-    """Load the model that proposes tokens, frozen; ``name`` is ``speculative_model``."""
     check_draft(config, name, tokenizer, say)
     return _loaded(load_causal_lm, resolve(name, say), config, say, False).requires_grad_(False)
 

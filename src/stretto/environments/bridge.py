@@ -243,7 +243,6 @@ class Bridge:
         return begin
 
     def written(self, calls: Sequence[Mapping[str, Any]]) -> str:
-        """Return calls, each with name and arguments, as the policy is to write them."""
         return self.form.write(calls)
 
     # -- from turn to turn -------------------------------------------------------------------------
@@ -453,6 +452,5 @@ def _in_front(messages: Sequence[Message]) -> bool:
 
 
 def as_written(call: ToolCall) -> dict[str, Any]:
-    """Return a call as messages have it."""
     function = {"name": call.name, "arguments": call.arguments}
     return {"type": "function", "id": call.id, "function": function}

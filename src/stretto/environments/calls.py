@@ -270,7 +270,6 @@ def _end(pattern: re.Pattern[str], text: str, start: int) -> int:
 
 
 def _name(value: Any) -> str:
-    """Return the name in a call, as valid Unicode; empty where there is none."""
     name = value.get("name") if isinstance(value, dict) else None
     return name.encode(errors="replace").decode() if isinstance(name, str) else ""
 

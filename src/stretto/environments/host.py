@@ -88,7 +88,6 @@ class Host:
         self._run.main = self._judging.main = loop
 
     def ready(self) -> dict[str, Any]:
-        """Return what the parent must know of the source."""
         source = self.source
         rewards = {"rewards": source.rewards}
         return {"kind": source.kind, "tools": source.tools, "replay": source.replay, **rewards}

@@ -63,5 +63,4 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramete
 
 
 def takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    """Return whether parameters take any name, as ``**others`` does."""
     return any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -27,7 +27,6 @@ class EnvConfig(dict[str, Any]):
     """Settings with attributes, as SkyRL's environments read them from omegaconf."""
 
     def __getattr__(self, name: str) -> Any:
-        """Read an entry."""
         if name not in self:
             raise AttributeError(f"environment.settings has no '{name}'; it has {list(self)}")
         return EnvConfig(self[name]) if isinstance(self[name], dict) else self[name]
@@ -141,5 +140,4 @@ class VerlTool:
         return None if reward is None else as_number(reward)
 
     async def release(self, instance: str, run: Runner) -> None:
-        """Let go of an instance."""
         await run(partial(self._tool.release, instance), self._tool)

@@ -39,7 +39,6 @@ SETTING = "environment.sources"
 
 
 def settings_of(config: EnvironmentConfig) -> dict[str, Any]:
-    """Return the settings that places of episodes go by."""
     return config.model_dump(
         include={"timeout_s", "parallel", "max_observation_tokens", "settings"}
     )

@@ -53,7 +53,6 @@ class PlacedPrograms:
     """Runs programs in the processes of environments; those of a group in the same one."""
 
     def __init__(self, places: Sequence[Place]) -> None:
-        """Take places that were started."""
         self._places, self._number = places, count()
 
     async def run(self, group: int, data: Mapping[str, Any], base_url: str, api_key: str) -> Any:
@@ -185,7 +184,6 @@ class ProgramEnvironment:
         self._episodes.pop(episode_of(episode.session.root), None)
 
     async def _stop(self, episode: _Episode) -> None:
-        """End a program, and its session."""
         self._sessions.close(episode.session)
         episode.program.cancel()
         await asyncio.gather(episode.program, return_exceptions=True)

@@ -80,15 +80,12 @@ class Texts:
         self.eos_token_id: int | None = encoder.tokenizer.eos_token_id
 
     def encode(self, text: str, **_: Any) -> list[int]:
-        """Return the tokens of a text."""
         return self._encoder.ids(self._encoder.escape(text))
 
     def decode(self, token_ids: Sequence[int], **options: Any) -> str:
-        """Return the text of tokens."""
         return str(self._tokenizer.decode(list(token_ids), **options))
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
-        """Return the id of a token, or those of several."""
         return self._tokenizer.convert_tokens_to_ids(tokens)
 
 

@@ -57,7 +57,6 @@ def as_text(value: Any) -> str:
 
 
 def error_text(said: str) -> str:
-    """Return an error as the policy reads it."""
     return as_text({"error": said})
 
 

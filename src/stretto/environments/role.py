@@ -201,7 +201,6 @@ class EnvironmentRole:
         await asyncio.gather(*closing)
 
     def close(self) -> None:
-        """End the processes, and with them all episodes."""
         close_all(self._places)
 
     async def _appended(self, live: _Live, response: Response, seen: Observation) -> Observation:
@@ -465,7 +464,6 @@ def limit_of(response: Response, turns: int, began_s: float, config: Environment
 
 
 def _columns(row: Mapping[str, Any]) -> str:
-    """Say what columns a row has."""
     names = [f"'{name}'" for name in row]
     return f"its row has {'only ' if len(names) == 1 else ''}{', '.join(names) or 'no columns'}"
 

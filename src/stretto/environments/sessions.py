@@ -106,18 +106,15 @@ class Asked:
         self._answer: asyncio.Future[Chunk] = asyncio.get_running_loop().create_future()
 
     def answer(self, chunk: Chunk) -> None:
-        """Answer it."""
         if not self._answer.done():
             self._answer.set_result(chunk)
 
     def refuse(self, error: EngineError) -> None:
-        """Answer that there will be no turn."""
         if not self._answer.done():
             self._answer.set_exception(error)
 
     @property
     def turn(self) -> Chunk | None:
-        """The answer, if there is one."""
         answer = self._answer
         return answer.result() if answer.done() and not answer.exception() else None
 
@@ -465,7 +462,6 @@ class Sessions:
         return session
 
     def find(self, key: str) -> Session | None:
-        """Return the session of a key."""
         return self._by_key.get(key)
 
     def _note(self, names: Collection[str]) -> None:
@@ -483,7 +479,6 @@ class Sessions:
         self._by_key.pop(session.key, None)
 
     def url(self, session: Session) -> str:
-        """Return the base URL for a session's program."""
         return f"{self.base_url}/e/{session.key}/v1"
 
 

@@ -89,7 +89,6 @@ class Episode(ABC):
         return None
 
     async def close(self) -> None:
-        """Let go of what the episode holds."""
         return
 
 
@@ -133,7 +132,6 @@ class Factory:
         self.first: list[Home] = [(thread, first)]
 
     def __call__(self) -> Any:
-        """Make another one."""
         return self._factory()
 
 

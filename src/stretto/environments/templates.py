@@ -207,19 +207,16 @@ class Shape:
 
 
 def made_up(role: str) -> Message:
-    """Make up a message that answers a turn."""
     message = Message(role=role, content=_RESULT)
     return Message(**message, name=_NAME, tool_call_id=_CALL_ID) if role == "tool" else message
 
 
 def made_up_call(name: str, call_id: str, argument: str) -> dict[str, Any]:
-    """Make up a call with one argument, of that text."""
     function = {"name": name, "arguments": {"made_up_key": argument}}
     return {"type": "function", "id": call_id, "function": function}
 
 
 def names_of(tools: Tools) -> Collection[str]:
-    """Return the names in tools' schemas."""
     return {str(tool.get("function", tool).get("name")) for tool in tools}
 
 

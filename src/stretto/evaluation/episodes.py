@@ -35,17 +35,14 @@ class Episode(NamedTuple):
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The turns and what answered them, without the prompt."""
         return tuple(message for o in self.log for message in (*o.left, *o.messages))
 
     @property
     def last(self) -> Rollout:
-        """The sample that the episode ended with."""
         return next(r for r in self.samples if r.id == self.log[-1].rollout_id)
 
     @property
     def reward(self) -> float:
-        """The sum of the environment's rewards."""
         return sum(o.reward or 0.0 for o in self.log)
 
     def told(self) -> str:
@@ -108,7 +105,6 @@ class Tools:
         tools: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any],
     ) -> tuple[list[int], str]:
-        """Write a conversation as a prompt that tells of the tools, and of those of its row."""
         return self._bridge.of(arguments).prompt(messages, [*self._schemas, *tools])
 
     def episodes(
@@ -223,7 +219,6 @@ class _Episodes:
         return ended
 
     async def close(self) -> None:
-        """Close the episodes that are left."""
         left = [rollout.id for samples in self._samples.values() for rollout in samples]
         self._engine.release(left)
         await self._environment.release(left)

@@ -96,7 +96,6 @@ def fastest_dtype(device: torch.device, threads: int = 0) -> tuple[torch.dtype, 
 
 
 def backend_of(device: torch.device) -> Backend:
-    """Return the backend of a device."""
     from stretto.models.devices import Backend, CudaBackend
 
     return CudaBackend(device) if device.type == "cuda" else Backend(device)

@@ -259,7 +259,6 @@ class RowCache:
 
     @property
     def device(self) -> torch.device:
-        """The device that has them."""
         return self.keys[0].device
 
     def to(self, device: torch.device) -> RowCache:
@@ -348,7 +347,6 @@ class SlotCache(Cache):
         return keys[rows, :, : self._read], values[rows, :, : self._read]
 
     def copy_row(self, source: int, target: int, length: int) -> None:
-        """Copy the first ``length`` positions of one slot to another."""
         for store in (self._keys, self._values):
             for layer in store:
                 layer[target, :, :length] = layer[source, :, :length]

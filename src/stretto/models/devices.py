@@ -49,7 +49,6 @@ class Backend:
         return measured.choice, str(measured)
 
     def use_fastest_attention(self, model: nn.Module) -> None:
-        """Choose the attention of a transformers model: on a CPU, that for short sequences."""
         use_short_attention(model)
 
     def use_liger_kernel(self, model: Any) -> None:
@@ -74,7 +73,6 @@ class Backend:
         """Let a model that only trains lay sequences end to end, if a kernel reads their ends."""
 
     def rank_device(self, rank: int) -> torch.device:
-        """Return the device of a rank on this machine."""
         return self.device
 
     def most_ranks(self) -> int | None:
@@ -82,7 +80,6 @@ class Backend:
         return None
 
     def free_bytes(self) -> int:
-        """Return the bytes of memory that are free."""
         return int(psutil.virtual_memory().available)
 
     def spare_bytes(self) -> int:
@@ -90,7 +87,6 @@ class Backend:
         return 0  # a CPU's memory is shared, and peaks of it are not known
 
     def random_states(self) -> dict[str, Tensor]:
-        """Return the states of torch's random numbers, by device."""
         return {"cpu": torch.get_rng_state()}
 
     def set_random_states(self, states: Mapping[str, Tensor]) -> None:
@@ -359,7 +355,6 @@ class ProductSpeeds:
 
     @property
     def choice(self) -> torch.dtype:
-        """The type to compute in."""
         return torch.bfloat16 if self.bfloat16 >= GAIN * self.float32 else torch.float32
 
     def __str__(self) -> str:

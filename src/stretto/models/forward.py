@@ -131,7 +131,6 @@ class Packing:
         return cls(kept, kept % width, ends, max(lengths))
 
     def to(self, device: torch.device) -> Self:
-        """Return the same on another device."""
         kept, positions, ends = (t.to(device) for t in (self.kept, self.positions, self.ends))
         return replace(self, kept=kept, positions=positions, ends=ends)
 
@@ -243,7 +242,6 @@ def by_token_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def microbatches(responses: Sequence[Response], budget: int) -> Iterable[list[int]]:
-    """Split whole responses by token budget, as :func:`by_token_budget` does."""
     return by_token_budget([r.total_tokens for r in responses], budget)
 
 

@@ -61,18 +61,15 @@ class ModelInfo:
     folder: Path | None = None
 
     def number(self, *names: str) -> int | None:
-        """Return the first of several entries of the config that is a number."""
         found = (self.config.get(name) for name in names)
         return next((int(n) for n in found if isinstance(n, int | float)), None)
 
     @property
     def layers(self) -> int | None:
-        """Number of layers, where the config says it."""
         return self.number("num_hidden_layers", "n_layer")
 
     @property
     def positions(self) -> int | None:
-        """Tokens of the longest sequence, where the config says it."""
         limit = self.number("max_position_embeddings", "n_positions")
         return limit if limit and limit > 0 else None
 

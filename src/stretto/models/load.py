@@ -126,7 +126,6 @@ def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def named_ends(config: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the end tokens that a config names, and the tokenizer's own."""
     named, own = getattr(config, "eos_token_id", None), tokenizer.eos_token_id
     ids: list[Any] = [*named, own] if isinstance(named, list) else [named, own]
     return frozenset(int(i) for i in ids if i is not None)

@@ -106,7 +106,6 @@ def check_lora(model: nn.Module, config: ModelConfig) -> None:
 
 
 def trained_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of the parameters that are trained."""
     return frozenset(name for name, p in model.named_parameters() if p.requires_grad)
 
 

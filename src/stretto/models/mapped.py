@@ -58,7 +58,6 @@ def leave_in_files(model: nn.Module, dtype: torch.dtype | None = None) -> None:
 
 
 def final_dtype(weight: Tensor) -> torch.dtype:
-    """Return the type that a weight is to have: its own, if it is not left in a file."""
     return cast(torch.dtype, getattr(weight, _DTYPE, weight.dtype))
 
 
@@ -79,7 +78,6 @@ def copied(model: M) -> M:
 
 
 def convert(model: nn.Module) -> None:
-    """Give all weights the types that they are to have; those of other types leave their files."""
     for weight in model.parameters():
         weight.data = final(weight)
 

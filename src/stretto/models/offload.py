@@ -54,7 +54,6 @@ class CopyStream:
         return self._pool.submit(self._copy, copies, self._backend.begun(), owner, direction)
 
     def drain(self) -> None:
-        """Wait for all copies that were asked for."""
         self._pool.submit(lambda: None).result()
 
     def wait(self, copies: Iterable[Future[None]], owner: str) -> None:
@@ -68,7 +67,6 @@ class CopyStream:
             self._works.append(Work("wait", start_s, self._clock.now(), about))
 
     def take(self) -> list[Work]:
-        """Take out the records of copies that have ended, and of waits for them."""
         return [self._works.popleft() for _ in range(len(self._works))]
 
     def _copy(self, copies: Copies, begun: Any, owner: str, direction: str) -> None:
@@ -99,7 +97,6 @@ class _SharedBuffer:
             yield t, own.as_strided(t.shape, stride, start // t.itemsize)
 
     def in_place(self) -> bool:
-        """Return whether the tensors' data are in the buffer."""
         where = self.device.data_ptr()
         pairs = zip(self.tensors, self.starts, strict=True)
         return all(tensor.data_ptr() == where + start for tensor, start in pairs)

@@ -146,7 +146,6 @@ def trained_model(name: str | Path) -> str:
 
 
 def is_known(name: str) -> bool:
-    """Return whether a name is one of Stretto's own, which needs no folder and no hub."""
     return name in _FOLDERS
 
 

@@ -69,13 +69,11 @@ class Shape:
 
     @cached_property
     def root_parameters(self) -> int:
-        """Parameters around the layers: embedding, last norm, output layer."""
         head = 0 if self.tied else self.outputs * self.hidden
         return self.vocabulary * self.hidden + self.hidden + head
 
     @cached_property
     def parameters(self) -> float:
-        """All parameters."""
         return self.layers * self.layer_parameters + self.root_parameters
 
     def held(self, tensor: int) -> float:
@@ -92,7 +90,6 @@ class Shape:
         return self if stages == 1 else replace(self, layers=self.layers / stages)
 
     def valued(self) -> Shape:
-        """Return the shape of a critic or reward model with the same body."""
         return replace(self, outputs=1, tied=False)
 
 
@@ -106,7 +103,6 @@ _SIZES = (
 
 
 def _config(kind: str, *sizes: int, tied: bool = False) -> Config:
-    """Return a config with the sizes in the order of :data:`_SIZES`, but for those that are 0."""
     config = {"model_type": kind, **{k: n for k, n in zip(_SIZES, sizes, strict=True) if n}}
     return {**config, "tie_word_embeddings": True} if tied else config
 
@@ -186,7 +182,6 @@ def shape_of(name: str) -> Shape:
 
 
 def known_config(name: str) -> Config | None:
-    """Return the config of a model that settings name, if it is known without its files."""
     return _CONFIGS.get(_NAMES.get(name, ""))
 
 

@@ -60,7 +60,6 @@ class ShardLayout:
 
     @property
     def ranks(self) -> int:
-        """Ranks in all."""
         return self.fsdp * self.tp
 
     def bounds(self, full: FullParameter, rank: int) -> Bounds:
@@ -90,17 +89,14 @@ class ShardLayout:
 
 
 def full_bounds(shape: Sequence[int]) -> Bounds:
-    """Return the bounds of all of a tensor."""
     return tuple((0, size) for size in shape)
 
 
 def index(bounds: Bounds) -> tuple[slice, ...]:
-    """Return the slices that select a part of a full tensor."""
     return tuple(slice(start, end) for start, end in bounds)
 
 
 def shape(bounds: Bounds) -> tuple[int, ...]:
-    """Return the shape of a part."""
     return tuple(end - start for start, end in bounds)
 
 

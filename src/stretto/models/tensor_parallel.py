@@ -63,11 +63,9 @@ class Slices:
         return self._shared[1]
 
     def forget(self) -> None:
-        """Let go of the tensor that was shared last."""
         self._shared = None
 
     def slice(self, weight: Tensor, dim: int) -> Tensor:
-        """Return a copy of this rank's slice of a weight, in the type that it is to have."""
         part = weight.detach().chunk(self.size, dim)[self.rank]
         return part.to(final_dtype(weight), copy=True)
 

@@ -159,7 +159,6 @@ def _memory(
 
 
 def _limits(problem: Problem, units: Units) -> list[tuple[float, str]]:
-    """Return the levels of memory that are drawn as lines, with their names."""
     levels = {"serial 1F1B": serial_1f1b(problem).peak, "capacity": problem.capacity}
     known = [(level, name) for name, level in levels.items() if level is not None]
     return [(level, f"{name} {units.of_memory(level)}") for level, name in known]

@@ -95,7 +95,6 @@ class ModelPipelines:
 
     @property
     def devices(self) -> int:
-        """Number of devices on which its pipelines stand."""
         return self.stages * self.pipelines
 
     @property
@@ -188,12 +187,10 @@ class Problem:
 
     @property
     def devices(self) -> int:
-        """Number of devices."""
         return self.actor.devices
 
     @property
     def models(self) -> tuple[ModelPipelines, ModelPipelines]:
-        """Actor and critic."""
         return self.actor, self.critic
 
     @property
@@ -212,7 +209,6 @@ class Problem:
         return replace(self, actor=a, critic=b)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data, which :meth:`from_json` takes."""
         models = {"actor": self.actor.to_json(), "critic": self.critic.to_json()}
         return {**models, "capacity": self.capacity}
 

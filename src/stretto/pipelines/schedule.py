@@ -101,7 +101,6 @@ class Evaluation:
 
     @property
     def peak(self) -> float:
-        """The highest memory of any device."""
         return max(self.peaks)
 
     @property

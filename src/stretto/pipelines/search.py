@@ -106,7 +106,6 @@ class Incumbent:
 
     @property
     def done(self) -> bool:
-        """Return whether latency and memory are as good as can be, or as was asked for."""
         return self.latency <= self.bound and self.peak <= self.enough
 
 

@@ -29,7 +29,6 @@ class Units:
     memory: str = ""
 
     def of_memory(self, memory: float) -> str:
-        """Return an amount of memory with its unit."""
         number = f"{memory:,.6g}" if memory < 1e6 else f"{memory:,.0f}"
         return f"{number} {self.memory}".strip()
 

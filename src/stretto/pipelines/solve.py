@@ -49,7 +49,6 @@ class Solution:
 
     @property
     def peak(self) -> float:
-        """Highest memory of the schedule on any device."""
         return self.evaluation.peak
 
     @property

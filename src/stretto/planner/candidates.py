@@ -54,7 +54,6 @@ class PlanSpec:
         return max(int(w.prompt_tokens.quantile(0.95, 0)), 1) + w.max_new_tokens
 
     def in_flight(self, schedule: ScheduleConfig) -> int:
-        """Return how many responses are in flight at most."""
         w = self.workload
         return schedule.most_in_flight(w.batch, w.samples_per_prompt)
 

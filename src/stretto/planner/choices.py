@@ -169,7 +169,6 @@ def _with_slots(config: Config, fits: Callable[[Config], bool]) -> Config:
 def _vllm_beside_others(
     config: Config, found: Sequence[ProcessPlacement]
 ) -> ProcessPlacement | None:
-    """Return an engine of vLLM's that is on a GPU of other roles, if any is."""
     taken = Counter(device for place in found for device in place.devices)
     beside = (p for p in found if any(taken[device] > 1 for device in p.devices))
     return next(filter(RunMemory(config).is_vllm, beside), None)

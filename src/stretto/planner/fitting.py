@@ -181,7 +181,6 @@ class Load(DeviceMemory):
     at_once: bool = False
 
     def phase(self, name: str) -> Counter[str]:
-        """Return what takes memory in a phase, and how many bytes."""
         return self.during(*(PHASES if self.at_once else (name,)))
 
     def fits(self, name: str, there: int) -> bool:
@@ -192,7 +191,6 @@ class Load(DeviceMemory):
 
     @property
     def fullest(self) -> str:
-        """The phase that takes the most."""
         return max(PHASES, key=lambda name: self.phase(name).total())
 
     @property
@@ -236,7 +234,6 @@ def lora_adapters(model: ModelConfig) -> Adapters | None:
 
 
 def _valued(name: str) -> Shape | None:
-    """Return the shape of a model with a scalar head by name, if it can be told."""
     shape = _known(name)
     return shape and shape.valued()
 
@@ -310,13 +307,11 @@ class RunMemory:
         return self.loads(found, shapes, width, adapters)
 
     def is_vllm(self, place: ProcessPlacement) -> bool:
-        """Return whether a process on a GPU holds an engine of vLLM's."""
         vllm = self.config.rollout.engine == "vllm"
         return place.generates and place.device != "cpu" and vllm
 
     @property
     def at_once(self) -> bool:
-        """Whether training or scoring goes on while responses are decoded."""
         return self.config.schedule.knobs.overlaps(1)
 
     def loads(

@@ -67,7 +67,6 @@ class Links:
 
     @classmethod
     def of(cls, gpu: Gpu, gpus_per_node: int = 8) -> Links:
-        """Return the links of a node of such GPUs."""
         host = gpu.host_bytes_per_s
         return cls(gpu.link_bytes_per_s, host_bytes_per_s=host, gpus_per_node=gpus_per_node)
 
@@ -103,7 +102,6 @@ class Hardware:
 
     @property
     def usable_bytes(self) -> float:
-        """Bytes of a GPU that can be filled."""
         return self.assumed.usable * self.gpu.memory_bytes
 
 

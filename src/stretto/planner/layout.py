@@ -32,7 +32,6 @@ class Mesh:
 
     @property
     def devices(self) -> int:
-        """How many there are."""
         return self.data * self.tensor * self.stages
 
     def data_bytes_per_s(self, links: Links) -> float:
@@ -52,17 +51,14 @@ class ModelShapes:
 
     @classmethod
     def of_one_size(cls, shape: Shape) -> ModelShapes:
-        """Return four models with the same body."""
         return cls(shape, shape.valued(), shape, shape.valued())
 
     @property
     def trained(self) -> tuple[Shape, ...]:
-        """The models that are trained, the actor first."""
         return (self.actor,) if self.critic is None else (self.actor, self.critic)
 
     @property
     def frozen(self) -> tuple[Shape, ...]:
-        """The models that are not: reference and reward model."""
         return tuple(shape for shape in (self.reference, self.reward) if shape is not None)
 
     @property
@@ -112,17 +108,14 @@ class Layout:
 
     @property
     def meshes(self) -> dict[str, Mesh]:
-        """The devices of each role."""
         return {"learner": self.learner, "generators": self.generator, "scorers": self.scorer}
 
     @property
     def colocated(self) -> bool:
-        """Whether all roles are on all devices."""
         return self.sharing == "all"
 
     @property
     def shared(self) -> tuple[str, ...]:
-        """The roles that are on the same devices."""
         if self.sharing == "all":
             return "learner", "generators", "scorers"
         return () if self.sharing == "none" else (self.sharing, "scorers")
@@ -138,7 +131,6 @@ class Layout:
 
     @property
     def gpus(self) -> int:
-        """Devices of all roles."""
         return sum(m.devices for role, m in self.meshes.items() if role not in self.shared[1:])
 
     def check(self, models: ModelShapes, links: Links) -> None:

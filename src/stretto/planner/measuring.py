@@ -120,7 +120,6 @@ class MeasuredModel:
 
     @cached_property
     def shape(self) -> Shape:
-        """The shape, for the formulas."""
         return described(self.name).shape
 
     @cached_property
@@ -182,7 +181,6 @@ def _fault(model: MeasuredModel, tokens: int) -> str:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the memory that is free."""
     return backend_of(device).free_bytes()
 
 

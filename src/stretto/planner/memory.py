@@ -68,7 +68,6 @@ class Adapters:
 
 
 def state_bytes(shape: Shape, mesh: Mesh) -> float:
-    """Return bytes of the states on a device, where all weights are trained."""
     return trained_bytes(shape.stage(mesh.stages).held(mesh.tensor), None, mesh.data, HALF)[0]
 
 
@@ -184,7 +183,6 @@ class DeviceMemory:
 
     @property
     def adapter_parameters(self) -> int:
-        """Parameters of a trained model's adapters; 0 where all weights are trained."""
         return self.adapters.parameters if self.adapters else 0
 
     def during(self, *phases: str) -> Counter[str]:

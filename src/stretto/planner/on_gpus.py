@@ -49,7 +49,6 @@ class GpuOptions:
         return layout
 
     def within(self, other: GpuOptions) -> bool:
-        """Return whether no option asks for more than another's."""
         return all(a <= b for a, b in zip(astuple(self), astuple(other), strict=True))
 
     def beyond(self, other: GpuOptions) -> str:

@@ -341,7 +341,6 @@ class Prediction:
 
     @property
     def title(self) -> str:
-        """The steps that this is about, in words."""
         left_out = f" of {self.taken:,}" if self.taken > self.last else ""
         return f"seconds a step, means of steps {self.first} to {self.last}{left_out}"
 
@@ -364,7 +363,6 @@ class Prediction:
         return f"{title} ({self.title}):\n{self.table()}"
 
     def data(self) -> dict[str, Any]:
-        """The same as plain data, for a page and for programs."""
         if self.why:
             return {"why": self.why}
         return {"title": self.title, "phases": [list(phase) for phase in self.phases]}
@@ -442,5 +440,4 @@ def _phase(span: Span) -> str:
 
 
 def _order(phase: str) -> tuple[int, str]:
-    """Sort key of phases: scorers, by name, come after generation."""
     return (2 * _ORDER.index(phase), "") if phase in _ORDER else (1, phase)

@@ -129,7 +129,6 @@ class Row:
 
     @property
     def generated(self) -> int:
-        """Response tokens."""
         return len(self.tokens) - len(self.prompt)
 
     @property
@@ -282,7 +281,6 @@ class Engine(ABC):
 
     @property
     def _finished(self) -> int:
-        """How many rollouts have finished of which no call has returned the last chunk."""
         return sum(chunk.finish is not _TURN for chunk in self._done)
 
     @property

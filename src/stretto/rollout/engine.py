@@ -73,7 +73,6 @@ class SlotRow(Row):
         return self.cached == len(self.tokens) - 1
 
     def void(self, version: int) -> None:
-        """Forget keys and values; new ones will be made under ``version``."""
         self.cached, self.kv, self.cache_version = 0, None, version
 
 

@@ -16,7 +16,6 @@ ENGINES: Mapping[str, type[Engine]] = {"torch": TorchEngine, "vllm": VllmEngine}
 
 
 def engine_of(rollout: RolloutConfig) -> type[Engine]:
-    """Return the engine that settings name; where none was chosen, Stretto's own."""
     return ENGINES["torch" if rollout.engine == "auto" else rollout.engine]
 
 

@@ -32,7 +32,6 @@ def _mix(x: int) -> int:
 
 
 def stream_seed(run_seed: int, rollout_id: int) -> int:
-    """Return the seed of one rollout's random stream, as a signed 64-bit integer."""
     return _signed(_mix((_mix(run_seed & _MASK_64) + rollout_id * _GOLDEN) & _MASK_64))
 
 

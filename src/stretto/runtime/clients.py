@@ -78,15 +78,12 @@ class ScorerClient(Client):
 def generator_client(
     name: str, executor: Executor, tracer: Tracer, ways: Ways | None = None
 ) -> Generator:
-    """Return a generator whose work an executor carries."""
     return cast(Generator, Client(Generator, name, name, executor, tracer, ways or {}))
 
 
 def scorer_client(info: ScorerInfo, *args: Any, **rest: Any) -> Scorer:
-    """Return a scorer whose work an executor carries; arguments as :class:`ScorerClient`'s."""
     return cast(Scorer, ScorerClient(info, *args, **rest))
 
 
 def learner_client(name: str, executor: Executor, tracer: Tracer) -> Learner:
-    """Return a learner whose work an executor carries."""
     return cast(Learner, Client(Learner, name, name, executor, tracer, {}))

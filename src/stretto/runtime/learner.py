@@ -166,7 +166,6 @@ class LearnerService(Service):
         return refs
 
     def trained(self) -> Reply[dict[str, dict[str, torch.Tensor]]]:
-        """Return the trained weights of all models, by model and name."""
         return Reply(self._learner.weights())
 
     def end_updates(self) -> bool:

@@ -126,5 +126,4 @@ def probe_of(prompts: Sequence[Prompt]) -> IntArray:
 
 
 def frozen_mark(model: nn.Module) -> str:
-    """Return the fingerprint of the parameters that are not trained."""
     return fingerprint((n, p) for n, p in model.named_parameters() if not p.requires_grad)

@@ -47,7 +47,6 @@ class ProcessPlacement:
 
     @property
     def generates(self) -> bool:
-        """Whether an engine is among its roles."""
         return any(not seat.scorer and seat.role != LEARNER for seat in self.roles)
 
 
@@ -146,7 +145,6 @@ def _processes(
 
 
 def _host(roles: Sequence[str], engines: int) -> int | None:
-    """Return the number of the generator among roles."""
     names = generator_names(engines)
     return next((names.index(role) for role in roles if role in names), None)
 
@@ -232,7 +230,6 @@ def remarks(
 
 
 def memory(process: ProcessPlacement, role_bytes: Mapping[str, int]) -> int:
-    """Return about how many bytes of models and optimizer states a rank holds."""
     names = [placed.scorer.split(":")[0] or placed.role.split()[0] for placed in process.roles]
     models = [{"generator": "actor", "model": "reward"}.get(name, name) for name in names]
     return -(-sum(role_bytes.get(model, 0) for model in models) // len(process.devices))

@@ -110,7 +110,6 @@ class ProcessWorkers:
             say(line)
 
     def thread_of(self, function: str) -> WorkerThread:
-        """Return a thread of its own for each reward function."""
         thread = WorkerThread(function, 1)
         self._stack.callback(thread.stop)
         return thread
@@ -145,7 +144,6 @@ class ProcessWorkers:
 
     @property
     def meeting(self) -> str:
-        """The host on which transfers meet."""
         return self._launcher.host
 
     @property

@@ -136,7 +136,6 @@ class Run:
         return {**rows, **self.sync.metrics, **(self.memory.metrics() if self.memory else {})}
 
     def stacks(self) -> str:
-        """Return what every thread of every process of the run is doing, for people."""
         return "\n\n".join(g.ranks.stacks() for g in self.workers.groups) or stacks()
 
     def save(self, folder: Path) -> None:

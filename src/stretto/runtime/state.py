@@ -81,7 +81,6 @@ def fit(claims: Sequence[Claim]) -> bool:
 
 
 def size_of(state: Any) -> int:
-    """Return the bytes of all tensors."""
     return sum(tensor.nbytes for tensor in _tensors(state))
 
 

@@ -115,7 +115,6 @@ def proved(
 
 
 def difference(one: FloatArray, two: FloatArray) -> float:
-    """Return the root mean square of the differences of two arrays."""
     squares = (one.astype(np.float64) - two.astype(np.float64)) ** 2
     return math.sqrt(squares.mean())
 

@@ -52,17 +52,14 @@ class Buffer:
         self._ended = 0
 
     def __len__(self) -> int:
-        """Rollouts, chosen or not; samples of one episode count once."""
         return sum(group.size for group in self._groups.values())
 
     def __iter__(self) -> Iterator[Rollout]:
-        """All rollouts, in the order in which they were drawn."""
         for group in self._groups.values():
             yield from group.rollouts
 
     @property
     def open(self) -> Sequence[Rollout]:
-        """Rollouts that have not ended, in the order in which they were drawn."""
         return [r for r in self if r.finish is None]
 
     @property
@@ -73,16 +70,13 @@ class Buffer:
 
     @property
     def chosen_size(self) -> int:
-        """Rollouts that the round has so far; samples of one episode count once."""
         return sum(group.size for group in self._chosen)
 
     @property
     def complete(self) -> bool:
-        """Return whether the round has all its groups."""
         return len(self._chosen) == self._wanted
 
     def add(self, group: Sequence[Rollout]) -> None:
-        """Put a fresh group at the end."""
         self._groups[group[0].group] = _Group(list(group), len(group))
 
     def join(self, fork: Rollout) -> None:

@@ -96,7 +96,6 @@ class Fixed:
         return self._numbers[min(self._place, len(self._numbers) - 1)]
 
     def observe(self, feedback: Feedback) -> None:
-        """Go to the next number."""
         self._place += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -131,15 +130,12 @@ class Meter(Stateful):
             self._generating_since_s = None
 
     def began(self, beyond: int) -> None:
-        """Note that a round has begun, with so many rollouts in flight beyond its own."""
         self._beyond = beyond
 
     def ended(self, rollout: Rollout) -> None:
-        """Note that a response has ended."""
         self._lengths.append(len(rollout))
 
     def trained(self, stats: Stats) -> None:
-        """Note that a batch has been trained on."""
         self._rewards.append(stats[REWARD])
 
     def feedback(self, decode: Sequence[DecodeSample]) -> Feedback:

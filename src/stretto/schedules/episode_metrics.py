@@ -44,13 +44,11 @@ def _answers(samples: Sequence[Rollout]) -> list[Observation]:
 
 
 def calls(observation: Observation) -> Iterator[Mapping[str, Any]]:
-    """Yield the calls of a turn, as they were recorded."""
     found = observation.record.get("calls")
     yield from (call for call in found or () if isinstance(call, Mapping))
 
 
 def tools_called(observation: Observation) -> str:
-    """Return the names of the tools that a turn called, in words for a trace."""
     return ", ".join(_clean(str(call.get("name") or "?")) for call in calls(observation))
 
 
@@ -102,7 +100,6 @@ def episode_metrics(rollouts: Iterable[Rollout]) -> dict[str, float]:
 
 
 def _ended_by(samples: Sequence[Rollout]) -> str:
-    """Return the cause that ended an episode: that of the sample which was answered last."""
     return max(samples, key=lambda r: r.log[-1].number if r.log else -1).ended_by
 
 
@@ -134,5 +131,4 @@ def _tools(made: Sequence[Mapping[str, Any]], episodes: int) -> dict[str, float]
 
 
 def _clean(name: str) -> str:
-    """Make a name what metrics may have."""
     return re.sub(r"[^\w.-]", "_", name)[:_NAME_CHARS]

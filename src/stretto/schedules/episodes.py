@@ -95,7 +95,6 @@ class Episodes:
         return len(rollout.turns) > len(rollout.turn_rewards) or not (rollout.turns or rollout.log)
 
     def cancel(self) -> None:
-        """End all tasks."""
         for task in self._tasks:
             task.cancel()
 
@@ -240,7 +239,6 @@ class Episodes:
 
 
 def _score(rollout_id: int, source: str, verdict: Mapping[str, Any]) -> Score:
-    """Return the score of a verdict: a value, which may be ``None``, or an error."""
     failure, value = verdict.get("error"), verdict.get("value")
     values = np.array([] if failure or value is None else [value], np.float32)
     return Score(rollout_id, source, "reward", values, failure, verdict.get("extra", {}))

@@ -51,17 +51,14 @@ class Member:
 
     @property
     def serves(self) -> bool:
-        """Return whether it may be given work."""
         return self.state is MemberState.HEALTHY
 
     @property
     def retired(self) -> bool:
-        """Return whether it is given up."""
         return self.state is MemberState.RETIRED
 
     @property
     def exhausted(self) -> bool:
-        """Return whether the budget has no further process."""
         return self.lives >= self._restarts
 
     def note(self, event: Event, cause: str = "") -> None:
@@ -93,14 +90,12 @@ class Fleet:
         self._before = [0, 0]  # deaths and restarts before the run was taken up again
 
     def member(self, name: str) -> Member:
-        """Return a new member, healthy."""
         self._members.append(Member(name, self.restarts))
         self._reported.append(0)
         return self._members[-1]
 
     @property
     def totals(self) -> tuple[int, int]:
-        """Processes lost, and processes started in place of others, in the whole run."""
         deaths, lives = sum(m.deaths for m in self._members), sum(m.lives for m in self._members)
         return self._before[0] + deaths, self._before[1] + lives
 
@@ -117,12 +112,10 @@ class Fleet:
         return lines
 
     def metrics(self) -> dict[str, float]:
-        """Return the totals, where members may be replaced."""
         names = ("cluster/deaths", "cluster/restarts") if self.restarts else ()
         return dict(zip(names, map(float, self.totals), strict=False))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return tickets and totals, as plain data."""
         return {"held": tickets_of(self.held), "totals": list(self.totals)}
 
     def load_state_dict(self, state: Mapping[str, Any], channel: str = "") -> None:
@@ -156,7 +149,6 @@ Sync = Callable[[WeightsRef, Sequence[Replaceable]], Sequence[Work]]
 
 
 def load_each(weights: WeightsRef, roles: Sequence[Replaceable]) -> Sequence[Work]:
-    """Return for each role what has it load weights by itself."""
     return [partial(role.load, weights) for role in roles]
 
 
@@ -208,7 +200,6 @@ class Guard:
 
     @property
     def serves(self) -> bool:
-        """Return whether the role may be given work."""
         return self.member.serves
 
     async def ask(

@@ -80,7 +80,6 @@ class WaitModel(Stateful):
         self._seconds: dict[str, list[float]] = {}
 
     def observe(self, kind: str, seconds: float) -> None:
-        """Note how long a wait has taken."""
         self._seconds[kind] = [*self._seconds.get(kind, ()), seconds][-WINDOW:]
 
     def remaining_s(self, kind: str, waited_s: float) -> float:

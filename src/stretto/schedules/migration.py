@@ -59,7 +59,6 @@ class MigrationLimits:
         return self.transfer_tokens_per_s > self.prefill_tokens_per_s
 
     def moving_s(self, tokens: float) -> float:
-        """Return the seconds to move a rollout of so many tokens, the faster way."""
         return tokens / max(self.transfer_tokens_per_s, self.prefill_tokens_per_s)
 
 

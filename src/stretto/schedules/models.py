@@ -44,7 +44,6 @@ class LengthModel(Stateful):
         self._table: tuple[IntArray, FloatArray] | None = None
 
     def __len__(self) -> int:
-        """Lengths remembered."""
         return sum(map(len, self._steps))
 
     def observe(self, lengths: Sequence[int]) -> None:
@@ -54,7 +53,6 @@ class LengthModel(Stateful):
         self._table = None
 
     def mean(self) -> float:
-        """Return the mean length in tokens."""
         lengths, weights = self._weighted()
         return float(lengths @ weights)
 
@@ -132,7 +130,6 @@ class LatencyModel(Stateful):
         self._fitted: tuple[FloatArray, float] | None = None
 
     def __len__(self) -> int:
-        """Calls remembered."""
         return len(self._calls)
 
     def observe(self, calls: Sequence[DecodeSample]) -> None:

@@ -111,7 +111,6 @@ class Pool:
 
     @property
     def single(self) -> bool:
-        """Return whether there is one generator only."""
         return len(self._engines) == 1
 
     def holds(self, rollout: Rollout) -> bool:
@@ -177,7 +176,6 @@ class Pool:
         return next(engines, None)
 
     def wake(self) -> None:
-        """Have generators look again for what they wait for."""
         for engine in self._engines:
             engine.arrival.set()
 

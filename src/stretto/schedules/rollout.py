@@ -100,7 +100,6 @@ class Rollout:
     samples: list[Rollout] = field(default_factory=list, repr=False, compare=False)  # of an episode
 
     def __len__(self) -> int:
-        """Response tokens so far."""
         return len(self.tokens)
 
     def move(self, state: RolloutState, because: str = "") -> None:
@@ -144,7 +143,6 @@ class Rollout:
 
     @property
     def in_turns(self) -> bool:
-        """Whether it is a sample of an episode."""
         return self.sampling is not None and self.sampling.max_turn_tokens > 0
 
     @property
@@ -166,7 +164,6 @@ class Rollout:
 
     @property
     def total_tokens(self) -> int:
-        """Prompt and response tokens so far."""
         return len(self.prompt.tokens) + len(self.tokens)
 
     @property
@@ -184,7 +181,6 @@ class Rollout:
 
     @property
     def messages(self) -> tuple[Message, ...] | None:
-        """The response as messages, in an episode."""
         if not self.log:
             return None
         return (*(m for o in self.log for m in o.messages), *self.left)
@@ -337,7 +333,6 @@ def _mark(prompt: Prompt) -> str:
 def restored(
     states: Iterable[Mapping[str, Any]], prompt_by_id: Callable[[int], Prompt]
 ) -> list[Rollout]:
-    """Return the rollouts of saved states; prompts come by their ids."""
     return [Rollout.from_state(state, prompt_by_id(state["prompt"])) for state in states]
 
 
@@ -353,7 +348,6 @@ class Ledger:
 
     @property
     def in_flight(self) -> int:
-        """Rollouts dispatched and not yet trained or rejected."""
         return len(self._in_flight)
 
     def dispatch(self, rollouts: Sequence[Rollout]) -> None:
@@ -414,7 +408,6 @@ class Ledger:
 
 
 def of_kind(rollout: Rollout, kind: ScoreKind) -> list[Score]:
-    """Return a rollout's scores of one kind."""
     return [s for s in rollout.scores.values() if s.kind == kind]
 
 
@@ -533,7 +526,6 @@ def reasons_to_reject(
 
 
 def _at_fault(rollouts: Sequence[Rollout]) -> str:
-    """Return what did not give rewards, in words for a user."""
     failed = {s.source for r in rollouts for s in r.scores.values() if s.failure}
     return "the environment or program" if failed == {ENVIRONMENT} else "the reward function"
 

@@ -121,7 +121,6 @@ class Schedule:
 
     @property
     def loaded(self) -> int:
-        """The version that generators, and scorers that follow a trained model, work with."""
         return self._loaded
 
     @property
@@ -136,7 +135,6 @@ class Schedule:
 
     @property
     def in_flight(self) -> Sequence[Rollout]:
-        """Rollouts that are neither trained on nor rejected."""
         return list(self._rollouts.values())
 
     async def step(self) -> Step:

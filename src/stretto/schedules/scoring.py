@@ -72,7 +72,6 @@ class ReplicaQueue:
         self._arrived(rollout.total_tokens)
 
     def extend(self, chunk: Chunk) -> None:
-        """Add tokens of an admitted rollout."""
         if chunk.rollout_id not in self._admitted:  # else it will be admitted with them
             self._chunks.append(chunk)
         self._arrived(len(chunk.tokens))
@@ -89,7 +88,6 @@ class ReplicaQueue:
             self.call()
 
     def call(self) -> None:
-        """Call the scorer with what there is, once it is idle."""
         self._worthwhile = True
         self._changed.set()
 
@@ -176,7 +174,6 @@ class ReplicaQueue:
         self._dropped.append(rollout_id)
 
     def read_on(self) -> None:
-        """Have the scorer read all that has arrived, as there is time for it."""
         if self._admitted or self._chunks:
             self.call()
 
@@ -352,7 +349,6 @@ class Scoring:
             await queue.pause("training")
 
     async def load(self, weights: Mapping[str, WeightsRef]) -> None:
-        """Give new weights to scorers that follow a trained model."""
         for group in self._following:
             await group.load(weights[group.follows])
 
@@ -382,17 +378,14 @@ class Scoring:
                 queue.read_on()
 
     def extended(self, chunk: Chunk) -> None:
-        """Note that a rollout has got more tokens."""
         for group in self._streaming:
             group.queue_of[chunk.rollout_id].extend(chunk)
 
     def ended(self, rollout: Rollout) -> None:
-        """Note that a rollout has ended."""
         if self._score_on != "batch":
             self._ask(rollout, self._frozen)
 
     def chosen(self, rollout: Rollout) -> None:
-        """Note that a rollout that has ended is going to be trained on."""
         if self._score_on != "batch":
             self._ask(rollout, self._following)
 
@@ -417,7 +410,6 @@ class Scoring:
         await self.all_scored(answers)
 
     def look(self) -> None:
-        """Note that a generator's device has become free for scoring."""
         for group in self._groups:
             group.wake()
 

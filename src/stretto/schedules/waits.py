@@ -168,7 +168,6 @@ class Phases:
 
     @property
     def cause(self) -> str:
-        """The cause as of now."""
         return self._causes[-1]
 
     def enter(self, cause: str) -> None:

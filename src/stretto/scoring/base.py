@@ -76,7 +76,6 @@ class ModelScorer(ResponseScorer):
 
     @property
     def device(self) -> torch.device:
-        """The device that the model is on."""
         return next(self.model.parameters()).device
 
     @property
@@ -227,7 +226,6 @@ class RowSpan:
 
     @property
     def predicting(self) -> list[int]:
-        """The row's places that lie in this span."""
         places = self.row.predicting
         return places[bisect_left(places, self.start) : bisect_left(places, self.stop)]
 
@@ -251,7 +249,6 @@ class StreamedRows:
         self._rows: dict[int, StreamedRow] = {}
 
     def get(self, rollout_id: int) -> StreamedRow | None:
-        """Return the row of a rollout, if it has one."""
         return self._rows.get(rollout_id)
 
     def open(

@@ -113,7 +113,6 @@ class FunctionScorer(ResponseScorer):
 
     @property
     def in_process(self) -> bool:
-        """Whether the function is an object of the caller, called in this process."""
         return isinstance(self._process, LocalFunction)
 
     def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]:
@@ -127,7 +126,6 @@ class FunctionScorer(ResponseScorer):
         return self._payload(response, self._text(response))
 
     def failure(self, response: Response, why: str) -> str:
-        """Tell why there is no score, and of what."""
         return self._failure(response, self._text(response), why)
 
     def load(self, weights: WeightsRef) -> None:

@@ -109,7 +109,6 @@ class _Call:
 
     @property
     def per_prompt(self) -> int:
-        """Answers to each prompt."""
         return len(self.texts) // len(self.prompts)
 
     async def pieces(self) -> AsyncIterator[Piece]:

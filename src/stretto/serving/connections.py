@@ -50,7 +50,6 @@ class _Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
 
 def server_config(app: Any, **options: Any) -> uvicorn.Config:
-    """Return how uvicorn serves an application."""
     return uvicorn.Config(app, http=_Protocol, log_level="warning", lifespan="off", **options)
 
 
@@ -93,7 +92,6 @@ async def unless_gone(http: Request, work: Any) -> Response:
 
 
 def of_engine(error: StrettoError) -> ApiError:
-    """Return an engine's refusal as a server's."""
     status, code = _STATUS.get(error.code, (500, None))
     return ApiError(str(error), status, code)
 

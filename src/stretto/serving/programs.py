@@ -80,6 +80,5 @@ class ProgramServer:
         self.close()
 
     def close(self) -> None:
-        """Close the port, once the event loop has ended."""
         if self._listener:
             self._listener.close()

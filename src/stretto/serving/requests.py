@@ -87,7 +87,6 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The answer's JSON."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         about = {"type": kind, "param": self.param, "code": self.code}
         return {"error": {"message": str(self), **about}}
@@ -153,12 +152,10 @@ class Options(_Body):
 
     @property
     def options(self) -> Options:
-        """How answers are sampled, wherever a request has it."""
         return self
 
     @property
     def choices(self) -> int:
-        """Answers to each prompt."""
         return self.n or 1
 
     @property
@@ -286,13 +283,11 @@ class ChatRequest(_Request, Options):
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """The texts of the conversation, as one."""
         texts = [f"{m.content}{m.reasoning_content or ''}" for m in self.messages]
         return ["".join([*texts, *(str(tool.function) for tool in self.tools or ())])]
 
     @property
     def offered(self) -> list[dict[str, Any]]:
-        """The tools that the policy is told of."""
         if self.tool_choice == "none":
             return []
         return [tool.model_dump() for tool in self.tools or ()]
@@ -306,7 +301,6 @@ class ChatRequest(_Request, Options):
 
     @property
     def likeliest(self) -> int | None:
-        """As in other requests."""
         return self.top_logprobs or 0 if self.logprobs else None
 
 
@@ -318,12 +312,10 @@ class CompletionRequest(_Request, Options):
 
     @property
     def likeliest(self) -> int | None:
-        """As in other requests."""
         return self.logprobs
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """As in other requests."""
         return self.prompt
 
     @field_validator("prompt", mode="before")
@@ -350,7 +342,6 @@ class SamplingParams(Options):
 
     @property
     def likeliest(self) -> int | None:
-        """As in other requests."""
         return self.logprobs
 
 
@@ -362,12 +353,10 @@ class GenerateRequest(_Request):
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """As in other requests."""
         return [self.token_ids]
 
     @property
     def options(self) -> Options:
-        """As in other requests."""
         return self.sampling_params
 
 

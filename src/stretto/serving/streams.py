@@ -78,19 +78,15 @@ class ThreadGenerator:
         self._engine, self._run = engine, thread.run
 
     async def admit(self, responses: Sequence[Response]) -> None:
-        """See :class:`Decodes`."""
         await self._run(lambda: self._engine.admit(responses))
 
     async def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
-        """See :class:`Decodes`."""
         return await self._run(lambda: self._engine.decode(max_tokens, stop_after))
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
-        """See :class:`Decodes`."""
         await self._run(lambda: self._engine.release(rollout_ids))
 
     async def load(self, weights: WeightsRef) -> None:
-        """See :class:`Decodes`."""
         await self._run(lambda: self._engine.load(weights))
 
 

@@ -111,7 +111,6 @@ class Task(ABC):
 
     @property
     def first(self) -> TaskRow:
-        """The first row."""
         return self.row(self.indices[0])
 
     @property

@@ -213,7 +213,6 @@ class Encoder:
 
     @property
     def control_ids(self) -> frozenset[int]:
-        """The ids of control tokens."""
         return self._ids
 
     def control_in(self, escaped: str, start: int = 0) -> tuple[int, int, int] | None:

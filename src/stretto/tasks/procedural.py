@@ -85,7 +85,6 @@ class SpellBackward:
     """Words of three letters to be spelled backward."""
 
     def make(self, seed: int, index: int) -> tuple[str, str]:
-        """Draw a question and its answer."""
         word = Random(seed + index).choice(WORDS)
         return f"Spell this word backward (example: sun -> nus): {word}", word[::-1]
 
@@ -111,7 +110,6 @@ class ProceduralTask(Task):
         return self._size
 
     def row(self, index: int) -> TaskRow:
-        """Return the row at ``index``; made now."""
         question, answer = self._made(index)
         data = {"question": question, "answer": answer}
         return TaskRow(prompt=question, data=data, reference=answer, index=index)
@@ -139,7 +137,6 @@ class ReasoningTask(Task):
         return len(self._dataset)
 
     def row(self, index: int) -> TaskRow:
-        """Return the row at ``index``; made now."""
         entry = self._entry(index)
         answer = entry["answer"] if isinstance(entry["answer"], str) else None
         return TaskRow(prompt=entry["question"], data=dict(entry), reference=answer, index=index)

@@ -231,7 +231,6 @@ class PromptSource:
                 yield self._rendered(asked, plain, prompt_id) if at else prompt, turn["content"]
 
     def row_by_id(self, prompt_id: int) -> TaskRow:
-        """Return the row that the prompt with this id is made of."""
         return self.task.row(self._index(prompt_id))
 
     def _index(self, prompt_id: int) -> int:
@@ -239,7 +238,6 @@ class PromptSource:
         return self.task.indices[int(self._order(epoch)[place])]
 
     def is_held_out(self, prompt_id: int) -> bool:
-        """Return whether the prompt with this id is for evaluation alone."""
         share = self.config.held_out_share
         return share > 0 and is_held_out(self.row_by_id(prompt_id), share)
 
@@ -265,7 +263,6 @@ class PromptSource:
         return {**self.task.identity, "tokens of the first prompt": f"{SHA256}{digest}"}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place of the stream, the number of rows and the seed of their order."""
         order = {"rows": len(self.task), "seed": self.seed}
         return {"place": self._place, "skipped": self.skipped, **order}
 

@@ -147,7 +147,6 @@ def _read_splits(path: Path, split: str) -> Any:
 
 
 def no_split(name: str, split: str, known: Iterable[str]) -> TaskError:
-    """Make the error of a dataset that has other splits."""
     return TaskError(f"'{name}' has no split '{split}'. {nearest(split, known)}", "unknown-split")
 
 
@@ -374,7 +373,6 @@ class TableTask(Task):
 
     @property
     def indices(self) -> Sequence[int]:
-        """The rows that can be used, by their places in the data."""
         return self._indices
 
     def row(self, index: int) -> TaskRow:
@@ -388,12 +386,10 @@ class TableTask(Task):
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """Number of rows, and fingerprints of them."""
         return {**super().identity, **self._fingerprints}
 
     @property
     def has_verifier(self) -> bool:
-        """Whether there is a column of right answers."""
         return bool(self._answer_column)
 
     def verify(self, index: int, response: str) -> float:

@@ -94,9 +94,7 @@ class Agreement:
             self._squares, self._tokens = self._squares + squares, self._tokens + tokens
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums that were measured, as plain data."""
         return {"squares": self._squares, "tokens": self._tokens}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from such sums."""
         self._squares, self._tokens = state["squares"], state["tokens"]

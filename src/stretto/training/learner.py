@@ -84,7 +84,6 @@ class PolicyLearner:
 
     @property
     def device(self) -> torch.device:
-        """The device that the actor is trained on."""
         return self._actor.device
 
     def train(self, batch: TrainBatch) -> TrainOutput:

@@ -247,7 +247,6 @@ def start(
 
 
 def layout_of(config: PipelineConfig) -> StageLayout:
-    """Return the layout of the stages over pipelines."""
     actor, critic = ((config.stages(name), config.pipelines(name)) for name in NAMES)
     return StageLayout(*actor, *critic)
 

@@ -48,7 +48,6 @@ _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 def file_name(rank: int = 0, ranks: int = 1) -> str:
-    """Return the name of a rank's file."""
     return f"rank-{rank}-of-{ranks}.safetensors"
 
 

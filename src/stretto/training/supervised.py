@@ -65,7 +65,6 @@ def train(
 
 
 def updates(config: SupervisedConfig, rows: int) -> int:
-    """Return how many updates a run takes on ``rows`` rows."""
     return config.steps or config.training.epochs * -(-rows // config.batch)
 
 
@@ -132,7 +131,6 @@ class CrossEntropy:
 
     @classmethod
     def of(cls, model: nn.Module, config: SftConfig) -> CrossEntropy:
-        """Make the loss that the settings ask for."""
         row_tokens = config.data.max_tokens * config.packing
         return cls(model, _budget(model, config), row_tokens=row_tokens)
 
@@ -294,7 +292,6 @@ class BradleyTerry:
 
     @classmethod
     def of(cls, model: nn.Module, config: RewardModelConfig) -> BradleyTerry:
-        """Make the loss that the settings ask for."""
         return cls(model, _budget(model, config), config.center_coef)
 
     def learn(self, batch: Sequence[PairTokens]) -> Stats:

@@ -172,12 +172,10 @@ class WholeModel:
 
     @property
     def device(self) -> torch.device:
-        """The device that the weights are on."""
         return next(self.model.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that the model computes in."""
         return next(self.model.parameters()).dtype
 
     @torch.no_grad()
@@ -206,7 +204,6 @@ class WholeModel:
         return output_head(self.model)
 
     def fingerprint(self) -> str:
-        """Return a short hash of all parameters, frozen ones too."""
         return fingerprint(self.model.named_parameters())
 
     def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -378,7 +375,6 @@ class TrainedModel(Trained):
         return {name: master.grad for name, master in pairs if master.grad is not None}
 
     def discard(self) -> None:
-        """Forget the gradients collected since the last update."""
         self._optimizer.zero_grad(set_to_none=False)
 
     def update(self, norm: float | None = None) -> float:

@@ -52,7 +52,6 @@ class WeightSender(SharedChannel):
         self._keep(ref.model, {v: versions[v] for v in sorted(versions)[-self._count :]})
 
     def plan(self, ref: WeightsRef) -> BucketPlan:
-        """Return the plan by which a ticket's tensors travel."""
         return self._planned(ref)[0]
 
     def send(self, ref: WeightsRef, route: Route) -> str:

@@ -32,11 +32,9 @@ class PackedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the part."""
         return math.prod(shape(self.bounds)) * self.dtype.itemsize
 
     def of(self, flat: Tensor) -> Tensor:
-        """Return the part's view of the bucket's bytes [bytes]."""
         return flat[self.start : self.end].view(self.dtype).view(shape(self.bounds))
 
 
@@ -97,7 +95,6 @@ class BucketPlan:
 
     @property
     def size(self) -> int:
-        """Bytes that travel."""
         return sum(map(size_of, self.buckets))
 
     @property

@@ -41,7 +41,6 @@ class SliceTransfer:
 
     @property
     def size(self) -> int:
-        """Bytes."""
         return math.prod(shape(self.box)) * self.dtype.itemsize
 
 

@@ -130,12 +130,10 @@ class Route:
 
     @property
     def prefix(self) -> str:
-        """The beginning of the group's keys in the store."""
         return f"{self.channel}/{self.epoch}"
 
     @property
     def sends(self) -> bool:
-        """Whether this rank is a source."""
         return self.rank < self.sources
 
 

@@ -325,7 +325,6 @@ class Listener:
 
 
 def listening_at(host: str) -> socket.socket:
-    """Return a socket that listens at an address, on a port that is free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, 0), family=family, backlog=1024)
 

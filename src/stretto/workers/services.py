@@ -110,7 +110,6 @@ class CallPredictor:
 
 
 def offloaded_of(service: object) -> OffloadedTensors | None:
-    """Return a service's offloaded tensors; any object may be a service, and have none."""
     return getattr(service, "offloaded", None)
 
 

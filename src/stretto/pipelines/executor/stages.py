@@ -245,7 +245,6 @@ class StageLayout:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
         return self.actor_stages * self.actor_pipelines
 
     def of(self, name: Name) -> tuple[int, int]:
@@ -261,7 +260,6 @@ class StageLayout:
         return pipeline, along if name == "actor" else stages - 1 - along
 
     def rank(self, name: Name, pipeline: int, stage: int) -> int:
-        """Return the rank of a place."""
         stages, _ = self.of(name)
         return pipeline * stages + (stage if name == "actor" else stages - 1 - stage)
 

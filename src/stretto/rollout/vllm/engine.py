@@ -343,13 +343,11 @@ class MergedWeights:
 
     @torch.no_grad()
     def tensors(self, arriving: Mapping[str, Tensor | TensorPart]) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors, after the adapters have arrived."""
         for name, part in arriving.items():
             copy_into(self._model, {name: part})
         yield from self._below()
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of the model with its adapters."""
         return fingerprint_of(self._model)
 
     def _below(self) -> Iterator[tuple[str, Tensor]]:

@@ -124,7 +124,6 @@ def _tied(model: torch.nn.Module) -> Iterator[Any]:
 
 
 def register() -> None:
-    """Make the backend known to vLLM, in this process."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, ChannelTransfer)
 

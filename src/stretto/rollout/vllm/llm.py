@@ -243,7 +243,6 @@ class LlmRequests:
         )
 
     def abort(self, requests: Sequence[str]) -> None:
-        """End requests that vLLM has not ended itself."""
         if requests:
             self._engine.abort_request(list(requests))
 
@@ -261,7 +260,6 @@ class LlmRequests:
 
     @property
     def busy(self) -> bool:
-        """Return whether any request has not ended."""
         return bool(self._engine.has_unfinished_requests())
 
     def logprobs(self, prefixes: Sequence[Sequence[int]], tokens: Sequence[int]) -> FloatArray:
@@ -304,7 +302,6 @@ class LlmRequests:
         self._engine.sleep(level=level)
 
     def wake(self, what: Sequence[Literal["weights", "kv_cache"]]) -> None:
-        """Take memory again."""
         self._engine.wake_up(list(what))
 
     def _add(self, request: str, tokens: Sequence[int], salt: str, **given: Any) -> None:

@@ -179,7 +179,6 @@ class Workload(Section):
 
     @property
     def turns(self) -> Turns | None:
-        """The turns of each rollout, where responses have several."""
         return Turns(self.episodes, self.response_tokens, self.seed) if self.episodes else None
 
     @property

@@ -134,7 +134,6 @@ class Replica:
             self.unpark(id_)
 
     def park(self, rollout_id: int, tokens: int) -> None:
-        """Keep keys and values of a rollout that waits for its environment."""
         self.parked[rollout_id] = tokens
         self._in_parked += tokens
 

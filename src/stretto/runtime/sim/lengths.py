@@ -56,7 +56,6 @@ class Lognormal(Section):
 
     @cached_property
     def sigma(self) -> float:
-        """Standard deviation of the logarithm."""
         share, tokens = (0.99, self.p99) if self.p95 is None else (0.95, self.p95)
         assert tokens is not None
         return log(tokens / self.median) / _NORMAL.inv_cdf(share)
