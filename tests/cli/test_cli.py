@@ -15,7 +15,7 @@ import torch
 from stretto import __version__, evaluation, runs
 from stretto.cli import contracts, doctor
 from stretto.cli.main import COMMANDS, main
-from stretto.cli.train import COMMON
+from stretto.cli.settings import COMMON
 from stretto.config import Config, ModelConfig, SftConfig, TaskConfig, recipes
 from stretto.errors import RewardError
 from stretto.evaluation import EvalResult, answers
@@ -145,7 +145,7 @@ def test_train_help_documents_what_users_set_or_a_section(
     assert run("train", "--help") == 0
     text = capsys.readouterr().out
     assert set(re.findall(r"--([a-z]+\.[a-z-]+) ", text)) == {
-        key.replace("_", "-") for key in COMMON if "." in key
+        key.replace("_", "-") for key in {*COMMON} & {*recipes.setting_names()} if "." in key
     }
     assert f"These are 15 of {len(recipes.setting_names()) - 1} settings" in text
     assert run("train", "--help", "training") == 0

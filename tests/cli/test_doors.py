@@ -173,3 +173,20 @@ def test_a_value_for_a_section_names_the_setting(
     (tmp_path / "own.toml").write_text('model = "tiny"')
     assert run("train", str(tmp_path / "own.toml"), "--dry-run") == 2
     assert "'model.name'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "reward", "compare", "plan", "eval", "label"])
+def test_help_is_short_and_help_all_complete(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(command, "--help") == 0
+    short = capsys.readouterr().out
+    assert run(command, "--help-all") == 0
+    whole = capsys.readouterr().out
+    assert len(short.splitlines()) <= 130
+    assert len(short) < len(whole)
+    assert "--help-all documents all of them" in short
+    kinds = {"sft": SftConfig, "reward": RewardModelConfig}
+    if command in ("train", *kinds):
+        for name in recipes.setting_names(kinds.get(command, Config)):
+            assert "--" + name.replace("_", "-") in whole or name == "cluster.processes"

@@ -35,6 +35,15 @@ Own = TypeVar("Own", bound="DataclassInstance")
 IN_FILES_ALONE = ("cluster.processes",)
 """Settings that are lists of tables, which no option can spell."""
 
+COMMON = (
+    *("steps", "out", "runtime", "model.name", "model.lora_rank", "task.kind", "task.name"),
+    *("task.columns", "data.name", "batch", "reward.sources", "rollout.batch"),
+    *("rollout.samples_per_prompt", "rollout.max_new_tokens", "schedule.preset", "algorithm.name"),
+    "training.lr",
+)
+"""Settings that ``--help`` documents: those that most users set. ``--help-all`` and ``--help
+SECTION`` document the others."""
+
 RECIPE_HELP = "A recipe's name ('stretto recipes' lists them), a .toml file, or a run's folder."
 
 Recipe = Annotated[tyro.conf.Positional[str], tyro.conf.arg(help=RECIPE_HELP, metavar="RECIPE")]
@@ -53,7 +62,6 @@ def parse_with_config(
     config: S,
     options: type[Own],
     only: Sequence[str] = (),
-    common: Sequence[str] = (),
 ) -> tuple[S, Own]:
     """Parse options that change settings, and the command's own.
 
@@ -68,13 +76,11 @@ def parse_with_config(
             recipe (or what stands in its place) is the first of them. ``overrides``, if there,
             names a file with changes, which come before those of the command line.
         only: dotted settings or sections to offer; empty offers all.
-        common: settings that ``--help`` documents, where not all; ``--help-all`` and ``--help
-            SECTION`` document the others.
     """
     own_names, kind = [field.name for field in dataclasses.fields(options)], type(config)
     every = set(recipes.setting_names(kind)).difference(IN_FILES_ALONE)
     offered = {name for name in every if not only or _within(name, only)}
-    shown, more = _asked_for_help(arguments, offered, common)
+    shown, more = _asked_for_help(arguments, offered)
     if shown is not None:
         arguments, offered = ["--help"], shown
     named = _named(arguments, offered, own_names, kind)
@@ -147,14 +153,13 @@ def value_of(option: str, arguments: Sequence[str]) -> str | None:
     return None
 
 
-def _asked_for_help(
-    arguments: Sequence[str], offered: set[str], common: Sequence[str]
-) -> tuple[set[str] | None, str]:
+def _asked_for_help(arguments: Sequence[str], offered: set[str]) -> tuple[set[str] | None, str]:
     """Return the settings that help is asked for, if it is, and a line about the others."""
     asked = [i for i, argument in enumerate(arguments) if argument in ("-h", "--help")]
-    if common and "--help-all" in arguments:
+    common = offered & {*COMMON}
+    if "--help-all" in arguments:
         return offered, ""
-    if not (common and asked):
+    if not asked:
         return None, ""
     sections = list(dict.fromkeys(n.partition(".")[0] for n in sorted(offered) if "." in n))
     for section in arguments[asked[0] + 1 :]:
@@ -167,7 +172,7 @@ def _asked_for_help(
         f"These are {len(common)} of {len(offered)} settings. --help-all documents all of them, "
         f"--help SECTION one section: {', '.join(sections)}"
     )
-    return set(common), line
+    return common, line
 
 
 def _within(name: str, only: Sequence[str]) -> bool:

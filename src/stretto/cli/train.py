@@ -25,13 +25,6 @@ C = TypeVar("C", SftConfig, RewardModelConfig)
 
 DEFAULT_RECIPE = "arithmetic"
 
-COMMON = (
-    *("steps", "out", "runtime", "model.name", "model.lora_rank", "task.kind", "task.name"),
-    *("task.columns", "reward.sources", "rollout.batch", "rollout.samples_per_prompt"),
-    *("rollout.max_new_tokens", "schedule.preset", "algorithm.name", "training.lr"),
-)
-"""Settings that ``--help`` documents: those that most users set."""
-
 
 @dataclass
 class TrainOptions:
@@ -118,7 +111,7 @@ def parse(arguments: Sequence[str]) -> tuple[Config, TrainOptions]:
 
         source = RunDirectory.open(resumed).config_file
     start = recipes.load(source, checked=bool(resumed))
-    config, own = parse_with_config("train", arguments, start, TrainOptions, common=COMMON)
+    config, own = parse_with_config("train", arguments, start, TrainOptions)
     if own.resume != (resumed or ""):
         raise ConfigError("--resume was given twice; name one run directory")
     if resumed:
