@@ -41,7 +41,6 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def existing(path: Path) -> Path:
-    """Return a file or folder if it is there, else the nearest folder around it that is."""
     path = path.absolute()
     return next(p for p in (path, *path.parents) if p.exists())
 
@@ -51,7 +50,6 @@ def free(path: Path) -> int:
 
 
 def size_of(folder: Path) -> int:
-    """Return the bytes of all files in a folder, at any depth; 0 where it is not there."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
@@ -63,7 +61,6 @@ class FileSum(NamedTuple):
 
 
 def sum_of(file: Path) -> FileSum:
-    """Read a file for its sum; right after it was written, from memory."""
     with file.open("rb") as stream:
         return FileSum(file.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest())
 
@@ -124,7 +121,6 @@ def write(descriptor: int, content: bytes) -> None:
 
 
 def whole_lines(content: bytes) -> list[bytes]:
-    """Split into lines with their ends, leaving out a last one without an end."""
     lines = content.splitlines(keepends=True)
     return lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
 

@@ -242,7 +242,6 @@ class _Results:
         self.asked: Mapping[str, Any] = data["asked"]
 
     def once(self, name: str, kind: type[T], work: Callable[[], T]) -> T:
-        """Return the result of ``work``, which runs only if none is recorded yet."""
         adapter = TypeAdapter(kind)
         if name in self._data:
             return adapter.validate_python(self._data[name])
@@ -255,7 +254,6 @@ class _Results:
         write_whole(self.folder / RESULTS, (json.dumps(self._data, indent=2) + "\n").encode())
 
     def kept(self, path: Path) -> str:
-        """Return the path of a stage's results, if they are still there."""
         if not path.exists():
             raise StateError(
                 f"'{self.folder / RESULTS}' names '{path}' (looked for from {Path.cwd()}), which "
@@ -266,7 +264,6 @@ class _Results:
 
 
 def _run(stages: Stages, results: _Results) -> Aligned:
-    """Do what is not done yet of the stages, one after another."""
     from stretto.evaluation import LabelResult, Measured, label_responses, measure
     from stretto.runs import RewardModelResult, SftResult, TrainResult
 

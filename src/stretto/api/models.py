@@ -280,7 +280,6 @@ def _measured(
     changes: dict[str, Any],
     **asked: Any,
 ) -> tuple[Config, str]:
-    """Return the settings and the model of a measurement, which has been checked."""
     config = config_of(settings)
     rows = {} if dataset is None else of_rows(config.task, str(dataset))
     config = changed(config, rows, changes)

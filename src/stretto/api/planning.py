@@ -247,7 +247,6 @@ def _models(
     options: PlanOptions,
     assumed: list[str],
 ) -> tuple[ModelShapes, list[str]]:
-    """Return the shapes of the models, and the reward functions; ``init`` is the critic's."""
     actor = _shape(model, options.model_shape)
     named = [source.model for source in rewards.models]
     functions = [source.name for source in rewards.parsed if source.kind not in _NO_FUNCTION]

@@ -166,7 +166,6 @@ class Conversation:
             self._turns.append(Message(role="assistant", content=whole))
 
     def _episode(self, prompt: Prompt, said: str, room: int) -> str:
-        """Return an answer with its calls of tools, which joins the conversation as a whole."""
         assert self._tools
         most = min(self._rollout.max_new_tokens, room)
         options = self._rollout.model_copy(update={"max_new_tokens": most})

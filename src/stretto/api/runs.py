@@ -86,7 +86,6 @@ def config_of_job(config: Config, job: Job, out: str) -> Config:
 def schedule_of(
     schedule: ScheduleConfig, variant: str, variants: Mapping[str, Mapping[str, object]] = VARIANTS
 ) -> dict[str, Any]:
-    """Return the settings of a schedule with the variant's preset and knobs."""
     defaults = ScheduleConfig().model_dump()
     knobs = {name: defaults[name] for name in REPLACED}
     return {**schedule.model_dump(), **knobs, **variants[variant]}
@@ -191,7 +190,6 @@ class Trainings:
         folders, seen = f"{job.variant}-[0-9]*", 0
 
         def look() -> float:
-            """Tell of new steps, by the records in the run's folder."""
             nonlocal seen
             for file in out.glob(f"{folders}/{METRICS}"):
                 last = records.last(file)

@@ -100,7 +100,6 @@ def settled(config: R, say: Callable[[str], object]) -> R:
 
 
 def _cluster_gpus(config: Config) -> int | None:
-    """Return the GPUs of a run's Ray cluster; ``None`` where it is on none, or uses none."""
     if not config.cluster.address or config.model.device == "cpu":
         return None
     from stretto.workers.ray_cluster import find

@@ -203,7 +203,6 @@ def _opening(
     *,
     resuming: bool,
 ) -> str:
-    """Say in three lines what will run, on what, and where its results go."""
     from stretto.models.backend import pick_device
 
     where = f"{'goes on' if resuming else 'results'} in {run_dir.path}"
@@ -242,7 +241,6 @@ def _memory_explained(model: ModelConfig, tokens: int, slots: int) -> Iterator[N
 
 
 def _remedies(model: ModelConfig, microbatch_tokens: int, slots: int) -> str:
-    """Return options that take less memory, of those that the settings have not taken yet."""
     found = list[str]()
     on_gpu = model.device != "cpu" and usable_gpus()
     tokens = token_budget(microbatch_tokens, "cuda" if on_gpu else "cpu")
@@ -281,7 +279,6 @@ def _leave(run: Begun[Any], display: Progress) -> None:
 
 
 def _continuation(run: Begun[Any], done: int) -> str:
-    """Say how a stopped run can be resumed, and which of its steps would be repeated."""
     from stretto.assembly.models import NO_OVERRIDES
     from stretto.runs.checkpoint import newest
 
@@ -438,7 +435,6 @@ def _begun(
 def _overrides(
     reward: Any, task: Any, model: Any, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[Overrides, dict[str, Any]]:
-    """Return the objects among the arguments, and changes of settings for names and mappings."""
     from stretto.assembly.models import Overrides
 
     arguments = {"reward": reward, "task": task, "model": model}
@@ -465,7 +461,6 @@ def _overrides(
 def _rewards(
     reward: Function | str | Sequence[Function | str],
 ) -> tuple[dict[str, Function], tuple[str, ...]]:
-    """Return functions by name, and the names of all sources."""
     parts = [reward] if isinstance(reward, str) or callable(reward) else list(reward)
     functions, sources = dict[str, Function](), list[str]()
     for part in parts:
@@ -484,7 +479,6 @@ def _rewards(
 
 
 def _rows_of(dataset: Any, task: TaskConfig) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of what was given as a dataset; prompts alone get the column of prompts."""
     if isinstance(dataset, Mapping):  # a DatasetDict
         if task.split not in dataset:
             raise no_split("dataset", task.split, dataset)

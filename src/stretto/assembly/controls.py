@@ -74,7 +74,6 @@ def bounds_what_waits(config: Config) -> bool:
 
 
 def holding_of(config: Config, prefill_tokens_per_s: float, copy_tokens_per_s: float) -> HoldLimits:
-    """Return what an engine can keep of episodes that wait, from its measured rates."""
     room = config.rollout.slots * config.longest
     return HoldLimits(room, prefill_tokens_per_s, copy_tokens_per_s, apart=True)
 

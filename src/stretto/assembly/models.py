@@ -161,7 +161,6 @@ def load_actor(
 def _loaded(
     load: Callable[..., nn.Module], path: Path | str, config: ModelConfig, say: Say, in_files: bool
 ) -> nn.Module:
-    """Load a model by one of the loaders, in the settings' type and on their device."""
     device = pick_device(config.device)
     dtype, trust = pick_dtype(config.dtype, device), config.trust_remote_code
     with working(say, f"loading {path}"):

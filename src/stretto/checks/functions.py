@@ -83,7 +83,6 @@ def _check_source(name: str, found: ast.AST | None, defined: Mapping[str, ast.st
 
 
 def _methods(found: ast.stmt | None, defined: Mapping[str, ast.stmt]) -> dict[str, ast.stmt] | None:
-    """The attributes of a class by name; ``None`` where only running the file can tell."""
     if not isinstance(found, ast.ClassDef) or found.decorator_list or found.keywords:
         return None
     methods: dict[str, ast.stmt] = {}
@@ -110,7 +109,6 @@ def _check_class(name: str, methods: Mapping[str, ast.stmt]) -> None:
 
 
 def _is_tool(found: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether a function is no program, and its hint names no class of environments."""
     parameters = found.args
     names = {p.arg for p in (*parameters.args, *parameters.kwonlyargs)}
     program = "base_url" in names or (found.name == "run" and parameters.kwarg)
@@ -146,7 +144,6 @@ def _without_body(
 
 
 def _parsed(file: Path, setting: str) -> tuple[ast.Module, str]:
-    """A file's syntax and text; raise ConfigError if it cannot be read."""
     try:
         text = file.read_text(encoding="utf-8")
         return ast.parse(text, file.name), text
@@ -215,7 +212,6 @@ def _is_there(module: str) -> bool:
 
 
 def _defined(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
-    """Yield the names that a file gives a meaning outside of functions, branches included."""
     waiting: list[ast.stmt] = list(tree.body)
     for node in waiting:  # which grows
         if isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
@@ -233,7 +229,6 @@ def _defined(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
 
 
 def _signature(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Signature:
-    """Return the names, kinds and presence of defaults of the parameters; nothing is run."""
     parameters, nothing = function.args, ast.Constant(None)
     every = (*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs)
     for parameter in filter(None, (*every, parameters.vararg, parameters.kwarg)):

@@ -139,7 +139,6 @@ def _check_pipeline(ranks: int) -> None:
 
 
 def _check_observation(observe: ObserveConfig) -> None:
-    """Refuse trackers that are not installed, and a port that is taken."""
     for tracker in observe.trackers:
         require(tracker, tracker, f"observe.trackers = '{tracker}'")
     if port := observe.prometheus_port:
@@ -186,7 +185,6 @@ def _check_task(task: TaskConfig, seed: int, *, ask_hub: bool = True) -> Task | 
 def _check_sources(
     sources: Collection[RewardSource], model: ModelConfig, task: Task | None, **how: bool
 ) -> None:
-    """Refuse reward models and functions that are not there, or ask for columns that are not."""
     columns = task.first.data.keys() if task else None
     for source in sources:
         if source.kind == "model":
@@ -198,7 +196,6 @@ def _check_sources(
 def _check_model(
     name: str, config: ModelConfig, *, tokenizer: bool = True, ask_hub: bool = True
 ) -> ModelInfo | None:
-    """Refuse a model that is not there or lacks a file; ``None`` for one that must be fetched."""
     if is_known(name) and not cached(name):
         folder = cache_dir()
         existing = files.existing(folder)

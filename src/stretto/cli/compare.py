@@ -216,7 +216,6 @@ def publish(
 
 
 def exit_status(collected: Collected) -> int:
-    """Return 1 if a run failed; raise KeyboardInterrupt if the user stopped the comparison."""
     if collected.interrupted:
         raise KeyboardInterrupt
     return 1 if collected.failed else 0

@@ -109,7 +109,6 @@ def examine() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    """Check that each requirement is installed, in a version that fits, and can be imported."""
     for requirement in requirements():
         yield _package(requirement, "broken")
     for name in ("torch", "transformers"):  # peft takes two seconds, and few runs need it

@@ -126,7 +126,6 @@ def command_generate(
 
 
 def _environment(tools: Sequence[str], max_turns: int, chat: str = "auto") -> dict[str, Any] | None:
-    """Return the settings of an environment, if there are tools."""
     if tools and chat == "off":
         raise ConfigError(
             "tools answer in messages, for which --chat off has no form; leave that out",
@@ -151,7 +150,6 @@ def _options_by_name() -> Iterator[None]:
 
 
 def _prompts(given: Sequence[str], file: str, column: str) -> list[TaskRow]:
-    """Return the prompts of the command line, of a file, or of standard input."""
     if given and file:
         raise ConfigError("there are prompts and --prompts; give one of them", "two-prompt-sources")
     if file and not file.endswith(".txt"):
@@ -200,9 +198,7 @@ def _record(row: TaskRow, number: int, sample: int, answer: Answer) -> str:
 
 
 def _write(lines: Iterable[str], out: str) -> None:
-    """Write lines to a file, or to standard output where none is named. What a file had before
-    stays until there is a first line.
-    """
+    """A file keeps its former content until there is a first line."""
     try:
         file = Path(out).open("a", encoding="utf-8") if out else nullcontext(sys.stdout)  # noqa: SIM115
     except OSError as error:
@@ -293,7 +289,6 @@ def command_chat(
 
 
 def _talk(policy: Policy, talk: Conversation) -> None:
-    """Answer lines until there are no more."""
     shown = sys.stdin.isatty()
     if shown:
         import readline  # noqa: F401  # with which input() edits lines
@@ -324,7 +319,6 @@ def _talk(policy: Policy, talk: Conversation) -> None:
 
 
 def _lines(shown: bool) -> Iterator[str]:
-    """Yield lines as they are typed, or read where there is no terminal."""
     if not shown:
         yield from (line.rstrip("\n") for line in sys.stdin)
         return

@@ -76,7 +76,6 @@ def _parameters(model: str, rank: int, targets: tuple[str, ...]) -> tuple[int, i
 
 
 def parse_parameters(text: str) -> int | None:
-    """Read '7B', '135M', '1.5b' or '7_000_000_000' as a count; ``None`` if it is no number."""
     match = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?)\s*([KMBT]?)", text.strip(), re.IGNORECASE)
     return round(float(match[1]) * _UNITS[match[2].upper()]) if match else None
 

@@ -156,7 +156,6 @@ def run_eval(arguments: Sequence[str]) -> int:
 
 
 def _measures(own: EvalOptions) -> dict[str, Any]:
-    """Return arguments of :func:`stretto.evaluation.measure`: what is measured of responses."""
     judge = None
     if own.judge:
         from stretto import evaluation
@@ -217,7 +216,6 @@ def _figures(result: EvalResult | Measured) -> dict[str, Any]:
 
 
 def _check_options(own: EvalOptions) -> None:
-    """Refuse numbers out of range, and options without the one that they belong to."""
     for name, least in (("samples", 1), ("lm_eval_limit", 0)):
         value = getattr(own, name)
         if value is not None and value < least:

@@ -96,7 +96,6 @@ def _flags(names: Iterable[str]) -> str:
 
 
 def _check_files(options: Options) -> None:
-    """Check that the files asked for can be written, before a long search."""
     for name in (options.schedule, options.draw):
         file, folder = Path(name), Path(name).parent
         if name and not folder.is_dir():
@@ -145,7 +144,6 @@ def _problem(options: Options) -> tuple[Problem, Units]:
 
 
 def _lines(problem: Problem, solution: Solution, units: Units) -> list[str]:
-    """Describe a solution."""
     from stretto.pipelines.baselines import interleaved_1f1b, one_f_one_b_plus, serial_1f1b
 
     serial, plus = serial_1f1b(problem), one_f_one_b_plus(problem)
@@ -172,7 +170,6 @@ def _lines(problem: Problem, solution: Solution, units: Units) -> list[str]:
 def _write(
     problem: Problem, solution: Solution, units: Units, lines: list[str], options: Options
 ) -> None:
-    """Write all that can be written, before an error says what cannot."""
     errors = []
     writers: dict[str, Callable[[Path], None]] = {
         options.schedule: lambda file: _write_schedule(problem, solution, file),

@@ -119,7 +119,6 @@ def _listening(host: str, port: int) -> socket.socket:
 async def _serve(
     listener: socket.socket, opened: Callable[[], Policy], key: str, most: int, *, follow: bool
 ) -> None:
-    """Open a model on the thread that will use it, and serve it until a signal comes."""
     import uvicorn
 
     from stretto.serving.app import Server

@@ -140,7 +140,6 @@ def parse_with_recipe(
 
 
 def leading_recipe(arguments: Sequence[str]) -> str:
-    """Return the recipe, which comes before the options as their defaults depend on it, or ''."""
     return arguments[0] if arguments and not arguments[0].startswith("-") else ""
 
 
@@ -185,7 +184,6 @@ def _named(
     options: Collection[str],
     kind: type[Section],
 ) -> set[str]:
-    """Return the settings that the command line names, in either of tyro's spellings."""
     found, options_begin = set[str](), False
     lists = {name for name in offered if _is_list(kind, name)}
     for argument in arguments:
@@ -210,7 +208,6 @@ def _named(
 
 
 def _is_list(kind: type[Section], name: str) -> bool:
-    """Return whether a setting takes several values."""
     *sections, key = name.split(".")
     for section in sections:
         inner = subsection(kind, section)

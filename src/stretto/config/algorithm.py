@@ -159,7 +159,6 @@ class AlgorithmConfig(Section):
 
     @property
     def averaging(self) -> Aggregation:
-        """Aggregation of per-token losses; for losses of whole responses, that of the entropy."""
         if self.aggregation != "auto":
             return self.aggregation
         return self.definition.aggregation or "sequence_mean"

@@ -41,7 +41,6 @@ class ProcessConfig(Section):
 
     @property
     def generates(self) -> bool:
-        """Whether there is a generator among the roles; a source of rewards is 'model:NAME'."""
         return any(role.startswith("generator") for role in self.roles)
 
     def rules(self, broken: Rules) -> None:

@@ -125,7 +125,6 @@ def name_of(name_or_path: str | Path) -> str:
 
 
 def dump(config: Section) -> str:
-    """Write every setting as TOML, from which :func:`load` makes an equal object."""
     return tomli_w.dumps(config.model_dump())
 
 
@@ -246,7 +245,6 @@ def _unknown_recipe(name: str, kind: type[Section]) -> ConfigError:
 
 
 def _built(data: Mapping[str, Any], where: str, kind: type[S], checked: bool) -> S:
-    """Make settings from a file's data; name the right command for those of another one."""
     try:
         return build(data, where, kind, checked=checked)
     except ConfigError as error:
@@ -288,7 +286,6 @@ def _other_command(
 
 
 def _explain(error: ErrorDetails, kind: type[Section]) -> str:
-    """Write one of pydantic's errors as a sentence with the dotted key, the value and the rule."""
     key, value = ".".join(map(str, error["loc"])), error["input"]
     context = error.get("ctx", {})
     if error["type"] == "extra_forbidden":

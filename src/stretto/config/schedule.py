@@ -88,7 +88,6 @@ class Knobs:
 
     @property
     def streams(self) -> bool:
-        """Whether scorers read responses chunk by chunk while these are decoded."""
         return self.score_on == "chunk"
 
     @property
@@ -280,7 +279,6 @@ class ScheduleConfig(Section):
         return batch * self.weight_sync_interval + groups * samples_per_prompt
 
     def first_overcommit(self, batch: int) -> int:
-        """Return delta at the start of 'auto', under the rules that look at rewards."""
         half = self.largest_overcommit(batch) // 2
         return self.overcommit_start or max(half, self.overcommit_min)
 

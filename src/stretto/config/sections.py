@@ -62,7 +62,6 @@ class Section(BaseModel):
         return bool(getattr(self, key) != type(self).model_fields[key].default)
 
     def changed_in(self, section: str, **values: object) -> Self:
-        """Return the same settings with others, which are not checked, in one of the sections."""
         part = getattr(self, section).model_copy(update=values)
         return self.model_copy(update={section: part})
 
@@ -80,7 +79,6 @@ class Section(BaseModel):
 
 
 def refuse(broken: Rules) -> None:
-    """Raise RuleError for the first rule that is broken."""
     for code, message in broken.items():
         if message:
             raise RuleError(str(message), code)
@@ -134,7 +132,6 @@ TemplateArguments = Annotated[
 
 
 def require_seed(seed: int) -> None:
-    """Raise ConfigError for a seed out of range, where no settings check it."""
     if not 0 <= seed <= LARGEST_SEED:
         raise ConfigError(f"seed = {seed}: must be from 0 to {LARGEST_SEED}", "seed-range")
 
@@ -386,12 +383,10 @@ class RolloutConfig(Section):
 
     @property
     def speculative_rows(self) -> int:
-        """Rows that are left when it does, at most."""
         return self._count("speculative_rows", 8)
 
     @property
     def speculative_model(self) -> str:
-        """Model that proposes them; empty for texts of the same prompt."""
         return str(self.engine_args.get("speculative_model", ""))
 
     def _count(self, name: str, default: int) -> int:

@@ -102,7 +102,6 @@ class PipelineConfig(Section):
 
     @property
     def multiple(self) -> int:
-        """Divisor that the number of micro-batches must have, so that pipelines share evenly."""
         return math.lcm(self.pipelines("actor"), self.pipelines("critic"))
 
     def rules(self, broken: Rules) -> None:

@@ -163,7 +163,6 @@ class Bridge:
 
     @property
     def breaks(self) -> str | None:
-        """Which conversations cannot go on, why, and what to do; ``None`` where all can."""
         return self.breaks_among(self.breaks_before)
 
     def breaks_among(self, roles: Iterable[str]) -> str | None:
@@ -222,7 +221,6 @@ class Bridge:
         return Turn(text, message, tuple(call for _, _, call in found))
 
     def _spelled(self, ids: Sequence[int]) -> str:
-        """Return the escaped text of a turn, without what ends it."""
         ids = list(ids)
         while ids and ids[-1] in self._silent:
             ids.pop()
@@ -278,7 +276,6 @@ class Bridge:
         return ids[1:] if standing[-1] == ids[0] else ids
 
     def _has_reasoning(self, standing: Sequence[int], roles: set[str]) -> bool:
-        """Return whether there is reasoning in what stands, if that makes a difference."""
         if not any(role in roles and reasoned for role, reasoned, _ in self._broken):
             return False
         text = self._encoder.tokenizer.decode(list(standing), clean_up_tokenization_spaces=False)
@@ -336,7 +333,6 @@ class Bridge:
         yield _Start((QUESTION, Message(role="assistant", content=said + mark)), said, False)
 
     def _call(self, result: Message, argument: str) -> dict[str, Any]:
-        """Make up the call that a result answers."""
         model = made_up("tool")
         name = result.get("name") or model["name"]
         call_id = result.get("tool_call_id") or model["tool_call_id"]
@@ -345,7 +341,6 @@ class Bridge:
     # -- proofs ------------------------------------------------------------------------------------
 
     def _prove(self, role: str) -> None:
-        """Find which conversations break where a message of this role follows a turn."""
         why = dict[_Case, str]()
         for system in (False, True) if self._shape.takes_system else (False,):
             for reasoned in (False, True):
@@ -430,7 +425,6 @@ class Bridge:
         return self._shape.render(messages, tools, before)
 
     def _without_control(self, escaped: str) -> str:
-        """Return an escaped text as people read it, without the control tokens that are spelled."""
         text, at = "", 0
         while found := self._encoder.control_in(escaped, at):
             text += self._encoder.plain(escaped[at : found[0]])

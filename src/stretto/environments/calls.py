@@ -156,7 +156,6 @@ class _Reader:
         )
 
     def marked(self) -> Iterator[Found]:
-        """Yield the calls behind each opening mark."""
         opening, at = self.form.opening.strip(), 0
         while (start := self.escaped.find(opening, at)) >= 0:
             value, behind, wrong = self._read(start + len(opening))
@@ -168,7 +167,6 @@ class _Reader:
                 yield Found(start, at, call)
 
     def bare(self) -> Iterator[Found]:
-        """Yield the calls of a turn that is nothing but calls, one behind the other."""
         at = _end(_BLANK, self.plain, 0)
         if not self.plain.startswith("{", at):
             return
@@ -198,7 +196,6 @@ class _Reader:
         return value, end, ""
 
     def _close(self, behind: int) -> tuple[int, bool]:
-        """Return the place behind the closing mark, and whether there is one."""
         closing = self.form.closing.strip()
         if not closing:
             return len(self.plain), self.ended

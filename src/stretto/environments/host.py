@@ -93,7 +93,6 @@ class Host:
         return {"kind": source.kind, "tools": source.tools, "replay": source.replay, **rewards}
 
     async def answer(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Do what a request says; an error of users' code is an answer."""
         answer = await self._answered(body)
         cut = {key: bounded(answer[key], self._characters) for key in _OPEN if key in answer}
         return {**answer, **cut}
@@ -185,7 +184,6 @@ class Host:
 
 
 def _place(error: CallError, program: Any) -> str:
-    """Return what a program raised, with the line of its own file."""
     if error.__cause__ is None:
         return error.place
     try:

@@ -32,7 +32,6 @@ class Judges:
         self._functions, self._run = functions, run
 
     async def scores(self, episode: Episode, samples: Mapping[str, Sample]) -> dict[str, Verdict]:
-        """Score an episode that has ended, by the samples that the functions get of it."""
         own = episode.own
         return {name: await self._score(name, own, sample) for name, sample in samples.items()}
 

@@ -84,7 +84,6 @@ def earns(function: Callable[..., Any]) -> bool:
 
 
 def is_verl(thing: Any) -> bool:
-    """Whether a class or an object has the methods of verl's BaseTool."""
     return all(callable(getattr(thing, name, None)) for name in ("create", "execute", "release"))
 
 

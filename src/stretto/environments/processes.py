@@ -94,7 +94,6 @@ async def answer_of(place: Place, body: Mapping[str, Any]) -> Answer:
 
 
 def close_all(places: Sequence[Place]) -> None:
-    """Close places side by side, as each may take some seconds."""
     with ThreadPoolExecutor(len(places)) as pool:
         for closing in [pool.submit(place.close) for place in places]:
             closing.result()
@@ -121,7 +120,6 @@ class EnvironmentProcess:
         self._request, self._heard_s = 0, 0.0
 
     def start(self) -> None:
-        """Start a process, unless one is at work, and wait until it has imported its sources."""
         with self._starting:
             if self._process is None:
                 self._start()
@@ -210,7 +208,6 @@ class EnvironmentProcess:
                 future.set_exception(ProcessLostError(how))
 
     def _take(self, process: subprocess.Popen[bytes], line: bytes) -> None:
-        """Take a line of the process; one that answers nothing, or of another process, is none."""
         try:
             message = json.loads(line)
             number, pid = message.pop("request"), message.pop("pid")
@@ -255,7 +252,6 @@ def _read(
 
 
 def _write(me: object, process: subprocess.Popen[bytes], outbox: SimpleQueue[bytes | None]) -> None:
-    """Write lines to the process; the reader notices where it has ended."""
     assert process.stdin
     with suppress(ValueError, OSError):
         pipe = process.stdin.fileno()

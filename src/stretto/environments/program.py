@@ -130,7 +130,6 @@ class ProgramEnvironment:
                     await self._stop(episode)
 
     async def _next(self, episode: _Episode) -> Observation:
-        """Wait for what a program does next."""
         limit = self._config.timeout_s
         asked = asyncio.ensure_future(episode.session.next())
         waited: tuple[asyncio.Future[Any], ...] = (episode.program, asked)
@@ -151,7 +150,6 @@ class ProgramEnvironment:
         return self._ended(episode)
 
     def _ended(self, episode: _Episode) -> Observation:
-        """Return the end that a program has come to."""
         session, program = episode.session, episode.program
         self._forget(episode)
         if program.cancelled():
@@ -172,7 +170,6 @@ class ProgramEnvironment:
         return session.end(episode.sample, reward=reward, ended_by=session.ended_by, record=record)
 
     def _failed(self, episode: _Episode, why: str) -> Observation:
-        """Return the end of an episode that has no reward."""
         self._forget(episode)
         session = episode.session
         if (limit := session.ended_by) != "environment":

@@ -175,7 +175,6 @@ class RendererBridge(Bridge):
 
 
 def _call(read: Any, names: Any) -> ToolCall:
-    """Return a call as a renderer read it, and check it as others are."""
     status, name = str(read.status.value), read.name or ""
     if status == "unclosed_block":
         reason = "the turn ended before the call was closed"

@@ -213,7 +213,6 @@ def shortened(messages: Sequence[dict[str, Any]], characters: int) -> list[dict[
 
 
 def summed(*rewards: float | None) -> float | None:
-    """Return the sum of the rewards that were given; ``None`` where none was."""
     given = [reward for reward in rewards if reward is not None]
     return sum(given) if given else None
 

@@ -204,7 +204,6 @@ class EnvironmentRole:
         close_all(self._places)
 
     async def _appended(self, live: _Live, response: Response, seen: Observation) -> Observation:
-        """Add the context of an observation, unless the episode ends here."""
         if seen.ended_by:
             return seen
         standing = [*response.prompt.tokens, *response.tokens.tolist()]
@@ -241,7 +240,6 @@ class EnvironmentRole:
         )
 
     async def _judged(self, live: _Live, response: Response, seen: Observation) -> Observation:
-        """Have an episode that has ended scored by what looks at its environment."""
         told = (*live.messages[len(live.begun) :], *seen.messages)
         cut = response.finish is FinishReason.LENGTH
         finish = FinishReason.LENGTH if cut else FinishReason.STOP
@@ -291,7 +289,6 @@ class EnvironmentRole:
         return {**answer, "messages": list(map(self._shortened, answer["messages"]))}
 
     def _shortened(self, message: Mapping[str, Any]) -> Message:
-        """Cut a message at ``max_observation_tokens``, and say so to the policy."""
         limit, text = self._config.max_observation_tokens, message["content"]
         over, kept = message.get("left_out", 0), text[: CHARACTERS_PER_TOKEN * limit]
         over += len(text) - len(kept)
@@ -342,7 +339,6 @@ class EnvironmentRole:
         return {"messages": failed, "done": False, "reward": None, "calls": records}
 
     async def _start(self, live: _Live) -> int:
-        """Start the process of an episode unless it runs; return its number."""
         place = self._places[live.place]
         try:
             await asyncio.to_thread(place.start)
@@ -412,7 +408,6 @@ class EnvironmentRole:
             raise self._lost(live.id, "it has another opening than it had")
 
     async def _replayed(self, live: _Live) -> None:
-        """Have an environment answer its turns again, if that is its way."""
         if self._replay == "recorded":
             return
         for number, (asked, expected) in enumerate(live.history, 1):
@@ -422,7 +417,6 @@ class EnvironmentRole:
                 raise self._lost(live.id, f"turn {number} has another answer than it had")
 
     def _take_up(self, live: _Live, response: Response, log: Sequence[Observation]) -> None:
-        """Take what happened from a response and its log."""
         live.turns, live.number = len(log) - 1, log[-1].number
         live.messages += [message for seen in log for message in (*seen.left, *seen.messages)]
         live.samples |= {seen.rollout_id for seen in log}
@@ -475,7 +469,6 @@ def _conversation(prompt: Prompt) -> list[Message]:
 
 
 def _begun(live: _Live, opening: Answer) -> list[Message]:
-    """Return the conversation as an environment begins it."""
     messages = live.asked if opening["conversation"] is None else opening["conversation"]
     if text := opening["text"]:
         messages = _joined(messages, text)
@@ -501,7 +494,6 @@ def _turns(response: Response) -> list[list[int]]:
 def _as_plain(
     turn: Turn, index: int, response: Response, *, cut: bool, tokens: list[int] | None = None
 ) -> dict[str, Any]:
-    """Return a turn as environments get it."""
     return {
         "index": index,
         "text": turn.text,

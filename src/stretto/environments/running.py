@@ -112,7 +112,6 @@ class Runner:
             return result
 
     def thread_for(self, kind: Any) -> ObjectThread:
-        """A thread for an object of a class, or for what a function makes."""
         return ObjectThread(kind, main=self._runs_in_main(kind))
 
     def _runs_in_main(self, thing: Any) -> bool:
@@ -121,7 +120,6 @@ class Runner:
         return self._needs_main[id(thing)][1]
 
     def _limit(self, of: object) -> Semaphore:
-        """Return the object's own limit; its class's, where it is an instance."""
         limit = getattr(of, "parallel", None)
         if not isinstance(limit, int) or limit < 1:
             return Semaphore()

@@ -125,7 +125,6 @@ class Asked:
         yield 0, chunk
 
     def abort(self, _: int) -> None:
-        """Give up: the client has gone."""
         self.close()
 
     def close(self) -> None:
@@ -295,7 +294,6 @@ class Session:
         return replace(observation, left=(turn,)) if turn else observation
 
     async def _next(self) -> Observation:
-        """Wait for a request that can be answered."""
         while True:
             while not self._waiting:
                 self._came.clear()
@@ -367,7 +365,6 @@ class Session:
             asked.refuse(self._closed)
 
     def _over(self, limit: str) -> None:
-        """Refuse further turns, as a limit was reached."""
         self.limit = limit
         self._closed = _over(f"the episode has no more turns; it reached its limit of {limit}")
         for asked in self._waiting:
@@ -419,7 +416,6 @@ class Session:
         return Observation(sample, self._number, np.empty(0, np.int32), prompt)
 
     def _message(self, turn: Sequence[int], *, ended: bool) -> Message:
-        """Return a turn as a message, whatever the form of its request."""
         read = self._read.get(self._current.tokens) if self._current else None
         if read is not None:
             bridge = self._bridges.of(read.tools, self._arguments)
@@ -465,7 +461,6 @@ class Sessions:
         return self._by_key.get(key)
 
     def _note(self, names: Collection[str]) -> None:
-        """Report once that requests do not choose how turns are sampled."""
         if new := sorted(set(names) - self._noted):
             self._noted.update(new)
             self._say(
@@ -474,7 +469,6 @@ class Sessions:
             )
 
     def close(self, session: Session) -> None:
-        """End a session; its key is unknown from now on."""
         session.close()
         self._by_key.pop(session.key, None)
 
@@ -493,7 +487,6 @@ def _too_long(asked: int, room: int) -> EngineError:
 
 
 def _broken_off(new: Sequence[Message]) -> EngineError:
-    """Return the error for a conversation that would not go on from what stands."""
     why = "the chat template rewrites the conversation so far"
     if any(message["role"] == "assistant" for message in new):
         why = "the request appends a message of the assistant that is no turn of the policy"

@@ -73,7 +73,6 @@ class Episode(ABC):
 
     @property
     def own(self) -> Episode:
-        """The episode that has the object."""
         return self
 
     @abstractmethod
@@ -85,7 +84,6 @@ class Episode(ABC):
         """Answer a turn."""
 
     async def finish(self) -> float | None:
-        """Return what the whole episode earns, at its end, if the environment says so then."""
         return None
 
     async def close(self) -> None:
@@ -136,7 +134,6 @@ class Factory:
 
 
 def tools_of(kind: type) -> list[str]:
-    """Names of the methods of TRL's environments that are tools."""
     names = (name for name, _ in inspect.getmembers(kind, callable))
     return [n for n in names if not (n.startswith("_") or n in ("reset", "get_reward"))]
 
@@ -185,7 +182,6 @@ def recognise(
 
 
 def _is_tool(thing: Any) -> bool:
-    """Return whether it is a function, and neither a program nor one that makes environments."""
     function = inspect.isroutine(thing) and not is_program(thing) and made_by(thing) is None
     return function or is_verl(thing)
 
@@ -214,7 +210,6 @@ def shape_of(kind: type) -> type[_Own | _Trl | _Stepped] | None:
 
 
 def is_trl(kind: type) -> bool:
-    """Return whether a class is TRL's, whose rewards ``get_reward`` alone gives."""
     return shape_of(kind) is _Trl
 
 
@@ -427,7 +422,6 @@ class _Trl(Episode):
 
 
 def _taken_first(factory: Any, kind: type, run: Runner) -> Home:
-    """The object that a factory made to be looked at, or a new one."""
     thread = run.thread_for(kind)
     first: list[Home] = getattr(factory, "first", [])
     if first and not thread.main:

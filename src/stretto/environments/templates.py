@@ -120,7 +120,6 @@ class Shape:
         )
 
     def _find_ends(self) -> frozenset[int]:
-        """Find the control tokens behind an assistant's turn, by what follows it."""
         found = set()
         for behind in ([], [made_up("user")], [made_up("tool")]):
             turn = Message(role="assistant", content="made up answer" + MARK)
@@ -169,7 +168,6 @@ class Shape:
         return self._chat(shaped, before=before, add_generation_prompt=True)
 
     def _about(self, tools: Tools) -> str:
-        """Describe tools for a system message."""
         listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
         example = self.form.write([{"name": "NAME", "arguments": {"ARGUMENT": "VALUE"}}])
         return (
@@ -178,7 +176,6 @@ class Shape:
         )
 
     def _told(self, turns: Sequence[Message], about: str) -> list[Message]:
-        """Return a conversation that begins with a text about tools."""
         first, *rest = turns
         takes_it = "system" if self.takes_system else "user"
         if first["role"] not in (takes_it, "system"):
@@ -199,7 +196,6 @@ class Shape:
         return self._encoder.chat(turns, before=before, **options)
 
     def _shown(self, turns: Sequence[Message], **options: Any) -> str:
-        """Render a made-up conversation; nothing where the template refuses it."""
         try:
             return self._chat(turns, **options)
         except Exception:  # a template may do anything with what it does not know

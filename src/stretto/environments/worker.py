@@ -42,7 +42,6 @@ SETTING = "environment.sources"
 
 
 def main() -> None:
-    """Open the sources that the first line names, then answer until the parent goes."""
     asyncio.run(_Worker().work())
 
 
@@ -110,7 +109,6 @@ class _Worker:
 def _named(
     sources: Mapping[str, Mapping[str, str]], modules: dict[str, ModuleType], setting: str = SETTING
 ) -> dict[str, Any]:
-    """Import what the sources name: functions, classes, or dicts of these; each file once."""
     found = {}
     for name, place in sources.items():
         file, function = place["file"], place["function"]

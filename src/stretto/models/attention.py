@@ -50,7 +50,6 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend, in the form that transformers calls: [b, heads, L, d] to [b, L, heads, d]."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     plain = (

@@ -91,7 +91,6 @@ def pick_dtype(name: Literal["auto", "float32", "bfloat16"], device: torch.devic
 
 
 def fastest_dtype(device: torch.device, threads: int = 0) -> tuple[torch.dtype, str]:
-    """Return the type that a device computes fastest in on so many threads, and why."""
     return backend_of(device).fastest_dtype(threads)
 
 

@@ -262,7 +262,6 @@ class RowCache:
         return self.keys[0].device
 
     def to(self, device: torch.device) -> RowCache:
-        """Return the same on a device; copies that are there already are not copied."""
         keys, values = (tuple(x.to(device) for x in of) for of in (self.keys, self.values))
         return RowCache(keys, values, self.version)
 

@@ -76,7 +76,6 @@ class Backend:
         return self.device
 
     def most_ranks(self) -> int | None:
-        """Return how many ranks have a device of their own; ``None`` for any number."""
         return None
 
     def free_bytes(self) -> int:
@@ -90,12 +89,10 @@ class Backend:
         return {"cpu": torch.get_rng_state()}
 
     def set_random_states(self, states: Mapping[str, Tensor]) -> None:
-        """Restore :meth:`random_states`; states of other devices are left alone."""
         if "cpu" in states:
             torch.set_rng_state(states["cpu"])
 
     def new_stream(self) -> Any:
-        """Return a stream for copies beside the work; ``None`` where a thread is enough."""
         return None
 
     def begun(self) -> Any:
@@ -108,7 +105,6 @@ class Backend:
             to.copy_(source)
 
     def on(self, stream: Any, begun: Any) -> AbstractContextManager[object]:
-        """Return a context whose work goes to a stream, after what has begun."""
         return nullcontext()
 
     def read_on(self, stream: Any, tensor: Tensor) -> Tensor:
@@ -316,7 +312,6 @@ class PackedLinears:
             vars(layer).pop("forward", None)
 
     def invalidate(self) -> None:
-        """Pack everything again on the next entry: there are new weights."""
         self._versions = []
 
 

@@ -150,7 +150,6 @@ class Packing:
 
 
 def packs(model: nn.Module) -> bool:
-    """Return whether passes of a model lay sequences end to end."""
     return str(text_config(model)._attn_implementation).startswith("flash")
 
 

@@ -81,7 +81,6 @@ class ModelInfo:
         return round(self._shape().parameters)
 
     def adapter_parameters(self, rank: int, targets: Collection[str]) -> int | None:
-        """Count the parameters of LoRA adapters; ``None`` where the weights are not here."""
         shapes = self.adapted(targets)
         return None if shapes is None else rank * sum(map(sum, shapes))
 
@@ -244,7 +243,6 @@ def require_targets(
 
 
 def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the weights in a folder's safetensors files."""
     from safetensors import SafetensorError, safe_open
 
     files = sorted(folder.glob("model*.safetensors"))

@@ -237,7 +237,6 @@ def _converts_late(
 
 
 def _zero_dropout(config: PreTrainedConfig) -> None:
-    """Set dropout to 0, with which log-probabilities would not be those of what has sampled."""
     from transformers import PreTrainedConfig
 
     for key, value in list(vars(config).items()):
@@ -249,7 +248,6 @@ def _zero_dropout(config: PreTrainedConfig) -> None:
 
 @torch.no_grad()
 def _fault(model: PreTrainedModel) -> str:
-    """Find the fault that keeps a model from being trained; empty without one."""
     ids = torch.tensor([[0, 1, 2], [0, 1, 3]], device=model.device)
     try:
         outputs = model(input_ids=ids, use_cache=True)

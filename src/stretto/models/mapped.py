@@ -52,7 +52,6 @@ def _files(path: str) -> Sequence[str]:
 
 
 def leave_in_files(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Mark a model's weights to be divided later, and the type that they get then."""
     for weight in model.parameters():
         setattr(weight, _DTYPE, dtype or weight.dtype)
 
@@ -62,7 +61,6 @@ def final_dtype(weight: Tensor) -> torch.dtype:
 
 
 def final(weight: Tensor) -> Tensor:
-    """Return a weight in the type that it is to have; it shares memory where it has it."""
     return weight.detach().to(final_dtype(weight))
 
 

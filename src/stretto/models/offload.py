@@ -46,7 +46,6 @@ class CopyStream:
         self._works: deque[Work] = deque()  # to which two threads add
 
     def buffer(self, size: int) -> Tensor:
-        """Return bytes of the host, pinned where the device is a GPU."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._backend.pinned)
 
     def copy(self, copies: Copies, owner: str, direction: Literal["in", "out"]) -> Future[None]:
@@ -91,7 +90,6 @@ class _SharedBuffer:
     device: Tensor
 
     def views(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each tensor, and what its data are in the buffer on the device."""
         for t, start, stride in zip(self.tensors, self.starts, self.strides, strict=True):
             own = self.device[start : start + t.numel() * t.itemsize].view(t.dtype)
             yield t, own.as_strided(t.shape, stride, start // t.itemsize)
@@ -190,7 +188,6 @@ class OffloadedTensors:
             self._copies.append(self.copies.copy(pairs, self._owner, direction))
 
     def _pack(self) -> None:
-        """Move tensors that are not in these buffers into some, buffer by buffer."""
         tensors = [tensor for tensor in self._find() if tensor.numel()]
         held = [tensor for buffer in self._buffers for tensor in buffer.tensors]
         same = len(held) == len(tensors) and all(map(is_, held, tensors))

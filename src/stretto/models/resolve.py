@@ -94,7 +94,6 @@ def resolve(name: str, say: Say = print) -> Path | str:
 
 
 def adapter_folder(name: str) -> Path | None:
-    """Return the folder of the PEFT adapter that a name stands for; ``None`` for a whole model."""
     folder = Path(trained_model(name)).expanduser()
     return folder if not is_known(name) and adapter_base(folder) else None
 
@@ -150,7 +149,6 @@ def is_known(name: str) -> bool:
 
 
 def cached(name: str) -> Path | None:
-    """Return the folder of one of Stretto's own models, if it has been made."""
     folder = cache_dir() / _FOLDERS[name]
     return folder if folder.is_dir() else None
 
@@ -200,7 +198,6 @@ def _made(name: str, say: Say) -> Path:
 
 
 def _make(name: str, scratch: Path, say: Say) -> None:
-    """Write a model's files to the folder ``scratch / "model"``."""
     if name != "smollm2-135m":
         from stretto.models.tiny import make_tiny
 

@@ -57,7 +57,6 @@ class Shape:
 
     @cached_property
     def kv_width(self) -> int:
-        """Width of the keys of a token; the same of its values."""
         return self.kv_heads * self.hidden // self.heads
 
     @cached_property
@@ -86,7 +85,6 @@ class Shape:
         return self.layers * self.layer_parameters / tensor + around
 
     def stage(self, stages: int) -> Shape:
-        """Return the shape of one of ``stages`` pipeline stages, embedding and output counted."""
         return self if stages == 1 else replace(self, layers=self.layers / stages)
 
     def valued(self) -> Shape:

@@ -83,7 +83,6 @@ class ShardLayout:
         return bounds if first and all(start < end for start, end in bounds) else None
 
     def own(self, full: Mapping[str, FullParameter], rank: int) -> dict[str, Bounds]:
-        """Return the parts, by parameter, that a rank is the first to hold."""
         found = {name: self.first(parameter, rank) for name, parameter in full.items()}
         return {name: bounds for name, bounds in found.items() if bounds is not None}
 
@@ -101,13 +100,11 @@ def shape(bounds: Bounds) -> tuple[int, ...]:
 
 
 def overlap(one: Bounds, other: Bounds) -> Bounds | None:
-    """Return the part that two parts of one tensor share; ``None`` if they share none."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return common if all(start < end for start, end in common) else None
 
 
 def within(bounds: Bounds, outer: Bounds) -> tuple[slice, ...]:
-    """Return the slices that select a part of a tensor in a larger part of it."""
     pairs = zip(bounds, outer, strict=True)
     return tuple(slice(a - start, b - start) for (a, b), (start, _) in pairs)
 

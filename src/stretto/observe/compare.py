@@ -66,7 +66,6 @@ class VariantResult:
 
 
 def smoothed(rewards: Sequence[float], window: int) -> list[float]:
-    """Return means of ``window`` steps in a row; the first is of the first ``window`` steps."""
     return [fmean(rewards[end - window : end]) for end in range(window, len(rewards) + 1)]
 
 
@@ -178,7 +177,6 @@ class _Figure:
         return find(_known(values)) if self.of_target else None
 
     def lines(self, columns: Sequence[Values]) -> list[list[str]]:
-        """Write a line of means, a cell a variant; below it ranges and intervals, if any."""
         means, ranges, intervals = list[str](), list[str](), list[str]()
         average = geometric_mean if self.of_target and self.over else fmean
         missing = "not reached" if self.of_target and not self.over else "-"
@@ -325,7 +323,6 @@ class Comparison:
     def _choose(
         self, results: Sequence[VariantResult], target: float | None
     ) -> tuple[float | None, str]:
-        """Return the target, and a sentence about it."""
         if target is not None:
             return target, f"Target reward: {target:g}, as asked."
         curves = [smoothed(r.column(REWARD), self.window) for r in results if r.variant == BASELINE]

@@ -125,7 +125,6 @@ def _idle(
     waited: Mapping[tuple[str, str], Intervals],
     answers: Intervals,
 ) -> dict[str, Intervals]:
-    """Put the window's time without a role's own work down to causes."""
     reasons: list[tuple[int, int, str, Intervals]] = [(6, 0, ENVIRONMENT, answers)]
     for (other, cause), parts in waited.items():
         if other == role:

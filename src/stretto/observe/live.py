@@ -48,7 +48,6 @@ class RichProgress(Progress):
         )
 
     def start(self, headline: str) -> None:
-        """Print what will run, but for lines that the run before it has printed; open the panel."""
         self.note(news(self._console.file, headline))
         self._started = True
         self._open().refresh()
@@ -98,7 +97,6 @@ class RichProgress(Progress):
             self._live, self._started = None, False
 
     def _open(self) -> Live:
-        """Return what draws, begun if need be."""
         if self._live is None:
             self._live = Live(
                 console=self._console, auto_refresh=False, get_renderable=self._picture

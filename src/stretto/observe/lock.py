@@ -84,7 +84,6 @@ def in_use(folder: Path) -> bool:
 
 
 def _take(file: Path, note: Callable[[str], None]) -> int:
-    """Return a descriptor of the file, locked."""
     tries = 10  # for a moment :func:`in_use` holds the lock, too
     while True:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)

@@ -139,7 +139,6 @@ class Remarks:
         return [*failing, *self._on_rewards(step, batch, rewards)]
 
     def _failing(self, batch: Sequence[Rollout]) -> Iterator[str]:
-        """Yield a remark on each tool, or the environment's step, of which all calls failed."""
         made: dict[str, list[Mapping[str, Any]]] = {}
         observations = [o for rollout in batch for o in rollout.log]
         steps = sum(o.number > 0 and not list(calls(o)) for o in observations)  # that went well
@@ -220,7 +219,6 @@ def scores_by_source(rollout: Rollout) -> dict[str, float | None]:
 
 
 def extra_by_source(rollout: Rollout) -> dict[str, Any]:
-    """Return what reward functions gave beside a rollout's scores, by 'source/name'."""
     scores = rollout.scores.values()
     return {f"{short_name(s.source)}/{key}": v for s in scores for key, v in s.extra.items()}
 

@@ -292,8 +292,6 @@ class RunDirectory:
         records.append(self.rollouts_file, [record.record() for record in ended])
 
     def append_evaluation(self, record: Mapping[str, Any]) -> bool:
-        """Add a result of ``stretto eval``: ``model``, ``what`` was measured, ``figures`` and
-        ``settings``. Return whether a last line that was never finished was dropped first."""
         return records.append(self.evaluations_file, [record])
 
     def read_metrics(self) -> list[dict[str, Any]]:

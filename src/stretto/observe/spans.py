@@ -160,5 +160,4 @@ class Spans:
         return window
 
     def reset(self) -> None:
-        """Forget the spans recorded so far; time counts from now on."""
         self.take()

@@ -227,7 +227,6 @@ class _Tracks:
         return self._places[role]
 
     def _new(self, role: str) -> int:
-        """Number a track; viewers order the tracks of a process by number."""
         if role == "learner":
             return _LEARNER_TRACK
         if is_generator(role):
@@ -256,7 +255,6 @@ class _Rollouts:
             self._scored.discard(rollout)
 
     def follow(self, span: Span, event: Event) -> Iterator[Event]:
-        """Take note of a span; yield its counters, and the flows that end in it."""
         kind, rollouts = span.name.partition("/")[0], span.attributes.get("rollouts") or ()
         version = span.attributes.get("version")
         if kind in ("gen", "score"):
@@ -377,7 +375,6 @@ def _micros(seconds: float) -> float:
 
 
 def _arguments(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Make attributes plain: long lists cut, what is neither number nor text by its text."""
     plain: dict[str, Any] = {}
     for key, value in attributes.items():
         if isinstance(value, list | tuple):

@@ -41,8 +41,6 @@ def sample_table(samples: Sequence[Sample]) -> tuple[list[str], list[list[Any]]]
 
 
 def _markdown(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Write a table in which a cell is a line of plain text."""
-
     def line(cells: Iterable[Any]) -> str:
         texts = (f"{c:.4g}" if isinstance(c, float) else str(c) for c in cells)
         plain = (re.sub(r"([\\`*_\[\]|])", r"\\\1", escape(text, quote=False)) for text in texts)

@@ -91,7 +91,6 @@ def _reward(rollout: Rollout, turn: int) -> float | None:
 
 
 def _told(answer: Observation | None) -> dict[str, Any]:
-    """Return messages and calls of a turn's answer."""
     if answer is None:
         return {"messages": [], "calls": []}
     made = list(calls(answer))

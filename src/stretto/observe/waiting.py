@@ -18,7 +18,6 @@ def is_environment(role: str) -> bool:
 
 
 def at_once(span: Span) -> int:
-    """Return the most calls that a span stands for at a time; several were joined."""
     return int(span.attributes.get("calls", 1))
 
 

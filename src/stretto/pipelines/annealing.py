@@ -145,7 +145,6 @@ def swap(g: Graph, s: State, k: int) -> bool:
 
 @njit(cache=True, nogil=True)
 def _reorder(g: Graph, s: State, k: int) -> bool:
-    """Bring ``order`` and ``rank`` in line with an exchange of places ``k`` and ``k + 1``."""
     queue_of, offset, before, device, word_at = g.queue_of, g.offset, g.before, g.device, g.word_at
     word, place, order, rank, moved, old = s.word, s.place, s.order, s.rank, s.moved, s.old_order
     first, second = word[k], word[k + 1]

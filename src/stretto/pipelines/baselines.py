@@ -94,7 +94,6 @@ def interleaved_1f1b(problem: Problem, chunks: int = 2) -> Baseline:
 
 
 def _alone(problem: Problem, actor: bool) -> int:
-    """Return the latency of one model by 1F1B, with the devices to itself."""
     graph, word = make_graph(problem), one_f_one_b(problem).tasks(problem)
     own = (graph.pipeline[graph.queue_of[word]] < problem.actor.pipelines) == actor
     counted = np.concatenate([[0], np.cumsum(own)])

@@ -35,7 +35,6 @@ class TaskBar:
     label: str
 
     def gapless(self, scale: float) -> float:
-        """Return its width in pixels, of which so many make a tick, less the gap to the next."""
         width = (self.end - self.start) * scale
         return width - min(0.6, 0.15 * width)
 
@@ -86,7 +85,6 @@ def timeline_svg(problem: Problem, evaluation: Evaluation, title: str, units: Un
 
 
 def _bars(drawn: list[TaskBar], top: int, scale: float) -> list[str]:
-    """Draw bars as dashes of a thick line for each device and colour, and numbers on wide ones."""
     dashes, labels = defaultdict(list), []
     for bar in drawn:
         x, width = _LEFT + bar.start * scale, (bar.end - bar.start) * scale
@@ -211,7 +209,6 @@ def page_html(
 
 
 def require_png() -> None:
-    """Raise MissingExtraError where matplotlib, which draws PNGs, is not installed."""
     require("matplotlib", "plots", "a picture as PNG")
 
 

@@ -132,7 +132,6 @@ def _highest(
 def _admit(
     g: Graph, rules: Rules, capacity: int, d: int, held: int, done: Ints, fits: Flags
 ) -> None:
-    """Tell for each queue of a device whether its next task may start as far as memory goes."""
     length, memory, mate, rival, kind = g.length, g.memory, g.mate, g.rival, g.kind
     queues = g.queues
     for j in range(4 * d, 4 * d + 4):
@@ -149,7 +148,6 @@ def _admit(
 
 @njit(cache=True, nogil=True)
 def _mutate(g: Graph, rules: Rules, spread: float) -> None:
-    """Change one to three parameters by chance."""
     for _ in range(1 + np.random.randint(3)):
         which = np.random.random()
         q = np.random.randint(rules.bias.size)

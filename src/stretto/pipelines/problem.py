@@ -42,7 +42,6 @@ def _as_given(value: float, check: Callable[[Any], float]) -> float:
 
 
 def _per_stage(value: Any, info: ValidationInfo) -> Any:
-    """Take a sequence, or one number for all stages, whose number is known to be in range."""
     if isinstance(value, str) or "stages" not in info.data:
         return value
     stages = info.data["stages"]
@@ -99,7 +98,6 @@ class ModelPipelines:
 
     @property
     def longest(self) -> int:
-        """Ticks within which its tasks end on any device, one after the other."""
         each = max(self.forward) + max(self.backward)
         return (self.micro_batches + self.stages) * each + 2 * self.stages * self.communication
 
@@ -214,7 +212,6 @@ class Problem:
 
     @classmethod
     def from_json(cls, data: object) -> Problem:
-        """Make a problem of plain data; raises ConfigError if it describes none."""
         return _validated(cls, data)
 
     @classmethod

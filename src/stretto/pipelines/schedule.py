@@ -36,12 +36,10 @@ class PipelineSchedule:
     words: tuple[tuple[str, ...], ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data: a string of tasks a device, such as ``0F 1F 1B 0B``."""
         return {"devices": [" ".join(word) for word in self.words]}
 
     @classmethod
     def of_tasks(cls, graph: Graph, word: Ints) -> PipelineSchedule:
-        """Make a schedule from task numbers [T], device after device."""
         letters = [_letter(graph, q) for q in graph.queue_of[word].tolist()]
         return cls(tuple(tuple(letters[low:high]) for low, high in _spans(graph)))
 
@@ -141,7 +139,6 @@ def _described(graph: Graph, task: int) -> str:
 def _bubbles(
     graph: Graph, word: Ints, starts: Ints, d: int, latency: int, capacity: int
 ) -> dict[str, int]:
-    """Return the idle ticks of one device by cause."""
     idle = dict.fromkeys(BUBBLES, 0)
     done = {int(q): 0 for q in graph.queues[4 * d : 4 * d + 4]}
     free = held = 0

@@ -181,7 +181,6 @@ def list_schedule(
 
 
 def rounds_for(view: View) -> int:
-    """Return the schedules to build in one search for rules."""
     return max(1, min(_MOST_ROUNDS, _DECODED_TASKS // view.left.size))
 
 
@@ -272,7 +271,6 @@ class Descent:
                 break
 
     def _round(self, pool: ThreadPoolExecutor) -> None:
-        """Make a try in each thread, all of one kind: so they take about equally long."""
         self._rounds += 1
         kind, best = self._kind(), self._best
         make = self._lower if kind == "lower" else self._shorten
@@ -300,7 +298,6 @@ class Descent:
         return self._best.latency <= _NEARLY * self._best.bound
 
     def _shorten(self, _: int) -> Callable[[], Ints]:
-        """Return a try at a lower latency within the capacity."""
         chance, view = self._next()
         start = None
         goes_on = 0.8 if self._nearly_right else 0.5 if self._failed["shorten"] > _STUCK else 0.0
@@ -310,7 +307,6 @@ class Descent:
         return partial(self._attempt, "shorten", view, chance, capacity, bound, start)
 
     def _lower(self, i: int) -> Callable[[], Ints]:
-        """Return a try at less memory without more latency."""
         best = self._best
         if self._loose.latency <= best.bound < best.latency:
             best = self._loose
@@ -337,7 +333,6 @@ class Descent:
         target: int,
         start: tuple[Ints, float] | None,
     ) -> Ints:
-        """Anneal a schedule, by default a list schedule, from a temperature to a latency."""
         far = self._best.latency > _FAR * self._best.bound
         stuck = far and self._failed[kind] > 1
         if start is None:

@@ -123,7 +123,6 @@ def make_problem(
 def _costs(
     parallel: Parallel, tokens: int, teraflops: float, backward_ratio: float
 ) -> dict[str, list[int]]:
-    """Return latencies and memory of each stage; layers are dealt out as evenly as can be."""
     stages, width, tp = parallel.stages, parallel.width, parallel.tensor_parallel
     layers = [parallel.layers // stages + (s < parallel.layers % stages) for s in range(stages)]
     layer_us = 2 * _LAYER_PARAMETERS * width**2 * tokens / (teraflops * 1e6)

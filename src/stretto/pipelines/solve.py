@@ -26,7 +26,6 @@ SEEDS = 2**31
 
 
 def descend(best: Incumbent, seed: int, threads: int) -> None:
-    """Better the incumbent until nothing can get better or time is over; see :class:`Descent`."""
     Descent(best, seed, threads, best.deadline).run()
 
 
@@ -44,7 +43,6 @@ class Solution:
 
     @property
     def makespan(self) -> int:
-        """Latency of the schedule, in ticks."""
         return self.evaluation.latency
 
     @property
@@ -53,7 +51,6 @@ class Solution:
 
     @property
     def status(self) -> str:
-        """The status of the latency: at the bound, which proves it the shortest, or not."""
         return "at the bound" if self.makespan <= self.bound else "best found"
 
     @property

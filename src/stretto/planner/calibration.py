@@ -189,7 +189,6 @@ costs by itself: all is then counted for its units, as it is in large calls."""
 def _fit_line(
     spans: Sequence[Span], amount: Callable[[Span], float], far_off: float = _FAR_OFF
 ) -> list[float]:
-    """Return seconds of a call, and of a unit of its amount."""
     amounts = [float(amount(s)) for s in spans]
     if amounts and max(amounts) < ALIKE * min(amounts):
         return [0.0, *_fit(spans, [[each] for each in amounts], far_off)]
@@ -384,5 +383,4 @@ def _line(
 
 
 def _rate(points: Sequence[Point]) -> float:
-    """Return the rate of all work together: the largest point says the most."""
     return sum(p.flops or p.size for p in points) / sum(p.seconds for p in points)

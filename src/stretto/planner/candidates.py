@@ -49,7 +49,6 @@ class PlanSpec:
 
     @property
     def longest(self) -> int:
-        """Tokens of a response at its limit, and of a long prompt."""
         w = self.workload
         return max(int(w.prompt_tokens.quantile(0.95, 0)), 1) + w.max_new_tokens
 
@@ -102,7 +101,6 @@ class Candidate:
 
     @property
     def kind(self) -> Kind:
-        """What it has in common with others, which differ in numbers."""
         return self.layout.sharing, self.variant, bool(self.on_paper)
 
     @property
@@ -202,7 +200,6 @@ def _pointless(candidate: Candidate) -> bool:
 
 
 def _layouts(spec: PlanSpec) -> Iterator[Layout]:
-    """Yield all layouts, without the passes of their learners."""
     gpus, node, scored = spec.gpus, spec.hardware.links.gpus_per_node, spec.models.scoring
     shapes = {
         "learner": spec.models.trained,
@@ -248,7 +245,6 @@ def _scorer_sizes(gpus: int) -> list[int]:
 
 
 def _quickest_passes(spec: PlanSpec, layout: Layout) -> list[Layout]:
-    """Return the layout with the quickest passes that fit into the learner's memory, if any do."""
     ways = [
         replace(layout, micro_tokens=max(tokens, spec.longest), checkpointing=again)
         for tokens, again in product(MICRO_TOKENS, (False, True))
@@ -291,7 +287,6 @@ def cluster_of(spec: PlanSpec, candidate: Candidate) -> Cluster:
 
 
 def slots_of(spec: PlanSpec, candidate: Candidate) -> int:
-    """Return how many responses of full length a generator's copy decodes; 0 for all in flight."""
     fit = cost_of_generator(spec, candidate.layout).cache_tokens // spec.longest
     copies, in_flight = candidate.layout.generator.data, spec.in_flight(candidate.schedule)
     return 0 if fit * copies >= in_flight else max(fit, 1)

@@ -141,7 +141,6 @@ def width(config: ModelConfig) -> int:
 
 
 def fewest_gpus(counted: Counter[str]) -> int:
-    """Return the fewest GPUs of 80 GB whose memory together holds all models."""
     return math.ceil(counted.total() / GPU_BYTES)
 
 
@@ -184,7 +183,6 @@ class Load(DeviceMemory):
         return self.during(*(PHASES if self.at_once else (name,)))
 
     def fits(self, name: str, there: int) -> bool:
-        """Return whether a phase fits a device of so many bytes, beside any share of vLLM's."""
         parts = self.phase(name)
         share = parts[SHARE]
         return parts.total() - share <= FILLED * (there - share)
@@ -218,7 +216,6 @@ def known_shapes(config: Config) -> tuple[dict[str, Shape], Adapters | None]:
 
 
 def model_shape(model: ModelConfig) -> Shape:
-    """Return the shape of a model, by its settings; raises ModelError if it cannot be told."""
     return replace(described(model.name).shape, in_4bit=model.load_in_4bit)
 
 
@@ -343,7 +340,6 @@ class RunMemory:
         return list(by_device.values())
 
     def _communicators(self, place: ProcessPlacement, found: Sequence[ProcessPlacement]) -> int:
-        """Return how many NCCL groups a process is in: its own ranks', and that of weight syncs."""
         learner = self.config.cluster.process_of(LEARNER)
         trains = any(seat.role == LEARNER for seat in place.roles)
         ways = (learner.fsdp, learner.tp) if trains else (len(place.devices),)

@@ -141,7 +141,6 @@ def write_hardware(
 def _table(
     file: str | Path, table: str, given: Any, kind: type[T], defaults: Mapping[str, Any] = {}
 ) -> T:
-    """Make an object of a table's values; the error names the first that is wrong."""
     if not isinstance(given, dict):
         problem = f"'{table}' in '{file}' is a table: write [{table}] on a line of its own"
         raise ConfigError(problem, "not-a-table")

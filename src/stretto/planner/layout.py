@@ -63,7 +63,6 @@ class ModelShapes:
 
     @property
     def scoring(self) -> tuple[Shape, ...]:
-        """The models that score apart from the learner: frozen ones, and a copy of the critic."""
         return (*self.frozen, *self.trained[1:])
 
 

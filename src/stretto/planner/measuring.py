@@ -162,7 +162,6 @@ def model_to_measure(config: Config, tokens: int, say: Callable[[str], None]) ->
 
 
 def _fault(model: MeasuredModel, tokens: int) -> str:
-    """Say why a model cannot be measured here; empty if it can."""
     name = model.name
     if known_config(name) is None and not is_known(name) and not Path(name).expanduser().is_dir():
         return "would have to be fetched"
@@ -327,7 +326,6 @@ def _mask(responses: Sequence[Response]) -> torch.Tensor:
 
 
 def _micro_batch(model: MeasuredModel, responses: Sequence[Response]) -> MicroBatch:
-    """Make a micro-batch as of an update of its own; its old policy is the one under training."""
     mask, rows = _mask(responses), len(responses)
     even = mask / mask.sum()
     inputs = LossInputs(
@@ -447,5 +445,4 @@ class SyncPeer:
         return self._timed(some, repeats) / REDUCTIONS
 
     def _timed(self, work: Callable[[], None], repeats: int) -> float:
-        """Return the seconds of a call, of which both make as many."""
         return timed(work, self._device, repeats, enough_s=0.0, patience_s=math.inf)

@@ -194,12 +194,10 @@ class DeviceMemory:
         return Counter({what: size for what, size in found.items() if size > 0})
 
     def put(self, what: str, size: float, *phases: str) -> None:
-        """Count bytes in some phases, or all the time where none is named."""
         for parts in [self.work[phase] for phase in phases] or [self.held]:
             parts[what] += round(size)
 
     def add(self, other: DeviceMemory) -> None:
-        """Add what other processes on the same device hold."""
         self.held.update(other.held)
         for phase, parts in other.work.items():
             self.work[phase].update(parts)
@@ -318,7 +316,6 @@ class DeviceMemory:
     def _pass(
         self, shape: Shape, mesh: Mesh, tokens: int, checkpointing: bool, copies: bool
     ) -> Counter[str]:
-        """Count what a forward and a backward pass of a trained model take."""
         # A pipeline's first stage holds as many micro-batches as there are stages.
         rounded = self.adapters is not None and self.width < SINGLE  # beside adapters
         kept = activation_bytes(
@@ -441,13 +438,11 @@ def cache_room_bytes(models: ModelShapes, layout: Layout, hardware: Hardware) ->
 
 
 def frozen_bytes(models: ModelShapes, layout: Layout) -> float:
-    """Return bytes of the frozen models on a scorer's GPU, and of the critic's copy beside them."""
     shapes = models.frozen if layout.colocated else models.scoring
     return sum(weight_bytes(shape, layout.scorer.tensor) for shape in shapes)
 
 
 def host_bytes(models: ModelShapes, layout: Layout) -> float:
-    """Return bytes in the host's memory for each GPU: of what is offloaded."""
     offloads = layout.offload
     return kept_bytes(models, layout.learner) + frozen_bytes(models, layout) if offloads else 0.0
 

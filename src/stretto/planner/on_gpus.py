@@ -79,7 +79,6 @@ def memory_table(models: ModelShapes, options: GpuOptions) -> tuple[str, str]:
 
 
 def _remedy(models: ModelShapes, options: GpuOptions, hardware: Hardware) -> str:
-    """Say with which options all phases fit, the nearest to those that were given."""
     given, doubled = options, [2**k for k in range(7)]
     every = [
         replace(given, gpus=n * given.gpus, fsdp=m * given.fsdp, tp=t * given.tp, offload=o)

@@ -241,7 +241,6 @@ class Recording:
         return self._in_threads(cores, [short_name(s) for s in models])
 
     def _in_threads(self, cores: int, models: Sequence[str]) -> dict[str, list[RoleDevices]]:
-        """Place the roles in one process: all on one worker, on one each if they overlap."""
         engines, schedule = self.config.rollout.engines, self.config.schedule
         if not schedule.knobs.overlaps(engines):
             one = [RoleDevices((0,), cores)]
@@ -259,7 +258,6 @@ class Recording:
         }
 
     def _in_processes(self, cores: int, models: Sequence[str]) -> dict[str, list[RoleDevices]]:
-        """Place the roles over processes, as the run's placement says."""
         from stretto.runtime.placement import places  # imports torch
 
         config = self.config
@@ -322,7 +320,6 @@ class PhaseTime(NamedTuple):
 
     @property
     def ratio(self) -> float | None:
-        """What was predicted, as a multiple of what was measured; ``None`` for nothing."""
         return self.predicted_s / self.measured_s if self.measured_s else None
 
 

@@ -334,7 +334,6 @@ def _may_take(results: Mapping[Kind, PlanResult], keep: int, kind: Kind, bound: 
 
 
 def _by_kind(spec: PlanSpec) -> dict[Kind, deque[tuple[float, Candidate]]]:
-    """Return candidates with their bounds, the lowest first, by kind, the baseline's first."""
     bounds, bounded = Bounds(spec, WARM, ROUNDS), list[tuple[float, Candidate]]()
     for candidate in candidates(spec):
         with suppress(ConfigError):  # no room for keys and values
@@ -349,7 +348,6 @@ def _by_kind(spec: PlanSpec) -> dict[Kind, deque[tuple[float, Candidate]]]:
 def _simulators(
     spec: PlanSpec, workers: int
 ) -> Iterator[tuple[Callable[[Candidate], Future[PlanResult]], int]]:
-    """Yield what starts a simulation, and how many may be under way."""
     if workers == 1:
 
         def here(candidate: Candidate) -> Future[PlanResult]:

@@ -92,7 +92,6 @@ class ProposalLength:
         return best
 
     def verified(self, accepted: int, *, rejected: bool) -> None:
-        """Take note of a row's proposals: how many were accepted before one was rejected, if so."""
         for token in [1.0] * accepted + [0.0] * rejected:
             self._accepted += token - self._accepted / TRIED
             self._verified += 1 - self._verified / TRIED
@@ -115,7 +114,6 @@ class Texts:
             _enter([*prompt, *response.tolist()], len(prompt), self._all)
 
     def read(self, number: int, text: Sequence[int]) -> None:
-        """Read a text, the same list each time, from where it was left."""
         _enter(text, self._read[number], self._own[number], self._all)
         self._read[number] = len(text)
 
@@ -246,7 +244,6 @@ class DraftModel(Proposer):
         pass
 
     def _keep(self, rows: Sequence[Row]) -> None:
-        """Give each row a slot, and no other."""
         for slot in reversed(range(len(self._rows))):
             if self._rows[slot].row not in rows:  # from the end: the last row moves here
                 last = self._rows.pop()
@@ -257,7 +254,6 @@ class DraftModel(Proposer):
         self._rows += [Drafted(row) for row in rows if id(row) not in here]
 
     def _draft(self, ready: Sequence[tuple[int, int]]) -> None:
-        """Have rows, by slot and the number of tokens that each has room for, proposed some."""
         device, scratch = self._pass.device, self._cache.capacity
         ids, ends = [[0, 0] for _ in self._rows], [[0, 0] for _ in self._rows]
         for slot, room in ready:

@@ -69,7 +69,6 @@ class SlotRow(Row):
 
     @property
     def ready(self) -> bool:
-        """Return whether all but the newest token have keys."""
         return self.cached == len(self.tokens) - 1
 
     def void(self, version: int) -> None:
@@ -259,7 +258,6 @@ class TorchEngine(Engine):
             self._rows.append(row)
 
     def _prefill(self) -> None:
-        """Run forward passes over rows that are not ready, within the budget."""
         left = budget = self._config.prefill_tokens
         while left > 0 and (pending := [s for s, row in enumerate(self._rows) if not row.ready]):
             picked = pick_prefill(self._rows, pending, left, self.version)
@@ -278,7 +276,6 @@ class TorchEngine(Engine):
             left -= width * max(len(rows), 1)
 
     def _copy_shared_prompts(self, pending: Sequence[int]) -> None:
-        """Copy a prompt's keys and values to its other rollouts, so that it is prefilled once."""
         have = {
             row.prompt: slot
             for slot, row in enumerate(self._rows)
@@ -291,7 +288,6 @@ class TorchEngine(Engine):
                 self._cache.copy_row(have[row.prompt], slot, row.cached)
 
     def _step(self) -> bool:
-        """Decode one token for every ready row; return whether there was one."""
         rows, ready = self._rows, [row.ready for row in self._rows]
         if not any(ready):
             return False

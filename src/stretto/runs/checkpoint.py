@@ -86,7 +86,6 @@ def save(folder: Path, step: int, parts: Mapping[str, Writer], keep: int = KEPT)
 
 
 def _make_room(folder: Path, step: int) -> None:
-    """Remove all checkpoints but the newest, where another one fits then and not before."""
     old = _found(folder)
     if before := [number for number in old if number <= step]:
         needed = (1 + files.SPARE) * files.size_of(old[max(before)])  # they are about as large
@@ -143,7 +142,6 @@ def require(folder: Path) -> None:
 
 
 def newest(folder: Path) -> int:
-    """Return the step of the newest checkpoint, whole or damaged; 0 where there is none."""
     return max(_found(folder), default=0)
 
 

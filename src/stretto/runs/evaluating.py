@@ -146,7 +146,6 @@ class Evaluator:
         )
 
     def take_news(self) -> dict[str, float]:
-        """Return the metrics that no step has recorded yet, once."""
         news, self.news = self.news, {}
         return news
 

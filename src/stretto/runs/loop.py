@@ -150,7 +150,6 @@ class _TrainingLoop:
         self.recorded_s = self.started_s  # end of the last step
 
     async def steps(self) -> None:
-        """Take all steps that are left."""
         config, running = self.config, self.running
         if self.state is not None:
             with working(self.say, "taking up the checkpoint"):
@@ -339,7 +338,6 @@ class Inputs:
 
 
 def _differences(had: Mapping[str, str], own: Mapping[str, str]) -> str:
-    """Name what differs: plain facts with both values, or else what fingerprints are of."""
     differing = [name for name in {**had, **own} if had.get(name) != own.get(name)]
     facts = [
         f"{name} ({had.get(name, 'none')} then, {own.get(name, 'none')} now)"

@@ -93,7 +93,6 @@ class KVStore:
         return found
 
     def sample(self) -> tuple[int, BucketPlan]:
-        """Keep a bundle of :data:`SAMPLE_BYTES` bytes; return its number and plan."""
         sample = torch.zeros(SAMPLE_BYTES, dtype=torch.uint8, device=self._device)
         return self._bundle({"sample": sample})
 
@@ -134,7 +133,6 @@ class KVRouter:
         self._takers: dict[str, asyncio.Lock] = {}
 
     def serve(self, name: str, generator: Executor) -> partial[Any]:
-        """Take up a generator; return the call by which it accepts rollouts."""
         self._generators[name] = generator
         self._takers[name] = asyncio.Lock()
         return partial(self.accept, name)

@@ -182,7 +182,6 @@ class LearnerService(Service):
         return Reply(None)
 
     def save_staged(self, use: str, folder: Path) -> None:
-        """Write the model that was staged for a use; on the side, on all ranks."""
         model = self._models.pop(use, None)
         if model is not None:
             save_model(model, self._prompts.tokenizer, folder)
@@ -192,7 +191,6 @@ class LearnerService(Service):
         return {"rollouts": batch.ids.tolist(), "tokens": batch.total_tokens}
 
     def _read(self, path: Path, sums: Mapping[str, FileSum]) -> dict[str, Any]:
-        """Read a state; each rank has a share of the files to check, which all see."""
         state, error = dict[str, Any](), None
         try:
             shard_files.check(path, sorted(sums.items())[self._rank :: self._ranks])

@@ -67,7 +67,6 @@ class RoleSetup:
         )
 
     def give_back(self) -> None:
-        """Return memory that torch has reserved, and does not need now, to GPUs of others, too."""
         if self.shares_gpus:
             torch.cuda.empty_cache()
 
@@ -120,7 +119,6 @@ class MoveRates:
 
 
 def probe_of(prompts: Sequence[Prompt]) -> IntArray:
-    """Cut a probe [:data:`PROBE_ROWS`, :data:`PROBE_TOKENS`] out of the run's first prompts."""
     tokens = [token for prompt in prompts for token in prompt.tokens]
     return np.resize(np.array(tokens, np.int32), (PROBE_ROWS, PROBE_TOKENS))
 

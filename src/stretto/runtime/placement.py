@@ -121,7 +121,6 @@ def places(
 def _processes(
     cluster: ClusterConfig, engines: int, models: Sequence[str], *, hosted: bool
 ) -> list[ProcessConfig]:
-    """Return the processes that the settings list, and those of all other roles by the rule."""
     rule = cluster.scorers
     if rule == "auto":
         rule = "generators" if hosted else "apart"
@@ -181,7 +180,6 @@ def _device(given: str, rank: int, i: int, gpus: int) -> str:
 
 
 def _check_listed(listed: Sequence[str], others: Sequence[str], models: Sequence[str]) -> None:
-    """Refuse unknown roles, and copies of a scorer that are not numbered from 0 on."""
     copies: dict[str, list[str]] = {}
     for role in listed:
         if scorer := _scorer_of(role, models):
@@ -236,7 +234,6 @@ def memory(process: ProcessPlacement, role_bytes: Mapping[str, int]) -> int:
 
 
 def published(knobs: Knobs, found: Sequence[ProcessPlacement]) -> int:
-    """Return how many versions of the trained weights the learner keeps copies of."""
     return 0 if shares_weights(knobs, found) else knobs.lag + 2
 
 

@@ -152,7 +152,6 @@ class ProcessWorkers:
         return self._config.warmup_examples > 0 and not (file and file.exists())
 
     def _open_all(self) -> list[ServiceGroup]:
-        """Open all processes. When one cannot be opened, or on Ctrl-C, the others are ended."""
         pool = ThreadPoolExecutor(len(self._processes))
         opening: dict[str, Future[ServiceGroup]] = {}
         try:
@@ -191,7 +190,6 @@ class ProcessWorkers:
         return [opening[other.name] for other in others if other.name in opening]
 
     def _begun(self, ranks: Ranks) -> None:
-        """Take note of a process that starts; raise RankError if no more are wanted."""
         with self._looking:
             if self._given_up:
                 raise RankError("the run has ended while its processes started; start it again")
@@ -266,7 +264,6 @@ class ProcessWorkers:
     def _make(
         self, placed: RolePlacement, setup: RoleSetup
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Return how a role's service is made; with what it needs of what the caller brings."""
         setup = replace(setup, overrides=_needed(placed, setup.overrides))
         if placed.role == LEARNER:
             return learner.learner, (setup, probe_of(self._first))
@@ -281,7 +278,6 @@ class ProcessWorkers:
                 return services.reward_model, (setup, source, self._first)
 
     def _compare(self) -> None:
-        """Compare what all processes so far have found at their places."""
         threads, devices, apart = dict[str, int](), dict[str, str](), set[str]()
         for process in self._processes:
             names = _rank_names(process)
@@ -428,7 +424,6 @@ class MemoryWatch:
 def _check(
     config: ClusterConfig, stages: int, overrides: Overrides, *, lora: bool, runtime: str
 ) -> None:
-    """Refuse what only a run in one process can do; ``stages``: ranks of a pipeline."""
     layout = learner_layout(config)
     if layout.ranks > 1 and stages:
         raise ConfigError(
@@ -459,7 +454,6 @@ def _rank_names(process: ProcessPlacement) -> list[str]:
 
 
 def _needed(placed: RolePlacement, overrides: Overrides) -> Overrides:
-    """Return what a role needs of what the caller brings: models may be large."""
     # The critic may start from a reward model, and is the learner's too.
     trains = placed.role == LEARNER or placed.scorer == "critic"
     return replace(

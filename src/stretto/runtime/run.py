@@ -99,7 +99,6 @@ class Run:
         return self._staged(state, size, live=live)
 
     def driver_state(self) -> DriverState:
-        """Copy the state of this process; under ``weights_lock`` if generation may lag."""
         prompts, schedule = copied(self.prompts.state_dict()), copied(self.schedule.state_dict())
         return DriverState({"prompts": prompts, "schedule": schedule}, self._kept)
 
@@ -272,7 +271,6 @@ def _controls(
     restarts: int,
     judges: Sequence[str],
 ) -> Controls:
-    """Measure what controllers ask for, and make them."""
     knobs, engines = config.schedule.knobs, config.rollout.engines
     migrating = holding = None
     if knobs.migrates(engines):
@@ -318,7 +316,6 @@ def _replica(
     say: Say,
     spans: Spans,
 ) -> ScorerReplica:
-    """Return a model scorer, once it has proved that it is the right one."""
     executor: Executor = workers.executors[placed.role]
     info, notes = executor.ask("ready")
     for line in notes:
@@ -336,7 +333,6 @@ def _replica(
 def _speeds(
     engines: int, executors: Mapping[str, Executor], kv_router: KVRouter | None
 ) -> tuple[float, float | None]:
-    """Measure the tokens a second that an engine reads, and that are moved from one to another."""
     one, other, *_ = generator_names(engines)
     rates: MoveRates = executors[one].ask("rates")
     moving: float | None = COPY_GAIN * rates.prefill_tokens_per_s

@@ -175,7 +175,6 @@ class WeightSync:
         self.metrics: dict[str, float] = {}  # of the last syncs
 
     def follow(self, name: str, follower: Executor, model: str) -> partial[Any]:
-        """Take up a follower of a model; return the call by which it alone loads weights."""
         self._followers[name], self._models[name] = follower, model
         return partial(self._load, name)
 
@@ -305,7 +304,6 @@ class WeightSync:
         return outcomes
 
     def _offers(self, ref: WeightsRef) -> list[Offer]:
-        """Return the offers of the learner's ranks, which all know the same plan."""
         offers = self._learner.aside_on_all("offer", ref, timeout_s=self._control_s)
         probe = offers[0].probe
         if probe is not None and ref.version not in [version for version, _ in self._probes]:
@@ -457,7 +455,6 @@ class WeightSync:
         return found
 
     def _measured(self, ours: FloatArray, theirs: FloatArray, before: FloatArray | None) -> float:
-        """Return the difference of a follower's probe, and keep it as metrics."""
         gap = self.metrics["weight_sync/logprob_gap"] = difference(ours, theirs)
         self.metrics["weight_sync/logprob_gap_mean"] = float((ours - theirs).mean())
         self.metrics["weight_sync/logprob_gap_max"] = float(abs(ours - theirs).max())
@@ -473,7 +470,6 @@ class WeightSync:
 
 
 def _outcome(name: str, future: Future[Reply[Loaded]]) -> Outcome:
-    """Return what came of a follower's loading."""
     if not future.done():
         return RoleLostError(name, f"{name} hangs in a weight sync", "hangs-in-weight-sync")
     match future.exception():

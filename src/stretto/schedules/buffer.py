@@ -64,7 +64,6 @@ class Buffer:
 
     @property
     def chosen(self) -> Sequence[Rollout]:
-        """The rollouts of the round so far, in dispatch order."""
         chosen = (r for g in self._chosen for r in g.rollouts)
         return sorted(chosen, key=lambda r: (episode_of(r.id), r.id))
 

@@ -77,7 +77,6 @@ class Stateful:
 
 
 def check_least(least: int, **numbers: float) -> None:
-    """Raise ConfigError if a number is below the least."""
     for name, number in numbers.items():
         if number < least:
             raise ConfigError(f"{name} is at least {least}; got {number}", "number-too-small")

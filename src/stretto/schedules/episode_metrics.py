@@ -34,12 +34,10 @@ _NAME_CHARS = 64
 
 
 def answers(rollout: Rollout) -> Sequence[Observation]:
-    """Return what follows a rollout's turns, in their order: its log without what it began with."""
     return rollout.log[1:]
 
 
 def _answers(samples: Sequence[Rollout]) -> list[Observation]:
-    """Return all answers to turns of an episode, those among them that began a fork."""
     return [o for rollout in samples for o in rollout.log if o.number]
 
 

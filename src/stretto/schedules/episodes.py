@@ -91,7 +91,6 @@ class Episodes:
 
     @staticmethod
     def is_unanswered(rollout: Rollout) -> bool:
-        """Return whether an answer is due: to the newest turn, or the opening."""
         return len(rollout.turns) > len(rollout.turn_rewards) or not (rollout.turns or rollout.log)
 
     def cancel(self) -> None:
@@ -195,7 +194,6 @@ class Episodes:
         return fork
 
     def _end(self, last: Observation) -> None:
-        """End all samples of an episode; they share its rewards."""
         samples = self._samples[episode_of(last.rollout_id)]
         total = sum(sum(r.turn_rewards) for r in samples)
         failure = last.record.get("failure")
@@ -216,7 +214,6 @@ class Episodes:
             self._books.ended(rollout)
 
     def _begin_anew(self, rollout: Rollout, error: EpisodeLostError) -> Rollout:
-        """Take an episode back to its opening; its forks are dropped. Return its first sample."""
         episode = episode_of(rollout.id)
         self._beginnings[episode] = self._beginnings.get(episode, 1) + 1
         if self._beginnings[episode] > MOST_BEGINNINGS:

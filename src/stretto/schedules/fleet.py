@@ -119,7 +119,6 @@ class Fleet:
         return {"held": tickets_of(self.held), "totals": list(self.totals)}
 
     def load_state_dict(self, state: Mapping[str, Any], channel: str = "") -> None:
-        """Take up what :meth:`state_dict` returned; initial tickets stay where it has none."""
         self.held = {**self.held, **tickets_from(state["held"], channel)}
         self._before = list(state["totals"])
 

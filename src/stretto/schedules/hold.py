@@ -83,7 +83,6 @@ class WaitModel(Stateful):
         self._seconds[kind] = [*self._seconds.get(kind, ()), seconds][-WINDOW:]
 
     def remaining_s(self, kind: str, waited_s: float) -> float:
-        """Return the seconds that a wait is expected to go on that has lasted so long."""
         every = [s for waits in self._seconds.values() for s in waits]
         longer = [s for s in self._seconds.get(kind, every) if s > waited_s]
         return sum(longer) / len(longer) - waited_s if longer else waited_s
@@ -179,7 +178,6 @@ class Parked:
         self._since: dict[int, tuple[float, str]] = {}
 
     def begin(self, rollout: Rollout, now_s: float) -> None:
-        """Note that a rollout's turn has ended, and that its keys and values are kept."""
         self._kept[rollout.id] = rollout
         self._since[rollout.id] = now_s, str(rollout.prompt.data.get("environment", ""))
 

@@ -236,7 +236,6 @@ class _Generation:
         return every_end[chosen], tokens[chosen], np.minimum(free, every_end[chosen].max())
 
     def _migrate(self, moment_s: float, ends: list[FloatArray], free: FloatArray) -> None:
-        """Write down what changes when stragglers move at ``moment_s``."""
         so_far = [
             float(np.interp(moment_s, [0.0, *ends_s], [0.0, *share]))
             for ends_s, share in zip(self._ends, self._shares, strict=True)

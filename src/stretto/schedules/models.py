@@ -190,7 +190,6 @@ def drain_times(step_seconds: FloatArray, remaining: npt.NDArray[Any]) -> FloatA
 
 
 def _fit(calls: FloatArray) -> tuple[FloatArray, float]:
-    """Return the coefficients a, b, c, p, q and the knee; calls have shape [n, 5]."""
     rows, steps, seconds, first, carried = calls.T
     knees = np.unique(np.linspace(rows.min(), rows.max(), KNEES + 2)[1:-1])
     hinges = np.maximum(0.0, rows[:, None] - knees) * steps[:, None]
@@ -210,7 +209,6 @@ def _fit(calls: FloatArray) -> tuple[FloatArray, float]:
 
 
 def _select(terms: FloatArray, seconds: FloatArray, weights: FloatArray) -> FloatArray:
-    """Return the best non-negative weighted solution; terms are a, b, p, q, and c for each knee."""
     n, columns = terms.shape
     gram = terms.T @ (terms * weights[:, None])
     moments, total = terms.T @ (seconds * weights), float(seconds @ (seconds * weights))

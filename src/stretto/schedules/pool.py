@@ -47,14 +47,12 @@ class _Engine:
         self.idle_since_s = context.clock.now()
 
     async def let_go(self) -> None:
-        """Have the generator forget rollouts that were parked and go on no more."""
         gone, self.gone = self.gone, []
         if gone:
             with suppress(GoneError):
                 await self.guard.ask(self.generator.release(gone), gone)
 
     async def admit(self) -> None:
-        """Give the generator what it has not been given."""
         await self.let_go()
         share, self.untold = self.untold, {}
         rollouts = list(share.values())
@@ -120,7 +118,6 @@ class Pool:
         return any(rollout.id in each for each in at)
 
     def take_samples(self) -> Sequence[DecodeSample]:
-        """Return the decode calls since this method was last called."""
         samples, self._samples = self._samples, []
         return samples
 
@@ -210,7 +207,6 @@ class Pool:
         )
 
     async def _run(self, engine: _Engine) -> None:
-        """Decode what a generator holds, until nothing is missing or can come its way."""
         while missing := self._missing():
             if self._waiting() and self._lockstep():
                 await self._arrival(engine)
@@ -292,7 +288,6 @@ class Pool:
         return chunks
 
     async def _hold(self, engine: _Engine) -> None:
-        """Let go of keys and values of rollouts that wait, as their policy has it."""
         if self._holds is None:
             return
         chunk = self._chunk_tokens()
@@ -303,7 +298,6 @@ class Pool:
                 await engine.guard.ask(engine.generator.hold(ids, how), ids)
 
     def _plan_moves(self) -> None:
-        """Plan to move all that is left together, once in a round, when little is."""
         missing = self._missing()  # 0 where other generators have stopped already
         if self._migration is None or self._migrated or not missing:
             return
@@ -362,7 +356,6 @@ class Pool:
             self._landed.set()
 
     async def _move(self, source: _Engine) -> None:
-        """Carry out what is planned for the rollouts of one generator."""
         moves, source.moves = source.moves, {}
         for (destination, with_cache), planned in moves.items():
             # Others have ended meanwhile, or come back to it.
@@ -401,7 +394,6 @@ class Pool:
         return [partial(self._keep, engine) for engine in self._engines] if self._replaces else ()
 
     async def _keep(self, engine: _Engine) -> None:
-        """Replace a generator at each loss, until it is given up; raise the loss of the last."""
         guard, keeper = engine.guard, f"the keeper of {engine.name}"
         while not guard.member.retired:
             await self._context.waits.until(guard.lost.is_set, guard.lost, keeper, "its loss")
@@ -414,7 +406,6 @@ class Pool:
             self._place(orphans.values())
 
     def _lost(self, engine: _Engine) -> None:
-        """Place the rollouts of a generator elsewhere that was lost just now."""
         rollouts = list(engine.held.values())
         engine.held.clear()
         engine.untold.clear()
@@ -427,7 +418,6 @@ class Pool:
         self._place(rollouts)
 
     def _place(self, rollouts: Iterable[Rollout]) -> None:
-        """Give rollouts to the generators that serve, to those with the fewest first."""
         serving = [engine for engine in self._engines if engine.guard.serves]
         for rollout in rollouts:
             self._in_turns |= rollout.in_turns

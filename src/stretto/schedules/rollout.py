@@ -147,7 +147,6 @@ class Rollout:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of an episode's response, at most."""
         assert self.sampling
         return self.sampling.max_new_tokens
 
@@ -168,7 +167,6 @@ class Rollout:
 
     @property
     def sampled_tokens(self) -> int:
-        """Response tokens that the policy drew."""
         return len(self.tokens) - sum(end - start for start, end in self.context)
 
     @property
@@ -202,7 +200,6 @@ class Rollout:
 
     @property
     def ends_episode(self) -> bool:
-        """Whether it is the sample that its episode ended with."""
         return len(self.samples) < 2 or bool(self.log and self.log[-1].ended_by)
 
     def episode(self) -> Response:
@@ -233,7 +230,6 @@ class Rollout:
 
     @property
     def _turns_sampling(self) -> Sampling | None:
-        """How the present turn is sampled: as the response, but perhaps to an earlier end."""
         last = self.log[-1] if self.log else None
         if not (last and self.sampling and (last.max_turn_tokens or last.stop)):
             return self.sampling

@@ -125,7 +125,6 @@ class Schedule:
 
     @property
     def held(self) -> Mapping[str, WeightsRef]:
-        """Tickets for these weights, by model; none before any was given."""
         return self._fleet.held
 
     @property
@@ -197,7 +196,6 @@ class Schedule:
             await self._evaluate()
 
     async def _gather(self) -> None:
-        """Turn rounds whose responses have ended, and have all scores, into batches."""
         while True:
             await self._until(lambda: bool(self._generated), "scoring", "a round")
             await self._scoring.all_scored(self._generated[0])
@@ -222,7 +220,6 @@ class Schedule:
         return f"version {wanted} of the weights ({self._version} is published)"
 
     async def _load(self) -> None:
-        """Bring generators, and scorers that follow a trained model, to the newest version."""
         async with self._waits.holding(self.weights_lock, "generation", "the checkpoint"):
             if self._loaded < self._version:
                 version, weights = self._version, self._weights
@@ -335,7 +332,6 @@ class Schedule:
         return unseen and (plain or (self._pool.single and not self._episodes))
 
     async def _open(self, rollouts: Sequence[Rollout]) -> None:
-        """Have episodes opened that are not; in lockstep, wait for all of them."""
         assert self._episodes
         for rollout in rollouts:
             if rollout.id not in self._episodes.pending and self._episodes.is_unanswered(rollout):
@@ -364,12 +360,10 @@ class Schedule:
         self.ledger.move(rollout, state)
 
     def ended(self, rollout: Rollout) -> None:
-        """See :class:`~stretto.schedules.episodes.Books`."""
         if rollout.id >= 0:
             self._end(rollout)
 
     def answered(self) -> None:
-        """See :class:`~stretto.schedules.episodes.Books`."""
         self._pool.wake()
         self._changed.set()
 
@@ -384,7 +378,6 @@ class Schedule:
     # -- what was decoded ---------------------------------------------------------------------
 
     def _take(self, chunks: Sequence[Chunk]) -> None:
-        """Put decoded tokens where they belong, and pass them on."""
         with self._own_work("chunks", len(chunks)):
             for chunk in chunks:
                 evaluated = chunk.rollout_id < 0
@@ -408,7 +401,6 @@ class Schedule:
             self._scoring.chosen(chosen)
 
     def _close_round(self) -> None:
-        """Send the round on to be scored; what has not ended is carried into the next."""
         batch, carried = self._buffer.take()
         for rollout in carried:
             if rollout.state is RolloutState.DECODING:
@@ -439,7 +431,6 @@ class Schedule:
         return f"a batch with all its scores ({done}, {begun})"
 
     def _sort_out(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], list[Rollout]]:
-        """Split scored rollouts into those to train on and those that are left out."""
         reasons = reasons_to_reject(
             rollouts,
             failures_allowed=self._settings.failures_allowed,
@@ -476,7 +467,6 @@ class Schedule:
             self._migration.observe(feedback)
 
     async def _publish(self) -> None:
-        """Offer new weights, when a round has been trained on."""
         self._steps += 1
         if self._steps % self._settings.weight_sync_interval == 0:
             with self._own_work("adapt", 1):

@@ -77,7 +77,6 @@ class ReplicaQueue:
         self._arrived(len(chunk.tokens))
 
     def finish(self, rollout_id: int) -> None:
-        """Ask for the score of an admitted rollout, all of which is there."""
         self.wanted.append(rollout_id)
         self.asked_for[rollout_id] = None
         self._arrived(0)
@@ -184,7 +183,6 @@ class ReplicaQueue:
         self._arrived(0)
 
     async def _replace(self) -> None:
-        """Have a new process take the lost one's place, or leave the work to other replicas."""
         try:
             await self.guard.replace()
         except StrettoError:
@@ -239,11 +237,9 @@ class _ScorerGroup:
         queue.admit(rollout)
 
     def scores(self, rollout: Rollout) -> bool:
-        """Return whether a rollout is scored, and not another sample of its episode for it."""
         return rollout.ends_episode or not self.queues[0].scorer.info.whole_episodes
 
     def finish(self, rollout: Rollout) -> None:
-        """Have a rollout scored: by the replica that knows it, or by the first that is free."""
         if queue := self.queue_of.pop(rollout.id, None):
             queue.finish(rollout.id)
         else:
@@ -280,7 +276,6 @@ class _ScorerGroup:
             await first
 
     def leave(self, lost: ReplicaQueue) -> bool:
-        """Give the work of a replica that is not replaced to the others, if there are any."""
         others = [queue for queue in self.queues if queue is not lost]
         if not others:
             return False
@@ -360,19 +355,16 @@ class Scoring:
                     group.admit(rollout)
 
     def anew(self, rollout: Rollout) -> None:
-        """Note that a rollout loses all its tokens, and is dispatched again."""
         for group in self._streaming:
             if queue := group.queue_of.get(rollout.id):
                 queue.anew(rollout)
 
     def drop(self, rollout: Rollout) -> None:
-        """Note that a rollout goes on no more, and is not to be scored."""
         for group in self._streaming:
             if queue := group.queue_of.pop(rollout.id, None):
                 queue.drop(rollout.id)
 
     def read_on(self) -> None:
-        """Note that nothing is being decoded, while environments are waited for."""
         for group in self._streaming:
             for queue in group.queues:
                 queue.read_on()

@@ -158,7 +158,6 @@ class ModelScorer(ResponseScorer):
         self._say(f"'{self.name}' scores rollouts whole from now on, at their end: {reason}")
 
     def _row_of(self, rows: StreamedRows, response: Response) -> StreamedRow | None:
-        """Return the row of a response, up to date with its tokens."""
         row = rows.get(response.id)
         if row is None:
             if response.finish:
@@ -185,7 +184,6 @@ class ModelScorer(ResponseScorer):
         row.goal = len(row.tokens) - 1
 
     def _take_hidden(self, spans: Sequence[RowSpan], hidden: Tensor) -> None:
-        """Add to the numbers of each span's row, out of hidden states [n, q, H]."""
         raise NotImplementedError
 
     def _score(self, responses: Sequence[Response]) -> Scored:
@@ -254,19 +252,16 @@ class StreamedRows:
     def open(
         self, rollout_id: int, tokens: Sequence[int], text: StablePrefix | None = None
     ) -> StreamedRow:
-        """Give a rollout one of the free slots; its tokens so far are those of the prompt."""
         row = StreamedRow(self.free.pop(), tuple(tokens[:-1]), list(tokens), text=text)
         self._rows[rollout_id] = row
         return row
 
     def close(self, rollout_ids: Iterable[int]) -> None:
-        """Free the slots of rollouts; unknown ids are ignored."""
         for rollout_id in rollout_ids:
             if row := self._rows.pop(rollout_id, None):
                 self.free.append(row.slot)
 
     def void(self) -> None:
-        """Forget all that was computed, because the weights have changed."""
         for row in self._rows.values():
             row.cached = 0
             row.numbers.clear()

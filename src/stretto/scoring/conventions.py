@@ -75,7 +75,6 @@ def _number_or_none(entry: Any) -> Verdict:
 
 
 def _score_of(entry: Any) -> Verdict:
-    """Read verl's results: a number, a tuple that begins with one, or a dict with ``score``."""
     if isinstance(entry, Mapping):
         if "score" not in entry:
             raise RewardError(f"it returned a dict without 'score': {entry!r}")
@@ -259,7 +258,6 @@ def recognise(function: Callable[..., Any], file: str, name: str) -> RewardFunct
     needed = {p.name for p in signature.parameters.values() if p.default is p.empty}
 
     def each(sample: Sample) -> Any:
-        """Call with what the row has; of the rest, defaults stay, and other parameters get None."""
         arguments = convention.arguments([sample]).items()
         return call({key: v for key, (v,) in arguments if v is not None or key in needed})
 
@@ -287,7 +285,6 @@ def _names(signature: inspect.Signature) -> tuple[set[str], bool]:
 def _caller(
     function: Callable[..., Any], signature: inspect.Signature, aliases: Collection[str]
 ) -> Callable[[Mapping[str, Any]], Any]:
-    """Return a call of a function that passes the arguments it takes."""
     named, takes_any = _names(signature)
 
     def call(arguments: Mapping[str, Any]) -> Any:
@@ -304,7 +301,6 @@ class _Loop:
         self._runner = asyncio.Runner()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine to its end, on another thread if a loop is running in this one."""
         try:
             asyncio.get_running_loop()
         except RuntimeError:
@@ -437,7 +433,6 @@ def all_at_once(
 
 
 def _verdict(judge: Callable[[T], Verdict], on: T, file: str | None) -> Verdict:
-    """Return the verdict of a call, or the "error" that it raised."""
     try:
         return judge(on)
     except KeyboardInterrupt:  # the user's, where the reward function shares their process
@@ -459,7 +454,6 @@ def listed(result: Any, count: int) -> Sequence[Any]:
 def not_defined(
     file: str, name: str, functions: Collection[str], setting: str = "reward.sources"
 ) -> ConfigError:
-    """Return the error of a file that lacks a function, and has ``functions``."""
     hint = nearest(name, functions) if functions else "It defines no function."
     return ConfigError(f"{setting}: '{file}' has no function '{name}'. {hint}", "unknown-function")
 

@@ -116,7 +116,6 @@ class FunctionScorer(ResponseScorer):
         return isinstance(self._process, LocalFunction)
 
     def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]:
-        """Score finished rollouts; one that the function does not apply to gets no values."""
         responses = self._take(rollout_ids)
         texts = list(map(self._text, responses))
         return list(map(self._score, responses, texts, self._ask_all(responses, texts)))
@@ -133,7 +132,6 @@ class FunctionScorer(ResponseScorer):
         raise EngineError(f"scorer '{self.name}' is a function: no weights", "scorer-frozen")
 
     def close(self) -> None:
-        """End the reward function's process; what it is doing is lost."""
         self._process.close()
 
     def _score(self, r: Response, text: str, verdict: Verdict) -> Score:
@@ -332,7 +330,6 @@ class LocalFunction:
         return ready(self._function)
 
     def ask(self, samples: Sequence[Mapping[str, Any]], timeout_s: float) -> Answers:
-        """Return verdicts, and the error that concerns all; ``timeout_s`` is ignored here."""
         verdicts: list[Mapping[str, Any]] = []
         trouble = self._function.run(samples, verdicts.append)
         return Answers(verdicts, trouble)

@@ -259,7 +259,6 @@ class RewardModelScorer(ModelScorer):
             )
 
     def _fits(self, response: Response, tokens: Sequence[int]) -> bool:
-        """Return whether the model has positions for a finished response; else note the failure."""
         if self._positions is None or len(tokens) <= self._positions:
             return True
         self._failures[response.id] = (

@@ -96,7 +96,6 @@ def open_server(url: str) -> RewardFunction:
 
 
 def _judge(opener: OpenerDirector, url: str, samples: Sequence[Sample]) -> list[Verdict]:
-    """Score samples in one request; where the server refuses it, each in one of its own."""
     try:
         log = Log(len(samples))
         rewards = listed(log.scores(_post(opener, url, samples)), len(samples))

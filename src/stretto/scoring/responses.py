@@ -130,7 +130,6 @@ def response_text(
 
 
 def spelt_out(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
-    """Decode tokens with special tokens among them."""
     options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     return cast(str, tokenizer.decode(list(tokens), **options))
 

@@ -101,7 +101,6 @@ class ConversationReader:
         return [*before, *said]
 
     def _transcript(self, turns: Sequence[Message]) -> list[int]:
-        """Return the tokens of a conversation that does not end with words of the assistant's."""
         special = not self._tokenizer.chat_template
         return self._encoder.ids(self._conversation(turns), special=special, closed=True)
 
@@ -211,13 +210,11 @@ class StablePrefix:
         return kept
 
     def close(self, tokens: Sequence[int]) -> int:
-        """Take the tokens of the finished text; return how many of the first ones were right."""
         kept = _common(self.tokens, tokens)
         self.tokens[:] = tokens
         return kept
 
     def _renew(self, text: str, end: int) -> int:
-        """Tokenise all of the text, because it or its tokens have changed."""
         before, self.tokens, self._starts, self._text = self.tokens, [], [], ""
         self._commit(text, end, 0, *self._encode(text, 0))
         return _common(before, self.tokens)

@@ -147,7 +147,6 @@ def callables(module: ModuleType) -> list[str]:
 
 
 def _load(file: str) -> ModuleType:
-    """Import a file as a module of its package; alone, where that cannot be and the file can."""
     path = Path(file)
     sys.path.insert(0, str(path.parent))
     package = list(takewhile(_is_package, path.parents))

@@ -119,6 +119,5 @@ def sent(message: Message, *, streamed: bool = False) -> dict[str, Any]:
 
 
 def received(message: Mapping[str, Any]) -> Message:
-    """Return a message of a request as chat templates take it: with arguments as data, not JSON."""
     received: Any = {**message, "content": message.get("content") or ""}
     return with_parsed_arguments(received)

@@ -112,7 +112,6 @@ class _Call:
         return len(self.texts) // len(self.prompts)
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Yield pieces of the answers as they come."""
         offsets = [0] * len(self.texts)
         async for number, chunk in self.stream.chunks():
             text, finish = self.texts[number], chunk.finish
@@ -226,7 +225,6 @@ class Server:
         return Response()
 
     def _client(self, http: HttpRequest) -> EngineClient | Session:
-        """Return what answers a request: the engine, or the request's session."""
         if not isinstance(self._engine, Sessions):
             return self._engine
         key = http.path_params.get("session") or http.headers.get(SESSION)
@@ -445,7 +443,6 @@ class Server:
         return Response(content, media_type="application/json")
 
     async def _events(self, call: _Call) -> AsyncIterator[str]:
-        """Yield the events of a stream."""
         asked, counts = call.asked, [0] * len(call.texts)
         tokens = isinstance(asked, GenerateRequest) or bool(asked.return_token_ids)
         details = tokens or asked.options.likeliest is not None
@@ -481,7 +478,6 @@ class Server:
         yield "data: [DONE]\n\n"
 
     def _versioned(self, call: _Call, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Return the name of the weights that have answered."""
         versions = {version for piece in pieces for version in piece.versions}
         if "system_fingerprint" not in call.about or not versions:
             return {}
@@ -496,7 +492,6 @@ class Server:
 
 
 def _room(client: EngineClient | Session, prompt: Sequence[int]) -> int:
-    """Return the tokens of an answer whose request sets no limit; in a session the run does."""
     if isinstance(client, Session):
         return client.longest
     return max(client.longest - len(prompt), 1)

@@ -58,7 +58,6 @@ class ProgramServer:
         self._listener: socket.socket | None = None
 
     async def start(self) -> None:
-        """Listen on a free port, in the running event loop, if it is not listening."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
         await asyncio.shield(self._starting)

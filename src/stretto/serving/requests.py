@@ -160,7 +160,6 @@ class Options(_Body):
 
     @property
     def likeliest(self) -> int | None:
-        """Likeliest tokens to report in each place; ``None`` for no log-probabilities at all."""
         raise NotImplementedError
 
     def sampling(self, number: int, most: int) -> Sampling:

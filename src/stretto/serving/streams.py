@@ -165,7 +165,6 @@ class AsyncEngine:
             self._work.set()
 
     async def _turn(self) -> None:
-        """Take note of what has come and gone, and decode a token of each answer."""
         if self._gone:
             gone, self._gone = self._gone, []
             self._admitted -= set(gone)

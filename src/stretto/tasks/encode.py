@@ -152,7 +152,6 @@ class Encoder:
         return frozenset(mark for mark in self._control if mark in shown)
 
     def _escaped(self, value: Any) -> Any:
-        """Return a copy of plain data with its texts escaped, those of keys too."""
         if isinstance(value, str):
             return self.escape(value)
         if isinstance(value, dict):
@@ -216,7 +215,6 @@ class Encoder:
         return self._ids
 
     def control_in(self, escaped: str, start: int = 0) -> tuple[int, int, int] | None:
-        """Return the first control token of an escaped text from a place on: start, end and id."""
         found = self._spelling.search(escaped, start)
         return (found.start(), found.end(), self._control[found[0]]) if found else None
 

@@ -157,7 +157,6 @@ def _of_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return plain data without the keys whose value is null; entries of lists stay."""
     if isinstance(value, dict):
         entries = ((key, _without_nulls(entry)) for key, entry in value.items())
         return {key: entry for key, entry in entries if entry is not None}
@@ -165,7 +164,6 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _text_of_part(part: Mapping[str, Any]) -> str:
-    """Return the text of a part of a message; TaskError if it is an image or another thing."""
     if part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     raise TaskError(
@@ -203,7 +201,6 @@ def tools_in(data: Row, column: str) -> list[dict[str, Any]]:
 
 
 def system_in(data: Row, column: str) -> str:
-    """Return the text of a row's own system message; empty if it has none."""
     value = data.get(column)
     return value if isinstance(value, str) and value.strip() else ""
 

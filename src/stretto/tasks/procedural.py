@@ -115,7 +115,6 @@ class ProceduralTask(Task):
         return TaskRow(prompt=question, data=data, reference=answer, index=index)
 
     def verify(self, index: int, response: str) -> float:
-        """Score a response from 0 to 1; one without an answer has 0."""
         answer = extract(response, self._extract)
         return self._problem.score(answer, self._made(index)[1]) if answer else 0.0
 
@@ -157,7 +156,6 @@ def _row_seed(seed: int) -> int:
 
 
 def _check_names(config: TaskConfig, kind: Any) -> None:
-    """Make sure that a dataclass of settings has all those that a task is given."""
     known = {field.name for field in dataclasses.fields(kind)} - {"seed", "size"}
     for key in config.settings:
         if key in ("seed", "size"):
@@ -171,7 +169,6 @@ def _check_names(config: TaskConfig, kind: Any) -> None:
 
 
 def _problem(config: TaskConfig) -> ChainSum | SpellBackward:
-    """Return the kind of problem, with its settings checked."""
     if config.name not in PROBLEMS:
         raise TaskError(
             f"task.name = '{config.name}' is none of the procedural tasks. "
@@ -193,7 +190,6 @@ def _problem(config: TaskConfig) -> ChainSum | SpellBackward:
 
 
 def _reasoning_dataset(config: TaskConfig, seed: int) -> Any:
-    """Make the dataset, with every name in the settings checked first."""
     require("reasoning_gym", "tasks", "task.kind = 'reasoning-gym'")
     import reasoning_gym
     from reasoning_gym.factory import DATASETS

@@ -87,7 +87,6 @@ def _of(row: TaskRow) -> AbstractContextManager[None]:
 def _written(
     row: TaskRow, turns: Sequence[Message] | None, config: TaskConfig, encoder: Encoder
 ) -> tuple[str, str]:
-    """Return a prompt's text, and the same escaped; ``turns``: of a conversation."""
     if turns is None:
         text = _with_instruction(str(row.prompt), config)
         text = "\n\n".join(filter(None, (_own_system(row, config), text)))
@@ -206,7 +205,6 @@ class PromptSource:
         return found
 
     def prompt_by_id(self, prompt_id: int) -> Prompt:
-        """Return the prompt that has, had or will have this id."""
         return self._rendered(self.row_by_id(prompt_id), self.config, prompt_id)
 
     def _rendered(self, row: TaskRow, config: TaskConfig, prompt_id: int) -> Prompt:

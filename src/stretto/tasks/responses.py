@@ -44,7 +44,6 @@ class Example:
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """Tokens before the first one that is learned; all of a text without a prompt."""
         start = self.trained.index(True)
         return self.tokens[:start] if start > 1 else self.tokens
 
@@ -176,7 +175,6 @@ class PromptLayout:
     def _spanned(
         self, asked: Sequence[Message], turns: Sequence[Message], options: Options
     ) -> Example:
-        """Make an example by the text that the template adds for each turn of the assistant."""
         text, tokens = "", list[int]()
         trained = list[bool]()
         for at in range(len(asked), len(turns)):
@@ -197,7 +195,6 @@ class PromptLayout:
     def _grown(
         self, text: str, turns: Sequence[Message], options: Options, *, answer: bool = False
     ) -> str:
-        """Return the text that the rendered turns add to ``text``, which is their beginning."""
         whole = self._template(turns, add_generation_prompt=answer, **options)
         if not whole.startswith(text):
             at = next(i for i, c in enumerate(text) if whole[i : i + 1] != c)
@@ -220,7 +217,6 @@ def _options(prompt: Prompt) -> Options:
 
 
 def _example(tokens: Sequence[int], trained: Sequence[bool]) -> Example:
-    """Cut behind the last token that is learned; TaskError if there is none."""
     learned = [i for i, t in enumerate(trained) if t]
     if not learned:
         message = "nothing is left to learn: no token is the assistant's"

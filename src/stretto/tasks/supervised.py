@@ -193,7 +193,6 @@ def example_of(row: Demonstration, layout: PromptLayout) -> Example:
 
 
 def _text(row: Row, index: int) -> Demonstration:
-    """Read a text that has no parts."""
     (text,) = cells_of(row, "text")
     if not isinstance(text, str) or not text.strip():
         raise TaskError(f"the column 'text' holds text; got {text!r}", "no-completion")
@@ -201,7 +200,6 @@ def _text(row: Row, index: int) -> Demonstration:
 
 
 def _dialogue(column: str, row: Row, index: int) -> Demonstration:
-    """Read a conversation: its prompt is all before the assistant's first turn."""
     (cell,) = cells_of(row, column)
     messages = as_messages(cell)
     if not messages:
@@ -218,7 +216,6 @@ def _dialogue(column: str, row: Row, index: int) -> Demonstration:
 
 
 def _answered(columns: tuple[str, str], row: Row, index: int) -> Demonstration:
-    """Read a prompt and its completion."""
     _, completion = cells_of(row, *columns)
     prompt = prompt_of(row, columns[0])
     if isinstance(completion, str) and completion.strip():
@@ -304,7 +301,6 @@ def _side(value: Any, name: str) -> Turns:
 def _sides(
     prompt: Turns | None, a: Turns, b: Turns, row: Row, *, turns: bool
 ) -> tuple[Turns, str, str]:
-    """Return prompt and responses; ``turns``: as :func:`_common_text`."""
     if isinstance(a, str) and isinstance(b, str):
         if prompt is not None:
             return prompt, a, b

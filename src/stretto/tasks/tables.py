@@ -92,7 +92,6 @@ class _ArrowRows(Sequence[Row]):
 
     @classmethod
     def of(cls, parts: Iterable[_ArrowRows], path: Path) -> _ArrowRows:
-        """Return the rows of several tables; raise TaskError if their columns do not fit."""
         import pyarrow
 
         try:
@@ -117,7 +116,6 @@ class _ArrowRows(Sequence[Row]):
 
 
 def _read_local(config: TaskConfig | RowsConfig, setting: str) -> Any:
-    """Read a file or a folder; only a folder can have splits, which ``setting`` chooses from."""
     path, split = Path(config.name).expanduser(), config.split
     saved = [name for name in ("dataset_dict.json", "state.json") if (path / name).is_file()]
     if path.is_dir() and saved != ["state.json"]:
@@ -132,7 +130,6 @@ def _read_local(config: TaskConfig | RowsConfig, setting: str) -> Any:
 
 
 def _read_saved(path: Path) -> Any:
-    """Read what ``save_to_disk`` of datasets has written."""
     require("datasets", "hub", f"'{path}', a folder of save_to_disk,")
     import datasets
 
@@ -227,7 +224,6 @@ def _read_csv(path: Path) -> list[Row]:
 
 
 def _read_json(path: Path) -> list[Row]:
-    """Read JSON Lines, or one JSON list, as the first character says."""
     text = _text_of(path)
     if text.lstrip().startswith("["):
         rows = _decode(text, shown_name(path))
@@ -324,7 +320,6 @@ class TableTask(Task):
         return ""
 
     def _checked_rows(self, faults: dict[int, TaskError]) -> Iterator[Row]:
-        """Yield all rows, and note what is wrong with those that cannot be used."""
         for index, row in enumerate(self._rows):
             where = f"{shown_name(self._config.name)}, row {index}"
             if INDEX_KEY in row:
@@ -413,7 +408,6 @@ class TableTask(Task):
         return extract(response, how), how != "full"
 
     def _answer(self, row: Row) -> str:
-        """Return the right answer and nothing else."""
         answer = plain(cell_of(row, self._answer_column))
         if not isinstance(answer, str | int | float) or not str(answer).strip():
             where = f"the answer in column '{self._answer_column}'"

@@ -28,7 +28,6 @@ OUTLIER = 6.0
 
 
 def is_coarse(dtype: torch.dtype) -> bool:
-    """Return whether weights of this type round visibly: bfloat16 does, float32 does not."""
     return dtype.itemsize < 4
 
 

@@ -154,7 +154,6 @@ class PolicyLearner:
         return refs
 
     def logprobs(self, responses: Sequence[Response]) -> FloatArray:
-        """Return the actor's log-probs [B, T] of responses of one length T."""
         mask = torch.ones(len(responses), len(responses[0]), dtype=torch.bool)
         return self._logprobs(responses, mask).numpy()
 

@@ -318,7 +318,6 @@ class Planner:
         )
 
     def measure(self, problem: Problem) -> None:
-        """Plan by these latencies, in microseconds, from now on."""
         self._problem, self.measured = problem, True
         self._plans.clear()
 

@@ -117,7 +117,6 @@ class Stored:
         self._name, self._parts = name, list[tuple[Any, Bounds]]()
 
     def add(self, file: Any, box: Bounds) -> None:
-        """Take note of an open file that has a part."""
         self._parts.append((file, box))
         self.held += math.prod(shape(box))
 

@@ -245,7 +245,6 @@ class ShardedModel(TrainedModel):
             )
 
     def _norm(self) -> float:
-        """Return the norm of the gradients of all ranks, each counted once. A collective."""
         # Of what all ranks of a slice have [0] or share out [1]; of what is whole [0] or cut [1].
         groups: dict[tuple[bool, bool], list[Tensor]] = defaultdict(list)
         for name, weight, master in zip(self._names, self._weights, self._masters, strict=True):
@@ -290,7 +289,6 @@ class ShardedModel(TrainedModel):
 
     @property
     def trained_wholes(self) -> dict[str, FullParameter]:
-        """The trained parameters before they were divided, in the model's order."""
         trained = set(self._names)
         return {name: whole for name, whole in self.wholes.items() if name in trained}
 
@@ -425,7 +423,6 @@ class Grid:
         return made
 
     def share(self, items: Sequence[T]) -> list[T | None]:
-        """Return this rank's share of a list, filled up with ``None`` to those of the others."""
         by_row = self.shares(items)
         own = by_row[self.row]
         return [*own, *[None] * (len(by_row[0]) - len(own))]

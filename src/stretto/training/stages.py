@@ -115,20 +115,16 @@ class StageTrainer:
         return norm, trained.lr
 
     def skip(self, name: Name) -> float:
-        """Let an update go by; return the learning rate of the next one."""
         self._trained[name].skip()
         return self._trained[name].lr
 
     def weights(self, name: Name) -> Mapping[str, Tensor] | None:
-        """Return the stage's trained weights by its own names; of first pipelines alone."""
         return self._of_first_pipeline(name, TrainedModel.snapshot)
 
     def state(self, name: Name) -> Mapping[str, Any] | None:
-        """Return the state of a stage's trainer; of first pipelines alone."""
         return self._of_first_pipeline(name, TrainedModel.state_dict)
 
     def load(self, name: Name, state: dict[str, Any]) -> float:
-        """Go on from such a state; return the learning rate of the next update."""
         self._trained[name].load_state_dict(state)
         return self._trained[name].lr
 
@@ -156,7 +152,6 @@ def whole_state(
 
 
 def stage_state(state: Mapping[str, Any], order: Sequence[str], names: Names) -> dict[str, Any]:
-    """Take a stage's state out of that of the whole model's trainer; see :func:`whole_state`."""
     masters = {own: state["masters"][name] for own, name in names.items()}
     moments = {order[i]: held for i, held in state["optimizer"]["state"].items()}
     return _state(state, masters, [*names.values()], moments)
@@ -168,7 +163,6 @@ def _state(
     order: Sequence[str],
     moments: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the state of a trainer of parameters in this order; moments are by their names."""
     (group,) = like["optimizer"]["param_groups"]
     return {
         "masters": masters,

@@ -160,7 +160,6 @@ class CrossEntropy:
         return [[rows[i] for i in part] for part in forward.by_token_budget(lengths, self._budget)]
 
     def _logprobs(self, rows: Sequence[PackedRow]) -> Tensor:
-        """Return log-probabilities [N] of the learned tokens."""
         hidden = row_hidden(self._model, rows)
         # An example's first token is never learned, its last one never read.
         places = [forward.predicting([f for e in row for f in e.trained[1:]], 1) for row in rows]
@@ -309,7 +308,6 @@ class BradleyTerry:
 
     @torch.no_grad()
     def measure(self, pairs: Sequence[PairTokens]) -> Preferences:
-        """Return the model's metrics on all of the pairs."""
         seen = [torch.stack(self._rewards(part)).cpu() for part in self._passes(pairs)]
         return Preferences.of(*torch.cat(seen, 1))
 

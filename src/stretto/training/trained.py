@@ -211,15 +211,12 @@ class WholeModel:
         return {name: tensor.cpu() for name, tensor in tensors.items()}
 
     def pieces(self, tensors: Mapping[str, Tensor]) -> Pieces:
-        """Return a snapshot as this rank's pieces of whole tensors."""
         return tensors
 
     def from_pieces(self, stored: Mapping[str, Stored]) -> Mapping[str, Tensor]:
-        """Return this rank's part of a snapshot that is in files."""
         return {name: tensor.read().to(self.device) for name, tensor in stored.items()}
 
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write model and tokenizer in Hugging Face format, whole or not at all."""
         save_model(self.model, tokenizer, folder)
 
     def copied(self, weights: Mapping[str, Tensor] | None = None) -> nn.Module | None:
@@ -242,7 +239,6 @@ class WholeModel:
         return model
 
     def end_updates(self) -> bool:
-        """End the updates; return whether the weights are whole, and stay as they are."""
         return end_updates(self.model)
 
 
@@ -355,7 +351,6 @@ class TrainedModel(Trained):
         return float(self._optimizer.param_groups[0]["lr"])
 
     def training(self) -> AbstractContextManager[None]:
-        """Prepare for forward and backward passes; see :func:`training_mode`."""
         return training_mode(self.model)
 
     def compute(self, work: Callable[[], T]) -> T:

@@ -110,7 +110,6 @@ def take(model: nn.Module, key: str | None, file: Path) -> float:
 
 
 def _sha256(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return the SHA-256 of all bytes of tensors, and of their names."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(name.encode())

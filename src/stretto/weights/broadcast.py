@@ -38,7 +38,6 @@ class WeightSender(SharedChannel):
         self._begun: dict[tuple[str, int], Any] = {}  # work of the device that made a version
 
     def divide(self, model: str, trained: Mapping[str, FullParameter], layout: ShardLayout) -> None:
-        """Send a model's parameters from all ranks of a layout, each its own parts."""
         own = [layout.own(trained, rank) for rank in range(layout.ranks)]
         self._sources[model] = own, {name: full.dtype for name, full in trained.items()}
 
@@ -139,7 +138,6 @@ class WeightReceiver:
         self.mark = " ".join(map(combined, sums))
 
     def abort(self) -> None:
-        """Break off a transfer that may be under way; from any thread."""
         self._transfers.abort()
 
 
@@ -161,5 +159,4 @@ class Arriving(Mapping[str, TensorPart]):
         raise KeyError(f"'{name}': tensors that arrive are read in order, by items()")
 
     def items(self) -> Any:
-        """Return names and parts, as they come; once."""
         return self._receive()

@@ -160,7 +160,6 @@ def checksum(flat: Tensor) -> Tensor:
 
 
 def combined(checksums: Sequence[Tensor]) -> str:
-    """Return one short mark of all buckets' checksums, in order; empty for none."""
     return _short_hash(torch.stack(list(checksums)).tolist()) if checksums else ""
 
 

@@ -51,7 +51,6 @@ class SharedChannel:
         self._keep(ref.model, {**self._offered.get(ref.model, {}), ref.version: tensors})
 
     def get(self, ref: WeightsRef) -> Mapping[str, Tensor]:
-        """Return the tensors, and forget those of older versions; see :class:`WeightChannel`."""
         tensors, versions = self.kept(ref), self._offered[ref.model]
         self._keep(ref.model, {v: t for v, t in versions.items() if v >= ref.version})
         return tensors

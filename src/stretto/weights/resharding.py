@@ -74,7 +74,6 @@ class Resharding:
         self._held = {name: slices.bounds(whole, self._rank) for name, whole in wholes.items()}
 
     def get(self, ref: WeightsRef) -> Mapping[str, Any]:
-        """Return parts of the ticket's tensors, which come as they are read. A collective."""
         tensors = self._sender.kept(ref)
         return Arriving(list(self._held), lambda: self._receive(tensors))
 
@@ -91,7 +90,6 @@ class Resharding:
     def _exchange(
         self, tensors: Mapping[str, Tensor], names: set[str]
     ) -> list[tuple[SliceTransfer, Tensor]]:
-        """Exchange a bucket with all other ranks; return what came, as bytes."""
         posted, kept = list[dist.P2POp](), list[Tensor]()
         came = list[tuple[SliceTransfer, Tensor]]()
         for other in range(dist.get_world_size()):

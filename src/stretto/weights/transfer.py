@@ -151,7 +151,6 @@ class Transfers:
         self._buffers: dict[str, list[Tensor]] = {}
 
     def begun(self) -> Any:
-        """Mark the work that the device has begun, for :meth:`send` to wait for."""
         return self._backend.begun()
 
     def send(
@@ -211,7 +210,6 @@ class Transfers:
             group.finish()
 
     def abort(self) -> None:
-        """Break off the transfers that may be under way; from any thread."""
         for group in list(self._groups.values()):
             self._leave(group)
 
@@ -292,7 +290,6 @@ class _Group:
         return self._buffers
 
     def exchange(self, flat: Tensor, bucket: Bucket) -> list[Any]:
-        """Begin to exchange a bucket; return what is to be waited for."""
         self._exchanges += 1
         if self.route.wire == "gloo" and self.route.sources > 1:
             return self._sent(flat, bucket)
@@ -313,7 +310,6 @@ class _Group:
         """Return when the buffers may be used again."""
 
     def abort(self) -> None:
-        """Break off; from any thread."""
         self._broken = True
         with suppress(Exception):  # of a group that is broken already, or not there yet
             self._joined.abort()
@@ -340,7 +336,6 @@ class _Group:
         return group
 
     def _sent(self, flat: Tensor, bucket: Bucket) -> list[Any]:
-        """Send from each source to those that receive; others have no use for what it sends."""
         route, group, tag = self.route, self._joined, self._exchanges
         places = segments(bucket)
         if not route.sends:
@@ -452,7 +447,6 @@ def _connect(group: Any, device: torch.device) -> None:
 
 
 def exported(tensor: Tensor) -> str:
-    """Return a ticket by which another process opens a GPU's memory [bytes]."""
     ticket = tensor.untyped_storage()._share_cuda_()
     return json.dumps([part.hex() if isinstance(part, bytes) else part for part in ticket])
 
@@ -484,7 +478,6 @@ def open_store(host: str) -> tuple[Any, int]:
 
 
 def _store(route: Route, timeout: timedelta) -> Any:
-    """Return the route's part of the store."""
     store = dist.TCPStore(  # type: ignore[attr-defined]
         route.host, route.port, is_master=False, wait_for_workers=False, timeout=timeout
     )

@@ -75,7 +75,6 @@ class Channel:
 
 
 def end_all() -> NoReturn:
-    """End this process, and those that it started."""
     if os.getpgrp() == os.getpid():  # else it was started by hand, in a group of others
         os.killpg(0, signal.SIGKILL)
     os._exit(0)

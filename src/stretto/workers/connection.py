@@ -94,7 +94,6 @@ def framed(number: int, content: object) -> memoryview:
 
 
 def _messages(connection: Raw) -> Iterator[tuple[int, memoryview]]:
-    """Yield the messages that come, until the other end has closed, or one is not from there."""
     with suppress(EOFError, OSError, AuthenticationError):
         while True:
             view = memoryview(connection.recv_bytes())
@@ -217,7 +216,6 @@ class RankConnection:
         Thread(target=self._read, name="connection", daemon=True).start()
 
     def step(self, message: memoryview) -> Future[Done | Failed]:
-        """Have the rank take a step; the future gets an EOFError once the rank's end has closed."""
         return self._asked(STEP, message)
 
     def aside(self, method: str, *args: Any, timeout_s: float) -> Any:
@@ -295,13 +293,11 @@ class Listener:
         Thread(target=self._listen, name="listener", daemon=True).start()
 
     def next(self, seconds: float) -> tuple[int, Raw] | None:
-        """Return the next connection, with the number that it gave; ``None`` after so long."""
         with suppress(Empty):
             return self._connected.get(timeout=seconds)
         return None
 
     def close(self) -> None:
-        """Let none in any more; connections that were made stay."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

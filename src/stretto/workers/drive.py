@@ -82,7 +82,6 @@ def _settle(answer: Future[T], call: Callable[[], T]) -> None:
 
 
 async def _cancellable(work: Coroutine[Any, Any, None]) -> None:
-    """Cancel the work at a signal, as asyncio does at Ctrl-C."""
     loop, task, stopped = asyncio.get_running_loop(), asyncio.current_task(), False
     assert task
 

@@ -62,7 +62,6 @@ class Forked:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal, or ``None`` while the process lives."""
         if self._code is None:
             self._code = self._server.exit_code(self.pid)
         return self._code
@@ -88,7 +87,6 @@ class ForkServer:
         self._owner = 0
 
     def start(self) -> None:
-        """Start the server, if it does not run; it imports while this process goes on."""
         with self._lock:
             self._connected()
 
@@ -151,7 +149,6 @@ _SERVERS = {"": SERVER}
 
 
 def server_of(python: str = "") -> ForkServer:
-    """Return this process's server for an interpreter; by default for its own."""
     return _SERVERS.setdefault(python, ForkServer(python))
 
 
@@ -233,7 +230,6 @@ def serve(descriptor: int, preloaded: Sequence[str]) -> NoReturn:
 
 
 def _become(request: Request, connection: int, printed: int) -> NoReturn:
-    """Be the process that was asked for."""
     os.setsid()
     os.environ.clear()
     os.environ.update(request.environment)

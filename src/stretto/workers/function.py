@@ -187,7 +187,6 @@ class FunctionProcess:
         return Answers(verdicts, answer["done"])
 
     def close(self) -> None:
-        """Kill the process and all that it started."""
         self._process = None
         self._kill()
 
@@ -209,7 +208,6 @@ class FunctionProcess:
                 raise EOFError from error
 
     def _receive(self, deadline: _Deadline) -> dict[str, Any]:
-        """Return the next line; raise _MismatchError if it does not answer the request."""
         while b"\n" not in self._unread:
             deadline.wait(self._output, selectors.EVENT_READ)
             data = os.read(self._output, 1 << 16)
@@ -237,7 +235,6 @@ class _Deadline:
         self._at_s = time.monotonic() + seconds
 
     def wait(self, pipe: int, event: int) -> None:
-        """Wait until a pipe is ready; TimeoutError if it is not when the time is over."""
         with selectors.DefaultSelector() as selector:
             selector.register(pipe, event)
             while True:

@@ -91,7 +91,6 @@ class Host:
         return RealClock().now()
 
     def aside(self, service: str, method: str, *args: Any) -> object:
-        """Call a method of a service, also while another of its methods is under way."""
         result: object = getattr(self._services[service], method)(*args)
         return result
 

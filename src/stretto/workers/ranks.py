@@ -130,7 +130,6 @@ class Ranks:
         return self._call(method, repeat(_step("call", method, args), self._size), timeout_s)
 
     def call_each(self, method: str, per_rank: Iterable[tuple[Any, ...]]) -> list[Any]:
-        """Call a method with arguments of its own for each rank, which are sent one by one."""
         return self._call(method, (_step("call", method, args) for args in per_rank))
 
     def aside(self, rank: int, method: str, *args: Any, timeout_s: float = PATIENCE_S) -> Any:
@@ -314,7 +313,6 @@ def _ended() -> RankError:
 
 
 def _end(launched: Launched, connections: Sequence[RankConnection]) -> None:
-    """End processes, and wait until they have ended."""
     launched.kill()
     until_s = time.monotonic() + _END_S
     for connection in connections:

@@ -219,7 +219,6 @@ def find(timeout_s: float = 20.0) -> Cluster | None:
 
 
 def _describe() -> None:
-    """Print the facts about the cluster, as JSON."""
     import ray
 
     _connect("auto", None, None)
@@ -296,7 +295,6 @@ def _no_cluster(address: str, why: str) -> ConfigError:
 
 
 def _has() -> str:
-    """Say what the cluster has."""
     import ray
 
     total, free = ray.cluster_resources(), ray.available_resources()

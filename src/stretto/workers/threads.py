@@ -84,11 +84,9 @@ class WorkerThread:
             interrupt(self._thread, Interrupted)
 
     def stop(self) -> None:
-        """Have the thread end after the calls that were asked for."""
         self._calls.put(None)
 
     def join(self, seconds: float) -> bool:
-        """Wait at most so long for the thread to end; return whether it has."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
@@ -138,8 +136,6 @@ class CallerThread:
 
 
 def _tell(future: asyncio.Future[Any], set_it: Callable[[Any], None], value: Any) -> None:
-    """Settle a future, from any thread."""
-
     def settle() -> None:
         if not future.done():  # else it was given up
             set_it(value)

@@ -163,7 +163,6 @@ def length_edges(longest: int) -> list[int]:
 
 
 def _lengths(run: LoadedRun, edges: Sequence[int]) -> dict[str, Any] | None:
-    """Return the histogram of the responses trained on, and its landmarks."""
     lengths = [r.sampled_tokens for r in run.rollouts if r.state == "trained"]
     if not lengths:
         return None

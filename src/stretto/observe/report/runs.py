@@ -68,7 +68,6 @@ class LoadedRun:
             before_s = now_s
 
     def mean_over_time(self, metric: str) -> float | None:
-        """Return a metric's mean over the run's time: long steps count for more than short ones."""
         known = [(m[metric], step_s) for m, step_s in self.timed() if finite(m.get(metric))]
         length_s = sum(step_s for _, step_s in known)
         return sum(value * step_s for value, step_s in known) / length_s if length_s else None
@@ -239,7 +238,6 @@ def algorithms(runs: Sequence[LoadedRun]) -> list[str]:
 
 
 def win_rates(figures: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
-    """Yield the win-rates that an evaluation has: judge, rate and its standard error."""
     for key, name, form in (("win_rate", "by", "{}"), ("judge", "judge", "LLM judge {}")):
         if found := figures.get(key):
             yield form.format(found[name]), found["rate"], found["standard_error"]
@@ -308,7 +306,6 @@ _LATER = ("Perplexity", "KL", "Win-rate")
 
 
 def _achieved(run: LoadedRun) -> dict[str, float]:
-    """Return the latest figures of a run, by title."""
     found: dict[str, float] = {}
     if (reward := last_reward(run)) is not None:
         found["Reward, last tenth of the steps"] = reward

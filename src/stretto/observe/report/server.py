@@ -84,7 +84,6 @@ class _Handler(BaseHTTPRequestHandler):
     server: RunServer
 
     def do_GET(self) -> None:
-        """Answer with the page or its news."""
         asked = urlsplit(self.path)
         after = parse_qs(asked.query).get("after", [])
         try:

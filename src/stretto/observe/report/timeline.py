@@ -60,7 +60,6 @@ def bars(step: TracedStep) -> list[Bar]:
 
 
 def _waiting(step: TracedStep) -> list[Bar]:
-    """Return how many rollouts wait for their environment, as bars that are as high."""
     calls = [span for span in step.spans if span.role == ENVIRONMENT]
     found = profile(calls, step.start_s, step.end_s, MAX_BARS)
     most = max((count for *_, count in found), default=1)
@@ -195,7 +194,6 @@ def _axis(longest_s: float, y: float, scale: float) -> Iterator[str]:
 
 
 def _legend(kinds: set[str], causes: set[str], y: float) -> tuple[list[str], int]:
-    """Draw entries; return them, and the number of rows they take."""
     order = [*style.KINDS, *sorted(kinds - set(style.KINDS))]
     entries = [(style.kind_colour(k), style.KINDS.get(k, k)) for k in order if k in kinds]
     entries += [(_hatch(c), style.CAUSES[c]) for c in style.HATCHINGS if c in causes]

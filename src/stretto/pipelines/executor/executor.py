@@ -156,7 +156,6 @@ class _Pass:
         self.arriving[task] = buffer, _posted(dist.irecv(buffer, peer))
 
     def run(self, task: PipelineTask, watch: Stopwatch) -> Tensor | None:
-        """Run a task as soon as its input is there; return the input of the next stage."""
         watch.mark()
         given = None
         if task in self.arriving:

@@ -114,7 +114,6 @@ def cut(model: nn.Module, stages: int, index: int) -> Stage:
 
 
 def _parts(decoder: Any) -> tuple[list[str], str]:
-    """Return a decoder's parts in the order of the forward pass, and the one with the layers."""
     plan = list(getattr(decoder.config, "base_model_pp_plan", None) or ())
     layers = [name for name in plan if isinstance(getattr(decoder, name, None), nn.ModuleList)]
     if len(layers) != 1 or getattr(decoder, plan[0], None) is not decoder.get_input_embeddings():
@@ -142,7 +141,6 @@ def _keep(stage: Stage, plan: list[str], layers: str, begin: int, end: int) -> N
 
 
 def _give_head(stage: Stage, model: nn.Module, whole: nn.Module) -> None:
-    """Put the head of a copy of the model on its last stage."""
     lm = unwrapped(whole)
     linear = lm.get_output_embeddings()
     if linear is not None:
@@ -248,13 +246,11 @@ class StageLayout:
         return self.actor_stages * self.actor_pipelines
 
     def of(self, name: Name) -> tuple[int, int]:
-        """Return the stages and pipelines of a model."""
         if name == "actor":
             return self.actor_stages, self.actor_pipelines
         return self.critic_stages, self.critic_pipelines
 
     def place(self, name: Name, rank: int) -> tuple[int, int]:
-        """Return the pipeline (from 0 in its model) and the stage of a model on a rank."""
         stages, _ = self.of(name)
         pipeline, along = divmod(rank, stages)
         return pipeline, along if name == "actor" else stages - 1 - along

@@ -219,7 +219,6 @@ class VllmEngine(Engine):
             self._resting = tuple(each for each in self._resting if each not in memory)
 
     def _step(self) -> bool:
-        """Make an iteration; return whether any rollout got a token."""
         if not self._requests.busy:
             raise EngineError(
                 f"vLLM has no request left, and rollouts {sorted(self._held)} go on", "no-requests"
@@ -237,7 +236,6 @@ class VllmEngine(Engine):
         return advanced
 
     def _take(self, row: RequestRow, output: Output) -> Chunk | None:
-        """Take what a request has got; return the last chunk of a rollout that ends with it."""
         nothing: list[TopLogprobs | None] = [None] * len(output.tokens)
         likeliest = output.top_logprobs or nothing
         found = zip(output.tokens, output.logprobs, likeliest, strict=True)
@@ -302,17 +300,14 @@ class FullWeights:
         self._running, self._as_in_files = RunningFingerprint(named), _FileNames(model)
 
     def tensors(self, arriving: Mapping[str, Tensor | TensorPart]) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors, each the taker's: those that do not change, then those that arrive."""
         for name, tensor in chain(self._still.items(), self._full(arriving)):
             self._running.take(name, tensor)
             yield from self._as_in_files(name, tensor)
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of the learner's model, of what was yielded last."""
         return self._running.mark()
 
     def _full(self, arriving: Mapping[str, Tensor | TensorPart]) -> Iterator[tuple[str, Tensor]]:
-        """Yield each tensor once all its parts are here."""
         begun: dict[str, Tensor] = {}
         left: dict[str, int] = {}
         for name, part in arriving.items():

@@ -112,7 +112,6 @@ def _adapted(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, Any
 
 
 def _tied(model: torch.nn.Module) -> Iterator[Any]:
-    """Yield layers whose weight is that of a layer before them."""
     seen = set()
     for layer in model.modules():
         weight = layer._parameters.get("weight")

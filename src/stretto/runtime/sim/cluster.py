@@ -190,7 +190,6 @@ class Workload(Section):
         return Sampling(self.max_new_tokens, max_turn_tokens=most)
 
     def reward(self, rollout_id: int, version: int) -> float:
-        """Return the reward of a rollout whose last tokens a version has sampled."""
         if rollout_id < len(self.rewards) and (known := self.rewards[rollout_id]) is not None:
             return known
         return self.learning.reward(self.seed, rollout_id, version)

@@ -112,7 +112,6 @@ class DecodeCost(Section):
         return done
 
     def _stretches(self, rows: float, context: float) -> Iterator[tuple[float, float, float]]:
-        """Yield stretches of steps with one bound: steps, seconds of the first, growth a step."""
         beside_s = self.step_s + self.row_s * rows + self.context_s * context
         reads = self.weights_s + self.cache_s * context, self.cache_s
         computes = self.product_s * rows + self.attention_s * context, self.attention_s

@@ -66,7 +66,6 @@ class Cores:
             self._left_s[piece] -= done_s
 
     def _plan(self) -> None:
-        """Set the timer to when the first piece will be done."""
         if self._timer:
             self._timer.cancel()
         if self._left_s:

@@ -105,7 +105,6 @@ class _Faulty:
         raise RoleLostError(self._name, cause, "made-to-die")
 
     async def restart(self) -> None:
-        """Start a new process, which holds nothing; RoleLostError if it dies at once."""
         f, self._dead = self._faults, True  # calls that still wait are the old process's
         async with self._turn:
             number, self._restarts = self._restarts, self._restarts + 1
@@ -123,5 +122,4 @@ class _Faulty:
 
 
 def faulty(role: R, faults: Faults, name: str) -> R:
-    """Return the role with faults; ``name`` tells it from other roles with the same faults."""
     return cast(R, _Faulty(role, faults, name, mortal=hasattr(role, "restart")))

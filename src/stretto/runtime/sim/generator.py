@@ -105,7 +105,6 @@ class Replica:
         self.fill()
 
     def advance(self) -> list[SimRow]:
-        """Go on to the next event; return the rows that end there, by id."""
         return self._advance(self._event_steps)
 
     def advance_until(self, time_s: float) -> list[SimRow]:
@@ -138,7 +137,6 @@ class Replica:
         self._in_parked += tokens
 
     def unpark(self, rollout_id: int) -> int:
-        """Keep them no longer; return the tokens that they were of, 0 for none."""
         tokens = self.parked.pop(rollout_id, 0)
         self._in_parked -= tokens
         return tokens
@@ -184,7 +182,6 @@ class Replica:
         return sum(prompts.values()) + sum(self.step - row.base for row in self.rows.values())
 
     def _plan(self) -> None:
-        """Find the next event: a row's end, or that of the call's steps."""
         ends = self._ends
         while ends:
             row = self.rows.get(ends[0][1])
@@ -195,7 +192,6 @@ class Replica:
         self.event_s = self.time_s + self._seconds(self._event_steps) if self._event_steps else inf
 
     def _context(self) -> int:
-        """Count the tokens of context that the next step reads."""
         if not self._cost.padded or not self.rows:
             return self._in_rows
         while True:
@@ -373,7 +369,6 @@ class SimGenerator:
         await self._worker.work(name, seconds, rollouts=rollouts, bytes=size_bytes)
 
     def _unpark(self, rollout_id: int) -> int:
-        """Forget a rollout that waits; return tokens of its keys and values on the host."""
         if replica := self._parked.pop(rollout_id, None):
             replica.unpark(rollout_id)
         return self._on_host.pop(rollout_id, 0)
@@ -424,7 +419,6 @@ class SimGenerator:
                     replica.void_cache()
 
     async def restart(self) -> None:
-        """Forget all rollouts and weights; the time it takes is not this role's."""
         async with self._worker.turn:
             self._begin()
 
@@ -465,7 +459,6 @@ class SimGenerator:
         return wanted, min(wanted, own.max_new_tokens, start + own.max_turn_tokens)
 
     def _chunks(self) -> list[Chunk]:
-        """Make chunks of the rollouts that go on, by id."""
         chunks = []
         for replica in self._replicas:
             for row in replica.rows.values():

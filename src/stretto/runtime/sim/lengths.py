@@ -207,7 +207,6 @@ class LearningCurve(Section):
     """Largest distance of a response's reward from the mean."""
 
     def reward(self, seed: int, rollout_id: int, version: int) -> float:
-        """Return the reward of a response whose last token this version sampled."""
         left = exp(-version / self.versions) if self.versions else 0.0
         noise = self.spread * (2 * uniform(seed, "reward", rollout_id) - 1)
         return self.last + (self.first - self.last) * left + noise

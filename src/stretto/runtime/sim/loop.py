@@ -29,7 +29,6 @@ class VirtualClock:
     """The time of the loop that is running, in seconds since it was made."""
 
     def now(self) -> float:
-        """Virtual seconds; RuntimeError if no loop is running."""
         return asyncio.get_running_loop().time()
 
 
@@ -74,7 +73,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.set_task_factory(self._make_task)
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
         return self._now_s
 
     def call_at(
@@ -111,7 +109,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Do nothing: :meth:`call_at` sweeps cancelled timers, :meth:`_advance` skips them."""
 
     def _run_once(self) -> None:
-        """Run all callbacks that are ready now: a round of the base class's ``run_forever``."""
         ready = self._ready
         if not ready and not self._stopping:
             self._advance()

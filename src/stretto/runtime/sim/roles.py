@@ -121,7 +121,6 @@ class SimScorer:
                 entry.cached = 0
 
     async def restart(self) -> None:
-        """Forget all rollouts; the time it takes is not this role's."""
         async with self._worker.turn:
             self._pending.clear()
 
