@@ -190,3 +190,24 @@ def test_help_is_short_and_help_all_complete(
     if command in ("train", *kinds):
         for name in recipes.setting_names(kinds.get(command, Config)):
             assert "--" + name.replace("_", "-") in whole or name == "cluster.processes"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "train tiny --model.name some/model",
+        "generate hi --model some/model",
+        "eval tiny --model some/model",
+    ],
+)
+def test_a_hub_that_must_not_be_asked_is_a_sentence_true_in_every_command(
+    line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: True)
+    assert run(*line.split()) == 2
+    said = capsys.readouterr().err
+    assert "'some/model'" in said
+    assert "HF_HUB_OFFLINE" in said
+    assert "no such folder" in said
+    assert "--model.name" not in said

@@ -283,6 +283,43 @@ def test_options_of_the_command_are_written(
     assert capsys.readouterr().out == ""  # before the search
 
 
+@pytest.mark.parametrize("gpus", ["1", "2"])
+def test_a_written_plan_is_taken_by_train_as_printed(
+    gpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    options = ["--gpus", gpus, "--minutes", "0.02", "--rollout.batch", "32", "--write", "c.toml"]
+    assert stretto(["plan", "tiny", *options]) == 0
+    command = capsys.readouterr().out.splitlines()[-1].partition(": stretto ")[2]
+    assert command == "train tiny --overrides c.toml"
+    assert stretto([*command.split(), "--dry-run"]) == 0
+    assert overlaid(recipes.load("tiny"), "c.toml").rollout.batch == 32
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "fact"),
+    [
+        ("gsm8k", ["--model-shape", "qwen2.5-7b"], "--task.name"),
+        ("tiny", ["--model-shape", "qwen2.5-7b"], "--model.name"),
+    ],
+)
+def test_a_plan_that_train_would_refuse_is_not_written(
+    recipe: str,
+    options: list[str],
+    fact: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert stretto(["plan", recipe, "--gpus", "16", *options, "--write", "c.toml"]) == 2
+    said = capsys.readouterr()
+    assert fact in said.err
+    assert said.out == ""  # before the search
+    assert not (tmp_path / "c.toml").exists()
+
+
 def test_every_variant_has_its_schedule() -> None:
     found = variants_of(ScheduleConfig())
     assert tuple(found) == PLANNED

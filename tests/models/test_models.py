@@ -115,7 +115,7 @@ def test_names_that_are_nothing(tmp_path: Path) -> None:
 def test_hub_name_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for load in (lm, load_tokenizer):
-        with raises(ModelError, "model-not-loaded", "--model.name"):
+        with raises(ModelError, "model-not-loaded", "the folder of a download"):
             load("stretto-tests/no-such-model")
 
 

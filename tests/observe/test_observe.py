@@ -305,6 +305,24 @@ def test_wandb_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.Mon
     assert logged[2:] == [(3, {"step": 2, "objective/kl": 0.25})]
 
 
+def test_wandb_without_a_login_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class UsageError(Exception):
+        """As wandb raises it where no key is configured."""
+
+    def init(**settings: Any) -> Any:
+        raise UsageError("No API key configured. Use `wandb login` to log in.\nA second line")
+
+    library = types.SimpleNamespace(init=init, Error=UsageError)
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    config = tracking("wandb")
+    run = RunDirectory.create(tmp_path, "tiny", config)
+    with raises(StorageError, "wandb-unusable", "No API key", "WANDB_MODE=offline") as caught:
+        open_trackers(config.observe, run, {})
+    assert "\n" not in str(caught.value)
+
+
 def test_the_recorder_keeps_valid_files_through_an_interrupt(tmp_path: Path) -> None:
     config = Config.model_validate({"observe": {"samples": 1}})
     run = RunDirectory.create(tmp_path, "tiny", config)

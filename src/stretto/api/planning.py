@@ -225,6 +225,24 @@ def check_writable(file: str | Path) -> None:
         raise ConfigError(problem, "file-not-writable")
 
 
+def check_trainable(config: Config, options: PlanOptions) -> None:
+    """Raise ConfigError if ``stretto train`` would refuse the settings of any plan of these."""
+    if not config.task.name:
+        raise ConfigError(
+            "task.name is empty, and a written plan is one that 'stretto train' takes; name a file "
+            "or a hub dataset with --task.name",
+            "task-unnamed",
+        )
+    shape = options.model_shape
+    if shape and _shape(config.model, "") != shape_of(shape):
+        raise ConfigError(
+            f"--model-shape {shape}: 'stretto train' would train '{config.model.name}' by the "
+            "written plan, which has another shape; name the model itself with --model.name, and "
+            "leave out --model-shape",
+            "shape-of-another-model",
+        )
+
+
 def write(file: str | Path, plan: Plan, candidate: Candidate, also: Mapping[str, Any]) -> None:
     """Write the settings of a candidate, for ``stretto train RECIPE --overrides FILE``, and those
     that were ``also`` changed in the recipe. Raises ConfigError if ``stretto train`` cannot run the

@@ -17,7 +17,7 @@ from stretto.config.sections import RewardSource, TaskConfig, reward_source
 from stretto.config.training import PipelineConfig
 from stretto.errors import ConfigError, ModelError, TaskError, require
 from stretto.machine import usable_cores, usable_gpus
-from stretto.models.info import TOKENIZERS, ModelInfo, model_info
+from stretto.models.info import NOT_ON_HUB, TOKENIZERS, ModelInfo, model_info
 from stretto.models.resolve import adapter_folder, cache_dir, cached, is_known
 from stretto.models.shapes import undivided
 from stretto.observe.trackers import port_taken
@@ -209,8 +209,7 @@ def _check_model(
         if ask_hub and not is_known(name) and (reason := unreachable()):
             raise ModelError(
                 f"the model '{name}' is not on this machine, and the hub cannot be asked for it: "
-                f"{reason}. Check the name and the network (a gated model needs HF_TOKEN), or "
-                "download it elsewhere and give the folder with --model.name",
+                f"{reason}. {NOT_ON_HUB}",
                 "hub-unreachable",
             )
         return None

@@ -59,6 +59,7 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     if own.write:
         planning.check_writable(own.write)
+        planning.check_trainable(config, own)
     plan = planning.plan(config, own, say=on_stderr)
     print("\n".join(_lines(plan, own.gpus, recipes.name_of(recipe))))
     if own.write:

@@ -267,9 +267,9 @@ def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-_NOT_ON_HUB = (
-    "There is no such folder either. Check the name and the network (a gated model needs "
-    "HF_TOKEN), or download it elsewhere and give the folder with --model.name"
+NOT_ON_HUB = (
+    "There is no such folder either. Check the name and the network (HF_HUB_OFFLINE=1 forbids it, "
+    "a gated model needs HF_TOKEN), or give the folder of a download in place of the name"
 )
 
 
@@ -310,7 +310,7 @@ def explained(path: Path | str, what: str) -> Iterator[None]:
     except (OSError, ValueError, ImportError, StrictDataclassError) as error:
         # A config that contradicts itself: the reason is what its check raised.
         inner = error.__cause__ if isinstance(error, StrictDataclassError) else None
-        reason, remedy = first_line(inner or error), _NOT_ON_HUB
+        reason, remedy = first_line(inner or error).rstrip("."), NOT_ON_HUB
         if isinstance(path, Path):
             remedy = "Give a folder with config.json, *.safetensors and the tokenizer's files"
         raise ModelError(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from stretto import files
 from stretto.config import ObserveConfig
-from stretto.errors import StorageError, require
+from stretto.errors import StorageError, first_line, require
 from stretto.observe.run_directory import RunDirectory, Sample
 
 CELL_CHARS = 2000
@@ -100,14 +100,22 @@ def wandb(run: RunDirectory, settings: Mapping[str, Any]) -> Tracker:
     library: Any = importlib.import_module("wandb")
     known = id_file.read_text().split() if id_file.exists() else []
     at = int(known[1]) if len(known) > 1 else -1
-    opened = library.init(
-        project=None if "WANDB_PROJECT" in os.environ else "stretto",
-        name=run.name,
-        id=known[0] if known else None,
-        resume="allow",
-        dir=str(run.path),
-        config=dict(settings),
-    )
+    try:
+        opened = library.init(
+            project=None if "WANDB_PROJECT" in os.environ else "stretto",
+            name=run.name,
+            id=known[0] if known else None,
+            resume="allow",
+            dir=str(run.path),
+            config=dict(settings),
+        )
+    except library.Error as error:
+        raise StorageError(
+            f"Weights & Biases cannot be used: {first_line(error)} Log in with 'wandb login' or "
+            "WANDB_API_KEY, or write to this machine alone with WANDB_MODE=offline in the "
+            "environment",
+            "wandb-unusable",
+        ) from error
     # W&B drops what is logged at an earlier step than before, as after a resumption. So curves are
     # drawn over a metric, and W&B's own step never falls.
     opened.define_metric("step")
