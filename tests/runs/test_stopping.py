@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from itertools import count
@@ -18,6 +19,7 @@ from stretto.errors import LearnerError
 from stretto.observe import RunDirectory
 from stretto.rollout.engine import TorchEngine
 from stretto.runs.checkpoint import newest
+from stretto.runs.loop import _TrainingLoop
 from stretto.training.learner import PolicyLearner
 from stretto.training.trained import TrainedModel
 
@@ -129,6 +131,45 @@ def test_a_signal_where_stages_overlap(
     assert sorted(set(trained)) == sorted(trained)
     assert len(trained) == config.steps * config.rollout.batch
     assert [record["step"] for record in stopped.read_metrics()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_update_that_begins_while_the_state_is_awaited_is_finished() -> None:
+    """The signal comes while weights are loaded, and the state can be kept only after that."""
+
+    async def stop() -> None:
+        schedule: Any = SimpleNamespace(
+            updating=False, weights_lock=asyncio.Lock(), end_after_update=lambda: None
+        )
+        running: Any = SimpleNamespace(lags=True, driver_state=lambda: "after the update")
+        recorder: Any = SimpleNamespace(note=notes.append)
+        nothing: Any = None
+        loop = _TrainingLoop(
+            nothing, running, recorder, nothing, nothing, nothing, nothing, 2, nothing, nothing
+        )
+        scored = asyncio.Event()
+
+        async def step() -> None:
+            await scored.wait()
+            schedule.updating = True
+            for _ in range(5):
+                await asyncio.sleep(0)
+            schedule.updating = False
+            notes.append("updated")
+
+        async with schedule.weights_lock:
+            task = asyncio.create_task(loop._complete(schedule, step()))
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.sleep(0)
+            scored.set()
+            await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert loop.last == "after the update"
+
+    notes: list[str] = []
+    asyncio.run(stop())
+    assert notes == ["stopping; finishing the update of step 3 first", "updated"]
 
 
 def fail() -> None:

@@ -198,14 +198,15 @@ class _TrainingLoop:
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
-            self.interrupted = schedule.updating
-            if self.interrupted:
+            await self._mark(schedule)
+            if schedule.updating:  # perhaps since the wait for the lock
+                self.interrupted = True
                 self.recorder.note(f"stopping; finishing the update of step {self.done + 1} first")
                 schedule.end_after_update()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(UPDATE_S):
                         await task
-            await self._mark(schedule)
+                await self._mark(schedule)
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
@@ -220,7 +221,8 @@ class _TrainingLoop:
         """
         if self.running.lags and not schedule.updating:
             async with schedule.weights_lock:
-                self.last = self.running.driver_state()
+                if not schedule.updating:
+                    self.last = self.running.driver_state()
 
     def save(self) -> None:
         with working(self.say, "saving the model"):
