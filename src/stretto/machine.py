@@ -91,9 +91,7 @@ def usable_cores() -> int:
 
 
 def usable_gpus() -> int:
-    """Count the GPUs that torch would see, without importing it: by its build, the devices that the
-    system lists, and the environment.
-    """
+    """Count the GPUs that torch would see, without importing it."""
     found = importlib.util.find_spec("torch")
     version = Path(found.origin).with_name("version.py") if found and found.origin else None
     build = version.read_text() if version and version.is_file() else ""

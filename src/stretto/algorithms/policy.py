@@ -22,16 +22,12 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def bounded_ratio(log_ratio: Tensor) -> Tensor:
-    """``exp(log_ratio)``, kept finite: an infinite ratio would make a gradient of NaN where it is
-    clipped, or where the advantage is 0.
-    """
+    """``exp(log_ratio)``, kept finite: infinity, clipped or times 0, has a gradient of NaN."""
     return log_ratio.clamp(max=LOG_RATIO_LIMIT).exp()
 
 
 def policy_ratio(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
-    """``pi / pi_old`` of each token [N]; or for all tokens of a response its geometric mean (GSPO,
-    Zheng et al. 2025).
-    """
+    """``pi / pi_old`` of tokens [N], or a response's geometric mean (GSPO, Zheng et al. 2025)."""
     log_ratio = logprobs - inputs.old_logprobs
     if settings.importance_sampling_level == "sequence":
         mean = inputs.of_response(log_ratio) / inputs.response_tokens.clamp_min(1)

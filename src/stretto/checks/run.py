@@ -110,9 +110,7 @@ def check_supervised(config: SftConfig | RewardModelConfig, *, ask_hub: bool = T
 def check_measured(
     config: Config, model: str, *, rows: bool = True, sources: Collection[str] = (), sft: str = ""
 ) -> None:
-    """Refuse a measurement of a model by reward sources and an SFT model that is known to fail; see
-    :func:`check_run`.
-    """
+    """Refuse a measurement that is known to fail; see :func:`check_run`."""
     _check_device(config.model)
     for name in filter(None, (model, sft)):
         _check_model(name, config.model)

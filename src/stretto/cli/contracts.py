@@ -100,9 +100,7 @@ def decoded(engine: TorchEngine, rollouts: Sequence[Rollout], chunk: int) -> lis
 
 
 def logprob_gap(model: nn.Module, rollouts: Sequence[Rollout]) -> float:
-    """Return the root mean square difference, in nats, between the engine's log-probabilities of
-    the sampled tokens and a learner's.
-    """
+    """Return the RMS difference in nats between the engine's and a learner's log-probabilities."""
     longest = max(map(len, rollouts))
     mask = torch.tensor([[at < len(r) for at in range(longest)] for r in rollouts])
     learners = WholeModel(model).logprobs([r.response() for r in rollouts], mask, 1.0)[mask]

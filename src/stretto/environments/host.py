@@ -174,9 +174,7 @@ class Host:
         return {}
 
     async def close(self) -> None:
-        """Close all episodes, and wait for those that are being closed; errors of theirs are
-        ignored, as nobody is left to hear of them.
-        """
+        """Close all episodes and wait for them. Nobody is left to hear of errors."""
         for episode in self._episodes.values():
             self._begin_close(episode)
         self._episodes.clear()

@@ -45,9 +45,7 @@ def settings_of(config: EnvironmentConfig) -> dict[str, Any]:
 
 
 def locate_source(name: str) -> dict[str, str]:
-    """Return where what ``environment.sources`` names is, as :func:`locate` does; ConfigError if it
-    names nothing.
-    """
+    """Locate an entry of ``environment.sources``; ConfigError if there is no such thing."""
     source = reward_source(name)
     if source.kind != "function":
         raise ConfigError(
@@ -189,9 +187,7 @@ class EnvironmentProcess:
         self._end("it was closed", CLOSE_S + SPARE_S)
 
     def _end(self, how: str, patience_s: float = 0.0) -> None:
-        """Kill the process and all that it started, unless it ends by itself within a time; what it
-        was asked has no answer.
-        """
+        """Kill the process and its children, unless it ends in time. Requests get no answer."""
         with self._lock:
             process, self._process, kill_it = self._process, None, self._kill
             waiting, self._waiting = self._waiting, {}

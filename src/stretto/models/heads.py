@@ -79,9 +79,7 @@ def reward_model_from(lm: nn.Module, seed: int) -> nn.Module:
 
 
 def _classifier(lm: Any, body: nn.Module, remedy: str) -> nn.Module:
-    """Return a classifier with a zero head; raises ModelError where neither transformers nor a
-    model's own code gives one.
-    """
+    """Return a classifier with a zero head; ModelError if no code for such a class exists."""
     from transformers import AutoModelForSequenceClassification
     from transformers.initialization import no_init_weights
 

@@ -190,9 +190,7 @@ def _read_in_4bit(read: Callable[..., Any], dtype: torch.dtype, device: torch.de
 
 
 def let_gradients_through(model: Any) -> None:
-    """Keep layers in 4 bits from repacking a CPU's weights in a pass without gradients: afterwards
-    no gradient would flow through them.
-    """
+    """Keep 4-bit layers from repacking weights on a CPU: no gradient could flow afterwards."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False

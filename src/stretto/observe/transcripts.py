@@ -59,9 +59,7 @@ def transcript(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> Tran
 
 
 def turn_sizes(rollout: Rollout) -> list[dict[str, Any]]:
-    """Return tokens that the policy drew in each turn, the answer's tokens of context behind it,
-    and the seconds until it came.
-    """
+    """Return each turn's sampled tokens, its answer's tokens, and the seconds until the answer."""
     given, found, start = answers(rollout), list[dict[str, Any]](), 0
     ends = rollout.turns
     for i, end in enumerate(ends):

@@ -154,9 +154,7 @@ def latency_of(g: Graph, word: Ints, start: Ints) -> int:
 
 @njit(cache=True, nogil=True)
 def peak_memory(g: Graph, word: Ints, peaks: Ints) -> int:
-    """Fill ``peaks`` [D] with each device's highest memory, which depends on the order of its tasks
-    alone, and return the highest of all.
-    """
+    """Fill ``peaks`` [D] with each device's highest memory, and return the highest of all."""
     word_at, queue_of, memory = g.word_at, g.queue_of, g.memory
     highest = 0
     for d in range(peaks.size):

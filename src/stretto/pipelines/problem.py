@@ -86,9 +86,7 @@ class ModelPipelines:
 
     @classmethod
     def of(cls, stages: int, pipelines: int, micro_batches: int, **others: Any) -> ModelPipelines:
-        """Make it of latencies and memory that are one number for all stages, or one a stage;
-        raises ConfigError if a number is out of range, or there are not as many as stages.
-        """
+        """Use one number for all stages, or one a stage; ConfigError if they do not fit."""
         counts = {"stages": stages, "pipelines": pipelines, "micro_batches": micro_batches}
         return _validated(cls, {**counts, **others})
 
@@ -216,9 +214,7 @@ class Problem:
 
     @classmethod
     def read(cls, file: str | Path) -> Problem:
-        """Read a JSON file, of a problem or of a schedule that was written with its problem; raises
-        ConfigError if the file cannot be read, is no JSON, or describes no problem.
-        """
+        """Read a problem from its own or a schedule's JSON; raises ConfigError if there is none."""
         try:
             data = json.loads(Path(file).read_text(encoding="utf-8"))
         except OSError as error:

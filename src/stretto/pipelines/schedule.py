@@ -44,9 +44,7 @@ class PipelineSchedule:
         return cls(tuple(tuple(letters[low:high]) for low, high in _spans(graph)))
 
     def tasks(self, problem: Problem) -> Ints:
-        """Return task numbers [T], device after device; raises ConfigError if the words do not have
-        the letters that the problem asks for.
-        """
+        """Return task numbers [T] by device; ConfigError if the words do not fit the problem."""
         graph = make_graph(problem)
         queues = [
             {_letter(graph, q): q for q in own} for own in graph.queues.reshape(-1, 4).tolist()

@@ -347,9 +347,7 @@ class Engine(ABC):
     def _append(
         self, row: Row, token: int, logprob: float, top_logprobs: TopLogprobs | None = None
     ) -> Chunk | None:
-        """Add a token to a row; if that ends it or its turn, let go of it, or park it, and return
-        its last chunk.
-        """
+        """Add a token. If its turn ends, free or park the row and return its last chunk."""
         row.tokens.append(token)
         row.logprobs.append(logprob)
         if top_logprobs is not None:

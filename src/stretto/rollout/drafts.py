@@ -118,9 +118,7 @@ class Texts:
         self._read[number] = len(text)
 
     def after(self, number: int, text: Sequence[int], most: int) -> Sequence[int]:
-        """Return up to ``most`` tokens that followed the longest suffix, of the text itself first,
-        then of others.
-        """
+        """Return up to ``most`` tokens that followed the longest suffix, in its own text first."""
         suffixes = [tuple(text[-n:]) for n in range(min(LONGEST, len(text)), 0, -1)]
         for among in ((self._own[number], self._prompt), (self._all,)):
             for suffix, ends in product(suffixes, among):

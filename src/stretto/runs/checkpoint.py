@@ -170,9 +170,7 @@ def _load(checkpoint: Path) -> dict[str, Any]:
 
 
 def _verified(checkpoint: Path) -> dict[str, FileSum]:
-    """Check that files are those that were written; return the sums of the learner's, of which only
-    the lengths are compared.
-    """
+    """Check the files' sums; return the learner's, of which only the lengths are compared."""
     try:
         manifest = json.loads((checkpoint / _MANIFEST).read_bytes())
         listed = manifest["files"].items()

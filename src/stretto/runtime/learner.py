@@ -136,9 +136,7 @@ class LearnerService(Service):
         return shard_files.packed(self._learner.state_dict(), self._rank, self._ranks, published)
 
     def write(self, folder: Path) -> tuple[str, FileSum]:
-        """Write what was staged, each rank a file of its own; on the side, on all ranks. Return
-        the file's name and sum.
-        """
+        """Write each rank's staged file, on the side. Return its name and sum."""
         state, self._staged = self._staged, None
         assert state is not None
         file = folder / shard_files.file_name(self._rank, self._ranks)

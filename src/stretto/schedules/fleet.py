@@ -204,9 +204,7 @@ class Guard:
     async def ask(
         self, work: Awaitable[T], rollout_ids: Iterable[int] = (), deadlines: float = 1.0
     ) -> T:
-        """Return what the role answers; raise GoneError if it is lost or late, and replaced. Long
-        work has several ``deadlines``.
-        """
+        """Return the role's answer; GoneError if it is lost or late, and replaced."""
         if not self._fleet.restarts:
             return await self._answered(work, rollout_ids, deadlines)
         life = self.member.lives

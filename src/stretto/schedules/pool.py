@@ -331,9 +331,7 @@ class Pool:
         return min(serving, key=lambda other: len(other.held) + len(other.parked))
 
     async def _move_waiting(self, source: _Engine) -> None:
-        """Move what is parked at a generator to where stragglers are gathered, before its answers
-        come.
-        """
+        """Move parked rollouts to where stragglers are gathered, before their answers come."""
         destination = self._gathered_at(source)
         if not destination or not source.parked:
             return

@@ -324,9 +324,7 @@ class Schedule:
         return len(self._episodes.pending) if self._episodes else 0
 
     def _in_lockstep(self) -> bool:
-        """Whether responses are decoded in one go, and turns answered all together: the plain loop,
-        which chance does not order.
-        """
+        """Whether this is the plain loop, which chance does not order."""
         unseen = self._settings.score_on == "batch" and self._migration is None
         plain = len(self._buffer) <= self._round_size
         return unseen and (plain or (self._pool.single and not self._episodes))
@@ -523,9 +521,7 @@ class Schedule:
                     self._finish(rollout, RolloutState.REJECTED, f"the run ended: {because}")
 
     def _ask_again(self) -> None:
-        """Have everything scored that had ended before a restart and was not, and turns answered
-        that were not.
-        """
+        """Repeat the requests for scores and answers that a restart has cut off."""
         waiting = [r for r in self._buffer.open if r.state is RolloutState.WAITING]
         self._scoring.dispatched(r for r in waiting if r.log)
         for rollout in waiting:
@@ -544,9 +540,7 @@ class Schedule:
             self._scoring.gathered([r for r in batch if not self._scoring.is_scored(r)])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that the class names, as plain data and arrays of rollouts, which grow
-        after this; to be called between two steps.
-        """
+        """Return plain data and arrays that grow later. Call it between two steps."""
         return {
             "ledger": self.ledger.state_dict(),
             "buffer": self._buffer.state_dict(),

@@ -479,9 +479,7 @@ def in_this_process(call: Callable[P, T], *args: P.args, **keywords: P.kwargs) -
 
 @contextmanager
 def ending_forked_children() -> Iterator[None]:
-    """End a forked child that leaves the ``with`` statement as Python would end it, so that it is
-    no second reward function or trainer.
-    """
+    """End a forked child as Python would, so that it is no second reward process or trainer."""
     pid, raised = os.getpid(), None
     try:
         yield

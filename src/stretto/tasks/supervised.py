@@ -157,9 +157,7 @@ def read_demonstrations(config: DemonstrationsConfig) -> tuple[list[Demonstratio
 
 
 def _reader(row: Row, config: DemonstrationsConfig) -> Callable[[Row, int], Demonstration]:
-    """Return what reads rows with the columns of this one: those of the settings, or if these are
-    the defaults, those that well-known datasets have.
-    """
+    """Return a reader by the settings' columns, or by those of well-known datasets."""
     messages, columns = config.messages_column, (config.prompt_column, config.completion_column)
     conversations, pairs = [messages], [columns]
     if not any(map(config.is_set, ("messages_column", "prompt_column", "completion_column"))):

@@ -32,9 +32,7 @@ def is_coarse(dtype: torch.dtype) -> bool:
 
 
 def differences(metrics: Metrics) -> dict[str, float]:
-    """Return mean (learner less engine) and root mean square of the differences that
-    :func:`~stretto.algorithms.policy.disagreement` summed, if there are any.
-    """
+    """Return mean (learner less engine) and RMS of the differences that were summed, if any."""
     if TOKENS not in metrics.sums:
         return {}
     total, squares, tokens = (metrics.sums[name].item() for name in (SUM, SQUARES, TOKENS))

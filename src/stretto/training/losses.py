@@ -51,9 +51,7 @@ class MicroBatch:
 
     @classmethod
     def blank(cls, like: MicroBatch) -> MicroBatch:
-        """Make one of a prompt of one token and no response, with the kinds of tensors of another;
-        its losses and gradients are zero.
-        """
+        """Make one like ``like`` without a response. Its losses and gradients are zero."""
         nothing = Response(0, 0, Prompt(0, (0,), ""), np.zeros(0, np.int32))
         return cls.of([nothing], like.inputs.each(lambda tensor: torch.zeros_like(tensor[:1])))
 

@@ -60,9 +60,7 @@ def make_optimizer(
 
 
 def decaying_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of a model's parameters that weight decay shrinks: all but norms and biases,
-    told apart as transformers' Trainer does.
-    """
+    """Return all parameters but norms and biases, as transformers' Trainer tells them apart."""
     names = get_parameter_names(model, [nn.LayerNorm], list(_EXEMPT))  # type: ignore[no-untyped-call]
     return frozenset(names)
 

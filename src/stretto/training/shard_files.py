@@ -60,9 +60,7 @@ def packed(
     ranks: int = 1,
     published: Mapping[tuple[str, int], Pieces] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return a learner's state, and weights by model and version, as :func:`write` takes them;
-    tensors share memory with those given.
-    """
+    """Return a learner's state and weights for :func:`write`. Tensors share memory."""
     models, found = {}, dict[str, Tensor | TensorShard]()
     for model, own in state["models"].items():
         moments, names = own["optimizer"]["state"], [*own["masters"]]

@@ -262,9 +262,7 @@ class ShardedModel(TrainedModel):
         return math.sqrt((squares[:, 0].sum() + of_slices).item())
 
     def _add_up_others(self) -> None:
-        """Add up gradients of parameters that are whole on ranks which see only some inputs. On
-        some ranks no pass may have reached one of them, such as the adapter of an expert.
-        """
+        """Add up gradients of whole parameters. A pass may have missed a rank, as with experts."""
         for name, master in zip(self._names, self._masters, strict=True):
             if self.grid.slices and name in self._partial and master.grad is not None:
                 self.grid.slices.sum_(master.grad)
@@ -403,9 +401,7 @@ class Grid:
         self._beside = dist.new_group(backend="gloo")
 
     def on_first(self, whole: FullParameter, part: Tensor) -> Tensor | None:
-        """Return the whole of a tensor on the first rank's CPU; ``None`` on the others. A
-        collective, beside whatever else the ranks do.
-        """
+        """Return the whole tensor on the first rank's CPU, else ``None``. A collective."""
         here = part.detach().cpu()
         if self.rank:
             if self.layout.first(whole, self.rank) is not None:

@@ -138,9 +138,7 @@ class StageTrainer:
 def whole_state(
     states: Iterable[tuple[Names, Mapping[str, Any]]], order: Sequence[str]
 ) -> dict[str, Any]:
-    """Put the states of the stages' trainers together to that of the whole model's trainer, which
-    lists the parameters in this order.
-    """
+    """Return the stages' states as the whole model's, which lists parameters in this order."""
     masters: dict[str, Tensor] = {}
     moments: dict[str, Any] = {}
     last: Mapping[str, Any] = {}

@@ -69,9 +69,7 @@ def updates(config: SupervisedConfig, rows: int) -> int:
 
 
 def batches(rows: Sequence[T], config: SupervisedConfig) -> Iterator[list[T]]:
-    """Yield the batches of a run: epochs of all rows in seeded orders; the last of one may be
-    smaller.
-    """
+    """Yield batches: epochs of all rows in seeded orders. The last may be smaller."""
     left, epoch = updates(config, len(rows)), 0
     while left:
         order = np.random.default_rng([config.seed % 2**64, epoch]).permutation(len(rows))
@@ -177,9 +175,7 @@ def _budget(model: nn.Module, config: SupervisedConfig) -> int:
 
 
 def pack(examples: Sequence[Example], row_tokens: int) -> list[list[Example]]:
-    """Pack examples into as few rows as first-fit decreasing finds (Johnson 1973), longest first;
-    one of more than ``row_tokens`` has a row of its own.
-    """
+    """Pack examples by first-fit decreasing (Johnson 1973). Too long ones get their own row."""
     rows: list[list[Example]] = []
     room: list[int] = []
     for example in sorted(examples, key=lambda e: -len(e.tokens)):

@@ -156,9 +156,7 @@ _GATES: weakref.WeakKeyDictionary[nn.Module, Gate] = weakref.WeakKeyDictionary()
 
 
 def end_updates(model: nn.Module, patience_s: float = PATIENCE_S) -> bool:
-    """End a trained model's updates, after one that is under way; from any thread. Return whether
-    the weights are whole, and stay as they are.
-    """
+    """End updates, from any thread. Return whether the weights are whole."""
     gate = _GATES.get(model)
     return gate is None or gate.close(patience_s)
 
@@ -363,9 +361,7 @@ class TrainedModel(Trained):
         """Prepare for a pass of a mini-batch: gradients are to be whole after its ``last`` one."""
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """Return the gradients collected since the last update, by name, to be changed in place;
-        those that a pass has reached.
-        """
+        """Return gradients since the last update by name, to be changed in place."""
         pairs = zip(self._names, self._masters, strict=True)
         return {name: master.grad for name, master in pairs if master.grad is not None}
 
@@ -396,9 +392,7 @@ class TrainedModel(Trained):
             torch._foreach_mul_(self._decaying, 1 - self.lr * self._weight_decay)
 
     def of_updates(self) -> list[Tensor]:
-        """Return the tensors that only updates and states need: moments, and masters of copies, but
-        not gradients, to which passes add.
-        """
+        """Return moments and masters, but not gradients, to which passes add."""
         states = (self._optimizer.state.get(master, {}) for master in self._masters)
         moments = [value for state in states for key, value in state.items() if key != STEP]
         return [*(master for _, master in self._to_copy_back()), *moments]

@@ -104,9 +104,7 @@ class WeightReceiver:
         self.mark = ""
 
     def expect(self, ref: WeightsRef, mark: str, route: Route) -> None:
-        """Prepare to receive a ticket's tensors, by a plan with this mark; raises EngineError if
-        this side has another.
-        """
+        """Prepare for a ticket's tensors; EngineError if this side's plan has another mark."""
         if mark != self._plan.mark:
             raise EngineError(
                 f"version {ref.version} of the {ref.model} travels by the plan {mark}, and the "

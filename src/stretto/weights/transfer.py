@@ -220,9 +220,7 @@ class Transfers:
 
     @contextmanager
     def _group(self, route: Route) -> Iterator[_Group]:
-        """Take a turn of the route's group, the channel's last one if it is that; break it off when
-        the turn fails, and say so.
-        """
+        """Take a turn of the route's group. If the turn fails, break it off and report it."""
         group = self._groups.get(route.channel)
         if group is None or group.route.epoch != route.epoch:
             if group is not None:

@@ -46,9 +46,7 @@ class Channel:
         return request["body"]
 
     def send(self, message: Mapping[str, Any], request: int | None = None) -> None:
-        """Answer a request, or the last one that was taken; a process that is not the one that was
-        asked ends instead.
-        """
+        """Answer a request, the last one by default; end any process but the one asked."""
         if os.getpid() != self._pid:
             os._exit(1)
         number = self._request if request is None else request

@@ -140,9 +140,7 @@ class FunctionProcess:
         )
 
     def ask(self, samples: Sequence[Mapping[str, Any]], timeout_s: float) -> Answers:
-        """Have samples scored. If the process is lost to something else, all are asked once more,
-        because a function may compare them.
-        """
+        """Have samples scored. After a lost process all are asked again: a function may compare."""
         answers = self._ask(samples, timeout_s)
         if answers.outside:
             _log.warning("reward function %s: %s; asking once more", self._name, answers.trouble)

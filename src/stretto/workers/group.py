@@ -212,9 +212,7 @@ def amount(method: str, args: Sequence[Any]) -> float:
 
 
 def deadline_s(paces: Sequence[float], size: float) -> float | None:
-    """Return the seconds that a call may take, by those of others and its own amount; ``None``
-    before enough of them are known.
-    """
+    """Return a call's time limit by earlier calls and its amount; ``None`` if too few are known."""
     return max(QUICK_S, SLOW * median(paces) * size) if len(paces) >= KNOWN else None
 
 

@@ -155,9 +155,7 @@ class Ranks:
         return "\n\n".join(parts)
 
     def used_bytes(self) -> list[Mapping[str, int]]:
-        """Return each rank's memory by metric (see :func:`~stretto.workers.rank.used_bytes`);
-        nothing of one that does not answer.
-        """
+        """Return each rank's memory by metric; nothing of a rank that does not answer."""
         used: list[Mapping[str, int]] = [{}] * len(self._connections)
         for rank in range(len(used)):
             with contextlib.suppress(RankError):

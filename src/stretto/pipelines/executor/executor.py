@@ -118,9 +118,7 @@ class PipelineExecutor:
             work.wait()
 
     def norm(self, name: Name, gradients: Mapping[str, Tensor]) -> float:
-        """Return the norm of the whole model's reduced gradients, each parameter counted once; the
-        same number, to the bit, on all ranks.
-        """
+        """Return the norm of the model's reduced gradients, equal to the bit on all ranks."""
         pipeline, _ = self._layout.place(name, self._rank)
         stage = self._stages[name]
         square = torch.zeros((), dtype=torch.float64, device=self._device)

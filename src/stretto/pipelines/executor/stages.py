@@ -169,9 +169,7 @@ def for_sending(stage: Stage) -> Stage:
 
 
 def check_stages(config: PipelineConfig, name: Name, model: nn.Module) -> None:
-    """Check that a model can be cut as the settings say, with ``ranks`` above 0; see
-    :func:`check_cut`.
-    """
+    """Check that a model can be cut as the settings say; see :func:`check_cut`."""
     try:
         check_cut(model, config.stages(name))
     except ModelError as error:

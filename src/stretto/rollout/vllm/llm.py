@@ -226,9 +226,7 @@ class LlmRequests:
     def add(
         self, request: str, tokens: Sequence[int], salt: str, seed: int, sampling: Sampling
     ) -> None:
-        """Queue a request, whose random numbers are of ``seed``; only those of one salt share a
-        prefix.
-        """
+        """Queue a request. Only requests of one salt share a prefix."""
         self._add(
             request,
             tokens,
@@ -281,9 +279,7 @@ class LlmRequests:
         return found
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], version: int, adapters: str = "") -> None:
-        """Take new weights, whole tensors by their names in the model's files, if there are any;
-        then the adapters that are in a folder.
-        """
+        """Load whole tensors by their names in the model's files, then a folder's adapters."""
         coming = iter(tensors)
         if first := next(coming, None):
             tell = self._engine.collective_rpc
@@ -320,9 +316,7 @@ class LlmRequests:
 
 
 def _logprobs(found: Any) -> tuple[Sequence[float], Sequence[TopLogprobs]]:
-    """Return the sampled tokens' log-probabilities, which come first in each place, and those of
-    the likeliest tokens there, if any were asked for.
-    """
+    """Return log-probabilities of the sampled tokens, and of the likeliest ones if requested."""
     if found is None:
         return (), ()
     starts, ends = found.start_indices, found.end_indices
