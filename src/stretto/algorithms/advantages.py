@@ -120,9 +120,7 @@ def normalised_then_summed(sources: Tensor, weights: Tensor, groups: Tensor) -> 
 
 
 def best_and_worst(scores: Tensor, groups: Tensor) -> list[tuple[int, int]]:
-    """Return rows with the highest and the lowest score of each group, in the order of their
-    groups; of equal scores the first row counts.
-    """
+    """Return each group's first row with the highest and with the lowest score, in group order."""
     pairs = []
     for group in groups.unique().tolist():
         rows = (groups == group).nonzero()[:, 0]

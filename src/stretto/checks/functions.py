@@ -157,10 +157,7 @@ def _parsed(file: Path, setting: str) -> tuple[ast.Module, str]:
 
 
 def _find(file: Path, name: str, setting: str) -> ast.stmt | None:
-    """Return what a file defines by a name; ``None`` where only running it can tell.
-
-    Raises ConfigError if the file cannot be read or imported, or has no such name.
-    """
+    """Return what a file defines by a name, ``None`` if only running it tells, or ConfigError."""
     tree, text = _parsed(file, setting)
     _check_imports(tree, file, setting)
     defined = dict(_defined(tree))

@@ -17,10 +17,7 @@ from stretto.errors import ConfigError, near
 
 
 def read(kind: Any, command: str, arguments: Sequence[str], description: str | None = None) -> Any:
-    """Make a ``kind`` of arguments; raise ConfigError if they do not fit.
-
-    Help that is asked for is printed, and SystemExit raised.
-    """
+    """Make a ``kind`` of arguments; ConfigError if they do not fit, SystemExit after help."""
     refusal = io.StringIO()  # tyro draws a box, and prints the help of options in it
     try:
         with redirect_stderr(refusal):

@@ -103,10 +103,7 @@ class RendererBridge(Bridge):
         stop: Sequence[str] = (),
         arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Check that the renderer reads a prompt as the chat template does.
-
-        Raises ConfigError if it does not, or as :class:`Bridge`.
-        """
+        """Check that the renderer reads a prompt as the template does, or raise ConfigError."""
         super().__init__(encoder, tools, end_tokens, stop, arguments)
         self._renderer = renderer
         own, text = self.prompt([QUESTION])

@@ -370,10 +370,7 @@ class EnvironmentRole:
         return answer
 
     def _count_loss(self, live: _Live, starts: int, error: ProcessLostError) -> None:
-        """Count a lost process once, although each of its calls is lost with it.
-
-        Raises RewardError after more than :data:`LOSSES` in a row.
-        """
+        """Count a lost process once, not per call; RewardError after :data:`LOSSES` in a row."""
         if starts <= self._lost_starts[live.place]:
             return
         self._lost_starts[live.place] = starts

@@ -130,10 +130,7 @@ class Tools:
 def played(
     engine: Engine, environment: Environment, prompts: Sequence[Prompt], config: Config
 ) -> list[Episode]:
-    """Return an episode for each prompt, in their order.
-
-    Raises RewardError if an environment could not say what an episode has earned.
-    """
+    """Return an episode for each prompt, in order; RewardError if one has no known reward."""
     rollouts = [Rollout(n, prompt, prompt.id) for n, prompt in enumerate(prompts)]
     sampling = turn_sampling(config.rollout, config.environment)
     found = dict[int, Episode]()

@@ -170,10 +170,7 @@ def _judge(judge: LlmJudge, client: AsyncOpenAI, pairs: Sequence[JudgedPair]) ->
 
 
 def parse(answer: str) -> Verdict | None:
-    """Return the verdict that an answer ends with.
-
-    ``None`` where it has none, or where words follow on its line ('A or B').
-    """
+    """Return an answer's final verdict; ``None`` without one, or if words follow ('A or B')."""
     bare = answer.strip().strip(".*`\"'").lower()
     found = [(bare, "")] if bare in ("a", "b", "tie") else _VERDICT.findall(answer)
     last, rest = found[-1] if found else ("", "")
@@ -184,10 +181,7 @@ def parse(answer: str) -> Verdict | None:
 
 
 def counted(judge: str, verdicts: Sequence[tuple[Verdict | None, Verdict | None]]) -> Judgement:
-    """Count verdicts on pairs: first with the policy's response as A, then as B.
-
-    Raises JudgeError if no pair has two verdicts.
-    """
+    """Count verdicts with the policy as A, then as B; JudgeError if no pair has two."""
     first = {"A": 1, "tie": 0, "B": -1}
     judged = [(first[a], -first[b]) for a, b in verdicts if a and b]
     if not judged:

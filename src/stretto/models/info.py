@@ -274,10 +274,7 @@ NOT_ON_HUB = (
 
 
 def load_config(path: Path | str, trust_remote_code: bool) -> PreTrainedConfig:
-    """Return a model's configuration, of an adapter that of the model below.
-
-    Raises ModelError if it cannot be found, fetched or read.
-    """
+    """Return the config of a model or an adapter's base; ModelError if it cannot be read."""
     from transformers import AutoConfig
 
     if base := adapter_base(path):

@@ -84,10 +84,7 @@ def load_lora(model: nn.Module, folder: Path) -> nn.Module:
 
 
 def starting_policy(adapted: nn.Module) -> nn.Module:
-    """Return a frozen copy of a policy in adapters, over the same weights below.
-
-    It is no PEFT model, whose adapters a reference takes off.
-    """
+    """Return a frozen copy that is no PEFT model, so that a reference keeps its adapters on."""
     model: nn.Module = unwrapped(with_own_weights(adapted))
     vars(model).pop("peft_config", None)
     return model

@@ -92,10 +92,7 @@ class Hardware:
 
     @classmethod
     def of(cls, gpu: str, assumed: Efficiency | None = None) -> Hardware:
-        """Return GPUs by their published figures, linked as in their makers' servers.
-
-        Raises ConfigError for an unknown kind.
-        """
+        """Return GPUs by their makers' figures and servers; ConfigError for an unknown kind."""
         if gpu not in GPUS:
             raise ConfigError(f"unknown GPU '{gpu}'. {nearest(gpu, GPUS)}", "unknown-gpu")
         return cls(GPUS[gpu], Links.of(GPUS[gpu]), assumed or Efficiency())
@@ -128,10 +125,7 @@ def read_hardware(file: str | Path) -> Hardware:
 def write_hardware(
     file: str | Path, hardware: Hardware, measured: Mapping[str, Any], head: str = ""
 ) -> None:
-    """Write a file for :func:`read_hardware`, and in it what its figures come from.
-
-    Raises StorageError if it cannot be written.
-    """
+    """Write a file for :func:`read_hardware` with its sources; raises StorageError."""
     gpu, links, assumed = asdict(hardware.gpu), asdict(hardware.links), dict(hardware.assumed)
     tables = dict(zip(TABLES, (gpu, links, assumed, dict(measured)), strict=True))
     comments = "".join(f"# {line}\n" for line in head.splitlines())

@@ -366,10 +366,7 @@ class Prediction:
 
 
 def predict(folder: str | Path) -> Prediction:
-    """Replay a run from its own records, and compare.
-
-    Raises ConfigError if it is no run's folder, StateError if too little or damaged is recorded.
-    """
+    """Replay a run from its records; ConfigError for no run, StateError for damaged records."""
     run = RunDirectory.open(folder)
     if not run.trace.path.is_file():
         problem = "a prediction is made from a run's trace.json, and there is none"

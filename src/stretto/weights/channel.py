@@ -24,9 +24,7 @@ class WeightChannel(Protocol):
 
 
 def fetched(channel: WeightChannel | None, ref: WeightsRef) -> Mapping[str, Any]:
-    """Return the tensors of a ticket; none where its two sides share memory. Raises EngineError if
-    they are in a channel that the receiver is not connected to.
-    """
+    """Return a ticket's tensors, none in shared memory; EngineError without a connection."""
     if not ref.channel:
         return {}
     if channel is None or channel.name != ref.channel:
