@@ -35,7 +35,7 @@ def shell_lines(page: Path) -> list[str]:
 def commands(page: Path) -> list[str]:
     """The page's lines that begin with ``stretto``, without their comments."""
     lines = [line for line in shell_lines(page) if line.startswith("stretto ")]
-    return [shlex.join(shlex.split(line.partition(" > ")[0], comments=True)) for line in lines]
+    return [shlex.join(shlex.split(re.split(r" >>? ", line)[0], comments=True)) for line in lines]
 
 
 def arguments(command: str) -> list[str]:

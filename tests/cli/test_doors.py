@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -211,3 +212,29 @@ def test_a_hub_that_must_not_be_asked_is_a_sentence_true_in_every_command(
     assert "HF_HUB_OFFLINE" in said
     assert "no such folder" in said
     assert "--model.name" not in said
+
+
+def completed(script: str, *words: str) -> list[str]:
+    """What bash proposes for the last of the words."""
+    ask = f"{script}\nCOMP_WORDS=({' '.join(words)} ''); COMP_CWORD={len(words) - 1}\n_stretto\n"
+    shown = subprocess.run(
+        ["bash", "-c", f'{ask}printf "%s\\n" "${{COMPREPLY[@]}}"'],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return shown.stdout.split()
+
+
+def test_bash_completes_commands_settings_and_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("completion", "bash") == 0
+    script = capsys.readouterr().out
+    assert set(completed(script, "stretto", "''")) >= {*COMMANDS}
+    assert completed(script, "stretto", "tra") == ["train"]
+    options = {f"--{name.replace('_', '-')}" for name in recipes.setting_names()}
+    assert {*completed(script, "stretto", "train", "--")} >= options - {"--cluster.processes"}
+    assert "--training.lr-schedule" in completed(script, "stretto", "train", "--training.l")
+    assert "tiny" in completed(script, "stretto", "train", "ti")
+    assert completed(script, "stretto", "sft", "--data.na") == ["--data.name"]
+    assert completed(script, "stretto", "memory", "--lora-r") == ["--lora-rank"]
+    assert completed(script, "stretto", "doctor", "tiny") == []

@@ -36,6 +36,7 @@ COMMANDS = {
     "doctor": "say what this machine has, and what would not work on it",
     "plan": "plan a run on many GPUs: layouts and schedules, before it is started",
     "memory": "plan the memory of the four models of PPO",
+    "completion": "print a script that completes commands and options in a shell",
 }
 
 MODULES = {
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signals.end_with(int(descriptor))
     try:
         with signals.ending_in_order():
-            status = _dispatch(arguments)
+            status = dispatch(arguments)
         sys.stdout.flush()
     except StrettoError as error:
         for note in getattr(error, "__notes__", ()):
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _dispatch(arguments: list[str]) -> int:
+def dispatch(arguments: list[str]) -> int:
     name, *rest = arguments or ["--help"]
     if name == "help" and rest:
         name, *rest = *rest, "--help"
