@@ -10,7 +10,7 @@ import pytest
 
 from stretto import __version__
 from stretto.cli.main import COMMANDS, main
-from stretto.config import Config, RewardModelConfig, SftConfig, foreign, recipes
+from stretto.config import Config, RewardModelConfig, Section, SftConfig, foreign, recipes
 from stretto.errors import near, nearest
 
 
@@ -187,7 +187,7 @@ def test_help_is_short_and_help_all_complete(
     assert len(short.splitlines()) <= 130
     assert len(short) < len(whole)
     assert "--help-all documents all of them" in short
-    kinds = {"sft": SftConfig, "reward": RewardModelConfig}
+    kinds: dict[str, type[Section]] = {"sft": SftConfig, "reward": RewardModelConfig}
     if command in ("train", *kinds):
         for name in recipes.setting_names(kinds.get(command, Config)):
             assert "--" + name.replace("_", "-") in whole or name == "cluster.processes"
