@@ -44,6 +44,10 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "a mean of responses, and the KL": ("GRPO", {**GROUPS, "loss_type": "grpo", "beta": 0.1}),
     "dr_grpo": ("GRPO", {**GROUPS, "loss_type": "dr_grpo", "scale_rewards": "none"}),
     "one deviation": ("GRPO", {**GROUPS, "scale_rewards": "batch"}),
+    "each reward normalised": (
+        "GRPO",
+        {**GROUPS, "multi_objective_aggregation": "normalize_then_sum"},
+    ),
     "whole responses": ("GRPO", {**GROUPS, "mask_truncated_completions": True}),
     "cispo": ("GRPO", {**GROUPS, "loss_type": "cispo", "epsilon_high": 5.0}),
     "gspo": (

@@ -19,6 +19,8 @@ WHITEN_EPS = 1e-8
 """Added to the variance in :func:`whiten`, as TRL and verl do."""
 STD_EPS = 1e-6
 """Added to a group's standard deviation, as verl does."""
+GDPO_EPS = 1e-4
+"""Added to the standard deviations of GDPO, as TRL does."""
 
 
 def gae(
@@ -84,7 +86,10 @@ def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def group_normalised(
-    rewards: Tensor, groups: Tensor, scale: Literal["group", "batch", "none"]
+    rewards: Tensor,
+    groups: Tensor,
+    scale: Literal["group", "batch", "none"],
+    eps: float | None = None,
 ) -> Tensor:
     """``A_i = (R_i - mean) / std`` over the group (GRPO, Shao et al. 2024, section 4.1).
 
@@ -92,21 +97,23 @@ def group_normalised(
     rewards of the group or of the batch; Dr. GRPO (Liu et al. 2025) leaves the division out. A
     group whose rewards are all the same gets 0.
     """
+    eps = STD_EPS if eps is None else eps
     # In double precision, or rounding would be divided by a deviation of next to nothing.
     total, count = _group_sums(rewards.double(), groups)
     centred = rewards - total / count
     if scale == "batch":
-        centred = centred / (rewards.double().std() + STD_EPS)
+        centred = centred / (rewards.double().std() + eps)
     elif scale == "group":
         squares, _ = _group_sums(centred.square(), groups)
         # A single row has no deviation, and is its own mean.
-        centred = centred / ((squares / (count - 1).clamp(min=1)).sqrt() + STD_EPS)
+        centred = centred / ((squares / (count - 1).clamp(min=1)).sqrt() + eps)
     return centred.float()
 
 
 def normalised_then_summed(sources: Tensor, weights: Tensor, groups: Tensor) -> Tensor:
     """``A_i = (Z_i - mean Z) / std Z`` over the batch, of ``Z_i = sum_k w_k (r_ik - mean_k) /
-    std_k`` with mean and deviation of source k over the group (GDPO, arXiv 2601.05242).
+    std_k`` with mean and deviation of source k over the group (GDPO, arXiv 2601.05242), with 1e-4
+    added to each deviation.
 
     Of rewards [B, S], NaN if a source does not apply, which then adds nothing, weights [S] and
     groups [B] to [B].
@@ -114,9 +121,9 @@ def normalised_then_summed(sources: Tensor, weights: Tensor, groups: Tensor) -> 
     total = torch.zeros(len(sources), dtype=torch.float64)
     for rewards, weight in zip(sources.T, weights, strict=True):
         applies = ~rewards.isnan()
-        each = group_normalised(rewards[applies], groups[applies], "group")
+        each = group_normalised(rewards[applies], groups[applies], "group", GDPO_EPS)
         total[applies] += weight * each.double()
-    return ((total - total.mean()) / (total.std() + STD_EPS)).float()
+    return ((total - total.mean()) / (total.std() + GDPO_EPS)).float()
 
 
 def best_and_worst(scores: Tensor, groups: Tensor) -> list[tuple[int, int]]:
