@@ -249,3 +249,61 @@ def test_rows_may_lack_prompts_if_an_environment_gives_them(named: bool, tmp_pat
             train_dataset=rows,
             tools=[add],
         )
+
+
+class Server(Owner):
+    """Has an address of its own, of which there are as many as TRL makes objects."""
+
+    addresses: list[str] = []  # noqa: RUF012  # that no object has
+
+    def __init__(self) -> None:
+        self.address = self.addresses.pop()
+
+    def reset(self, **columns: Any) -> str:
+        return " now"
+
+
+def made_server() -> Server:
+    return Server()
+
+
+@pytest.mark.parametrize("factory", [Server, made_server, {"server": Server}])
+def test_environments_are_as_many_as_responses_generated_at_a_time(
+    factory: Any, tmp_path: Path
+) -> None:
+    """TRL makes ``generation_batch_size`` objects and resets them; here 16 episodes share 4."""
+    make_tiny(tmp_path / "model", chat=True)
+    Server.addresses[:] = ["a", "b", "c", "d"]
+    rows = [{**row, "environment": "server"} for row in ROWS]
+    args = GRPOConfig(
+        str(tmp_path / "out"),
+        per_device_train_batch_size=4,
+        steps_per_generation=1,
+        gradient_accumulation_steps=4,
+        num_generations=4,
+        max_completion_length=9,
+        max_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+        report_to="none",
+    )
+    trainer = GRPOTrainer(
+        str(tmp_path / "model"),
+        args=args,
+        train_dataset=rows,
+        eval_dataset=rows * 2,
+        environment_factory=factory,
+    )
+    assert trainer.args.generation_batch_size == 4
+    trainer.train()
+    trainer.evaluate()
+    assert trainer.run_dir is not None
+    records = [json.loads(line) for line in trainer.run_dir.samples_file.open()]
+    assert not any(record.get("failures") for record in records)
+    history = trainer.state.log_history
+    assert {row["reward"] for row in history if "reward" in row} == {0.75}
+    assert {row["eval_reward"] for row in history if "eval_reward" in row} == {0.75}

@@ -22,8 +22,9 @@ from stretto.environments.tools import schema_of
 from stretto.errors import ConfigError
 
 
-def named_objects(tools: Any, environment_factory: Any) -> dict[str, Any]:
+def named_objects(tools: Any, environment_factory: Any, most: int = 0) -> dict[str, Any]:
     """Name tools, or what makes environments (a dict of several), as ``environment.sources`` will.
+    Of TRL's environments at most ``most`` of each kind are alive at a time, unless that is 0.
 
     Raises ConfigError for both at once, and for tools that are no functions.
     """
@@ -46,19 +47,19 @@ def named_objects(tools: Any, environment_factory: Any) -> dict[str, Any]:
                 schema_of(tool, tool.__name__)
         return {getattr(tool, "__name__", type(tool).__name__): tool for tool in found}
     if isinstance(environment_factory, Mapping):
-        made = {key: _factory(repr(key), each) for key, each in environment_factory.items()}
+        made = {key: _factory(repr(key), each, most) for key, each in environment_factory.items()}
         return {"environments": made}
     name = getattr(environment_factory, "__name__", type(environment_factory).__name__)
-    return {name: _factory(name, environment_factory)}
+    return {name: _factory(name, environment_factory, most)}
 
 
-def _factory(name: str, factory: Any) -> Any:
+def _factory(name: str, factory: Any, most: int) -> Any:
     """A class, or what makes objects of one; raise ConfigError for what is no environment."""
     if not inspect.isclass(factory):
         if not callable(factory) or shape_of(type(factory)):
             raise unknown_environment(name, sort_of(factory))
         try:
-            factory = Factory(factory)
+            factory = Factory(factory, most)
         except Exception as error:
             raise not_made(name, error) from error
     kind = made_by(factory)
@@ -69,4 +70,6 @@ def _factory(name: str, factory: Any) -> Any:
             method = inspect.getattr_static(kind, key)
             bound = MethodType(method, kind) if inspect.isfunction(method) else getattr(kind, key)
             schema_of(bound, name)
+        if most and inspect.isclass(factory):
+            return Factory(factory, most)
     return factory

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import inspect
 import json
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -119,15 +121,20 @@ class Factory:
 
     Attributes:
         makes: their class.
-        first: the one that was made, until it is used.
+        first: objects that were made and wait for an episode.
+        most: objects of TRL's shape that may be alive at a time; 0: as many as there are episodes.
     """
 
-    def __init__(self, factory: Callable[[], Any]) -> None:
-        self._factory = factory
+    def __init__(self, factory: Callable[[], Any], most: int = 0) -> None:
+        self._factory, self.most = factory, most
+        self.first: list[Home] = []
+        if inspect.isclass(factory):
+            self.makes: type = factory
+            return
         thread = ObjectThread(factory)
         first = thread.result(factory)
         self.makes = type(first)
-        self.first: list[Home] = [(thread, first)]
+        self.first.append((thread, first))
 
     def __call__(self) -> Any:
         return self._factory()
@@ -352,13 +359,20 @@ class _Functions(Episode):
 class _Pool:
     """Objects of TRL's ``environment_factory``: made once, and reset for one episode after another.
 
-    The first is made at once, as its methods are the tools.
+    The first is made at once, as its methods are the tools. A :class:`Factory` keeps the objects,
+    so that another run with it goes on with them.
     """
 
     def __init__(self, name: str, factory: Callable[[], Any], kind: type, run: Runner) -> None:
         self._factory, self._kind, self._run = factory, kind, run
+        self._idle: list[Home] = getattr(factory, "first", [])
+        self._places = asyncio.Semaphore(getattr(factory, "most", 0) or sys.maxsize)
+        thread = run.thread_for(kind)
+        if thread.main:
+            self._idle[:] = [home for home in self._idle if home[0].main]
         try:
-            self._idle = [_taken_first(factory, kind, run)]
+            if not self._idle:
+                self._idle.append((thread, thread.result(factory)))
         except Exception as error:
             raise not_made(name, error) from error
         _, first = self._idle[0]
@@ -367,13 +381,22 @@ class _Pool:
         self.results = Results()
 
     async def take(self) -> Home:
+        """Return an object that no episode has; wait for one if there may be no more of them."""
+        await self._places.acquire()
         if self._idle:
             return self._idle.pop()
-        thread = self._run.thread_for(self._kind)
-        return thread, await self._run(self._factory, thread=thread)
+        try:
+            thread = self._run.thread_for(self._kind)
+            return thread, await self._run(self._factory, thread=thread)
+        except BaseException:
+            self._places.release()
+            raise
 
-    def give_back(self, home: Home) -> None:
-        self._idle.append(home)
+    def give_back(self, home: Home, *, sound: bool) -> None:
+        """Free the place of an object, and keep the object for other episodes if it is sound."""
+        if sound:
+            self._idle.append(home)
+        self._places.release()
 
     def tools(self, environment: Any) -> dict[str, Tool]:
         return {name: getattr(environment, name) for name in self._names}
@@ -416,17 +439,9 @@ class _Trl(Episode):
         return None if reward is None else as_number(reward)
 
     async def close(self) -> None:
-        if self.thread is not None and self.sound:
-            self._pool.give_back((self.thread, self.environment))
+        if self.thread is not None:
+            self._pool.give_back((self.thread, self.environment), sound=self.sound)
         self.environment = self.thread = None
-
-
-def _taken_first(factory: Any, kind: type, run: Runner) -> Home:
-    thread = run.thread_for(kind)
-    first: list[Home] = getattr(factory, "first", [])
-    if first and not thread.main:
-        return first.pop()
-    return thread, thread.result(factory)
 
 
 def _needed(factory: Any) -> list[str]:

@@ -67,7 +67,7 @@ def answer_all(config: Config, overrides: Overrides, say: Say) -> list[Rollout]:
         "steps": 0,
         "runtime": "inline",
         "cluster": ClusterConfig(),
-        "schedule": ScheduleConfig(),
+        "schedule": ScheduleConfig(score_on=config.schedule.score_on),
         "algorithm": AlgorithmConfig(name="grpo", kl_coef=0.0),  # neither critic nor reference
         "model": config.model.model_copy(update={"lora_rank": 0}),
         "rollout": config.rollout.model_copy(update={"engine": "torch", "engine_args": {}}),

@@ -14,6 +14,8 @@ from stretto.config import PRESETS
 from stretto.config.sections import ARGUMENTS, wrong_arguments
 from stretto.errors import ConfigError, is_installed, nearest
 from stretto.trl.config import (
+    OPTIMIZERS,
+    OTHER_TRACKERS,
     REFUSALS,
     REMARKS,
     SETS,
@@ -35,12 +37,6 @@ _SCHEDULES = {name: name for name in ("linear", "cosine", "constant")} | {
     "constant_with_warmup": "constant"
 }
 _TRACKERS = ("tensorboard", "wandb")
-_OTHER_TRACKERS = (
-    *("azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "kubeflow"),
-    *("mlflow", "neptune", "swanlab", "trackio"),
-)
-"""Trackers of transformers that get nothing from here."""
-
 _SAMPLING = ("do_sample", "min_p", "repetition_penalty", "top_k", "top_p")
 
 AGGREGATIONS = {
@@ -54,15 +50,6 @@ AGGREGATIONS = {
 """Values of GRPO's ``loss_type``, with their ``algorithm.aggregation``."""
 
 _SCALES: dict[Any, str] = {True: "group", False: "none"}
-
-_ADAMW = "adamw_torch_fused"
-OPTIMIZERS = {
-    **dict.fromkeys((_ADAMW, "adamw_torch", "adamw_hf", "adamw_apex_fused"), _ADAMW),
-    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit"), "adamw_8bit"),
-    "paged_adamw_8bit": "paged_adamw_8bit",
-    **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), "paged_adamw_32bit"),
-}
-"""Values of ``optim``, with their ``training.optim``."""
 
 CHOICES: dict[str, Collection[Any]] = {
     "eval_strategy": ("no", "steps", "epoch"),
@@ -418,7 +405,6 @@ def _grouped(args: Any, sizes: Sizes) -> dict[str, Any]:
 
 
 def _runtime(args: TrlConfig) -> str:
-    """Return where a run computes: vLLM needs a process of its own."""
     return "local" if args.use_vllm and args.runtime == "inline" else args.runtime
 
 
@@ -442,6 +428,16 @@ def max_turns(args: Any) -> int:
     return int(args.max_completion_length if calls is None else calls + 1)
 
 
+def environments(args: Any, sizes: Sizes) -> int:
+    """Return how many environments of a kind may be alive: as in TRL the responses generated at a
+    time, or 0 for no limit if those are all of a step, or episodes may outlive their step.
+    """
+    schedule = {"deadline_s": 0, "preset": "sync", **_schedule(args)}
+    most = int(getattr(args, "generation_batch_size", 0) or 0)
+    limited = most < sizes.batch and len(schedule) == 2 and schedule["preset"] == "sync"
+    return most if limited else 0
+
+
 def evaluates(args: TrlConfig) -> bool:
     """Return whether evaluations are asked for; PPO has none, as in TRL."""
     return _plain(args.eval_strategy) != "no" and not isinstance(args, PPOConfig)
@@ -456,14 +452,12 @@ def eval_every(args: TrlConfig, sizes: Sizes) -> int:
 
 
 def stops(args: TrlConfig) -> bool:
-    """Return whether a token ends responses."""
-    if not isinstance(args, PPOConfig):
-        return True
-    return bool(args.stop_token) or args.stop_token_id is not None
+    """Whether a token ends responses."""
+    ppo = isinstance(args, PPOConfig)
+    return not ppo or bool(args.stop_token) or args.stop_token_id is not None
 
 
 def _group(args: Any) -> int:
-    """Return the responses to a prompt."""
     if isinstance(args, PPOConfig):
         return 1
     return 2 if isinstance(args, OnlineDPOConfig) else int(args.num_generations)
@@ -562,7 +556,7 @@ def _asked_trackers(args: TrlConfig) -> list[str]:
     if names == ["all"]:
         return [name for name in _TRACKERS if is_installed(name)]
     for name in names:
-        if name not in (*_TRACKERS, *_OTHER_TRACKERS):
+        if name not in (*_TRACKERS, *OTHER_TRACKERS):
             raise ConfigError(
                 f"report_to = '{name}': metrics go to tensorboard or wandb, and always to "
                 f"metrics.jsonl in the run's folder. {nearest(name, _TRACKERS)}",

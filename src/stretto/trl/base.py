@@ -131,6 +131,8 @@ class BaseTrainer:
             data["reward"]["weights"] = (*weights, *(1.0 for _ in given))
         if sources := tuple(self._answering.objects):
             data["environment"] = {"sources": sources, "max_turns": arguments.max_turns(args)}
+            if self._answering.most:  # episodes must go on while others wait to be opened
+                data["schedule"] = {**data["schedule"], "score_on": "rollout"}
         if self._held_out:
             held_out = Path(args.output_dir).absolute() / "eval_dataset.jsonl"
             longest = max(task.longest, self._held_out.longest)

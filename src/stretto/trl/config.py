@@ -298,6 +298,21 @@ SETS = {
 }
 """Arguments that are the value of a setting."""
 
+OTHER_TRACKERS = (
+    *("azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "kubeflow"),
+    *("mlflow", "neptune", "swanlab", "trackio"),
+)
+"""Trackers of transformers that get nothing from here."""
+
+_ADAMW = "adamw_torch_fused"
+OPTIMIZERS = {
+    **dict.fromkeys((_ADAMW, "adamw_torch", "adamw_hf", "adamw_apex_fused"), _ADAMW),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit"), "adamw_8bit"),
+    "paged_adamw_8bit": "paged_adamw_8bit",
+    **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), "paged_adamw_32bit"),
+}
+"""Values of ``optim``, with their ``training.optim``."""
+
 _REFUSED = {
     "accelerate is not used here; leave it out": "accelerator_config",
     "AdamW's epsilon is 1e-8 here; leave it out": "adam_epsilon",

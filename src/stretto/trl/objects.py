@@ -419,12 +419,14 @@ class Answering:
         render: makes prompts that tell of its tools.
         rewards: whether it gives rewards.
         opening: tokens of a prompt that an environment returns for an empty one; 0: none does.
+        most: environments of a kind that are alive at a time, at most; 0: no limit.
     """
 
     objects: Mapping[str, Any] = field(default_factory=dict)
     render: Render | None = None
     rewards: bool = False
     opening: int = 0
+    most: int = 0
 
 
 def answering(
@@ -432,13 +434,15 @@ def answering(
     factory: Any,
     tokenizer: PreTrainedTokenizerBase,
     template_arguments: Mapping[str, Any] = MappingProxyType({}),
+    most: int = 0,
 ) -> Answering:
-    """Look at the tools or the environment of a trainer; nothing where it has neither.
+    """Look at the tools or the environment of a trainer; nothing where it has neither. At most
+    ``most`` environments of a kind are alive at a time, unless that is 0.
 
     Raises ConfigError where they are of no known shape, or the tokenizer's chat template cannot go
     on with their answers.
     """
-    found = named_objects(tools, factory)
+    found = named_objects(tools, factory, most)
     if not found:
         return Answering()
     tools_of = LocalEnvironment(found, settings_of(EnvironmentConfig())).ready["tools"]
@@ -450,7 +454,7 @@ def answering(
     def render(messages: Any, rows: Any, own: Any) -> tuple[list[int], str]:
         return bridge.of(own).prompt(messages, [*tools_of, *rows])
 
-    return Answering(found, render, rewards)
+    return Answering(found, render, rewards, most=most if factory is not None else 0)
 
 
 def _gives_rewards(factory: Any) -> bool:

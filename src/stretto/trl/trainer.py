@@ -80,7 +80,8 @@ class _PromptsTrainer(BaseTrainer):
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         own = arguments.template_arguments(args)
-        answers = objects.answering(tools, environment_factory, tokenizer, own)
+        most = arguments.environments(args, sizes)
+        answers = objects.answering(tools, environment_factory, tokenizer, own, most)
         if environment_factory is not None:
             known = positions(model, generating=True) or math.inf
             opening = max(1, int(min(LONGEST_OPENING, known - args.max_completion_length)))
