@@ -451,7 +451,7 @@ def eval_every(args: TrlConfig, sizes: Sizes) -> int:
     return math.ceil(steps / sizes.updates)
 
 
-def stops(args: TrlConfig) -> bool:
+def stops(args: Any) -> bool:
     """Whether a token ends responses."""
     ppo = isinstance(args, PPOConfig)
     return not ppo or bool(args.stop_token) or args.stop_token_id is not None
