@@ -76,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def dispatch(arguments: list[str]) -> int:
+    """Run the command that the arguments begin with, without turning its errors into a status."""
     name, *rest = arguments or ["--help"]
     if name == "help" and rest:
         name, *rest = *rest, "--help"
