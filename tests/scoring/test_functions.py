@@ -481,6 +481,11 @@ def test_a_source_that_is_none_is_refused(source: str, code: str) -> None:
         FunctionScorer(reward_source(source), TaskConfig(), 0, TOKENIZER)
 
 
+def test_a_parameter_that_is_no_column_is_refused_beside_keywords() -> None:
+    with raises(ConfigError, "missing-columns", "obj", "answer"):
+        check(reward_source("json:dumps"), {"answer"})
+
+
 def test_a_task_without_a_judge_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text('{"prompt": "x"}')
