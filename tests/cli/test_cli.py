@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,13 +49,14 @@ class Runtime:
     failure: BaseException | None = None
     steps: int = 1
 
-    def train(self, config: Config, **rest: Any) -> None:
+    def train(self, config: Config, **rest: Any) -> Any:
         self.calls.append({"config": config, **rest})
         if self.steps:
             rest["progress"].step(1, config.steps, {"objective/scores": 0.5}, [])
             rest["run_dir"].append_metrics(1, {"objective/scores": 0.5})
         if self.failure:
             raise self.failure
+        return types.SimpleNamespace(stopped="", steps=config.steps)
 
     def evaluate(self, config: Config, **rest: Any) -> EvalResult:
         self.calls.append({"config": config, **rest})
