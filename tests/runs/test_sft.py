@@ -530,7 +530,7 @@ def test_the_command_line_says_what_is_wrong(
     assert main(["sft", "--data.name", "rows.jsonl", "--data.size", "99"]) == 2
     assert "data.size = 99, but 'rows.jsonl' holds 32 rows" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["sft", "--help"])
+        main(["sft", "--help-all"])
     text = capsys.readouterr().out
     for key in recipes.setting_names(SftConfig):
         assert "--" + key.replace("_", "-") in text
