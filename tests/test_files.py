@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from helpers import full_beyond
 from stretto import files
@@ -100,6 +103,26 @@ def test_a_folder_that_cannot_be_put_in_place_leaves_the_former_one(
         (scratch / "weights").write_text("2")
     assert [(p.name, p.read_text()) for p in target.iterdir()] == [("weights", "1")]
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("way", [files.new_folder, files.added_to])
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_files_have_the_rights_that_the_umask_leaves(
+    umask: int, mode: int, way: Any, tmp_path: Path
+) -> None:
+    """safetensors 0.8 makes files that only their owner reads; programs stay programs."""
+    before = os.umask(umask)
+    try:
+        with way(tmp_path / "model") as scratch:
+            (scratch / "learner").mkdir()
+            save_file({"w": torch.zeros(1)}, scratch / "learner" / "model.safetensors")
+            (scratch / "run.sh").write_text("")
+            (scratch / "run.sh").chmod(0o700)
+    finally:
+        os.umask(before)
+    model = tmp_path / "model"
+    assert (model / "learner" / "model.safetensors").stat().st_mode & 0o777 == mode
+    assert (model / "run.sh").stat().st_mode & 0o777 == mode | 0o700
 
 
 def test_files_are_added_to_a_folder_all_or_none(tmp_path: Path) -> None:

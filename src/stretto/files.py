@@ -7,6 +7,7 @@ import errno
 import hashlib
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,6 +28,16 @@ _REMEDIES = {
     **dict.fromkeys(_FULL, "make room there"),
     **dict.fromkeys(_READ_ONLY, "make it writable, or copy the folder to a place that is"),
 }
+UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    OverflowError,  # of Infinity
+    RecursionError,  # of lists nested thousands deep
+)
+"""Errors of reading a damaged JSON file, and of using content of other types than expected."""
 
 
 @contextmanager
@@ -159,7 +170,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     try:
         scratch.mkdir(parents=True)
         yield scratch
-        _sync_tree(scratch)
+        sync_tree(scratch)
         _put(scratch, target)
         sync(target.parent)
     finally:
@@ -174,9 +185,10 @@ def added_to(folder: Path) -> Iterator[Path]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as name:
-        scratch = Path(name)
+        scratch = Path(name) / "files"
+        scratch.mkdir()
         yield scratch
-        _sync_tree(scratch)
+        sync_tree(scratch)
         for path in sorted(scratch.rglob("*")):  # a folder comes before what is in it
             target = folder / path.relative_to(scratch)
             if path.is_dir():
@@ -198,8 +210,13 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _sync_tree(folder: Path) -> None:
+def sync_tree(folder: Path) -> None:
+    """Sync all of a folder that mkdir made, and give files the rights that the umask leaves."""
+    rights = folder.stat().st_mode & 0o666  # safetensors writes files that only their owner reads
     for path in (folder, *folder.rglob("*")):
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if path.is_file() and mode | rights != mode:
+            path.chmod(mode | rights)
         sync(path)
 
 

@@ -22,6 +22,7 @@ from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
+from stretto import files
 from stretto.errors import ModelError, nearest
 from stretto.saying import Say, working
 
@@ -184,6 +185,7 @@ def _made(name: str, say: Say) -> Path:
             with quiet_transformers():
                 _make(name, scratch, say)
             try:
+                files.sync_tree(scratch / "model")
                 (scratch / "model").replace(final)
             except OSError:
                 if not final.is_dir():
