@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -32,13 +31,13 @@ def pieces(step: int) -> torch.Tensor:
     return torch.arange(1000) + step
 
 
-def save(folder: Path, step: int, keep: int = 2) -> Path:
+def save(folder: Path, step: int, keep: int = 2, state: Any = None) -> Path:
     def write_learner(path: Path) -> dict[str, FileSum]:
         path.mkdir()
-        state = {"tensors": {"tensor": pieces(step)}, "about": "{}"}
-        return {name: shard_files.write(path / name, state) for name in RANKS}
+        packed = {"tensors": {"tensor": pieces(step)}, "about": "{}"}
+        return {name: shard_files.write(path / name, packed) for name in RANKS}
 
-    driver = {"step": step, "numbers": [step, 2.5, None]}
+    driver = state or {"step": step, "numbers": [step, 2.5, None]}
     parts = {"driver.pt": writer(driver), "learner": write_learner, "inputs.json": inputs}
     return checkpoint.save(folder, step, parts, keep)
 
@@ -58,12 +57,9 @@ def load(folder: Path) -> tuple[int, list[str]]:
     step, parts = checkpoint.load_latest(folder, notes.append)
     assert parts.keys() == {"driver.pt", "learner", "inputs.json"}
     assert parts["driver.pt"] == {"step": step, "numbers": [step, 2.5, None]}
-    path, sums = parts["learner"]
+    path = parts["learner"]
     assert path == folder / f"step-{step:06d}" / "learner"
-    assert sorted(sums) == sorted(RANKS)
     for name in RANKS:
-        content = (path / name).read_bytes()
-        assert sums[name] == (len(content), hashlib.sha256(content).hexdigest())
         assert load_file(path / name)["tensor"].equal(pieces(step))
     return step, notes
 
@@ -148,6 +144,7 @@ DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
     ("driver.pt", empty, "driver.pt has 0 bytes"),
     (f"learner/{RANKS[0]}", truncate, f"{RANKS[0]} has "),
     ("driver.pt", flip, "driver.pt is not what was written: its SHA-256"),
+    (f"learner/{RANKS[0]}", flip, f"{RANKS[0]} is not what was written: its SHA-256"),
     (f"learner/{RANKS[1]}", Path.unlink, f"{RANKS[1]} cannot be read: No such file"),
     ("manifest.json", truncate, "manifest.json cannot be read"),
     ("manifest.json", Path.unlink, "it has no manifest.json"),
@@ -178,32 +175,53 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_the_learners_files_are_hashed_by_whoever_writes_and_reads_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def manifest(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def rewrite(file: Path) -> None:
+        content = json.loads(file.read_text())
+        change(content)
+        file.write_text(json.dumps(content))
+
+    return rewrite
+
+
+def cut_with_its_sum(file: Path) -> None:
+    """A shorter driver.pt, of which the manifest knows."""
+    driver = file.with_name("driver.pt")
+    truncate(driver)
+    found = files.sum_of(driver)
+    entry = {"bytes": found.size, "sha256": found.sha256}
+    manifest(lambda content: content["files"].update({"driver.pt": entry}))(file)
+
+
+FORGED: list[tuple[Callable[[Path], None], str]] = [
+    (manifest(lambda m: m["files"].pop("driver.pt")), "manifest.json lists no driver.pt"),
+    (manifest(lambda m: m["files"].pop("inputs.json")), "manifest.json lists no inputs.json"),
+    (
+        manifest(lambda m: [m["files"].pop(f"learner/{name}") for name in RANKS]),
+        "manifest.json lists no learner",
+    ),
+    (manifest(lambda m: m.update(format=float("inf"))), "manifest.json cannot be read"),
+    (
+        manifest(lambda m: m["files"]["driver.pt"].update(bytes=float("inf"))),
+        "manifest.json cannot be read",
+    ),
+    (manifest(lambda m: m.update(files=[])), "manifest.json cannot be read"),
+    (lambda file: file.write_text("[" * 100_000) and None, "manifest.json cannot be read"),
+    (lambda file: file.write_text("5") and None, "manifest.json cannot be read"),
+    (manifest(lambda m: m.update(step=1)), "manifest.json is of step 1, and the folder of 2"),
+    (cut_with_its_sum, "driver.pt or inputs.json cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("forge", "reason"), FORGED)
+def test_a_forged_manifest_is_passed_over_with_the_reason(
+    forge: Callable[[Path], None], reason: str, tmp_path: Path
 ) -> None:
-    """This process takes the sums that it is told, and compares lengths: they may be terabytes."""
-    read: list[str] = []
-    sum_of = files.sum_of
-
-    def watched(file: Path) -> FileSum:
-        read.append(file.name)
-        return sum_of(file)
-
-    told = FileSum(1, "of a rank on another machine")
-
-    def write_learner(path: Path) -> dict[str, FileSum]:
-        path.mkdir()
-        (path / RANKS[0]).write_bytes(b"x")
-        return {RANKS[0]: told}
-
-    monkeypatch.setattr(files, "sum_of", watched)
-    parts = {"driver.pt": writer({}), "learner": write_learner, "inputs.json": inputs}
-    saved = checkpoint.save(tmp_path, 1, parts)
-    assert checkpoint.load_latest(tmp_path, print)[1]["learner"] == (
-        saved / "learner",
-        {RANKS[0]: told},
-    )
-    assert sorted(read) == ["driver.pt", "driver.pt", "inputs.json", "inputs.json"]
+    for step in (1, 2):
+        save(tmp_path, step)
+    forge(tmp_path / "step-000002" / "manifest.json")
+    step, (note,) = load(tmp_path)
+    assert (step, reason in note) == (1, True), note
 
 
 def test_going_on_before_a_damaged_one_replaces_it(tmp_path: Path) -> None:
@@ -216,7 +234,7 @@ def test_going_on_before_a_damaged_one_replaces_it(tmp_path: Path) -> None:
 
 
 def test_code_cannot_come_with_one(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, 1, {"driver.pt": writer({"path": Path("x")})})
+    save(tmp_path, 1, state={"path": Path("x")})
     with raises(StateError, "damaged-checkpoint", "driver.pt", "tensors and plain data"):
         checkpoint.load_latest(tmp_path, print)
 

@@ -310,9 +310,7 @@ def _run_with_policies(name: str, *, follow: bool) -> tuple[RunDirectory, Config
 def _read(run: RunDirectory) -> tuple[int, dict[str, torch.Tensor]]:
     """Return the step of a run's newest checkpoint, and the actor's trained weights."""
     step, state = checkpoint.load_latest(run.checkpoints, on_stderr)
-    folder, sums = state[LEARNER]
-    shard_files.check(folder, sums.items())
-    masters = shard_files.read(folder)["models"]["actor"]["masters"]
+    masters = shard_files.read(state[LEARNER])["models"]["actor"]["masters"]
     return step, {name: stored.read() for name, stored in masters.items()}
 
 

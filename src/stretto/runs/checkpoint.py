@@ -11,8 +11,8 @@
     └── manifest.json    the length and the SHA-256 of each other file
 
 Whatever writes a file tells its sum. A checkpoint appears under its name once all of it is on disk,
-and is read only if it is as it was written: this process compares all lengths and its own files
-before the run starts, the learner's processes compare theirs. While a run is under way the two
+and is read only if it is as it was written: all lengths and sums are compared before the run
+starts, so that a damaged file leads to the checkpoint before. While a run is under way the two
 newest are kept: the older one is read if the newest is damaged. One is kept where the disk has no
 room for another, and at the end of the run.
 """
@@ -25,7 +25,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path, PurePosixPath
 from pickle import UnpicklingError
@@ -110,14 +110,13 @@ def load_latest(folder: Path, note: Callable[[str], None]) -> tuple[int, dict[st
 
     A checkpoint is only tensors and plain data; loading it runs no code of its own. ``note`` is
     called with a line for each checkpoint that is damaged and passed over. Return the step; and by
-    name the content of ``driver.pt`` and ``inputs.json``, and the folder of the learner's state
-    with the sums of its files, which are still to be compared.
+    name the content of ``driver.pt`` and ``inputs.json``, and the folder of the learner's state.
     """
     require(folder)
     found, damages = _found(folder), []
     for step in sorted(found, reverse=True):
         try:
-            state = _load(found[step])
+            state = _load(found[step], step)
         except _DamagedError as damage:
             damages.append(f"'{found[step]}' cannot be used: {damage}")
             continue
@@ -154,51 +153,58 @@ def _found(folder: Path) -> dict[int, Path]:
     return {int(m[1]): path for path in paths if (m := _NAME.fullmatch(path.name))}
 
 
-def _load(checkpoint: Path) -> dict[str, Any]:
-    sums = _verified(checkpoint)
+def _load(checkpoint: Path, step: int) -> dict[str, Any]:
+    _verify(checkpoint, step)
     try:
         driver = torch.load(checkpoint / DRIVER, weights_only=True, map_location="cpu")
+        inputs = dict(json.loads((checkpoint / INPUTS).read_bytes()))
     except UnpicklingError as error:
         raise _DamagedError(
             f"{DRIVER} holds other things than tensors and plain data: {first_line(error)}"
         ) from error
-    return {
-        DRIVER: driver,
-        LEARNER: (checkpoint / LEARNER, sums),
-        INPUTS: json.loads((checkpoint / INPUTS).read_bytes()),
-    }
+    except Exception as error:  # torch raises many, of a file whose sum was forged or is of less
+        raise _DamagedError(f"{DRIVER} or {INPUTS} cannot be read: {first_line(error)}") from error
+    return {DRIVER: driver, LEARNER: checkpoint / LEARNER, INPUTS: inputs}
 
 
-def _verified(checkpoint: Path) -> dict[str, FileSum]:
-    """Check the files' sums; return the learner's, of which only the lengths are compared."""
+def _verify(checkpoint: Path, step: int) -> None:
+    """Check that the files are those that were written after this step."""
     try:
         manifest = json.loads((checkpoint / _MANIFEST).read_bytes())
         listed = manifest["files"].items()
         described = {PurePosixPath(n): FileSum(int(f["bytes"]), f["sha256"]) for n, f in listed}
-        written_for = int(manifest["format"])
+        written_for, written_after = int(manifest["format"]), int(manifest["step"])
     except FileNotFoundError:
         raise _DamagedError(
             f"it has no {_MANIFEST} (versions of Stretto before there was one wrote none)"
         ) from None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except files.UNREADABLE as error:
         raise _DamagedError(f"{_MANIFEST} cannot be read: {error!r}") from error
     if written_for != _FORMAT:
         raise _DamagedError(
             f"{_MANIFEST} has the format {written_for}, and this version knows {_FORMAT} alone; go "
             "on with the version of Stretto that wrote it"
         )
-    for name, written in described.items():
-        file = checkpoint / name
-        try:
-            if (has := file.stat().st_size) != written.size:
-                raise _DamagedError(
-                    f"{file.name} has {has} bytes of the {written.size} that were written"
-                )
-            if name.parent.name != LEARNER and files.sum_of(file) != written:
-                raise _DamagedError(f"{file.name} is not what was written: its SHA-256 differs")
-        except OSError as error:
-            raise _DamagedError(f"{file.name} cannot be read: {error.strerror}") from error
-    return {name.name: f for name, f in described.items() if name.parent.name == LEARNER}
+    if written_after != step:
+        raise _DamagedError(f"{_MANIFEST} is of step {written_after}, and the folder of {step}")
+    there = {name.as_posix() for name in described} | {name.parent.name for name in described}
+    if lacking := [name for name in (DRIVER, INPUTS, LEARNER) if name not in there]:
+        raise _DamagedError(f"{_MANIFEST} lists no {lacking[0]}")
+    with ThreadPoolExecutor() as pool:  # hashing leaves the interpreter to other threads
+        for checked in [pool.submit(_compare, checkpoint / n, s) for n, s in described.items()]:
+            checked.result()
+
+
+def _compare(file: Path, written: FileSum) -> None:
+    try:
+        if (has := file.stat().st_size) != written.size:
+            raise _DamagedError(
+                f"{file.name} has {has} bytes of the {written.size} that were written"
+            )
+        if files.sum_of(file) != written:
+            raise _DamagedError(f"{file.name} is not what was written: its SHA-256 differs")
+    except OSError as error:
+        raise _DamagedError(f"{file.name} cannot be read: {error.strerror}") from error
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:

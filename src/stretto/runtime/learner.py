@@ -143,13 +143,11 @@ class LearnerService(Service):
         with files.explained(file):
             return file.name, shard_files.write(file, state)
 
-    def load(
-        self, path: Path, sums: Mapping[str, FileSum], kept: Sequence[WeightsRef]
-    ) -> Reply[Mapping[str, WeightsRef]]:
-        """Go on from a state in files with these sums, and keep versions of other weights in it;
-        return the tickets of its own.
+    def load(self, path: Path, kept: Sequence[WeightsRef]) -> Reply[Mapping[str, WeightsRef]]:
+        """Go on from a state in files, and keep versions of other weights in it; return the tickets
+        of its own.
         """
-        state = self._read(path, sums)
+        state = self._read(path)
         self._learner.load_state_dict(state)
         refs = self.offered()
         for ref in kept:  # the newest version, too, if weights have changed since
@@ -188,10 +186,9 @@ class LearnerService(Service):
         (batch,) = args
         return {"rollouts": batch.ids.tolist(), "tokens": batch.total_tokens}
 
-    def _read(self, path: Path, sums: Mapping[str, FileSum]) -> dict[str, Any]:
+    def _read(self, path: Path) -> dict[str, Any]:
         state, error = dict[str, Any](), None
         try:
-            shard_files.check(path, sorted(sums.items())[self._rank :: self._ranks])
             state = shard_files.read(path)
         except StateError as raised:
             error = raised

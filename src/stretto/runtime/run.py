@@ -119,8 +119,8 @@ class Run:
         self.prompts.load_state_dict(driver["prompts"])
         channel = self.workers.channel
         self.schedule.load_state_dict(driver["schedule"], self.prompts.prompt_by_id, channel)
-        path, sums = state[LEARNER_FOLDER]
-        newest = (await self.learner.call("load", path.absolute(), sums, self._kept)).value
+        folder = state[LEARNER_FOLDER].absolute()
+        newest = (await self.learner.call("load", folder, self._kept)).value
         self.sync.load_all(self.schedule.held if self._kept else newest)
 
     @property

@@ -20,7 +20,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -140,16 +140,6 @@ def in_memory(state: Any) -> Any:
     if isinstance(state, Mapping):
         return {key: in_memory(value) for key, value in state.items()}
     return state
-
-
-def check(path: Path, sums: Iterable[tuple[str, FileSum]]) -> None:
-    """Read files of a folder whole; raise StateError if one is not what was written."""
-    for name, written in sums:
-        if files.sum_of(path / name) != written:
-            raise StateError(
-                f"'{path / name}' is not what was written: its SHA-256 differs; {_REMEDY}",
-                "damaged-file",
-            )
 
 
 def read(path: Path) -> dict[str, Any]:
