@@ -22,6 +22,7 @@ from raising import raises
 from run_helpers import ended_rollout, lines
 from stretto.config import Config, recipes
 from stretto.errors import ConfigError, MissingExtraError, StateError, StorageError
+from stretto.machine import Machine
 from stretto.observe import Recorder, RunDirectory, Sample, Spans, Window, make_progress
 from stretto.observe.display import History, duration
 from stretto.observe.idle import TimeSheet, seconds, subtract, time_of_roles, union
@@ -666,6 +667,44 @@ def test_rewinding_to_the_start_leaves_no_trace(tmp_path: Path) -> None:
     trace.path.write_text('[\n{"ph": broken}},\n{}}\n]\n')
     with raises(StateError, "damaged-trace", trace.path, "broken"):
         trace.read()
+
+
+DAMAGED_EVENTS = [
+    b'{"ph": broken}}',
+    b'{"nome": "update", "ph": "X", "args": {}}',
+    b"[" * 100_000 + b"}}",
+    b'{"name": "thread_name", "ph": "M", "pid": 1, "tid": 2, "args": {"nome": {}}}',
+    b'{"name": "step 1", "ph": "X", "pid": 1, "tid": 0, "cat": "step", "args": {"step": {}}}',
+]
+
+
+@pytest.mark.parametrize("event", DAMAGED_EVENTS)
+def test_a_damaged_trace_is_put_aside_and_training_goes_on(event: bytes, tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "tiny", Config())
+    run.append_metrics(1, {"time_s": 2.0})
+    traced(run.trace.path, [1])
+    head, rest = run.trace.path.read_bytes().split(b",\n", 1)
+    damaged = head + b",\n" + event + b",\n" + rest
+    run.trace.path.write_bytes(damaged)
+    with raises(StateError, "damaged-trace", run.trace.path):
+        run.trace.read()
+    stream = io.StringIO()
+    with Recorder(Config(), run, PlainProgress(stream), resumed_step=1) as recorder:
+        window = Window(0.0, 10.0, (work("learner", "update", 1.0, 2.0),))
+        recorder.step(2, STATS, window=window)
+    assert [step.step for step in run.trace.read().steps] == [2]
+    assert (run.path / "trace-damaged.json").read_bytes() == damaged
+    assert "It is called trace-damaged.json now" in stream.getvalue()
+
+
+@pytest.mark.parametrize("content", ["5", "[]", '{"starts": 5}', '{"starts": [5]}', "[" * 100_000])
+def test_a_damaged_machine_file_ends_nothing(content: str, tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "tiny", Config())
+    run.machine_file.write_text(content)
+    with raises(StateError, "damaged-record", run.machine_file):
+        run.read_machine()
+    run.save_machine(Machine.here())
+    assert len(run.read_starts()) == 1
 
 
 def test_a_trace_too_long_for_viewers_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,7 @@ class Recorder(ExitStack):
         self._shown, self._total = config.observe.samples, total or config.steps
         self._run, self._progress = run, progress
         self.note = progress.note  # shows a line
+        run.trace.note = self.note
         if torn := run.rewind(resumed_step):
             self.note(f"dropped a last line that was never finished, of {', '.join(torn)}")
         records = run.read_metrics()

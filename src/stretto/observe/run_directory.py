@@ -269,9 +269,9 @@ class RunDirectory:
     def _read_machine(self) -> tuple[Machine, list[dict[str, Any]]]:
         try:
             found = json.loads(self.machine_file.read_bytes())
-            starts = found.pop("starts", [])
+            starts = [dict(start) for start in found.pop("starts", [])]
             return Machine(**{**found, "gpus": tuple(found["gpus"])}), starts
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except files.UNREADABLE as error:
             text = f"'{self.machine_file}' cannot be read: {error}"
             raise StateError(text, "damaged-record") from error
 

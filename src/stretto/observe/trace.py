@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +78,7 @@ class TraceFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.note: Callable[[str], None] = lambda _: None  # gets a line about a damaged file
         self._tracks: _Tracks | None = None
         self._rollouts = _Rollouts()
         self._lanes = Lanes()
@@ -102,7 +103,11 @@ class TraceFile:
         if size > LIMIT_BYTES:
             return False
         if self._tracks is None:
-            self._tracks = _Tracks(map(self._parse, self._lines()))
+            try:
+                self._tracks = _Tracks(map(self._parse, self._lines()))
+            except StateError as damage:
+                self._put_aside(damage)
+                self._tracks, size = _Tracks(()), 0
         offset_s = start_s - window.start_s
         events: list[Event] = []
         if not size:
@@ -126,7 +131,7 @@ class TraceFile:
 
     def rewind(self, step: int) -> None:
         """Drop what was written after step ``step``, and what a crash left unfinished. Raises
-        StateError if a step's event is not JSON, StorageError if the file cannot be written."""
+        StorageError if the file cannot be written; a damaged one is put aside."""
         self._tracks, self._rollouts, self._lanes = None, _Rollouts(), Lanes()
         if not self.path.exists():
             return
@@ -134,13 +139,24 @@ class TraceFile:
         lines = self._lines()
         for index, line in enumerate(lines):
             if _STEP_MARK in line:
-                if self._parse(line)["args"]["step"] > step:
-                    break
+                try:
+                    if self._parse(line)["args"]["step"] > step:
+                        break
+                except StateError as damage:
+                    self._put_aside(damage)
+                    return
                 kept = index + 1
         if kept:
             files.write_whole(self.path, b"[\n" + b",\n".join(lines[:kept]) + _END)
         else:
             self.path.unlink()
+
+    def _put_aside(self, damage: StateError) -> None:
+        """Rename a damaged file, as training goes on without the spans in it."""
+        aside = self.path.with_name(f"{self.path.stem}-damaged{self.path.suffix}")
+        with files.explained(aside):
+            self.path.replace(aside)
+        self.note(f"{damage}. It is called {aside.name} now, and a new trace starts")
 
     def read(self, steps: int = 0) -> Trace:
         """Read the trace, or its first ``steps``, but for steps whose end was not written, because
@@ -161,7 +177,9 @@ class TraceFile:
                     break
             else:
                 name = WAIT if event["name"].startswith(f"{WAIT}: ") else event["name"]
-                role = names[event["pid"], event["tid"]]
+                role = names.get((event["pid"], event["tid"]))
+                if role is None:
+                    raise self._damaged(event["name"])
                 role = ENVIRONMENT if is_environment(role) else role
                 spans.append(Span(role, name, start_s, end_s, event["args"]))
         return Trace(tuple(read), tuple(spans))
@@ -193,10 +211,31 @@ class TraceFile:
     def _parse(self, line: bytes) -> Event:
         try:
             event: Event = json.loads(line)
-        except ValueError as error:
-            text = f"{line[:60]!r} in '{self.path}' is no trace event; repair or remove the file"
-            raise StateError(text, "damaged-trace") from error
+        except (ValueError, RecursionError) as error:
+            raise self._damaged(line[:60]) from error
+        if not _is_event(event):
+            raise self._damaged(line[:60])
         return event
+
+    def _damaged(self, event: object) -> StateError:
+        text = f"{event!r} in '{self.path}' is no trace event; repair or remove the file"
+        return StateError(text, "damaged-trace")
+
+
+def _is_event(event: Any) -> bool:
+    """Check the types of all that is read of an event."""
+    if not isinstance(event, dict) or not isinstance(arguments := event.get("args"), dict):
+        return False
+    fields: dict[str, Any] = {"name": str, "ph": str, "pid": int, "tid": int}
+    if event.get("ph") == "X":
+        fields |= {"cat": str, "ts": int | float, "dur": int | float}
+    if event.get("name") in ("process_name", "thread_name"):
+        arguments_of: dict[str, type] = {"name": str}
+    else:
+        arguments_of = {"step": int} if event.get("cat") == _STEP else {}
+    return all(isinstance(event.get(n), kind) for n, kind in fields.items()) and all(
+        isinstance(arguments.get(n), kind) for n, kind in arguments_of.items()
+    )
 
 
 class _Tracks:
