@@ -67,9 +67,11 @@ class ProcessWorkers:
         _check(config.cluster, stages, overrides, lora=lora, runtime=config.runtime)
         self._config, self._stack, self._say, self._first = config, stack, say, first
         self._logs = folder / "logs" if folder else None
-        # Processes on other machines see the run's folder, and not this machine's temporary one.
-        where = folder if config.runtime == "ray" else None
-        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="start-", dir=where))
+        if (warmup := overrides.warmup) is None:  # a run keeps its own in its folder
+            # Processes on other machines see the run's folder, and not a temporary one of this.
+            where = folder if config.runtime == "ray" else None
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="start-", dir=where))
+            warmup = Path(scratch).absolute() / "warmup.safetensors"
         self._overrides = replace(
             overrides,
             functions={},
@@ -77,7 +79,7 @@ class ProcessWorkers:
             looks_at=None,
             exports=None,
             opened=None,
-            warmup=overrides.warmup or Path(scratch).absolute() / "warmup.safetensors",
+            warmup=warmup,
         )
         self._launcher = (RayLauncher if config.runtime == "ray" else Launcher)(
             config.cluster, config.model.device, say
