@@ -172,3 +172,28 @@ def test_a_long_file_is_read_from_its_end(tmp_path: Path) -> None:
     ended = run_dir.ended(59)
     assert ended
     assert ended.steps == 59
+
+
+def test_a_folder_that_was_moved_goes_on(tmp_path: Path) -> None:
+    """With the rows that it was given as objects, and its warm-up."""
+    Path(tmp_path / "count.py").write_text(
+        "def count(completions, **_): return [float(len(c)) for c in completions]\n"
+    )
+    rows = [{"prompt": f"{number} + 1 ="} for number in range(8)]
+    first = stretto.train(
+        "tiny",
+        steps=1,
+        warmup_examples=0,
+        out=str(tmp_path / "here"),
+        dataset=rows,
+        reward=str(tmp_path / "count.py") + ":count",
+        rollout__batch=4,
+        observe__progress="off",
+    )
+    there = tmp_path / "there" / "moved"
+    there.parent.mkdir()
+    first.run_dir.rename(there)
+    result = stretto.resume(there, steps=2)
+    assert result.steps == 2
+    assert result.run_dir == there
+    assert stretto.load_recipe(there).task.name == str(there / "dataset.jsonl")

@@ -54,9 +54,6 @@ C = TypeVar("C", SftConfig, RewardModelConfig)
 
 Function: TypeAlias = Callable[..., Any]
 
-DATASET = "dataset.jsonl"
-"""File in which a run keeps the rows that it was given."""
-
 _FEW_TOKENS, _FEW_SLOTS = 256, 4
 """Tokens of a pass and rollouts in slots below which less is not worth proposing."""
 
@@ -344,7 +341,7 @@ def train(
         implied["environment__sources"] = tuple(found)
     named = None if overrides.task is None else type(task).__name__
     if dataset is not None:
-        named = str(dataset) if isinstance(dataset, str | Path) else DATASET
+        named = str(dataset) if isinstance(dataset, str | Path) else recipes.DATASET
     prompts = {} if named is None else of_rows(config.task, named)
     start = "" if isinstance(settings, Config) else str(settings)
     config = changed(config, prompts, implied, changes, start=start)
@@ -361,11 +358,11 @@ def train(
         run = begin(config, name, overrides=overrides)
         return execute(run, progress=progress, on_step=on_step)
     with tempfile.TemporaryDirectory(prefix=ROWS_FOLDER) as folder:
-        file = Path(folder) / DATASET
+        file = Path(folder) / recipes.DATASET
         write_rows(_rows_of(dataset, config.task), file)
         config = rows_in(config, file)
         run = begin(config, name, overrides=overrides)
-        kept = run.run_dir.path.absolute() / DATASET
+        kept = run.run_dir.path.absolute() / recipes.DATASET
         shutil.copyfile(file, kept)
     run = replace(run, config=rows_in(run.config, kept))
     run.run_dir.save_config(run.config)

@@ -49,6 +49,12 @@ _PATHS = (
 _QUOTED = re.compile(r"'([\w.]+)(?: = \w+)?'")
 """A setting in advice, perhaps with a value."""
 
+DATASET = "dataset.jsonl"
+"""The rows that a run was given as objects, in its folder."""
+
+EVAL_DATASET = "eval_dataset.jsonl"
+"""The held-out rows that TRL's scripts give as objects, next to the folders of their runs."""
+
 
 def names(kind: type[Section] = Config) -> list[str]:
     return sorted(file.stem for file in (PACKAGED / FOLDERS[kind]).glob("*.toml"))
@@ -97,7 +103,20 @@ def load(name_or_path: str | Path, kind: type[Any] = Config, *, checked: bool = 
             )
     if path.suffix != ".toml":
         raise _unknown_recipe(name, kind)
-    return _built(read(path), str(path), kind, checked)
+    data = read(path)
+    if path.name == "config.toml":
+        _moved(data.get("task"), path.absolute().parent)
+    return _built(data, str(path), kind, checked)
+
+
+def _moved(task: Any, run: Path) -> None:
+    """Name rows that are gone by their present place, as a run's folder may have been moved."""
+    for key, rows in (("name", run / DATASET), ("held_out", run.parent / EVAL_DATASET)):
+        name = task.get(key) if isinstance(task, dict) else None
+        if not isinstance(name, str) or Path(name).name != rows.name:
+            continue
+        if rows.is_file() and not Path(name).is_file():
+            task[key] = str(rows)
 
 
 def read(file: str | Path) -> dict[str, Any]:

@@ -336,7 +336,11 @@ class Inputs:
             self.take(f"{setting} = '{name}'", own)
 
     def take_rows(self, name: str, prompts: PromptSource) -> None:
-        self.take(f"task.name = '{name}'", prompts.identity)
+        """Take note of the rows that are trained on, of the task with this name."""
+        subject = f"task.name = '{name}'"
+        if subject not in self.before:  # rows of a run that was moved have another path
+            subject = next((s for s in self.before if s.startswith("task.name = ")), subject)
+        self.take(subject, prompts.identity)
 
 
 def _differences(had: Mapping[str, str], own: Mapping[str, str]) -> str:

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.trainer_callback import CallbackHandler
 
 from stretto import api, files
-from stretto.api.training import DATASET, rows_in, write_rows
+from stretto.api.training import rows_in, write_rows
 from stretto.assembly.models import Overrides
 from stretto.config import Config, recipes
 from stretto.config.sections import ENVIRONMENT
@@ -134,7 +134,7 @@ class BaseTrainer:
             if self._answering.most:  # episodes must go on while others wait to be opened
                 data["schedule"] = {**data["schedule"], "score_on": "rollout"}
         if self._held_out:
-            held_out = Path(args.output_dir).absolute() / "eval_dataset.jsonl"
+            held_out = Path(args.output_dir).absolute() / recipes.EVAL_DATASET
             longest = max(task.longest, self._held_out.longest)
             data["task"] |= {"held_out": str(held_out), "max_prompt_tokens": longest}
             every = arguments.eval_every(args, sizes)
@@ -233,13 +233,13 @@ class BaseTrainer:
 
     def _resumable(self, resumed: str | Path) -> Config:
         """Return the settings; those of a resumed run name the rows in its folder."""
-        rows = Path(resumed).absolute() / DATASET
+        rows = Path(resumed).absolute() / recipes.DATASET
         return rows_in(self.config, rows) if resumed and rows.is_file() else self.config
 
     def _with_rows(self, run: api.Begun[Config], note: Callable[[str], None]) -> api.Begun[Config]:
         """Keep the rows in the run's folder, so that it can be evaluated and repeated."""
         kept, rows = (
-            run.run_dir.path.absolute() / DATASET,
+            run.run_dir.path.absolute() / recipes.DATASET,
             map(self._task.row, range(len(self._task))),
         )
         try:

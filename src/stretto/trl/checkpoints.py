@@ -39,7 +39,7 @@ def export(
         adapter: whether to put an adapter in place of the merged model.
         limit: of the run's folders only this many stay, the newest; ``None`` keeps all.
     """
-    run = str(own.parent.parent.absolute())
+    run = os.path.relpath(own.parent.parent, folder)  # both can be moved together
     with files.explained(folder), files.new_folder(folder) as scratch:
         save(scratch)  # replaces the folder
         if adapter:
@@ -73,8 +73,8 @@ def lift_adapter(folder: Path) -> bool:
 
 def run_of(folder: Path) -> Path:
     """Return the run that a ``checkpoint-N`` folder belongs to, or any other folder as it is."""
-    run = Path(_read(folder / RUN).get("run", folder))
-    if run != folder and not (run / "config.toml").is_file():
+    run = Path(os.path.normpath(folder / _read(folder / RUN).get("run", "")))
+    if run != Path(os.path.normpath(folder)) and not (run / "config.toml").is_file():
         raise StateError(
             f"'{folder}' belongs to the run in '{run}', which is not there; restore it, or start "
             "from the weights in the checkpoint as model",
@@ -88,7 +88,7 @@ def put_back(folder: Path) -> None:
     later steps again. Any other folder is left alone.
     """
     if named := _read(folder / RUN):
-        target = Path(named["run"]) / "checkpoints" / named["checkpoint"]
+        target = folder / named["run"] / "checkpoints" / named["checkpoint"]
         for path in target.parent.glob("step-*"):
             if path.name > target.name:
                 shutil.rmtree(path)
