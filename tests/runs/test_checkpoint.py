@@ -193,7 +193,7 @@ def cut_with_its_sum(file: Path) -> None:
     manifest(lambda content: content["files"].update({"driver.pt": entry}))(file)
 
 
-FORGED: list[tuple[Callable[[Path], None], str]] = [
+FORGED: list[tuple[Callable[[Path], object], str]] = [
     (manifest(lambda m: m["files"].pop("driver.pt")), "manifest.json lists no driver.pt"),
     (manifest(lambda m: m["files"].pop("inputs.json")), "manifest.json lists no inputs.json"),
     (
@@ -206,8 +206,8 @@ FORGED: list[tuple[Callable[[Path], None], str]] = [
         "manifest.json cannot be read",
     ),
     (manifest(lambda m: m.update(files=[])), "manifest.json cannot be read"),
-    (lambda file: file.write_text("[" * 100_000) and None, "manifest.json cannot be read"),
-    (lambda file: file.write_text("5") and None, "manifest.json cannot be read"),
+    (lambda file: file.write_text("[" * 100_000), "manifest.json cannot be read"),
+    (lambda file: file.write_text("5"), "manifest.json cannot be read"),
     (manifest(lambda m: m.update(step=1)), "manifest.json is of step 1, and the folder of 2"),
     (cut_with_its_sum, "driver.pt or inputs.json cannot be read"),
 ]
@@ -215,7 +215,7 @@ FORGED: list[tuple[Callable[[Path], None], str]] = [
 
 @pytest.mark.parametrize(("forge", "reason"), FORGED)
 def test_a_forged_manifest_is_passed_over_with_the_reason(
-    forge: Callable[[Path], None], reason: str, tmp_path: Path
+    forge: Callable[[Path], object], reason: str, tmp_path: Path
 ) -> None:
     for step in (1, 2):
         save(tmp_path, step)

@@ -146,7 +146,7 @@ def test_a_file_leaves_room_for_the_model(tmp_path: Path, monkeypatch: pytest.Mo
         assert no.value.errno == errno.ENOSPC
 
 
-def test_a_damaged_file_of_the_learner_ends_a_resumed_run(
+def test_a_damaged_file_of_the_learner_makes_its_checkpoint_unusable(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
     config = settings(tiny_folder, steps=1)
@@ -156,7 +156,7 @@ def test_a_damaged_file_of_the_learner_ends_a_resumed_run(
     content[-1] ^= 1
     file.write_bytes(content)
     longer = config.model_copy(update={"steps": 2})
-    with raises(StateError, "damaged-file", file, "SHA-256", "remove its checkpoint"):
+    with raises(StateError, "damaged-checkpoint", file.name, "SHA-256"):
         runs.train(longer, run_dir=run_dir, resume=True, progress=NoProgress())
 
 
@@ -192,7 +192,7 @@ def test_a_run_goes_on_elsewhere_bit_for_bit(
         runs.train(of(config, begun), run_dir=killed, progress=Kill(3))
     step, parts = checkpoint.load_latest(killed.checkpoints, print)
     assert step == 2
-    held = shard_files.read(parts["learner"][0])["published"]
+    held = shard_files.read(parts["learner"])["published"]
     assert {model for model, _ in held} == (set() if lag == "sync" else {"actor", "critic"})
     runs.train(of(config, resumed), run_dir=killed, resume=True, progress=NoProgress())
     assert_same_run(killed, whole)
