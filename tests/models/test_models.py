@@ -34,7 +34,7 @@ from stretto.models import resolve as resolving
 from stretto.models.backend import pick_device, pick_dtype
 from stretto.models.devices import Backend, CudaBackend, cpu_has_bfloat16
 from stretto.models.heads import critic_from_actor
-from stretto.models.info import ModelInfo, described, measure
+from stretto.models.info import ModelInfo, described, load_config, measure
 from stretto.models.load import (
     architecture,
     end_token_ids,
@@ -704,3 +704,11 @@ def test_kernels_for_training_are_refused_where_others_would_meet_them(
 ) -> None:
     with raises(ConfigError, code):
         recipes.build(changes, "here")
+
+
+def test_a_model_with_its_own_code_is_refused_with_the_setting(tmp_path: Path) -> None:
+    own = {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    (tmp_path / "own.py").write_text("raise AssertionError('it was run')\n")
+    with raises(ModelError, "model-not-loaded", "model.trust_remote_code = true"):
+        load_config(tmp_path, trust_remote_code=False)

@@ -310,6 +310,8 @@ def explained(path: Path | str, what: str) -> Iterator[None]:
         reason, remedy = first_line(inner or error).rstrip("."), NOT_ON_HUB
         if isinstance(path, Path):
             remedy = "Give a folder with config.json, *.safetensors and the tokenizer's files"
+        if "trust_remote_code" in str(error):
+            remedy = "If you trust its code, set 'model.trust_remote_code = true'"
         raise ModelError(
             f"cannot load {what} of '{path}': {reason}. {remedy}", "model-not-loaded"
         ) from error
