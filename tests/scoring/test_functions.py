@@ -1091,10 +1091,11 @@ def test_what_a_function_does_to_itself_is_its_answer(
 def test_a_pause_of_the_run_s_own_process_takes_no_time(tmp_path: Path, after: float) -> None:
     """As by Ctrl-Z and fg. The answer comes during the pause of 1.5 s, or after it."""
     (tmp_path / "reward.py").write_text(
-        "import os, subprocess, time\n"
+        "import os, signal, subprocess, time\n"
         "def f(completions):\n"
         "    driver = os.getppid()\n"
-        "    subprocess.Popen(f'kill -STOP {driver}; sleep 1.5; kill -CONT {driver}', shell=True)\n"
+        "    subprocess.Popen(f'sleep 1.5; kill -CONT {driver}', shell=True)\n"
+        "    os.kill(driver, signal.SIGSTOP)\n"  # by this process, as a shell starts late if busy
         f"    time.sleep({after})\n"
         "    return [float(len(c)) for c in completions]\n"
     )

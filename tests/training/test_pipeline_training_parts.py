@@ -297,7 +297,7 @@ def test_the_command_line_shows_the_traceback_of_a_rank(
     def fail(_: list[str]) -> int:
         raise error
 
-    monkeypatch.setattr(command_line, "_dispatch", fail)
+    monkeypatch.setattr(command_line, "dispatch", fail)
     assert command_line.main([]) == 2
     assert capsys.readouterr().err == (
         "On rank 1:\nTraceback ...\nValueError: no\nstretto: error: rank 1 of 2 failed in a step\n"
