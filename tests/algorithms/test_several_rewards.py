@@ -26,21 +26,26 @@ def by_hand(z: list[float]) -> list[float]:
     return [(each - mean(z)) / (stdev(z) + GDPO_EPS) for each in z]
 
 
+def half(distance: float) -> float:
+    """The larger of two rewards at this distance, normalised: nearly 1 / sqrt 2."""
+    return distance / 2 / (distance / math.sqrt(2) + GDPO_EPS)
+
+
 def test_each_source_is_normalised_in_its_group() -> None:
-    """Of two rewards the normalised ones are +-1 / sqrt 2 whatever their distance, and 0 if equal:
-    Z = (1 + 0.5, -1 - 0.5, 0 - 0.5, 0 + 0.5) / sqrt 2."""
+    """The weights are 1 and 0.5; rewards that are equal add nothing."""
     sources = torch.tensor([[1.0, 300.0], [0.0, 100.0], [1.0, 2.0], [1.0, 4.0]]).double()
     found = normalised_then_summed(sources, torch.tensor([1.0, 0.5]).double(), GROUPS)
-    z = [each / math.sqrt(2) for each in (1.5, -1.5, -0.5, 0.5)]
-    assert found.tolist() == pytest.approx(by_hand(z), abs=2e-4)
+    first, second = half(1) + 0.5 * half(200), 0.5 * half(2)
+    z = [first, -first, -second, second]
+    assert found.tolist() == pytest.approx(by_hand(z), abs=1e-5)
 
 
 def test_a_source_that_does_not_apply_adds_nothing() -> None:
     """The second source applies to one response of the first group, and so compares nothing."""
     sources = torch.tensor([[1.0, 5.0], [0.0, NAN], [0.0, 1.0], [NAN, 3.0]]).double()
     found = normalised_then_summed(sources, torch.ones(2).double(), GROUPS)
-    z = [each / math.sqrt(2) for each in (1.0, -1.0, -1.0, 1.0)]
-    assert found.tolist() == pytest.approx(by_hand(z), abs=2e-4)
+    z = [half(1), -half(1), -half(2), half(2)]
+    assert found.tolist() == pytest.approx(by_hand(z), abs=1e-5)
 
 
 def test_one_source_is_grpos_advantage_brought_to_variance_one() -> None:
@@ -88,10 +93,11 @@ def test_targets_are_made_by_the_way_that_is_set(name: str, way: str) -> None:
     settings: Any = {"name": name, "kl_coef": 0.0, "multi_objective_aggregation": way}
     reward = RewardConfig(missing_eos="off")
     found = prepare(data, AlgorithmConfig(**settings), reward, 0.0).advantages[:, 0].tolist()
-    half = 1 / math.sqrt(2)
-    apart = by_hand([3 * half, -3 * half, -half, half])
-    expected = apart if way == "normalize_then_sum" else [half, -half, 0.0, 0.0]
-    assert found == pytest.approx(expected, abs=2e-4)
+    first, second = 2 * half(1) + half(4), half(1)
+    summed = [1 / math.sqrt(2), -1 / math.sqrt(2), 0.0, 0.0]
+    apart = by_hand([first, -first, -second, second])
+    expected = apart if way == "normalize_then_sum" else summed
+    assert found == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_batch_s_rewards_by_source() -> None:
