@@ -27,7 +27,14 @@ def letters(completions: Sequence[str], **_: Any) -> list[float]:
     return [sum(c.isalpha() for c in text) / max(len(text), 1) for text in completions]
 
 
-def make_trainer(folder: Path, out: Path, rows: Any = ROWS, peft: Any = None, **given: Any) -> Any:
+def make_trainer(
+    folder: Path,
+    out: Path,
+    rows: Any = ROWS,
+    peft: Any = None,
+    reward: Any = letters,
+    **given: Any,
+) -> Any:
     settings: dict[str, Any] = {
         "per_device_train_batch_size": 8,
         "num_generations": 4,
@@ -44,7 +51,7 @@ def make_trainer(folder: Path, out: Path, rows: Any = ROWS, peft: Any = None, **
         "report_to": "none",
     }
     args = GRPOConfig(str(out), **{**settings, **given})
-    return GRPOTrainer(str(folder), letters, args, rows, peft_config=peft)
+    return GRPOTrainer(str(folder), reward, args, rows, peft_config=peft)
 
 
 def weights(model: Any) -> dict[str, torch.Tensor]:
@@ -160,22 +167,13 @@ def test_ctrl_c_names_the_call_that_resumes(
         return letters(completions)
 
     stopped: list[bool] = []
-    args = GRPOConfig(
-        str(tmp_path),
-        per_device_train_batch_size=8,
-        num_generations=4,
-        max_completion_length=6,
-        num_iterations=2,
-        max_steps=6,
-        use_cpu=True,
-        report_to="none",
-    )
-    trainer = GRPOTrainer(str(tiny_folder), stop_third, args, ROWS)
+    seldom = {"reward": stop_third, "save_steps": 100}  # so that only the stop writes a checkpoint
+    trainer = make_trainer(tiny_folder, tmp_path, **seldom)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     where = str(trainer.run_dir.path)
     call = f"trainer.train(resume_from_checkpoint={where!r}) goes on after step 2"
     assert call in capsys.readouterr().out
-    again = GRPOTrainer(str(tiny_folder), stop_third, args, ROWS)
+    again = make_trainer(tiny_folder, tmp_path, **seldom)
     assert again.train(resume_from_checkpoint=where).steps == 3
     assert [m["step"] for m in again.run_dir.read_metrics()] == [1, 2, 3]
