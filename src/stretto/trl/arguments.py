@@ -451,10 +451,11 @@ def eval_every(args: TrlConfig, sizes: Sizes) -> int:
     return math.ceil(steps / sizes.updates)
 
 
-def stops(args: Any) -> bool:
-    """Whether a token ends responses."""
-    ppo = isinstance(args, PPOConfig)
-    return not ppo or bool(args.stop_token) or args.stop_token_id is not None
+def stops(args: TrlConfig) -> bool:
+    """Return whether a token ends responses."""
+    if not isinstance(args, PPOConfig):
+        return True
+    return bool(args.stop_token) or args.stop_token_id is not None
 
 
 def _group(args: Any) -> int:
