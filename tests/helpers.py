@@ -223,6 +223,16 @@ class ManualClock:
 NUMBER = (int, float)
 
 
+def check_nesting(slices: Iterable[tuple[float, float]]) -> None:
+    """Assert that slices [µs] of a track nest or are disjoint, to the nanosecond."""
+    around: list[tuple[float, float]] = []
+    for start, end in sorted(slices, key=lambda part: (part[0], -part[1])):
+        while around and around[-1][1] <= start + 1e-3:
+            around.pop()
+        assert not around or end <= around[-1][1] + 1e-3, (around[-1], (start, end))
+        around.append((start, end))
+
+
 def check_trace_events(events: Sequence[dict[str, Any]]) -> None:
     """Assert what the Trace Event Format asks for of the phases M, X, C, s, t and f."""
     needed: dict[str, dict[str, Any]] = {
@@ -253,6 +263,8 @@ def check_trace_events(events: Sequence[dict[str, Any]]) -> None:
             assert all(isinstance(v, NUMBER) for v in event["args"].values()), event
         else:
             flows.setdefault((event["cat"], event["name"], event["id"]), []).append(event)
+    for own in slices.values():
+        check_nesting(own)
     for event in events:  # a process has a name, and a track is of one process
         assert event["pid"] in {pid for pid, _ in tracks["process_name"]}
     assert len({tid for _, tid in tracks["thread_name"]}) == len(tracks["thread_name"])

@@ -632,6 +632,33 @@ def test_the_trace_can_be_read_back(tmp_path: Path) -> None:
     assert read.spans[5] == wait("generator", "weights", 1.75, 3.5)
 
 
+def test_overlapping_spans_of_a_role_have_tracks_of_their_own(tmp_path: Path) -> None:
+    first = (
+        work("task", "score/task", 0.0, 0.5),
+        work("task", "score/task", 0.25, 0.75),  # overlaps the first
+        work("task", "score/task", 0.5, 1.0),  # starts where the first ends
+        wait("task", "weights", 0.7, 1.5),  # overlaps both of the others
+        work("critic", "prefill/critic", 0.25, 0.75),
+        work("critic", "score/critic", 0.0, 1.0),  # around the one before it
+    )
+    second = (work("task", "score/task", 0.9, 2.5), work("task", "score/task", 1.25, 3.0))
+    trace = TraceFile(tmp_path / "trace.json")
+    trace.append(1, Window(0.0, 2.0, first), 0.0)
+    trace.append(2, Window(2.0, 4.0, second), 2.0)
+    check_trace_events(events := json.loads(trace.path.read_bytes()))
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert [names[e["tid"]] for e in events if e["ph"] == "X" and e["tid"]] == [
+        *("task", "task (lane 2)", "task", "task (lane 3)", "critic", "critic"),
+        *("task (lane 2)", "task"),
+    ]
+    order = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
+    assert len({order[tid] for tid, name in names.items() if name.startswith("task")}) == 1
+    assert [s.role for s in trace.read().spans] == [s.role for s in (*first, *second)]
+    found = TimeSheet().add(Window(0.0, 2.0, first))
+    assert found["utilisation/task"] * 2 == pytest.approx(1.0)
+    assert sum(v for k, v in found.items() if k.startswith("idle_s/task/")) == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize("cut", [1, 3, 5, 40, 200, 400])
 def test_a_trace_that_was_cut_short_is_read_and_goes_on(cut: int, tmp_path: Path) -> None:
     trace = traced(tmp_path / "trace.json")
@@ -836,7 +863,7 @@ def test_the_trace_leads_from_process_to_process_and_counts(tmp_path: Path) -> N
     assert flows == {
         "batch 4000000.0 generator 0 critic": [("s", 2, 2e6 - 1), ("t", 3, 3e6 + 1), update],
         "batch 4000000.0 generator 1 critic": [("s", 3, 3e6 - 1), ("t", 3, 3e6 + 1), update],
-        "weights 1 generator 0": [("s", 4, 7e6 - 1), ("f", 2, 7e6 + 1)],
+        "weights 1 generator 0 7000000.0": [("s", 4, 7e6 - 1), ("f", 2, 7e6 + 1)],
     }
     counts: dict[str, list[tuple[float, float]]] = {}
     for e in events:

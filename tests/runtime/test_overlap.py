@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import told, train_on
+from helpers import check_trace_events, told, train_on
 from run_helpers import (
     Kill,
     assert_same_run,
@@ -35,6 +35,7 @@ from run_helpers import (
 from stretto import runs
 from stretto.config import Config, recipes
 from stretto.config.algorithm import ALGORITHMS
+from stretto.config.schedule import PRESETS
 from stretto.evaluation.answers import completed
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
@@ -193,6 +194,27 @@ def test_a_killed_overlapped_run_resumes_as_if_nothing_had_happened(
 def both(a: dict[str, Tensor], b: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     assert a.keys() == b.keys()
     return ((a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_spans_of_a_track_nest_or_are_disjoint(
+    preset: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    config = settings(
+        tiny_folder,
+        steps=3,
+        rollout={"batch": 6, "max_new_tokens": 12, "engines": 2 if preset == "rlhfuse" else 1},
+        schedule={"preset": preset},
+    )
+    run_dir, _ = run(config, tmp_path)
+    check_trace_events(json.loads(run_dir.trace.path.read_bytes()))
+    steps = run_dir.trace.read().steps
+    for step, metrics in zip(steps, run_dir.read_metrics(), strict=True):
+        step_s = step.end_s - step.start_s
+        for role in ("critic", "learner", "task"):
+            idle_s = sum(v for k, v in metrics.items() if k.startswith(f"idle_s/{role}/"))
+            busy_s = metrics[f"utilisation/{role}"] * step_s
+            assert idle_s + busy_s == pytest.approx(step_s, rel=1e-3)
 
 
 GROUPED: dict[str, Any] = {"batch": 4, "samples_per_prompt": 2, "max_new_tokens": 10}

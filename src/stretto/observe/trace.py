@@ -29,7 +29,7 @@ from stretto import files
 from stretto.errors import StateError
 from stretto.observe.idle import generator_number, is_generator
 from stretto.observe.spans import ENVIRONMENT, WAIT, Span, Window
-from stretto.observe.waiting import Lanes, is_environment, profile
+from stretto.observe.waiting import LANE, Lanes, RoleLanes, is_environment, profile
 
 LIMIT_BYTES = 200_000_000
 """Size at which a trace is no longer written on, as viewers no longer open it."""
@@ -50,6 +50,7 @@ Event = dict[str, Any]
 
 _DRIVER = 1
 _LEARNER_TRACK, _SCORER_TRACK, _ENVIRONMENT_TRACK, _STEP_TRACK = 1_000_000, 100_000, 50_000, 0
+_NEXT_LANE = 2_000_000  # between numbers of a role's tracks, which are sorted as one
 _STEP = "step"
 _STEP_MARK = b'"cat": "step"'
 _END = b"\n]\n"
@@ -82,6 +83,7 @@ class TraceFile:
         self._tracks: _Tracks | None = None
         self._rollouts = _Rollouts()
         self._lanes = Lanes()
+        self._role_lanes = RoleLanes()
 
     def append(
         self,
@@ -114,7 +116,7 @@ class TraceFile:
             process = _named("process_name", _DRIVER, _STEP_TRACK, name="stretto")
             events += [process, *_track("steps", _DRIVER, _STEP_TRACK)]
         calls = [span for span in window.ended if span.role == ENVIRONMENT]
-        others = ((span.role, span) for span in window.ended if span.role != ENVIRONMENT)
+        others = self._role_lanes.place(span for span in window.ended if span.role != ENVIRONMENT)
         for track, span in (*others, *self._lanes.place(calls)):
             place = self._tracks.place(track, window.processes.get(span.role, ""), events)
             event = _event(span, offset_s, *place)
@@ -133,6 +135,7 @@ class TraceFile:
         """Drop what was written after step ``step``, and what a crash left unfinished. Raises
         StorageError if the file cannot be written; a damaged one is put aside."""
         self._tracks, self._rollouts, self._lanes = None, _Rollouts(), Lanes()
+        self._role_lanes = RoleLanes()
         if not self.path.exists():
             return
         kept = 0
@@ -180,7 +183,7 @@ class TraceFile:
                 role = names.get((event["pid"], event["tid"]))
                 if role is None:
                     raise self._damaged(event["name"])
-                role = ENVIRONMENT if is_environment(role) else role
+                role = ENVIRONMENT if is_environment(role) else LANE.sub("", role)
                 spans.append(Span(role, name, start_s, end_s, event["args"]))
         return Trace(tuple(read), tuple(spans))
 
@@ -266,6 +269,8 @@ class _Tracks:
         return self._places[role]
 
     def _new(self, role: str) -> int:
+        if lane := LANE.search(role):
+            return self._places[LANE.sub("", role)][1] + _NEXT_LANE * int(lane[1])
         if role == "learner":
             return _LEARNER_TRACK
         if is_generator(role):
@@ -315,7 +320,8 @@ class _Rollouts:
             if len(self._published) > LIST_ITEMS:
                 del self._published[min(self._published)]
         elif kind == "load" and version in self._published:
-            yield from _flow("weights", f"{version} {span.role}", self._published[version], event)
+            number = f"{version} {span.role} {event['ts']}"  # a role may have copies
+            yield from _flow("weights", number, self._published[version], event)
 
     def _batch(self, rollouts: Iterable[int], update: Event) -> Iterator[Event]:
         last: dict[str, Event] = {}
@@ -385,7 +391,7 @@ def _end(event: Event) -> float:
 def _track(name: str, pid: int, track: int) -> list[Event]:
     return [
         _named("thread_name", pid, track, name=name),
-        _named("thread_sort_index", pid, track, sort_index=track),
+        _named("thread_sort_index", pid, track, sort_index=track % _NEXT_LANE),
     ]
 
 
@@ -395,7 +401,7 @@ def _named(kind: str, pid: int, track: int, **arguments: Any) -> Event:
 
 def _event(span: Span, offset_s: float, pid: int, track: int) -> Event:
     # A span may have begun before the run's first step did, where viewers show nothing.
-    start_s, end_s = (max(at_s + offset_s, 0.0) for at_s in (span.start_s, span.end_s))
+    start, end = (_micros(max(at_s + offset_s, 0.0)) for at_s in (span.start_s, span.end_s))
     return {
         "ph": "X",
         "pid": pid,
@@ -403,8 +409,8 @@ def _event(span: Span, offset_s: float, pid: int, track: int) -> Event:
         # The cause is in a wait's name as well: a viewer shows names without a click.
         "name": f"{WAIT}: {span.cause}" if span.name == WAIT else span.name,
         "cat": WAIT if span.waits else "work",
-        "ts": _micros(start_s),
-        "dur": _micros(end_s - start_s),
+        "ts": start,
+        "dur": round(end - start, 3),  # so that a span ends where the next one starts
         "args": _arguments(span.attributes),
     }
 

@@ -1,8 +1,13 @@
-"""Calls of an environment, of which a thousand may go on at once: as lanes, and as a count."""
+"""Spans of one role that overlap, as lanes: calls of an environment, of which a thousand may go on
+at once, also as a count; and other work.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from bisect import insort
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from stretto.observe.spans import ENVIRONMENT, Span
@@ -56,6 +61,45 @@ class Lanes:
             joined = Span(ENVIRONMENT, "further calls", start_s, end_s, {"calls": count})
             placed.append((f"{ENVIRONMENT} {LANES + 1}", joined))
         return placed
+
+
+LANE = re.compile(r" \(lane (\d+)\)$")
+"""End of the name of a further track of a role, which follows the role's name."""
+
+
+class RoleLanes:
+    """The tracks of roles other than an environment.
+
+    - Spans of one track nest or are disjoint, because viewers draw other overlaps wrongly.
+    - Spans keep their order, in which they ended. They may arrive a little late.
+    """
+
+    _KEPT = 256  # spans of a track that a later one is compared with
+
+    def __init__(self) -> None:
+        self._lanes: defaultdict[str, list[list[tuple[float, float]]]] = defaultdict(list)
+
+    def place(self, spans: Iterable[Span]) -> Iterator[tuple[str, Span]]:
+        """Yield each span with the name of its track: the role's, or one of :data:`LANE`."""
+        for span in spans:
+            lanes = self._lanes[span.role]
+            number = next((i for i, lane in enumerate(lanes) if _fits(span, lane)), len(lanes))
+            if number == len(lanes):
+                lanes.append([])
+            insort(lanes[number], (span.end_s, span.start_s))
+            del lanes[number][: -self._KEPT]
+            yield (f"{span.role} (lane {number + 1})" if number else span.role), span
+
+
+def _fits(span: Span, lane: Sequence[tuple[float, float]]) -> bool:
+    for end_s, start_s in reversed(lane):
+        if end_s <= span.start_s:
+            break
+        inside = start_s <= span.start_s and span.end_s <= end_s
+        around = span.start_s <= start_s and end_s <= span.end_s
+        if not (inside or around or span.end_s <= start_s):
+            return False
+    return True
 
 
 def profile(
