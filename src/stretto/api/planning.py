@@ -315,7 +315,9 @@ def _lengths(config: Config, options: PlanOptions, assumed: list[str]) -> Mappin
         recorded = Recording.read(options.like).cluster().workload
         taken = ("prompt_tokens", "response_tokens", "episodes")
         return {name: getattr(recorded, name) for name in taken}
-    episodes, limit, what = _episodes(config, options, assumed), _turn_limit(config), "turns"
+    episodes, what = _episodes(config, options, assumed), "turns"
+    each = config.rollout.max_new_tokens // int(EPISODES["turns"][1])
+    limit = config.environment.max_turn_tokens or max(each, 1)
     if episodes is None:
         limit, what = config.rollout.max_new_tokens, "responses"
     mean = options.prompt_tokens or PROMPT
@@ -336,11 +338,6 @@ def _lengths(config: Config, options: PlanOptions, assumed: list[str]) -> Mappin
         "response_tokens": recipes.build({"median": median, "p95": p95}, given, Lognormal),
         "episodes": episodes,
     }
-
-
-def _turn_limit(config: Config) -> int:
-    each = config.rollout.max_new_tokens // int(EPISODES["turns"][1])
-    return config.environment.max_turn_tokens or max(each, 1)
 
 
 def _episodes(config: Config, options: PlanOptions, assumed: list[str]) -> Episodes | None:

@@ -44,7 +44,6 @@ def check_run(
     """
     _check_observation(config.observe)
     _check_libraries(config)
-    _check_pipeline(config.pipeline.ranks)
     gpus = usable_gpus()
     if config.runtime == "local":
         from stretto.runtime.placement import places
@@ -129,11 +128,8 @@ def _check_libraries(config: Config) -> None:
         require("bitsandbytes", "bitsandbytes", "model.load_in_4bit = true")
     if config.training.optim != "adamw_torch_fused":
         require("bitsandbytes", "bitsandbytes", f"training.optim = '{config.training.optim}'")
-
-
-def _check_pipeline(ranks: int) -> None:
-    if ranks:
-        require("numba", "pipelines", f"pipeline.ranks = {ranks}")
+    if config.pipeline.ranks:
+        require("numba", "pipelines", f"pipeline.ranks = {config.pipeline.ranks}")
 
 
 def _check_observation(observe: ObserveConfig) -> None:

@@ -207,7 +207,7 @@ class Bridge:
         plain = self._encoder.plain(rest)
         found = find_calls(rest, plain, self.form, names=names, ended=ended)
         if ended:  # only now, as the stop string may be the mark that closes a call
-            escaped = self._before_stop(escaped)
+            escaped = escaped[: len(before_stop(self._encoder.plain(escaped), self._stop))]
         text = self._without_control(escaped)
         message = Message(role="assistant", content=text)
         good = [f for f in found if f.call.status == "ok"]
@@ -225,9 +225,6 @@ class Bridge:
         while ids and ids[-1] in self._silent:
             ids.pop()
         return self._encoder.spelled(ids)
-
-    def _before_stop(self, escaped: str) -> str:
-        return escaped[: len(before_stop(self._encoder.plain(escaped), self._stop))]
 
     def _begin(self, escaped: str) -> int:
         """Return where calls may begin: behind reasoning, and a token such as <|python_tag|>."""
@@ -265,7 +262,9 @@ class Bridge:
         roles = {m["role"] for m in messages}
         if not roles <= {"user", "tool", "system"}:
             return None
-        systems = (False, True) if prompt is None else (_in_front(prompt),)
+        systems: tuple[bool, ...] = (False, True)
+        if prompt is not None:
+            systems = (bool(prompt) and prompt[0]["role"] == "system",)
         reasoned = self._has_reasoning(standing, roles)
         if any(_Case(role, reasoned, s) in self._broken for role in roles for s in systems):
             return None
@@ -439,10 +438,6 @@ def _begins(rendered: str, standing: str, said: str) -> bool:
     """
     behind = rendered[len(standing) :].lstrip()
     return rendered.startswith(standing) and behind.startswith(said.lstrip())
-
-
-def _in_front(messages: Sequence[Message]) -> bool:
-    return bool(messages) and messages[0]["role"] == "system"
 
 
 def as_written(call: ToolCall) -> dict[str, Any]:

@@ -136,11 +136,6 @@ def find_calls(
     return [Found(f.start, f.end, call) for f, call in zip(calls, made, strict=True)]
 
 
-def _made_id(number: int, raw: str) -> str:
-    """Return nine letters and digits, which is what Mistral's templates ask for."""
-    return blake2b(f"{number} {raw}".encode(), digest_size=5).hexdigest()[:9]
-
-
 @dataclass
 class _Reader:
     escaped: str
@@ -255,7 +250,9 @@ def numbered(calls: Sequence[ToolCall]) -> list[ToolCall]:
     made: list[ToolCall] = []
     taken = set[str]()
     for n, call in enumerate(calls):
-        own = call.id if call.id and call.id not in taken else _made_id(n, call.raw)
+        own = call.id
+        if not own or own in taken:  # nine letters and digits, as Mistral's templates ask for
+            own = blake2b(f"{n} {call.raw}".encode(), digest_size=5).hexdigest()[:9]
         taken.add(own)
         made.append(replace(call, id=own))
     return made

@@ -128,7 +128,8 @@ def read_opening(result: Any, *, replaces: bool = False) -> Opening:
 def read_messages(observation: Any) -> tuple[list[dict[str, Any]], bool]:
     """Return an observation as messages, and whether it was none: then it is one of the user."""
     one = observation if isinstance(observation, Sequence) else [observation]
-    if one and not isinstance(observation, str) and all(_is_message(entry) for entry in one):
+    roles = (entry.get("role") if isinstance(entry, Mapping) else None for entry in one)
+    if one and not isinstance(observation, str) and all(isinstance(r, str) for r in roles):
         return [_message(entry) for entry in one], False
     found = None if isinstance(observation, Mapping) else _fields(observation)
     if found is not None:
@@ -151,10 +152,6 @@ def _step(observation: Any, reward: Any, done: bool) -> Step:
             kind = type(observation)
             read_as = f"str() of {kind.__module__}.{kind.__qualname__}"
     return Step(messages, done, None if reward is None else as_number(reward), read_as=read_as)
-
-
-def _is_message(entry: Any) -> bool:
-    return isinstance(entry, Mapping) and isinstance(entry.get("role"), str)
 
 
 def _is_content(value: Any) -> bool:

@@ -254,7 +254,9 @@ def reference(setup: RoleSetup) -> ScorerService:
         model = made_ready(model, config.model.device, "the reference").requires_grad_(False)
     else:
         model, _ = loaded_actor(setup)
-    marks = _marks_of(model)
+    # Of all weights there is a mark only without adapters, which begin at random.
+    whole = all(p.requires_grad for p in model.parameters())
+    marks = frozen_mark(model), fingerprint(model.named_parameters()) if whole else ""
     own = model is not adapted
     if overrides.reference is None and starts_adapted(config.model, overrides.actor):
         model = starting_policy(model)
@@ -361,12 +363,6 @@ def _starting_actor(setup: RoleSetup) -> tuple[nn.Module, PromptSource]:
     model = make_actor(config.model, overrides, _quiet, merged=False)
     warmed_up(model, config, prompts, overrides, _quiet)
     return model, prompts
-
-
-def _marks_of(model: nn.Module) -> tuple[str, str]:
-    """Return fingerprints of what is not trained, and of all where there are no random adapters."""
-    whole = all(p.requires_grad for p in model.parameters())
-    return frozen_mark(model), fingerprint(model.named_parameters()) if whole else ""
 
 
 def _quiet(_: str) -> None:

@@ -91,14 +91,11 @@ def episode_metrics(rollouts: Iterable[Rollout]) -> dict[str, float]:
     }
     if any(len(samples) > 1 for samples in each):
         found["episode/samples_mean"] = fmean(map(len, each))
-    ended = Counter(_ended_by(samples) for samples in each)
+    newest = (max(samples, key=lambda r: r.log[-1].number if r.log else -1) for samples in each)
+    ended = Counter(rollout.ended_by for rollout in newest)
     found |= {f"episode/ended_by/{why}": n / len(each) for why, n in ended.items() if why}
     made = [call for samples in each for o in _answers(samples) for call in calls(o)]
     return found | _tools(made, len(each))
-
-
-def _ended_by(samples: Sequence[Rollout]) -> str:
-    return max(samples, key=lambda r: r.log[-1].number if r.log else -1).ended_by
 
 
 def _tools(made: Sequence[Mapping[str, Any]], episodes: int) -> dict[str, float]:

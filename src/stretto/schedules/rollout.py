@@ -512,18 +512,15 @@ def reasons_to_reject(
         )
     elif alone:
         problem = f", and no prompt has the {group_at_least} left that the algorithm compares"
+    failed = {s.source for r in rollouts for s in r.scores.values() if s.failure}
+    at_fault = "the environment or program" if failed == {ENVIRONMENT} else "the reward function"
     raise RewardError(
         f"{len(bad)} of {len(rollouts)} responses could not be scored{problem}. The first:\n"
         f"{next(iter(bad.values()))[1]}\n"
-        f"Mend {_at_fault(rollouts)}{remedy}",
+        f"Mend {at_fault}{remedy}",
         list(bad),
         "responses-without-reward",
     )
-
-
-def _at_fault(rollouts: Sequence[Rollout]) -> str:
-    failed = {s.source for r in rollouts for s in r.scores.values() if s.failure}
-    return "the environment or program" if failed == {ENVIRONMENT} else "the reward function"
 
 
 def _no_reward(

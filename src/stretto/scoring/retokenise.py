@@ -79,7 +79,9 @@ class ConversationReader:
             first = prompt.messages or (Message(role="user", content=prompt.text),)
             *earlier, last = (*first, *response.messages)
             if last["role"] != "assistant" or last.get("tool_calls"):
-                return self._transcript([*earlier, last])
+                text = self._conversation([*earlier, last])
+                special = not self._tokenizer.chat_template
+                return self._encoder.ids(text, special=special, closed=True)
             prompt, text = replace(prompt, messages=tuple(earlier)), last["content"]
         read, special = self._render(prompt, text), not self._templated(prompt)
         if not self._ends:
@@ -99,10 +101,6 @@ class ConversationReader:
         elif ended:
             said.append(self._end)
         return [*before, *said]
-
-    def _transcript(self, turns: Sequence[Message]) -> list[int]:
-        special = not self._tokenizer.chat_template
-        return self._encoder.ids(self._conversation(turns), special=special, closed=True)
 
     def begun(self, response: Response) -> str:
         """Return the text that is read of an unfinished response, escaped, up to its end so far.

@@ -327,11 +327,8 @@ class CompletionRequest(_Request, Options):
 
 
 def _is_prompt(value: Any) -> bool:
-    return isinstance(value, str) or _are_ids(value)
-
-
-def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and value != [] and all(type(x) is int for x in value)
+    are_ids = isinstance(value, list) and value != [] and all(type(x) is int for x in value)
+    return isinstance(value, str) or are_ids
 
 
 class SamplingParams(Options):

@@ -119,7 +119,12 @@ def _read_local(config: TaskConfig | RowsConfig, setting: str) -> Any:
     path, split = Path(config.name).expanduser(), config.split
     saved = [name for name in ("dataset_dict.json", "state.json") if (path / name).is_file()]
     if path.is_dir() and saved != ["state.json"]:
-        return _read_splits(path, split) if saved else _read_folder(path, split)
+        if not saved:
+            return _read_folder(path, split)
+        splits = _read_saved(path)
+        if split not in splits:
+            raise no_split(str(path), split, splits)
+        return splits[split]
     if split != "train":
         raise TaskError(
             f"{setting} = '{split}' has no effect on '{path}', which has no splits; "
@@ -134,13 +139,6 @@ def _read_saved(path: Path) -> Any:
     import datasets
 
     return datasets.load_from_disk(str(path))
-
-
-def _read_splits(path: Path, split: str) -> Any:
-    splits = _read_saved(path)
-    if split not in splits:
-        raise no_split(str(path), split, splits)
-    return splits[split]
 
 
 def no_split(name: str, split: str, known: Iterable[str]) -> TaskError:

@@ -378,18 +378,14 @@ class TrainedModel(Trained):
             nn.utils.clip_grads_with_norm_(self._masters, self._clip, total)
         require_finite_norm(norm)
         with self._gate.passing():
-            self._decay()
+            if self._decaying:  # as AdamW does before its update (Loshchilov and Hutter 2019)
+                with torch.no_grad():
+                    torch._foreach_mul_(self._decaying, 1 - self.lr * self._weight_decay)
             self._optimizer.step()
             self._copy_back()
         self._schedule.step()
         self.discard()
         return norm
-
-    @torch.no_grad()
-    def _decay(self) -> None:
-        """Shrink weights as AdamW does before its update (Loshchilov and Hutter 2019)."""
-        if self._decaying:
-            torch._foreach_mul_(self._decaying, 1 - self.lr * self._weight_decay)
 
     def of_updates(self) -> list[Tensor]:
         """Return moments and masters, but not gradients, to which passes add."""

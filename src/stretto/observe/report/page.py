@@ -95,7 +95,10 @@ def payload(runs: Sequence[LoadedRun], step: int | None = None) -> dict[str, Any
     edges = length_edges(max((r.sampled_tokens for run in runs for r in run.rollouts), default=0))
     kinds = list(style.KINDS)
     in_brief = len(runs) > MAX_RUNS
-    timelines = [{} for _ in runs] if in_brief else _timelines(runs, kinds, step)
+    timelines: list[dict[str, Any]] = [{} for _ in runs]
+    if not in_brief:
+        drawn = [{at: _timeline(run, s, kinds) for at, s in run.steps.items()} for run in runs]
+        timelines = _thinned(drawn, TIMELINE_CHARS, step)
     titles = {"driver": "run the schedule", **style.KINDS}
     return {
         "step": step,
@@ -211,13 +214,6 @@ def _samples(runs: Sequence[LoadedRun], after: Sequence[int]) -> list[dict[str, 
             more = [told] if told["turns"] else []
             by_step.setdefault(s["step"], []).append([*row, scores, *more])
     return _thinned(every, SAMPLE_CHARS)
-
-
-def _timelines(
-    runs: Sequence[LoadedRun], kinds: list[str], step: int | None
-) -> list[dict[str, Any]]:
-    every = [{number: _timeline(run, s, kinds) for number, s in run.steps.items()} for run in runs]
-    return _thinned(every, TIMELINE_CHARS, step)
 
 
 def _thinned(
