@@ -30,6 +30,7 @@ from stretto.api.runs import (
 )
 from stretto.api.settings import settled
 from stretto.checks import check_run
+from stretto.cli.parsing import read
 from stretto.cli.settings import Recipe, leading_recipe, parse_with_recipe, value_of
 from stretto.config import recipes
 from stretto.errors import ConfigError, nearest
@@ -78,14 +79,12 @@ class Options:
 def run_compare(arguments: Sequence[str]) -> int:
     """Compare, print the table and write it; status 1 when a run failed."""
     if value_of("--sim", arguments) is not None:
-        from stretto.cli import compare_sim
-
         if recipe := leading_recipe(arguments):
             raise ConfigError(
                 f"--sim describes what is compared, and so does the recipe '{recipe}'; leave one "
                 "of them out"
             )
-        return compare_sim.run(arguments)
+        return _run_simulated(arguments)
     kept = {"seed", "observe.progress", *(f"schedule.{knob}" for knob in REPLACED)}
     offered = [name for name in recipes.setting_names() if name not in kept]
     config, own = parse_with_recipe("compare", arguments, Options, offered)
@@ -108,6 +107,65 @@ def run_compare(arguments: Sequence[str]) -> int:
             page = report(shown, folder / "report.html")
             print(f"wrote {page}: the runs of seed {jobs[0].seed} ({len(shown)} of them)")
         return exit_status(collected)
+
+
+@dataclass(frozen=True, slots=True)
+class SimOptions:
+    """Compare schedules in virtual time: no model is loaded, and no accelerator needed."""
+
+    sim: str
+    """A cluster's description, a .toml file; or the folder of a run, whose costs, response lengths
+    and placement are then taken."""
+    placement: Annotated[str, tyro.conf.arg(metavar="RECIPE")] = ""
+    """With a run's folder: a recipe, or a .toml file, whose runtime, [cluster] and rollout.engines
+    take the place of the run's."""
+    variants: Annotated[str, tyro.conf.arg(help=VARIANTS_HELP, metavar="NAME,...")] = (
+        DEFAULT_VARIANTS
+    )
+    seeds: Annotated[str, tyro.conf.arg(metavar="INT,...")] = ""
+    """Seeds of lengths and rewards, separated by commas; without them: 0,1,2, and for a run's
+    folder its own seed, as its lengths are what they were."""
+    steps: int = 0
+    """Batches to train on; 0 leaves it to the description."""
+    target: Annotated[float | None, tyro.conf.arg(help=TARGET_HELP, metavar="REWARD")] = None
+    out: str = "runs"
+    """Folder in which the comparison gets a folder of its own."""
+
+
+def _run_simulated(arguments: Sequence[str]) -> int:
+    """Compare in virtual time, print the table and write it."""
+    from stretto.api import simulated
+
+    options = read(SimOptions, "compare", arguments)
+    sim, placement = options.sim, options.placement
+    if options.steps < 0:
+        raise ConfigError(f"--steps {options.steps}: must be 1 or more, or 0", "greater_than_equal")
+    replayed = Path(sim).is_dir()
+    if replayed and options.seeds:
+        problem = f"--seeds {options.seeds}: lengths of '{sim}' depend on no seed; leave it out"
+        raise ConfigError(problem, "seeds-of-replay")
+    if placement and not replayed:
+        problem = f"--placement {placement}: leave it out, or give a run's folder as --sim"
+        raise ConfigError(problem, "placement-of-description")
+    where = f"virtual time, with costs and lengths of {sim}"
+    if replayed:
+        simulation = simulated.recorded(sim, placement)
+        jobs = plan(options.variants, str(simulation.seed))
+        where += "; rewards are those of the run's responses, whatever trains on them"
+    else:
+        simulation = simulated.described(sim)
+        jobs = plan(options.variants, options.seeds or DEFAULT_SEEDS)
+    # What is wrong with any of them is said before the first one starts.
+    clusters = {job: simulation.asked(job, options.steps) for job in jobs}
+    collected = collect(
+        jobs,
+        lambda job, advance: simulation.run(job, clusters[job], advance),
+        clusters[jobs[0]].workload.steps,
+        simulated=True,
+    )
+    folder = new_folder(options.out, f"{recipes.name_of(sim)}-compare")
+    publish(collected, options.target, folder, arguments, where)
+    return exit_status(collected)
 
 
 def plan(variants: str, seeds: str) -> list[Job]:
