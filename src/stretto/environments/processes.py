@@ -21,7 +21,7 @@ from stretto.config.sections import reward_source
 from stretto.environments.host import CLOSE_S, Host
 from stretto.errors import ConfigError, RewardError
 from stretto.scoring.functions import locate
-from stretto.workers.function import START_LIMIT_S, kill
+from stretto.workers.function import START_LIMIT_S, kill, start_child
 
 SILENCE_S = 30.0
 """Seconds without a sign of life of a process that has something to answer, or the time limit of a
@@ -123,15 +123,7 @@ class EnvironmentProcess:
                 self._start()
 
     def _start(self) -> None:
-        # As for reward functions: a session of its own, and no files of the working directory in
-        # place of libraries of their name.
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "stretto.environments.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-        )
+        process = start_child("stretto.environments.worker")
         with self._lock:
             self._process, self._waiting, self._outbox = process, {}, SimpleQueue()
             self._kill = weakref.finalize(self, kill, process)

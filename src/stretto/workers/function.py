@@ -88,15 +88,7 @@ class FunctionProcess:
             raise self._not_started(str(error)) from error
 
     def _start(self) -> dict[str, Any]:
-        # A session of its own keeps the terminal's Ctrl-C from it, and makes a group to kill it by.
-        # -P keeps files of the working directory from standing in for libraries of their name.
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "stretto.scoring.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-        )
+        process = start_child("stretto.scoring.worker")
         assert process.stdin
         assert process.stdout
         self._process, self._unread, self._request = process, b"", 0
@@ -254,6 +246,17 @@ def _is_paused(pid: int) -> bool:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return state in ("T", "t")
     return False
+
+
+def start_child(module: str) -> subprocess.Popen[bytes]:
+    """Start a process that runs users' code.
+
+    A session of its own keeps the terminal's Ctrl-C from it, and makes a group to kill it by. -P
+    keeps files of the working directory from standing in for libraries of their name.
+    """
+    command = [sys.executable, "-P", "-m", module]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, start_new_session=True)
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
