@@ -96,7 +96,6 @@ class Policy:
         return ref
 
     def label(self, version: int) -> str | None:
-        """Return the name of a version of the weights, where there may be several."""
         return f"step-{version}" if self.run else None
 
 
@@ -308,7 +307,6 @@ def _run_with_policies(name: str, *, follow: bool) -> tuple[RunDirectory, Config
 
 @torch.no_grad()
 def _read(run: RunDirectory) -> tuple[int, dict[str, torch.Tensor]]:
-    """Return the step of a run's newest checkpoint, and the actor's trained weights."""
     step, state = checkpoint.load_latest(run.checkpoints, on_stderr)
     masters = shard_files.read(state[LEARNER])["models"]["actor"]["masters"]
     return step, {name: stored.read() for name, stored in masters.items()}

@@ -243,7 +243,6 @@ def _check_slices(info: ModelInfo, *slices: int) -> None:
 
 
 def _check_stages(info: ModelInfo, pipeline: PipelineConfig, *, alike: bool) -> None:
-    """Refuse an actor, and a critic that is ``alike``, with fewer layers than stages."""
     for name in ("actor", "critic") if pipeline.ranks else ():
         stages = pipeline.stages(name)
         if (name == "actor" or alike) and info.layers and info.layers < stages:

@@ -39,7 +39,6 @@ TemplateWords = Annotated[
 
 
 def template_arguments_of(words: Sequence[str]) -> dict[str, Any]:
-    """Read words as the setting ``template_arguments``; raise ConfigError as it does."""
     found = {"template_arguments": table_of(words, "template_arguments")}
     return recipes.build(found, "options", TaskConfig).template_arguments
 

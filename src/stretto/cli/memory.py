@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Annotated
 
 import tyro
 
-from stretto.cli.parsing import call
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError
 from stretto.models.info import described, measure
@@ -20,11 +18,7 @@ from stretto.planner.on_gpus import GpuOptions, memory_table
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
-def run(arguments: Sequence[str]) -> int:
-    return call(_plan, "memory", arguments)
-
-
-def _plan(
+def command(
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL_OR_PARAMETERS")],
     /,
     lora_rank: int = 0,

@@ -170,7 +170,6 @@ async def _serve(
 
 
 async def _follow(policy: Policy, engine: AsyncEngine) -> None:
-    """Have the weights of newer checkpoints loaded as they appear."""
     while True:
         await asyncio.sleep(FOLLOW_S)
         if weights := await asyncio.to_thread(policy.newer):

@@ -128,7 +128,6 @@ def generate(
 
 
 def _typed(config: ModelConfig) -> ModelConfig:
-    """Say which type is computed in, where that is for Stretto to choose."""
     if config.dtype == "auto":
         with working(on_stderr, "trying which type is faster"):
             dtype, because = fastest_dtype(pick_device(config.device))

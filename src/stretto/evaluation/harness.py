@@ -107,7 +107,6 @@ def benchmark(
 
 
 def _name(file: Path) -> str:
-    """Return the benchmark that a file defines."""
     try:
         found = re.search(r"^task:\s*[\"']?([^\s\"'#]+)", file.read_text("utf-8"), re.MULTILINE)
     except OSError as error:

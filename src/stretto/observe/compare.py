@@ -243,7 +243,6 @@ class Comparison:
 
     @property
     def seeds(self) -> list[int]:
-        """The seeds of which any variant has a run."""
         return sorted({seed for by_seed in self.figures.values() for seed in by_seed})
 
     def table(self) -> str:

@@ -57,7 +57,6 @@ class Progress:
         """Show a message."""
 
     def working(self, what: str, total: int = 0) -> AbstractContextManager[Advance]:
-        """Show work during a ``with`` statement; see :meth:`stretto.saying.Shows.working`."""
         return nullcontext(unseen)
 
     def close(self) -> None:

@@ -46,6 +46,7 @@ from stretto.runtime.messages import (
     frozen_mark,
 )
 from stretto.runtime.placement import learner_layout
+from stretto.saying import silent
 from stretto.scoring.base import ModelScorer
 from stretto.scoring.functions import FunctionScorer
 from stretto.tasks.prompts import PromptSource
@@ -227,7 +228,7 @@ def generator(setup: RoleSetup, name: str, probe: IntArray) -> GeneratorService:
     own_weights = engine_of(config.rollout).own_weights
     model, prompts = loaded_actor(setup.on_host() if own_weights else setup)
     receiver = follow_whole(model, setup) if own_weights else follow(model, setup)
-    engine = RoleFactory(config, _quiet).make_engine(
+    engine = RoleFactory(config, silent).make_engine(
         model,
         prompts.tokenizer,
         config.most_in_flight,
@@ -282,7 +283,7 @@ def reward_model(setup: RoleSetup, source: str, prompts: Sequence[Prompt]) -> Sc
     setup.prepare()
     config, overrides, notes = setup.config, setup.overrides, list[str]()
     here = setup.for_loading()
-    tokenizer = open_prompts(config, overrides, _quiet).tokenizer
+    tokenizer = open_prompts(config, overrides, silent).tokenizer
     model = (config if source in overrides.reward_models else here.config).model
     loaded = load_reward(reward_source(source), model, here.overrides, notes.append)
     assert loaded is not None
@@ -351,19 +352,15 @@ def _critic(setup: RoleSetup) -> nn.Module:
     config, overrides = setup.config, setup.overrides
     actor, prompts = _starting_actor(setup)
     tokenizer, m = prompts.tokenizer, config.model
-    rewards = RoleFactory(config, _quiet).critic_rewards(tokenizer, overrides)
-    model = make_critic(m, config.critic.init, actor, tokenizer, rewards, overrides, _quiet)
+    rewards = RoleFactory(config, silent).critic_rewards(tokenizer, overrides)
+    model = make_critic(m, config.critic.init, actor, tokenizer, rewards, overrides, silent)
     return with_adapters(model, m, config.seed, "SEQ_CLS", None)
 
 
 def _starting_actor(setup: RoleSetup) -> tuple[nn.Module, PromptSource]:
     """Load the actor as training starts, without adapters; the critic may be made of it."""
     config, overrides = setup.config, setup.overrides
-    prompts = open_prompts(config, overrides, _quiet)
-    model = make_actor(config.model, overrides, _quiet, merged=False)
-    warmed_up(model, config, prompts, overrides, _quiet)
+    prompts = open_prompts(config, overrides, silent)
+    model = make_actor(config.model, overrides, silent, merged=False)
+    warmed_up(model, config, prompts, overrides, silent)
     return model, prompts
-
-
-def _quiet(_: str) -> None:
-    """Print nothing: the learner's process has printed it."""

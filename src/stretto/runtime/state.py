@@ -68,7 +68,6 @@ class Claim(NamedTuple):
 
 
 def claim_of(state: Any) -> Claim:
-    """Return what this process would take to copy a state."""
     return Claim(socket.gethostname(), size_of(state), psutil.virtual_memory().available)
 
 

@@ -56,7 +56,7 @@ class Controller(Protocol):
 class Stateful:
     """An object whose state is plain data in private attributes, or in other such objects."""
 
-    saved: ClassVar[tuple[str, ...]]  # names of these attributes, without the underscore
+    saved: ClassVar[tuple[str, ...]] = ()  # names of these attributes, without the underscore
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state, by name."""

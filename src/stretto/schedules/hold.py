@@ -8,7 +8,6 @@ the longest time, for the fewest seconds of the engine.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -109,7 +108,7 @@ class HoldPolicy(Protocol):
         """Take up what :meth:`state_dict` returned."""
 
 
-class FixedHold:
+class FixedHold(Stateful):
     """One way for all waits."""
 
     def __init__(self, how: Hold = "keep") -> None:
@@ -120,12 +119,6 @@ class FixedHold:
 
     def decide(self, waiting: Sequence[Waiting], decoding: int, now_s: float) -> Mapping[int, Hold]:
         return {} if self._how == "keep" else {w.rollout_id: self._how for w in waiting}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up nothing."""
 
 
 class AutoHold:
@@ -163,7 +156,7 @@ class AutoHold:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        return deepcopy(self._waits.state_dict())
+        return self._waits.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._waits.load_state_dict(state)

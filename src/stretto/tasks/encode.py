@@ -70,7 +70,7 @@ class Encoder:
         self._spelling = _any_of(self._names)
         self._either = _any_of(self._other)
         # Anything that is not in the vocabulary becomes the unknown token; that controls nothing.
-        self._ids = frozenset(self._control.values()) - {tokenizer.unk_token_id}
+        self.control_ids = frozenset(self._control.values()) - {tokenizer.unk_token_id}
         self.found: set[str] = set()
 
     def escape(self, text: str) -> str:
@@ -200,19 +200,15 @@ class Encoder:
         """Return the escaped text of tokens: what spells a control token in it is one."""
         text, run = "", list[int]()
         for i in [*ids, None]:
-            if i in self._ids or i is None:
+            if i in self.control_ids or i is None:
                 decoded = self.tokenizer.decode(run, clean_up_tokenization_spaces=False)
                 text += self.escape(str(decoded)) if run else ""
                 run = []
-            if i in self._ids:
+            if i in self.control_ids:
                 text += self._spellings[i]
             elif i is not None:
                 run.append(i)
         return text
-
-    @property
-    def control_ids(self) -> frozenset[int]:
-        return self._ids
 
     def control_in(self, escaped: str, start: int = 0) -> tuple[int, int, int] | None:
         found = self._spelling.search(escaped, start)
@@ -241,7 +237,7 @@ class Encoder:
 
         They hold more if a text spells one only once it is normalised ('＜/s＞').
         """
-        found = sum(map(self._ids.__contains__, ids)) - (self._around if special else 0)
+        found = sum(map(self.control_ids.__contains__, ids)) - (self._around if special else 0)
         return found <= 0 or found <= len(self._spelling.findall(escaped))
 
     @cached_property
@@ -255,7 +251,7 @@ class Encoder:
 
     @cached_property
     def _around(self) -> int:
-        return sum(map(self._ids.__contains__, self.tokenizer("")["input_ids"]))
+        return sum(map(self.control_ids.__contains__, self.tokenizer("")["input_ids"]))
 
     def _twin_encoded(self, escaped: str, special: bool) -> Any:
         # As a batch, because other threads run while a batch is encoded.

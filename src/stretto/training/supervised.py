@@ -270,7 +270,6 @@ class Preferences:
         )
 
     def stats(self, prefix: str) -> dict[str, float]:
-        """Return them as metrics."""
         return {f"{prefix}/{k}": v for k, v in asdict(self).items() if k != "pairs"}
 
 

@@ -452,7 +452,6 @@ def eval_every(args: TrlConfig, sizes: Sizes) -> int:
 
 
 def stops(args: TrlConfig) -> bool:
-    """Return whether a token ends responses."""
     if not isinstance(args, PPOConfig):
         return True
     return bool(args.stop_token) or args.stop_token_id is not None
@@ -465,12 +464,10 @@ def _group(args: Any) -> int:
 
 
 def prompts_of(args: TrlConfig, sizes: Sizes) -> int:
-    """Return the prompts that a run takes in all."""
     return sizes.steps * sizes.batch // _group(args)
 
 
 def device(args: TrlConfig) -> Literal["auto", "cpu"]:
-    """Return the device of the models, as ``model.device`` has it."""
     return "cpu" if args.use_cpu or args.no_cuda else "auto"
 
 

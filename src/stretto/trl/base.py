@@ -252,7 +252,6 @@ class BaseTrainer:
         return run
 
     def _export(self, step: int, own: Path, save: Callable[[Path], None]) -> None:
-        """Write ``checkpoint-N`` into ``output_dir``."""
         number = step * self.sizes.updates
         checkpoints.export(
             Path(self.config.out) / f"checkpoint-{number}",
@@ -326,7 +325,6 @@ class BaseTrainer:
         """Do nothing: trackers are closed, and no process group is there, when training ends."""
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
-        """Say that none is written."""
         on_stderr("no model card is written; config.toml in the run's folder has all settings")
 
     def save_model(

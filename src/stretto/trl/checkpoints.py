@@ -98,7 +98,6 @@ def put_back(folder: Path) -> None:
 
 
 def _exported(out: Path) -> list[Path]:
-    """Return the ``checkpoint-N`` folders in a folder, the oldest first."""
     named = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in out.iterdir()]
     return [path for _, path in sorted((int(match[1]), path) for match, path in named if match)]
 

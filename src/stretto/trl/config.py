@@ -83,7 +83,6 @@ class TrlConfig(TrainingArguments):
     save_safetensors: bool = True
 
     def __new__(cls, *args: Any, **named: Any) -> Self:
-        """Refuse unknown names."""
         require_known(cls.__name__, named, (f.name for f in fields(cls)))
         return super().__new__(cls)
 

@@ -195,7 +195,6 @@ def lora_settings(peft_config: Any, policy: Any) -> dict[str, Any]:
 
 
 def lora_notes(peft_config: Any) -> list[str]:
-    """Return notes on arguments of a LoraConfig that have no effect here."""
     dropout = getattr(peft_config, "lora_dropout", 0.0)
     why = "adapters have no dropout, so that the policy that samples is the one that is trained"
     return [f"without effect: lora_dropout = {dropout} ({why})"] if dropout else []
@@ -387,7 +386,6 @@ class _Rows(Task):
         self._rows, self._tokenizer, self._name = rows, tokenizer, name
 
     def __len__(self) -> int:
-        """Number of rows."""
         return len(self._rows)
 
     def verify(self, index: int, response: str) -> float:

@@ -132,7 +132,6 @@ def _by_step(trace: Trace) -> dict[int, TracedStep]:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of the paths that tell them apart."""
     parts = [folder.resolve().parts for folder in folders]
     names = []
     for own in parts:

@@ -207,7 +207,6 @@ def check_cut(model: nn.Module, stages: int) -> None:
 
 
 def _check_parameters(model: nn.Module, parts: list[Stage]) -> None:
-    """Check that every trained parameter is on one stage, or on two if it is tied."""
     holders = Counter(name for stage in parts for name in stage.names.values())
     for name, parameter in model.named_parameters():
         wanted = 2 if name in parts[0].tied else 1
