@@ -1,8 +1,8 @@
 """Hooks of mkdocs: pages that stand elsewhere in the repository, and links to them.
 
-The README is the site's first page; CONTRIBUTING, the changelog, the examples' README and the
-measured tables of ``benchmarks/results`` are pages. Files are read where they are, so that none
-stands twice. The reference of the settings is made of their classes.
+The README is the site's first page. CONTRIBUTING, the changelog, the security policy, the examples'
+README and the measured tables of ``benchmarks/results`` are pages. Files are read where they are, so
+that none stands twice. The reference of the settings is made of their classes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import settings_page  # noqa: E402
 PAGES = {
     "index.md": "README.md",
     "examples.md": "examples/README.md",
-    **{name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")},
+    **{name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "LICENSE")},
 }
 """Pages of the site that are files outside of ``docs/``."""
 
@@ -34,7 +34,7 @@ LINKS = (
     (re.compile(r"\]\((?:\.\./)*benchmarks/results/"), "results/"),
     (re.compile(r"\]\((?:\.\./)*examples/(?:README\.md)?(?=[)#])"), "examples.md"),
     (re.compile(r"\]\((?:\.\./)*docs/"), ""),
-    (re.compile(r"\]\((?:\.\./)+(?=CONTRIBUTING\.md|CHANGELOG\.md)"), ""),
+    (re.compile(r"\]\((?:\.\./)+(?=CONTRIBUTING\.md|CHANGELOG\.md|SECURITY\.md)"), ""),
 )
 """Links between files of the repository, and the page or folder of the site that they lead to."""
 
@@ -74,6 +74,26 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 def on_page_content(html: str, **_: Any) -> str:
     """Make links of the cross-references of docstrings; of those that lead nowhere, code."""
     return WHOLE.sub('<code class="whole">', MENTION.sub(lambda found: _link(found[1]), html))
+
+
+def on_env(env: Any, config: MkDocsConfig, files: Files) -> None:
+    """Write ``llms.txt`` (https://llmstxt.org): every page, with its title and first sentence."""
+    pages = [f.page for f in files.documentation_pages() if f.page]
+    lines = [
+        f"- [{p.title}]({p.file.url or '.'}): {_first_sentence(p.markdown or '')}" for p in pages
+    ]
+    text = "\n".join([f"# {config.site_name}", "", f"> {config.site_description}", "", *lines, ""])
+    Path(config.site_dir).mkdir(parents=True, exist_ok=True)
+    (Path(config.site_dir) / "llms.txt").write_text(text, encoding="utf-8")
+
+
+def _first_sentence(markdown: str) -> str:
+    """The first sentence of a page's first paragraph, without links."""
+    for part in markdown.split("\n\n"):
+        if re.match(r"[\w`*\[]", part):
+            plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(part.split()))
+            return re.split(r"(?<=[.:]) ", plain)[0]
+    return ""
 
 
 def _boost(page: Page) -> float:
