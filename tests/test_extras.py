@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from stretto import errors, tasks
+from stretto import __version__, errors, tasks
 from stretto.config import TaskConfig
 from stretto.errors import MissingExtraError, require
 
@@ -159,3 +160,8 @@ def test_the_constraints_have_a_fitting_version_of_every_library() -> None:
             versions = [str(p.specifier)[2:] for p in pinned if canonicalize_name(p.name) == name]
             assert len(versions) >= 1, name
             assert all(requirement.specifier.contains(version) for version in versions), name
+
+
+def test_the_version_to_cite_is_the_projects() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"]
+    assert cited == PROJECT["version"] == __version__
