@@ -1,8 +1,8 @@
 """Hooks of mkdocs: pages that stand elsewhere in the repository, and links to them.
 
-The README is the site's first page. CONTRIBUTING, the changelog, the security policy, the examples'
-README and the measured tables of ``benchmarks/results`` are pages. Files are read where they are, so
-that none stands twice. The reference of the settings is made of their classes.
+The README is the first page. CONTRIBUTING, the changelog, the security policy, the examples'
+README and the measured tables of ``benchmarks/results`` are pages. Files are read where they are,
+so that none stands twice. The reference of the settings is made of their classes.
 """
 
 from __future__ import annotations
