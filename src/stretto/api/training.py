@@ -138,7 +138,9 @@ def execute(
     with _memory_explained(config.model, tokens, slots), ending_in_order(), ExitStack() as stack:
         stack.enter_context(run_dir.locked(display.note))
         if run.resuming:
-            _require_checkpoint(run_dir)
+            from stretto.runs import checkpoint
+
+            checkpoint.require(run_dir.checkpoints)
         try:
             with stack:  # a folder that is removed is let go of first
                 result = _train(run, display, on_step)
@@ -250,12 +252,6 @@ def _remedies(model: ModelConfig, microbatch_tokens: int, slots: int) -> str:
     if slots > _FEW_SLOTS:
         found.append(f"--rollout.slots {max(slots // 4, _FEW_SLOTS)}")
     return f"{', '.join([*found, 'or'])} a smaller model"
-
-
-def _require_checkpoint(run_dir: RunDirectory) -> None:
-    from stretto.runs import checkpoint
-
-    checkpoint.require(run_dir.checkpoints)
 
 
 def _leave(run: Begun[Any], display: Progress) -> None:

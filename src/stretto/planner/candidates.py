@@ -232,16 +232,12 @@ def _layouts(spec: PlanSpec) -> Iterator[Layout]:
             for scorer in meshes(learners, "scorers") if scored else ():
                 if scorer.data == 1 or spec.on_paper:
                     yield Layout(learner, generator, scorer, "learner")
-        for scorers in _scorer_sizes(gpus) if scored else ():
-            if learners + scorers < gpus:
+        powers = [2**k for k in range(gpus.bit_length())] if scored else []
+        for scorers in sorted({*powers, *(3 * n for n in powers)}):
+            if scorers <= gpus // 2 and learners + scorers < gpus:
                 sizes = (learners, rest - scorers, scorers)
                 for learner, generator, scorer in product(*map(meshes, sizes, shapes)):
                     yield Layout(learner, generator, scorer, "none")
-
-
-def _scorer_sizes(gpus: int) -> list[int]:
-    powers = [2**k for k in range(gpus.bit_length())]
-    return [n for n in sorted({*powers, *(3 * n for n in powers)}) if n <= gpus // 2]
 
 
 def _quickest_passes(spec: PlanSpec, layout: Layout) -> list[Layout]:

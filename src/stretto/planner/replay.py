@@ -410,8 +410,9 @@ def phases_of(spans: Iterable[Span], start_s: float, end_s: float, steps: int) -
     busy: defaultdict[str, Intervals] = defaultdict(list)
     for span in spans:
         part = (max(span.start_s, start_s), min(span.end_s, end_s))
-        phase = "" if span.waits else _phase(span)
-        if not phase or part[0] > part[1]:
+        kind = span.name.partition("/")[0]
+        phase = f"{_SCORING_BY}{role_of(span)}" if kind in _SCORING else _PHASES.get(kind, "")
+        if span.waits or not phase or part[0] > part[1]:
             continue
         # All roles that take part in a weight sync are at it together.
         work[phase, "" if phase == SYNC else span.role].append(part)
@@ -426,11 +427,6 @@ def phases_of(spans: Iterable[Span], start_s: float, end_s: float, steps: int) -
     found["no role at work"] = whole_s - seconds(union(p for parts in work.values() for p in parts))
     found[STEP] = whole_s
     return {phase: s / steps for phase, s in found.items()}
-
-
-def _phase(span: Span) -> str:
-    kind = span.name.partition("/")[0]
-    return f"{_SCORING_BY}{role_of(span)}" if kind in _SCORING else _PHASES.get(kind, "")
 
 
 def _order(phase: str) -> tuple[int, str]:

@@ -224,7 +224,9 @@ class ShardedModel(TrainedModel):
         """
         pairs = zip(self._names, self._masters, strict=True)
         copies = {name: master for name, master in pairs if self.wholes[name].dim is None}
-        sums = torch.stack([_bits(own).sum(dtype=torch.int64) for own in copies.values()])
+        # The sum of a tensor's bits, as integers, tells it from almost all others.
+        bits = torch.int64 if self._masters[0].dtype == torch.float64 else torch.int32
+        sums = torch.stack([own.view(bits).sum(dtype=torch.int64) for own in copies.values()])
         ends = torch.stack([sums, -sums])
         dist.all_reduce(ends, op=dist.ReduceOp.MIN, group=slices.group)
         gaps = dict[str, float]()
@@ -372,11 +374,6 @@ def _without_weights(model: nn.Module) -> nn.Module:
         for p in model.parameters()
     }
     return copy.deepcopy(model, cast(dict[int, Any], empty))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Return a float32 or float64 tensor as integers; their sum tells it from almost all others."""
-    return tensor.view(torch.int64 if tensor.dtype == torch.float64 else torch.int32)
 
 
 def _local(tensor: Any) -> Tensor:

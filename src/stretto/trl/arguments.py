@@ -311,6 +311,7 @@ def settings(
     theirs = sizes.steps * sizes.updates
     epoch = math.ceil(sizes.rows * _group(args) / sizes.batch)
     every = {"no": 0, "steps": math.ceil(_count(args.save_steps, theirs) / sizes.updates)}
+    penalty = getattr(args, "missing_eos_penalty", None)
     found: dict[str, Any] = {
         "steps": sizes.steps,
         "out": str(args.output_dir),
@@ -339,7 +340,10 @@ def settings(
         "observe.checkpoint_minutes": 0.0,  # save_strategy says when
         "observe.checkpoint_every": {**every, "epoch": epoch}[_plain(args.save_strategy)],
         "rollout.stop": _generation_options(args)[0],
-        **_missing_eos(args),
+        # TRL takes a penalty off the score. Where no token ends a response, a reward source does
+        # (:data:`MISSING_EOS`).
+        "reward.missing_eos": "subtract" if penalty is not None and stops(args) else "off",
+        "reward.missing_eos_penalty": penalty or 0.0,
         **_vllm(args),
     }
     found |= {setting: getattr(args, name) for name, setting in SETS.items() if hasattr(args, name)}
@@ -406,18 +410,6 @@ def _grouped(args: Any, sizes: Sizes) -> dict[str, Any]:
 
 def _runtime(args: TrlConfig) -> str:
     return "local" if args.use_vllm and args.runtime == "inline" else args.runtime
-
-
-def _missing_eos(args: TrlConfig) -> dict[str, Any]:
-    """Return the settings for responses without an end: TRL takes a penalty off their score. Where
-    no token ends a response, a reward source does (:data:`MISSING_EOS`).
-    """
-    penalty = getattr(args, "missing_eos_penalty", None)
-    subtracts = penalty is not None and stops(args)
-    return {
-        "reward.missing_eos": "subtract" if subtracts else "off",
-        "reward.missing_eos_penalty": penalty or 0.0,
-    }
 
 
 def max_turns(args: Any) -> int:
