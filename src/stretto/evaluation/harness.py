@@ -52,12 +52,8 @@ def benchmark(
 ) -> list[Benchmark]:
     """Run benchmarks.
 
-    Args:
-        config: device and dtype.
-        model: a known name, a folder, or a hub name.
-        tasks: names that the harness knows, or .yaml files that define one.
-        batch: responses decoded at a time.
-        limit: examples of each benchmark, at most; 0 takes all.
+    The arguments are those of :func:`stretto.api.models.benchmark`; ``config`` has device and
+    dtype, ``batch`` is the number of responses decoded at a time.
 
     Raises MissingExtraError if lm-evaluation-harness is not installed; ConfigError if a benchmark
     is unknown, or its data cannot be had; ModelError if the model cannot be found.

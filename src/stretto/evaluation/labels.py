@@ -146,11 +146,7 @@ def label_responses(
     that the token limit cut off are left out: as they would be stored, they would be read as if
     they had ended there.
 
-    Args:
-        policy: a known name, a folder, or a hub name.
-        by: 'task', 'file.py:name' or 'model:NAME'.
-        prompts: the first ones that training would draw, at most so many.
-        per_prompt: responses to each.
+    The arguments are those of :func:`stretto.api.models.label_responses`.
 
     Raises ConfigError for fewer than two responses to a prompt, or if the source or the output file
     cannot be used; TaskError if there is nothing but ties, or no response that ended; RewardError

@@ -148,10 +148,8 @@ def evaluate(
     With an environment an answer is an episode. The task's verifier judges it, or where
     ``reward.sources`` have the environment and not the task, the environment's reward does.
 
-    Args:
-        model: a known name, a folder, or a hub name.
-        samples: prompts, at most.
-        trained: settings that the model was trained with, or is to be; without them ``config``.
+    The arguments are those of :func:`stretto.api.models.evaluate`; ``trained`` are settings that
+    the model was trained with, or is to be, without them ``config``.
 
     Raises TaskError if the task has no verifier, or no prompts to ask; RewardError if the verifier
     failed on an answer; ModelError if the model cannot be loaded.
@@ -205,13 +203,8 @@ def measure(
 
     Sampled at ``rollout.temperature``. What is quick to get wrong is looked at first.
 
-    Args:
-        policy, samples, trained: as in :func:`evaluate`.
-        by: gold reward for a win-rate, as in ``reward.sources``, or several of them; all score the
-            same responses.
-        sft: model for the KL.
-        judge: LLM judge for a win-rate.
-        reference_column: with the responses to win against; empty takes the task's own answers.
+    The arguments are those of :func:`stretto.api.models.measure`, and ``trained`` as in
+    :func:`evaluate`. All sources of a win-rate score the same responses.
 
     Raises ConfigError if a KL of greedy responses is asked for, or the SFT model has another
     tokenizer; TaskError without reference responses; RewardError or JudgeError if a source or the
