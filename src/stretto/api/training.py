@@ -366,8 +366,7 @@ def train(
 
 
 def rows_in(config: Config, file: Path) -> Config:
-    task = config.task.model_copy(update={"name": str(file), "split": "train"})
-    return config.model_copy(update={"task": task})
+    return config.changed_in("task", name=str(file), split="train")
 
 
 def resume(

@@ -108,8 +108,7 @@ def run_eval(arguments: Sequence[str]) -> int:
     _check_options(own)
     tasks = [name.strip() for name in own.lm_eval.split(",") if name.strip()]
     if own.temperature is not None:
-        rollout = config.rollout.model_copy(update={"temperature": own.temperature})
-        config = config.model_copy(update={"rollout": rollout})
+        config = config.changed_in("rollout", temperature=own.temperature)
     name = model_of(own.model, own.recipe, config.model.name)
     model, by_row = trained_model(name), own.sampled or not tasks
     sources = [own.win_rate_by] if own.win_rate_by else []

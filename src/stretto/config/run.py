@@ -107,7 +107,7 @@ class Config(Section):
         return self.schedule.most_in_flight(self.rollout.batch, self.rollout.samples_per_prompt)
 
     def with_model(self, name: str) -> Self:
-        return self.model_copy(update={"model": self.model.model_copy(update={"name": name})})
+        return self.changed_in("model", name=name)
 
     @property
     def longest(self) -> int:

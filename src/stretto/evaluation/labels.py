@@ -113,7 +113,7 @@ def label_pairs(
         )
     _check_out(out, config.data.name)
     run = Config(seed=config.seed, threads=config.threads, model=config.model)
-    run = run.model_copy(update={"reward": run.reward.model_copy(update={"timeout_s": timeout_s})})
+    run = run.changed_in("reward", timeout_s=timeout_s)
     prepare_torch(run.seed, run.threads)
     rows = _read(config.data)
     tokenizer, layout = _tokens_for(by, config)

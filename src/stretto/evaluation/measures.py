@@ -361,15 +361,14 @@ def measured_on(config: Config) -> Config:
     """Return settings under which a task gives the rows that an evaluation reads."""
     task = config.task
     if task.is_procedural:
-        changes = {"task": task.model_copy(update={"size": 0}), "seed": config.seed + SEED}
-        return config.model_copy(update=changes)
+        return config.changed_in("task", size=0).model_copy(update={"seed": config.seed + SEED})
     if not task.held_out_rows:
         return config
     is_file = bool(format_of(task.held_out_rows))
     rows = {"name" if is_file else "split": task.held_out_rows, "size": 0, "held_out": 0.0}
     if is_file:
         rows["split"] = "train"
-    return config.model_copy(update={"task": task.model_copy(update=rows)})
+    return config.changed_in("task", **rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,8 +44,7 @@ class RoleSetup:
     def config(self) -> Config:
         """The settings of this process: ``model.device`` is its own."""
         device = self.devices[dist.get_rank()]
-        model = self.run_config.model.model_copy(update={"device": device})
-        return self.run_config.model_copy(update={"model": model})
+        return self.run_config.changed_in("model", device=device)
 
     def prepare(self) -> None:
         prepare_torch(self.run_config.seed, self.threads)
@@ -58,10 +57,9 @@ class RoleSetup:
         """Return the setup by which models are loaded on the CPU, and left in their files."""
         m, config = self.config.model, self.run_config
         dtype = str(pick_dtype(m.dtype, pick_device(m.device))).removeprefix("torch.")
-        model = config.model.model_copy(update={"dtype": dtype})
         return replace(
             self,
-            run_config=config.model_copy(update={"model": model}),
+            run_config=config.changed_in("model", dtype=dtype),
             overrides=replace(self.overrides, in_files=not config.warmup_examples),
             devices=["cpu"] * len(self.devices),
         )
