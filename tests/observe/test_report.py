@@ -10,6 +10,7 @@ import threading
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from html import unescape
 from html.parser import HTMLParser
 from http.client import HTTPConnection, RemoteDisconnected
 from pathlib import Path
@@ -287,6 +288,8 @@ def test_only_settings_that_differ_are_listed() -> None:
 def test_lengths_are_counted_in_bins_three_to_a_doubling(pair: list[Path]) -> None:
     assert length_edges(9) == [0, 1, 2, 3, 4, 5, 6, 8, 10]
     assert length_edges(0) == [0, 1]
+    assert length_edges(4) == [0, 1, 2, 3, 4, 5]
+    assert length_edges(16)[-3:] == [13, 16, 17]  # not 20: no response has 17 tokens
     data = payload(load(pair))
     for path, run in zip(pair, data["runs"], strict=True):
         lengths = [r.tokens for r in RunDirectory(path).read_rollouts()]
@@ -761,7 +764,10 @@ def test_a_page_opens_at_a_step_of_all_runs_and_compares_like_with_like(tmp_path
 
 EXPLORED = """
 const told = {smoothed: smoothed([1, 3, 2], 0.5), charts: at("curves").children.length};
-told.numbers = [-2e-7, 1.5e-7, 1e6, 1234567, 0.25, 100].map(number);
+const ranges = [[1, 30, 2], [5.551, 5.559, 5], [10, 10.02, 5], [-2e-7, 2e-7, 3], [0, 1500, 5]];
+told.axes = ranges.map((range) => labelled(ticks(...range)).map(([, text]) => text));
+told.marked = marked("<|im_start|>user: 1 < 2<|im_end|>").map((part) => part.className ?? part);
+told.numbers = [-2e-7, 1.5e-7, 1e6, 1234567, 0.25, 100].map((value) => number(value));
 const all = (query) => [...document.querySelectorAll(query)];
 const lines = () => all("#curves path.curve").map((p) => p.getAttribute("d"));
 const chart = document.querySelector("#curves svg"), box = chart.getBoundingClientRect();
@@ -804,11 +810,19 @@ def test_curves_zoom_and_smooth_and_samples_are_found(tmp_path: Path) -> None:
     page = dom(html_page([made(metrics=metrics, samples=rows)]), tmp_path, EXPLORED)
     found = re.search("<title>(.*?)</title>", page)
     assert found
-    told = json.loads(found[1])
+    told = json.loads(unescape(found[1]))
     # Averages by hand, without their bias: 1; (0.25 + 1.5) / 0.75; (1.75 / 2 + 1) / 0.875.
     assert told["smoothed"] == pytest.approx([1.0, 1.75 / 0.75, 1.875 / 0.875])
     assert told["charts"] == 2
     assert told["numbers"] == ["-2e-7", "1.5e-7", "1e+6", "1.23e+6", "0.25", "100"]
+    assert told["axes"] == [
+        ["10", "20", "30"],  # two ticks would fit, and one says too little
+        ["5.552", "5.554", "5.556", "5.558"],
+        ["10", "10.005", "10.01", "10.015", "10.02"],
+        ["-2e-7", "0", "2e-7"],
+        ["0", "500", "1000", "1500"],
+    ]
+    assert told["marked"] == ["", "mark", "user: 1 < 2", "mark", ""]
     low, high = told["range"]
     assert 1 < low < high < 40
     assert told["whole"] == [None, True]

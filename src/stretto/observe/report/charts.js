@@ -23,11 +23,11 @@ function canvas(host, height) {
   return [svg, width];
 }
 
-function number(value) {
+function number(value, digits = 3) {
   if (value === 0) return "0";
   const size = Math.abs(value);
-  if (size >= 1e6 || size < 1e-4) return value.toExponential(2).replace(/\.?0+e/, "e");
-  return String(Number(value.toPrecision(size >= 1000 ? 4 : 3)));
+  if (size >= 1e6 || size < 1e-4) return value.toExponential(digits - 1).replace(/\.?0+e/, "e");
+  return String(Number(value.toPrecision(size >= 1000 ? digits + 1 : digits)));
 }
 
 function duration(seconds) {
@@ -39,7 +39,7 @@ function duration(seconds) {
 
 const percent = (share) => (100 * share).toFixed(1) + " %";
 
-/** Round values from low to high: 1, 2 or 5 times a power of ten apart. */
+/** At least two round values from low to high: 1, 2 or 5 times a power of ten apart. */
 function ticks(low, high, count) {
   const rough = (high - low) / count || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -48,7 +48,15 @@ function ticks(low, high, count) {
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) {
     values.push(Number((i * step).toPrecision(12)));
   }
-  return values;
+  return values.length < 2 && low < high ? ticks(low, high, 2 * count) : values;
+}
+
+/** Ticks with their texts, with enough digits to tell neighbours apart. */
+function labelled(values, text = number) {
+  const power = (value) => Math.floor(Math.log10(Math.abs(value) || 1));
+  const [low, next] = values, high = Math.max(...values.map(Math.abs));
+  const digits = next === undefined ? 3 : Math.max(3, power(high) - power(next - low) + 2);
+  return values.map((value) => [value, text(value, digits)]);
 }
 
 /** Exponential moving averages, as TensorBoard's: without the bias to 0 of the first values. */
@@ -218,9 +226,9 @@ function timeTicks(low, high, count) {
 }
 
 /** A time on an axis that ends at `high`: all in one unit. */
-function timeText(seconds, high) {
+function timeText(seconds, high, digits) {
   const [unit, name] = timeUnit(high);
-  return `${number(seconds / unit)} ${name}`;
+  return `${number(seconds / unit, digits)} ${name}`;
 }
 
 /** The range of values with some room at both ends. */
@@ -237,12 +245,12 @@ function axes(host, [x0, x1], [y0, y1], options) {
   const left = 52, right = width - 18, top = 10, bottom = (options.height ?? 260) - 38;
   const X = (x) => left + ((x - x0) / (x1 - x0 || 1)) * (right - left);
   const Y = (y) => bottom - ((y - y0) / (y1 - y0)) * (bottom - top);
-  for (const y of ticks(y0, y1, 5)) {
+  for (const [y, text] of labelled(ticks(y0, y1, 5), options.yText)) {
     draw(svg, "path", { class: "grid", d: `M${left} ${Y(y)}H${right}` });
-    draw(svg, "text", { class: "muted", x: left - 8, y: Y(y) + 4, "text-anchor": "end" }, (options.yText ?? number)(y));
+    draw(svg, "text", { class: "muted", x: left - 8, y: Y(y) + 4, "text-anchor": "end" }, text);
   }
   const most = Math.max(2, Math.floor((right - left) / 80));
-  const xTicks = options.xTicks ?? (options.xTicksOf ?? ((...of) => ticks(...of).map((x) => [x, number(x)])))(x0, x1, most);
+  const xTicks = options.xTicks ?? (options.xTicksOf ?? ((...of) => labelled(ticks(...of))))(x0, x1, most);
   for (const [x, text] of xTicks) {
     draw(svg, "path", { class: "grid", d: `M${X(x)} ${bottom}v4` });
     draw(svg, "text", { class: "muted", x: X(x), y: bottom + 17, "text-anchor": "middle" }, text);

@@ -92,7 +92,7 @@ def html_page(
 
 def payload(runs: Sequence[LoadedRun], step: int | None = None) -> dict[str, Any]:
     """Return the content of the page, as plain data."""
-    edges = length_edges(max((r.sampled_tokens for run in runs for r in run.rollouts), default=0))
+    edges = length_edges(max((n for run in runs for n in _trained_lengths(run)), default=0))
     kinds = list(style.KINDS)
     in_brief = len(runs) > MAX_RUNS
     timelines: list[dict[str, Any]] = [{} for _ in runs]
@@ -156,17 +156,24 @@ def news(runs: Sequence[LoadedRun], after: Sequence[int] = ()) -> dict[str, Any]
 
 
 def length_edges(longest: int) -> list[int]:
-    """Return edges of bins for lengths from 0 to ``longest`` tokens, three to a doubling. Bin i
-    holds the lengths from edge i up to, and without, edge i + 1."""
+    """Return edges of bins for lengths from 0 to ``longest`` tokens, three to a doubling.
+
+    Bin i holds the lengths from edge i to edge i + 1, which is excluded. The last bin ends with
+    ``longest``.
+    """
     powers = (round(2 ** (power / _BINS_PER_DOUBLING)) for power in count(1))
     edges = [0, 1]
     while edges[-1] <= longest:
-        edges.append(next(edge for edge in powers if edge > edges[-1]))
+        edges.append(min(next(edge for edge in powers if edge > edges[-1]), longest + 1))
     return edges
 
 
+def _trained_lengths(run: LoadedRun) -> list[int]:
+    return [r.sampled_tokens for r in run.rollouts if r.state == "trained"]
+
+
 def _lengths(run: LoadedRun, edges: Sequence[int]) -> dict[str, Any] | None:
-    lengths = [r.sampled_tokens for r in run.rollouts if r.state == "trained"]
+    lengths = _trained_lengths(run)
     if not lengths:
         return None
     return {

@@ -213,10 +213,10 @@ const CURVES = [
   ["staleness/mean", "Staleness, mean [versions]", { zero: true }],
 ];
 
-const wholeTicks = (...of) => ticks(...of).filter(Number.isInteger).map((x) => [x, number(x)]);
+const wholeTicks = (...of) => labelled(ticks(...of).filter(Number.isInteger));
 const AXES = {
   steps: { xLabel: "step", xText: (x) => String(Math.round(x)), xTicksOf: wholeTicks },
-  times: { xLabel: "time", xText: duration, xTicksOf: (a, b, n) => timeTicks(a, b, n).map((x) => [x, timeText(x, b)]) },
+  times: { xLabel: "time", xText: duration, xTicksOf: (a, b, n) => labelled(timeTicks(a, b, n), (x, digits) => timeText(x, b, digits)) },
 };
 
 /** Metrics of all runs: those of CURVES that are not 0 throughout, and all others. */
@@ -296,8 +296,8 @@ const samples = {
       ...sources.map((name) => [name, (row) => row[7][name]]),
       ["tokens", (row) => row[6]],
       ["end", (row) => row[5]],
-      ["prompt", (row) => row[2], (row) => node("div", { class: "text" }, row[2])],
-      ...(rows.every((row) => row[8]) ? [] : [["response", (row) => row[3], (row) => node("div", { class: "text" }, row[8] ? "see below" : row[3])]]),
+      ["prompt", (row) => row[2], (row) => node("div", { class: "text" }, ...marked(row[2]))],
+      ...(rows.every((row) => row[8]) ? [] : [["response", (row) => row[3], (row) => node("div", { class: "text" }, ...marked(row[8] ? "see below" : row[3]))]]),
     ];
     const [by, ascends] = this.sort, value = columns.find(([name]) => name === by)?.[1] ?? ((row) => row[1]);
     rows.sort((a, b) => {
@@ -339,14 +339,15 @@ function lengthChart() {
   };
   const top = Math.max(...runs.flatMap((run) => run.counts.map((c) => c / run.total)));
   const Y = (share) => plot - (share / top) * (plot - 12);
-  for (const share of ticks(0, top, 4)) {
-    draw(svg, "path", { class: "grid", d: `M${left} ${Y(share)}H${width - right}` });
-    draw(svg, "text", { class: "muted", x: left - 8, y: Y(share) + 4, "text-anchor": "end" }, number(100 * share) + " %");
+  for (const [y, text] of labelled(ticks(0, top, 4), share)) {
+    draw(svg, "path", { class: "grid", d: `M${left} ${Y(y)}H${width - right}` });
+    draw(svg, "text", { class: "muted", x: left - 8, y: Y(y) + 4, "text-anchor": "end" }, text);
   }
   const every = Math.ceil((bins - first) / ((width - left) / 52));
-  for (let bin = first; bin <= bins; bin += every) {
+  for (let bin = first; bin <= bins - every / 2; bin += every) {
     draw(svg, "text", { class: "muted", x: X(bin), y: plot + 17, "text-anchor": "middle" }, D.edges[bin]);
   }
+  draw(svg, "text", { class: "muted", x: X(bins), y: plot + 17, "text-anchor": "end" }, D.edges[bins] - 1);
   for (const run of runs) {
     let d = `M${X(first)} ${plot}`;
     for (let bin = first; bin < bins; bin++) d += `V${Y(run.counts[bin] / run.total).toFixed(1)}H${X(bin + 1).toFixed(1)}`;
@@ -377,7 +378,7 @@ function lengthChart() {
 }
 
 const groupColour = (algorithm) => `var(--group-${Math.min(D.algorithms.indexOf(algorithm), 6)})`;
-const share = (y) => number(100 * y) + " %";
+const share = (y, digits) => number(100 * y, digits) + " %";
 const algorithmKeys = () => D.algorithms.map((name) => key(groupColour(name), name));
 
 function paretoCharts() {

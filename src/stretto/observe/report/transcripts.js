@@ -5,12 +5,15 @@ const ENDS = { environment: "the environment", turn_tokens: "the token limit of 
 const visible = (text) => text.replace(/[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g,
   (c) => `\\u${c.charCodeAt(0).toString(16).padStart(4, "0")}`);
 
+/** A text whose marks of the chat template, such as <|im_start|>, are pale. */
+const marked = (text) => text.split(/(<\|[\w-]+\|>)/).map((part, i) => (i % 2 ? node("span", { class: "mark" }, part) : part));
+
 /** A text in a block of its own; a long one is folded. */
 function block(kind, text) {
-  const shown = visible(text);
-  if (text.length <= FOLDED) return node("div", { class: `piece ${kind}` }, shown);
+  const shown = marked(visible(text));
+  if (text.length <= FOLDED) return node("div", { class: `piece ${kind}` }, ...shown);
   const size = `${text.length.toLocaleString("en")} characters`;
-  return node("details", { class: `piece ${kind}` }, node("summary", {}, `${visible(text.slice(0, 100).trim())} ... (${size})`), shown);
+  return node("details", { class: `piece ${kind}` }, node("summary", {}, `${visible(text.slice(0, 100).trim())} ... (${size})`), ...shown);
 }
 
 /** A call: what was called with what, what came of it, and how long it took. */
