@@ -1,6 +1,6 @@
 """Reward functions of one's own: numbers for answers, in the conventions of TRL and verl.
 
-Shows: what a function is given and returns. Named as 'examples/rewards.py:brief' in
+Shows: what a function is given and returns. Named as 'rewards.py:brief' in
 reward.sources, or handed to stretto.train(reward=brief).
 """
 

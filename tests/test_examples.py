@@ -6,7 +6,6 @@ import json
 import os
 import re
 import runpy
-import shutil
 import sys
 from collections import Counter
 from pathlib import Path
@@ -17,7 +16,6 @@ import pytest
 
 from stretto.cli.main import main
 from stretto.config import recipes
-from stretto.models.load import load_tokenizer
 from stretto.planner.choices import fitted_run
 from stretto.planner.fitting import RunMemory, known_shapes
 from stretto.planner.memory import CACHE, PHASES
@@ -30,9 +28,9 @@ SMOKE = EXAMPLES / "smoke.toml"
 VLLM = os.environ.get("STRETTO_VLLM_PYTHON") or (sys.executable if installed() else "")
 
 
-def train(name: str, out: Path, overrides: Path = SMOKE) -> Path:
+def train(name: str, out: Path, overrides: Path = SMOKE, *more: str) -> Path:
     """Run a ``.toml`` example with small sizes; the run's folder."""
-    options = ["--overrides", str(overrides), "--out", str(out), "--threads", "1"]
+    options = ["--overrides", str(overrides), "--out", str(out), "--threads", "1", *more]
     assert main(["train", f"examples/{name}.toml", *options]) == 0
     return out / f"{name}-001"
 
@@ -59,6 +57,21 @@ def test_all_are_listed_fit_on_a_screen_and_say_what_they_need() -> None:
         assert len(text.splitlines()) <= 50 or file.suffix == ".ipynb"
         if file.suffix in {".toml", ".py"} and file.name not in {"smoke.toml", "rewards.py"}:
             assert [w for w in ("Shows:", "Needs:", "Run: ") if w not in text] == []
+
+
+FILES = re.findall(r"\]\(([\w.-]+\.toml)\)", (EXAMPLES / "README.md").read_text())
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_rows_of_the_table_resolve_from_any_folder(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if file == "gpu-16gb-4bit.toml":
+        pytest.importorskip("bitsandbytes")
+    for folder, at in ((ROOT, "examples/"), (EXAMPLES, ""), (tmp_path, f"{EXAMPLES}/")):
+        monkeypatch.chdir(folder)
+        options = ["--overrides", f"{at}smoke.toml", "--dry-run"]
+        assert main(["train", f"{at}{file}", *options]) == 0
 
 
 def test_own_rows_and_own_function_in_a_file(tmp_path: Path) -> None:
@@ -98,19 +111,11 @@ def test_processes(tmp_path: Path) -> None:
     assert staleness == [0, 1]
 
 
-def test_a_program(tmp_path: Path, tiny_folder: Path) -> None:
+def test_a_program(tmp_path: Path) -> None:
     for library in ("openai", "starlette", "uvicorn"):
         pytest.importorskip(library)
-    folder = shutil.copytree(tiny_folder, tmp_path / "talks")
-    tokenizer = load_tokenizer(folder)
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
-        "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}|{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    tokenizer.save_pretrained(folder)
-    sizes = SMOKE.read_text().replace("tiny-2-heads", str(folder))
-    sizes = sizes.replace("max_new_tokens = 8", "max_new_tokens = 400")
+    assert len(rewards(train("program", tmp_path / "as-printed"))) == 2
+    sizes = SMOKE.read_text().replace("max_new_tokens = 8", "max_new_tokens = 400")
     overrides = tmp_path / "sizes.toml"
     overrides.write_text(sizes + "[environment]\nmax_turn_tokens = 150\n")
     run = train("program", tmp_path, overrides)
@@ -119,12 +124,11 @@ def test_a_program(tmp_path: Path, tiny_folder: Path) -> None:
         ended[episode["ended_by"]] += 1
         turns = episode["turns"]
         assert sum(turn["tokens"] + turn["context"] for turn in turns) == episode["tokens"]
-        if episode["ended_by"] == "environment":  # two tries, and both were wrong
-            assert len(turns) == 2
-            assert (turns[0]["context"], episode["reward"]) == (
-                len("|<user>That is wrong. Try again.|<assistant>"),
-                0,
-            )
+        if episode["ended_by"] == "environment":  # right, by chance, or two tries
+            assert episode["reward"] == (0 if len(turns) == 2 else 1)
+        if len(turns) == 2:
+            asked = "\n*user\nThat is wrong. Try again.*\n*assistant\n"  # *: a mark of ChatML
+            assert turns[0]["context"] == len(asked)
     assert set(ended) == {"environment", "turn_tokens"}
 
 
@@ -133,7 +137,7 @@ def test_vllm(tmp_path: Path) -> None:
     file = tmp_path / "smoke.toml"
     process = f'[[cluster.processes]]\nroles = ["generator"]\npython = "{VLLM}"\n'
     file.write_text(SMOKE.read_text() + process)
-    assert len(rewards(train("vllm", tmp_path, file))) == 2
+    assert len(rewards(train("vllm", tmp_path, file, "--model.name", "tiny-2-heads"))) == 2
 
 
 def test_vllms_settings_are_settings(capsys: pytest.CaptureFixture[str]) -> None:
