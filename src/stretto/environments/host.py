@@ -16,8 +16,9 @@ from stretto.environments.results import CHARACTERS_PER_TOKEN, Step, bounded, sh
 from stretto.environments.running import CallError, Runner, is_cancelled
 from stretto.environments.shapes import Episode, Source, recognise
 from stretto.errors import ConfigError, RewardError
+from stretto.outside import describe
 from stretto.plain import plain
-from stretto.scoring.conventions import ENVIRONMENTS, describe
+from stretto.scoring.conventions import ENVIRONMENTS
 
 CLOSE_S = 5.0
 """Seconds in which the episodes that are open at the end of a run are closed, in all."""

@@ -16,11 +16,10 @@ from queue import SimpleQueue
 from threading import Lock, Thread, current_thread, main_thread
 from typing import Any, Protocol
 
+from stretto import outside
 from stretto.config import EnvironmentConfig
-from stretto.config.sections import reward_source
 from stretto.environments.host import CLOSE_S, Host
 from stretto.errors import ConfigError, RewardError
-from stretto.scoring.functions import locate
 from stretto.workers.function import START_LIMIT_S, kill, start_child
 
 SILENCE_S = 30.0
@@ -46,13 +45,7 @@ def settings_of(config: EnvironmentConfig) -> dict[str, Any]:
 
 def locate_source(name: str) -> dict[str, str]:
     """Locate an entry of ``environment.sources``; ConfigError if there is no such thing."""
-    source = reward_source(name)
-    if source.kind != "function":
-        raise ConfigError(
-            f"{SETTING}: '{name}' is neither 'file.py:name' nor 'package.module:name'",
-            "unknown-source",
-        )
-    return locate(source, SETTING)
+    return outside.locate(name, SETTING)
 
 
 class ProcessLostError(Exception):

@@ -13,7 +13,7 @@ from threading import Thread
 from typing import Any
 
 from stretto.environments.threads import ObjectThread, needs_main_thread, refused_outside_main
-from stretto.scoring.conventions import describe, in_this_process
+from stretto.outside import describe, in_this_process
 
 GRACE_S = 5.0
 """Seconds that the thread of a call that was cancelled has to end, before it counts as lost."""

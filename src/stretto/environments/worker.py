@@ -29,8 +29,7 @@ from typing import Any
 
 from stretto.environments.host import CLOSE_S, Host
 from stretto.errors import StrettoError
-from stretto.scoring.conventions import not_defined
-from stretto.scoring.worker import callables, import_module
+from stretto.outside import import_module, member_of
 from stretto.workers.channel import Channel, end_all
 
 THREADS = 1024
@@ -111,13 +110,10 @@ def _named(
 ) -> dict[str, Any]:
     found = {}
     for name, place in sources.items():
-        file, function = place["file"], place["function"]
+        file = place["file"]
         if file not in modules:
             modules[file] = import_module(file, place["module"], place["root"], setting)
-        thing = getattr(modules[file], function, None)
-        if thing is None:
-            raise not_defined(file, function, callables(modules[file]), setting)
-        found[name] = thing
+        found[name] = member_of(modules[file], place, setting)
     return found
 
 

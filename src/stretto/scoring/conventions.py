@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import os
-import sys
-import traceback
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
-from stretto.errors import ConfigError, RewardError, StrettoError, nearest
+from stretto.errors import ConfigError, RewardError
+from stretto.outside import describe, ending_forked_children, in_this_process
 from stretto.plain import plain
 from stretto.types import is_finite
 
@@ -451,13 +448,6 @@ def listed(result: Any, count: int) -> Sequence[Any]:
     return result
 
 
-def not_defined(
-    file: str, name: str, functions: Collection[str], setting: str = "reward.sources"
-) -> ConfigError:
-    hint = nearest(name, functions) if functions else "It defines no function."
-    return ConfigError(f"{setting}: '{file}' has no function '{name}'. {hint}", "unknown-function")
-
-
 def as_number(value: Any) -> float:
     """Return a score as a number; raises RewardError if it is none that is finite as float32."""
     try:
@@ -469,53 +459,3 @@ def as_number(value: Any) -> float:
             f"it returned {repr(value)[:200]} where a number is needed that is finite as float32"
         )
     return number
-
-
-def in_this_process(call: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
-    """Return or raise what a call does, in the process that made the call."""
-    with ending_forked_children():
-        return call(*args, **keywords)
-
-
-@contextmanager
-def ending_forked_children() -> Iterator[None]:
-    """End a forked child as Python would, so that it is no second reward process or trainer."""
-    pid, raised = os.getpid(), None
-    try:
-        yield
-    except BaseException as error:
-        raised = error
-        raise
-    finally:
-        if os.getpid() != pid:
-            _end_child(raised)
-
-
-def _end_child(error: BaseException | None) -> NoReturn:
-    """End a forked child as Python would, without the exit handlers that its parent registered."""
-    status = 1
-    try:
-        if error is None or (isinstance(error, SystemExit) and error.code is None):
-            status = 0
-        elif isinstance(error, SystemExit) and isinstance(error.code, int):
-            status = error.code & 0xFF
-        else:
-            said = error.code if isinstance(error, SystemExit) else traceback.format_exc()
-            print(said, file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        os._exit(status)
-
-
-def describe(error: BaseException, file: str | None) -> str:
-    """Describe an error, with the line of ``file`` (or of any code) that raised it."""
-    if isinstance(error, StrettoError):
-        return str(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename == file]
-    if isinstance(error, SyntaxError) and not own:
-        return f"{type(error).__name__}: {error}"  # its text names the place
-    at = (own or frames)[-1]
-    place = f"{Path(at.filename).name}, line {at.lineno}, in {at.name}: {at.line}"
-    return f"{type(error).__name__}: {error} ({place})"

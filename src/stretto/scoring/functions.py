@@ -12,14 +12,11 @@ import json
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
-from importlib.machinery import PathFinder
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from stretto import outside
 from stretto.config import TaskConfig
 from stretto.config.sections import RewardSource
 from stretto.errors import ConfigError, EngineError, RewardError
@@ -243,10 +240,10 @@ def _as_text(value: Any) -> Any:
     return value.isoformat() if hasattr(value, "isoformat") else str(value)
 
 
-def locate(source: RewardSource, setting: str = "reward.sources") -> dict[str, str]:
-    """Return the absolute path of a function's file, its module and the folder of that where it is
-    named by it, and its own name; or the URL of a server. Raises ConfigError if there is no such
-    file or module, or if texts should not be sent to the URL.
+def locate(source: RewardSource) -> dict[str, str]:
+    """Return the place of a function (:func:`stretto.outside.locate`), or the URL of a server.
+
+    Raises ConfigError if there is no such file or module, or texts should not go to the URL.
     """
     if source.kind == "server":
         check_url(source.name)
@@ -257,38 +254,7 @@ def locate(source: RewardSource, setting: str = "reward.sources") -> dict[str, s
             "'package.module:name', 'http://127.0.0.1:PORT/...' and 'model:NAME'",
             "unknown-source",
         )
-    path, module, root = source.file.expanduser(), "", ""
-    if path.suffix != ".py":
-        module = str(path)
-        path, root = _file_of(source.name, module, setting)
-    elif not path.is_file():
-        raise ConfigError(
-            f"{setting}: '{source.name}' names the file '{path}', which is not there (looked "
-            f"for from {Path.cwd()})",
-            "no-reward-file",
-        )
-    place = {"file": str(path.resolve()), "module": module, "root": root}
-    return place | {"function": source.function}
-
-
-def _file_of(source: str, module: str, setting: str) -> tuple[Path, str]:
-    """Return a module's file and the folder to import it from, without importing anything."""
-    name, *inner = module.split(".")
-    top = None
-    with suppress(ValueError):  # of a module without a spec, as __main__ may be
-        top = find_spec(name)  # by all finders, which editable installs add to
-    top = spec = top or PathFinder.find_spec(name, [str(Path.cwd())])
-    for name in inner:
-        spec = PathFinder.find_spec(name, (spec and spec.submodule_search_locations) or [])
-    if top is None or spec is None:
-        raise ConfigError(
-            f"{setting}: '{source}' names the module '{module}', which is not there (looked "
-            f"for in what is installed, and in {Path.cwd()}); install it, or name a file as "
-            "'file.py:name'",
-            "no-reward-module",
-        )
-    home = top.submodule_search_locations or [top.origin or ""]
-    return Path(spec.origin or ""), str(Path(home[0]).parent.resolve())
+    return outside.locate(source.name, "reward.sources")
 
 
 def require_columns(source: str, required: Iterable[str], columns: Collection[str]) -> None:

@@ -1,0 +1,229 @@
+"""The user's own code, which settings name as 'file.py:name' or 'package.module:name'."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from itertools import takewhile
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+from stretto.errors import ConfigError, StrettoError, nearest
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def parts(name: str) -> tuple[str, str] | None:
+    """Split 'file.py:name' or 'package.module:name'; ``None`` for a name of another form."""
+    home, _, member = name.rpartition(":")
+    is_home = Path(home).suffix == ".py" or all(map(str.isidentifier, home.split(".")))
+    return (home, member) if is_home and member.isidentifier() else None
+
+
+def locate(name: str, setting: str) -> dict[str, str]:
+    """Return the absolute path of a file, its module and the folder of that if it is named by its
+    module, and the member's name. Raises ConfigError if there is no such file or module.
+    """
+    named = parts(name)
+    if named is None:
+        raise ConfigError(
+            f"{setting}: '{name}' is neither 'file.py:name' nor 'package.module:name'",
+            "unknown-source",
+        )
+    home, member = named
+    if not home.endswith(".py"):
+        path, root = _file_of(name, home, setting)
+        return {"file": str(path.resolve()), "module": home, "root": root, "function": member}
+    path = Path(home).expanduser()
+    if not path.is_file():
+        raise ConfigError(
+            f"{setting}: '{name}' names the file '{path}', which is not there (looked "
+            f"for from {Path.cwd()})",
+            "no-reward-file",
+        )
+    return {"file": str(path.resolve()), "module": "", "root": "", "function": member}
+
+
+_loaded: dict[tuple[Path, str], Any] = {}
+"""Members that this process has imported, by the working directory and their names."""
+
+
+def is_loaded(name: str) -> bool:
+    return (Path.cwd(), name) in _loaded
+
+
+def forget() -> None:
+    """Let the next :func:`load` import files again, which may have been edited."""
+    _loaded.clear()
+
+
+def load(name: str, setting: str, kind: Any) -> Any:
+    """Import a member of a file or a module; the same object for each call in a process.
+
+    Raises ConfigError, which names the setting, for a missing file, module or member, for code that
+    raises as it is imported, and for an object that is no ``kind``.
+    """
+    key = (Path.cwd(), name)
+    if key not in _loaded:
+        place = locate(name, setting)
+        module = import_module(place["file"], place["module"], place["root"], setting)
+        _loaded[key] = member_of(module, place, setting)
+    if not isinstance(_loaded[key], kind):
+        raise ConfigError(
+            f"{setting}: '{name}' is of type {type(_loaded[key]).__name__}, and must be a "
+            f"{kind.__module__}.{kind.__name__}",
+            "wrong-kind-of-object",
+        )
+    return _loaded[key]
+
+
+def member_of(module: ModuleType, place: Mapping[str, str], setting: str) -> Any:
+    """Return the member of a module that :func:`locate` has named."""
+    member = getattr(module, place["function"], None)
+    if member is None:
+        raise not_defined(place["file"], place["function"], callables(module), setting)
+    return member
+
+
+def _file_of(source: str, module: str, setting: str) -> tuple[Path, str]:
+    """Return a module's file and the folder to import it from, without importing anything."""
+    name, *inner = module.split(".")
+    top = None
+    with suppress(ValueError):  # of a module without a spec, as __main__ may be
+        top = find_spec(name)  # by all finders, which editable installs add to
+    top = spec = top or PathFinder.find_spec(name, [str(Path.cwd())])
+    for name in inner:
+        spec = PathFinder.find_spec(name, (spec and spec.submodule_search_locations) or [])
+    if top is None or spec is None:
+        raise ConfigError(
+            f"{setting}: '{source}' names the module '{module}', which is not there (looked "
+            f"for in what is installed, and in {Path.cwd()}); install it, or name a file as "
+            "'file.py:name'",
+            "no-reward-module",
+        )
+    home = top.submodule_search_locations or [top.origin or ""]
+    return Path(spec.origin or ""), str(Path(home[0]).parent.resolve())
+
+
+def import_module(file: str, named: str, root: str, setting: str) -> ModuleType:
+    """Import the module ``named`` in the folder ``root``, or a Python file: this may import its
+    neighbours and, where it is a module of a package, the rest of that.
+
+    Raises ConfigError, which names the setting.
+    """
+    if named:
+        sys.path.append(root)
+    try:
+        load = importlib.import_module if named else _load
+        return in_this_process(load, named or file)
+    except BaseException as error:  # SystemExit too: the file may call sys.exit
+        raise ConfigError(
+            f"{setting}: '{file}' must be importable; importing it raised {describe(error, file)}",
+            "import-failed",
+        ) from error
+
+
+def callables(module: ModuleType) -> list[str]:
+    """Return the names of the functions and classes that a module defines itself."""
+    return [
+        key
+        for key, value in vars(module).items()
+        if callable(value) and getattr(value, "__module__", "") == module.__name__
+    ]
+
+
+def _load(file: str) -> ModuleType:
+    path = Path(file)
+    sys.path.insert(0, str(path.parent))
+    package = list(takewhile(_is_package, path.parents))
+    if not package or package[-1].name in sys.modules:
+        return _load_alone(path)
+    sys.path.insert(0, str(package[-1].parent))
+    named = ".".join(folder.name for folder in reversed(package))
+    try:
+        importlib.import_module(named)
+    except Exception:  # whatever its __init__ raises
+        with suppress(ImportError):  # as of a neighbour: the package's error says why
+            return _load_alone(path)
+        raise
+    return importlib.import_module(f"{named}.{path.stem}")
+
+
+def _is_package(folder: Path) -> bool:
+    return folder.name.isidentifier() and (folder / "__init__.py").is_file()
+
+
+def _load_alone(path: Path) -> ModuleType:
+    # The name that others import it by: processes that are not forked find its functions by it.
+    known_as = f"stretto_reward_{path.stem}" if path.stem in sys.modules else path.stem
+    spec = importlib.util.spec_from_file_location(known_as, path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def not_defined(file: str, name: str, functions: Collection[str], setting: str) -> ConfigError:
+    hint = nearest(name, functions) if functions else "It defines no function."
+    return ConfigError(f"{setting}: '{file}' has no function '{name}'. {hint}", "unknown-function")
+
+
+def in_this_process(call: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
+    """Return or raise what a call does, in the process that made the call."""
+    with ending_forked_children():
+        return call(*args, **keywords)
+
+
+@contextmanager
+def ending_forked_children() -> Iterator[None]:
+    """End a forked child as Python would, so that it is no second reward process or trainer."""
+    pid, raised = os.getpid(), None
+    try:
+        yield
+    except BaseException as error:
+        raised = error
+        raise
+    finally:
+        if os.getpid() != pid:
+            _end_child(raised)
+
+
+def _end_child(error: BaseException | None) -> NoReturn:
+    """End a forked child as Python would, without the exit handlers that its parent registered."""
+    status = 1
+    try:
+        if error is None or (isinstance(error, SystemExit) and error.code is None):
+            status = 0
+        elif isinstance(error, SystemExit) and isinstance(error.code, int):
+            status = error.code & 0xFF
+        else:
+            said = error.code if isinstance(error, SystemExit) else traceback.format_exc()
+            print(said, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
+
+
+def describe(error: BaseException, file: str | None) -> str:
+    """Describe an error, with the line of ``file`` (or of any code) that raised it."""
+    if isinstance(error, StrettoError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == file]
+    if isinstance(error, SyntaxError) and not own:
+        return f"{type(error).__name__}: {error}"  # its text names the place
+    at = (own or frames)[-1]
+    place = f"{Path(at.filename).name}, line {at.lineno}, in {at.name}: {at.line}"
+    return f"{type(error).__name__}: {error} ({place})"
