@@ -242,5 +242,7 @@ def remedy(extra: str) -> str:
     a clone, or the file of a wheel. Stretto is on no package index.
     """
     clone = f"pip install -e '.[{extra}]'"
+    if extra in ("mlflow", "trackio", "swanlab"):  # of which no version is needed
+        return f"pip install {extra}"
     libraries = " ".join(map(plain, requirements(extra)))
     return f"pip install {libraries} (or, in a clone of Stretto: {clone})" if libraries else clone

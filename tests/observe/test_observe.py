@@ -21,6 +21,7 @@ from helpers import ManualClock, check_trace_events, full_beyond
 from raising import raises
 from run_helpers import ended_rollout, lines
 from stretto.config import Config, recipes
+from stretto.config.sections import TRACKERS
 from stretto.errors import ConfigError, MissingExtraError, StateError, StorageError
 from stretto.machine import Machine
 from stretto.observe import Recorder, RunDirectory, Sample, Spans, Window, make_progress
@@ -31,7 +32,7 @@ from stretto.observe.progress import NoProgress, PlainProgress, headline
 from stretto.observe.run_directory import RolloutRecord
 from stretto.observe.spans import Span
 from stretto.observe.trace import TracedStep, TraceFile
-from stretto.observe.trackers import Tracker, open_trackers
+from stretto.observe.trackers import TrackedRun, open_trackers
 from stretto.schedules.rollout import RolloutState
 
 SAMPLE = Sample(prompt="1 + 1 = [/]", response="2 \ud800", reward=1.0, finish="stop", tokens=2)
@@ -243,7 +244,7 @@ def test_prometheus_reads_the_newest_metrics(tmp_path: Path) -> None:
         config = recipes.build({"observe": {"prometheus_port": port}}, "here")
         run = RunDirectory.create(tmp_path, "tiny", config)
         with raises(StorageError, "port-taken", f"prometheus_port = {port}"):
-            open_trackers(config.observe, run, {})
+            open_trackers(config.observe, TrackedRun(run.name, run.path, {}))
     with Recorder(config, run, NoProgress()) as recorder:
         recorder.step(1, {"objective/kl": 0.5, "lr": 1e-3})
         recorder.step(2, {"objective/kl": 0.25})
@@ -256,72 +257,15 @@ def test_prometheus_reads_the_newest_metrics(tmp_path: Path) -> None:
         pass  # nobody listens there any more
 
 
-@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("tracker", TRACKERS)
 def test_a_missing_tracker_names_the_extra(
     tracker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, tracker, None)
-    config = tracking(tracker)
-    with raises(MissingExtraError, "missing-library", f"pip install -e '.[{tracker}]'"):
-        open_trackers(config.observe, RunDirectory.create(tmp_path, "tiny", config), {})
-
-
-def test_wandb_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[dict[str, Any]] = []
-    logged: list[tuple[int, dict[str, Any]]] = []
-    axes: list[tuple[str, str | None]] = []
-
-    def init(**settings: Any) -> Any:
-        started.append(settings)
-        return types.SimpleNamespace(
-            id=settings["id"] or "fresh",
-            define_metric=lambda name, step_metric=None: axes.append((name, step_metric)),
-            log=lambda values, step: logged.append((step, values)),
-            finish=lambda: None,
-        )
-
-    library: Any = types.SimpleNamespace(init=init, Table=lambda **table: table)
-    monkeypatch.setitem(sys.modules, "wandb", library)
-    monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    config = tracking("wandb")
-    run = RunDirectory.create(tmp_path, "tiny", config)
-    for step in (1, 2):
-        with Recorder(config, run, NoProgress(), resumed_step=step - 1) as recorder:
-            shown = [Sample("2+2?", "4", 0.5, "stop", 2, {"task": 0.5})] * (step - 1)
-            recorder.step(step, {"objective/kl": 0.5}, shown)
-    assert [s["id"] for s in started] == [None, "fresh"]
-    assert started[0]["name"] == "tiny-001"
-    assert started[0]["project"] == "stretto"
-    assert started[0]["config"]["rollout"]["batch"] == 32
-    columns = ["reward", "task", "tokens", "finish", "prompt", "response"]
-    table = {"columns": columns, "data": [[0.5, 0.5, 2, "stop", "2+2?", "4"]]}
-    assert axes == [("step", None), ("*", "step")] * 2
-    assert logged == [
-        (1, {"step": 1, "objective/kl": 0.5}),
-        (2, {"step": 2, "objective/kl": 0.5, "samples": table}),
-    ]
-    # A run that died after step 2 goes on from step 1: W&B drops what comes at an earlier step.
-    with Recorder(config, run, NoProgress(), resumed_step=1) as recorder:
-        recorder.step(2, {"objective/kl": 0.25})
-    assert logged[2:] == [(3, {"step": 2, "objective/kl": 0.25})]
-
-
-def test_wandb_without_a_login_is_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class UsageError(Exception):
-        """As wandb raises it where no key is configured."""
-
-    def init(**settings: Any) -> Any:
-        raise UsageError("No API key configured. Use `wandb login` to log in.\nA second line")
-
-    library = types.SimpleNamespace(init=init, Error=UsageError)
-    monkeypatch.setitem(sys.modules, "wandb", library)
-    config = tracking("wandb")
-    run = RunDirectory.create(tmp_path, "tiny", config)
-    with raises(StorageError, "wandb-unusable", "No API key", "WANDB_MODE=offline") as caught:
-        open_trackers(config.observe, run, {})
-    assert "\n" not in str(caught.value)
+    alone = tracker not in ("tensorboard", "wandb")
+    remedy = f"pip install {tracker}" if alone else f"pip install -e '.[{tracker}]'"
+    with raises(MissingExtraError, "missing-library", remedy):
+        open_trackers(tracking(tracker).observe, TrackedRun("tiny-001", tmp_path, {}))
 
 
 def test_the_recorder_keeps_valid_files_through_an_interrupt(tmp_path: Path) -> None:
@@ -354,7 +298,7 @@ def test_closing_the_recorder_closes_all_even_when_one_fails(
         def close(self) -> None:
             closed.append("display")
 
-    opened = [Tracker(lambda step, stats, samples: None, failing)]
+    opened = {"mine": types.SimpleNamespace(log=lambda step, metrics: None, finish=failing)}
     monkeypatch.setattr("stretto.observe.recorder.open_trackers", lambda *_: opened)
     run = RunDirectory.create(tmp_path, "tiny", Config())
     recorder = Recorder(Config(), run, Display())

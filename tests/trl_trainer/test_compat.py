@@ -21,7 +21,7 @@ from stretto import (
 )
 from stretto.config import recipes
 from stretto.config.algorithm import AlgorithmConfig
-from stretto.config.sections import ObserveConfig
+from stretto.config.sections import TRACKERS
 from stretto.config.training import OptimizerConfig
 from stretto.errors import ConfigError
 from stretto.trl import arguments
@@ -199,8 +199,7 @@ def test_no_refusal_names_a_thing_that_a_setting_has() -> None:
     assert set(arguments.OPTIMIZERS.values()) == set(kinds)
     schedules: Any = get_args(OptimizerConfig.model_fields["lr_schedule"].annotation)
     assert set(schedules) <= set(arguments.CHOICES["lr_scheduler_type"])
-    trackers: Any = get_args(get_args(ObserveConfig.model_fields["trackers"].annotation)[0])
-    for tracker in trackers:
+    for tracker in TRACKERS:
         args = GRPOConfig(report_to=tracker)
         assert arguments.notes(args, arguments.derive_sizes(args, 8))[1:] == []
     for name in ("scale_rewards", "importance_sampling_level", "multi_objective_aggregation"):

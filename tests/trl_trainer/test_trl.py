@@ -303,8 +303,10 @@ ARGUMENTS: list[tuple[dict[str, Any], str, Any]] = [
     ({"report_to": "none"}, "observe.trackers", ()),
     ({"report_to": ["tensorboard"]}, "observe.trackers", ("tensorboard",)),
     ({"report_to": "wandb"}, "observe.trackers", ("wandb",)),
-    ({"report_to": ["trackio", "wandb"]}, "observe.trackers", ("wandb",)),
-    ({"report_to": "mlflow"}, "observe.trackers", ()),
+    ({"report_to": ["trackio", "comet_ml"]}, "observe.trackers", ("trackio",)),
+    ({"report_to": "mlflow"}, "observe.trackers", ("mlflow",)),
+    ({"report_to": "swanlab"}, "observe.trackers", ("swanlab",)),
+    ({"report_to": "comet_ml"}, "observe.trackers", ()),
     ({"use_liger_kernel": True}, "model.use_liger_kernel", True),
     ({"torch_compile": True, "runtime": "local"}, "model.torch_compile", True),
     ({"torch_compile": True}, "model.torch_compile", False),
@@ -436,11 +438,11 @@ def test_what_has_no_effect_is_said(folders: dict[str, Path], tmp_path: Path) ->
     ]
     options: dict[str, Any] = {**BASE, "use_vllm": True, "vllm_server_port": 9000}
     served = PPOConfig(**options)
-    served.report_to = ["trackio", "tensorboard"]
+    served.report_to = ["comet_ml", "tensorboard"]
     assert arguments.notes(served, arguments.derive_sizes(served, 10))[1:] == [
         "without effect: vllm_server_port (vLLM is started with the run, in a process of its own)",
-        "without effect: report_to = 'trackio' (metrics go to metrics.jsonl in the run's folder, "
-        "and to tensorboard or wandb)",
+        "without effect: report_to = 'comet_ml' (metrics go to metrics.jsonl in the run's folder, "
+        "and to tensorboard, wandb, mlflow, trackio, swanlab)",
     ]
     alone = make_trainer(folders, tmp_path, {"vllm_importance_sampling_cap": 2.0})
     assert arguments.notes(alone.args, alone.sizes)[1:] == [

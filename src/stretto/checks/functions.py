@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from stretto import outside
 from stretto.config.sections import RewardSource
 from stretto.environments.processes import SETTING, locate_source
 from stretto.environments.shapes import BEGINNINGS, unknown_environment
 from stretto.environments.tools import schema_of
 from stretto.errors import ConfigError
 from stretto.machine import is_loopback
-from stretto.scoring.conventions import ENVIRONMENTS, convention_of, not_defined
+from stretto.outside import not_defined
+from stretto.scoring.conventions import ENVIRONMENTS, convention_of
 from stretto.scoring.functions import locate, require_columns
 
 PATIENCE_S = 4.0
@@ -58,6 +60,12 @@ def check_environments(sources: Iterable[str]) -> None:
     for place in map(locate_source, sources):
         file, name = Path(place["file"]), place["function"]
         _check_source(name, _find(file, name, SETTING), dict(_defined(_parsed(file, SETTING)[0])))
+
+
+def check_member(name: str, setting: str) -> None:
+    """Refuse other code of the user's that cannot be found or imported, without running it."""
+    place = outside.locate(name, setting)
+    _find(Path(place["file"]), place["function"], setting)
 
 
 def _check_source(name: str, found: ast.AST | None, defined: Mapping[str, ast.stmt]) -> None:

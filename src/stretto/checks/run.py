@@ -13,14 +13,14 @@ from urllib.parse import urlsplit
 from stretto import files, tasks
 from stretto.checks import functions
 from stretto.config import Config, ModelConfig, ObserveConfig, RewardModelConfig, SftConfig
-from stretto.config.sections import RewardSource, TaskConfig, reward_source
+from stretto.config.sections import TRACKERS, RewardSource, TaskConfig, reward_source
 from stretto.config.training import PipelineConfig
 from stretto.errors import ConfigError, ModelError, TaskError, require
 from stretto.machine import usable_cores, usable_gpus
 from stretto.models.info import NOT_ON_HUB, TOKENIZERS, ModelInfo, model_info
 from stretto.models.resolve import adapter_folder, cache_dir, cached, is_known
 from stretto.models.shapes import undivided
-from stretto.observe.trackers import port_taken
+from stretto.observe.trackers import port_taken, require_libraries
 from stretto.planner import fitting
 from stretto.tasks import Task
 from stretto.tasks.supervised import read_demonstrations, read_pairs
@@ -133,10 +133,10 @@ def _check_libraries(config: Config) -> None:
 
 
 def _check_observation(observe: ObserveConfig) -> None:
-    for tracker in observe.trackers:
-        require(tracker, tracker, f"observe.trackers = '{tracker}'")
+    require_libraries(observe)
+    for name in set(observe.trackers).difference(TRACKERS):
+        functions.check_member(name, "observe.trackers")
     if port := observe.prometheus_port:
-        require("prometheus_client", "prometheus", f"observe.prometheus_port = {port}")
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

@@ -40,6 +40,7 @@ _PATHS = (
     ("data", "name"),
     ("reward", "sources"),
     ("environment", "sources"),
+    ("observe", "trackers"),
     ("model", "name"),
     ("critic", "init"),
     ("rollout", "speculative_model"),

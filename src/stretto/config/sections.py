@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -14,11 +13,14 @@ from pydantic import (
     ConfigDict,
     Field,
     JsonValue,
+    PlainValidator,
     ValidationInfo,
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticKnownError
 
+from stretto import outside
 from stretto.errors import ConfigError, RuleError
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -49,6 +51,19 @@ Rules = dict[str, object]
 
 UNCHECKED = "rules are checked later"
 """Context of a validation that leaves the rules between settings to a later one."""
+
+
+def one_of(*names: str) -> Any:
+    """Make the type of a setting that is one of these names, or names code of the user's."""
+
+    def check(value: Any) -> Any:
+        if value in names or (isinstance(value, str) and outside.parts(value)):
+            return value
+        listed = f"{', '.join(map(repr, names[:-1]))} or {names[-1]!r}"
+        expected = f"{listed}, or code of yours as file.py:name or package.module:name"
+        raise PydanticKnownError("literal_error", {"expected": expected})
+
+    return Annotated[Literal[names] | str, PlainValidator(check)]
 
 
 class Section(BaseModel):
@@ -268,14 +283,11 @@ class RewardSource:
         kind: task: its verifier. function: 'file.py:name', or 'package.module:name'. model:
             'model:NAME'. server: a URL. environment: what it gave. object: a name to which only the caller of a run can give
             a meaning.
-        file: of the function; without '.py', the name of its module.
     """
 
     name: str
     kind: Literal["task", "function", "model", "server", "environment", "object"] = "object"
     model: str = ""
-    file: Path = Path()
-    function: str = ""
 
 
 def reward_source(name: str) -> RewardSource:
@@ -288,11 +300,7 @@ def reward_source(name: str) -> RewardSource:
         return RewardSource(name, "model", model=name.removeprefix("model:"))
     if name.startswith(("http://", "https://")):
         return RewardSource(name, "server")
-    file, _, function = name.rpartition(":")
-    module = all(map(str.isidentifier, file.split(".")))
-    if (Path(file).suffix == ".py" or module) and function.isidentifier():
-        return RewardSource(name, "function", file=Path(file), function=function)
-    return RewardSource(name)
+    return RewardSource(name, "function" if outside.parts(name) else "object")
 
 
 class RewardConfig(Section):
@@ -422,13 +430,17 @@ class RolloutConfig(Section):
         )
 
 
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
+"""Trackers that have a name of their own."""
+
+
 class ObserveConfig(Section):
     """Display, metrics and files of a run."""
 
     progress: Literal["auto", "rich", "plain", "off"] = "auto"
     """Live display. auto: rich on a terminal, else plain lines."""
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Trackers that get the metrics, besides metrics.jsonl."""
+    trackers: tuple[one_of(*TRACKERS), ...] = ()  # type: ignore[valid-type]
+    """Trackers that get the metrics, besides metrics.jsonl. 'file.py:name' or 'package.module:name' is one of your own (docs/observing.md)."""
     prometheus_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port on the loopback at which a Prometheus server can read the newest metrics; 0 for none."""
     samples: NonNegativeInt = 4

@@ -14,7 +14,8 @@ from stretto.observe.display import THROUGHPUT, Progress
 from stretto.observe.idle import TimeSheet
 from stretto.observe.run_directory import RunDirectory, Sample
 from stretto.observe.spans import Window
-from stretto.observe.trackers import open_trackers
+from stretto.observe.trackers import TrackedRun, open_trackers, send
+from stretto.outside import describe
 from stretto.schedules.episode_metrics import calls
 from stretto.schedules.rollout import Rollout
 from stretto.types import FinishReason, Stats, short_name
@@ -60,9 +61,11 @@ class Recorder(ExitStack):
         self._remarks = None
         if isinstance(config, Config):
             self._remarks = Remarks(config.reward, config.rollout.max_new_tokens)
-        self._trackers = open_trackers(config.observe, run, config.model_dump(), resumed_step)
-        for close in (progress.close, *(tracker.close for tracker in self._trackers)):
-            self.callback(close)
+        followed = TrackedRun(run.name, run.path, config.model_dump(), resumed_step)
+        self._trackers = open_trackers(config.observe, followed)
+        self.callback(progress.close)
+        for tracker in self._trackers.values():
+            self.callback(tracker.finish)
 
     def step(
         self,
@@ -101,8 +104,15 @@ class Recorder(ExitStack):
         self._run.append_samples(step, kept)
         # Last of the files: a step with metrics has all its records.
         self._run.append_metrics(step, stats)
-        for tracker in self._trackers:
-            tracker.log(step, stats, kept)
+        for name, tracker in list(self._trackers.items()):
+            try:
+                send(tracker, step, stats, kept)
+            except Exception as error:  # such as a server that has gone: the run is worth more
+                del self._trackers[name]
+                self.note(
+                    f"step {step}: the tracker '{name}' failed and gets no further metrics, which "
+                    f"metrics.jsonl has: {describe(error, None)}"
+                )
         self._progress.step(step, self._total, stats, kept)
         batch = [r for r in rollouts if r.id in rewards]
         for text in self._remarks.of(step, batch, rewards) if self._remarks and batch else ():

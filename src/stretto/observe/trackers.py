@@ -1,7 +1,7 @@
-"""TensorBoard, Weights & Biases and Prometheus, by their own writers.
+"""Trackers of experiments: TensorBoard, Weights & Biases, MLflow, Trackio, SwanLab, Prometheus.
 
-accelerate's trackers need accelerate's process state, and creating that may join a process group,
-set the number of threads and change the environment: too much to happen for some curves.
+They use the libraries' own writers. accelerate's trackers need accelerate's process state, and
+creating that may join a process group, set the number of threads and change the environment.
 """
 
 from __future__ import annotations
@@ -10,23 +10,54 @@ import importlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, Protocol
 
-from stretto import files
+from stretto import files, outside
 from stretto.config import ObserveConfig
-from stretto.errors import StorageError, first_line, require
-from stretto.observe.run_directory import RunDirectory, Sample
+from stretto.errors import StorageError, StrettoError, first_line, require
+from stretto.observe.run_directory import Sample
 
 CELL_CHARS = 2000
 """Longest text in a table of samples; more of it is cut off."""
 
+PROJECT = "stretto"
+"""Project or experiment of all runs, unless the library's own environment variable names one."""
 
-class Tracker(NamedTuple):
-    """A receiver of a run's metrics and samples besides its folder."""
 
-    log: Callable[[int, Mapping[str, float], Sequence[Sample]], None]
-    close: Callable[[], None]
+@dataclass(frozen=True)
+class TrackedRun:
+    """The run that a tracker is made for.
+
+    Attributes:
+        name: of the run, such as ``tiny-001``.
+        folder: of the run. A tracker may keep its id of the run there.
+        settings: all settings, in the sections of config.toml.
+        resumed_step: last step of the checkpoint that the run goes on from; 0 for a new run. Later
+            steps are taken, and logged, again.
+    """
+
+    name: str
+    folder: Path
+    settings: Mapping[str, Any]
+    resumed_step: int = 0
+
+
+class Tracker(Protocol):
+    """A receiver of a run's metrics, which a callable makes of a :class:`TrackedRun`.
+
+    ``observe.trackers`` names that callable, such as a class with these methods. A tracker may also
+    have ``log_samples(step, columns, rows)``, which gets a table of the step's first responses
+    after its metrics. If ``log`` raises an exception, the run goes on without the tracker.
+    """
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of a step; the first step is 1."""
+
+    def finish(self) -> None:
+        """Close the tracker. It is called once, also after an error or an interrupt."""
 
 
 def sample_table(samples: Sequence[Sample]) -> tuple[list[str], list[list[Any]]]:
@@ -38,6 +69,15 @@ def sample_table(samples: Sequence[Sample]) -> tuple[list[str], list[list[Any]]]
         for s in samples
     ]
     return ["reward", *sources, "tokens", "finish", "prompt", "response"], rows
+
+
+def send(
+    tracker: Tracker, step: int, stats: Mapping[str, float], samples: Sequence[Sample]
+) -> None:
+    """Log a step's metrics, and its samples if the tracker takes them."""
+    tracker.log(step, stats)
+    if samples and hasattr(tracker, "log_samples"):
+        tracker.log_samples(step, *sample_table(samples))
 
 
 def _markdown(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -66,109 +106,220 @@ def port_taken(port: int, error: OSError) -> StorageError:
     )
 
 
-def tensorboard(run: RunDirectory, settings: Mapping[str, Any], resumed_step: int) -> Tracker:
-    """Write event files under ``tensorboard/`` in the run directory: metrics as scalars, settings
-    and each step's samples as text, in tables."""
-    require("tensorboard", "tensorboard", "observe.trackers = 'tensorboard'")
-    library = importlib.import_module("torch.utils.tensorboard")
-    # purge_step hides what an interrupted run wrote past the step it is resumed from.
-    purge = resumed_step + 1 if resumed_step else None
-    writer: Any = library.SummaryWriter(log_dir=str(run.path / "tensorboard"), purge_step=purge)
+class TensorBoard:
+    """Event files under ``tensorboard/`` in the run's folder: metrics as scalars, settings and
+    samples as tables of text."""
 
-    table = _markdown(["setting", "value"], _flat(settings))
-    writer.add_text("settings", table, global_step=resumed_step)
+    def __init__(self, run: TrackedRun) -> None:
+        library = importlib.import_module("torch.utils.tensorboard")
+        # purge_step hides what an interrupted run wrote past the step it is resumed from.
+        purge = run.resumed_step + 1 if run.resumed_step else None
+        folder = str(run.folder / "tensorboard")
+        self._writer: Any = library.SummaryWriter(log_dir=folder, purge_step=purge)
+        self.finish = self._writer.close
+        table = _markdown(["setting", "value"], _flat(run.settings))
+        self._writer.add_text("settings", table, global_step=run.resumed_step)
 
-    def log(step: int, stats: Mapping[str, float], samples: Sequence[Sample]) -> None:
-        for name, value in stats.items():
-            writer.add_scalar(name, value, global_step=step)
-        if samples:
-            writer.add_text("samples", _markdown(*sample_table(samples)), global_step=step)
-        writer.flush()
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, global_step=step)
+        self._writer.flush()
 
-    return Tracker(log, writer.close)
+    def log_samples(self, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        self._writer.add_text("samples", _markdown(columns, rows), global_step=step)
+        self._writer.flush()
 
 
-def wandb(run: RunDirectory, settings: Mapping[str, Any]) -> Tracker:
-    """Open a Weights & Biases run of the run directory's name, in the project 'stretto': with the
-    settings as its configuration, metrics, and a table of each step's samples.
+class _Remembered:
+    """A tracker that keeps the library's id of a run in the run's folder, so that a resumed run
+    continues its curves."""
 
-    Its id and last step are kept beside the metrics, so that a resumed run continues its curves.
+    def __init__(self, run: TrackedRun, library: str) -> None:
+        self._library: Any = importlib.import_module(library)
+        self._file = run.folder / f"{library}.id"
+        text = self._file.read_bytes().decode(errors="replace") if self._file.exists() else ""
+        self._words = text.split()
+        self._id = self._words[0] if self._words else None
+
+    def _remember(self, *words: object) -> None:
+        files.write_whole(self._file, "".join(f"{word}\n" for word in words).encode())
+
+
+class WandB(_Remembered):
+    """A run of Weights & Biases: settings as its configuration, metrics, and tables of samples.
+
     Uploads follow ``wandb login``, ``WANDB_PROJECT`` and ``WANDB_MODE``.
     """
-    require("wandb", "wandb", "observe.trackers = 'wandb'")
-    id_file = run.path / "wandb.id"
-    library: Any = importlib.import_module("wandb")
-    known = id_file.read_text().split() if id_file.exists() else []
-    at = int(known[1]) if len(known) > 1 else -1
-    try:
-        opened = library.init(
-            project=None if "WANDB_PROJECT" in os.environ else "stretto",
-            name=run.name,
-            id=known[0] if known else None,
-            resume="allow",
-            dir=str(run.path),
-            config=dict(settings),
+
+    def __init__(self, run: TrackedRun) -> None:
+        super().__init__(run, "wandb")
+        try:
+            self._run = self._library.init(
+                project=None if "WANDB_PROJECT" in os.environ else PROJECT,
+                name=run.name,
+                id=self._id,
+                resume="allow",
+                dir=str(run.folder),
+                config=dict(run.settings),
+            )
+        except self._library.Error as error:
+            raise StorageError(
+                f"Weights & Biases cannot be used: {first_line(error)} Log in with 'wandb login' "
+                "or WANDB_API_KEY, or write to this machine alone with WANDB_MODE=offline in the "
+                "environment",
+                "wandb-unusable",
+            ) from error
+        self.finish = self._run.finish
+        # W&B drops values at an earlier step than its last one, as after a resumption. So curves
+        # are drawn over a metric, and W&B's own step never decreases. Offline, only the file knows
+        # the last one; W&B knows it if the file is damaged.
+        last = self._words[1] if len(self._words) > 1 else ""
+        self._at = int(last) if last.isdecimal() else getattr(self._run, "step", 0) - 1
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._at = max(step, self._at + 1)
+        self._remember(self._run.id, self._at)
+        self._run.log({"step": step, **metrics}, step=self._at)
+
+    def log_samples(self, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        table = self._library.Table(columns=columns, data=rows)
+        self._run.log({"step": step, "samples": table}, step=self._at)
+
+
+class Trackio(_Remembered):
+    """A run of Trackio, with the settings as its configuration, and metrics."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        super().__init__(run, "trackio")
+        opened = self._library.init(
+            project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+            name=self._id or run.name,
+            resume="allow" if self._id else "never",
+            config=dict(_flat(run.settings)),
         )
-    except library.Error as error:
-        raise StorageError(
-            f"Weights & Biases cannot be used: {first_line(error)} Log in with 'wandb login' or "
-            "WANDB_API_KEY, or write to this machine alone with WANDB_MODE=offline in the "
-            "environment",
-            "wandb-unusable",
-        ) from error
-    # W&B drops what is logged at an earlier step than before, as after a resumption. So curves are
-    # drawn over a metric, and W&B's own step never falls.
-    opened.define_metric("step")
-    opened.define_metric("*", step_metric="step")
+        self._remember(opened.name)
+        self.finish = self._library.finish
 
-    def log(step: int, stats: Mapping[str, float], samples: Sequence[Sample]) -> None:
-        nonlocal at
-        columns, rows = sample_table(samples)
-        table = {"samples": library.Table(columns=columns, data=rows)} if samples else {}
-        at = max(step, at + 1)
-        files.write_whole(id_file, f"{opened.id}\n{at}\n".encode())
-        opened.log({"step": step, **stats, **table}, step=at)
-
-    return Tracker(log, opened.finish)
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._library.log(dict(metrics), step=step)
 
 
-def prometheus(run: RunDirectory, port: int) -> Tracker:
-    """Serve the newest metrics to a Prometheus server on ``http://127.0.0.1:PORT/metrics``: gauges
+class SwanLab(_Remembered):
+    """An experiment of SwanLab, with the settings as its configuration, and metrics.
+
+    Uploads follow ``swanlab login``, ``SWANLAB_PROJ_NAME`` and ``SWANLAB_MODE``.
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        super().__init__(run, "swanlab")
+        opened = self._library.init(
+            project=os.environ.get("SWANLAB_PROJ_NAME", PROJECT),
+            experiment_name=run.name,
+            config=dict(run.settings),
+            logdir=str(run.folder / "swanlab"),
+            **({"id": self._id, "resume": "allow"} if self._id else {}),
+        )
+        self._remember(opened.id)
+        self.finish = self._library.finish
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._library.log(dict(metrics), step=step)
+
+
+class MLflow(_Remembered):
+    """A run of MLflow: settings as parameters, and metrics, in whose names an underscore replaces
+    characters that MLflow refuses. ``MLFLOW_TRACKING_URI`` names the server."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        super().__init__(run, "mlflow")
+        if not {"MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"} & os.environ.keys():
+            self._library.set_experiment(PROJECT)
+        opened = self._library.start_run(run_id=self._id, run_name=run.name)
+        self.finish = self._library.end_run
+        self._remember(opened.info.run_id)
+        named = [(self._named(name), str(value)[:500]) for name, value in _flat(run.settings)]
+        for start in range(0, 0 if self._id else len(named), 100):  # MLflow's limits
+            self._library.log_params(dict(named[start : start + 100]))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        named = {self._named(name): value for name, value in metrics.items()}
+        self._library.log_metrics(named, step=step)
+
+    def _named(self, name: str) -> str:
+        return re.sub(r"[^\w./ -]", "_", name, flags=re.ASCII)
+
+
+class Prometheus:
+    """The newest metrics for a Prometheus server, on ``http://127.0.0.1:PORT/metrics``: gauges
     ``stretto_NAME`` with the run's name as a label, and underscores for what names cannot have."""
-    require("prometheus_client", "prometheus", f"observe.prometheus_port = {port}")
-    library = importlib.import_module("prometheus_client")
-    registry, gauges = library.CollectorRegistry(), dict[str, Any]()
-    try:
-        server, _ = library.start_http_server(port, addr="127.0.0.1", registry=registry)
-    except OSError as error:
-        raise port_taken(port, error) from error
 
-    def log(step: int, stats: Mapping[str, float], samples: Sequence[Sample]) -> None:
-        del samples  # Prometheus has numbers alone
-        for gauge in gauges.values():
+    def __init__(self, run: TrackedRun, port: int) -> None:
+        self._name = run.name
+        self._gauges: dict[str, Any] = {}
+        self._library = importlib.import_module("prometheus_client")
+        self._registry = self._library.CollectorRegistry()
+        try:
+            self._server, _ = self._library.start_http_server(
+                port, addr="127.0.0.1", registry=self._registry
+            )
+        except OSError as error:
+            raise port_taken(port, error) from error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Replace the metrics of the step before."""
+        for gauge in self._gauges.values():
             gauge.clear()  # of those that this step has not
-        for name, value in {"step": float(step), **stats}.items():
+        for name, value in {"step": float(step), **metrics}.items():
             clean = "stretto_" + re.sub(r"\W", "_", name)
-            if clean not in gauges:
-                gauges[clean] = library.Gauge(clean, name, ["run"], registry=registry)
-            gauges[clean].labels(run.name).set(value)
+            if clean not in self._gauges:
+                gauge = self._library.Gauge(clean, name, ["run"], registry=self._registry)
+                self._gauges[clean] = gauge
+            self._gauges[clean].labels(self._name).set(value)
 
-    def close() -> None:
-        server.shutdown()
-        server.server_close()
-
-    return Tracker(log, close)
+    def finish(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
 
 
-def open_trackers(
-    observe: ObserveConfig, run: RunDirectory, settings: Mapping[str, Any], resumed_step: int = 0
-) -> list[Tracker]:
+_MADE: Mapping[str, Callable[[TrackedRun], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WandB,
+    "mlflow": MLflow,
+    "trackio": Trackio,
+    "swanlab": SwanLab,
+}
+"""The trackers of ``config.sections.TRACKERS``."""
+
+
+def require_libraries(observe: ObserveConfig) -> None:
+    """Raise MissingExtraError if the library of a tracker is not installed."""
+    for name in observe.trackers:
+        if name in _MADE:
+            require(name, name, f"observe.trackers = '{name}'")
+    if port := observe.prometheus_port:
+        require("prometheus_client", "prometheus", f"observe.prometheus_port = {port}")
+
+
+def open_trackers(observe: ObserveConfig, run: TrackedRun) -> dict[str, Tracker]:
     """Open the trackers that ``observe.trackers`` names, and the page for Prometheus. Raises
-    MissingExtraError if a library is not installed, StorageError if the page's port is taken."""
-    made = [
-        tensorboard(run, settings, resumed_step) if name == "tensorboard" else wandb(run, settings)
-        for name in observe.trackers
-    ]
+    MissingExtraError if a library is not installed, ConfigError if there is no such code, and
+    StorageError if a tracker cannot be opened."""
+    require_libraries(observe)
+    made: dict[str, Tracker] = {}
+    for name in observe.trackers:
+        make = _MADE.get(name) or outside.load(name, "observe.trackers", Callable)
+        try:
+            made[name] = make(run)
+        except StrettoError:
+            raise
+        except Exception as error:
+            raise StorageError(
+                f"observe.trackers: '{name}' cannot be opened: {outside.describe(error, None)}; "
+                "fix that, or leave the tracker out",
+                "tracker-unusable",
+            ) from error
     if observe.prometheus_port:
-        made.append(prometheus(run, observe.prometheus_port))
+        made["prometheus"] = Prometheus(run, observe.prometheus_port)
     return made

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any, Literal
 
 from stretto.config import PRESETS
-from stretto.config.sections import ARGUMENTS, wrong_arguments
+from stretto.config.sections import ARGUMENTS, TRACKERS, wrong_arguments
 from stretto.errors import ConfigError, is_installed, nearest
 from stretto.trl.config import (
     OPTIMIZERS,
@@ -36,7 +36,6 @@ CORRECTIONS = {
 _SCHEDULES = {name: name for name in ("linear", "cosine", "constant")} | {
     "constant_with_warmup": "constant"
 }
-_TRACKERS = ("tensorboard", "wandb")
 _SAMPLING = ("do_sample", "min_p", "repetition_penalty", "top_k", "top_p")
 
 AGGREGATIONS = {
@@ -296,8 +295,8 @@ def _without_effect(args: TrlConfig) -> dict[str, str]:
     idle = {name: why for name, why in reasons.items() if _is_set(args, name)}
     for name in _generation_options(args)[1]:
         idle[f"{name} of generation_kwargs"] = REMARKS["top_p"]
-    for tracker in (t for t in _asked_trackers(args) if t not in _TRACKERS):
-        why = "metrics go to metrics.jsonl in the run's folder, and to tensorboard or wandb"
+    for tracker in (t for t in _asked_trackers(args) if t not in TRACKERS):
+        why = f"metrics go to metrics.jsonl in the run's folder, and to {', '.join(TRACKERS)}"
         idle[f"report_to = '{tracker}'"] = why
     return idle
 
@@ -336,7 +335,7 @@ def settings(
         "training.betas": (args.adam_beta1, args.adam_beta2),
         "training.grad_clip": args.max_grad_norm or 0.0,
         "observe.progress": "plain" if args.disable_tqdm else "auto",
-        "observe.trackers": tuple(t for t in _asked_trackers(args) if t in _TRACKERS),
+        "observe.trackers": tuple(t for t in _asked_trackers(args) if t in TRACKERS),
         "observe.checkpoint_minutes": 0.0,  # save_strategy says when
         "observe.checkpoint_every": {**every, "epoch": epoch}[_plain(args.save_strategy)],
         "rollout.stop": _generation_options(args)[0],
@@ -544,12 +543,12 @@ def _count(value: float, total: int) -> int:
 def _asked_trackers(args: TrlConfig) -> list[str]:
     names = [name for name in _listed(args.report_to or "none") if name != "none"]
     if names == ["all"]:
-        return [name for name in _TRACKERS if is_installed(name)]
+        return [name for name in TRACKERS if is_installed(name)]
     for name in names:
-        if name not in (*_TRACKERS, *OTHER_TRACKERS):
+        if name not in (*TRACKERS, *OTHER_TRACKERS):
             raise ConfigError(
-                f"report_to = '{name}': metrics go to tensorboard or wandb, and always to "
-                f"metrics.jsonl in the run's folder. {nearest(name, _TRACKERS)}",
+                f"report_to = '{name}': metrics go to {', '.join(TRACKERS)}, and always to "
+                f"metrics.jsonl in the run's folder. {nearest(name, TRACKERS)}",
                 "unknown-tracker",
             )
     return names

@@ -299,7 +299,7 @@ SETS = {
 
 OTHER_TRACKERS = (
     *("azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "kubeflow"),
-    *("mlflow", "neptune", "swanlab", "trackio"),
+    "neptune",
 )
 """Trackers of transformers that get nothing from here."""
 
