@@ -226,6 +226,17 @@ def requirements(extra: str = "") -> list[Requirement]:
     return sorted(chosen, key=lambda r: r.name.lower())
 
 
+def extras() -> list[str]:
+    """Return the names of the extras that users install, by the installed package's metadata."""
+    from importlib import metadata
+
+    try:
+        names = metadata.metadata("stretto").get_all("Provides-Extra") or []
+    except metadata.PackageNotFoundError:
+        return []
+    return [name for name in names if name != "dev"]
+
+
 def _asks_for(requirement: Requirement, extra: str) -> bool:
     return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,6 +114,7 @@ def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -
 
 LIGHT = """
 import sys
+import tomllib
 from stretto.cli.main import main
 
 for words in ("--help", "train tiny --help", "recipes", "memory 7B"):
@@ -607,6 +609,21 @@ def test_doctor_reports_what_is_missing(
     assert "smollm2-135m is not cached; the first use downloads it" in text
     assert "not installed: observe.trackers wandb would not work; pip install 'wandb>=0.18'" in text
     assert text.endswith("ready\n")
+
+
+def test_doctor_lists_each_extra_of_the_project_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _doctor_with(monkeypatch, cached=True, cache=tmp_path)
+    versions = doctor.metadata.version
+    monkeypatch.setattr(doctor.metadata, "version", _without("starlette", versions))
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extras = sorted(set(project["optional-dependencies"]) - {"dev"})
+    assert sorted(doctor._EXTRAS) == extras
+    assert run("doctor") == 0
+    topics = [line[9:22].strip() for line in capsys.readouterr().out.splitlines()]
+    named = sorted(topic for topic in topics if topic in extras)
+    assert named == [name for name in extras if name != "vllm" or not doctor.is_installed("vllm")]
 
 
 def test_doctor_tells_of_ray(

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from packaging.requirements import Requirement
 
 from stretto import files
-from stretto.errors import is_installed, plain, requirements
+from stretto.errors import extras, is_installed, plain, requirements
 from stretto.machine import usable_cores
 from stretto.observe.progress import on_stderr
 from stretto.saying import working
@@ -34,10 +34,11 @@ _EXTRAS = {
     "tensorboard": "observe.trackers tensorboard",
     "wandb": "observe.trackers wandb",
     "prometheus": "observe.prometheus_port",
+    "renderers": "episodes with a few families of models, such as gpt-oss,",
     "serve": "stretto serve",
     "judge": "LLM judges",
     "lm-eval": "eval --lm-eval",
-    "plots": "pictures of them as PNG",
+    "plots": "pictures of pipeline schedules as PNG",
 }
 """What each extra is for."""
 _MARKS = {"ok": "  ok  ", "note": " note ", "broken": "BROKEN"}
@@ -172,15 +173,19 @@ def _models() -> Iterator[Finding]:
 
 
 def _extras() -> Iterator[Finding]:
-    for extra, use in _EXTRAS.items():
+    for extra in extras():
         if extra == "vllm" and is_installed(extra):
             continue  # its build for CPUs is a package of another name
-        for requirement in requirements(extra):
-            found = _package(requirement, "note")
-            if found.state != "ok":
-                what, _, how = found.text.partition(";")
-                found = Finding("note", extra, f"{what}: {use} would not work;{how}")
-            yield found
+        wanted = requirements(extra)
+        packages = [_package(requirement, "note") for requirement in wanted]
+        if faults := [package for package in packages if package.state != "ok"]:
+            facts = ", ".join(f"{name} {text.partition(';')[0]}" for _, name, text in faults)
+            use, command = _EXTRAS.get(extra, extra), " ".join(map(plain, wanted))
+            text = f"{facts}: {use} would not work; pip install {command}"
+            yield Finding("note", extra, text)
+        elif packages:
+            versions = ", ".join(f"{name} {version}" for _, name, version in packages)
+            yield Finding("ok", extra, versions)
     if not is_installed("ray"):
         return
     from stretto.workers import ray_cluster
