@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import os
 import subprocess
@@ -29,8 +30,43 @@ EXTRAS = {
 }
 OPTIONAL = {r.name.replace("-", "_") for found in EXTRAS.values() for r in found}
 """Names under which the extras' libraries are imported."""
-BROUGHT_ALONG = {"pandas", "llvmlite"}
+BROUGHT_ALONG = {"llvmlite"}
 """Large ones that come with them."""
+
+
+def third_party(file: Path) -> set[str]:
+    """Libraries that a module imports when it runs, beside those of Python."""
+    tree = ast.parse(file.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    names = list[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.append(node.module)
+    tops = {name.partition(".")[0] for name in names}
+    return tops - {"stretto", "__future__"} - sys.stdlib_module_names
+
+
+def guarded(file: Path) -> set[str]:
+    """Strings of a module that refuses a library which is not installed."""
+    tree = ast.parse(file.read_text())
+    calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    texts = {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    return texts if {"require", "is_installed"} & calls else set()
+
+
+def test_each_library_that_is_imported_is_declared_and_guarded_if_optional() -> None:
+    files = sorted((ROOT / "src").rglob("*.py"))
+    imports = set[str]().union(*map(third_party, files))
+    core = {Requirement(text).name.replace("-", "_") for text in PROJECT["dependencies"]}
+    assert len(imports) > 20
+    assert imports - core - OPTIONAL == set()
+    guards = set[str]().union(*map(guarded, files))
+    assert (imports & OPTIONAL) - core - guards == set()
+
 
 HIDE = """
 import sys

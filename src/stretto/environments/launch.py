@@ -8,6 +8,8 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, Protocol
 
+from stretto.errors import require
+
 HTTP_CLIENT = "http_client"
 
 
@@ -48,6 +50,7 @@ async def launch(
         given = {name: value for name, value in given.items() if name in parameters}
     async with AsyncExitStack() as stack:
         if HTTP_CLIENT in parameters:
+            require("openai", "judge", "a program that takes http_client")
             from openai import DefaultAsyncHttpxClient
 
             given[HTTP_CLIENT] = await stack.enter_async_context(DefaultAsyncHttpxClient())

@@ -19,13 +19,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, WrapValidator
-from pydantic_core.core_schema import ValidationInfo
 
 from stretto.config.recipes import code_of
 from stretto.errors import ConfigError, RuleError, nearest
+
+if TYPE_CHECKING:
+    from pydantic import ValidationInfo
 
 _MOST_MEMORY_UNITS = 2**40
 """Largest activation, in units in which all are whole; sums of thousands stay exact."""
