@@ -124,6 +124,14 @@ def test_without_locks_on_the_file_system_it_is_said(
     with locked(tmp_path, notes.append):
         pass
     assert notes == [f"'{tmp_path}' is on a file system without locks; let no other run use it"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_holder_that_is_not_named_is_another_process(tmp_path: Path) -> None:
+    with held_elsewhere(tmp_path):
+        (tmp_path / NAME).write_text("")
+        with raises(StorageError, "folder-in-use", "another process"), locked(tmp_path, print):
+            pass
 
 
 def read_only(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
