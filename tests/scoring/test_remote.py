@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from tenacity import wait_none
 
 from raising import raises
 from scorer_helpers import byte_rollout, byte_tokenizer
@@ -27,6 +29,8 @@ Serve = Callable[[Answer], str]
 
 tokens: list[str | None] = []
 """What requests had for authorization."""
+connections: set[Any] = set()
+"""Addresses from which requests came, one for each connection."""
 
 
 @pytest.fixture
@@ -36,17 +40,22 @@ def serve() -> Iterator[Serve]:
 
     def start(answer: Answer) -> str:
         class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
             def do_POST(self) -> None:
+                connections.add(self.client_address)
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 tokens.append(self.headers["Authorization"])
                 status, said = answer(json.loads(body))
+                text = said if isinstance(said, str) else json.dumps(said)
                 self.send_response(status)
                 if status in (301, 307):
                     self.send_header("Location", said)
+                if status == 429:
+                    self.send_header("Retry-After", said)
+                self.send_header("Content-Length", str(len(text.encode())))
                 self.end_headers()
-                self.wfile.write(
-                    said.encode() if isinstance(said, str) else json.dumps(said).encode()
-                )
+                self.wfile.write(text.encode())
 
             def log_message(self, *_: Any) -> None:
                 pass
@@ -83,7 +92,8 @@ def verdicts(url: str, *responses: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "WAITS_S", (0.0, 0.0))
+    monkeypatch.setattr(remote, "BACKOFF", wait_none())
+    monkeypatch.setattr(remote, "ATTEMPTS", 3)
 
 
 def test_a_scorer_asks_a_server(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +144,60 @@ def test_a_busy_server_is_asked_again(serve: Serve) -> None:
     busy = verdicts(serve(lambda _: (429, "later")), "abc")[0]["error"]
     assert "was asked 3 times" in busy
     assert "status 429: later" in busy
+
+
+def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that are waited, as far as a test asks; nothing waits."""
+    seconds = list[float]()
+    monkeypatch.setattr(time, "sleep", seconds.append)
+    return seconds
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        ("7", 7.0),
+        ("86400", remote.LONGEST_WAIT_S),
+        ("9" * 400, remote.LONGEST_WAIT_S),
+        ("Fri, 31 Dec 9999 23:59:59 GMT", remote.LONGEST_WAIT_S),
+        ("Fri, 31 Dec 1999 23:59:59 GMT", 0.0),
+        *((header, 0.0) for header in ("soon", "-7", "nan", "inf", "1e3", "")),
+    ],
+)
+def test_a_server_is_asked_again_when_it_says(
+    header: str, seconds: float, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited = naps(monkeypatch)
+    assert "status 429" in verdicts(serve(lambda _: (429, header)), "abc")[0]["error"]
+    assert [max(wait, 0.0) for wait in waited] == [seconds] * 2
+
+
+def test_attempts_are_apart_by_doubling_and_random_waits(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    waited = naps(monkeypatch)
+    found = verdicts(serve(lambda _: (503, "loading")), *["a"] * 4)
+    assert all("was asked 4 times" in verdict["error"] for verdict in found)
+    assert len(waited) == 12
+    assert len(set(waited)) > 4
+    for least, most in ((0.5, 1.0), (1.0, 1.5), (2.0, 2.5)):
+        assert sum(least <= wait <= most for wait in waited) >= 4
+
+
+def test_requests_of_later_batches_reuse_connections(serve: Serve) -> None:
+    url = serve(lengths)
+    connections.clear()
+    function = remote.open_server(url)
+    for _ in range(3):
+        function.run(samples(*["ab"] * remote.IN_FLIGHT), lambda verdict: None)
+    assert 1 <= len(connections) <= remote.IN_FLIGHT
+
+
+def test_a_proxy_that_cannot_be_used_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("https_proxy", "nonsense://127.0.0.1:1")
+    with raises(ConfigError, "reward-url", "nonsense"):
+        remote.open_server("https://rewards.example/")
 
 
 def test_a_sample_that_the_server_cannot_score_costs_no_other(serve: Serve) -> None:

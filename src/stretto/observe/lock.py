@@ -12,8 +12,6 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from stretto import files
 from stretto.errors import StorageError
 from stretto.machine import command_line
@@ -34,6 +32,8 @@ def locked(folder: Path, note: Callable[[str], None]) -> Iterator[None]:
     if the file system does flock(2) for all of them, as NFS does. Without locks on the file system
     ``note`` is called with a line, and the work goes on.
     """
+    from filelock import FileLock, Timeout
+
     file = folder / NAME
     # The timeout is because :func:`in_use` holds the lock for a moment, too.
     lock = FileLock(file, 0.1, poll_interval=0.01, thread_local=False, fallback_to_soft=False)

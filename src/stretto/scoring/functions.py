@@ -21,7 +21,6 @@ from stretto.config import TaskConfig
 from stretto.config.sections import RewardSource
 from stretto.errors import ConfigError, EngineError, RewardError
 from stretto.scoring.conventions import ENVIRONMENTS, TIMED_OUT, Verdict, recognise
-from stretto.scoring.remote import check_url
 from stretto.scoring.responses import ResponseScorer, response_text
 from stretto.scoring.worker import ready
 from stretto.tasks.base import INDEX_KEY, fingerprint
@@ -246,6 +245,8 @@ def locate(source: RewardSource) -> dict[str, str]:
     Raises ConfigError if there is no such file or module, or texts should not go to the URL.
     """
     if source.kind == "server":
+        from stretto.scoring.remote import check_url
+
         check_url(source.name)
         return {"url": source.name}
     if source.kind != "function":

@@ -13,12 +13,14 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from email.utils import parsedate_to_datetime
 from functools import partial
-from http.client import HTTPException
 from typing import Any
-from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import HTTPRedirectHandler, OpenerDirector, ProxyHandler, Request, build_opener
+
+from httpx2 import Client, HTTPError, InvalidURL, Limits, Timeout
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_attempt
+from tenacity.wait import wait_exponential, wait_random
 
 from stretto.errors import ConfigError, RewardError
 from stretto.machine import is_loopback
@@ -37,8 +39,13 @@ TOKEN = "STRETTO_REWARD_TOKEN"
 """Environment variable whose value, if any, servers get as a bearer token."""
 IN_FLIGHT = 8
 """Requests to a server at a time; a batch is cut into as many."""
-WAITS_S = (0.5, 1.0, 2.0)
-"""Seconds to wait before each further attempt at a request."""
+ATTEMPTS = 4
+"""Requests for the same samples, at most."""
+BACKOFF = wait_exponential(multiplier=0.5) + wait_random(0, 0.5)
+"""Seconds between attempts: random in part, so that requests of one batch do not all come back
+together."""
+LONGEST_WAIT_S = 30.0
+"""Seconds to wait if the server's Retry-After asks for more."""
 BUSY = (429, 502, 503, 504)
 """Statuses of a server, or of what is before it, that may be over in a moment."""
 
@@ -47,11 +54,10 @@ class _RefusedError(RewardError):
     """The server has answered, and will not score these samples."""
 
 
-class _NoRedirect(HTTPRedirectHandler):
-    """Takes an answer that points elsewhere for an error: texts go where the user said."""
+class _BusyError(RewardError):
+    """The server gave no answer. It may give one after ``wait_s``."""
 
-    def redirect_request(self, *_: Any) -> None:
-        return None
+    wait_s = 0.0
 
 
 def check_url(url: str) -> None:
@@ -80,9 +86,16 @@ def check_url(url: str) -> None:
 
 def open_server(url: str) -> RewardFunction:
     """Make a reward function of a server. Proxies of the environment are not used for loopback."""
-    # ProxyHandler({}) is without proxies, ProxyHandler() with those of the environment.
-    proxies = ProxyHandler({}) if is_loopback(urlsplit(url).hostname) else ProxyHandler()
-    judge = partial(_judge, build_opener(proxies, _NoRedirect), url)
+    try:
+        client = Client(
+            trust_env=not is_loopback(urlsplit(url).hostname),  # for proxies
+            timeout=Timeout(None, connect=10.0),  # the server may take long to score
+            limits=Limits(keepalive_expiry=60.0),
+        )
+    except (ImportError, ValueError, InvalidURL) as error:
+        problem = f"reward.sources: the proxy for '{url}' cannot be used: {error}"
+        raise ConfigError(problem, "reward-url") from error
+    judge = partial(_judge, client, url)
 
     def run(samples: Sequence[Sample], send: Send) -> None:
         size = -(-len(samples) // IN_FLIGHT) or 1
@@ -95,13 +108,13 @@ def open_server(url: str) -> RewardFunction:
     return RewardFunction(run, columns=("label",))
 
 
-def _judge(opener: OpenerDirector, url: str, samples: Sequence[Sample]) -> list[Verdict]:
+def _judge(client: Client, url: str, samples: Sequence[Sample]) -> list[Verdict]:
     try:
         log = Log(len(samples))
-        rewards = listed(log.scores(_post(opener, url, samples)), len(samples))
+        rewards = listed(log.scores(_post(client, url, samples)), len(samples))
     except _RefusedError as error:
         if len(samples) > 1:
-            return [verdict for sample in samples for verdict in _judge(opener, url, [sample])]
+            return [verdict for sample in samples for verdict in _judge(client, url, [sample])]
         return [{"error": str(error)}]
     except RewardError as error:
         return [{"error": str(error)}] * len(samples)
@@ -116,7 +129,7 @@ def _verdicts(rewards: Sequence[Any], log: Log) -> Iterator[Verdict]:
             yield {"error": str(error)}
 
 
-def _post(opener: OpenerDirector, url: str, samples: Sequence[Sample]) -> Any:
+def _post(client: Client, url: str, samples: Sequence[Sample]) -> Any:
     """Return the server's answer; raises RewardError where none comes, or none that is JSON."""
     body = {
         "query": [s["prompt"] + s["response"] for s in samples],
@@ -126,19 +139,49 @@ def _post(opener: OpenerDirector, url: str, samples: Sequence[Sample]) -> Any:
     headers = {"Content-Type": "application/json"}
     if token := os.environ.get(TOKEN):
         headers["Authorization"] = f"Bearer {token}"
-    request = Request(url, json.dumps(body).encode(), headers)
-    for wait_s in (*WAITS_S, None):
-        try:
-            with opener.open(request) as answer:
-                return parse(answer.read())
-        except ValueError as error:
-            raise RewardError(f"'{url}' did not answer with JSON: {error}") from error
-        except HTTPError as error:
-            trouble = f"status {error.code}: {error.read(500).decode(errors='replace')}"
-            if error.code not in BUSY:
-                raise _RefusedError(f"'{url}' answered with {trouble}") from error
-        except (OSError, HTTPException) as error:
-            trouble = str(error)
-        if wait_s is not None:
-            time.sleep(wait_s)
-    raise RewardError(f"'{url}' was asked {len(WAITS_S) + 1} times, without success: {trouble}")
+    attempts = Retrying(
+        stop=stop_after_attempt(ATTEMPTS),
+        wait=_wait,
+        retry=retry_if_exception_type(_BusyError),
+        reraise=True,
+    )
+    try:
+        return attempts(_ask, client, url, json.dumps(body), headers)
+    except _BusyError as error:
+        problem = f"'{url}' was asked {ATTEMPTS} times, without success: {error}"
+        raise RewardError(problem) from error
+
+
+def _ask(client: Client, url: str, body: str, headers: dict[str, str]) -> Any:
+    """Return the answer of one request. Redirects are refused: texts go where the user said."""
+    try:
+        answer = client.post(url, content=body, headers=headers)
+    except (HTTPError, InvalidURL) as error:
+        raise _BusyError(str(error)) from error
+    if not answer.is_success:
+        text = answer.content[:500].decode(errors="replace")
+        trouble = f"status {answer.status_code}: {text}"
+        if answer.status_code not in BUSY:
+            raise _RefusedError(f"'{url}' answered with {trouble}")
+        busy = _BusyError(trouble)
+        busy.wait_s = _retry_after_s(answer.headers.get("Retry-After", ""))
+        raise busy
+    try:
+        return parse(answer.content)
+    except ValueError as error:
+        raise RewardError(f"'{url}' did not answer with JSON: {error}") from error
+
+
+def _wait(state: RetryCallState) -> float:
+    error = state.outcome and state.outcome.exception()
+    return max(BACKOFF(state), error.wait_s if isinstance(error, _BusyError) else 0.0)
+
+
+def _retry_after_s(header: str) -> float:
+    """Return the seconds of a Retry-After, which has a number or a date."""
+    try:
+        if header.isdecimal():
+            return min(float(header), LONGEST_WAIT_S)
+        return min(parsedate_to_datetime(header).timestamp() - time.time(), LONGEST_WAIT_S)
+    except ValueError:
+        return 0.0

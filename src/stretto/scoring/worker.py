@@ -39,7 +39,6 @@ from stretto.scoring.conventions import (
     one_by_one,
     recognise,
 )
-from stretto.scoring.remote import open_server
 from stretto.workers.channel import Channel
 
 SETTING = "reward.sources"
@@ -74,6 +73,8 @@ def open_function(opening: Mapping[str, Any]) -> RewardFunction:
     if "task" in opening:
         return _open_task(opening["task"], opening["seed"])
     if "url" in opening:
+        from stretto.scoring.remote import open_server  # it imports an HTTP client
+
         return open_server(opening["url"])
     file, name = opening["file"], opening["function"]
     module = import_module(file, opening["module"], opening["root"], SETTING)
