@@ -6,7 +6,16 @@ import re
 from collections import Counter
 from typing import Literal
 
-from stretto.config.sections import NonNegativeInt, Positive, PositiveInt, Rules, Section
+from stretto.config.sections import (
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    Rules,
+    Seconds,
+    Section,
+    Workers,
+    WorkersOrAuto,
+)
 
 LEARNER = "learner"
 """The role that trains."""
@@ -22,13 +31,13 @@ class ProcessConfig(Section):
 
     roles: tuple[str, ...]
     """Roles: learner; generator, or generator 0, generator 1 ... where there are several; reference; critic (as a scorer); a source of reward.sources that begins with 'model:'. Several copies of a scorer, with a number each (reference 0, reference 1 ...), share its work."""
-    threads: NonNegativeInt = 0
+    threads: WorkersOrAuto = 0
     """CPU threads, of all its ranks together; 0 shares the cores out among processes that work at the same time."""
     device: str = ""
     """Device, such as cuda:1 or cpu; empty spreads processes over the GPUs there are. Of several ranks, the first one's."""
-    fsdp: PositiveInt = 1
+    fsdp: Workers = 1
     """Ranks of the learner that share the rows of every weight (FSDP2), of its gradient and of its optimizer state; each makes its share of the passes."""
-    tp: PositiveInt = 1
+    tp: Workers = 1
     """Slices into which linear layers are split (tensor parallelism). One rank holds a slice; in a learner, fsdp ranks do. Roles in the learner's processes are split into fsdp x tp slices. Each number must divide the model's numbers of heads."""
     python: str = ""
     """Python interpreter of these processes, such as .venv-vllm/bin/python, where their libraries ask for other versions than this one's. Stretto must be installed there too, in this very version."""
@@ -75,9 +84,9 @@ class ClusterConfig(Section):
     """Processes by hand; roles that none of them names are placed as cluster.scorers says."""
     restarts: NonNegativeInt = 2
     """How often each generator or scorer is started again when its process dies, hangs beyond schedule.deadline_s or raises; and any process that dies while the run starts. 0 ends the run at the first."""
-    start_timeout_s: Positive = 600.0
+    start_timeout_s: Seconds = 600.0
     """Seconds that each phase of a process's start may take: to get its place and connect, to join its group, to load its models. A warm-up has no limit."""
-    weight_sync_timeout_s: Positive = 60.0
+    weight_sync_timeout_s: Seconds = 60.0
     """Seconds in which weights must have arrived, or ten times as long as they usually take; then the transfer is broken off and tried once more. At most a quarter of schedule.deadline_s."""
     bucket_mb: PositiveInt = 64
     """MiB of weights that travel at a time; each side of a transfer has two buffers of this size."""

@@ -7,7 +7,15 @@ from typing import Literal
 from pydantic import JsonValue
 
 from stretto.config.sections import ENVIRONMENT as ENVIRONMENT
-from stretto.config.sections import NonNegative, NonNegativeInt, Positive, PositiveInt, Section
+from stretto.config.sections import (
+    NonNegativeInt,
+    PositiveInt,
+    Rows,
+    Seconds,
+    SecondsOrNone,
+    Section,
+    Workers,
+)
 
 
 class EnvironmentConfig(Section):
@@ -23,13 +31,13 @@ class EnvironmentConfig(Section):
     """Tokens of a turn, at most; a turn that reaches them ends its episode. 0: no other limit than rollout.max_new_tokens, which counts all tokens of an episode behind its prompt, answers of tools among them."""
     max_observation_tokens: PositiveInt = 1024
     """Tokens of one answer of a tool or an environment, at most; more is cut, and the policy told so."""
-    max_seconds: NonNegative = 0.0
+    max_seconds: SecondsOrNone = 0.0
     """Seconds of an episode, decoding and waiting, after which its next turn is its last; 0 is no limit."""
-    timeout_s: Positive = 60.0
+    timeout_s: Seconds = 60.0
     """Seconds that one call may take, after which the policy reads that it took too long."""
-    processes: PositiveInt = 1
+    processes: Workers = 1
     """Processes that the episodes are spread over."""
-    parallel: PositiveInt = 64
+    parallel: Rows = 64
     """Calls that one process works on at a time, at most."""
     replay: Literal["auto", "pure", "recorded", "no"] = "auto"
     """Way in which an episode goes on after a restart, or when its process was lost. pure: a new environment is given the same turns. recorded: the recorded answers are enough, as nothing else is kept between calls. no: it is begun anew. auto: what the environment says of itself, else recorded for functions, pure for environments, no for programs."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
-
-from pydantic import Field
+from typing import Literal, Self
 
 from stretto.config.algorithm import ALGORITHMS, AlgorithmConfig
 from stretto.config.cluster import LEARNER, ClusterConfig
@@ -14,17 +12,19 @@ from stretto.config.schedule import ScheduleConfig
 from stretto.config.sections import (
     ENVIRONMENT,
     CriticConfig,
+    Minutes,
     ModelConfig,
-    NonNegativeInt,
     ObserveConfig,
     Positive,
     PositiveInt,
     RewardConfig,
     RolloutConfig,
+    RowsOrNone,
     Rules,
     Section,
     Seed,
     TaskConfig,
+    WorkersOrAuto,
 )
 from stretto.config.training import PipelineConfig, TrainingConfig
 from stretto.errors import ConfigError
@@ -37,15 +37,15 @@ class Config(Section):
     """Seed of data order, sampling and initialisation."""
     steps: PositiveInt = 100
     """Batches to train on."""
-    minutes: Annotated[float, Field(ge=0, le=525_600)] = 0.0
+    minutes: Minutes = 0.0
     """Time limit: the run ends with a checkpoint before a step that would probably end later than this many minutes after its start or resumption. 0 sets no limit. One step is always taken."""
     out: str = "runs"
     """Folder in which the run gets a folder of its own."""
-    threads: NonNegativeInt = 0
+    threads: WorkersOrAuto = 0
     """CPU threads for tensor work; 0 leaves torch's choice."""
     runtime: Literal["inline", "local", "ray"] = "inline"
     """Place of the roles. inline: threads of this process. local: processes on this machine. ray: processes on a Ray cluster. The section cluster says which roles share one."""
-    warmup_examples: NonNegativeInt = 0
+    warmup_examples: RowsOrNone = 0
     """Supervised examples trained on before RL, made from the task's own answers (for models from scratch)."""
     warmup_lr: Positive = 1e-3
     """Learning rate of that warm-up."""

@@ -15,10 +15,11 @@ from pydantic import Field
 from stretto.config.sections import (
     Fraction,
     NonNegativeInt,
-    Positive,
     PositiveInt,
     Rules,
+    Seconds,
     Section,
+    Workers,
 )
 
 if TYPE_CHECKING:
@@ -231,7 +232,7 @@ class ScheduleConfig(Section):
     hold: Literal["preset", "keep", "offload", "remake", "auto"] = _from_preset("hold")
     chunk_tokens: NonNegativeInt = 0
     """Tokens that each response gets between two looks at what has ended, and that are streamed at a time; 0 tries several sizes and keeps the best."""
-    chunk_window: Annotated[int, Field(gt=3)] = 50
+    chunk_window: Annotated[int, Field(gt=3, le=10**9)] = 50
     """Steps between two trials of chunk sizes."""
     overcommit_rule: Literal["equation4", "algorithm1", "throughput"] = "equation4"
     """Rule by which 'auto' adapts delta. equation4: up by overcommit_increment while rewards rise, else down by overcommit_decrement. algorithm1: by a quarter, down while rewards rise, up while they fall. throughput: to the delta that measured lengths and latencies predict to be fastest."""
@@ -253,9 +254,9 @@ class ScheduleConfig(Section):
     """Treatment of a carried response's keys and values when the weights change. recompute: computed anew. reuse: kept as they are."""
     weight_sync_interval: PositiveInt = 1
     """Steps trained on responses of one version of the weights, before the next weight sync (the off-policy dial N). For several updates on one batch, set training.epochs."""
-    threads: tuple[()] | tuple[PositiveInt, PositiveInt, PositiveInt] = ()
+    threads: tuple[()] | tuple[Workers, Workers, Workers] = ()
     """CPU threads of each engine, of scoring and of training where they overlap; empty shares the cores out."""
-    deadline_s: Positive = 1800.0
+    deadline_s: Seconds = 1800.0
     """Seconds that a role may take to answer one call, and an engine for each 4,096 tokens that it is to decode in one. After that the run ends and names the role. Over processes, a call that takes 20 times as long as usual, and 300 seconds, is taken to hang before."""
 
     @property

@@ -23,10 +23,23 @@ from pydantic_core import PydanticKnownError
 from stretto import outside
 from stretto.errors import ConfigError, RuleError
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
+# Bounds are far above every use. They refuse numbers that would fill the memory or overflow.
+_LARGEST = 1e18
+PositiveInt = Annotated[int, Field(gt=0, le=10**9)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=10**9)]
+Number = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST)]
+Positive = Annotated[float, Field(gt=0, le=_LARGEST)]
+NonNegative = Annotated[float, Field(ge=0, le=_LARGEST)]
+Rows = Annotated[int, Field(gt=0, le=10**7)]
+"""Rollouts, prompts or examples, which are in memory together."""
+RowsOrNone = Annotated[int, Field(ge=0, le=10**7)]
+Workers = Annotated[int, Field(gt=0, le=2**12)]
+"""Processes or threads."""
+WorkersOrAuto = Annotated[int, Field(ge=0, le=2**12)]
+Seconds = Annotated[float, Field(gt=0, le=10**6)]
+"""A time limit; poll(2) takes 24 days."""
+SecondsOrNone = Annotated[float, Field(ge=0, le=10**6)]
+Minutes = Annotated[float, Field(ge=0, le=525_600)]
 LEAST_TEMPERATURE = 1e-4
 """Temperature above 0, at least: logits that are divided by less may overflow."""
 
@@ -223,7 +236,7 @@ class TaskConfig(Section):
     """Split of a hub dataset, or of a folder."""
     held_out: float | str = 0.0
     """Prompts for evaluation. A share from 0 to 1: this share of all different prompts, chosen by their content; training leaves them out. A file, or another split of the same hub dataset: its rows. 0 holds none out."""
-    size: NonNegativeInt = 0
+    size: RowsOrNone = 0
     """Rows to use; 0 takes all of a file or the hub (of problems that are made: 100,000)."""
     shuffle: bool = True
     """Shuffle the rows, in each epoch anew. false: keep their own order, for a curriculum."""
@@ -308,9 +321,9 @@ class RewardConfig(Section):
 
     sources: tuple[str, ...] = ("task",)
     """Sources of the score, summed: 'task' (its verifier), 'file.py:name' or 'package.module:name' (a function with TRL's, verl's or OpenRLHF's signature), 'http://127.0.0.1:PORT/...' (a reward server), 'model:NAME' (a reward model)."""
-    weights: tuple[float, ...] = ()
+    weights: tuple[Number, ...] = ()
     """Factor of each source; empty means 1 each."""
-    timeout_s: Positive = 30.0
+    timeout_s: Seconds = 30.0
     """Seconds that a function may take for one batch of responses."""
     on_failure: Literal["stop", "drop"] | Annotated[float, Field(gt=0, lt=1)] = "stop"
     """Reaction to a function that fails on a sample. stop: end the run. drop: leave the sample out and report it. A share between 0 and 1, such as 0.05: the same, but end the run if more than this share of a step's samples fail."""
@@ -318,7 +331,7 @@ class RewardConfig(Section):
     """Score of a response that a token limit cut. off: as it is. replace: the penalty in its place. subtract: less the penalty."""
     missing_eos_limits: tuple[Literal["turns", "seconds"], ...] = ()
     """Further limits of episodes to which missing_eos applies: turns (environment.max_turns), seconds (environment.max_seconds). Empty: an episode that used up its turns or its time keeps its score."""
-    missing_eos_penalty: float = -1.0
+    missing_eos_penalty: Number = -1.0
     """The penalty. replace: the score itself. subtract: its absolute value is subtracted."""
 
     @property
@@ -360,9 +373,9 @@ class RolloutConfig(Section):
     """What generates. torch: Stretto's own engine. vllm: vLLM, in processes of its own (runtime = 'local' or 'ray'). auto: vllm where there are GPUs, such processes and vLLM, else torch."""
     engine_args: dict[str, JsonValue] = {}
     """Arguments of the engine. torch: cuda_graphs (false runs decode steps without them on CUDA); speculative_tokens (0: most tokens that it proposes a row and step when few rows are left, of which a step keeps those that it would have sampled anyway; how many follows from what is kept), speculative_rows (8: rows up to which it does) and speculative_model (a smaller model of the same tokenizer, by folder or hub name, that proposes them; without one they come from texts of the same prompt). vllm: vLLM's engine arguments by its own names, such as gpu_memory_utilization (on a GPU of other roles, what these leave by the memory plan)."""
-    batch: PositiveInt = 32
+    batch: Rows = 32
     """Responses per step."""
-    samples_per_prompt: PositiveInt = 1
+    samples_per_prompt: Rows = 1
     """Responses to each prompt; divides batch."""
     max_new_tokens: PositiveInt = 64
     """Token limit of a response."""
@@ -376,7 +389,7 @@ class RolloutConfig(Section):
     """Strings that end a response, besides the end-of-sequence token."""
     slots: NonNegativeInt = 0
     """Rollouts decoded together by an engine, each in a KV slot; 0 takes all that are in flight, or of Stretto's own engine on a GPU as many as fit by the memory plan."""
-    engines: PositiveInt = 1
+    engines: Workers = 1
     """Generation engines; rollouts are spread over them."""
     prefill_tokens: PositiveInt = 4096
     """Most prompt tokens processed between two decode steps."""
@@ -445,13 +458,13 @@ class ObserveConfig(Section):
     """Port on the loopback at which a Prometheus server can read the newest metrics; 0 for none."""
     samples: NonNegativeInt = 4
     """Responses per step written to samples.jsonl."""
-    checkpoint_minutes: NonNegative = 10.0
+    checkpoint_minutes: Minutes = 10.0
     """Minutes between checkpoints to resume from; the first comes after a minute already, the last at the end of the run. 0 writes none: only the model, at the end."""
     checkpoint_every: NonNegativeInt = 0
     """Steps between checkpoints, in place of checkpoint_minutes; 0 leaves it at those."""
     eval_every: NonNegativeInt = 0
     """Steps between evaluations on held-out prompts (task.held_out), with one before the first step and one after the last; 0 for none. The model of the best one is kept."""
-    eval_prompts: PositiveInt = 200
+    eval_prompts: Rows = 200
     """Prompts of an evaluation, at most; each gets one greedy answer."""
     eval_patience: NonNegativeInt = 0
     """Evaluations in a row without a better mean score after which the run ends; 0 for no such end."""

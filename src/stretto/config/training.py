@@ -8,19 +8,22 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from stretto.config.sections import (
-    Fraction,
     ModelConfig,
     NonNegative,
     NonNegativeInt,
     ObserveConfig,
     Positive,
     PositiveInt,
+    Rows,
     Rules,
+    Seconds,
     Section,
     Seed,
     TemplateArguments,
+    WorkersOrAuto,
 )
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
 Trained = Literal["actor", "critic"]
 
 
@@ -39,7 +42,7 @@ class OptimizerConfig(Section):
     """Steps over which the rates rise from zero."""
     weight_decay: NonNegative = 0.0
     """Weight decay of AdamW, of all weights but norms and biases."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     """Betas of AdamW."""
     grad_clip: NonNegative = 1.0
     """Largest gradient norm, of each model; 0 is off."""
@@ -76,17 +79,17 @@ class TrainingConfig(OptimizerConfig):
 class PipelineConfig(Section):
     """Training of actor and critic in this process, or cut into stages on several ranks."""
 
-    ranks: NonNegativeInt = 0
+    ranks: WorkersOrAuto = 0
     """Processes that train, each with a stage of the actor and one of the critic, on CPUs (whose threads they share out) or a GPU each; 0 trains in this process."""
-    actor_stages: NonNegativeInt = 0
+    actor_stages: WorkersOrAuto = 0
     """Pipeline stages of the actor; divides ranks, which hold ranks / actor_stages pipelines of it (data parallelism). 0 takes as many as ranks."""
-    critic_stages: NonNegativeInt = 0
+    critic_stages: WorkersOrAuto = 0
     """Pipeline stages of the critic, by the same rule."""
     schedule: Literal["fused", "serial"] = "fused"
     """fused: both models at once, in opposite directions, so that each fills the other's bubbles, by a schedule that is searched for. serial: 1F1B of the actor, then of the critic."""
     micro_batches: NonNegativeInt = 0
     """Micro-batches of a mini-batch, over all pipelines; fewer where responses were dropped and too few are left. 0 goes by training.microbatch_tokens, rounded up until every pipeline gets as many, or down where a mini-batch has too few responses for that."""
-    seconds: Positive = 2.0
+    seconds: Seconds = 2.0
     """Longest search for a fused schedule; made for each new number of micro-batches, and again once latencies are measured."""
 
     def stages(self, model: Trained) -> int:
@@ -201,11 +204,11 @@ class SupervisedConfig(Section):
     """Seed of data order, of the held-out part and of initialisation."""
     steps: NonNegativeInt = 0
     """Updates to take, over as many epochs as that needs; 0 takes training.epochs of them."""
-    batch: PositiveInt = 32
+    batch: Rows = 32
     """Rows in one update."""
     out: str = "runs"
     """Folder in which the run gets a folder of its own."""
-    threads: NonNegativeInt = 0
+    threads: WorkersOrAuto = 0
     """CPU threads for tensor work; 0 leaves torch's choice."""
     measure_every: NonNegativeInt = 0
     """Updates between measurements on the held-out part; 0 measures at the start and at the end only."""

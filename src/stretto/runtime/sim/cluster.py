@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from stretto.assembly.controls import Migrating
 from stretto.config import ScheduleConfig, changes, recipes
-from stretto.config.sections import NonNegative, NonNegativeInt, PositiveInt, Section, Seed, refuse
+from stretto.config.sections import NonNegative, NonNegativeInt, PositiveInt, Rows, Section, Seed, refuse
 from stretto.errors import ConfigError, RuleError
 from stretto.runtime.sim import costs
 from stretto.runtime.sim.episodes import Episodes, Turns
@@ -137,9 +137,9 @@ class LearnerRole(Section):
 class Workload(Section):
     """The prompts, responses and rewards that a run trains on."""
 
-    batch: PositiveInt = 112
+    batch: Rows = 112
     """Responses a step."""
-    samples_per_prompt: PositiveInt = 1
+    samples_per_prompt: Rows = 1
     """Responses to each prompt; divides batch."""
     group_at_least: PositiveInt = 1
     """Scored responses to one prompt without which the others are left out too."""

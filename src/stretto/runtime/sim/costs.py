@@ -220,7 +220,7 @@ class GeneratorCost(Section):
     """The cost of moving them to the host's memory, and back."""
     cache_bytes: NonNegative = 0.0
     """Bytes of keys and values a token."""
-    cache_tokens: NonNegativeInt = 0
+    cache_tokens: Annotated[int, Field(ge=0)] = 0
     """Tokens whose keys and values fit into a replica's memory; 0: any number."""
     load_s: NonNegative = 0.0
     """Seconds to take over a version of the weights."""
