@@ -63,6 +63,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Point links to where the pages are, show the examples, and weigh the page for the search."""
     page.meta["search"] = {"boost": _boost(page)}
+    if page.file.src_uri == "index.md":
+        page.meta["hide"] = ["navigation"]  # its section has no other page to list
     if page.file.src_uri == "examples.md":
         markdown = _with_sources(markdown)
     up = "../" * page.file.src_uri.count("/")

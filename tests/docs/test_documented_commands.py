@@ -66,7 +66,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).symlink_to(ROOT / name)
     asked = {"prompt": "What is 3 + 4?", "question": "What is 3 + 4?"}
     told = {"answer": "7", "label": "7", "summary": "seven"}
-    rows(folder / "sums.jsonl", *[asked | told] * 4)
+    rows(folder / "sums.jsonl", *[asked | told | {"question": f"{n} + 4?"} for n in range(10)])
+    settings = blocks("tutorial", "toml")[0].replace("smollm2-135m", "tiny-chat")
+    (folder / "sums.toml").write_text(settings)
     rows(folder / "mine.jsonl", asked | told)
     some = [{"prompt": f"{n}?"} for n in range(20)]
     rows(folder / "chats.jsonl", *[row | {"completion": "yes"} for row in some])
@@ -105,6 +107,7 @@ def _runs(folder: Path) -> None:
     for copied in (
         "arithmetic-001",
         "calculator-001",
+        "sums-001",
         "tiny-tail-001",
         "tiny-tail-002",
         "off-policy/n1-001",

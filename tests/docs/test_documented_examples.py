@@ -96,6 +96,25 @@ def test_own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert by_rows.warmup_examples == 0
 
 
+def test_the_tutorial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its rows and settings, with a small model and two steps."""
+    monkeypatch.chdir(tmp_path)
+    defined(blocks("tutorial", "python")[0])
+    text = Path("sums.jsonl").read_text()
+    assert len(text.splitlines()) == 224
+    assert text.startswith(blocks("tutorial", "json")[0])
+    settings = blocks("tutorial", "toml")[0].replace("smollm2-135m", "tiny-chat")
+    Path("sums.toml").write_text(settings)
+    assert main(["train", "sums.toml", "--steps", "2", "--threads", "1"]) == 0
+    assert (
+        lines(Path("runs/sums-001/samples.jsonl"))[0]["prompt"].count("You are a calculator") == 1
+    )
+    assert main(["eval", "runs/sums-001", "--samples", "2"]) == 0
+    assert "none of 2 prompts is asked in training" in capsys.readouterr().out
+
+
 def test_reward_functions() -> None:
     own = defined(blocks("rewards", "python")[0])
     said = ["yes, please", "no"]

@@ -344,10 +344,11 @@ function lengthChart() {
     draw(svg, "text", { class: "muted", x: left - 8, y: Y(y) + 4, "text-anchor": "end" }, text);
   }
   const every = Math.ceil((bins - first) / ((width - left) / 52));
+  const longest = D.edges[bins] - 1;
   for (let bin = first; bin <= bins - every / 2; bin += every) {
-    draw(svg, "text", { class: "muted", x: X(bin), y: plot + 17, "text-anchor": "middle" }, D.edges[bin]);
+    if (D.edges[bin] < longest) draw(svg, "text", { class: "muted", x: X(bin), y: plot + 17, "text-anchor": "middle" }, D.edges[bin]);
   }
-  draw(svg, "text", { class: "muted", x: X(bins), y: plot + 17, "text-anchor": "end" }, D.edges[bins] - 1);
+  draw(svg, "text", { class: "muted", x: X(bins), y: plot + 17, "text-anchor": "end" }, longest);
   for (const run of runs) {
     let d = `M${X(first)} ${plot}`;
     for (let bin = first; bin < bins; bin++) d += `V${Y(run.counts[bin] / run.total).toFixed(1)}H${X(bin + 1).toFixed(1)}`;
