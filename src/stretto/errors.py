@@ -119,10 +119,10 @@ class RoleLostError(RankError):
     def __init__(self, role: str, cause: str, code: str = "") -> None:
         super().__init__(f"{role} was lost: {cause}", code=code)
         self.args = role, cause  # both, so that the error can be pickled
-        self.role, self._message = role, f"{role} was lost: {cause}"
+        self.role = role
 
     def __str__(self) -> str:
-        return self._message
+        return " was lost: ".join(self.args)
 
 
 class EpisodeLostError(_RolloutsError):

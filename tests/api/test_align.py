@@ -344,7 +344,7 @@ def test_what_is_done_is_not_done_again(
         ({"train": {"task__held_out": ""}}, {}, ConfigError, "stages-share-prompts", "0.0"),
         ({"train": {"task__held_out": 0.2}}, {}, ConfigError, "stages-share-prompts", "0.2"),
         ({"train": {"task__held_out": "train"}}, {}, ConfigError, "stages-share-prompts", "train"),
-        ({"train": {"task__columns": {}}}, {}, TaskError, None, "--reference-column"),
+        ({"train": {"task__columns": {}}}, {}, TaskError, None, "reference_column="),
         ({}, {"reference_column": "answr"}, TaskError, None, "'answr'"),
         ({"train": {"reward__sources": ("no.py:f",)}}, {}, ConfigError, None, "no.py"),
         ({"train": {"reward__sources": ("task", "x.py:f")}}, {}, ConfigError, "gold-not-one", "x"),

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from stretto import __version__
+from stretto import __version__, foreign
 from stretto.cli.main import COMMANDS, main
-from stretto.config import Config, RewardModelConfig, Section, SftConfig, foreign, recipes
+from stretto.config import Config, RewardModelConfig, Section, SftConfig, recipes
 from stretto.errors import near, nearest
+from stretto.interfaces import QUOTED
 
 
 def run(*arguments: str) -> int:
@@ -97,7 +98,7 @@ def test_advice_names_settings_that_exist() -> None:
     for kind in (Config, SftConfig, RewardModelConfig):
         for name in (*foreign.ADVICE, *foreign.ELSEWHERE, "foo"):
             hint = recipes.hint(name, kind)
-            quoted = {each for each in recipes._QUOTED.findall(hint) if "." in each}
+            quoted = {name for _, name, _ in QUOTED.findall(hint) if name}
             assert quoted <= set(recipes.setting_names(kind)), hint
 
 

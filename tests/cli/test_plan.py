@@ -84,7 +84,7 @@ def test_shapes_by_name_or_from_files(tmp_path: Path) -> None:
     spec, _ = spec_of(like, asked(8, reward_shape="qwen2.5-0.5b"))
     assert spec.models.critic == shape_of("qwen2.5-0.5b").valued()
     own = changes.changed(PPO, {"model": {"name": str(tmp_path)}}, "a test")
-    with raises(ConfigError, "shape-unknown", tmp_path, "--model-shape"):
+    with raises(ConfigError, "shape-unknown", tmp_path, "`model_shape`"):
         spec_of(own, asked(8))
 
 
@@ -95,26 +95,26 @@ def test_turns_and_waits_are_those_that_are_asked_for_or_assumed() -> None:
     assert episodes.turns == Uniform(low=3, high=5)
     assert episodes.wait_s == Waits(median=0.2, p95=2.0)
     assert episodes.answer_tokens == Lognormal(median=30, p95=90)
-    assert not any("--turns" in line or "--wait" in line for line in assumed)
+    assert not any("`turns`" in line or "`wait`" in line for line in assumed)
     spec, _ = spec_of(PPO, asked(8))
     assert spec.workload.episodes is None
     with_tools = {"environment": {"sources": ["tools.py:add"], "max_turns": 3}}
     spec, assumed = spec_of(changes.changed(PPO, with_tools, "a test"), asked(8))
     assert spec.workload.episodes
     assert spec.workload.episodes.turns == Uniform(low=2, high=3)
-    assert "2 to 3 turns (--turns, or --like RUN)" in assumed
+    assert "2 to 3 turns (`turns`, or `like = RUN`)" in assumed
 
 
 def test_what_is_impossible_is_refused() -> None:
-    with raises(ConfigError, "greater_than", "--gpus 0"):
+    with raises(ConfigError, "greater_than", "`gpus = 0`"):
         plan(PPO, asked(0))
-    with raises(ConfigError, "two-percentiles", "--response-tokens 40:"):
+    with raises(ConfigError, "two-percentiles", "`response_tokens = 40`:"):
         spec_of(PPO, PlanOptions(gpus=8, response_tokens=(40,)))
-    with raises(ConfigError, "two-percentiles", "--turns 3: give two, the fewest and the most"):
+    with raises(ConfigError, "two-percentiles", "`turns = 3`: give two, the fewest and the most"):
         spec_of(PPO, PlanOptions(gpus=8, turns=(3,)))
-    with raises(ConfigError, "p95-below-median", "--wait 5 2"):
+    with raises(ConfigError, "p95-below-median", "`wait = 5 2`"):
         spec_of(PPO, PlanOptions(gpus=8, wait=(5.0, 2.0)))
-    with raises(ConfigError, "one-percentile", "--response-tokens 40 20"):
+    with raises(ConfigError, "one-percentile", "`response_tokens = 40 20`"):
         spec_of(PPO, PlanOptions(gpus=8, response_tokens=(40, 20)))
 
 

@@ -512,6 +512,6 @@ def test_reward_models_count_with_their_own_size() -> None:
 @pytest.mark.parametrize(("former", "now"), recipes.RENAMED.items())
 def test_former_names_of_settings_lead_to_present_ones(former: str, now: str) -> None:
     section, name = former.split(".")
-    with raises(ConfigError, "extra_forbidden", f"'{former}'", f"called '{now}' now"):
+    with raises(ConfigError, "extra_forbidden", f"'{former}'", f"called `{now}` now"):
         recipes.build({section: {name: 1}}, "here")
     assert any(now.startswith(known) for known in recipes.setting_names())

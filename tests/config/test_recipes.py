@@ -194,7 +194,7 @@ def test_a_recipe_belongs_to_one_command(tmp_path: Path) -> None:
     file.write_text("batch = 4\n[model]\nname = 'tiny'")  # for 'train' it is rollout.batch
     with raises(ConfigError, "extra_forbidden", "'batch'", "'rollout.batch'"):
         recipes.load(file)
-    with raises(ConfigError, "extra_forbidden", "'data.epochs'", "'training.epochs'"):
+    with raises(ConfigError, "extra_forbidden", "'data.epochs'", "training.epochs"):
         recipes.build({"data": {"epochs": 3}}, "here", SftConfig)
 
 

@@ -380,7 +380,7 @@ def test_responses_that_did_not_end_are_left_out(
 
 
 def test_a_pair_takes_two_responses(config: Config, tmp_path: Path) -> None:
-    with raises(ConfigError, "one-response", "--samples 1"):
+    with raises(ConfigError, "one-response", "`samples = 1`"):
         evaluation.label_responses(
             config, policy="tiny", by="task", out=tmp_path / "x", prompts=5, per_prompt=1
         )

@@ -68,7 +68,7 @@ def test_what_is_no_run_directory_is_refused(tmp_path: Path) -> None:
     with raises(ConfigError, "not-a-run", tmp_path):
         RunDirectory.open(tmp_path)
     (tmp_path / "file").touch()
-    with raises(ConfigError, "cannot-make-folder", tmp_path / "file", "--out"):
+    with raises(ConfigError, "cannot-make-folder", tmp_path / "file", "`out`"):
         RunDirectory.create(tmp_path / "file", "tiny", Config())
 
 

@@ -915,7 +915,7 @@ def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for none in (port, -1, 70_000):
-            with raises(ConfigError, "port-taken", f"--port {none}"):
+            with raises(ConfigError, "port-taken", f"`port = {none}`"):
                 report.RunServer([tmp_path], none)
 
 

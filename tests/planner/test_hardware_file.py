@@ -85,5 +85,5 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, code: str, facts: Seq
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with raises(ConfigError, "no-hardware-file", "none.toml' makes one", "--calibrate"):
+    with raises(ConfigError, "no-hardware-file", "none.toml` makes one", "--calibrate"):
         read_hardware(tmp_path / "none.toml")

@@ -31,6 +31,7 @@ from stretto.config import (
 )
 from stretto.errors import ConfigError, StateError, TaskError
 from stretto.files import explained, write_whole
+from stretto.interfaces import in_python
 from stretto.observe.lock import locked
 from stretto.observe.progress import on_stderr
 from stretto.signals import ending_in_order
@@ -146,6 +147,7 @@ class Aligned:
     after: PolicyOutcome
 
 
+@in_python
 def align(
     settings: Stages | str | Path,
     *,
@@ -173,8 +175,8 @@ def align(
     folder = Path(folder)
     if (folder / RESULTS).exists():
         raise ConfigError(
-            f"'{folder}' holds stages of an earlier alignment; go on with it by --resume {folder} "
-            "(resume_alignment in Python), or choose another folder",
+            f"'{folder}' holds stages of an earlier alignment; go on with it by "
+            f"`stretto align --resume {folder}`, or choose another folder",
             "alignment-begun",
         )
     check_settings(stages, pairs, samples)
@@ -197,6 +199,7 @@ def align(
         return _run(stages, results)
 
 
+@in_python
 def resume_alignment(folder: str | Path) -> Aligned:
     """Go on with stages that were stopped; what ``stretto align --resume`` does.
 
@@ -208,8 +211,8 @@ def resume_alignment(folder: str | Path) -> Aligned:
     file = folder / RESULTS
     if not file.is_file():
         raise ConfigError(
-            f"'{folder}' has no {RESULTS}, so no alignment was begun in it; give the folder that "
-            "'stretto align' made",
+            f"'{folder}' has no {RESULTS}, so no alignment was begun in it; give the folder of "
+            "one that was",
             "no-alignment",
         )
     with ending_in_order(), locked(folder, print):

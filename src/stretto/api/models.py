@@ -19,6 +19,7 @@ from stretto.config import (
     recipes,
 )
 from stretto.errors import ConfigError, require
+from stretto.interfaces import in_python
 from stretto.observe.progress import on_stderr
 from stretto.saying import CHECKING, LOADING, working
 from stretto.tasks import TaskRow
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from stretto.evaluation.answers import Answer
 
 
+@in_python
 def evaluate(
     settings: Settings,
     *,
@@ -60,6 +62,7 @@ def evaluate(
     return evaluation.evaluate(config, model=chosen, samples=samples, trained=trained)
 
 
+@in_python
 def measure(
     settings: Settings,
     *,
@@ -100,6 +103,7 @@ def measure(
     )
 
 
+@in_python
 def label(
     data: str | Path | RewardModelConfig, *, by: str, out: str | Path, **changes: Any
 ) -> LabelResult:
@@ -118,6 +122,7 @@ def label(
     return label_pairs(changed(data, changes), by=by, out=Path(out))
 
 
+@in_python
 def label_responses(
     settings: Settings,
     *,
@@ -146,6 +151,7 @@ def label_responses(
     )
 
 
+@in_python
 def benchmark(
     settings: Settings,
     tasks: Sequence[str],
@@ -170,6 +176,7 @@ def benchmark(
     return evaluation.benchmark(config.model, model=chosen, tasks=tasks, batch=batch, limit=limit)
 
 
+@in_python
 def generate(
     model: nn.Module | str | Path,
     prompts: Sequence[str | Sequence[Mapping[str, str]]],

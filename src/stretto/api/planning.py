@@ -47,13 +47,13 @@ median and 95th percentile of response lengths, as shares of the limit."""
 EPISODES: Mapping[str, tuple[float, float]] = {
     "turns": (2, 4),
     "wait": (0.5, 5.0),
-    "answer-tokens": (40, 160),
+    "answer_tokens": (40, 160),
 }
 """Assumed of episodes, by option."""
 EPISODE_WORDS = {
     "turns": "{:g} to {:g} turns",
     "wait": "answers after a median of {:g} s and a 95th percentile of {:g} s",
-    "answer-tokens": "answers with a median of {:g} tokens and a 95th percentile of {:g}",
+    "answer_tokens": "answers with a median of {:g} tokens and a 95th percentile of {:g}",
 }
 MINUTES = (0.75, 8.0)
 """Minutes that a search may take, on up to 64 GPUs and on more."""
@@ -108,9 +108,9 @@ class Plan:
 def plan(settings: Settings, options: PlanOptions, *, say: Say = silent) -> Plan:
     """Search for the plans with the shortest steps; raises ConfigError if nothing fits."""
     if options.gpus < 1:
-        raise ConfigError(f"--gpus {options.gpus}: give 1 or more", "greater_than")
+        raise ConfigError(f"`gpus = {options.gpus}`: give 1 or more", "greater_than")
     if min(options.minutes, options.workers) < 0:
-        problem = f"--minutes {options.minutes} --workers {options.workers}: must be 0 or more"
+        problem = f"`minutes = {options.minutes}`, `workers = {options.workers}`: must be 0 or more"
         raise ConfigError(problem, "greater_than_equal")
     _hardware(options)  # refused before the simulator is loaded
     with working(say, "loading the simulator"):
@@ -229,16 +229,16 @@ def check_trainable(config: Config, options: PlanOptions) -> None:
     """Raise ConfigError if ``stretto train`` would refuse the settings of any plan of these."""
     if not config.task.name:
         raise ConfigError(
-            "task.name is empty, and a written plan is one that 'stretto train' takes; name a file "
-            "or a hub dataset with --task.name",
+            "task.name is empty, and a written plan is one to train by; name a file "
+            "or a hub dataset by `task.name`",
             "task-unnamed",
         )
     shape = options.model_shape
     if shape and _shape(config.model, "") != shape_of(shape):
         raise ConfigError(
-            f"--model-shape {shape}: 'stretto train' would train '{config.model.name}' by the "
-            "written plan, which has another shape; name the model itself with --model.name, and "
-            "leave out --model-shape",
+            f"`model_shape = {shape}`: '{config.model.name}' would be trained by the "
+            "written plan, which has another shape; name the model itself by `model.name`, and "
+            "leave out `model_shape`",
             "shape-of-another-model",
         )
 
@@ -277,7 +277,7 @@ def _models(
             reward = _shape(ModelConfig(name=name), "").valued()
         else:  # looking for it on a hub would take minutes where there is no network
             reward = actor.valued()
-            assumed.append(f"the reward model '{name}' has the actor's body (--reward-shape)")
+            assumed.append(f"the reward model '{name}' has the actor's body (`reward_shape`)")
         if len(named) > 1:
             assumed.append(f"of {len(named)} reward models only '{named[0]}' is planned for")
     critic = None
@@ -301,7 +301,7 @@ def _shape(model: ModelConfig, name: str) -> Shape:
         except StrettoError as error:
             raise ConfigError(
                 f"the shape of '{model.name}' cannot be read ({error}); name a model of its shape "
-                f"with --model-shape: {', '.join(SHAPES)}",
+                f"by `model_shape`: {', '.join(SHAPES)}",
                 "shape-unknown",
             ) from unknown
 
@@ -322,17 +322,17 @@ def _lengths(config: Config, options: PlanOptions, assumed: list[str]) -> Mappin
         limit, what = config.rollout.max_new_tokens, "responses"
     mean = options.prompt_tokens or PROMPT
     if not options.prompt_tokens:
-        assumed.append(f"prompts of {mean} tokens on average (--prompt-tokens, or --like RUN)")
+        assumed.append(f"prompts of {mean} tokens on average (`prompt_tokens`, or `like = RUN`)")
     if mean < 1:
-        raise ConfigError(f"--prompt-tokens {mean}: must be 0 or more", "greater_than_equal")
+        raise ConfigError(f"`prompt_tokens = {mean}`: must be 0 or more", "greater_than_equal")
     shares = MEDIAN * limit, P95 * limit
-    median, p95 = _two("--response-tokens", options.response_tokens) or shares
+    median, p95 = _two("response_tokens", options.response_tokens) or shares
     if not options.response_tokens:
         assumed.append(
             f"{what} with a median of {median:.0f} tokens and a 95th percentile of {p95:.0f} "
-            "(--response-tokens, or --like RUN)"
+            "(`response_tokens`, or `like = RUN`)"
         )
-    given, low = f"--response-tokens {median:g} {p95:g}", max(mean // 2, 1)
+    given, low = f"`response_tokens = {median:g} {p95:g}`", max(mean // 2, 1)
     return {
         "prompt_tokens": Uniform(low=low, high=max(2 * mean - low, low)),
         "response_tokens": recipes.build({"median": median, "p95": p95}, given, Lognormal),
@@ -345,9 +345,9 @@ def _episodes(config: Config, options: PlanOptions, assumed: list[str]) -> Episo
     from stretto.runtime.sim.episodes import Episodes
 
     given = {
-        "turns": _two("--turns", options.turns, "the fewest and the most"),
-        "wait": _two("--wait", options.wait),
-        "answer-tokens": _two("--answer-tokens", options.answer_tokens),
+        "turns": _two("turns", options.turns, "the fewest and the most"),
+        "wait": _two("wait", options.wait),
+        "answer_tokens": _two("answer_tokens", options.answer_tokens),
     }
     environment = config.environment
     if not (environment.sources or any(given.values())):
@@ -358,7 +358,9 @@ def _episodes(config: Config, options: PlanOptions, assumed: list[str]) -> Episo
                 min(n, environment.max_turns) if name == "turns" else n for n in EPISODES[name]
             )
             given[name] = first, second
-            assumed.append(f"{EPISODE_WORDS[name].format(first, second)} (--{name}, or --like RUN)")
+            assumed.append(
+                f"{EPISODE_WORDS[name].format(first, second)} (`{name}`, or `like = RUN`)"
+            )
     (low, high), (wait_s, long_s), (tokens, most) = given.values()
     settings = {
         "turns": {"kind": "uniform", "low": low, "high": high},
@@ -366,7 +368,7 @@ def _episodes(config: Config, options: PlanOptions, assumed: list[str]) -> Episo
         "answer_tokens": {"kind": "lognormal", "median": tokens, "p95": most},
         "max_turn_tokens": environment.max_turn_tokens,
     }
-    shown = ", ".join(f"--{name} {first:g} {second:g}" for name, (first, second) in given.items())
+    shown = ", ".join(f"`{name} = {first:g} {second:g}`" for name, (first, second) in given.items())
     return recipes.build(settings, shown, Episodes)
 
 
@@ -374,6 +376,6 @@ def _two(
     name: str, given: tuple[float, ...], of: str = "the median and the 95th percentile"
 ) -> tuple[float, ...]:
     if len(given) not in (0, 2):
-        problem = f"{name} {' '.join(map(str, given))}: give two, {of}"
+        problem = f"`{name} = {' '.join(map(str, given))}`: give two, {of}"
         raise ConfigError(problem, "two-percentiles")
     return given

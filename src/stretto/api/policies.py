@@ -217,7 +217,7 @@ def open_policy(
     require_seed(seed)
     if max_model_len < 0 or max_model_len == 1:
         least = "a prompt and an answer are two tokens, at least"
-        raise ConfigError(f"--max-model-len {max_model_len}: {least}", "too-few-positions")
+        raise ConfigError(f"`max_model_len = {max_model_len}`: {least}", "too-few-positions")
     run, settings = _run_with_policies(name, follow=follow) or (None, None)
     own = settings.model if settings else ModelConfig(name=trained_model(name))
     asked = {k: v for k, v in (("dtype", dtype), ("device", device)) if v != "auto" or not run}
@@ -230,7 +230,7 @@ def open_policy(
         with working(on_stderr, "trying which type is faster"):
             fastest, because = fastest_dtype(pick_device(model.device))
         model = model.model_copy(update={"dtype": str(fastest).removeprefix("torch.")})
-        on_stderr(f"computing in {model.dtype}: {because}; --dtype takes another")
+        on_stderr(f"computing in {model.dtype}: {because}; `model.dtype` takes another")
     prepare_torch(seed, 0)
     tokenizer = load_tokenizer(resolve(model.name, silent), model.trust_remote_code, on_stderr)
     here = model.model_copy(update={"device": "cpu"} if engine_kind.own_weights else {})
@@ -276,7 +276,7 @@ def _run_with_policies(name: str, *, follow: bool) -> tuple[RunDirectory, Config
     if is_known(name) or not (folder / "config.toml").is_file():
         if follow:
             raise ConfigError(
-                f"--follow needs a run's folder, and '{name}' is none", "nothing-to-follow"
+                f"`follow` needs a run's folder, and '{name}' is none", "nothing-to-follow"
             )
         return None
     run = RunDirectory(folder)
@@ -288,7 +288,7 @@ def _run_with_policies(name: str, *, follow: bool) -> tuple[RunDirectory, Config
         return None
     if follow and not config.observe.checkpoints:
         raise ConfigError(
-            f"the run '{name}' writes no checkpoints, which --follow reads: observe."
+            f"the run '{name}' writes no checkpoints, which `follow` reads: observe."
             "checkpoint_minutes is 0. Set that, or checkpoint_every, when a run is started",
             "nothing-to-follow",
         )
@@ -316,7 +316,7 @@ def _longest(actor: nn.Module, asked: int) -> int:
     most = positions(actor, generating=True)
     if asked and most is not None and asked > most:
         raise ConfigError(
-            f"--max-model-len {asked}: the model has positions for {most} tokens; lower it",
+            f"`max_model_len = {asked}`: the model has positions for {most} tokens; lower it",
             "too-few-positions",
         )
     return min(asked or LONGEST, most or asked or LONGEST)

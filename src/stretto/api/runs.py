@@ -18,6 +18,7 @@ from stretto import signals
 from stretto.api.settings import Settings, changed, config_of
 from stretto.api.training import begin, execute
 from stretto.config import KNOBS, PRESETS, Config, ScheduleConfig, recipes
+from stretto.interfaces import in_python
 from stretto.observe import records
 from stretto.observe.compare import Comparison, VariantResult
 from stretto.observe.display import repeated
@@ -95,6 +96,7 @@ def outcome_of(job: Job, folder: Path) -> VariantResult:
     return VariantResult.of(job.variant, job.seed, load([folder])[0])
 
 
+@in_python
 def report(
     runs: str | Path | Sequence[str | Path], out: str | Path = "report.html", *, step: int = 0
 ) -> Path:
@@ -112,6 +114,7 @@ def report(
     return file
 
 
+@in_python
 def compare(
     settings: Settings,
     variants: Sequence[str] | Mapping[str, Mapping[str, Any]] = ("sync", "oppo"),
@@ -151,6 +154,7 @@ def compare(
     return Comparison(outcomes, target)
 
 
+@in_python
 def simulate(cluster: Cluster, *, seed: int = 0) -> SimResult:
     """Run a schedule on a cluster in virtual time; what ``stretto compare --sim`` does."""
     from stretto.planner.formulas import priced

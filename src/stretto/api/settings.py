@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 from stretto.config import Config, RewardModelConfig, Section, SftConfig, TaskConfig, recipes
 from stretto.config import changes as merge
 from stretto.errors import ConfigError
+from stretto.interfaces import in_python
 from stretto.machine import usable_gpus
 
 S = TypeVar("S", bound=Section)
@@ -24,6 +25,7 @@ RESUMABLE = (
 """Settings and sections that a resumed run may change; any other would make it a different run."""
 
 
+@in_python
 def load_recipe(name: str | Path, **changes: Any) -> Config:
     """Return the settings of a packaged recipe, a ``.toml`` file or a run's folder, changed as in
     :func:`train`. Raises ConfigError for an unknown recipe or setting, and a value out of range.

@@ -30,7 +30,7 @@ class Simulation:
         cluster = self.cluster_of(job)
         changed = {"seed": job.seed, "steps": steps or cluster.workload.steps}
         workload = {**dict(cluster.workload), **changed}
-        checked = recipes.build(workload, "--seeds", type(cluster.workload))
+        checked = recipes.build(workload, "`seeds`", type(cluster.workload))
         return cluster.model_copy(update={"workload": checked})
 
     def run(self, job: Job, cluster: Cluster, advance: Advance = unseen) -> VariantResult:
@@ -80,5 +80,5 @@ def recorded(folder: str, placement: str = "") -> Simulation:
         wanted = recipes.load(placement)
         rollout = {**dict(config.rollout), "engines": wanted.rollout.engines}
         placed = {"runtime": wanted.runtime, "cluster": wanted.cluster, "rollout": rollout}
-        config = recipes.build({**dict(config), **placed}, f"--placement {placement}")
+        config = recipes.build({**dict(config), **placed}, f"`placement = {placement}`")
     return Simulation(lambda job: run.cluster(config_of_job(config, job, "")), config.seed)

@@ -31,6 +31,7 @@ from stretto.errors import (
     first_line,
     is_out_of_memory,
 )
+from stretto.interfaces import in_python
 from stretto.machine import Machine, usable_gpus
 from stretto.models.info import measure, model_info, with_adapter_settings
 from stretto.observe import Progress, RunDirectory, make_progress
@@ -65,7 +66,7 @@ class Begun(Generic[R]):
     Attributes:
         resuming: whether it goes on from the newest checkpoint in its folder.
         task: the one that the settings name, where it was opened to be checked.
-        resumed_by: the call that resumes the run, if a folder alone does not.
+        gives_objects: whether the call that resumes the run gives its ``overrides`` again.
     """
 
     config: R
@@ -73,7 +74,7 @@ class Begun(Generic[R]):
     resuming: bool = False
     overrides: Overrides | None = None
     task: Task | None = None
-    resumed_by: str = ""
+    gives_objects: bool = False
 
 
 def begin(
@@ -129,7 +130,7 @@ def execute(
     if ended is not None:
         display.note(
             f"the run in {run_dir.path} has ended: all of its {ended.steps} steps are taken, and "
-            f"the trained model is in {ended.model}. More steps go on from there (--steps)"
+            f"the trained model is in {ended.model}. With more `steps` it goes on from there"
         )
         return ended
     tokens, slots = config.training.microbatch_tokens, 0
@@ -244,13 +245,13 @@ def _remedies(model: ModelConfig, microbatch_tokens: int, slots: int) -> str:
     on_gpu = model.device != "cpu" and usable_gpus()
     tokens = token_budget(microbatch_tokens, "cuda" if on_gpu else "cpu")
     if tokens > _FEW_TOKENS:
-        found.append(f"--training.microbatch-tokens {max(tokens // 4, _FEW_TOKENS)}")
+        found.append(f"`training.microbatch_tokens = {max(tokens // 4, _FEW_TOKENS)}`")
     if model.gradient_checkpointing != "on":
-        found.append("--model.gradient-checkpointing on")
+        found.append("`model.gradient_checkpointing = on`")
     if not model.lora_rank:
-        found.append("--model.lora-rank 16")
+        found.append("`model.lora_rank = 16`")
     if slots > _FEW_SLOTS:
-        found.append(f"--rollout.slots {max(slots // 4, _FEW_SLOTS)}")
+        found.append(f"`rollout.slots = {max(slots // 4, _FEW_SLOTS)}`")
     return f"{', '.join([*found, 'or'])} a smaller model"
 
 
@@ -280,13 +281,12 @@ def _continuation(run: Begun[Any], done: int) -> str:
     if not step:
         return "it cannot be resumed, as it has no checkpoint"
     again = f"; steps {step + 1} to {done} are taken again" if step < done else ""
-    if run.resumed_by:
-        return f"{run.resumed_by} goes on after step {step}{again}"
-    if run.overrides not in (None, NO_OVERRIDES):  # the folder lacks the caller's objects
+    if run.overrides not in (None, NO_OVERRIDES) and not run.gives_objects:
         return f"the newest checkpoint in {folder} is of step {step}{again}"
-    return f"'stretto train --resume {run.run_dir.path}' goes on after step {step}{again}"
+    return f"`stretto train --resume {run.run_dir.path}` goes on after step {step}{again}"
 
 
+@in_python
 def train(
     settings: Settings = "arithmetic",
     *,
@@ -369,6 +369,7 @@ def rows_in(config: Config, file: Path) -> Config:
     return config.changed_in("task", name=str(file), split="train")
 
 
+@in_python
 def resume(
     run: str | Path,
     *,
@@ -391,6 +392,7 @@ def resume(
     return execute(resumed, progress=progress, on_step=on_step)
 
 
+@in_python
 def sft(
     settings: SftConfig | str | Path, *, progress: Progress | None = None, **changes: Any
 ) -> SftResult:
@@ -403,6 +405,7 @@ def sft(
     return execute(_begun(settings, SftConfig, "sft", changes), progress=progress)
 
 
+@in_python
 def train_reward_model(
     settings: RewardModelConfig | str | Path, *, progress: Progress | None = None, **changes: Any
 ) -> RewardModelResult:

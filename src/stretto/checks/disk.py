@@ -46,10 +46,10 @@ def check(sizes: tuple[int, int] | None, folder: Path, *, resuming: bool = False
     checkpoint = 0 if resuming else checkpoint
     needed = round(max(checkpoint + model, (1 + files.SPARE) * checkpoint))
     if needed > free:
-        also, remedy = "", "Make room, or choose another disk with --out"
+        also, remedy = "", "Make room, or choose another disk with `out`"
         if checkpoint:
             also = f", {format_size(checkpoint)} for a checkpoint, and room for records"
-            remedy = f"{remedy}, or leave checkpoints out with --observe.checkpoint-minutes 0"
+            remedy = f"{remedy}, or leave checkpoints out with `observe.checkpoint_minutes = 0`"
         raise StorageError(
             f"'{folder}' is on a disk with {format_size(free)} free, and the run needs "
             f"{format_size(needed)} there: {format_size(model)} for its model{also}. "

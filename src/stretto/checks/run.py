@@ -66,7 +66,7 @@ def check_run(
         raise ConfigError(
             f"warmup_examples = {config.warmup_examples} trains all weights before adapters are "
             f"put on, and '{config.model.name}' is an adapter of other weights; train it with "
-            "'stretto sft'",
+            "`stretto sft`",
             "adapter-with-warmup",
         )
     if task and config.warmup_examples:
@@ -149,7 +149,7 @@ def _check_device(model: ModelConfig) -> None:
     if model.device == "cuda" and not usable_gpus():
         raise ConfigError(
             "model.device = 'cuda' needs a CUDA device, and torch would see none. "
-            "Use --model.device auto or cpu, or install a torch build for your GPU",
+            "Use `model.device = auto` or cpu, or install a torch build for your GPU",
             "no-cuda",
         )
 
@@ -158,8 +158,8 @@ def _check_task(task: TaskConfig, seed: int, *, ask_hub: bool = True) -> Task | 
     """Open a task; ``None`` where its data must be fetched."""
     if not task.name:
         raise ConfigError(
-            "task.name is empty: give a file or a hub dataset with --task.name NAME, and its "
-            "column of prompts with --task.columns prompt=COLUMN",
+            "task.name is empty: give a file or a hub dataset by `task.name = NAME`, and its "
+            "column of prompts by `task.columns = prompt=COLUMN`",
             "task-unnamed",
         )
     if task.held_out_rows and is_local(task.held_out_rows) and not task.is_procedural:

@@ -34,6 +34,7 @@ from stretto.cli.parsing import read
 from stretto.cli.settings import Recipe, leading_recipe, parse_with_recipe, value_of
 from stretto.config import recipes
 from stretto.errors import ConfigError, nearest
+from stretto.interfaces import worded
 from stretto.machine import Machine
 from stretto.observe import make_progress
 from stretto.observe import report as reports
@@ -257,7 +258,7 @@ def publish(
         return
     comparison = Comparison(collected.outcomes, target)
     missing = [f"{job.variant} with seed {job.seed}" for job in collected.failed]
-    notes = comparison.notes()
+    notes = [worded(note) for note in comparison.notes()]
     if missing:
         notes.append(f"Failed and left out: {', '.join(missing)}.")
     if collected.interrupted:

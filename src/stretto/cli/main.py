@@ -16,6 +16,7 @@ from contextlib import suppress
 
 from stretto import __version__, signals
 from stretto.errors import StrettoError, nearest
+from stretto.interfaces import CommandLine, through
 from stretto.models.backend import keep_freed_memory
 
 COMMANDS = {
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if descriptor := os.environ.pop(signals.PARENT, ""):
         signals.end_with(int(descriptor))
     try:
-        with signals.ending_in_order():
+        with signals.ending_in_order(), through(CommandLine()):
             status = dispatch(arguments)
         sys.stdout.flush()
     except StrettoError as error:

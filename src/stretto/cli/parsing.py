@@ -12,12 +12,19 @@ from typing import Any
 
 import tyro
 
-from stretto.config import foreign
+from stretto import foreign, interfaces
 from stretto.errors import ConfigError, near
 
 
 def read(kind: Any, command: str, arguments: Sequence[str], description: str | None = None) -> Any:
     """Make a ``kind`` of arguments; ConfigError if they do not fit, SystemExit after help."""
+    if inspect.isfunction(kind):
+        interfaces.offer(
+            {
+                name: name.upper() if each.kind is each.POSITIONAL_ONLY else interfaces.option(name)
+                for name, each in inspect.signature(kind).parameters.items()
+            }
+        )
     refusal = io.StringIO()  # tyro draws a box, and prints the help of options in it
     try:
         with redirect_stderr(refusal):
@@ -90,7 +97,7 @@ def _advice(option: str, command: str, kind: Any) -> str:
     # Other libraries' names are known with the settings, the last part of which may be an option.
     elsewhere = [each.rpartition(".")[2] for each in foreign.ELSEWHERE.get(name, ())]
     if same := [each for each in elsewhere if each in parameters]:
-        return f"It is called --{same[0].replace('_', '-')} here."
+        return f"It is called `{same[0]}` here."
     if matches := near(name, parameters, 3):
-        return f"Did you mean {' or '.join('--' + each.replace('_', '-') for each in matches)}?"
+        return f"Did you mean {' or '.join(f'`{each}`' for each in matches)}?"
     return f"'stretto {command} --help' lists the options."

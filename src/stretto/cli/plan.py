@@ -14,6 +14,7 @@ from stretto.api.planning import Plan, PlanOptions
 from stretto.cli.settings import Recipe, leading_recipe, parse_with_config
 from stretto.config import changes, recipes
 from stretto.errors import ConfigError
+from stretto.interfaces import worded
 from stretto.observe import make_progress
 from stretto.observe.progress import on_stderr
 from stretto.planner.layout import Mesh
@@ -61,7 +62,7 @@ def run(arguments: Sequence[str]) -> int:
         planning.check_writable(own.write)
         planning.check_trainable(config, own)
     plan = planning.plan(config, own, say=on_stderr)
-    print("\n".join(_lines(plan, own.gpus, recipes.name_of(recipe))))
+    print(worded("\n".join(_lines(plan, own.gpus, recipes.name_of(recipe)))))
     if own.write:
         _write(plan, own.write, recipe, changes.difference(start, config))
     return 0
@@ -167,5 +168,9 @@ def _mesh(mesh: Mesh, data: str) -> str:
 
 
 def _offered() -> list[str]:
-    sections = ("threads", "model", "reward", "rollout", "algorithm", "schedule", "training")
-    return [name for name in recipes.setting_names() if name.partition(".")[0] in sections]
+    others = ("task", "reward", "rollout", "algorithm", "schedule", "training")
+    return [
+        name
+        for name in recipes.setting_names()
+        if name.partition(".")[0] in ("threads", "model", *others)
+    ]

@@ -8,7 +8,6 @@ of message.
 from __future__ import annotations
 
 import dataclasses
-import re
 import tomllib
 import typing
 from collections.abc import Collection, Mapping, Sequence
@@ -20,6 +19,7 @@ import tomli_w
 import tyro
 from pydantic import BaseModel
 
+from stretto import interfaces
 from stretto.api.settings import changed
 from stretto.cli import parsing
 from stretto.config import Config, Section, changes, recipes
@@ -80,6 +80,7 @@ def parse_with_config(
     own_names, kind = [field.name for field in dataclasses.fields(options)], type(config)
     every = set(recipes.setting_names(kind)).difference(IN_FILES_ALONE)
     offered = {name for name in every if not only or _within(name, only)}
+    interfaces.offer({name: interfaces.option(name) for name in (*offered, *own_names[1:])})
     shown, more = _asked_for_help(arguments, offered)
     if shown is not None:
         arguments, offered = ["--help"], shown
@@ -230,17 +231,8 @@ def _unknown(shown: str, name: str, options: Collection[str], kind: type[Section
         return f"'{shown}' is spelled in a file alone, as [[{name}]]; name it with --overrides"
     if name in recipes.setting_names(kind) and not own:
         return f"'{shown}' has no effect on what this command does; leave it out"
-    hint = f"Did you mean '{own[0]}'?" if own else recipes.hint(name, kind)
-    return f"unknown option '{shown}'. {as_options(hint)}"
-
-
-def as_options(text: str) -> str:
-    """Write settings that a text quotes, such as 'model.dtype = bfloat16', as options."""
-    return re.sub(
-        r"'([a-z_\d]+(?:\.\w+)*)(?: = (\w+))?'",
-        lambda m: f"--{m[1].replace('_', '-')}{' ' + m[2] if m[2] else ''}",
-        text,
-    )
+    hint = f"Did you mean `{own[0]}`?" if own else recipes.hint(name, kind)
+    return f"unknown option '{shown}'. {hint}"
 
 
 def _mirror(

@@ -19,9 +19,10 @@ import tomli_w
 from pydantic import ValidationError
 
 from stretto.config import Config, RewardModelConfig, Section, SftConfig
-from stretto.config.foreign import ADVICE, ELSEWHERE, OF_RUNS, RENAMED
 from stretto.config.sections import UNCHECKED, subsection
 from stretto.errors import ConfigError, near, nearest
+from stretto.foreign import ADVICE, ELSEWHERE, OF_RUNS, RENAMED
+from stretto.interfaces import QUOTED, TomlFile, worded
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -46,9 +47,6 @@ _PATHS = (
     ("rollout", "speculative_model"),
 )
 """Settings that may name files and folders."""
-
-_QUOTED = re.compile(r"'([\w.]+)(?: = \w+)?'")
-"""A setting in advice, perhaps with a value."""
 
 DATASET = "dataset.jsonl"
 """The rows that a run was given as objects, in its folder."""
@@ -175,6 +173,8 @@ def build(
     except ValidationError as error:
         faults = error.errors(include_url=False)
         problems = "; ".join(_explain(e, kind) for e in faults)
+        if where.endswith(".toml"):
+            problems = worded(problems, TomlFile())
         raise ConfigError(f"{where}: {problems}", code_of(faults[0])) from error
 
 
@@ -189,7 +189,7 @@ def hint(key: str, kind: type[Section] = Config, *, table: bool = False) -> str:
     """
     every, leaf = setting_names(kind), key.rpartition(".")[2].replace("-", "_")
     if now := RENAMED.get(key):
-        return f"It is called '{now}' now."
+        return f"It is called `{now}` now."
     if table and "." not in key:
         return nearest(key, {name.partition(".")[0] for name in every if "." in name})
     leaves: dict[str, list[str]] = {}
@@ -199,23 +199,23 @@ def hint(key: str, kind: type[Section] = Config, *, table: bool = False) -> str:
     if same_leaf := leaves.get(leaf):
         return f"Did you mean {_either(same_leaf)}?"
     advice = (OF_RUNS.get(leaf) if kind is Config else None) or ADVICE.get(leaf)
-    if advice and all(name in every for name in _QUOTED.findall(advice)):
+    if advice and all(name in every for _, name, _ in QUOTED.findall(advice) if name):
         return advice
     elsewhere = {name: [o for o in ours if o in every][:1] for name, ours in ELSEWHERE.items()}
     if ours := elsewhere.get(leaf):
-        return f"It is called '{ours[0]}' here."
+        return f"It is called `{ours[0]}` here."
     leaves |= {name: ours for name, ours in elsewhere.items() if ours}
     whole = [name for name in near(key, every, 3) if near(leaf, [name.rpartition(".")[2]])]
     similar = [name for each in near(leaf, leaves, 3) for name in leaves[each]]
     if chosen := list(dict.fromkeys([*whole, *similar]))[:3]:
         return f"Did you mean {_either(chosen)}?"
     return (
-        f"No setting has a similar name; 'stretto {FOLDERS[kind] or 'train'} --help-all' lists all."
+        f"No setting has a similar name; `stretto {FOLDERS[kind] or 'train'} --help-all` lists all."
     )
 
 
 def _either(names: Sequence[str]) -> str:
-    return " or ".join(map(repr, names[:3]))
+    return " or ".join(f"`{name}`" for name in names[:3])
 
 
 def _packaged(name: str, kind: type[Section]) -> Path:
@@ -293,12 +293,9 @@ def _other_command(
     remedy = f"give it to {commands}"
     if is_run:
         run = Path(where).parent
-        remedy = (
-            f"for its trained model, name settings of that kind first: stretto {own} RECIPE "
-            f"--model.name {run}"
-        )
+        remedy = f"for its trained model, name settings of that kind, and `model.name = {run}`"
         if wanted is Config:
-            remedy += f", or to measure it: stretto eval RECIPE --model {run}"
+            remedy += f", or measure it: `stretto eval RECIPE --model {run}`"
     return ConfigError(
         f"{where} holds settings of {commands}, where those of 'stretto {own}' are taken; {remedy}",
         "settings-of-another-command",
@@ -321,5 +318,5 @@ def _explain(error: ErrorDetails, kind: type[Section]) -> str:
     if error["type"] == "model_type" and (section := subsection(kind, key)):
         first = next(iter(section.model_fields))
         usual = next((n for n in ("name", "preset", "sources") if n in section.model_fields), first)
-        rule = f"is a section of settings; the one that is probably meant is '{key}.{usual}'"
+        rule = f"is a section of settings; the one that is probably meant is `{key}.{usual}`"
     return f"{key} = {value!r}: {rule}"

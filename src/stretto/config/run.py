@@ -132,7 +132,7 @@ class Config(Section):
         r = self.rollout
         broken["greedy-training"] = r.temperature == 0 and (
             "rollout.temperature is 0: greedy decoding has no log-probabilities to train on; "
-            "use a temperature above 0 (greedy is what 'stretto eval' does)"
+            "use a temperature above 0 (an evaluation is greedy)"
         )
         broken["truncated-sampling"] = (r.top_k or r.top_p < 1) and (
             f"rollout.top_k = {r.top_k} and top_p = {r.top_p} truncate sampling, and the learner's "
@@ -203,7 +203,7 @@ class Config(Section):
     def _vllm_rules(self, broken: Rules) -> None:
         broken["vllm-without-processes"] = self.runtime == "inline" and (
             "rollout.engine = 'vllm' needs processes of its own, whose threads vLLM sets, and "
-            "runtime = 'inline' has none; set runtime = 'local' (--runtime local)"
+            "runtime = 'inline' has none; set `runtime = local`"
         )
         broken["4bit-with-vllm"] = self.model.load_in_4bit and (
             "model.load_in_4bit = true trains beside weights in 4 bits, and rollout.engine = 'vllm' "

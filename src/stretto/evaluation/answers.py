@@ -132,7 +132,7 @@ def _typed(config: ModelConfig) -> ModelConfig:
         with working(on_stderr, "trying which type is faster"):
             dtype, because = fastest_dtype(pick_device(config.device))
         kind = str(dtype).removeprefix("torch.")
-        on_stderr(f"computing in {kind}: {because}; --dtype takes another")
+        on_stderr(f"computing in {kind}: {because}; `model.dtype` takes another")
     return config
 
 

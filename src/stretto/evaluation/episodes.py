@@ -93,7 +93,7 @@ class Tools:
         if ready["kind"] == "program":
             raise ConfigError(
                 f"'{config.sources[0]}' is a program, which asks a server for its turns: start one "
-                "with stretto serve, and run the program with its address",
+                "with `stretto serve MODEL`, and run the program with its address",
                 "program-holds-the-loop",
             )
         self._schemas: Sequence[Mapping[str, Any]] = ready["tools"]

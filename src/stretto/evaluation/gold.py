@@ -140,14 +140,14 @@ def reference_text(task: tasks.Task, data: Mapping[str, Any], column: str) -> st
         answer = task.row(data[INDEX_KEY]).reference
         if answer is None:
             raise TaskError(
-                "the task has no answers of its own to compare with; name a column with reference "
-                f"responses with --reference-column. The dataset has: {columns}",
+                "the task has no answers of its own to compare with; name the column with "
+                f"reference responses by `reference_column`. The dataset has: {columns}",
                 "task-without-answers",
             )
         return answer
     if column not in data:
         raise TaskError(
-            f"--reference-column '{column}' is no column of the dataset, which has: {columns}",
+            f"`reference_column = {column}` is no column of the dataset, which has: {columns}",
             "missing-column",
         )
     cell = data[column]

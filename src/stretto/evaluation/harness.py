@@ -58,7 +58,7 @@ def benchmark(
     Raises MissingExtraError if lm-evaluation-harness is not installed; ConfigError if a benchmark
     is unknown, or its data cannot be had; ModelError if the model cannot be found.
     """
-    require("lm_eval", "lm-eval", "--lm-eval")
+    require("lm_eval", "lm-eval", "`lm_eval`")
     with working(on_stderr, "loading lm-evaluation-harness"):
         lm_eval: Any = import_module("lm_eval")
         harness_tasks: Any = import_module("lm_eval.tasks")
@@ -69,7 +69,7 @@ def benchmark(
         if name not in manager.all_tasks:
             close = get_close_matches(name, manager.all_tasks, n=1)
             remedy = f"did you mean '{close[0]}'?" if close else "'lm-eval ls tasks' lists them"
-            message = f"--lm-eval: there is no benchmark '{name}'; {remedy}"
+            message = f"`lm_eval`: there is no benchmark '{name}'; {remedy}"
             raise ConfigError(message, "unknown-benchmark")
     device, path = pick_device(config.device), resolve(model, on_stderr)
     base = adapter_base(path)
@@ -94,7 +94,7 @@ def benchmark(
             results = lm_eval.simple_evaluate(tasks=chosen, num_fewshot=shots, **options)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"--lm-eval {','.join(chosen)} failed: {error}. The benchmarks' data comes from "
+                f"`lm_eval = {','.join(chosen)}` failed: {error}. The benchmarks' data comes from "
                 "the hub; without a network, name a .yaml file whose data is local",
                 "benchmark-failed",
             ) from error
@@ -106,9 +106,9 @@ def _name(file: Path) -> str:
     try:
         found = re.search(r"^task:\s*[\"']?([^\s\"'#]+)", file.read_text("utf-8"), re.MULTILINE)
     except OSError as error:
-        raise ConfigError(f"--lm-eval: cannot read '{file}': {error}", "unreadable") from error
+        raise ConfigError(f"`lm_eval`: cannot read '{file}': {error}", "unreadable") from error
     if not found:
-        message = f"--lm-eval: '{file}' defines no benchmark: it has no line 'task: NAME'"
+        message = f"`lm_eval`: '{file}' defines no benchmark: it has no line 'task: NAME'"
         raise ConfigError(message, "no-benchmark")
     return found[1]
 

@@ -153,7 +153,7 @@ def label_responses(
     if the source failed.
     """
     if per_prompt < 2:
-        message = f"a preference takes two responses to a prompt; got --samples {per_prompt}"
+        message = f"a preference takes two responses to a prompt; got `samples = {per_prompt}`"
         raise ConfigError(message, "one-response")
     _check_out(out, config.task.name)
     config = config.with_model(policy)
@@ -179,7 +179,7 @@ def label_responses(
     if left_out["unended"] == read:
         raise TaskError(
             f"none of {read} prompts got two responses that ended within rollout.max_new_tokens = "
-            f"{config.rollout.max_new_tokens}; raise that limit, or --samples",
+            f"{config.rollout.max_new_tokens}; raise that limit, or `samples`",
             "no-ended-responses",
         )
     _write(out, kept, read, by)
@@ -297,11 +297,11 @@ def _labelled(row: Candidates, scores: Sequence[float], data: PairsConfig) -> Ro
 def _check_out(out: Path, source: str) -> None:
     """Check before the work that the output file can be written, and is not what is read."""
     if out.resolve() == Path(source).expanduser().resolve():
-        message = f"--out '{out}' is the file that is read; write to another"
+        message = f"`out = {out}` is the file that is read; write to another"
         raise ConfigError(message, "output-is-input")
     if not out.parent.is_dir() or out.is_dir():
         what = "is a folder" if out.is_dir() else f"would stand in '{out.parent}', which is none"
-        message = f"--out '{out}' {what}; name a file in a folder that there is"
+        message = f"`out = {out}` {what}; name a file in a folder that there is"
         raise ConfigError(message, "no-output-file")
 
 
@@ -321,5 +321,5 @@ def _write(out: Path, rows: Sequence[Row], read: int, by: str) -> None:
             "values-beyond-json",
         ) from error
     except OSError as error:
-        message = f"cannot write '{out}': {error}; choose another with --out"
+        message = f"cannot write '{out}': {error}; choose another with `out`"
         raise ConfigError(message, "unwritable-output") from error

@@ -136,7 +136,7 @@ def open_judge(judge: LlmJudge) -> Callable[[Sequence[JudgedPair]], Judgement]:
     if not key and not (judge.url or os.environ.get("OPENAI_BASE_URL")):
         raise ConfigError(
             f"the judge '{judge.model}' is asked at OpenAI's endpoint, which needs a key: set "
-            "OPENAI_API_KEY, or name another endpoint with --judge-url",
+            "OPENAI_API_KEY, or name another endpoint with `judge_url`",
             "judge-without-key",
         )
     key, url, limit_s = key or "none", judge.url or None, judge.timeout_s
@@ -217,20 +217,20 @@ async def _ask(judge: LlmJudge, client: AsyncOpenAI, question: str) -> str:
     except TimeoutError as error:
         raise JudgeError(
             f"the judge '{judge.model}' did not answer within {judge.timeout_s:g} s, with retries; "
-            "raise --judge-timeout, or lower --judge-concurrency",
+            "raise `judge_timeout`, or lower `judge_concurrency`",
             "judge-timed-out",
         ) from error
     except OpenAIError as error:
         raise JudgeError(
-            f"the judge '{judge.model}' at {client.base_url} failed: {error}. Check --judge, "
-            "--judge-url and OPENAI_API_KEY",
+            f"the judge '{judge.model}' at {client.base_url} failed: {error}. Check `judge`, "
+            "`judge_url` and OPENAI_API_KEY",
             "judge-failed",
         ) from error
     choices = getattr(answer, "choices", None)
     if not choices:
         raise JudgeError(
             f"the judge '{judge.model}' at {client.base_url} answered with no chat completion: "
-            f"{str(answer)[:200]!r}. Check --judge-url, which mostly ends in /v1",
+            f"{str(answer)[:200]!r}. Check `judge_url`, which mostly ends in /v1",
             "no-chat-completion",
         )
     cut = choices[0].finish_reason == "length"

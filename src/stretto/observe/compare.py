@@ -326,12 +326,12 @@ class Comparison:
             return target, f"Target reward: {target:g}, as asked."
         curves = [smoothed(r.column(REWARD), self.window) for r in results if r.variant == BASELINE]
         if not curves:
-            return None, f"No target reward: no run of {BASELINE} to take it from; use --target."
+            return None, f"No target reward: no run of {BASELINE} to take it from; use `target`."
         first, last = (fmean(curve[end] for curve in curves) for end in (0, -1))
         if not last > first:
             return None, (
                 f"No target reward: the smoothed reward of {BASELINE} does not rise "
-                f"({first:.3f} to {last:.3f}); use --target, or train for more steps."
+                f"({first:.3f} to {last:.3f}); use `target`, or train for more steps."
             )
         chosen = first + TARGET_SHARE * (last - first)
         return chosen, (

@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from stretto.interfaces import worded
 from stretto.observe.display import FIGURES, History, Progress, duration, news, repeated
 from stretto.observe.run_directory import EVALUATED, SCORE, Sample
 from stretto.saying import Advance
@@ -64,7 +65,7 @@ class RichProgress(Progress):
     def note(self, text: str) -> None:
         if text:
             # As an object: markup=False would be for the panel, too, which is drawn anew with it.
-            self._console.print(Text(text), soft_wrap=True)
+            self._console.print(Text(worded(text)), soft_wrap=True)
 
     @contextmanager
     def working(self, what: str, total: int = 0) -> Iterator[Advance]:

@@ -9,6 +9,7 @@ from typing import IO, Literal, TextIO
 from weakref import WeakKeyDictionary
 
 from stretto.config import Config, RewardModelConfig, SupervisedConfig
+from stretto.interfaces import worded
 from stretto.observe.display import FIGURES, History, Progress, duration, news, repeated
 from stretto.observe.run_directory import Sample
 from stretto.protocols import Clock, RealClock
@@ -87,7 +88,7 @@ class PlainProgress(Progress):
     def note(self, text: str) -> None:
         if text:
             _silent_s[self._stream] = 0.0
-            print(text, file=self._stream, flush=True)
+            print(worded(text), file=self._stream, flush=True)
 
     @contextmanager
     def working(self, what: str, total: int = 0) -> Iterator[Advance]:
@@ -140,7 +141,7 @@ class _Stderr:
     """A display on standard error, whatever that is when something is shown."""
 
     def note(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        print(worded(text), file=sys.stderr, flush=True)
 
     def working(self, what: str, total: int = 0) -> AbstractContextManager[Advance]:
         return make_progress("auto", sys.stderr).working(what, total)

@@ -219,7 +219,7 @@ class RunDirectory:
             root.mkdir(parents=True, exist_ok=True)
             path = claim(root, name)
         except OSError as error:
-            text = f"cannot make a run directory in '{root}': {error}; choose another with --out"
+            text = f"cannot make a run directory in '{root}': {error}; choose another with `out`"
             raise ConfigError(text, "cannot-make-folder") from error
         run = cls(path)
         try:

@@ -474,11 +474,11 @@ def _remedies(model: ModelConfig, algorithm: AlgorithmConfig, reward: RewardConf
     found = ["a smaller model"]
     if not model.lora_rank:
         lora = model.model_copy(update={"lora_rank": 16})
-        found.append(f"LoRA (--model.lora-rank 16: {size(lora, algorithm)})")
+        found.append(f"LoRA (`model.lora_rank = 16`: {size(lora, algorithm)})")
     if algorithm.definition.critic:
         rloo = algorithm.model_copy(update={"name": "rloo"})
         found.append(
-            "an algorithm without a critic (--algorithm.name rloo --rollout.samples-per-prompt 2: "
+            "no critic (`algorithm.name = rloo`, `rollout.samples_per_prompt = 2`: "
             f"{size(model, rloo)})"
         )
     return ", or ".join(found)

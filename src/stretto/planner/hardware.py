@@ -111,7 +111,7 @@ def read_hardware(file: str | Path) -> Hardware:
     try:
         tables = changes.read(file)
     except ConfigError as error:
-        remedy = f"'stretto plan --calibrate {file}' makes one"
+        remedy = f"`stretto plan --calibrate {file}` makes one"
         raise ConfigError(f"{error}; {remedy}", "no-hardware-file") from error
     for name in tables:
         if name not in TABLES:
@@ -148,7 +148,7 @@ def _table(
         faults = error.errors()
     if missing := [str(fault["loc"][0]) for fault in faults if fault["loc"][0] not in given]:
         problem = f"[{table}] in '{file}' lacks {', '.join(missing)}"
-        remedy = "a data sheet has them, or 'stretto plan --calibrate'"
+        remedy = "a data sheet has them, or `stretto plan --calibrate FILE`"
         raise ConfigError(f"{problem}; {remedy}", "missing")
     key, first = faults[0]["loc"][0], faults[0]
     raise ConfigError(f"{table}.{key} = {given[key]!r} in '{file}': {first['msg']}", first["type"])

@@ -30,8 +30,8 @@ class GpuOptions:
     def layout(self, models: ModelShapes, hardware: Hardware) -> Layout:
         """Return the layout that they describe; ConfigError if models cannot be divided so."""
         if min(self.gpus, self.tp) < 1 or self.fsdp < 0 or self.gpus % self.tp:
-            given = f"--gpus {self.gpus} --fsdp {self.fsdp} --tp {self.tp}"
-            raise ConfigError(f"{given}: counts are positive, and --tp divides --gpus")
+            given = f"`gpus = {self.gpus}`, `fsdp = {self.fsdp}`, `tp = {self.tp}`"
+            raise ConfigError(f"{given}: counts are positive, and `tp` divides `gpus`")
         everywhere = Mesh(self.gpus // self.tp, self.tp)
         rest = everywhere.data - self.fsdp - 1
         if self.fsdp in (0, everywhere.data):
@@ -41,9 +41,9 @@ class GpuOptions:
             layout = Layout(learner, generator, Mesh(1, self.tp), "none", self.offload)
         else:
             raise ConfigError(
-                f"--fsdp {self.fsdp} with --tp {self.tp} on {self.gpus} GPUs: that leaves none for "
-                f"generators and scorers, with {self.tp} for each. Give --fsdp {everywhere.data}, "
-                "where roles share all GPUs, or fewer shards"
+                f"`fsdp = {self.fsdp}` with `tp = {self.tp}` on {self.gpus} GPUs leaves none "
+                f"for generators and scorers, with {self.tp} for each. Give "
+                f"`fsdp = {everywhere.data}`, where roles share all GPUs, or fewer shards"
             )
         layout.check(models, hardware.links)
         return layout
@@ -89,7 +89,7 @@ def _remedy(models: ModelShapes, options: GpuOptions, hardware: Hardware) -> str
     fitting = [each for each in every if _fits(models, each, hardware)]
     least = [e for e in fitting if not any(o != e and o.within(e) for o in fitting)]
     if not least:
-        return f"Neither {every[-1].gpus:,} GPUs nor --tp nor --offload helps: take a smaller model"
+        return f"Neither {every[-1].gpus:,} GPUs nor `tp` nor `offload` helps: take a smaller model"
     least.sort(key=lambda each: (each.beyond(given).count("--"), each.gpus, each.tp))
     return f"All phases fit with {', or with '.join(each.beyond(given) for each in least[:3])}"
 

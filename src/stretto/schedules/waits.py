@@ -118,7 +118,7 @@ class Waits:
                 "nothing is under way, and nothing can begin:\n"
                 + "\n".join(map(str, self._waiters))
                 + "\nThis is a fault of the schedule, and of no role; please report it with these "
-                "lines. The run can be taken up again from its newest checkpoint (--resume)",
+                "lines. The run can go on from its newest checkpoint",
                 {id_ for waiter in self._waiters for id_ in waiter.rollouts()},
                 "all-parts-wait",
             )

@@ -351,12 +351,9 @@ class TableTask(Task):
             message = f"no column '{column}'. {nearest(column, row)} Its columns: {every}"
             return TaskError(message, "missing-column")
         name = next(filter(row.__contains__, PROMPTS), next(iter(row), "COLUMN"))
-        remedy = (
-            f"name the column of prompts with --task.columns prompt={name} (from Python "
-            f"task__columns={{'prompt': '{name}'}})"
-        )
+        remedy = f"name the column of prompts by `task.columns = prompt={name}`"
         if _FINAL.search(str(row.get("answer"))):
-            remedy += ", or set task.kind = 'gsm8k', as answers have '####'"
+            remedy += ", or set `task.kind = gsm8k`, as answers have '####'"
         return TaskError(
             f"no column 'prompt' among its columns ({every}); {remedy}", "missing-column"
         )

@@ -234,7 +234,7 @@ def start(
         planner = Planner(p, parameters, config.seed)
         budget = token_budget(t.microbatch_tokens, device)
         if config.observe.checkpoints:
-            ranks.remedy = "resume from the last checkpoint, if one was written (--resume)"
+            ranks.remedy = "resume from the last checkpoint, if one was written"
         return PipelinedBackprop(ranks, staged, planner, layout, p, budget)
     except pickle.PicklingError as error:
         ranks.close()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, ParamSpec, Self, TypeVar
 
 from transformers import (
     DefaultFlowCallback,
@@ -26,6 +27,7 @@ from stretto.assembly.models import Overrides
 from stretto.config import Config, recipes
 from stretto.config.sections import ENVIRONMENT
 from stretto.errors import ConfigError, StateError, TaskError
+from stretto.interfaces import Python, through
 from stretto.models.load import save_model
 from stretto.observe import RunDirectory, make_progress
 from stretto.observe.progress import on_stderr
@@ -36,7 +38,30 @@ from stretto.schedules.rollout import Rollout
 from stretto.trl import arguments, checkpoints, objects
 from stretto.trl.callbacks import after_step, evaluated, means_of, never_called
 from stretto.trl.compat import require_called, require_named
+from stretto.trl.config import TrlConfig
 from stretto.trl.objects import Answering, PromptTask, Rewards, TokenTask
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_CALLS = {"train --resume ": "trainer.train(resume_from_checkpoint={})"}
+"""What scripts call, by the beginnings of command lines."""
+
+
+def words_of(trainer: Any) -> Python:
+    names = [field.name for field in fields(trainer.config_class)]
+    return Python([*names, *inspect.signature(trainer.__init__).parameters], False, _CALLS)
+
+
+def in_script(method: Callable[P, R]) -> Callable[P, R]:
+    """Mark a trainer's method that scripts call, so that errors name the script's arguments."""
+
+    @functools.wraps(method)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        with through(words_of(type(args[0]))):
+            return method(*args, **kwargs)
+
+    return called
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +95,7 @@ class BaseTrainer:
         callback_handler: of transformers; it calls the callbacks, which get no optimizer.
     """
 
+    config_class: ClassVar[type[TrlConfig]]
     hub_model_id: ClassVar[None] = None
     optimizer = lr_scheduler = None
     eval_dataset: Any = None
@@ -152,7 +178,7 @@ class BaseTrainer:
         self.remove_callback = self.callback_handler.remove_callback
         self.tell("on_init_end")
 
-    @cached_property
+    @functools.cached_property
     def accelerator(self) -> Any:
         """An ``accelerate.Accelerator`` of this one process, for what scripts ask of it."""
         from accelerate import Accelerator
@@ -165,6 +191,7 @@ class BaseTrainer:
 
     is_local_process_zero = is_world_process_zero
 
+    @in_script
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Train, or go on with the run of the same script in a folder, from its newest checkpoint.
 
@@ -200,8 +227,7 @@ class BaseTrainer:
         else:
             run = self._with_rows(run, display.note)
         self.config, self.run_dir = run.config, run.run_dir
-        where = str(run.run_dir.path)
-        run = replace(run, resumed_by=f"trainer.train(resume_from_checkpoint={where!r})")
+        run = replace(run, gives_objects=True)
         for line in (
             arguments.notes(args, self.sizes) + self._notes + never_called(self.callback_handler)
         ):
@@ -211,7 +237,7 @@ class BaseTrainer:
         self.tell("on_epoch_begin")
         self._training = True
         try:
-            result = api.execute(run, progress=display, on_step=partial(after_step, self))
+            result = api.execute(run, progress=display, on_step=functools.partial(after_step, self))
         except KeyboardInterrupt as interrupt:  # the frames of the run's threads explain nothing
             raise interrupt.with_traceback(None) from None
         finally:
@@ -268,6 +294,7 @@ class BaseTrainer:
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.tell("on_log", logs=logs)
 
+    @in_script
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:

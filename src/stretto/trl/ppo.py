@@ -16,7 +16,7 @@ from stretto.assembly.models import Overrides
 from stretto.config.sections import MISSING_EOS
 from stretto.errors import ConfigError, nearest
 from stretto.trl import arguments, objects
-from stretto.trl.base import BaseTrainer
+from stretto.trl.base import BaseTrainer, in_script
 from stretto.trl.config import PPOConfig
 from stretto.trl.objects import Rewards, TokenTask
 
@@ -61,6 +61,9 @@ class PPOTrainer(BaseTrainer):
             them when training ends. Adapters that the policy has before are merged first.
     """
 
+    config_class = PPOConfig
+
+    @in_script
     def __init__(
         self,
         args: PPOConfig | None = None,

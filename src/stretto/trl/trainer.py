@@ -22,7 +22,7 @@ from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
 from stretto.saying import silent
 from stretto.trl import arguments, objects
-from stretto.trl.base import BaseTrainer
+from stretto.trl.base import BaseTrainer, in_script
 from stretto.trl.config import GRPOConfig, OnlineDPOConfig, RLOOConfig, TrlConfig
 from stretto.trl.objects import PromptTask
 
@@ -36,10 +36,10 @@ class _PromptsTrainer(BaseTrainer):
 
     aux_loss_enabled: ClassVar[bool] = False  # routers of experts have no loss of their own
 
+    @in_script
     def _prepare(
         self,
         args: Any,
-        kind: type[TrlConfig],
         model: Any,
         reward_funcs: Any,
         train_dataset: Any,
@@ -55,6 +55,7 @@ class _PromptsTrainer(BaseTrainer):
         quantization_config: Any = None,
     ) -> None:
         named = model if isinstance(model, str) else str(getattr(model, "name_or_path", ""))
+        kind = self.config_class
         if args is None:
             name = type(self).__name__.removesuffix("Trainer")
             args = kind(f"{Path(named).name or 'trainer_output'}-{name}")
@@ -166,7 +167,7 @@ class GRPOTrainer(_PromptsTrainer):
             rewards are one beside the others.
     """
 
-    _config: ClassVar[type[TrlConfig]] = GRPOConfig
+    config_class: ClassVar[type[TrlConfig]] = GRPOConfig
 
     def __init__(
         self,
@@ -188,7 +189,6 @@ class GRPOTrainer(_PromptsTrainer):
         objects.refuse(None, optimizers, rollout_func=rollout_func)
         self._prepare(
             args,
-            self._config,
             model,
             reward_funcs,
             train_dataset,
@@ -208,7 +208,7 @@ class RLOOTrainer(GRPOTrainer):
     responses. The arguments are those of :class:`GRPOTrainer`.
     """
 
-    _config = RLOOConfig
+    config_class = RLOOConfig
 
 
 class OnlineDPOTrainer(_PromptsTrainer):
@@ -218,6 +218,8 @@ class OnlineDPOTrainer(_PromptsTrainer):
     Args:
         ref_model: what the loss is relative to; ``None``: the policy as it starts.
     """
+
+    config_class = OnlineDPOConfig
 
     def __init__(
         self,
@@ -244,7 +246,6 @@ class OnlineDPOTrainer(_PromptsTrainer):
         )
         self._prepare(
             args,
-            OnlineDPOConfig,
             model,
             reward_funcs,
             train_dataset,

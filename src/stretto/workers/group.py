@@ -158,7 +158,7 @@ class ServiceGroup:
         if not self.replaceable:
             raise RankError(
                 f"the processes of the {self.name} hold what is trained, and are not replaced; go "
-                "on from the last checkpoint with --resume",
+                "on from the last checkpoint",
                 code="not-replaceable",
             )
         async with self._restarting:

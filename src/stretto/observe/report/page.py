@@ -63,11 +63,11 @@ def html_page(
     if step is not None and len(runs) > MAX_RUNS:
         raise ConfigError(
             f"a report shows timelines of at most {MAX_RUNS} runs; got {len(runs)}. Name fewer, or "
-            "leave out --step",
+            "leave out `step`",
             "too-many-timelines",
         )
     if step is not None and not any(step in run.steps for run in runs):
-        text = f"step {step} is in no run's trace; leave out --step to see which there are"
+        text = f"step {step} is in no run's trace; leave out `step` to see which there are"
         raise ConfigError(text, "step-not-traced")
     # No character that could end the element that the data stands in.
     content = {**payload(runs, step), "predictions": list(predictions), "live": poll_ms}

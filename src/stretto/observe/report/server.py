@@ -53,7 +53,7 @@ class RunServer(ThreadingHTTPServer):
         try:
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
-            text = f"--port {port} cannot be listened on: {error}; choose another"
+            text = f"`port = {port}` cannot be listened on: {error}; choose another"
             raise ConfigError(text, "port-taken") from error
 
     @property

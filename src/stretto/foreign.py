@@ -1,7 +1,6 @@
 """Names by which TRL, verl, OpenRLHF, peft and transformers call settings, for advice in errors.
 
-In advice a quoted name is a setting, such as 'out', and may have a value behind it, as in
-'model.dtype = bfloat16'. The command line writes both as options.
+Advice quotes settings for :mod:`stretto.interfaces`.
 """
 
 from __future__ import annotations
@@ -53,6 +52,7 @@ _ELSEWHERE = {
     "rollout.max_new_tokens": "max_completion_length response_length max_response_length "
     "generate_max_len max_tokens",
     "rollout.samples_per_prompt": "num_generations n n_samples_per_prompt rloo_k group_size",
+    "rollout.slots": "local_rollout_forward_batch_size",
     "rollout.stop": "stop_sequences stop_strings",
     "schedule.preset": "schedule",
     "seed": "data_seed random_seed",
@@ -82,33 +82,39 @@ for _ours, _names in _ELSEWHERE.items():
     for _name in _names.split():
         ELSEWHERE.setdefault(_name, []).append(_ours)
 
+
+def spellings(name: str) -> list[str]:
+    """Return the names by which options and keywords may be a setting, its last part last."""
+    return [name, *_ELSEWHERE.get(name, "").split(), name.rpartition(".")[2]]
+
+
 _ADVICE = {
-    "Write 'model.dtype = bfloat16'.": "bf16 bfloat16",
-    "float16 is not offered. 'model.dtype' takes bfloat16 or float32.": "fp16 float16",
-    "Write 'observe.trackers = wandb'.": "wandb use_wandb",
-    "Write 'observe.trackers = tensorboard'.": "tensorboard use_tensorboard",
-    "Write 'rollout.engine = vllm'.": "use_vllm vllm",
-    "Write 'model.device = cpu'.": "cpu no_cuda use_cpu",
-    "Write 'model.device = cuda'.": "gpu cuda",
-    "Write 'observe.progress = off'.": "no_progress disable_tqdm quiet silent",
-    "8-bit weights are not offered, 4-bit ones are: 'model.load_in_4bit'.": "load_in_8bit",
-    "Reinforcement learning on several GPUs is described by tables [[cluster.processes]] in a .toml "
-    "file; without them one GPU does all. 'stretto plan RECIPE --gpus N' finds a layout.": "gpus "
+    "Write `model.dtype = bfloat16`.": "bf16 bfloat16",
+    "float16 is not offered. `model.dtype` takes bfloat16 or float32.": "fp16 float16",
+    "Write `observe.trackers = wandb`.": "wandb use_wandb",
+    "Write `observe.trackers = tensorboard`.": "tensorboard use_tensorboard",
+    "Write `rollout.engine = vllm`.": "use_vllm vllm",
+    "Write `model.device = cpu`.": "cpu no_cuda use_cpu",
+    "Write `model.device = cuda`.": "gpu cuda",
+    "Write `observe.progress = off`.": "no_progress disable_tqdm quiet silent",
+    "8-bit weights are not offered, 4-bit ones are: `model.load_in_4bit`.": "load_in_8bit",
+    "Reinforcement learning on several GPUs needs tables [[cluster.processes]] in a .toml file; "
+    "without them one GPU does all. `stretto plan RECIPE --gpus N` finds a layout.": "gpus "
     "num_gpus n_gpus ngpus n_gpus_per_node nproc_per_node num_processes world_size nnodes "
     "tensor_parallel_size tensor_model_parallel_size tp tp_size fsdp deepspeed ds_config "
     "zero_stage accelerate_config",
     "A .toml file with settings stands in place of the recipe, before all options.": "config "
     "config_file config_path cfg recipe",
-    "'stretto recipes' lists the recipes.": "list list_recipes recipes",
-    "A run goes on with 'stretto train --resume RUN_DIR'.": "resume_from_checkpoint "
+    "`stretto recipes` lists the recipes.": "list list_recipes recipes",
+    "A run goes on with `stretto train --resume RUN_DIR`.": "resume_from_checkpoint "
     "resume_from resume_mode load_checkpoint_path",
     "Nothing is uploaded: the folder model of a run has all files of a hub model.": "push_to_hub "
     "hub_model_id hub_token hub_strategy",
     "Every step is logged, to metrics.jsonl in the run's folder.": "logging_steps log_interval "
     "logging_strategy log_every logging_first_step",
-    "A run's folder is named after its recipe, with the next free number; 'out' is the folder "
+    "A run's folder is named after its recipe, with the next free number; `out` is the folder "
     "that it is made in.": "run_name experiment_name project_name exp_name logging_dir",
-    "The number of warm-up steps is set, not a share: 'training.warmup_steps'.": "warmup_ratio "
+    "The number of warm-up steps is set, not a share: `training.warmup_steps`.": "warmup_ratio "
     "lr_warmup_ratio lr_warmup_steps_ratio",
     "The tokenizer is the model's own.": "tokenizer tokenizer_name tokenizer_name_or_path "
     "tokenizer_path processing_class",
@@ -118,6 +124,6 @@ ADVICE: Mapping[str, str] = {n: text for text, names in _ADVICE.items() for n in
 """Sentences on names that no setting equals, or one with a certain value."""
 
 OF_RUNS: Mapping[str, str] = {
-    "num_train_epochs": "The number of steps is set, not of passes over the rows: 'steps'."
+    "num_train_epochs": "The number of steps is set, not of passes over the rows: `steps`."
 }
 """Sentences for reinforcement learning alone."""

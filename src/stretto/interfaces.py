@@ -1,0 +1,154 @@
+"""The words in which each interface names settings and commands: shell, Python, files, TRL scripts.
+
+A message quotes a setting as `training.lr` or `training.lr = 1e-5`, and a command as it is typed in
+a shell: `stretto train --resume runs/tiny-001`. An error keeps these quotes, so that it can cross
+processes and be part of another message, until it leaves through the interface that the user
+called. There they become --training.lr 1e-5 on the command line, training__lr=1e-5 in Python, and
+learning_rate=1e-5 in a script for TRL.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import shlex
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
+
+from stretto.errors import StrettoError
+from stretto.foreign import spellings
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+QUOTED = re.compile(r"`(?:stretto ([^`]+)|([a-z]\w*(?:\.\w+)*)(?: = ([^`]*))?)`")
+"""A command, or a setting and perhaps its value, in a message."""
+
+
+class TomlFile:
+    """A file of settings, and the words for settings that another interface cannot set."""
+
+    def setting(self, name: str, value: str) -> str:
+        """Word a setting, or an option by its parameter; ``value`` is empty if none is proposed."""
+        return f"'{name} = {_literal(value, toml=True)}'" if value else f"'{name}'"
+
+    def command(self, line: str) -> str:
+        """Word a command line, which begins with the command's name."""
+        return f"'stretto {line}'"
+
+
+@dataclass
+class CommandLine(TomlFile):
+    """The shell. ``options`` of the command, as shown, by the names of their settings or
+    parameters, once they are known.
+    """
+
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    def setting(self, name: str, value: str) -> str:
+        """Word a setting as the command's option, or as it is in files if there is none."""
+        known = (self.options[n] for n in spellings(name) if n in self.options)
+        shown = next(known, "" if self.options else option(name))
+        return f"{shown} {value}".strip() if shown else super().setting(name, value)
+
+
+@dataclass
+class Python(TomlFile):
+    """Keywords of a function.
+
+    Attributes:
+        takes_settings: whether the function takes each setting, too, as ``section__name``.
+        calls: Python for commands, by the beginnings of their lines.
+    """
+
+    keywords: Collection[str]
+    takes_settings: bool
+    calls: Mapping[str, str]
+
+    def setting(self, name: str, value: str) -> str:
+        """Word a setting as a keyword, or as it is in files if there is none."""
+        known = spellings(name)
+        if self.takes_settings:
+            known[-1] = name.replace(".", "__")
+        keyword = next((n for n in known if n in self.keywords), "")
+        keyword = keyword or (known[-1] if self.takes_settings else "")
+        return f"{keyword}={value and _literal(value)}" if keyword else super().setting(name, value)
+
+    def command(self, line: str) -> str:
+        """Word a command line as a call, if there is one for it."""
+        for start, call in self.calls.items():
+            if line.startswith(start):
+                words = shlex.split(line.removeprefix(start))
+                return call.format(*(_literal(w) for w in words if not w.startswith("--")))
+        return f"'stretto {line}' in a shell"
+
+
+CALLS = {
+    "train --resume ": "stretto.resume({})",
+    "align --resume ": "stretto.resume_alignment({})",
+    "eval ": "stretto.evaluate({}, model={})",
+    "sft": "stretto.sft",
+}
+
+_called: list[TomlFile] = []
+"""Interfaces through which this process was called, the outermost first."""
+
+
+@contextmanager
+def through(interface: TomlFile) -> Iterator[None]:
+    """Word the errors that leave, in the words of the outermost interface."""
+    _called.append(interface)
+    try:
+        yield
+    except StrettoError as error:
+        error.args = tuple(worded(a) if isinstance(a, str) else a for a in error.args)
+        raise
+    finally:
+        _called.remove(interface)
+
+
+def offer(options: Mapping[str, str]) -> None:
+    """Take note of the options of the command that is running, if one is."""
+    if _called and isinstance(_called[0], CommandLine):
+        _called[0].options = options
+
+
+def worded(text: str, interface: TomlFile | None = None) -> str:
+    """Return a message in the words of an interface, by default the one that the user called.
+
+    Without one, as in the process of a worker, the quotes stay.
+    """
+    words = interface or next(iter(_called), None)
+    if words is None:
+        return text
+    return QUOTED.sub(
+        lambda m: words.command(m[1]) if m[1] else words.setting(m[2], m[3] or ""), text
+    )
+
+
+def in_python(function: Callable[P, R]) -> Callable[P, R]:
+    """Mark a function that users call."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        keywords = inspect.signature(function).parameters
+        takes_settings = any(each.kind is each.VAR_KEYWORD for each in keywords.values())
+        with through(Python(keywords, takes_settings, CALLS)):
+            return function(*args, **kwargs)
+
+    return called
+
+
+def option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _literal(value: str, *, toml: bool = False) -> str:
+    if re.fullmatch(r"-?\d[\d.e-]*|[Tt]rue|[Ff]alse", value):
+        return value.lower() if toml else value.capitalize()
+    if pair := re.fullmatch(r"(\w+)=(\S+)", value):
+        return f'{{{pair[1]} = "{pair[2]}"}}' if toml else f"{{{pair[1]!r}: {pair[2]!r}}}"
+    return f'"{value}"' if toml else repr(value)
