@@ -90,6 +90,9 @@ CALLS = {
     "train --resume ": "stretto.resume({})",
     "align --resume ": "stretto.resume_alignment({})",
     "eval ": "stretto.evaluate({}, model={})",
+    "train RECIPE --model.name ": "stretto.train('RECIPE', model={})",
+    "sft RECIPE --model.name ": "stretto.sft('RECIPE', model__name={})",
+    "reward RECIPE --model.name ": "stretto.train_reward_model('RECIPE', model__name={})",
     "sft": "stretto.sft",
 }
 
@@ -119,11 +122,9 @@ def offer(options: Mapping[str, str]) -> None:
 def worded(text: str, interface: TomlFile | None = None) -> str:
     """Return a message in the words of an interface, by default the one that the user called.
 
-    Without one, as in the process of a worker, the quotes stay.
+    Without one the words are those of files.
     """
-    words = interface or next(iter(_called), None)
-    if words is None:
-        return text
+    words = interface or next(iter(_called), TomlFile())
     return QUOTED.sub(
         lambda m: words.command(m[1]) if m[1] else words.setting(m[2], m[3] or ""), text
     )

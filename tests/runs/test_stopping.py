@@ -105,7 +105,7 @@ def test_a_time_limit_ends_before_a_step_that_would_not_fit(
     assert result.steps == newest(result.run_dir / "checkpoints") == 3
     assert result.stopped == "another step would not fit into minutes = 3.5"
     assert result.stats["timing_s/left"] == 30.0
-    assert display.notes[-1] == (f"'stretto train --resume {result.run_dir}' goes on after step 3")
+    assert display.notes[-1] == (f"stretto.resume('{result.run_dir}') goes on after step 3")
     resumed = stretto.resume(result.run_dir, minutes=0.0, progress=display)
     assert resumed.steps == 4
     assert_same_run(RunDirectory.open(result.run_dir), complete)

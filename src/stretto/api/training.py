@@ -31,7 +31,7 @@ from stretto.errors import (
     first_line,
     is_out_of_memory,
 )
-from stretto.interfaces import in_python
+from stretto.interfaces import in_python, worded
 from stretto.machine import Machine, usable_gpus
 from stretto.models.info import measure, model_info, with_adapter_settings
 from stretto.observe import Progress, RunDirectory, make_progress
@@ -283,7 +283,7 @@ def _continuation(run: Begun[Any], done: int) -> str:
     again = f"; steps {step + 1} to {done} are taken again" if step < done else ""
     if run.overrides not in (None, NO_OVERRIDES) and not run.gives_objects:
         return f"the newest checkpoint in {folder} is of step {step}{again}"
-    return f"`stretto train --resume {run.run_dir.path}` goes on after step {step}{again}"
+    return worded(f"`stretto train --resume {run.run_dir.path}` goes on after step {step}{again}")
 
 
 @in_python

@@ -168,9 +168,5 @@ def _mesh(mesh: Mesh, data: str) -> str:
 
 
 def _offered() -> list[str]:
-    others = ("task", "reward", "rollout", "algorithm", "schedule", "training")
-    return [
-        name
-        for name in recipes.setting_names()
-        if name.partition(".")[0] in ("threads", "model", *others)
-    ]
+    sections = ("threads", "model", "reward", "rollout", "algorithm", "schedule", "training")
+    return ["task.name", *(n for n in recipes.setting_names() if n.partition(".")[0] in sections)]

@@ -293,7 +293,10 @@ def _other_command(
     remedy = f"give it to {commands}"
     if is_run:
         run = Path(where).parent
-        remedy = f"for its trained model, name settings of that kind, and `model.name = {run}`"
+        remedy = (
+            f"for its trained model, name settings of that kind first: `stretto {own} RECIPE "
+            f"--model.name {run}`"
+        )
         if wanted is Config:
             remedy += f", or measure it: `stretto eval RECIPE --model {run}`"
     return ConfigError(
