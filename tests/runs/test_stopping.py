@@ -82,8 +82,8 @@ def test_a_signal_leaves_a_checkpoint_of_the_last_complete_step(
     stopped = RunDirectory.open(tmp_path / "run-001")
     assert newest(stopped.checkpoints) == stopped.last_step() == done
     assert display.notes[-1] == (
-        f"stopped; what was done so far is in {stopped.path}; 'stretto train --resume "
-        f"{stopped.path}' goes on after step {done}"
+        f"stopped; what was done so far is in {stopped.path}; "
+        f"stretto.resume('{stopped.path}') goes on after step {done}"
     )
     stretto.resume(stopped.path, progress=display)
     assert f"goes on after step {done}" in display.notes

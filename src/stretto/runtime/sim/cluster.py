@@ -17,7 +17,15 @@ from pydantic import Field, model_validator
 
 from stretto.assembly.controls import Migrating
 from stretto.config import ScheduleConfig, changes, recipes
-from stretto.config.sections import NonNegative, NonNegativeInt, PositiveInt, Rows, Section, Seed, refuse
+from stretto.config.sections import (
+    NonNegative,
+    NonNegativeInt,
+    PositiveInt,
+    Rows,
+    Section,
+    Seed,
+    refuse,
+)
 from stretto.errors import ConfigError, RuleError
 from stretto.runtime.sim import costs
 from stretto.runtime.sim.episodes import Episodes, Turns
