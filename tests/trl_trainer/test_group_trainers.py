@@ -825,6 +825,11 @@ def test_what_example_scripts_call_is_there(
     trainer.save_metrics("train", output.metrics)
     trainer.save_state()
     trainer.create_model_card(model_name="mine")
+    assert "| objective/scores |" in (tmp_path / "README.md").read_text()
+    trainer.save_model(tmp_path / "saved")
+    (tmp_path / "saved" / "README.md").write_text("mine")
+    trainer.save_model(tmp_path / "saved")
+    assert (tmp_path / "saved" / "README.md").read_text() == "mine"
     trainer.end()
     shown = capsys.readouterr().out
     assert "done with it" in shown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from stretto.models.forward import freeze_unread, unwrapped
 from stretto.models.heads import register_classifier
 from stretto.models.info import explained, language_auto, load_config
 from stretto.models.lora import load_lora, merge_lora, trained_names
-from stretto.models.resolve import adapter_base, quiet_transformers, resolve
+from stretto.models.resolve import adapter_base, name_base, quiet_transformers, resolve
 from stretto.models.shapes import known_config
 from stretto.models.weights import require_finite
 from stretto.saying import Say, silent, working
@@ -284,6 +285,9 @@ def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> 
     with files.explained(folder), files.new_folder(folder) as scratch:
         try:
             _write(model, scratch)
+            for card in ("README.md", "adapter/README.md"):  # which may have been edited
+                if (folder / card).is_file() and (scratch / card).parent.is_dir():
+                    shutil.copy2(folder / card, scratch / card)
         except SafetensorError as error:  # it has no errno to tell
             raise OSError(str(error)) from error
         except ValueError as error:
@@ -364,6 +368,8 @@ def _write(model: Any, folder: Path) -> None:
     if hasattr(model, "merge_and_unload"):
         # The embeddings are not trained, and looking for changes in them would ask the hub.
         model.save_pretrained(folder / "adapter", save_embedding_layers=False)
+        (folder / "adapter" / "README.md").unlink(missing_ok=True)  # peft's, without content
+        name_base(folder / "adapter")
         in_4bit = {id(p): p for p in model.parameters() if hasattr(p, "quant_state")}
         model = _dequantized(copy.deepcopy(model, in_4bit)).merge_and_unload()
         if quantizer := getattr(model, "hf_quantizer", None):

@@ -50,6 +50,31 @@ _FOLDERS: Mapping[str, str] = {
 :func:`~stretto.models.tiny.make_tiny` writes something else."""
 
 
+_HUB_REPOSITORIES = {"smollm2-135m": f"HuggingFaceTB/{_DEFAULT}"}
+"""Hub repositories of Stretto's own models, whose weights differ by the rounding to 4 bits."""
+
+_OWN_BASE = "stretto.json"
+"""File of an adapter that names the one of Stretto's own models that it was trained on."""
+
+
+def hub_name(name: str) -> str:
+    """Return the hub repository that a name stands for; empty for a local path."""
+    if name in _HUB_REPOSITORIES:
+        return _HUB_REPOSITORIES[name]
+    local = is_known(name) or Path(name).expanduser().exists()
+    return name if _HUB_NAME.fullmatch(name) and not local else ""
+
+
+def name_base(folder: Path) -> None:
+    """Name the base of a saved adapter by its hub repository, if it is a model of the cache."""
+    settings = read_json(folder / _ADAPTER, "the adapter")
+    for name, repository in _HUB_REPOSITORIES.items():
+        if settings.get("base_model_name_or_path") == str(cache_dir() / _FOLDERS[name]):
+            settings["base_model_name_or_path"] = repository
+            (folder / _ADAPTER).write_text(json.dumps(settings, indent=2), encoding="utf-8")
+            (folder / _OWN_BASE).write_text(json.dumps({"base": name}), encoding="utf-8")
+
+
 def cache_dir() -> Path:
     """``$STRETTO_CACHE``, else ``$XDG_CACHE_HOME/stretto``, else ``~/.cache/stretto``."""
     if own := os.environ.get("STRETTO_CACHE"):
@@ -108,6 +133,8 @@ def adapter_base(path: Path | str) -> str:
     if (folder / "config.json").is_file() or not (folder / _ADAPTER).is_file():
         return ""
     base = read_json(folder / _ADAPTER, f"the adapter of '{path}'").get("base_model_name_or_path")
+    if (folder / _OWN_BASE).is_file() and base in _HUB_REPOSITORIES.values():
+        base = read_json(folder / _OWN_BASE, f"the adapter of '{path}'").get("base")
     if not isinstance(base, str) or not base:
         raise ModelError(
             f"'{path}' is an adapter of an unknown model: {_ADAPTER} must name it in "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from stretto.config import AlgorithmConfig, ClusterConfig, Config, ScheduleConfi
 from stretto.errors import StorageError
 from stretto.evaluation import HeldOut
 from stretto.observe import RunDirectory
+from stretto.observe.card import NAME, is_edited, write_card
 from stretto.observe.run_directory import EVALUATED, SCORE, Best
 from stretto.observe.spans import CHECKPOINT
 from stretto.runs.checkpoint import in_background
@@ -166,6 +168,9 @@ class Evaluator:
             record = json.dumps({"step": step, **found}, indent=2) + "\n"
             with files.explained(folder), files.new_folder(folder) as scratch:
                 self._running.save_staged(BEST, scratch)
+                if is_edited(folder):
+                    shutil.copy2(folder / NAME, scratch / NAME)
+                write_card(self._run_dir, self._config.algorithm.name, folder=scratch)
                 (scratch / self._run_dir.best_file.name).write_text(record)
 
     async def _written(self) -> None:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -21,6 +22,7 @@ from stretto.models.heads import reward_model_from, set_padding
 from stretto.models.lora import add_lora
 from stretto.models.resolve import adapter_folder, resolve
 from stretto.observe import Progress, Recorder, RunDirectory
+from stretto.observe.card import write_card
 from stretto.runs.ending import saved_at_the_end
 from stretto.saying import Saying
 from stretto.tasks.responses import Example, PromptLayout
@@ -243,10 +245,15 @@ class _SupervisedLoop(Generic[T]):
 
             with saved_at_the_end(
                 run_dir.model,
-                lambda: load.save_model(model, self.tokenizer, run_dir.model),
+                partial(self._save, model, run_dir),
                 lambda: f"update {self.done}" if self.done else "",
                 lambda: end_updates(model),
                 recorder.note,
             ):
                 supervised.train(model, self.rows, learn, config, after)
         return last
+
+    def _save(self, model: nn.Module, run_dir: RunDirectory) -> None:
+        load.save_model(model, self.tokenizer, run_dir.model)
+        method = "sft" if isinstance(self._config, SftConfig) else "reward"
+        write_card(run_dir, method, len(self.rows))

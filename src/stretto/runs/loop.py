@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from stretto.assembly.models import NO_OVERRIDES, Overrides
@@ -18,6 +19,7 @@ from stretto.config.sections import RewardSource
 from stretto.errors import StalledError, StateError, StorageError
 from stretto.models.info import identity
 from stretto.observe import Progress, Recorder, RunDirectory, Sample
+from stretto.observe.card import write_card
 from stretto.observe.display import TIME_LEFT
 from stretto.observe.recorder import extra_by_source, extra_means, scores_by_source
 from stretto.observe.run_directory import TrainResult
@@ -227,6 +229,12 @@ class _TrainingLoop:
     def save(self) -> None:
         with working(self.say, "saving the model"):
             self.running.save(self.run_dir.model)
+            self.card(self.run_dir.model)
+
+    def card(self, folder: Path) -> None:
+        """Write the card of the model in a folder."""
+        rows = len(self.running.prompts.task.indices)
+        write_card(self.run_dir, self.config.algorithm.name, rows, folder)
 
     def halt(self) -> bool:
         """End all work, after an error; return whether the actor's weights are whole."""

@@ -29,7 +29,7 @@ from stretto.config.sections import ENVIRONMENT
 from stretto.errors import ConfigError, StateError, TaskError
 from stretto.interfaces import Python, through
 from stretto.models.load import save_model
-from stretto.observe import RunDirectory, make_progress
+from stretto.observe import RunDirectory, card, make_progress
 from stretto.observe.progress import on_stderr
 from stretto.runs import TrainResult
 from stretto.runs.checkpoint import newest
@@ -279,9 +279,15 @@ class BaseTrainer:
 
     def _export(self, step: int, own: Path, save: Callable[[Path], None]) -> None:
         number = step * self.sizes.updates
+
+        def save_with_card(folder: Path) -> None:
+            save(folder)
+            run = RunDirectory(own.parent.parent)
+            card.write_card(run, self.config.algorithm.name, folder=folder)
+
         checkpoints.export(
             Path(self.config.out) / f"checkpoint-{number}",
-            save,
+            save_with_card,
             own,
             replace(self.state, global_step=number),
             adapter=self._base_is_named,
@@ -352,7 +358,12 @@ class BaseTrainer:
         """Do nothing: trackers are closed, and no process group is there, when training ends."""
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
-        on_stderr("no model card is written; config.toml in the run's folder has all settings")
+        """Write the run's model card to ``args.output_dir``, unless there is an edited one."""
+        if self.run_dir is None:
+            on_stderr("no model card is written before training")
+        else:
+            method, folder = self.config.algorithm.name, Path(self.args.output_dir)
+            card.write_card(self.run_dir, method, folder=folder)
 
     def save_model(
         self, output_dir: str | Path | None = None, _internal_call: bool = False
@@ -368,6 +379,9 @@ class BaseTrainer:
                 shutil.copytree(self.run_dir.model, scratch, dirs_exist_ok=True)
             else:
                 save_model(self.policy_model, self.processing_class, scratch)
+            if card.is_edited(folder):
+                (scratch / card.NAME).unlink(missing_ok=True)
+                (scratch / "adapter" / card.NAME).unlink(missing_ok=True)
             adapted = self._base_is_named and checkpoints.lift_adapter(scratch)
         # transformers would put an adapter on top of a model beside it.
         (folder / ("config.json" if adapted else "adapter_config.json")).unlink(missing_ok=True)
