@@ -20,6 +20,7 @@ from stretto.errors import ConfigError, StateError, StorageError, require
 from stretto.machine import Machine, current_start
 from stretto.observe import records, transcripts
 from stretto.observe.lock import locked
+from stretto.observe.notebook import html_of
 from stretto.observe.trace import TraceFile
 from stretto.schedules.rollout import Rollout, RolloutState
 from stretto.types import CONTEXT, Stats
@@ -184,6 +185,10 @@ class TrainResult:
         import pandas as pd
 
         return pd.DataFrame(self.history or {"step": []}).set_index("step")
+
+    def _repr_html_(self) -> str:
+        stopped = f", stopped: {self.stopped}" if self.stopped else ""
+        return html_of(self.run_dir, f"{self.steps} steps{stopped}", self.history, self.model)
 
 
 class RunDirectory:

@@ -23,6 +23,7 @@ from stretto.models.lora import add_lora
 from stretto.models.resolve import adapter_folder, resolve
 from stretto.observe import Progress, Recorder, RunDirectory
 from stretto.observe.card import write_card
+from stretto.observe.notebook import html_of
 from stretto.runs.ending import saved_at_the_end
 from stretto.saying import Saying
 from stretto.tasks.responses import Example, PromptLayout
@@ -43,8 +44,20 @@ T = TypeVar("T", Example, PairTokens)
 R = TypeVar("R")
 
 
+class _Shown:
+    """A result that notebooks show with its curves."""
+
+    __slots__ = ()
+    model: Path
+    steps: int
+
+    def _repr_html_(self) -> str:
+        run = RunDirectory(self.model.parent)
+        return html_of(run.path, f"{self.steps} updates", run.read_metrics(), self.model)
+
+
 @dataclass(frozen=True, slots=True)
-class SftResult:
+class SftResult(_Shown):
     """The outcome of supervised fine-tuning.
 
     Attributes:
@@ -63,7 +76,7 @@ class SftResult:
 
 
 @dataclass(frozen=True, slots=True)
-class RewardModelResult:
+class RewardModelResult(_Shown):
     """The outcome of a reward model's training.
 
     Attributes:

@@ -1,0 +1,68 @@
+"""Results in notebooks: curves and links as HTML, without scripts and without other files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+CURVES = (
+    *("objective/scores", "objective/kl", "eval/score", "loss/policy_avg", "policy/entropy_avg"),
+    *("train/loss", "train/accuracy", "held_out/loss", "held_out/accuracy"),
+)
+"""Metrics that are drawn if a run has them."""
+WIDTH, HEIGHT = 220, 70
+
+
+def html_of(
+    folder: Path, facts: str, history: Sequence[Mapping[str, Any]], model: Path | None
+) -> str:
+    """Return a run's curves, facts and links as HTML; links are relative to the working directory.
+
+    Args:
+        facts: a line of text.
+        history: the metrics of each step.
+        model: folder of the trained model, linked if it exists.
+    """
+    curves = (_curve(name, history) for name in CURVES)
+    report = folder / "report.html"
+    links = {"folder": folder, "model": model, "report": report}
+    shown = [_link(name, path) for name, path in links.items() if path and path.exists()]
+    if not report.exists():
+        shown.append(f"<code>stretto report {escape(str(folder))}</code>")
+    return (
+        f"<div><p><b>{escape(folder.name)}</b>: {escape(facts)}</p>"
+        f"<div>{''.join(curves)}</div><p>{' · '.join(shown)}</p></div>"
+    )
+
+
+def _link(name: str, path: Path) -> str:
+    return f'<a href="{escape(quote(os.path.relpath(path)))}">{name}</a>'
+
+
+def _curve(name: str, history: Sequence[Mapping[str, Any]]) -> str:
+    points = [
+        (float(row["step"]), float(row[name])) for row in history if row.get(name) is not None
+    ]
+    if not points:
+        return ""
+    steps, values = zip(*points, strict=True)
+    low, high = min(values), max(values)
+    span, length = high - low or 1.0, max(steps) - min(steps) or 1.0
+    line = " ".join(
+        f"{(step - min(steps)) / length * WIDTH:.1f},{(high - value) / span * HEIGHT:.1f}"
+        for step, value in points
+    )
+    mark = f'<circle cx="{line.split(",")[0]}" cy="{HEIGHT / 2}" r="2" fill="#3b6fd4"/>'
+    drawn = f'<polyline points="{line}" fill="none" stroke="#3b6fd4" stroke-width="1.5"/>'
+    return (
+        '<span style="display:inline-block;margin:0 16px 8px 0;font-size:12px">'
+        f"{escape(name)} <b>{values[-1]:.4g}</b><br>"
+        f'<svg width="{WIDTH}" height="{HEIGHT}" viewBox="-3 -3 {WIDTH + 6} {HEIGHT + 6}" '
+        f'role="img" aria-label="{escape(name)}">{drawn if len(points) > 1 else mark}</svg><br>'
+        f'<span style="opacity:.7">{low:.4g} to {high:.4g}, steps {steps[0]:g} to {steps[-1]:g}'
+        "</span></span>"
+    )
