@@ -1,5 +1,6 @@
 # make train   sets up .venv with what training needs, and trains the default recipe
-# make test    sets up .venv with all the tools, and runs style, types, import rules and tests
+# make test    sets up .venv with all the tools, and runs style, types, import rules and the tests
+#              that take seconds; make test-all runs those of tests/long.txt too, as CI does
 # make slow    runs the tests that take minutes or fetch the real model
 # make vllm    sets up .venv-vllm with vLLM's CPU build, and runs the tests that drive it
 # make dist    builds sdist and wheel, checks them, and trains from the wheel in a new environment
@@ -16,7 +17,7 @@ TORCH_FROM ?=
 # Tests wait for other processes half of their time: at least four at a time.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(max(4, os.cpu_count()))')
 
-.PHONY: train test slow vllm check docs dist hooks clean
+.PHONY: train test test-all slow vllm check docs dist hooks clean
 
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Stretto needs Python 3.11 or newer; choose one with make PYTHON=python3.11")'
@@ -33,6 +34,10 @@ train: $(VENV)/.installed
 	$(BIN)/stretto train $(RECIPE)
 
 test: check docs
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not long"
+	@echo "left out: the $$(grep -c :: tests/long.txt) longest tests (make test-all), and slow ones (make slow)"
+
+test-all: check docs
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 slow: $(VENV)/.developing

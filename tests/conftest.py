@@ -18,6 +18,17 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # tests share so
 pytest.register_assert_rewrite("run_helpers")  # its assertions say what differs, too
 
 
+LONG = frozenset(Path(__file__).with_name("long.txt").read_text().split("\n")[2:-1])
+"""Tests, or all cases of tests, that take over three seconds; ``make test`` leaves them out."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that ``long.txt`` lists, which a tool writes from measured durations."""
+    for item in items:
+        if LONG & {item.nodeid, item.nodeid.partition("[")[0]}:
+            item.add_marker("long")
+
+
 def pytest_configure() -> None:
     """Ctrl-C can be tested where it is ignored, as in what a script starts in the background."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

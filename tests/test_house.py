@@ -215,3 +215,10 @@ def test_no_test_file_imports_another() -> None:
     assert len(tests) > 50
     taken = {str(file.relative_to(TESTS)): sorted(imported(file) & tests) for file in files}
     assert {name: others for name, others in taken.items() if others} == {}
+
+
+def test_the_list_of_long_tests_names_tests_that_exist() -> None:
+    lines = (TESTS / "long.txt").read_text().splitlines()
+    for node in (line for line in lines if not line.startswith("#")):
+        file, *_, test = node.partition("[")[0].split("::")
+        assert re.search(rf"def {test}\(", (ROOT / file).read_text()), node
