@@ -18,6 +18,7 @@ from helpers import VOCABULARY, critic_of, llama
 from stretto.config import Config, ModelConfig
 from stretto.errors import LearnerError
 from stretto.models.devices import Backend
+from stretto.models.load import set_checkpointing
 from stretto.models.lora import add_lora
 from stretto.models.shards import ShardLayout
 from stretto.models.tiny import byte_tokenizer
@@ -44,7 +45,7 @@ def models(kind: str) -> tuple[Any, Any]:
         actor.model.layers[0].requires_grad_(False)
     if kind == "checkpointing":
         for model in (actor, critic):
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            set_checkpointing(model, ModelConfig(gradient_checkpointing="on"))
             model.eval()
     return actor, critic
 

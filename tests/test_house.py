@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import textwrap
-import warnings
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -27,6 +26,8 @@ DOCUMENTED = [
 ]
 FILE_LINES, FILE_LIMIT = 500, 600
 FUNCTION_LINES, FUNCTION_LIMIT = 60, 80
+OVER_AIM = 12, 27
+"""Files and functions that are longer than their aim; these numbers only fall."""
 SETTINGS = 149
 
 
@@ -118,27 +119,17 @@ def test_a_long_public_function_without_a_docstring_is_found() -> None:
     assert list(undocumented(ast.parse(file).body)) == ["f", "C.h"]
 
 
-def report(what: str, size: int, wanted: int, limit: int) -> None:
-    message = f"{what} has {size} lines; about {wanted} is the aim, {limit} the limit"
-    assert size <= limit, message
-    if size > wanted:
-        warnings.warn(message, stacklevel=2)
-
-
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(SOURCE)))
 def test_files_and_functions_stay_small(file: Path) -> None:
-    name = file.relative_to(SOURCE)
-    report(str(name), len(file.read_text().splitlines()), FILE_LINES, FILE_LIMIT)
-    for function, size in functions(file):
-        report(f"{name}: {function}", size, FUNCTION_LINES, FUNCTION_LIMIT)
+    assert len(file.read_text().splitlines()) <= FILE_LIMIT
+    assert [name for name, size in functions(file) if size > FUNCTION_LIMIT] == []
 
 
-def test_the_report_warns_before_it_fails() -> None:
-    report("x", 400, 400, 500)
-    with pytest.warns(UserWarning, match="x has 401 lines"):
-        report("x", 401, 400, 500)
-    with pytest.raises(AssertionError, match="x has 501 lines"):
-        report("x", 501, 400, 500)
+def test_no_more_files_and_functions_are_longer_than_their_aim() -> None:
+    files = [f.name for f in FILES if len(f.read_text().splitlines()) > FILE_LINES]
+    long = [f"{f.name}: {name}" for f in FILES for name, n in functions(f) if n > FUNCTION_LINES]
+    assert len(files) <= OVER_AIM[0], files
+    assert len(long) <= OVER_AIM[1], long
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(SOURCE)))

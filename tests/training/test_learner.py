@@ -37,7 +37,7 @@ from rounding import rounding
 from stretto.config import ModelConfig, TrainingConfig
 from stretto.errors import EngineError, LearnerError, LifecycleError
 from stretto.models import forward
-from stretto.models.load import load_causal_lm
+from stretto.models.load import load_causal_lm, set_checkpointing
 from stretto.models.lora import add_lora
 from stretto.models.threads import set_threads
 from stretto.models.weights import fingerprint, load_weights, with_own_weights
@@ -433,7 +433,7 @@ def test_gradient_checkpointing_gives_the_same_gradients() -> None:
 
     learner = make_learner(actor, critic, settings())
     for model in (actor, critic):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        set_checkpointing(model, ModelConfig(gradient_checkpointing="on"))
         model.base_model.layers[0].self_attn.register_forward_hook(count)
     got, _ = learned_gradients(learner, batch)
     assert_close(got, plain)
