@@ -13,7 +13,7 @@ from torch import nn
 from transformers.trainer_pt_utils import get_parameter_names
 
 from stretto.config import OptimizerConfig
-from stretto.errors import ConfigError, require
+from stretto.errors import require
 
 MOMENTS = {"exp_avg": "1", "exp_avg_sq": "2"}
 """AdamW's names of moments, and the ends of bitsandbytes' names."""
@@ -35,27 +35,20 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer of the settings, over float32 parameters.
 
-    Raises MissingExtraError without bitsandbytes where that is asked for, ConfigError where it is
-    to page on a CPU.
+    Raises MissingExtraError without bitsandbytes where that is asked for.
     """
     groups = [{"params": [*parameters]}]  # a list of parameters may be empty only in a group
     # The trainer decays weights, as norms and biases are exempt.
     given: dict[str, Any] = {"lr": lr, "betas": config.betas, "weight_decay": 0.0}
     if config.optim == "adamw_torch_fused":
         return torch.optim.AdamW(groups, **given, fused=True)
-    purpose = f"training.optim = '{config.optim}'"
-    require("bitsandbytes", "bitsandbytes", purpose)
-    if config.optim.startswith("paged") and any(p.device.type == "cpu" for p in parameters):
-        raise ConfigError(
-            f"{purpose} moves pages between the memories of a GPU and its host, and the weights "
-            "are on a CPU; leave training.optim out, or train on a GPU",
-            "paged-optimizer-on-cpu",
-        )
+    require("bitsandbytes", "bitsandbytes", f"training.optim = '{config.optim}'")
     import bitsandbytes
 
-    made: torch.optim.Optimizer = getattr(bitsandbytes.optim, _CLASSES[config.optim])(
-        groups, **given
-    )
+    name = _CLASSES[config.optim]
+    if any(p.device.type == "cpu" for p in parameters):
+        name = name.removeprefix("Paged")  # all memory is the host's already
+    made: torch.optim.Optimizer = getattr(bitsandbytes.optim, name)(groups, **given)
     return made
 
 
