@@ -147,7 +147,7 @@ def reference_text(task: tasks.Task, data: Mapping[str, Any], column: str) -> st
         return answer
     if column not in data:
         raise TaskError(
-            f"`reference_column = {column}` is no column of the dataset, which has: {columns}",
+            f"`reference_column`: '{column}' is no column of the dataset, which has: {columns}",
             "missing-column",
         )
     cell = data[column]
