@@ -97,6 +97,7 @@ def test_dump_names_every_setting() -> None:
         ("[algorithm]\nname = 'gpro'", "literal_error", ["'ppo', 'rloo', 'proximal-rloo', 'copg'"]),
         ("[algorithm]\nname = 'rlo'", "literal_error", ["Did you mean 'rloo'?"]),
         ("steps = ", "invalid-toml", []),
+        ("[model]\nname = tiny", "invalid-toml", ["line 2", "text needs quotes"]),
     ],
 )
 def test_a_bad_file_is_refused_in_readable_words(
@@ -264,6 +265,8 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
 def test_unknown_recipe_names_the_nearest() -> None:
     with raises(ConfigError, "unknown-recipe", "'tinny'", "Did you mean 'tiny'?"):
         recipes.load("tinny")
+    with raises(ConfigError, "unknown-recipe", "settings are TOML files"):
+        recipes.load("my.yaml")
     with raises(ConfigError, "unknown-recipe", "Known: arithmetic, calculator, gsm8k"):
         recipes.describe("zzz")
 

@@ -40,7 +40,11 @@ class TrainOptions:
 
     recipe: Annotated[
         tyro.conf.Positional[str],
-        tyro.conf.arg(help=f"{RECIPE_HELP} Without one: {DEFAULT_RECIPE}.", metavar="RECIPE"),
+        tyro.conf.arg(
+            help=f"{RECIPE_HELP} Without one: {DEFAULT_RECIPE}.",
+            metavar="[RECIPE]",
+            help_behavior_hint="",
+        ),
     ] = ""
     dry_run: DryRun = False
     resume: Annotated[

@@ -129,7 +129,8 @@ def read(file: str | Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the settings '{file}': {error}", "unreadable") from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"'{file}' is not valid TOML: {error}", "invalid-toml") from error
+        remedy = " (text needs quotes)" if str(error).startswith("Invalid value") else ""
+        raise ConfigError(f"'{file}' is not valid TOML: {error}{remedy}", "invalid-toml") from error
 
 
 def name_of(name_or_path: str | Path) -> str:
@@ -250,7 +251,9 @@ def _located(data: dict[str, Any], folder: Path, *, first: bool = False) -> dict
 
 
 def _unknown_recipe(name: str, kind: type[Section]) -> ConfigError:
-    if "/" in name:
+    if Path(name).suffix in {".yaml", ".yml", ".json"}:
+        message = f"'{name}': settings are TOML files; 'stretto recipes tiny' prints one"
+    elif "/" in name:
         message = (
             f"there is no folder '{name}' (looked for from {Path.cwd()}); give a run's folder, a "
             ".toml file, or a recipe's name"

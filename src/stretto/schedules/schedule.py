@@ -1,7 +1,7 @@
 """The schedule: when each piece of work runs.
 
 Three loops share one buffer and one ledger. ``_generate`` makes rounds of responses, ``_gather``
-waits for their scores, and the caller of ``step`` trains on them, batch by batch. Four knobs decide
+waits for their scores, and the caller of ``step`` trains on them, batch by batch. Five knobs decide
 how far they run into each other: ``score_on`` (when scorers get to see a response), ``overcommit``
 (prompts in flight beyond the batch), ``lag`` (versions that generation may be behind) and
 ``migrate`` (whether stragglers move together). With all of them at zero each stage waits for the
