@@ -57,15 +57,6 @@ _loaded: dict[tuple[Path, str], Any] = {}
 """Members that this process has imported, by the working directory and their names."""
 
 
-def is_loaded(name: str) -> bool:
-    return (Path.cwd(), name) in _loaded
-
-
-def forget() -> None:
-    """Let the next :func:`load` import files again, which may have been edited."""
-    _loaded.clear()
-
-
 def load(name: str, setting: str, kind: Any) -> Any:
     """Import a member of a file or a module; the same object for each call in a process.
 
