@@ -62,7 +62,7 @@ def test_a_run_that_fits_is_not_refused(monkeypatch: pytest.MonkeyPatch, tmp_pat
     disk.check(written(tiny()), tmp_path / "runs")
     free_bytes(monkeypatch, needed - 1)
     sizes = ("4.147 MB free", "needs 4.147 MB", "460.8 kB for its model", "2.765 MB")
-    remedies = ("--out", "--observe.checkpoint-minutes 0")
+    remedies = ("`out`", "`observe.checkpoint_minutes = 0`")
     with raises(StorageError, "disk-too-small", *sizes, *remedies):
         disk.check(written(tiny()), tmp_path / "runs")
     alone = 4 * PARAMETERS

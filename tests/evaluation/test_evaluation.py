@@ -386,7 +386,7 @@ def test_what_cannot_be_measured_is_refused_before_sampling(
     unanswered.write_text(Path(config.task.name).read_text().replace('"answer"', '"label"'))
     without = config.task.model_copy(update={"columns": {}, "name": str(unanswered)})
     no_answers = config.model_copy(update={"task": without})
-    facts = ("--reference-column", "chat, empty")
+    facts = ("`reference_column`", "chat, empty")
     refused(TaskError, "task-without-answers", *facts, config=no_answers, by="x.py:f")
     monkeypatch.setitem(sys.modules, "openai", None)
     judge = evaluation.LlmJudge("m", "http://127.0.0.1:9/v1")

@@ -164,12 +164,12 @@ def test_a_memory_that_is_used_up_is_said_with_what_takes_less(
         stretto.train(config, reward=length, rollout={"batch": 32}, progress=Notes())
     said = str(caught.value)
     what = f" ({error})" if str(error) else ""
-    assert said.startswith(f"out of memory{what}. Less is taken with --")
+    assert said.startswith(f"out of memory{what}. Less is taken with training__")
     for option in (
-        "--training.microbatch-tokens 256",
-        "--model.gradient-checkpointing",
-        "--model.lora-rank 16",
-        "--rollout.slots 8",
+        "training__microbatch_tokens=256",
+        "model__gradient_checkpointing='on'",
+        "model__lora_rank=16",
+        "rollout__slots=8",
     ):
         assert option in said
     assert "\n" not in said

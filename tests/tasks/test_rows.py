@@ -143,10 +143,10 @@ def test_answers_and_names_lead_into_objects(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "facts"),
     [
-        ({"question": "q", "id": 1}, ["--task.columns prompt=question", "{'prompt': 'question'}"]),
+        ({"question": "q", "id": 1}, ["`task.columns = prompt=question`"]),
         ({"messages": []}, ["prompt=messages"]),
         ({"xyz": "q"}, ["prompt=xyz"]),
-        ({"question": "q", "answer": "so\n#### 7"}, ["task.kind = 'gsm8k'"]),
+        ({"question": "q", "answer": "so\n#### 7"}, ["`task.kind = gsm8k`"]),
     ],
 )
 def test_a_missing_prompt_column_says_what_to_type(
