@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from math import inf
 from typing import Protocol
 
 Say = Callable[[str], None]
@@ -25,12 +26,15 @@ class Shows(Protocol):
     def note(self, text: str) -> None:
         """Show a line."""
 
-    def working(self, what: str, total: int = 0) -> AbstractContextManager[Advance]:
+    def working(
+        self, what: str, total: int = 0, limit_s: float = inf
+    ) -> AbstractContextManager[Advance]:
         """Show work while the body of a ``with`` statement does it.
 
         Args:
             what: is done, as in "loading a model".
             total: of what is done, in any unit; 0 where that is not known.
+            limit_s: seconds after which the work ends in any case.
         """
 
 
@@ -44,9 +48,11 @@ class Saying:
         self.display.note(text)
 
 
-def working(say: Say, what: str, total: int = 0) -> AbstractContextManager[Advance]:
+def working(
+    say: Say, what: str, total: int = 0, limit_s: float = inf
+) -> AbstractContextManager[Advance]:
     if isinstance(say, Saying):
-        return say.display.working(what, total)
+        return say.display.working(what, total, limit_s)
     return nullcontext(unseen)
 
 

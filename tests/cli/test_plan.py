@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tomllib
 from dataclasses import astuple
@@ -25,7 +26,7 @@ from stretto.api.planning import (
 from stretto.cli.main import main as stretto
 from stretto.config import Config, ScheduleConfig, changes, recipes
 from stretto.errors import ConfigError
-from stretto.models.shapes import shape_of
+from stretto.models.shapes import public_config, shape_of
 from stretto.planner.candidates import candidates, memory_by_phase
 from stretto.planner.fitting import RunMemory
 from stretto.planner.hardware import GPUS, read_hardware
@@ -83,6 +84,14 @@ def test_shapes_by_name_or_from_files(tmp_path: Path) -> None:
     like = changes.changed(PPO, {"critic": {"init": "reward"}}, "a test")
     spec, _ = spec_of(like, asked(8, reward_shape="qwen2.5-0.5b"))
     assert spec.models.critic == shape_of("qwen2.5-0.5b").valued()
+    folder = tmp_path / "qwen3"
+    folder.mkdir()
+    config = {**public_config("qwen3-8b"), "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in (str(folder), str(folder / "config.json"), "Qwen/Qwen3-8B"):
+        spec, _ = spec_of(PPO, asked(8, model_shape=name, reward_shape=str(folder)))
+        assert spec.models.actor == shape_of("qwen3-8b")
+        assert spec.models.reward == shape_of("qwen3-8b").valued()
     own = changes.changed(PPO, {"model": {"name": str(tmp_path)}}, "a test")
     with raises(ConfigError, "shape-unknown", tmp_path, "`model_shape`"):
         spec_of(own, asked(8))

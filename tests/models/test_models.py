@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import liger
 
 from raising import raises
@@ -45,7 +45,7 @@ from stretto.models.load import (
 )
 from stretto.models.lora import add_lora
 from stretto.models.resolve import cache_dir, resolve
-from stretto.models.shapes import known_config, weight_shapes
+from stretto.models.shapes import SHAPES, known_config, public_config, shape_of, weight_shapes
 from stretto.models.tiny import make_tiny
 
 CPU = torch.device("cpu")
@@ -330,6 +330,56 @@ def test_counts_of_files_are_those_of_torch(tiny: Path, tmp_path: Path) -> None:
         assert (info.layers, info.number("num_attention_heads", "n_head")) == (2, 2)
 
 
+@pytest.mark.parametrize("name", SHAPES)
+def test_public_models_have_the_parameters_of_transformers(name: str) -> None:
+    config = public_config(name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    parameters = sum(p.numel() for p in model.parameters())
+    info = described(f"someone/{name.upper()}-Instruct")
+    assert info.parameters == parameters
+    # Biases and the norms of heads are not counted.
+    assert info.shape.parameters == pytest.approx(parameters, rel=1e-3)
+    keys = {n: w.shape for n, w in model.named_parameters() if n.endswith("k_proj.weight")}
+    assert set(keys.values()) <= {(info.shape.kv_width, info.shape.hidden)}
+
+
+def test_a_config_alone_has_a_shape(tmp_path: Path) -> None:
+    entries = {**public_config("qwen3-0.6b")}
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    want = shape_of("Qwen/Qwen3-0.6B")
+    assert want.kv_width == 8 * 128
+    for name in (str(tmp_path), str(tmp_path / "config.json")):
+        assert described(name).shape == want
+    entries = {"model_type": "gemma3", "text_config": {**public_config("gemma-3-1b")}}
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    assert described(str(tmp_path)).shape == shape_of("gemma-3-1b-it")
+
+
+@pytest.mark.parametrize(
+    "name", ["openai/gpt-oss-20b", "Qwen/Qwen3-30B-A3B-Instruct-2507", "Qwen/Qwen3.5-27B"]
+)
+def test_models_of_other_layers_are_refused_by_name(name: str) -> None:
+    with raises(ModelError, "other-architecture", name):
+        described(name)
+
+
+@pytest.mark.parametrize(
+    "more", [{"num_experts": 8}, {"layer_types": ["linear_attention", "full_attention"]}]
+)
+def test_layers_that_differ_are_refused(more: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**public_config("qwen3-8b"), **more}))
+    with raises(ModelError, "other-architecture"):
+        _ = described(str(tmp_path)).shape
+
+
+def test_an_unknown_model_is_refused_with_the_known_ones() -> None:
+    with raises(ModelError, "model-not-here", "config.json", "qwen3-8b (8.191B)", "rho-1b (1.1B)"):
+        described("someone/else")
+    with raises(ModelError, "model-not-here", "Did you mean 'qwen2.5-7b'?"):
+        described("qwen2.5-7")
+
+
 def test_known_models_that_are_not_here_are_counted_as_torch_does() -> None:
     for name in ("EleutherAI/pythia-410m-deduped", "Qwen/Qwen2.5-3B-Instruct", "tiny"):
         with torch.device("meta"):
@@ -354,7 +404,7 @@ def test_other_shapes_have_no_plan_on_gpus(tmp_path: Path) -> None:
         num_key_value_heads=2, vocab_size=10,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "mixtral")
-    with raises(ModelError, "other-architecture", "4,464"):
+    with raises(ModelError, "other-architecture", "a mixture of experts"):
         _ = described(str(tmp_path / "mixtral")).shape
 
 

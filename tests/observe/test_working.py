@@ -50,6 +50,16 @@ def test_a_line_says_how_far_work_is() -> None:
     assert counted.line() == "warming up: 4,501 of 4,500, 0s left"
 
 
+def test_the_time_left_ends_with_the_limit() -> None:
+    clock = ManualClock()
+    work = WorkProgress("plans", 27_538, clock, limit_s=24)
+    clock.advance(4)
+    work.advance(1)
+    assert work.line() == "plans: 1 of 27,538, 20s left"
+    clock.advance(30)
+    assert work.line() == "plans: 1 of 27,538, 0s left"
+
+
 def test_lines_get_sparser() -> None:
     clock = ManualClock()
     work, at = WorkProgress("x", clock=clock), []

@@ -29,7 +29,7 @@ from stretto.planner.formulas import (
     prefill_cost,
     train_cost,
 )
-from stretto.planner.hardware import Hardware
+from stretto.planner.hardware import GPUS, Hardware
 from stretto.planner.layout import Layout, Mesh, ModelShapes
 from stretto.runtime.sim.cluster import GeneratorRole, LearnerRole, ScorerRole
 from stretto.runtime.sim.costs import (
@@ -324,8 +324,26 @@ def test_pipeline_stages_share_layers_and_wait_for_each_other() -> None:
 def test_unknown_names_are_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"unknown model 'qwen2\.5-7'.*'qwen2\.5-7b'"):
         shape_of("qwen2.5-7")
-    with raises(ConfigError, "unknown-gpu", "'h20'", "h200"):
-        Hardware.of("h20")
+    for name in ("h20", "b100", "a10g"):
+        with raises(ConfigError, "unknown-gpu", f"'{name}'", "--hardware", "rtx4090") as caught:
+            Hardware.of(name)
+        assert "Did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("H100", "h100"),
+        ("B200", "b200"),
+        ("A100_80GB", "a100-80gb"),
+        ("NVIDIA L40S", "l40s"),
+        ("4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
+)
+def test_gpus_are_known_in_every_spelling(name: str, known: str) -> None:
+    assert Hardware.of(name).gpu is GPUS[known]
 
 
 # -- lengths ----------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from stretto.config import (
     recipes,
 )
 from stretto.errors import ConfigError, StrettoError
-from stretto.models.shapes import SHAPES, Shape, shape_of
+from stretto.models.shapes import Shape
 from stretto.planner.hardware import GPUS, Hardware, read_hardware
 from stretto.planner.layout import ModelShapes
 from stretto.saying import Say, silent, working
@@ -70,7 +70,7 @@ class PlanOptions:
     hardware: Annotated[str, arg(metavar="FILE")] = ""
     """A file with the GPUs' figures, in place of --gpu."""
     model_shape: Annotated[str, arg(metavar="NAME")] = ""
-    """A known model whose shape the actor has; empty: model.name."""
+    """A known model, folder or config.json whose shape the actor has; empty: model.name."""
     reward_shape: Annotated[str, arg(metavar="NAME")] = ""
     """The same of the reward model; 'actor' for the actor's."""
     prompt_tokens: int = 0
@@ -234,7 +234,7 @@ def check_trainable(config: Config, options: PlanOptions) -> None:
             "task-unnamed",
         )
     shape = options.model_shape
-    if shape and _shape(config.model, "") != shape_of(shape):
+    if shape and _shape(config.model.name) != _shape(shape):
         raise ConfigError(
             f"`model_shape = {shape}`: '{config.model.name}' would be trained by the "
             "written plan, which has another shape; name the model itself by `model.name`, and "
@@ -265,16 +265,16 @@ def _models(
     options: PlanOptions,
     assumed: list[str],
 ) -> tuple[ModelShapes, list[str]]:
-    actor = _shape(model, options.model_shape)
+    actor = _shape(options.model_shape or model.name)
     named = [source.model for source in rewards.models]
     functions = [source.name for source in rewards.parsed if source.kind not in _NO_FUNCTION]
     reward = None
     if named:
         name = options.reward_shape or named[0]
         if options.reward_shape:
-            reward = (actor if name == "actor" else shape_of(name)).valued()
+            reward = (actor if name == "actor" else _shape(name)).valued()
         elif Path(name).is_dir():
-            reward = _shape(ModelConfig(name=name), "").valued()
+            reward = _shape(name).valued()
         else:  # looking for it on a hub would take minutes where there is no network
             reward = actor.valued()
             assumed.append(f"the reward model '{name}' has the actor's body (`reward_shape`)")
@@ -283,27 +283,22 @@ def _models(
     critic = None
     if algorithm.definition.critic:
         others = {"actor": actor.valued(), "reward": reward or actor.valued()}
-        critic = others.get(init) or _shape(ModelConfig(name=init), "").valued()
+        critic = others.get(init) or _shape(init).valued()
     reference = actor if algorithm.has_reference else None
     return ModelShapes(actor, critic, reference, reward), functions
 
 
-def _shape(model: ModelConfig, name: str) -> Shape:
-    try:
-        return shape_of(name or model.name)
-    except ConfigError as unknown:
-        if name:
-            raise
-        from stretto.models.info import described
+def _shape(name: str) -> Shape:
+    from stretto.models.info import described
 
-        try:
-            return described(model.name).shape
-        except StrettoError as error:
-            raise ConfigError(
-                f"the shape of '{model.name}' cannot be read ({error}); name a model of its shape "
-                f"by `model_shape`: {', '.join(SHAPES)}",
-                "shape-unknown",
-            ) from unknown
+    try:
+        return described(name).shape
+    except StrettoError as error:
+        raise ConfigError(
+            f"the shape of '{name}' cannot be read: {error}. `model_shape` takes a known model, a "
+            "folder or a config.json",
+            "shape-unknown",
+        ) from error
 
 
 def _lengths(config: Config, options: PlanOptions, assumed: list[str]) -> Mapping[str, Any]:

@@ -26,7 +26,7 @@ from stretto.models.resolve import (
     read_json,
     resolve,
 )
-from stretto.models.shapes import Shape, known_config, weight_shapes
+from stretto.models.shapes import Shape, known_config, public_config, weight_shapes
 from stretto.saying import Say
 
 if TYPE_CHECKING:
@@ -159,15 +159,25 @@ def model_info(name: str) -> ModelInfo | None:
 
 
 def described(name: str) -> ModelInfo:
-    """Return what is known of a model; raises ModelError if its files must be fetched."""
-    info = model_info(name)
-    if info is None:
+    """Return the config of a folder, a config.json, a hub model in the cache or a public model.
+
+    Raises ModelError if the files must be fetched.
+    """
+    file = Path(name).expanduser()
+    if file.name == "config.json" and file.is_file():
+        name = str(file.parent)
+    named = "/" not in name and not is_known(name) and not file.exists()
+    if not named and (info := model_info(name)):
+        return info
+    try:
+        config = public_config(name)
+    except ConfigError as error:
         raise ModelError(
-            f"the model '{name}' is not on this machine, and its shape is not known; download it, "
-            "or name one that is",
+            f"the model '{name}' is not on this machine, and its shape is not known: {error}. A "
+            "folder with its config.json is enough",
             "model-not-here",
-        )
-    return info
+        ) from error
+    return ModelInfo(name, config, dict(weight_shapes(config)))
 
 
 def with_adapter_settings(config: ModelConfig) -> ModelConfig:

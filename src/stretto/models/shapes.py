@@ -12,7 +12,8 @@ from functools import cached_property
 from itertools import product
 from typing import Any, Self
 
-from stretto.errors import ConfigError, ModelError, nearest
+from stretto.errors import ConfigError, ModelError, near, nearest
+from stretto.saying import format_count
 
 
 @dataclass(frozen=True)  # no slots, as counts are kept
@@ -26,6 +27,7 @@ class Shape:
         tied: embedding and output layer are one matrix.
         gated: the MLP has a gate, as Llama's, and so three matrices instead of two.
         in_4bit: the layers' matrices are in 4 bits (``model.load_in_4bit``).
+        head_dim: of a head's queries, keys and values; 0 means ``hidden / heads``.
     """
 
     layers: float
@@ -38,10 +40,18 @@ class Shape:
     tied: bool = False
     gated: bool = True
     in_4bit: bool = False
+    head_dim: int = 0
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], *, tied: bool) -> Self:
-        """Return the shape by the entries of a ``config.json``, or raise KeyError without one."""
+        """Return the shape by the entries of a ``config.json``, or raise KeyError without one.
+
+        Raises ModelError for layers that differ, such as those of experts.
+        """
+        if any(config.get(name) for name in _EXPERTS):
+            raise unplanned("a mixture of experts")
+        if "linear_attention" in (config.get("layer_types") or ()):
+            raise unplanned("linear attention in some layers")
         heads, vocabulary = config["num_attention_heads"], config["vocab_size"]
         return cls(
             layers=config["num_hidden_layers"],
@@ -53,16 +63,21 @@ class Shape:
             outputs=vocabulary,
             tied=tied,
             gated=config.get("model_type") != "gpt_neox",
+            head_dim=config.get("head_dim") or 0,
         )
 
     @cached_property
+    def q_width(self) -> int:
+        return self.heads * (self.head_dim or self.hidden // self.heads)
+
+    @cached_property
     def kv_width(self) -> int:
-        return self.kv_heads * self.hidden // self.heads
+        return self.kv_heads * (self.head_dim or self.hidden // self.heads)
 
     @cached_property
     def layer_parameters(self) -> int:
         """Parameters of a layer: Q and O, K and V, the MLP's matrices, two norms."""
-        attention = 2 * self.hidden**2 + 2 * self.hidden * self.kv_width
+        attention = 2 * self.hidden * (self.q_width + self.kv_width)
         mlp = (3 if self.gated else 2) * self.hidden * self.inner
         return attention + mlp + 2 * self.hidden
 
@@ -91,17 +106,19 @@ class Shape:
         return replace(self, outputs=1, tied=False)
 
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
 Config = Mapping[str, Any]
 """The entries of a ``config.json``."""
 
 _SIZES = (
     *("num_hidden_layers", "hidden_size", "intermediate_size"),
-    *("num_attention_heads", "num_key_value_heads", "vocab_size"),
+    *("num_attention_heads", "num_key_value_heads", "vocab_size", "head_dim"),
 )
 
 
 def _config(kind: str, *sizes: int, tied: bool = False) -> Config:
-    config = {"model_type": kind, **{k: n for k, n in zip(_SIZES, sizes, strict=True) if n}}
+    config = {"model_type": kind, **{k: n for k, n in zip(_SIZES, sizes, strict=False) if n}}
     return {**config, "tie_word_embeddings": True} if tied else config
 
 
@@ -115,6 +132,17 @@ _CONFIGS: Mapping[str, Config] = {
     "qwen2.5-3b": _config("qwen2", 36, 2048, 11_008, 16, 2, 151_936, tied=True),
     "qwen2.5-7b": _config("qwen2", 28, 3584, 18_944, 28, 4, 152_064),
     "qwen2.5-32b": _config("qwen2", 64, 5120, 27_648, 40, 8, 152_064),
+    "qwen3-0.6b": _config("qwen3", 28, 1024, 3072, 16, 8, 151_936, 128, tied=True),
+    "qwen3-1.7b": _config("qwen3", 28, 2048, 6144, 16, 8, 151_936, 128, tied=True),
+    "qwen3-4b": _config("qwen3", 36, 2560, 9728, 32, 8, 151_936, 128, tied=True),
+    "qwen3-8b": _config("qwen3", 36, 4096, 12_288, 32, 8, 151_936, 128),
+    "qwen3-14b": _config("qwen3", 40, 5120, 17_408, 40, 8, 151_936, 128),
+    "qwen3-32b": _config("qwen3", 64, 5120, 25_600, 64, 8, 151_936, 128),
+    "gemma-3-1b": _config("gemma3_text", 26, 1152, 6912, 4, 1, 262_144, 256, tied=True),
+    "smollm3-3b": _config("smollm3", 36, 2048, 11_008, 16, 4, 128_256, tied=True),
+    "mistral-7b-v0.3": _config("mistral", 32, 4096, 14_336, 32, 8, 32_768),
+    "llama-3.2-1b": _config("llama", 16, 2048, 8192, 32, 8, 128_256, tied=True),
+    "llama-3.2-3b": _config("llama", 28, 3072, 8192, 24, 8, 128_256, tied=True),
     "llama-3.1-8b": _config("llama", 32, 4096, 14_336, 32, 8, 128_256),
     "llama-3.1-70b": _config("llama", 80, 8192, 28_672, 64, 8, 128_256),
     "pythia-410m": _config("gpt_neox", 24, 1024, 4096, 16, 0, 50_304),
@@ -171,12 +199,40 @@ LLAMAS: Mapping[str, Shape] = {
 """Llama 2 of 7B, 13B and 70B, and LLaMA of 33B."""
 
 
+_UNPLANNED: Mapping[str, str] = {
+    "gpt-oss": "a mixture of experts",
+    "qwen3-30b-a3b": "a mixture of experts",
+    "qwen3-235b-a22b": "a mixture of experts",
+    "qwen3.5": "linear attention in some layers",
+}
+"""Models that have no :class:`Shape`, by the beginning of their names."""
+
+
+def unplanned(what: str, name: str = "the model") -> ModelError:
+    problem = f"{name} has {what}, which plans by layers of one shape cannot count"
+    return ModelError(problem, "other-architecture")
+
+
+def public_config(name: str) -> Config:
+    """Return the config of a public model; owner and endings such as "-instruct" do not count.
+
+    Raises ConfigError for an unknown name, and ModelError for a model without a :class:`Shape`.
+    """
+    short = re.sub(r"(-(instruct|chat|hf|base|it))+$", "", name.lower().rpartition("/")[2])
+    if short in SHAPES:
+        return _CONFIGS[short]
+    for start, what in _UNPLANNED.items():
+        if short.startswith(start):
+            raise unplanned(what, f"'{name}'")
+    sizes = (f"{key} ({format_count(round(s.parameters))})" for key, s in SHAPES.items())
+    hint = nearest(short, SHAPES) if near(short, SHAPES) else f"Known: {', '.join(sizes)}"
+    raise ConfigError(f"unknown model '{name}'. {hint.rstrip('.')}", "unknown-shape")
+
+
 def shape_of(name: str) -> Shape:
-    """Return a known model's shape; its owner and endings such as "-instruct" do not count."""
-    short = re.sub(r"(-(instruct|chat|hf|base))+$", "", name.lower().rpartition("/")[2])
-    if short not in SHAPES:
-        raise ConfigError(f"unknown model '{name}'. {nearest(short, SHAPES)}", "unknown-shape")
-    return SHAPES[short]
+    """Return a public model's shape, or raise as :func:`public_config` does."""
+    config = public_config(name)
+    return Shape.of_config(config, tied="tie_word_embeddings" in config)
 
 
 def known_config(name: str) -> Config | None:
@@ -184,7 +240,7 @@ def known_config(name: str) -> Config | None:
 
 
 def weight_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield names and shapes of the weights of a Llama, Qwen2 or GPT-NeoX by its config."""
+    """Yield names and shapes of a known model's weights by its config."""
     kind, tied = config["model_type"], config.get("tie_word_embeddings", False)
     shape, neox = Shape.of_config(config, tied=tied), kind == "gpt_neox"
     hidden, inner = shape.hidden, shape.inner
@@ -197,18 +253,21 @@ def weight_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
         }
     else:
         layer = {
-            "self_attn.q_proj": (hidden, hidden),
+            "self_attn.q_proj": (shape.q_width, hidden),
             "self_attn.k_proj": (shape.kv_width, hidden),
             "self_attn.v_proj": (shape.kv_width, hidden),
-            "self_attn.o_proj": (hidden, hidden),
+            "self_attn.o_proj": (hidden, shape.q_width),
             "mlp.gate_proj": (inner, hidden),
             "mlp.up_proj": (inner, hidden),
             "mlp.down_proj": (hidden, inner),
         }
     of_qkv = ("q_proj", "k_proj", "v_proj")
     biased = [name for name in layer if neox or (kind == "qwen2" and name.endswith(of_qkv))]
-    norms, parts = ("input_layernorm", "post_attention_layernorm"), ["weight"]
+    norms, parts = ["input_layernorm", "post_attention_layernorm"], ["weight"]
     parts += ["bias"] if neox else []
+    if kind == "gemma3_text":
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    of_heads = ("q_norm", "k_norm") if kind in ("qwen3", "gemma3_text") else ()
     yield "model.embed_tokens.weight", (shape.vocabulary, hidden)
     for i in range(config["num_hidden_layers"]):
         for name, size in layer.items():
@@ -217,6 +276,8 @@ def weight_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
                 yield f"model.layers.{i}.{name}.bias", size[:1]
         for norm, part in product(norms, parts):
             yield f"model.layers.{i}.{norm}.{part}", (hidden,)
+        for norm in of_heads:
+            yield f"model.layers.{i}.self_attn.{norm}.weight", (shape.head_dim,)
     yield from ((f"model.norm.{part}", (hidden,)) for part in parts)
     if not tied:
         yield "lm_head.weight", (shape.vocabulary, hidden)

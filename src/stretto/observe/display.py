@@ -56,7 +56,9 @@ class Progress:
     def note(self, text: str) -> None:
         """Show a message."""
 
-    def working(self, what: str, total: int = 0) -> AbstractContextManager[Advance]:
+    def working(
+        self, what: str, total: int = 0, limit_s: float = math.inf
+    ) -> AbstractContextManager[Advance]:
         return nullcontext(unseen)
 
     def close(self) -> None:

@@ -68,7 +68,7 @@ class RichProgress(Progress):
             self._console.print(Text(worded(text)), soft_wrap=True)
 
     @contextmanager
-    def working(self, what: str, total: int = 0) -> Iterator[Advance]:
+    def working(self, what: str, total: int = 0, limit_s: float = math.inf) -> Iterator[Advance]:
         """Show a bar, or a moving one where the total is not known, until the work ends."""
         live = self._open()
         share = f"0/{total:,}" if total else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from math import inf
 from typing import IO, Literal, TextIO
 from weakref import WeakKeyDictionary
 
@@ -32,10 +33,14 @@ each has a line, too."""
 
 
 class WorkProgress:
-    """Work under way, and how far it is; ``total`` is 0 where that is not known."""
+    """Work under way, and how far it is; ``total`` is 0 if that is not known. It ends after
+    ``limit_s`` in any case."""
 
-    def __init__(self, what: str, total: int = 0, clock: Clock | None = None) -> None:
+    def __init__(
+        self, what: str, total: int = 0, clock: Clock | None = None, limit_s: float = inf
+    ) -> None:
         self.what, self.total, self.done = what, total, 0
+        self._limit_s = limit_s
         self._clock = clock or RealClock()
         self._since_s = self._clock.now()
 
@@ -57,7 +62,8 @@ class WorkProgress:
         share = f"{self.what}: {self.done:,} of {self.total:,}"
         if not self.done:
             return share
-        return f"{share}, {duration(self.took_s * max(self.total - self.done, 0) / self.done)} left"
+        left_s = self.took_s * max(self.total - self.done, 0) / self.done
+        return f"{share}, {duration(max(min(left_s, self._limit_s - self.took_s), 0.0))} left"
 
 
 class NoProgress(Progress):
@@ -91,9 +97,9 @@ class PlainProgress(Progress):
             print(worded(text), file=self._stream, flush=True)
 
     @contextmanager
-    def working(self, what: str, total: int = 0) -> Iterator[Advance]:
+    def working(self, what: str, total: int = 0, limit_s: float = inf) -> Iterator[Advance]:
         """Print a line about work now and then."""
-        work, printed = WorkProgress(what, total), False
+        work, printed = WorkProgress(what, total, limit_s=limit_s), False
         before_s = _silent_s.get(self._stream, 0.0)
 
         def tell() -> float:
@@ -143,8 +149,10 @@ class _Stderr:
     def note(self, text: str) -> None:
         print(worded(text), file=sys.stderr, flush=True)
 
-    def working(self, what: str, total: int = 0) -> AbstractContextManager[Advance]:
-        return make_progress("auto", sys.stderr).working(what, total)
+    def working(
+        self, what: str, total: int = 0, limit_s: float = inf
+    ) -> AbstractContextManager[Advance]:
+        return make_progress("auto", sys.stderr).working(what, total, limit_s)
 
 
 on_stderr = Saying(_Stderr())

@@ -5,6 +5,7 @@ A file of figures is measured by ``stretto plan --calibrate``, or written by han
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, field
 from inspect import signature
@@ -47,10 +48,18 @@ GPUS: Mapping[str, Gpu] = {
     "h100": Gpu("H100", 989e12, 3.35e12, 80e9, 450e9, 64e9),
     "h200": Gpu("H200", 989e12, 4.8e12, 141e9, 450e9, 64e9),
     "gh200": Gpu("GH200", 989e12, 4.0e12, 96e9, 450e9, 450e9),
+    "b200": Gpu("B200", 2250e12, 8.0e12, 180e9, 900e9, 64e9),
+    "l4": Gpu("L4", 121e12, 300e9, 24e9, 32e9, 32e9),
+    "l40s": Gpu("L40S", 362e12, 864e9, 48e9, 32e9, 32e9),
+    "rtx4090": Gpu("RTX 4090", 165.2e12, 1.008e12, 24e9, 32e9, 32e9),
+    "rtx5090": Gpu("RTX 5090", 209.5e12, 1.792e12, 32e9, 64e9, 64e9),
+    "mi300x": Gpu("MI300X", 1307.4e12, 5.3e12, 192e9, 448e9, 64e9),
 }
-"""SXM variants, by NVIDIA's data sheets "A100 Tensor Core GPU", "H100 Tensor Core GPU", "H200
-Tensor Core GPU" and "GH200 Grace Hopper Superchip": operations without sparsity; half of what is
-said of links, as that counts both directions."""
+"""Operations without sparsity, and half of each link's bandwidth, as sheets count both directions.
+A100, H100, H200: SXM variants, by NVIDIA's data sheets "... Tensor Core GPU". GH200: "GH200 Grace
+Hopper Superchip". B200: "Blackwell Architecture Technical Brief" (HGX) and an eighth of "DGX B200".
+L4, L40S: their data sheets. RTX: "Ada GPU Architecture" and "RTX Blackwell GPU Architecture", with
+sums in float32. MI300X: AMD's data sheet, seven links of 128 GB/s. GPUs without NVLink: PCIe."""
 
 
 @dataclass(frozen=True, slots=True, config=_CHECKED)
@@ -93,9 +102,16 @@ class Hardware:
     @classmethod
     def of(cls, gpu: str, assumed: Efficiency | None = None) -> Hardware:
         """Return GPUs by their makers' figures and servers; ConfigError for an unknown kind."""
-        if gpu not in GPUS:
-            raise ConfigError(f"unknown GPU '{gpu}'. {nearest(gpu, GPUS)}", "unknown-gpu")
-        return cls(GPUS[gpu], Links.of(GPUS[gpu]), assumed or Efficiency())
+        name = re.sub(r"nvidia|geforce|amd|instinct|[\s_-]", "", gpu.lower())
+        found = {key.replace("-", ""): kind for key, kind in GPUS.items()}
+        kind = found.get(name) or found.get(f"rtx{name}")
+        if kind is None:
+            raise ConfigError(
+                f"unknown GPU '{gpu}'. {nearest(gpu, GPUS)} 'stretto plan "
+                "--hardware FILE' takes the figures of others",
+                "unknown-gpu",
+            )
+        return cls(kind, Links.of(kind), assumed or Efficiency())
 
     @property
     def usable_bytes(self) -> float:

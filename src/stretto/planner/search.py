@@ -262,7 +262,7 @@ def search(
     results: dict[Kind, PlanResult] = {}
     simulated, unfit, bound_s = 0, 0, inf
     with (
-        working(say, "plans looked at or ruled out", count) as advance,
+        working(say, "plans looked at or ruled out", count, limit_s) as advance,
         _simulators(spec, workers or os.cpu_count() or 1) as (submit, room),
     ):
         running: set[Future[PlanResult]] = set()
