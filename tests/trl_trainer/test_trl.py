@@ -478,7 +478,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"optim": "sgd"}, "argument-value", "'paged_adamw_32bit'"),
     ({"schedule": "opo"}, "unknown-preset", "Did you mean 'oppo'?"),
     ({"schedule": "{oppo"}, "argument-not-json", "{oppo"),
-    ({"schedule": {"overcomit": 4}}, "extra_forbidden", "'schedule.overcommit'"),
+    ({"schedule": {"overcomit": 4}}, "extra_forbidden", "schedule.overcommit"),
     ({"temperature": 0.0}, None, "rollout.temperature"),
     ({"save_strategy": "best"}, "argument-value", "'epoch'"),
     ({"neftune_noise_alpha": 5.0}, "argument-refused", "neftune_noise_alpha = 5.0"),
