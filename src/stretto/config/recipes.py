@@ -252,7 +252,7 @@ def _located(data: dict[str, Any], folder: Path, *, first: bool = False) -> dict
 
 def _unknown_recipe(name: str, kind: type[Section]) -> ConfigError:
     if Path(name).suffix in {".yaml", ".yml", ".json"}:
-        message = f"'{name}': settings are TOML files; 'stretto recipes tiny' prints one"
+        message = f"'{name}': settings are TOML files; `stretto recipes tiny` prints one"
     elif "/" in name:
         message = (
             f"there is no folder '{name}' (looked for from {Path.cwd()}); give a run's folder, a "

@@ -107,8 +107,8 @@ class Hardware:
         kind = found.get(name) or found.get(f"rtx{name}")
         if kind is None:
             raise ConfigError(
-                f"unknown GPU '{gpu}'. {nearest(gpu, GPUS)} 'stretto plan "
-                "--hardware FILE' takes the figures of others",
+                f"unknown GPU '{gpu}'. {nearest(gpu, GPUS)} `stretto plan "
+                "--hardware FILE` takes the figures of others",
                 "unknown-gpu",
             )
         return cls(kind, Links.of(kind), assumed or Efficiency())
