@@ -239,6 +239,8 @@ MISTAKES = (
     Mistake("critic's model", "train tiny --critic.init ./no", ("no folder './no'",)),
     Mistake("evaluated model", "eval tiny --model ./no", ("no folder './no'",)),
     Mistake("generating model", "generate hi --model ./no", ("no folder './no'",)),
+    Mistake("model to talk to", "chat ./no", ("no folder './no'",)),
+    Mistake("model to serve", "serve ./no", ("no folder './no'",)),
     Mistake(
         "hub model offline",
         "train tiny --model.name owner/model",

@@ -256,6 +256,7 @@ def test_the_command_prints_plans_and_writes_one(
     ("options", "message"),
     [
         (["tiny"], "--gpus 0: give 1 or more"),
+        (["tiny", "--gpu", "b2000"], "unknown GPU 'b2000'"),
         (["tiny", "--gpus", "2", "--gpu", "h1000"], "unknown GPU 'h1000'"),
         (["tiny", "--gpus", "2", "--model-shape", "qwen"], "unknown model 'qwen'"),
         (["tiny", "--gpus", "2", "--minutes", "-1"], "must be 0 or more"),

@@ -265,6 +265,8 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
 def test_unknown_recipe_names_the_nearest() -> None:
     with raises(ConfigError, "unknown-recipe", "'tinny'", "Did you mean 'tiny'?"):
         recipes.load("tinny")
+    with raises(ConfigError, "unknown-recipe", "'tiny' is a recipe of `stretto train`"):
+        recipes.load("tiny", SftConfig)
     with raises(ConfigError, "unknown-recipe", "settings are TOML files"):
         recipes.load("my.yaml")
     with raises(ConfigError, "unknown-recipe", "Known: arithmetic, calculator, gsm8k"):

@@ -107,12 +107,12 @@ class Plan:
 
 def plan(settings: Settings, options: PlanOptions, *, say: Say = silent) -> Plan:
     """Search for the plans with the shortest steps; raises ConfigError if nothing fits."""
+    _hardware(options)  # refused before the simulator is loaded
     if options.gpus < 1:
         raise ConfigError(f"`gpus = {options.gpus}`: give 1 or more", "greater_than")
     if min(options.minutes, options.workers) < 0:
         problem = f"`minutes = {options.minutes}`, `workers = {options.workers}`: must be 0 or more"
         raise ConfigError(problem, "greater_than_equal")
-    _hardware(options)  # refused before the simulator is loaded
     with working(say, "loading the simulator"):
         from stretto.planner.search import search
 

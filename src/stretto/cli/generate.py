@@ -17,8 +17,9 @@ from stretto.api.models import answers
 from stretto.cli.settings import table_of
 from stretto.config import EnvironmentConfig, ModelConfig, RolloutConfig, TaskConfig, recipes
 from stretto.errors import ConfigError, EngineError, TaskError
+from stretto.models.resolve import is_known, resolve
 from stretto.observe.progress import on_stderr
-from stretto.saying import LOADING, working
+from stretto.saying import LOADING, silent, working
 from stretto.schedules.episode_metrics import calls
 from stretto.signals import Terminated
 from stretto.tasks import TaskRow
@@ -214,6 +215,12 @@ def _write(lines: Iterable[str], out: str) -> None:
 CHAT_HELP = "/exit leaves, /clear begins anew, /system TEXT sets the system message"
 
 
+def check_model(name: str) -> None:
+    """Refuse a model that cannot be there, before torch is loaded."""
+    if not (is_known(name) or Path(name).expanduser().is_dir()):
+        resolve(name, silent)
+
+
 def command_chat(
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL_OR_RUN")],
     /,
@@ -267,6 +274,7 @@ def command_chat(
         asked = _environment(tools, max_turns)
         environment = recipes.build(asked, "options", EnvironmentConfig) if asked else None
         arguments = template_arguments_of(template_arguments)
+    check_model(model)
     with working(on_stderr, LOADING):
         from stretto.api.policies import Conversation, open_policy
         from stretto.evaluation.episodes import Tools

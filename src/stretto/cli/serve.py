@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from stretto.cli.generate import TemplateWords, template_arguments_of
+from stretto.cli.generate import TemplateWords, check_model, template_arguments_of
 from stretto.config import RolloutConfig, recipes
 from stretto.errors import ConfigError, StorageError, require
 from stretto.machine import is_loopback
@@ -80,6 +80,7 @@ def command_serve(
         RolloutConfig,
     )
     arguments = template_arguments_of(template_arguments)
+    check_model(model)
     if queue < 0:
         raise ConfigError("--queue must be 0 or more", "option-range")
     key = api_key or os.environ.get(API_KEY, "")

@@ -251,6 +251,7 @@ def _located(data: dict[str, Any], folder: Path, *, first: bool = False) -> dict
 
 
 def _unknown_recipe(name: str, kind: type[Section]) -> ConfigError:
+    known = ", ".join(names(kind))
     if Path(name).suffix in {".yaml", ".yml", ".json"}:
         message = f"'{name}': settings are TOML files; `stretto recipes tiny` prints one"
     elif "/" in name:
@@ -258,11 +259,12 @@ def _unknown_recipe(name: str, kind: type[Section]) -> ConfigError:
             f"there is no folder '{name}' (looked for from {Path.cwd()}); give a run's folder, a "
             ".toml file, or a recipe's name"
         )
+    elif theirs := [FOLDERS[k] or "train" for k in FOLDERS if name in names(k)]:
+        message = f"'{name}' is a recipe of `stretto {theirs[0]}`; known here: {known}"
     else:
-        known = names(kind)
         message = (
-            f"there is no recipe '{name}'. {nearest(name, known) + ' ' if known else ''}"
-            "A path to a .toml file or to a run's folder does as well."
+            f"there is no recipe '{name}', and no run's folder. {nearest(name, names(kind))} "
+            "A path to a .toml file does as well."
         )
     return ConfigError(message, "unknown-recipe")
 
