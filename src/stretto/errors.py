@@ -165,7 +165,8 @@ def near(name: str, known: Iterable[str], count: int = 1) -> list[str]:
     spellings = {_plain_spelling(each): each for each in sorted(known)}
     wanted = _plain_spelling(name)
     similar = [each for each in spellings if _same_thing(wanted, each)]
-    matches = get_close_matches(wanted, similar, n=count, cutoff=0.6)
+    # One other letter of three is another word: dpo is not ppo, nor gpu cpu.
+    matches = get_close_matches(wanted, similar, n=count, cutoff=0.7)
     return [spellings[each] for each in matches]
 
 

@@ -100,7 +100,7 @@ _ADVICE = {
     "8-bit weights are not offered, 4-bit ones are: `model.load_in_4bit`.": "load_in_8bit",
     "Reinforcement learning on several GPUs needs tables [[cluster.processes]] in a .toml file; "
     "without them one GPU does all. `stretto plan RECIPE --gpus N` finds a layout.": "gpus "
-    "num_gpus n_gpus ngpus n_gpus_per_node nproc_per_node num_processes world_size nnodes "
+    "num_gpus n_gpus ngpus n_gpus_per_node nproc_per_node num_processes world_size nnodes nodes "
     "tensor_parallel_size tensor_model_parallel_size tp tp_size fsdp deepspeed ds_config "
     "zero_stage accelerate_config",
     "A .toml file with settings stands in place of the recipe, before all options.": "config "
