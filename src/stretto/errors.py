@@ -166,7 +166,8 @@ def near(name: str, known: Iterable[str], count: int = 1) -> list[str]:
     wanted = _plain_spelling(name)
     similar = [each for each in spellings if _same_thing(wanted, each)]
     # One other letter of three is another word: dpo is not ppo, nor gpu cpu.
-    matches = get_close_matches(wanted, similar, n=count, cutoff=0.7)
+    cutoff = 0.7 if len(wanted) == 3 else 0.6
+    matches = get_close_matches(wanted, similar, n=count, cutoff=cutoff)
     return [spellings[each] for each in matches]
 
 

@@ -124,7 +124,7 @@ def test_an_option_like_no_other_gets_no_list(capsys: pytest.CaptureFixture[str]
         ("eval tiny --samples many", ["--samples many", "whole number"]),
         ("chat a b", ["'b'", "'stretto chat'"]),
         ("pipeline --actr 7B", ["'--actr'", "--actor"]),
-        ("memory 7B --gpus 8 --gpu b200", ["'b200'", "h100"]),
+        ("memory 7B --gpus 8 --gpu b300", ["'b300'", "h100"]),
         ("compare --sim x --foo", ["'--foo'"]),
     ],
 )

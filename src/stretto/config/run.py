@@ -203,7 +203,7 @@ class Config(Section):
     def _vllm_rules(self, broken: Rules) -> None:
         broken["vllm-without-processes"] = self.runtime == "inline" and (
             "rollout.engine = 'vllm' needs processes of its own, whose threads vLLM sets, and "
-            "runtime = 'inline' has none; set runtime = 'local'"
+            "runtime = 'inline' has none; set `runtime = local`"
         )
         broken["4bit-with-vllm"] = self.model.load_in_4bit and (
             "model.load_in_4bit = true trains beside weights in 4 bits, and rollout.engine = 'vllm' "
