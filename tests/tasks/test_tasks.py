@@ -336,7 +336,12 @@ def test_answers_in_a_tag(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "settings", "code", "facts"),
     [
-        ([{"promt": "x", "n": 1}], {}, "missing-column", ["row 0", "'prompt'", "prompt=promt", "n, p"]),
+        (
+            [{"promt": "x", "n": 1}],
+            {},
+            "missing-column",
+            ["row 0", "'prompt'", "prompt=promt", "n, p"],
+        ),
         ([{"prompt": ""}, {"n": 1}], {}, "prompt-not-text", ["none of the 2 rows", "row 0"]),
         (
             [{"prompt": "x"}],
