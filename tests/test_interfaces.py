@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -220,7 +221,7 @@ def test_an_error_of_another_process_is_worded_where_it_leaves(error: StrettoErr
         ({"model__device": "cuda"}, "model__device='auto'"),
     ],
 )
-def test_python_is_answered_in_python(changes: dict[str, object], fact: str) -> None:
+def test_python_is_answered_in_python(changes: dict[str, Any], fact: str) -> None:
     with raises(ConfigError, None, fact) as caught:
         stretto.train("tiny", **changes)
     assert not SHELL.search(str(caught.value))

@@ -131,7 +131,7 @@ def test_one_that_has_ended_says_so_before_anything_heavy_is_imported(tmp_path: 
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == (
         f"the run in {run_dir.path} has ended: all of its 2 steps are taken, and the trained model "
-        f"is in {run_dir.model}. More steps go on from there (--steps)\n"
+        f"is in {run_dir.model}. With more --steps it goes on from there\n"
     )
 
 
