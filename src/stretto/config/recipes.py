@@ -251,7 +251,7 @@ def _located(data: dict[str, Any], folder: Path, *, first: bool = False) -> dict
 
 
 def _unknown_recipe(name: str, kind: type[Section]) -> ConfigError:
-    known = ", ".join(names(kind))
+    known = names(kind)
     if Path(name).suffix in {".yaml", ".yml", ".json"}:
         message = f"'{name}': settings are TOML files; `stretto recipes tiny` prints one"
     elif "/" in name:
@@ -260,10 +260,10 @@ def _unknown_recipe(name: str, kind: type[Section]) -> ConfigError:
             ".toml file, or a recipe's name"
         )
     elif theirs := [FOLDERS[k] or "train" for k in FOLDERS if name in names(k)]:
-        message = f"'{name}' is a recipe of `stretto {theirs[0]}`; known here: {known}"
+        message = f"'{name}' is a recipe of `stretto {theirs[0]}`; known here: {', '.join(known)}"
     else:
         message = (
-            f"there is no recipe '{name}', and no run's folder. {nearest(name, names(kind))} "
+            f"there is no recipe '{name}', and no run's folder. {nearest(name, known)} "
             "A path to a .toml file does as well."
         )
     return ConfigError(message, "unknown-recipe")

@@ -218,21 +218,24 @@ def public_config(name: str) -> Config:
 
     Raises ConfigError for an unknown name, and ModelError for a model without a :class:`Shape`.
     """
+    return _CONFIGS[_public(name)]
+
+
+def shape_of(name: str) -> Shape:
+    """Return a public model's shape, or raise as :func:`public_config` does."""
+    return SHAPES[_public(name)]
+
+
+def _public(name: str) -> str:
     short = re.sub(r"(-(instruct|chat|hf|base|it))+$", "", name.lower().rpartition("/")[2])
     if short in SHAPES:
-        return _CONFIGS[short]
+        return short
     for start, what in _UNPLANNED.items():
         if short.startswith(start):
             raise unplanned(what, f"'{name}'")
     sizes = (f"{key} ({format_count(round(s.parameters))})" for key, s in SHAPES.items())
     hint = nearest(short, SHAPES) if near(short, SHAPES) else f"Known: {', '.join(sizes)}"
     raise ConfigError(f"unknown model '{name}'. {hint.rstrip('.')}", "unknown-shape")
-
-
-def shape_of(name: str) -> Shape:
-    """Return a public model's shape, or raise as :func:`public_config` does."""
-    config = public_config(name)
-    return Shape.of_config(config, tied="tie_word_embeddings" in config)
 
 
 def known_config(name: str) -> Config | None:
