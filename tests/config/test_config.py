@@ -471,7 +471,7 @@ def test_what_has_no_effect_is_remarked_on(settings: dict[str, Any], remarks: li
 
 def test_vllm_has_processes_of_its_own() -> None:
     data: dict[str, Any] = {"rollout": {"engine": "vllm", "engine_args": {"block_size": 32}}}
-    with raises(ConfigError, "vllm-without-processes", "runtime = 'local'"):
+    with raises(ConfigError, "vllm-without-processes", "`runtime = local`"):
         recipes.build(data, "here")
     together = {"processes": [{"roles": ["learner", "generator"], "fsdp": 2}]}
     for runtime in ("local", "ray"):

@@ -721,6 +721,8 @@ def test_liger_takes_the_models_that_are_trained(tiny: Path) -> None:
             assert part.forward.__func__.__module__.startswith("liger_kernel.")
 
 
+# The tracer asks each tensor for its gradient, and keeps torch's warning from its log only.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_layers_are_compiled_one_by_one_for_any_length(
     monkeypatch: pytest.MonkeyPatch, tiny: Path
 ) -> None:
