@@ -1040,10 +1040,21 @@ def test_a_killed_or_paused_process_is_asked_once_more(
     assert (counted(tmp_path, "calls"), counted(tmp_path, "imports")) == (2, 2)
 
 
+def disappears(pid: int) -> bool:
+    """Whether a process that was killed is soon reaped, without a call that asks for it."""
+    for _ in range(1000):
+        if not Path(f"/proc/{pid}").exists():
+            return True
+        time.sleep(0.01)
+    return False
+
+
 def test_a_process_that_is_killed_between_calls_costs_nothing(function: Scorers) -> None:
     scorer = function("def f(completions): return [float(len(c)) for c in completions]")
     for response in ("ab", "abc"):
-        os.kill(process_id(scorer), signal.SIGKILL)
+        killed = process_id(scorer)
+        os.kill(killed, signal.SIGKILL)
+        assert disappears(killed)
         assert numbers(judge(scorer, [response])) == [float(len(response))]
 
 

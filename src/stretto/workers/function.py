@@ -10,6 +10,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -252,11 +253,15 @@ def start_child(module: str) -> subprocess.Popen[bytes]:
     """Start a process that runs users' code.
 
     A session of its own keeps the terminal's Ctrl-C from it, and makes a group to kill it by. -P
-    keeps files of the working directory from standing in for libraries of their name.
+    keeps files of the working directory from standing in for libraries of their name. A thread
+    reaps the process when it ends, so that a killed one is not listed as a zombie until its next
+    call.
     """
     command = [sys.executable, "-P", "-m", module]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, start_new_session=True)
+    child = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, start_new_session=True)
+    threading.Thread(target=child.wait, name=f"reaps {module}", daemon=True).start()
+    return child
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
