@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("long")
 
 
+def pytest_collection_finish() -> None:
+    """Let no collection look at modules and tests, which stay until the end."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_configure() -> None:
     """Ctrl-C can be tested where it is ignored, as in what a script starts in the background."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -41,3 +49,9 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
     make_tiny(folder)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _no_collection_as_a_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks at all objects of all libraries, which takes longer than a small run."""
+    monkeypatch.setattr("stretto.runs.loop.freeze_heap", nullcontext)

@@ -6,8 +6,8 @@ import asyncio
 import gc
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -89,9 +89,7 @@ def train(
         )
         recorder = stack.enter_context(Recorder(config, run_dir, progress, resumed_step=first))
         running = start(config, stack, say, overrides, run_dir.path)
-        gc.collect()
-        gc.freeze()  # models and libraries are here to stay: no collection need look at them
-        stack.callback(gc.unfreeze)
+        stack.enter_context(freeze_heap())
         running.spans.reset()
         evaluator = None
         if running.held_out:
@@ -118,6 +116,17 @@ def train(
                 f"{config.task.max_prompt_tokens} and left out"
             )
     return TrainResult(loop.done, loop.stats, run_dir.path, loop.stopped)
+
+
+@contextmanager
+def freeze_heap() -> Iterator[None]:
+    """Let no collection look at models and libraries, which stay until the run ends."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _continuation(first: int, recorded: int) -> str:
