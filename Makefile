@@ -17,7 +17,7 @@ TORCH_FROM ?=
 # Tests wait for other processes half of their time: at least four at a time.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(max(4, os.cpu_count()))')
 
-.PHONY: train test test-all slow vllm check docs dist hooks clean
+.PHONY: train test test-all slow vllm checked check style types types-of-tests docs dist hooks clean
 
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Stretto needs Python 3.11 or newer; choose one with make PYTHON=python3.11")'
@@ -33,12 +33,12 @@ $(VENV)/.developing: $(VENV)/.installed
 train: $(VENV)/.installed
 	$(BIN)/stretto train $(RECIPE)
 
-test: check docs
+test: checked
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not long"
 	@echo "left out: the $$(grep -c :: tests/long.txt) longest tests (make test-all), and slow ones (make slow)"
 
-test-all: check docs
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+test-all: checked
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 60 --durations-min 5
 
 slow: $(VENV)/.developing
 	$(BIN)/python -m pytest -m slow
@@ -68,12 +68,22 @@ dist:
 	cd $(DIST) && PYTHONPATH= bin/stretto train tiny --steps 2
 	rm -rf $(DIST)
 
-check: $(VENV)/.developing
+# Two at a time: mypy uses one core.
+checked: $(VENV)/.developing
+	$(MAKE) --jobs 2 check docs
+
+check: style types types-of-tests
+
+style: $(VENV)/.developing
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
-	$(BIN)/mypy --config-file mypy-tests.ini
 	$(BIN)/lint-imports
+
+types: $(VENV)/.developing
+	$(BIN)/mypy
+
+types-of-tests: $(VENV)/.developing
+	$(BIN)/mypy --config-file mypy-tests.ini
 
 docs: $(VENV)/.developing
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
