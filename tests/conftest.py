@@ -13,6 +13,8 @@ import pytest
 
 # Several tests at a time share the cores, and threads that spin hold the others up.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Torch warns, with stack traces, of peers that tests kill on purpose. Errors are still printed.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from stretto.models.tiny import make_tiny
 
