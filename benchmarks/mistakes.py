@@ -209,7 +209,7 @@ MISTAKES = (
     Mistake("equal pairs", "reward --data.name pairs.jsonl", ("row 0",)),
     # Reward functions
     _on_rows("reward file", "--reward.sources no.py:ok", "no.py", "not there"),
-    _on_rows("reward name", "--reward.sources ok.py:okay", "no function 'okay'", "'ok'"),
+    _on_rows("reward name", "--reward.sources ok.py:okay", "does not define 'okay'", "'ok'"),
     _on_rows("reward form", "--reward.sources accuracy", "'accuracy' is none of"),
     _on_rows("reward syntax", "--reward.sources syntax.py:ok", "syntax.py", "line 1"),
     _on_rows("reward import", "--reward.sources imports.py:ok", "nosuchlibrary", "line 1"),

@@ -29,6 +29,14 @@ def parts(name: str) -> tuple[str, str] | None:
     return (home, member) if is_home and member.isidentifier() else None
 
 
+def absolute(name: str) -> str:
+    """Return the name of code with the absolute path of its file, for processes in other folders.
+    Other names stay the same.
+    """
+    home, member = parts(name) or ("", "")
+    return f"{Path(home).expanduser().resolve()}:{member}" if home.endswith(".py") else name
+
+
 def locate(name: str, setting: str) -> dict[str, str]:
     """Return the absolute path of a file, its module and the folder of that if it is named by its
     module, and the member's name. Raises ConfigError if there is no such file or module.
@@ -167,7 +175,7 @@ def _load_alone(path: Path) -> ModuleType:
 
 def not_defined(file: str, name: str, functions: Collection[str], setting: str) -> ConfigError:
     hint = nearest(name, functions) if functions else "It defines no function."
-    return ConfigError(f"{setting}: '{file}' has no function '{name}'. {hint}", "unknown-function")
+    return ConfigError(f"{setting}: '{file}' does not define '{name}'. {hint}", "unknown-function")
 
 
 def in_this_process(call: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:

@@ -118,7 +118,7 @@ def test_an_option_like_no_other_gets_no_list(capsys: pytest.CaptureFixture[str]
         ("train tiny --steps ten", ["--steps ten", "whole number"]),
         ("train tiny -steps 5", ["'-steps'", "two dashes"]),
         ("train tiny --rollout.temperature hot", ["--rollout.temperature hot", "a number"]),
-        ("train tiny --algorithm.name GRPO", ["--algorithm.name GRPO", "'grpo'"]),
+        ("train tiny --algorithm.name GRPO", ["algorithm.name = 'GRPO'", "'grpo'"]),
         ("eval", ["RECIPE_OR_RUN"]),
         ("serve", ["MODEL_OR_RUN"]),
         ("eval tiny --samples many", ["--samples many", "whole number"]),

@@ -212,6 +212,8 @@ OF_GRPO: list[tuple[dict[str, Any], str, Any]] = [
     ({"loss_type": "dr_grpo"}, "algorithm.aggregation", "fixed_length"),
     ({"loss_type": "luspo"}, "algorithm.aggregation", "sequence_sum"),
     ({"loss_type": "cispo", "epsilon_high": 5.0}, "algorithm.name", "cispo"),
+    ({"loss_type": "mine.py:spec"}, "algorithm.name", "mine.py:spec"),
+    ({"loss_type": "mine.py:spec"}, "algorithm.aggregation", "auto"),
     ({"loss_type": "cispo", "epsilon_high": 5.0}, "algorithm.clip_high", 4.0),
     ({"delta": 3.0}, "algorithm.dual_clip", 3.0),
     ({"scale_rewards": "batch"}, "algorithm.scale_rewards", "batch"),

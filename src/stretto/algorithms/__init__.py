@@ -9,3 +9,18 @@ token t.
 Slots outside the mask may hold anything, NaN and infinity included: they are selected away before
 any arithmetic, never multiplied by zero, so neither results nor gradients can see them.
 """
+
+from stretto.algorithms.experience import LossInputs, LossTerm, Scored, Targets
+from stretto.algorithms.policy import policy_term
+from stretto.algorithms.registry import Algorithm
+from stretto.algorithms.rewards import Rewards
+
+__all__ = [
+    "Algorithm",
+    "LossInputs",
+    "LossTerm",
+    "Rewards",
+    "Scored",
+    "Targets",
+    "policy_term",
+]

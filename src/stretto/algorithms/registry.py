@@ -1,26 +1,31 @@
 """The functions of each algorithm, and the way of a scored batch to them.
 
-What an algorithm needs of a run stands in ``config/algorithm.py``.
+``config/algorithm.py`` declares the needs of Stretto's own algorithms, without torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from stretto import outside
 from stretto.algorithms import ppo, preference, rloo
 from stretto.algorithms.advantages import require_several
 from stretto.algorithms.experience import Experience, LossInputs, LossTerm, Scored, Targets, check
 from stretto.algorithms.rewards import Rewards, make_rewards
 from stretto.config import AlgorithmConfig, RewardConfig
+from stretto.config.algorithm import AlgorithmSpec
+from stretto.errors import LearnerError, is_out_of_memory
 
+T = TypeVar("T")
 Loss = Callable[[Tensor, LossInputs, AlgorithmConfig], LossTerm]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Functions:
     """The functions of an algorithm. docs/algorithms.md says how to add one.
 
@@ -35,6 +40,15 @@ class Functions:
     value_loss: Loss | None = None
 
 
+@dataclass(frozen=True)
+class Algorithm(Functions, AlgorithmSpec):
+    """An algorithm outside the package: its functions and what it needs of a run, by keyword.
+
+    ``algorithm.name`` names such an object by its import path. Each process that computes losses
+    imports it, so nothing of it is sent to other processes.
+    """
+
+
 FUNCTIONS: Mapping[str, Functions] = {
     "ppo": Functions(ppo.targets, ppo.policy_loss, ppo.value_loss),
     "rloo": Functions(rloo.targets, rloo.policy_loss),
@@ -45,6 +59,51 @@ FUNCTIONS: Mapping[str, Functions] = {
     "online-dpo": Functions(preference.dpo_targets, preference.dpo_loss),
     "best-of-n": Functions(preference.best_targets, preference.best_loss),
 }
+
+
+def functions_of(settings: AlgorithmConfig) -> Functions:
+    """Raises ConfigError if the user's own code cannot be imported or is no Algorithm."""
+    if settings.is_outside:
+        algorithm: Algorithm = outside.load(settings.name, "algorithm.name", Algorithm)
+        return algorithm
+    return FUNCTIONS[settings.name]
+
+
+def call(settings: AlgorithmConfig, function: Callable[..., T], kind: type[T], *inputs: Any) -> T:
+    """Call a function of an algorithm. Raises LearnerError if the user's own code raises an
+    exception, or returns another type or shape than ``kind`` has.
+    """
+    name = f"algorithm.name: {getattr(function, '__name__', 'a function')} of '{settings.name}'"
+    try:
+        result = function(*inputs, settings)
+    except Exception as error:
+        if not settings.is_outside or is_out_of_memory(error):
+            raise
+        file = outside.locate(settings.name, "algorithm.name")["file"]
+        why = outside.describe(error, file)
+        raise LearnerError(
+            f"{name} raised {why}; fix it, and resume", "algorithm-raised"
+        ) from error
+    if not isinstance(result, kind):
+        raise LearnerError(
+            f"{name} returned an object of type {type(result).__name__}; return a "
+            f"stretto.algorithms.{kind.__name__}",
+            "algorithm-result",
+        )
+    shapes: dict[str, tuple[Tensor, Tensor]] = {}
+    if isinstance(result, LossTerm):
+        shapes["a loss"] = result.loss, torch.zeros(())
+    elif isinstance(result, Targets):
+        tensors = {"advantages": result.advantages, **result.tensors}
+        shapes = {key: (tensor, inputs[0].mask) for key, tensor in tensors.items()}
+    for key, (tensor, like) in shapes.items():
+        if tensor.shape != like.shape:
+            raise LearnerError(
+                f"{name} returned {key} of shape {list(tensor.shape)}, and the shape must be "
+                f"{list(like.shape)}",
+                "algorithm-shape",
+            )
+    return result
 
 
 def prepare(
@@ -71,7 +130,8 @@ def prepare(
 
     with torch.no_grad():
         rewards = make_rewards(data, reward, settings, kl_coef)
-        targets = FUNCTIONS[settings.name].targets(data, rewards, settings)
+        make = functions_of(settings).targets
+        targets = call(settings, make, Targets, data, rewards)
         units: Sequence[Sequence[int]] = data.rows() if targets.units is None else targets.units
         if settings.mask_truncated_completions:
             units = [unit for unit in units if data.ended[list(unit)].all()]

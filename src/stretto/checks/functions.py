@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from stretto import outside
+from stretto.config import Config, recipes
 from stretto.config.sections import RewardSource
 from stretto.environments.processes import SETTING, locate_source
 from stretto.environments.shapes import BEGINNINGS, unknown_environment
@@ -66,6 +67,40 @@ def check_member(name: str, setting: str) -> None:
     """Refuse other code of the user's that cannot be found or imported, without running it."""
     place = outside.locate(name, setting)
     _find(Path(place["file"]), place["function"], setting)
+
+
+def check_algorithm(config: Config) -> None:
+    """Import an algorithm that is the user's own code, and refuse one that does not fit the run."""
+    name, setting = config.algorithm.name, "algorithm.name"
+    if not config.algorithm.is_outside:
+        return
+    check_member(name, setting)
+    from stretto.algorithms import registry  # torch, which the user's code imports as well
+
+    algorithm, needs = registry.functions_of(config.algorithm), config.algorithm.definition
+    for role in ("targets", "policy_loss", "value_loss"):
+        if (function := getattr(algorithm, role)) is None:
+            continue
+        try:
+            signature(function).bind(*range(3))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{setting}: {role} of '{name}' cannot be called with three arguments ({error}); "
+                "its parameters are (data, rewards, settings) for targets, and (tensor, inputs, "
+                "settings) for a loss",
+                "algorithm-signature",
+            ) from error
+    if needs.critic != (algorithm.value_loss is not None):
+        raise ConfigError(
+            f"{setting}: '{name}' must have both critic=True and a value_loss, or neither",
+            "algorithm-critic",
+        )
+    if unknown := sorted({*needs.settings}.difference(recipes.setting_names())):
+        raise ConfigError(
+            f"{setting}: '{name}' lists the setting '{unknown[0]}'. {recipes.hint(unknown[0])}",
+            "unknown-setting",
+        )
+    config.check_algorithm()
 
 
 def _check_source(name: str, found: ast.AST | None, defined: Mapping[str, ast.stmt]) -> None:
@@ -171,9 +206,15 @@ def _find(file: Path, name: str, setting: str) -> ast.stmt | None:
     defined = dict(_defined(tree))
     found = defined.get(name)
     if found is None and not ({"*", "__getattr__"} & defined.keys() or "globals(" in text):
-        known = [n for n, node in defined.items() if isinstance(node, (*_FUNCTIONS, ast.ClassDef))]
+        known = [n for n, node in defined.items() if _is_named(node)]
         raise not_defined(str(file), name, known, setting)
     return found
+
+
+def _is_named(node: ast.stmt) -> bool:
+    """Whether a statement defines a function, a class or an object, not a constant."""
+    made = isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+    return made or isinstance(node, (*_FUNCTIONS, ast.ClassDef))
 
 
 def _check_server(url: str) -> None:

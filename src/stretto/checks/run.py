@@ -44,6 +44,7 @@ def check_run(
     """
     _check_observation(config.observe)
     _check_libraries(config)
+    functions.check_algorithm(config)
     gpus = usable_gpus()
     if config.runtime == "local":
         from stretto.runtime.placement import places

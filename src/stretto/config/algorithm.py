@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from stretto.config.sections import Fraction, NonNegative, Positive, PositiveInt, Rules, Section
+from stretto import outside
+from stretto.config.sections import (
+    Fraction,
+    NonNegative,
+    Positive,
+    PositiveInt,
+    Rules,
+    Section,
+    one_of,
+)
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"]
 """Ways to reduce losses of tokens to one: :func:`~stretto.algorithms.reductions.token_weights`."""
@@ -74,17 +83,12 @@ ALGORITHMS: Mapping[str, AlgorithmSpec] = {
 }
 """All algorithms, in the order in which the help lists them."""
 
-if TYPE_CHECKING:
-    AlgorithmName = str
-else:
-    AlgorithmName = Literal[tuple(ALGORITHMS)]  # what the command line offers
-
 
 class AlgorithmConfig(Section):
     """The algorithm: its loss, its advantages, and the KL that holds the actor to the reference."""
 
-    name: AlgorithmName = "ppo"
-    """The loss (docs/algorithms.md)."""
+    name: one_of(*ALGORITHMS) = "ppo"  # type: ignore[valid-type]
+    """The loss (docs/algorithms.md). 'file.py:name' or 'package.module:name' is an algorithm of your own."""
     gamma: Fraction = 1.0
     """Discount of future rewards."""
     lam: Fraction = 0.95
@@ -139,7 +143,16 @@ class AlgorithmConfig(Section):
     """Largest importance weight."""
 
     @property
+    def is_outside(self) -> bool:
+        """Whether the name is an import path, not one of ALGORITHMS."""
+        return self.name not in ALGORITHMS
+
+    @property
     def definition(self) -> AlgorithmSpec:
+        """The needs of the algorithm. Imports the user's own code, and with it torch."""
+        if self.is_outside:
+            algorithm: AlgorithmSpec = outside.load(self.name, "algorithm.name", AlgorithmSpec)
+            return algorithm
         return ALGORITHMS[self.name]
 
     @property
@@ -175,7 +188,7 @@ class AlgorithmConfig(Section):
 
     def rules(self, broken: Rules) -> None:
         """Check that the settings of the losses fit each other."""
-        algorithm, corrects = self.definition, self.correction != "off"
+        corrects = self.correction != "off"
         broken["kl-target-without-coef"] = (self.kl_target and not self.kl_coef) and (
             "algorithm.kl_target adapts kl_coef, which is 0; give kl_coef a starting value"
         )
@@ -188,6 +201,23 @@ class AlgorithmConfig(Section):
             f"algorithm.correction_cap = {self.correction_cap} would weigh down on-policy data, "
             "whose importance weights are 1; choose 1 or more"
         )
+        low = 1 + (self.clip_high or self.clip)
+        broken["dual-clip-inside-clip"] = 0 < self.dual_clip <= low and (
+            f"algorithm.dual_clip = {self.dual_clip} lies within the range that ratios are clipped "
+            f"to, which ends at {low}; raise it, to 3 for example, or set it to 0"
+        )
+        broken["sources-apart-scaled"] = (
+            self.normalizes_sources and self.scale_rewards != "group"
+        ) and (
+            "algorithm.multi_objective_aggregation = 'normalize_then_sum' divides by deviations of "
+            f"the group and of the batch; leave scale_rewards = '{self.scale_rewards}' out"
+        )
+        if not self.is_outside:
+            self.rules_of_definition(broken)
+
+    def rules_of_definition(self, broken: Rules) -> None:
+        """Check that the settings fit the algorithm, after import if it is the user's own code."""
+        algorithm, corrects = self.definition, self.correction != "off"
         idle = not algorithm.corrects and self.old_policy == "proximal"
         broken["old-policy-without-ratio"] = idle and (
             f"algorithm.old_policy = 'proximal' has no effect on '{self.name}', whose loss has "
@@ -203,10 +233,6 @@ class AlgorithmConfig(Section):
             "algorithm.multi_objective_aggregation = 'normalize_then_sum' makes advantages of the "
             "sources alone, without a KL in the reward; set algorithm.kl_in = 'loss'"
         )
-        broken["sources-apart-scaled"] = (apart and self.scale_rewards != "group") and (
-            "algorithm.multi_objective_aggregation = 'normalize_then_sum' divides by deviations of "
-            f"the group and of the batch; leave scale_rewards = '{self.scale_rewards}' out"
-        )
         whole = algorithm.aggregation is None
         broken["aggregation-of-responses"] = (whole and self.aggregation != "auto") and (
             f"algorithm.aggregation = '{self.aggregation}' averages losses of tokens, and "
@@ -216,11 +242,6 @@ class AlgorithmConfig(Section):
         broken["token-correction-of-responses"] = (whole and of_tokens) and (
             f"'{self.name}' has a loss of whole responses, which importance weights of tokens "
             "do not fit; set algorithm.correction_level = 'sequence'"
-        )
-        low = 1 + (self.clip_high or self.clip)
-        broken["dual-clip-inside-clip"] = 0 < self.dual_clip <= low and (
-            f"algorithm.dual_clip = {self.dual_clip} lies within the range that ratios are clipped "
-            f"to, which ends at {low}; raise it, to 3 for example, or set it to 0"
         )
         implicit = algorithm.kl_in == "implicit"
         broken["implicit-kl-without-beta"] = (implicit and not self.kl_coef) and (

@@ -45,8 +45,12 @@ _PATHS = (
     ("model", "name"),
     ("critic", "init"),
     ("rollout", "speculative_model"),
+    ("algorithm", "name"),
 )
 """Settings that may name files and folders."""
+
+_CODE = ("reward", "environment", "observe", "algorithm")
+"""Sections of those that name code: a file of it ends with .py, and else it is a module."""
 
 DATASET = "dataset.jsonl"
 """The rows that a run was given as objects, in its folder."""
@@ -239,6 +243,8 @@ def _located(data: dict[str, Any], folder: Path, *, first: bool = False) -> dict
         name, colon, function = value.removeprefix(kind).partition(":")
         if section in ("model", "critic", "rollout") and "/" not in name:
             return value  # one of Stretto's own models, whatever is in the folder
+        if section in _CODE and not kind and not name.endswith(".py"):
+            return value
         beside = folder / name
         there = beside.is_file() if first else not Path(name).exists() and beside.exists()
         path = str(beside) if name and there else name

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stretto import outside
 from stretto.assembly.models import Device, Overrides
 from stretto.config import ClusterConfig, Config
 from stretto.config.cluster import LEARNER
@@ -65,7 +66,9 @@ class ProcessWorkers:
     ) -> None:
         lora, stages = config.model.lora_rank > 0, config.pipeline.ranks
         _check(config.cluster, stages, overrides, lora=lora, runtime=config.runtime)
-        self._config, self._stack, self._say, self._first = config, stack, say, first
+        here = outside.absolute(config.algorithm.name)  # Ray's processes have other folders
+        self._config = config.changed_in("algorithm", name=here)
+        self._stack, self._say, self._first = stack, say, first
         self._logs = folder / "logs" if folder else None
         if (warmup := overrides.warmup) is None:  # a run keeps its own in its folder
             # Processes on other machines see the run's folder, and not a temporary one of this.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from stretto.algorithms import policy
 from stretto.algorithms.correction import settled
 from stretto.algorithms.experience import LossInputs, LossTerm
-from stretto.algorithms.registry import FUNCTIONS
+from stretto.algorithms.registry import call, functions_of
 from stretto.config import AlgorithmConfig
 from stretto.models import forward
 from stretto.models.heads import apply_scalar_head
@@ -98,7 +98,7 @@ class Losses:
         logprobs, entropy = (_at_responses(flat, batch.inputs) for flat in both)
         of_losses, metrics = settled(batch.inputs, logprobs.detach(), a)
         metrics += policy.drift(logprobs, of_losses) + policy.disagreement(logprobs, of_losses)
-        term = FUNCTIONS[a.name].policy_loss(logprobs, of_losses, a)
+        term = call(a, functions_of(a).policy_loss, LossTerm, logprobs, of_losses)
         token_mean = a.entropy_aggregation == "token_mean"
         term += policy.entropy_bonus(entropy, of_losses, a.entropy_coef, token_mean=token_mean)
         if a.kl_place == "loss" and a.kl_coef:
@@ -107,10 +107,10 @@ class Losses:
 
     def of_critic(self, critic: nn.Module, states: Tensor, batch: MicroBatch) -> LossTerm:
         """Return the algorithm's value loss, from the states [N, H] before each sampled token."""
-        value_loss = FUNCTIONS[self.algorithm.name].value_loss
+        value_loss = functions_of(self.algorithm).value_loss
         assert value_loss is not None
         values = _at_responses(apply_scalar_head(critic, states), batch.inputs)
-        return value_loss(values, batch.inputs, self.algorithm)
+        return call(self.algorithm, value_loss, LossTerm, values, batch.inputs)
 
 
 def _at_responses(flat: Tensor, inputs: LossInputs) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import MISSING, dataclass, fields
 from enum import Enum
 from typing import Any, Literal
 
+from stretto import outside
 from stretto.config import PRESETS
 from stretto.config.sections import ARGUMENTS, TRACKERS, wrong_arguments
 from stretto.errors import ConfigError, is_installed, nearest
@@ -134,8 +135,12 @@ def check(args: TrlConfig) -> None:
         _require_one(not both, args, "stop_token", "stop_token_id", "what ends a response")
     elif isinstance(args, GRPOConfig):
         cispo = args.loss_type == "cispo"
-        types = f"must be one of {', '.join(map(repr, AGGREGATIONS))}"
-        _require(args.loss_type in AGGREGATIONS, args, "loss_type", types)
+        types = (
+            f"must be one of {', '.join(map(repr, AGGREGATIONS))}, or name an algorithm of your "
+            "own as 'file.py:name'"
+        )
+        known = args.loss_type in AGGREGATIONS or bool(outside.parts(args.loss_type))
+        _require(known, args, "loss_type", types)
         above = "is the largest ratio of 'cispo', which is 1 on the policy's own data; 5.0 is usual"
         _require(not cispo or (args.epsilon_high or 0) > 1, args, "epsilon_high", above)
         _require(not (cispo and args.delta), args, "delta", "has no effect on 'cispo'")
@@ -391,7 +396,7 @@ def _grouped(args: Any, sizes: Sizes) -> dict[str, Any]:
     }
     if isinstance(args, GRPOConfig):
         found |= {
-            "algorithm.aggregation": AGGREGATIONS[args.loss_type],
+            "algorithm.aggregation": AGGREGATIONS.get(args.loss_type, "auto"),
             "algorithm.scale_rewards": _SCALES.get(args.scale_rewards, args.scale_rewards),
             "algorithm.multi_objective_aggregation": args.multi_objective_aggregation,
             "algorithm.dual_clip": args.delta or 0.0,
@@ -399,7 +404,9 @@ def _grouped(args: Any, sizes: Sizes) -> dict[str, Any]:
         }
         if args.multi_objective_aggregation == "normalize_then_sum":
             del found["algorithm.scale_rewards"]  # TRL does not read it then
-        if args.loss_type == "cispo":
+        if outside.parts(args.loss_type):
+            found["algorithm.name"] = args.loss_type
+        elif args.loss_type == "cispo":
             found |= {
                 "algorithm.name": "cispo",
                 "algorithm.clip_high": (args.epsilon_high or 0.0) - 1,

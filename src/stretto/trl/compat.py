@@ -85,11 +85,11 @@ def require_named(trainer: type, named: Iterable[str]) -> None:
 _METHODS = {
     "rewards come from reward_funcs; write a function": "_calculate_rewards "
     "_calculate_rewards_from_functions",
-    "the loss is that of the algorithm; choose loss_type, or add an algorithm to Stretto "
-    "(docs/algorithms.md)": "_compute_loss _forward _get_last_hidden_state _get_per_token_logps "
-    "_get_per_token_logps_and_entropies beta compute_liger_loss get_gamma_weights "
-    "get_high_entropy_mask get_off_policy_mask get_sapo_token_loss null_ref_context compute_loss* "
-    "training_step",
+    "the loss is that of the algorithm; choose loss_type, or name your own Algorithm there as "
+    "'file.py:name' (docs/algorithms.md)": "_compute_loss _forward _get_last_hidden_state "
+    "_get_per_token_logps _get_per_token_logps_and_entropies beta compute_liger_loss "
+    "get_gamma_weights get_high_entropy_mask get_off_policy_mask get_sapo_token_loss "
+    "null_ref_context compute_loss* training_step",
     "responses come from the engine; give tools or environment_factory": "_generate "
     "_generate_and_score_completions _generate_single_turn _generate_vllm _generate_vllm_colocate "
     "_generate_vllm_server _get_tool_suffix_ids _get_vision_token_ids _tokenize_prompts "
