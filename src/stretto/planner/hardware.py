@@ -49,6 +49,7 @@ GPUS: Mapping[str, Gpu] = {
     "h200": Gpu("H200", 989e12, 4.8e12, 141e9, 450e9, 64e9),
     "gh200": Gpu("GH200", 989e12, 4.0e12, 96e9, 450e9, 450e9),
     "b200": Gpu("B200", 2250e12, 8.0e12, 180e9, 900e9, 64e9),
+    "a10g": Gpu("A10G", 70e12, 600e9, 24e9, 32e9, 32e9),
     "l4": Gpu("L4", 121e12, 300e9, 24e9, 32e9, 32e9),
     "l40s": Gpu("L40S", 362e12, 864e9, 48e9, 32e9, 32e9),
     "rtx4090": Gpu("RTX 4090", 165.2e12, 1.008e12, 24e9, 32e9, 32e9),
@@ -58,8 +59,9 @@ GPUS: Mapping[str, Gpu] = {
 """Operations without sparsity, and half of each link's bandwidth, as sheets count both directions.
 A100, H100, H200: SXM variants, by NVIDIA's data sheets "... Tensor Core GPU". GH200: "GH200 Grace
 Hopper Superchip". B200: "Blackwell Architecture Technical Brief" (HGX) and an eighth of "DGX B200".
-L4, L40S: their data sheets. RTX: "Ada GPU Architecture" and "RTX Blackwell GPU Architecture", with
-sums in float32. MI300X: AMD's data sheet, seven links of 128 GB/s. GPUs without NVLink: PCIe."""
+A10G, L4, L40S: their data sheets. RTX: "Ada GPU Architecture" and "RTX Blackwell GPU Architecture",
+with sums in float32. MI300X: AMD's data sheet, seven links of 128 GB/s. GPUs without NVLink: PCIe.
+"""
 
 
 @dataclass(frozen=True, slots=True, config=_CHECKED)
