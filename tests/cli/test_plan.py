@@ -252,6 +252,27 @@ def test_the_command_prints_plans_and_writes_one(
     assert written["cluster"]["processes"][0]["roles"][0] == "learner"
 
 
+def test_public_models_are_planned_for_by_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    experts = ["memory", "openai/gpt-oss-20b"]
+    plan = ["plan", "tiny", "--gpus", "2", "--gpu", "B200", "--minutes", "0.01", "--model-shape"]
+    for arguments, facts in (
+        (experts, ["20.91B parameters a model", "334.6 GB"]),  # 16 bytes a parameter
+        (["memory", "google/gemma-3-4b-it", "--gpus", "8"], ["Memory of each of 8 GPUs"]),
+        (["train", "tiny", "--model.name", "Qwen/Qwen3-8B", "--dry-run"], ["8.191B parameters"]),
+        ([*plan, "meta-llama/Llama-3.2-1B-Instruct"], ["tiny on 2 B200", "1. "]),
+    ):
+        assert stretto(arguments) == 0
+        out = capsys.readouterr().out
+        assert [fact for fact in facts if fact not in out] == []
+    assert stretto([*experts, "--gpus", "8"]) == 2
+    assert "'openai/gpt-oss-20b' has a mixture of experts" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

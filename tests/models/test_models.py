@@ -34,7 +34,7 @@ from stretto.models import resolve as resolving
 from stretto.models.backend import pick_device, pick_dtype
 from stretto.models.devices import Backend, CudaBackend, cpu_has_bfloat16
 from stretto.models.heads import critic_from_actor
-from stretto.models.info import ModelInfo, described, load_config, measure
+from stretto.models.info import ModelInfo, described, language_auto, load_config, measure
 from stretto.models.load import (
     architecture,
     end_token_ids,
@@ -332,50 +332,169 @@ def test_counts_of_files_are_those_of_torch(tiny: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_public_models_have_the_parameters_of_transformers(name: str) -> None:
-    config = public_config(name)
+    config = AutoConfig.for_model(**(public_config(name) or {}))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    parameters = sum(p.numel() for p in model.parameters())
+        whole = language_auto(type(config)).from_config(config)
+        model = AutoModelForCausalLM.from_config(config.get_text_config(decoder=True))
     info = described(f"someone/{name.upper()}-Instruct")
-    assert info.parameters == parameters
+    assert info.parameters == sum(p.numel() for p in whole.parameters())
     # Biases and the norms of heads are not counted.
+    parameters = sum(p.numel() for p in model.parameters())
     assert info.shape.parameters == pytest.approx(parameters, rel=1e-3)
+    assert info.shape == shape_of(name)
     keys = {n: w.shape for n, w in model.named_parameters() if n.endswith("k_proj.weight")}
     assert set(keys.values()) <= {(info.shape.kv_width, info.shape.hidden)}
 
 
 def test_a_config_alone_has_a_shape(tmp_path: Path) -> None:
-    entries = {**public_config("qwen3-0.6b")}
+    entries = public_config("qwen3-0.6b")
     (tmp_path / "config.json").write_text(json.dumps(entries))
     want = shape_of("Qwen/Qwen3-0.6B")
     assert want.kv_width == 8 * 128
     for name in (str(tmp_path), str(tmp_path / "config.json")):
         assert described(name).shape == want
-    entries = {"model_type": "gemma3", "text_config": {**public_config("gemma-3-1b")}}
-    (tmp_path / "config.json").write_text(json.dumps(entries))
+    nested = {"model_type": "gemma3", "text_config": public_config("gemma-3-1b")}
+    (tmp_path / "config.json").write_text(json.dumps(nested))
     assert described(str(tmp_path)).shape == shape_of("gemma-3-1b-it")
 
 
+EXPERTS, LINEAR = "a mixture of experts", "linear attention in some layers"
+
+
 @pytest.mark.parametrize(
-    "name", ["openai/gpt-oss-20b", "Qwen/Qwen3-30B-A3B-Instruct-2507", "Qwen/Qwen3.5-27B"]
+    ("name", "published", "reason"),
+    [
+        ("openai/gpt-oss-20b", 20.91e9, EXPERTS),
+        ("openai/gpt-oss-120b", 116.83e9, EXPERTS),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", 30.5e9, EXPERTS),
+        ("Qwen/Qwen3-235B-A22B", 235e9, EXPERTS),
+        ("Qwen/Qwen3.5-0.8B", 0.75e9, LINEAR),
+        ("Qwen/Qwen3.5-2B", 1.88e9, LINEAR),
+        ("Qwen/Qwen3.5-4B", 4.2e9, LINEAR),
+        ("Qwen/Qwen3.5-9B", 8.95e9, LINEAR),
+        ("Qwen/Qwen3.5-27B", 27e9, LINEAR),
+        ("Qwen/Qwen3.5-35B-A3B", 34.7e9, EXPERTS),
+        ("Qwen/Qwen3.5-122B-A10B", 122e9, EXPERTS),
+        ("Qwen/Qwen3.5-397B-A17B", 397e9, EXPERTS),
+        ("google/gemma-4-E2B-it", 5.1e9, "embeddings in each layer"),
+        ("google/gemma-4-E4B-it", 8e9, "embeddings in each layer"),
+        ("google/gemma-4-26B-A4B-it", 25.8e9, EXPERTS),
+        ("google/gemma-4-31B-it", 31.3e9, "attention of two sizes"),
+    ],
 )
-def test_models_of_other_layers_are_refused_by_name(name: str) -> None:
-    with raises(ModelError, "other-architecture", name):
-        described(name)
+def test_models_of_other_layers_are_counted_and_have_no_shape(
+    name: str, published: float, reason: str
+) -> None:
+    info = described(name)
+    assert info.parameters == pytest.approx(published, rel=0.01)
+    with raises(ModelError, "other-architecture", name, reason):
+        _ = info.shape
+    with raises(ModelError, "other-architecture", reason):
+        shape_of(name)
+
+
+def test_names_of_public_models_are_read_without_dates_and_kinds() -> None:
+    for name, short in (
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3"),
+        ("mistralai/Mistral-Small-24B-Instruct-2501", "mistral-small-24b"),
+        ("mistralai/Mistral-Small-3.2-24B-Instruct-2506", "mistral-small-3.1-24b"),
+        ("meta-llama/Meta-Llama-3.1-8B", "llama-3.1-8b"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama-3.3-70b"),
+        ("Qwen/Qwen3-4B-Instruct-2507", "qwen3-4b"),
+        ("google/gemma-3-27b-pt", "gemma-3-27b"),
+    ):
+        assert public_config(name) == public_config(short) is not None, name
+    assert public_config("google/gemma-3-4b-it-qat") is None
+
+
+@pytest.mark.parametrize(
+    ("entries", "want"),
+    [
+        # Entries of the hub's own files, which leave out what their classes have by default.
+        (
+            {
+                "model_type": "gemma3",
+                "text_config": {
+                    "model_type": "gemma3_text",
+                    "hidden_size": 2560,
+                    "intermediate_size": 10_240,
+                    "num_hidden_layers": 34,
+                },
+            },
+            "gemma-3-4b",
+        ),
+        ({"model_type": "mistral3"}, "mistral-small-3.1-24b"),
+        ({**(public_config("qwen3-0.6b") or {}), "head_dim": None}, "qwen3-0.6b"),
+        ({"model_type": "olmo2", "num_key_value_heads": 8}, None),
+    ],
+)
+def test_a_config_is_read_as_transformers_does(
+    entries: dict[str, Any], want: str | None, tmp_path: Path
+) -> None:
+    entries = {name: value for name, value in entries.items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    info = described(str(tmp_path))
+    config = AutoConfig.from_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = language_auto(type(config)).from_config(config)
+    assert info.parameters == sum(p.numel() for p in model.parameters())
+    if want:
+        assert info.shape.parameters == pytest.approx(shape_of(want).parameters, rel=0.03)
+        assert info.shape.kv_width == shape_of(want).kv_width
+    else:
+        assert info.shape.kv_width == 8 * config.hidden_size // config.num_attention_heads
+    assert info.adapter_parameters(8, ["q_proj"])
+
+
+def test_a_config_of_unknown_kind_is_read_by_its_entries(tmp_path: Path) -> None:
+    entries = {**(public_config("qwen3-8b") or {}), "model_type": "of-its-own-code"}
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    assert described(str(tmp_path)).shape == shape_of("qwen3-8b")
+    assert described(str(tmp_path)).adapted(("q_proj",)) is None
+
+
+def test_a_config_of_the_hub_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    asked, cache = [], tmp_path / "models--acme--mine"
+
+    def download(name: str, file: str) -> str:
+        asked.append((name, file))
+        (folder := cache / "snapshots" / "abc").mkdir(parents=True)
+        (cache / "refs").mkdir()
+        (cache / "refs" / "main").write_text("abc")
+        (folder / file).write_text(json.dumps(public_config("qwen3-0.6b")))
+        return str(folder / file)
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path), raising=False)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr("stretto.models.resolve.unreachable", lambda: "")
+    for _ in range(2):
+        assert described("acme/mine").shape == shape_of("qwen3-0.6b")
+    assert asked == [("acme/mine", "config.json")]
+
+
+def test_a_hub_that_is_off_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "is_offline_mode", lambda: True)
+    with raises(ModelError, "model-not-here", "'acme/other'", "HF_HUB_OFFLINE", "qwen3-8b"):
+        described("acme/other")
 
 
 @pytest.mark.parametrize(
     "more", [{"num_experts": 8}, {"layer_types": ["linear_attention", "full_attention"]}]
 )
 def test_layers_that_differ_are_refused(more: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**public_config("qwen3-8b"), **more}))
+    (tmp_path / "config.json").write_text(json.dumps({**(public_config("qwen3-8b") or {}), **more}))
     with raises(ModelError, "other-architecture"):
         _ = described(str(tmp_path)).shape
 
 
 def test_an_unknown_model_is_refused_with_the_known_ones() -> None:
     with raises(ModelError, "model-not-here", "config.json", "qwen3-8b (8.191B)", "rho-1b (1.1B)"):
-        described("someone/else")
+        described("something")
     with raises(ModelError, "model-not-here", "Did you mean 'qwen2.5-7b'?"):
         described("qwen2.5-7")
 
@@ -397,7 +516,7 @@ def test_other_shapes_have_no_plan_on_gpus(tmp_path: Path) -> None:
     from transformers import GPT2Config, MixtralConfig
 
     GPT2Config(n_embd=8, n_layer=1, n_head=2).save_pretrained(tmp_path / "gpt2")
-    with raises(ModelError, "no-shape", "'num_attention_heads'"):
+    with raises(ModelError, "no-shape", "'intermediate_size'"):
         _ = described(str(tmp_path / "gpt2")).shape
     config = MixtralConfig(
         hidden_size=16, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,

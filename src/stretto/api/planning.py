@@ -22,7 +22,7 @@ from stretto.config import (
     changes,
     recipes,
 )
-from stretto.errors import ConfigError, StrettoError
+from stretto.errors import ConfigError, ModelError
 from stretto.models.shapes import Shape
 from stretto.planner.hardware import GPUS, Hardware, read_hardware
 from stretto.planner.layout import ModelShapes
@@ -293,12 +293,8 @@ def _shape(name: str) -> Shape:
 
     try:
         return described(name).shape
-    except StrettoError as error:
-        raise ConfigError(
-            f"the shape of '{name}' cannot be read: {error}. `model_shape` takes a known model, a "
-            "folder or a config.json",
-            "shape-unknown",
-        ) from error
+    except ModelError as error:
+        raise ConfigError(f"{error}. `model_shape` plans with another", "shape-unknown") from error
 
 
 def _lengths(config: Config, options: PlanOptions, assumed: list[str]) -> Mapping[str, Any]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from stretto import files, tasks
 from stretto.checks import functions
@@ -18,7 +16,7 @@ from stretto.config.training import PipelineConfig
 from stretto.errors import ConfigError, ModelError, TaskError, require
 from stretto.machine import usable_cores, usable_gpus
 from stretto.models.info import NOT_ON_HUB, TOKENIZERS, ModelInfo, model_info
-from stretto.models.resolve import adapter_folder, cache_dir, cached, is_known
+from stretto.models.resolve import adapter_folder, cache_dir, cached, is_known, unreachable
 from stretto.models.shapes import undivided
 from stretto.observe.trackers import port_taken, require_libraries
 from stretto.planner import fitting
@@ -28,9 +26,6 @@ from stretto.tasks.tables import is_local
 
 if TYPE_CHECKING:
     from stretto.assembly.models import Overrides
-
-PATIENCE_S = 4.0
-"""Seconds in which the hub must answer; its library would try again for half a minute."""
 
 
 def check_run(
@@ -271,28 +266,3 @@ def check_dataset(name: str, *, ask: bool = True) -> None:
             "is a network",
             "hub-unreachable",
         )
-
-
-def unreachable() -> str:
-    """Return why the hub cannot be asked; empty where it answers."""
-    from huggingface_hub import constants
-
-    if constants.is_offline_mode():
-        return "HF_HUB_OFFLINE is set"
-    proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
-    url = urlsplit(proxy or constants.ENDPOINT)
-    host, port = url.hostname or "", url.port or (80 if url.scheme == "http" else 443)
-    said = [f"{host} does not answer within {PATIENCE_S:g} s"]
-
-    def knock() -> None:
-        try:
-            socket.create_connection((host, port), timeout=PATIENCE_S).close()
-            said[0] = ""
-        except OSError as error:
-            said[0] = f"{host}: {error.strerror or error}"
-
-    # Looking a name up has no time limit of its own.
-    thread = threading.Thread(target=knock, daemon=True)
-    thread.start()
-    thread.join(PATIENCE_S)
-    return said[0]

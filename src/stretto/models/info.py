@@ -10,23 +10,27 @@ import json
 import math
 import os
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError, ModelError, first_line, nearest
+from stretto.models import shapes
 from stretto.models.resolve import (
     adapter_base,
     adapter_folder,
     cached,
+    fetch_config,
+    hub_name,
     is_known,
+    quiet_transformers,
     read_json,
     resolve,
 )
-from stretto.models.shapes import Shape, known_config, public_config, weight_shapes
+from stretto.models.shapes import SIZES, Config, Shape
 from stretto.saying import Say
 
 if TYPE_CHECKING:
@@ -50,15 +54,25 @@ class ModelInfo:
     """The contents of a model's config, and the shapes of its weights.
 
     Attributes:
-        config: ``config.json``; of a model with several parts that of its text decoder.
-        weights: shapes by name; empty where the weights are not here.
+        source: ``config.json``.
+        weights: shapes by name; empty if the weights are not here.
         folder: of the files; ``None`` if they are not on this machine.
     """
 
     name: str
-    config: Mapping[str, Any]
+    source: Config
     weights: TensorShapes = field(default_factory=dict)
     folder: Path | None = None
+
+    @cached_property
+    def config(self) -> Config:
+        """The entries of the text decoder."""
+        return shapes.decoder_config(self.source)
+
+    @cached_property
+    def tensors(self) -> TensorShapes:
+        """Shapes of all weights; empty if they are not here, and transformers cannot tell them."""
+        return self.weights or read_by_transformers(self.name, json.dumps(self.source))[1]
 
     def number(self, *names: str) -> int | None:
         found = (self.config.get(name) for name in names)
@@ -76,25 +90,23 @@ class ModelInfo:
     @cached_property
     def parameters(self) -> int:
         """All parameters; raises ModelError if neither weights nor config tell."""
-        if self.weights:
-            return sum(map(math.prod, self.weights.values()))
-        return round(self._shape().parameters)
+        return _count(self.tensors) or round(self._shape(self.config, {}).parameters)
 
     def adapter_parameters(self, rank: int, targets: Collection[str]) -> int | None:
-        shapes = self.adapted(targets)
-        return None if shapes is None else rank * sum(map(sum, shapes))
+        layers = self.adapted(targets)
+        return None if layers is None else rank * sum(map(sum, layers))
 
     def adapted(self, targets: Collection[str]) -> list[tuple[int, ...]] | None:
         """Return the shapes [outputs, inputs] of layers with adapters; ``None`` as above."""
-        if not self.weights:
+        if not self.tensors:
             return None
-        layers = {n.removesuffix(".weight"): s for n, s in self.weights.items() if len(s) > 1}
+        layers = {n.removesuffix(".weight"): s for n, s in self.tensors.items() if len(s) > 1}
         if tuple(targets) == ("all-linear",):  # those inside the blocks
             vocabulary, around = self.number("vocab_size"), ("embed", "wte", "wpe", "lm_head")
             return [
                 shape
                 for name, shape in layers.items()
-                if len(shape) == 2 and f"{name}.weight" in self.weights
+                if len(shape) == 2 and f"{name}.weight" in self.tensors
                 if shape[0] != vocabulary and not any(part in name for part in around)
             ]
         named = self.config.get("architectures")
@@ -108,32 +120,75 @@ class ModelInfo:
 
     @cached_property
     def shape(self) -> Shape:
-        """The shape, for plans on GPUs; ModelError if it has over 1% more or fewer parameters."""
-        shape = self._shape()
-        if self.weights and abs(shape.parameters - self.parameters) > self.parameters / 100:
+        """The text decoder's shape, for plans on GPUs; ModelError if its layers differ."""
+        shapes.require_one_shape(self.config, self.name)
+        if self.folder is None:  # a public model, whose entries are complete
+            return self._shape(self.config, {})
+        in_files = {} if "text_config" in self.source else self.weights
+        with suppress(ModelError):  # transformers may know sizes that the config leaves out
+            if in_files:
+                return self._shape(self.config, in_files)
+        source = json.dumps(self.source)
+        config, weights = read_by_transformers(self.name, source, decoder=True)
+        return self._shape(config or self.config, in_files or weights)
+
+    def _shape(self, config: Config, weights: TensorShapes) -> Shape:
+        """Raises ModelError if the shape has over 1% more or fewer parameters than the weights."""
+        tied = bool(config.get("tie_word_embeddings", True))
+        if weights:
+            heads = ("lm_head.weight", "embed_out.weight")
+            tied = not any(name.endswith(heads) for name in weights)
+        try:
+            shape = Shape.of_config(config, tied=tied, name=self.name)
+        except KeyError as error:
             raise ModelError(
-                f"'{self.name}' has {self.parameters:,} parameters; by its layers' sizes it would "
+                f"'{self.name}' says nothing of its shape: no {error}", "no-shape"
+            ) from error
+        if not weights:
+            return shape
+        parameters = _count(weights)
+        either = (replace(shape, gated=gated) for gated in (True, False))
+        shape = min(either, key=lambda shape: abs(shape.parameters - parameters))
+        if abs(shape.parameters - parameters) > parameters / 100:
+            raise ModelError(
+                f"'{self.name}' has {parameters:,} parameters; by its layers' sizes it would "
                 f"have {shape.parameters:,}. Plans on GPUs are for models built like Llama, Qwen "
                 "or GPT-NeoX",
                 "other-architecture",
             )
         return shape
 
-    def _shape(self) -> Shape:
-        tied = bool(self.config.get("tie_word_embeddings", True))
-        if self.weights:
-            heads = ("lm_head.weight", "embed_out.weight")
-            tied = not any(name.endswith(heads) for name in self.weights)
-        try:
-            shape = Shape.of_config(self.config, tied=tied)
-        except KeyError as error:
-            raise ModelError(
-                f"'{self.name}' says nothing of its shape: no {error}", "no-shape"
-            ) from error
-        if not self.weights:
-            return shape
-        either = (replace(shape, gated=gated) for gated in (True, False))
-        return min(either, key=lambda shape: abs(shape.parameters - self.parameters))
+
+def _count(weights: TensorShapes) -> int:
+    return sum(map(math.prod, weights.values()))
+
+
+@lru_cache(maxsize=32)
+def read_by_transformers(
+    name: str, source: str, *, decoder: bool = False
+) -> tuple[Config, TensorShapes]:
+    """Read a model's config (as JSON), with its defaults, and the shapes of its weights.
+
+    No memory is taken for weights. Both are empty if transformers does not know the kind of model.
+
+    Args:
+        decoder: of the text decoder alone.
+    """
+    import torch
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    entries = {k: v for k, v in json.loads(source).items() if k != "quantization_config"}
+    if entries.get("model_type") not in CONFIG_MAPPING:
+        return {}, {}
+    with explained(name, "the config"), quiet_transformers(), torch.device("meta"):
+        config = CONFIG_MAPPING[entries["model_type"]].from_dict(entries)
+        config = config.get_text_config(decoder=True) if decoder else config
+        auto = language_auto(type(config))
+        weights = dict(auto.from_config(config).named_parameters()) if auto else {}
+    full = config.to_dict()
+    full |= {size: full.get(config.attribute_map.get(size, size)) for size in SIZES}
+    full = {entry: value for entry, value in full.items() if value is not None}
+    return full, {name: tuple(weight.shape) for name, weight in weights.items()}
 
 
 def model_info(name: str) -> ModelInfo | None:
@@ -151,17 +206,15 @@ def model_info(name: str) -> ModelInfo | None:
         folder = Path(found).parent if isinstance(found, str) else None
     if folder:
         config = read_json(folder / "config.json", f"the config of '{name}'")
-        text = config.get("text_config")
-        decoder = {**config, **text} if isinstance(text, Mapping) else config
-        return ModelInfo(name, decoder, _tensor_shapes(folder), folder)
-    known = known_config(name)
-    return ModelInfo(name, known, dict(weight_shapes(known))) if known else None
+        return ModelInfo(name, config, _tensor_shapes(folder), folder)
+    known = shapes.known_config(name)
+    return ModelInfo(name, known, dict(shapes.weight_shapes(known))) if known else None
 
 
 def described(name: str) -> ModelInfo:
-    """Return the config of a folder, a config.json, a hub model in the cache or a public model.
+    """Describe a folder, a config.json, a public model, or a hub model by its config.json.
 
-    Raises ModelError if the files must be fetched.
+    Raises ModelError if none of them has that name.
     """
     file = Path(name).expanduser()
     if file.name == "config.json" and file.is_file():
@@ -169,15 +222,22 @@ def described(name: str) -> ModelInfo:
     named = "/" not in name and not is_known(name) and not file.exists()
     if not named and (info := model_info(name)):
         return info
-    try:
-        config = public_config(name)
-    except ConfigError as error:
+    if config := shapes.public_config(name):
+        weights = dict(shapes.weight_shapes(config)) if config["model_type"] in shapes.PLAIN else {}
+        return ModelInfo(name, config, weights)
+    if not hub_name(name):
+        remedy = "A hub name (owner/name), a folder or a config.json is read too"
         raise ModelError(
-            f"the model '{name}' is not on this machine, and its shape is not known: {error}. A "
-            "folder with its config.json is enough",
+            f"unknown model '{name}'. {shapes.near_public(name)} {remedy}", "model-not-here"
+        )
+    if (reason := fetch_config(name)) or not (info := model_info(name)):
+        raise ModelError(
+            f"the shape of '{name}' is not known, as its config.json is not on this machine and "
+            f"cannot be fetched: {reason}. Give a config.json, a folder with one, or a public "
+            "model of that shape, such as qwen3-8b",
             "model-not-here",
-        ) from error
-    return ModelInfo(name, config, dict(weight_shapes(config)))
+        )
+    return info
 
 
 def with_adapter_settings(config: ModelConfig) -> ModelConfig:
@@ -263,18 +323,18 @@ def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
                 f"'{folder}': {_INDEX} has no weight_map; download it again", "damaged-weights"
             )
         files = sorted({folder / file for file in listed.values()})
-    shapes: dict[str, tuple[int, ...]] = {}
+    tensors: dict[str, tuple[int, ...]] = {}
     for file in files:
         try:
             with safe_open(file, "np") as weights:
                 names = weights.keys()
-                shapes |= {name: tuple(weights.get_slice(name).get_shape()) for name in names}
+                tensors |= {name: tuple(weights.get_slice(name).get_shape()) for name in names}
         except (OSError, SafetensorError) as error:
             raise ModelError(
                 f"'{file}' is missing, damaged or not complete ({error}); download the model again",
                 "damaged-weights",
             ) from error
-    return shapes
+    return tensors
 
 
 NOT_ON_HUB = (

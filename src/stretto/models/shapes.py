@@ -5,11 +5,13 @@ Layers are counted as Llama's (Touvron et al. 2023): RMS norms, no biases, a gat
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from pathlib import Path
 from typing import Any, Self
 
 from stretto.errors import ConfigError, ModelError, near, nearest
@@ -43,15 +45,12 @@ class Shape:
     head_dim: int = 0
 
     @classmethod
-    def of_config(cls, config: Mapping[str, Any], *, tied: bool) -> Self:
-        """Return the shape by the entries of a ``config.json``, or raise KeyError without one.
+    def of_config(cls, config: Mapping[str, Any], *, tied: bool, name: str) -> Self:
+        """Return the shape by the entries of a decoder's config, or raise KeyError without one.
 
-        Raises ModelError for layers that differ, such as those of experts.
+        Raises what :func:`require_one_shape` does.
         """
-        if any(config.get(name) for name in _EXPERTS):
-            raise unplanned("a mixture of experts")
-        if "linear_attention" in (config.get("layer_types") or ()):
-            raise unplanned("linear attention in some layers")
+        require_one_shape(config, name)
         heads, vocabulary = config["num_attention_heads"], config["vocab_size"]
         return cls(
             layers=config["num_hidden_layers"],
@@ -106,87 +105,65 @@ class Shape:
         return replace(self, outputs=1, tied=False)
 
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-
 Config = Mapping[str, Any]
 """The entries of a ``config.json``."""
 
-_SIZES = (
+_UNLIKE: Mapping[str, str] = {
+    "num_experts": "a mixture of experts",
+    "num_local_experts": "a mixture of experts",
+    "n_routed_experts": "a mixture of experts",
+    "linear_num_value_heads": "linear attention in some layers",
+    "hidden_size_per_layer_input": "embeddings in each layer",
+    "global_head_dim": "attention of two sizes",
+    "per_layer_config": "attention of two sizes",
+}
+"""Parts of models that have no :class:`Shape`, by the entries that set them."""
+
+
+def require_one_shape(config: Config, name: str) -> None:
+    """Raise ModelError, which names the model, for layers that differ, such as those of experts."""
+    parts = next((parts for entry, parts in _UNLIKE.items() if config.get(entry)), "")
+    if "linear_attention" in (config.get("layer_types") or ()):
+        parts = parts or "linear attention in some layers"
+    if parts:
+        raise ModelError(
+            f"'{name}' has {parts}, and plans on GPUs are for models whose layers have one "
+            "shape. `stretto memory` without GPUs counts its parameters",
+            "other-architecture",
+        )
+
+
+SIZES = (
     *("num_hidden_layers", "hidden_size", "intermediate_size"),
     *("num_attention_heads", "num_key_value_heads", "vocab_size", "head_dim"),
 )
+"""Entries of which a :class:`Shape` is made."""
 
 
-def _config(kind: str, *sizes: int, tied: bool = False) -> Config:
-    config = {"model_type": kind, **{k: n for k, n in zip(_SIZES, sizes, strict=False) if n}}
-    return {**config, "tie_word_embeddings": True} if tied else config
+def decoder_config(config: Config) -> Config:
+    """Merge in the entries of the text decoder, which models that read images keep apart."""
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, Mapping) else config
 
 
-_CONFIGS: Mapping[str, Config] = {
-    "tiny": _config("llama", 2, 64, 192, 4, 2, 259, tied=True),
-    "tiny-2-heads": _config("llama", 2, 64, 192, 2, 1, 259, tied=True),
-    "tiny-chat": _config("llama", 2, 64, 192, 4, 2, 261, tied=True),
-    "smollm2-135m": _config("llama", 30, 576, 1536, 9, 3, 49_152, tied=True),
-    "qwen2.5-0.5b": _config("qwen2", 24, 896, 4864, 14, 2, 151_936, tied=True),
-    "qwen2.5-1.5b": _config("qwen2", 28, 1536, 8960, 12, 2, 151_936, tied=True),
-    "qwen2.5-3b": _config("qwen2", 36, 2048, 11_008, 16, 2, 151_936, tied=True),
-    "qwen2.5-7b": _config("qwen2", 28, 3584, 18_944, 28, 4, 152_064),
-    "qwen2.5-32b": _config("qwen2", 64, 5120, 27_648, 40, 8, 152_064),
-    "qwen3-0.6b": _config("qwen3", 28, 1024, 3072, 16, 8, 151_936, 128, tied=True),
-    "qwen3-1.7b": _config("qwen3", 28, 2048, 6144, 16, 8, 151_936, 128, tied=True),
-    "qwen3-4b": _config("qwen3", 36, 2560, 9728, 32, 8, 151_936, 128, tied=True),
-    "qwen3-8b": _config("qwen3", 36, 4096, 12_288, 32, 8, 151_936, 128),
-    "qwen3-14b": _config("qwen3", 40, 5120, 17_408, 40, 8, 151_936, 128),
-    "qwen3-32b": _config("qwen3", 64, 5120, 25_600, 64, 8, 151_936, 128),
-    "gemma-3-1b": _config("gemma3_text", 26, 1152, 6912, 4, 1, 262_144, 256, tied=True),
-    "smollm3-3b": _config("smollm3", 36, 2048, 11_008, 16, 4, 128_256, tied=True),
-    "mistral-7b-v0.3": _config("mistral", 32, 4096, 14_336, 32, 8, 32_768),
-    "llama-3.2-1b": _config("llama", 16, 2048, 8192, 32, 8, 128_256, tied=True),
-    "llama-3.2-3b": _config("llama", 28, 3072, 8192, 24, 8, 128_256, tied=True),
-    "llama-3.1-8b": _config("llama", 32, 4096, 14_336, 32, 8, 128_256),
-    "llama-3.1-70b": _config("llama", 80, 8192, 28_672, 64, 8, 128_256),
-    "pythia-410m": _config("gpt_neox", 24, 1024, 4096, 16, 0, 50_304),
-    "pythia-1b": _config("gpt_neox", 16, 2048, 8192, 8, 0, 50_304),
-    "pythia-2.8b": _config("gpt_neox", 32, 2560, 10_240, 32, 0, 50_304),
-    "rho-1b": _config("llama", 22, 2048, 5632, 32, 4, 32_000),
-    "llama-7b": _config("llama", 32, 4096, 11_008, 32, 32, 32_000),
-    "llama-13b": _config("llama", 40, 5120, 13_824, 40, 40, 32_000),
-    "llama-33b": _config("llama", 60, 6656, 17_920, 52, 52, 32_000),
-    "llama-65b": _config("llama", 80, 8192, 22_016, 64, 64, 32_000),
-    "llama-2-70b": _config("llama", 80, 8192, 28_672, 64, 8, 32_000),
-}
-"""Models as their published configurations have them."""
+_PUBLIC = json.loads(Path(__file__).with_name("public.json").read_bytes())
+_CONFIGS: Mapping[str, Config] = _PUBLIC["models"]
+"""Entries of published configs: from litgpt's ``config.py``, the conversion scripts of transformers
+for Gemma, its defaults for gpt-oss and Mistral Small, and slime's ``scripts/models`` for Qwen3.5.
+"""
 
 _NAMES: Mapping[str, str] = {
-    **{name: name for name in ("tiny", "tiny-2-heads", "tiny-chat", "smollm2-135m")},
-    "EleutherAI/pythia-410m-deduped": "pythia-410m",
-    "EleutherAI/pythia-1b-deduped": "pythia-1b",
-    "EleutherAI/pythia-2.8b-deduped": "pythia-2.8b",
-    "cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr": "pythia-1b",
-    "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr": "pythia-1b",
-    "huggyllama/llama-7b": "llama-7b",
-    "huggyllama/llama-13b": "llama-13b",
-    "huggyllama/llama-30b": "llama-33b",
-    "huggyllama/llama-65b": "llama-65b",
-    "meta-llama/Llama-3.1-8B": "llama-3.1-8b",
-    "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b",
-    "meta-llama/Llama-3.1-70B": "llama-3.1-70b",
-    "meta-llama/Llama-3.1-70B-Instruct": "llama-3.1-70b",
-    "Skywork/Skywork-Reward-Llama-3.1-8B-v0.2": "llama-3.1-8b",
-    "microsoft/rho-math-1b-v0.1": "rho-1b",
-    "realtreetune/rho-1b-sft-GSM8K": "rho-1b",
-    **{
-        f"Qwen/Qwen2.5-{size}B{kind}": f"qwen2.5-{size}b"
-        for size in ("0.5", "1.5", "3", "7", "32")
-        for kind in ("", "-Instruct")
-    },
+    name: model for model, names in _PUBLIC["names"].items() for name in names
 }
 """Names of models in settings, whose config is known before they are fetched."""
 
+PLAIN = ("gemma3_text", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "smollm3")
+"""Kinds of models whose weights :func:`weight_shapes` lists."""
+
 SHAPES: Mapping[str, Shape] = {
-    name: Shape.of_config(config, tied="tie_word_embeddings" in config)
-    for name, config in _CONFIGS.items()
-    if not name.startswith("tiny")
+    name: Shape.of_config(text, tied=text["tie_word_embeddings"], name=name)
+    for name, text in zip(_CONFIGS, map(decoder_config, _CONFIGS.values()), strict=True)
+    if text["model_type"] in PLAIN and not name.startswith("tiny")
 }
 """Shapes of models by a short name."""
 
@@ -199,43 +176,30 @@ LLAMAS: Mapping[str, Shape] = {
 """Llama 2 of 7B, 13B and 70B, and LLaMA of 33B."""
 
 
-_UNPLANNED: Mapping[str, str] = {
-    "gpt-oss": "a mixture of experts",
-    "qwen3-30b-a3b": "a mixture of experts",
-    "qwen3-235b-a22b": "a mixture of experts",
-    "qwen3.5": "linear attention in some layers",
-}
-"""Models that have no :class:`Shape`, by the beginning of their names."""
+def public_config(name: str) -> Config | None:
+    """Look up a public model; its owner, a date and parts such as "instruct" do not count."""
+    left_out = r"-(instruct|chat|hf|base|it|pt|deduped|thinking|\d{4})(?=-|$)"
+    short = re.sub(left_out, "", name.lower().rpartition("/")[2]).removeprefix("meta-")
+    short = {"mistral-small-3.2-24b": "mistral-small-3.1-24b"}.get(short, short)
+    return None if short.startswith("tiny") else _CONFIGS.get(short)
 
 
-def unplanned(what: str, name: str = "the model") -> ModelError:
-    problem = f"{name} has {what}, which plans by layers of one shape cannot count"
-    return ModelError(problem, "other-architecture")
-
-
-def public_config(name: str) -> Config:
-    """Return the config of a public model; owner and endings such as "-instruct" do not count.
-
-    Raises ConfigError for an unknown name, and ModelError for a model without a :class:`Shape`.
-    """
-    return _CONFIGS[_public(name)]
+def near_public(name: str) -> str:
+    """Return a sentence with the public models that a name may stand for, or with all of them."""
+    known = [key for key in _CONFIGS if not key.startswith("tiny")]
+    if near(name, known):
+        return nearest(name, known)
+    sizes = (f"{key} ({format_count(round(s.parameters))})" for key, s in SHAPES.items())
+    return f"Known shapes: {', '.join(sizes)}."
 
 
 def shape_of(name: str) -> Shape:
-    """Return a public model's shape, or raise as :func:`public_config` does."""
-    return SHAPES[_public(name)]
-
-
-def _public(name: str) -> str:
-    short = re.sub(r"(-(instruct|chat|hf|base|it))+$", "", name.lower().rpartition("/")[2])
-    if short in SHAPES:
-        return short
-    for start, what in _UNPLANNED.items():
-        if short.startswith(start):
-            raise unplanned(what, f"'{name}'")
-    sizes = (f"{key} ({format_count(round(s.parameters))})" for key, s in SHAPES.items())
-    hint = nearest(short, SHAPES) if near(short, SHAPES) else f"Known: {', '.join(sizes)}"
-    raise ConfigError(f"unknown model '{name}'. {hint.rstrip('.')}", "unknown-shape")
+    """Return a public model's shape; ConfigError for an unknown name, ModelError if it has none."""
+    config = public_config(name)
+    if config is None:
+        raise ConfigError(f"unknown model '{name}'. {near_public(name)}", "unknown-shape")
+    text = decoder_config(config)
+    return Shape.of_config(text, tied=text["tie_word_embeddings"], name=name)
 
 
 def known_config(name: str) -> Config | None:
@@ -244,8 +208,8 @@ def known_config(name: str) -> Config | None:
 
 def weight_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield names and shapes of a known model's weights by its config."""
-    kind, tied = config["model_type"], config.get("tie_word_embeddings", False)
-    shape, neox = Shape.of_config(config, tied=tied), kind == "gpt_neox"
+    kind, tied = config["model_type"], config["tie_word_embeddings"]
+    shape, neox = Shape.of_config(config, tied=tied, name=kind), kind == "gpt_neox"
     hidden, inner = shape.hidden, shape.inner
     if neox:
         layer = {
