@@ -28,7 +28,7 @@ FILE_LINES, FILE_LIMIT = 500, 600
 FUNCTION_LINES, FUNCTION_LIMIT = 60, 80
 OVER_AIM = 12, 27
 """Files and functions that are longer than their aim; these numbers only fall."""
-SETTINGS = 149
+SETTINGS = 150
 
 
 def functions(file: Path) -> Iterator[tuple[str, int]]:

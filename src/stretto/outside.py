@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
-from stretto.errors import ConfigError, StrettoError, nearest
+from stretto.errors import ConfigError, StrettoError, is_out_of_memory, nearest
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -76,13 +76,33 @@ def load(name: str, setting: str, kind: Any) -> Any:
         place = locate(name, setting)
         module = import_module(place["file"], place["module"], place["root"], setting)
         _loaded[key] = member_of(module, place, setting)
-    if not isinstance(_loaded[key], kind):
+    require(_loaded[key], kind, f"{setting}: '{name}'")
+    return _loaded[key]
+
+
+def require(value: Any, kind: Any, what: str) -> None:
+    """Raise ConfigError if an object of the user's is of another kind."""
+    if not isinstance(value, kind):
         raise ConfigError(
-            f"{setting}: '{name}' is of type {type(_loaded[key]).__name__}, and must be a "
+            f"{what} is of type {type(value).__name__}, and must be a "
             f"{kind.__module__}.{kind.__name__}",
             "wrong-kind-of-object",
         )
-    return _loaded[key]
+
+
+@contextmanager
+def raising(name: str, setting: str) -> Iterator[None]:
+    """Turn exceptions of the user's code into a ConfigError that names its line."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, StrettoError) or is_out_of_memory(error):
+            raise
+        file = locate(name, setting)["file"]
+        raise ConfigError(
+            f"{setting}: '{name}' raised {describe(error, file)}; fix that, or leave it out",
+            "outside-raised",
+        ) from error
 
 
 def member_of(module: ModuleType, place: Mapping[str, str], setting: str) -> Any:

@@ -24,7 +24,7 @@ from stretto.algorithms.registry import FUNCTIONS, Functions
 from stretto.checks.functions import check_algorithm
 from stretto.config import AlgorithmConfig, Config, recipes
 from stretto.config.algorithm import ALGORITHMS, AlgorithmSpec
-from stretto.errors import ConfigError, LearnerError
+from stretto.errors import ConfigError
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.schedules.rollout import train_batch
@@ -235,7 +235,6 @@ def missing(logprobs, inputs, settings):
     return inputs.tensors["missing"]
 
 two_parameters = Algorithm(two, rloo.policy_loss)
-typo = Algorithm(rloo.targets, rloo.policy_loss, settings=("algorithm.clipp",))
 critic = Algorithm(rloo.targets, rloo.policy_loss, critic=True)
 implicit = Algorithm(rloo.targets, rloo.policy_loss, kl_in="implicit")
 four = Algorithm(rloo.targets, rloo.policy_loss, group=4)
@@ -260,12 +259,11 @@ def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("missing.py:spec", {}, "no-reward-file", "missing.py"),
         ("no_module:spec", {}, "no-reward-module", "no_module"),
-        ("others.py:typos", {}, "unknown-function", "'typo'"),
+        ("others.py:critics", {}, "unknown-function", "'critic'"),
         ("others.py:two", {}, "wrong-kind-of-object", "Algorithm"),
         ("broken.py:spec", {}, "import-failed", "line 1"),
         ("lacking.py:spec", {}, "reward-import-missing", "not_installed"),
         ("others.py:two_parameters", {}, "algorithm-signature", "targets"),
-        ("others.py:typo", {}, "unknown-setting", "algorithm.clip"),
         ("others.py:critic", {}, "algorithm-critic", "value_loss"),
         ("others.py:four", {}, "group-too-small", "4"),
         ("others.py:implicit", {"kl_in": "loss"}, "implicit-kl-placed", "kl_coef"),
@@ -285,9 +283,9 @@ def test_code_that_is_no_algorithm_or_does_not_fit_the_run_is_refused(
     ("name", "code", "fact"),
     [
         ("shape", "algorithm-shape", "advantages of shape [8]"),
-        ("losses", "algorithm-shape", "a loss"),
-        ("kind", "algorithm-result", "LossTerm"),
-        ("raising", "algorithm-raised", "in missing"),
+        ("losses", "algorithm-shape", "loss of shape [8"),
+        ("kind", "wrong-kind-of-object", "LossTerm"),
+        ("raising", "outside-raised", "in missing"),
     ],
 )
 def test_functions_that_fail_in_a_step_are_named(name: str, code: str, fact: str) -> None:
@@ -295,5 +293,5 @@ def test_functions_that_fail_in_a_step_are_named(name: str, code: str, fact: str
     batch = make_batch(actor, {"name": "rloo"})
     a = AlgorithmConfig(name=f"others.py:{name}")
     learner = make_learner(actor, None, algorithm_settings(a))  # type: ignore[arg-type]
-    with raises(LearnerError, code, f"others.py:{name}", fact):
+    with raises(ConfigError, code, f"others.py:{name}", fact):
         learned_gradients(learner, batch)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import heapq
+import tomllib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from docs_helpers import blocks
 from raising import raises
-from stretto.assembly.controls import Migrating, controls, controls_of
-from stretto.config import Config, ScheduleConfig
+from stretto.assembly.controls import Migrating, ScheduledRun, controls, controls_of
+from stretto.config import Config, ScheduleConfig, recipes
 from stretto.config.schedule import Settings
 from stretto.errors import ConfigError, StateError
 from stretto.schedules.buffer import Buffer
@@ -376,7 +379,7 @@ def test_stragglers_move_as_the_knob_says() -> None:
 
     def policy(migrating: Migrating | None, **schedule: Any) -> MigrationPolicy | None:
         given = ScheduleConfig.model_validate(schedule)
-        return controls(given, sizes, 2, 0, migrating).migration
+        return controls(ScheduledRun(given, sizes, 2, 0, migrating)).migration
 
     assert policy(None, migrate=0.5) is None
     assert policy(where) is None
@@ -617,3 +620,117 @@ def test_state_goes_out_and_in_at_any_step(make: Callable[[], Any]) -> None:
             assert parts.tokens == whole.tokens
         else:
             assert parts.delta == whole.delta
+
+
+OWN = """
+class Controller:
+    delta = 3
+    tokens = 7
+
+    def __init__(self, run):
+        self.batch = run.settings.batch
+
+    def observe(self, feedback):
+        self.delta += 1
+
+    def threshold(self):
+        return 1
+
+    def plan(self, remaining):
+        return None
+
+    def waited(self, kind, seconds):
+        pass
+
+    def decide(self, waiting, decoding, now_s):
+        return {}
+
+    def state_dict(self):
+        return {"delta": self.delta}
+
+    def load_state_dict(self, state):
+        self.delta = state["delta"]
+
+class Nothing:
+    def __init__(self, run):
+        pass
+
+def failing(run):
+    return run.missing
+"""
+AUTO = {"overcommit": "auto", "migrate": "auto", "hold": "auto"}
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("chunk_tokens", "chunk"),
+        ("overcommit", "overcommit"),
+        ("migrate", "migration"),
+        ("hold", "hold"),
+    ],
+)
+def test_a_controller_of_the_users_own_is_made_for_the_run(name: str, field: str) -> None:
+    given = {
+        "rollout": {"batch": 16, "engines": 2},
+        "environment": {"sources": ["own.py:Controller"]},
+        "schedule": {**AUTO, "controllers": {name: "own.py:Controller"}},
+    }
+    config = Config.model_validate(given)
+    limits = MigrationLimits(2, 8, 1000, 40, 1e3, 1e5)
+    made = controls_of(config, Migrating(limits, 0.0, 8))
+    controller: Any = made.controllers[field]
+    assert (type(controller).__name__, controller.batch) == ("Controller", 16)
+    others = [type(each).__name__ for key, each in made.controllers.items() if key != field]
+    assert "Controller" not in others
+    controller.load_state_dict({"delta": 5})
+    assert controller.state_dict() == {"delta": 5}
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize(
+    ("source", "code", "fact"),
+    [
+        ("own.py:Nothing", "wrong-kind-of-object", "Overcommit"),
+        ("own.py:failing", "outside-raised", "in failing"),
+        ("own.py:Controler", "unknown-function", "'Controller'"),
+        ("mine", "unknown-source", "mine"),
+    ],
+)
+def test_code_that_makes_no_controller_is_refused(source: str, code: str, fact: str) -> None:
+    given = {"overcommit": "auto", "controllers": {"overcommit": source}}
+    config = Config.model_validate({"schedule": given})
+    with raises(ConfigError, code, "schedule.controllers", fact):
+        controls_of(config, None)
+
+
+@pytest.mark.parametrize(
+    "given", [{"overcommit": 3}, {"chunk_tokens": 8}, {"migrate": 0.5}, {"hold": "keep"}]
+)
+def test_a_value_and_a_controller_for_it_are_refused(given: dict[str, Any]) -> None:
+    (name,) = given
+    schedule = {"schedule": {**given, "controllers": {name: "own.py:Controller"}}}
+    with raises(ConfigError, "controller-without-effect", f"schedule.{name}"):
+        recipes.build({**schedule, "rollout": {"engines": 2}}, "here")
+
+
+def test_the_controller_that_the_docs_show_follows_the_tail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = next(code for code in blocks("schedules", "python") if "class Tailed" in code)
+    (tmp_path / "mine.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    (toml,) = (text for text in blocks("schedules", "toml") if "Tailed" in text)
+    controller = controls_of(recipes.build(tomllib.loads(toml), "here"), None).overcommit
+    seen = []
+    for lengths in ((3, 5, 2, 40), (3, 5, 2, 4)):
+        controller.observe(feedback(lengths=lengths))
+        seen.append(controller.delta)
+    assert seen == [2, 0]

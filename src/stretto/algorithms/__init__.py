@@ -15,12 +15,4 @@ from stretto.algorithms.policy import policy_term
 from stretto.algorithms.registry import Algorithm
 from stretto.algorithms.rewards import Rewards
 
-__all__ = [
-    "Algorithm",
-    "LossInputs",
-    "LossTerm",
-    "Rewards",
-    "Scored",
-    "Targets",
-    "policy_term",
-]
+__all__ = ["Algorithm", "LossInputs", "LossTerm", "Rewards", "Scored", "Targets", "policy_term"]

@@ -19,7 +19,7 @@ from stretto.algorithms.experience import Experience, LossInputs, LossTerm, Scor
 from stretto.algorithms.rewards import Rewards, make_rewards
 from stretto.config import AlgorithmConfig, RewardConfig
 from stretto.config.algorithm import AlgorithmSpec
-from stretto.errors import LearnerError, is_out_of_memory
+from stretto.errors import ConfigError
 
 T = TypeVar("T")
 Loss = Callable[[Tensor, LossInputs, AlgorithmConfig], LossTerm]
@@ -70,37 +70,24 @@ def functions_of(settings: AlgorithmConfig) -> Functions:
 
 
 def call(settings: AlgorithmConfig, function: Callable[..., T], kind: type[T], *inputs: Any) -> T:
-    """Call a function of an algorithm. Raises LearnerError if the user's own code raises an
+    """Call a function of an algorithm. Raises ConfigError if the user's own code raises an
     exception, or returns another type or shape than ``kind`` has.
     """
-    name = f"algorithm.name: {getattr(function, '__name__', 'a function')} of '{settings.name}'"
-    try:
+    if not settings.is_outside:
+        return function(*inputs, settings)
+    with outside.raising(settings.name, "algorithm.name"):
         result = function(*inputs, settings)
-    except Exception as error:
-        if not settings.is_outside or is_out_of_memory(error):
-            raise
-        file = outside.locate(settings.name, "algorithm.name")["file"]
-        why = outside.describe(error, file)
-        raise LearnerError(
-            f"{name} raised {why}; fix it, and resume", "algorithm-raised"
-        ) from error
-    if not isinstance(result, kind):
-        raise LearnerError(
-            f"{name} returned an object of type {type(result).__name__}; return a "
-            f"stretto.algorithms.{kind.__name__}",
-            "algorithm-result",
-        )
-    shapes: dict[str, tuple[Tensor, Tensor]] = {}
+    what = f"algorithm.name: the result of {function} of '{settings.name}'"
+    outside.require(result, kind, what)
+    tensors, shape = {}, torch.Size()
     if isinstance(result, LossTerm):
-        shapes["a loss"] = result.loss, torch.zeros(())
+        tensors = {"loss": result.loss}
     elif isinstance(result, Targets):
-        tensors = {"advantages": result.advantages, **result.tensors}
-        shapes = {key: (tensor, inputs[0].mask) for key, tensor in tensors.items()}
-    for key, (tensor, like) in shapes.items():
-        if tensor.shape != like.shape:
-            raise LearnerError(
-                f"{name} returned {key} of shape {list(tensor.shape)}, and the shape must be "
-                f"{list(like.shape)}",
+        tensors, shape = {"advantages": result.advantages, **result.tensors}, inputs[0].mask.shape
+    for name, tensor in tensors.items():
+        if tensor.shape != shape:
+            raise ConfigError(
+                f"{what} has {name} of shape {list(tensor.shape)}, which must be {list(shape)}",
                 "algorithm-shape",
             )
     return result

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from stretto import outside
 from stretto.config import (
     ENVIRONMENT,
     Config,
@@ -13,9 +14,9 @@ from stretto.config import (
     RolloutConfig,
     ScheduleConfig,
 )
-from stretto.config.schedule import Settings
+from stretto.config.schedule import Controlled, Settings
 from stretto.schedules import migration, overcommit
-from stretto.schedules.chunking import OF_RESPONSES, OF_TURNS, FixedChunk, TunedChunk
+from stretto.schedules.chunking import OF_RESPONSES, OF_TURNS, ChunkSize, FixedChunk, TunedChunk
 from stretto.schedules.controls import Controls
 from stretto.schedules.hold import AutoHold, FixedHold, HoldLimits, HoldPolicy
 from stretto.schedules.migration import AutoMigration, FixedMigration, MigrationLimits
@@ -104,7 +105,8 @@ def controls_of(
         environment_rewards=(*judges, *({ENVIRONMENT} & {*config.reward.sources})),
         cut_by=config.reward.missing_eos_limits,
     )
-    return controls(config.schedule, settings, r.engines, config.seed, migrating, holding)
+    of_run = config.schedule, settings, r.engines, config.seed, migrating, holding
+    return controls(ScheduledRun(*of_run))
 
 
 def turn_sampling(r: RolloutConfig, environment: EnvironmentConfig) -> Sampling:
@@ -112,50 +114,71 @@ def turn_sampling(r: RolloutConfig, environment: EnvironmentConfig) -> Sampling:
     return Sampling(r.max_new_tokens, r.temperature, r.top_k, r.top_p, max_turn_tokens=turn)
 
 
-def controls(
-    s: ScheduleConfig,
-    settings: Settings,
-    engines: int,
-    seed: int,
-    migrating: Migrating | None,
-    holding: HoldLimits | None = None,
-) -> Controls:
-    """Make the controllers that the knobs ask for.
+@dataclass(frozen=True)
+class ScheduledRun:
+    """The run that a controller is made for.
 
-    Args:
-        settings: of the run; those that ``s`` has too are taken from there.
-        migrating: needed where stragglers are moved together.
-        holding: of an engine; ``None`` where it has room for all keys and values, or makes it.
+    Attributes:
+        settings: of the schedule, such as the batch.
+        migrating: ``None`` if no stragglers are moved together.
+        holding: of an engine; ``None`` if it has room for all keys and values, or makes it.
     """
+
+    schedule: ScheduleConfig
+    settings: Settings
+    engines: int
+    seed: int
+    migrating: Migrating | None
+    holding: HoldLimits | None = None
+
+
+def controls(run: ScheduledRun) -> Controls:
+    """Make the controllers that the knobs ask for. Settings of the schedule that are in the
+    section ``schedule`` are taken from there.
+    """
+    s = run.schedule
     settings = replace(
-        settings,
+        run.settings,
         score_on=s.knobs.score_on,
         lag=s.knobs.lag,
         weight_sync_interval=s.weight_sync_interval,
         max_carries=s.max_carries,
         deadline_s=s.deadline_s,
     )
-    sizes = OF_TURNS if settings.episodes else OF_RESPONSES
-    tuned = TunedChunk(sizes, s.chunk_window, max_new_tokens=settings.max_new_tokens)
-    return Controls(
-        settings,
-        FixedChunk(s.chunk_tokens) if s.chunk_tokens else tuned,
-        _overcommit(s, settings, engines, seed),
-        _migration(s, settings, seed, migrating) if migrating else None,
-        _hold(s, holding) if settings.episodes else None,
-    )
+    run = replace(run, settings=settings)
+    return Controls(settings, *(_controller(name, run) for name in _CONTROLLERS))
 
 
-def _hold(s: ScheduleConfig, limits: HoldLimits | None) -> HoldPolicy | None:
-    how = s.knobs.hold
+def _controller(name: Controlled, run: ScheduledRun) -> Any:
+    make, kind = _CONTROLLERS[name]
+    needs = {"migrate": run.migrating, "hold": run.settings.episodes}
+    if not needs.get(name, True):
+        return None
+    if source := run.schedule.controllers.get(name):
+        setting = "schedule.controllers"
+        with outside.raising(source, setting):
+            controller = outside.load(source, setting, Callable)(run)
+        outside.require(controller, kind, f"{setting}: the result of '{source}'")
+        return controller
+    return make(run)
+
+
+def _chunk(run: ScheduledRun) -> ChunkSize:
+    s, sizes = run.schedule, OF_TURNS if run.settings.episodes else OF_RESPONSES
+    if s.chunk_tokens:
+        return FixedChunk(s.chunk_tokens)
+    return TunedChunk(sizes, s.chunk_window, max_new_tokens=run.settings.max_new_tokens)
+
+
+def _hold(run: ScheduledRun) -> HoldPolicy | None:
+    how = run.schedule.knobs.hold
     if how == "auto":
-        return AutoHold(limits) if limits else None
+        return AutoHold(run.holding) if run.holding else None
     return FixedHold(how) if how != "keep" else None
 
 
-def _overcommit(
-    s: ScheduleConfig, sizes: Settings, engines: int, seed: int
-) -> overcommit.Overcommit:
+def _overcommit(run: ScheduledRun) -> overcommit.Overcommit:
+    s, sizes = run.schedule, run.settings
     high = s.largest_overcommit(sizes.batch)
     if s.knobs.overcommit != "auto":
         return overcommit.FixedOvercommit(high)
@@ -168,19 +191,29 @@ def _overcommit(
             return overcommit.Algorithm1(start, low, high, s.overcommit_window)
         case "throughput":
             batch, group = sizes.batch * s.weight_sync_interval, sizes.samples_per_prompt
+            engines, seed = run.engines, run.seed
             return overcommit.ThroughputOvercommit(
                 batch, high, s.max_carries, low=low, group=group, generators=engines, seed=seed
             )
 
 
-def _migration(
-    s: ScheduleConfig, sizes: Settings, seed: int, on: Migrating
-) -> migration.MigrationPolicy | None:
-    batch, tokens, share = sizes.batch * s.weight_sync_interval, on.prompt_tokens, s.knobs.migrate
+def _migration(run: ScheduledRun) -> migration.MigrationPolicy | None:
+    on, share = run.migrating, run.schedule.knobs.migrate
+    assert on
+    batch = run.settings.batch * run.schedule.weight_sync_interval
     if share == "auto":
-        rate = on.score_tokens_per_s
-        return AutoMigration(on.limits, batch, rate, prompt_tokens=tokens, seed=seed)
+        rate, tokens = on.score_tokens_per_s, on.prompt_tokens
+        return AutoMigration(on.limits, batch, rate, prompt_tokens=tokens, seed=run.seed)
     return None if share == "off" else FixedMigration(on.limits, batch, share)
+
+
+_CONTROLLERS: Mapping[Controlled, tuple[Callable[[ScheduledRun], Any], type]] = {
+    "chunk_tokens": (_chunk, ChunkSize),
+    "overcommit": (_overcommit, overcommit.Overcommit),
+    "migrate": (_migration, migration.MigrationPolicy),
+    "hold": (_hold, HoldPolicy),
+}
+"""Makers of controllers and their protocols, in the order of the fields of Controls."""
 
 
 class CoreShares(NamedTuple):

@@ -14,8 +14,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from stretto import outside
-from stretto.config import Config, recipes
-from stretto.config.sections import RewardSource
+from stretto.config import Config
+from stretto.config.sections import RewardSource, Rules, refuse
 from stretto.environments.processes import SETTING, locate_source
 from stretto.environments.shapes import BEGINNINGS, unknown_environment
 from stretto.environments.tools import schema_of
@@ -77,7 +77,7 @@ def check_algorithm(config: Config) -> None:
     check_member(name, setting)
     from stretto.algorithms import registry  # torch, which the user's code imports as well
 
-    algorithm, needs = registry.functions_of(config.algorithm), config.algorithm.definition
+    algorithm = registry.functions_of(config.algorithm)
     for role in ("targets", "policy_loss", "value_loss"):
         if (function := getattr(algorithm, role)) is None:
             continue
@@ -90,17 +90,15 @@ def check_algorithm(config: Config) -> None:
                 "settings) for a loss",
                 "algorithm-signature",
             ) from error
-    if needs.critic != (algorithm.value_loss is not None):
+    if config.algorithm.definition.critic != (algorithm.value_loss is not None):
         raise ConfigError(
             f"{setting}: '{name}' must have both critic=True and a value_loss, or neither",
             "algorithm-critic",
         )
-    if unknown := sorted({*needs.settings}.difference(recipes.setting_names())):
-        raise ConfigError(
-            f"{setting}: '{name}' lists the setting '{unknown[0]}'. {recipes.hint(unknown[0])}",
-            "unknown-setting",
-        )
-    config.check_algorithm()
+    broken: Rules = {}
+    config.algorithm.algorithm_rules(broken)
+    config.algorithm_rules(broken)
+    refuse(broken)
 
 
 def _check_source(name: str, found: ast.AST | None, defined: Mapping[str, ast.stmt]) -> None:
@@ -206,15 +204,12 @@ def _find(file: Path, name: str, setting: str) -> ast.stmt | None:
     defined = dict(_defined(tree))
     found = defined.get(name)
     if found is None and not ({"*", "__getattr__"} & defined.keys() or "globals(" in text):
-        known = [n for n, node in defined.items() if _is_named(node)]
+        kinds = (*_FUNCTIONS, ast.ClassDef, ast.Call)  # a call makes an object
+        known = [
+            n for n, node in defined.items() if isinstance(getattr(node, "value", node), kinds)
+        ]
         raise not_defined(str(file), name, known, setting)
     return found
-
-
-def _is_named(node: ast.stmt) -> bool:
-    """Whether a statement defines a function, a class or an object, not a constant."""
-    made = isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
-    return made or isinstance(node, (*_FUNCTIONS, ast.ClassDef))
 
 
 def _check_server(url: str) -> None:

@@ -40,6 +40,8 @@ def check_run(
     _check_observation(config.observe)
     _check_libraries(config)
     functions.check_algorithm(config)
+    for controller in config.schedule.controllers.values():
+        functions.check_member(controller, "schedule.controllers")
     gpus = usable_gpus()
     if config.runtime == "local":
         from stretto.runtime.placement import places

@@ -187,8 +187,13 @@ class AlgorithmConfig(Section):
         return self.kl_coef > 0
 
     def rules(self, broken: Rules) -> None:
-        """Check that the settings of the losses fit each other."""
-        corrects = self.correction != "off"
+        """Check the settings, except those of the user's own code, which must be imported first."""
+        if not self.is_outside:
+            self.algorithm_rules(broken)
+
+    def algorithm_rules(self, broken: Rules) -> None:
+        """Check that the settings of the losses fit each other and the algorithm."""
+        algorithm, corrects = self.definition, self.correction != "off"
         broken["kl-target-without-coef"] = (self.kl_target and not self.kl_coef) and (
             "algorithm.kl_target adapts kl_coef, which is 0; give kl_coef a starting value"
         )
@@ -201,23 +206,6 @@ class AlgorithmConfig(Section):
             f"algorithm.correction_cap = {self.correction_cap} would weigh down on-policy data, "
             "whose importance weights are 1; choose 1 or more"
         )
-        low = 1 + (self.clip_high or self.clip)
-        broken["dual-clip-inside-clip"] = 0 < self.dual_clip <= low and (
-            f"algorithm.dual_clip = {self.dual_clip} lies within the range that ratios are clipped "
-            f"to, which ends at {low}; raise it, to 3 for example, or set it to 0"
-        )
-        broken["sources-apart-scaled"] = (
-            self.normalizes_sources and self.scale_rewards != "group"
-        ) and (
-            "algorithm.multi_objective_aggregation = 'normalize_then_sum' divides by deviations of "
-            f"the group and of the batch; leave scale_rewards = '{self.scale_rewards}' out"
-        )
-        if not self.is_outside:
-            self.rules_of_definition(broken)
-
-    def rules_of_definition(self, broken: Rules) -> None:
-        """Check that the settings fit the algorithm, after import if it is the user's own code."""
-        algorithm, corrects = self.definition, self.correction != "off"
         idle = not algorithm.corrects and self.old_policy == "proximal"
         broken["old-policy-without-ratio"] = idle and (
             f"algorithm.old_policy = 'proximal' has no effect on '{self.name}', whose loss has "
@@ -233,6 +221,10 @@ class AlgorithmConfig(Section):
             "algorithm.multi_objective_aggregation = 'normalize_then_sum' makes advantages of the "
             "sources alone, without a KL in the reward; set algorithm.kl_in = 'loss'"
         )
+        broken["sources-apart-scaled"] = (apart and self.scale_rewards != "group") and (
+            "algorithm.multi_objective_aggregation = 'normalize_then_sum' divides by deviations of "
+            f"the group and of the batch; leave scale_rewards = '{self.scale_rewards}' out"
+        )
         whole = algorithm.aggregation is None
         broken["aggregation-of-responses"] = (whole and self.aggregation != "auto") and (
             f"algorithm.aggregation = '{self.aggregation}' averages losses of tokens, and "
@@ -242,6 +234,11 @@ class AlgorithmConfig(Section):
         broken["token-correction-of-responses"] = (whole and of_tokens) and (
             f"'{self.name}' has a loss of whole responses, which importance weights of tokens "
             "do not fit; set algorithm.correction_level = 'sequence'"
+        )
+        low = 1 + (self.clip_high or self.clip)
+        broken["dual-clip-inside-clip"] = 0 < self.dual_clip <= low and (
+            f"algorithm.dual_clip = {self.dual_clip} lies within the range that ratios are clipped "
+            f"to, which ends at {low}; raise it, to 3 for example, or set it to 0"
         )
         implicit = algorithm.kl_in == "implicit"
         broken["implicit-kl-without-beta"] = (implicit and not self.kl_coef) and (

@@ -46,10 +46,11 @@ _PATHS = (
     ("critic", "init"),
     ("rollout", "speculative_model"),
     ("algorithm", "name"),
+    ("schedule", "controllers"),
 )
 """Settings that may name files and folders."""
 
-_CODE = ("reward", "environment", "observe", "algorithm")
+_CODE = ("reward", "environment", "observe", "algorithm", "schedule")
 """Sections of those that name code: a file of it ends with .py, and else it is a module."""
 
 DATASET = "dataset.jsonl"
@@ -237,6 +238,8 @@ def _located(data: dict[str, Any], folder: Path, *, first: bool = False) -> dict
     def located(value: Any, section: str) -> Any:
         if isinstance(value, list):
             return [located(entry, section) for entry in value]
+        if isinstance(value, dict):
+            return {key: located(entry, section) for key, entry in value.items()}
         if not isinstance(value, str):
             return value
         kind = "model:" if value.startswith("model:") else ""

@@ -25,7 +25,6 @@ from stretto.config.sections import (
     Seed,
     TaskConfig,
     WorkersOrAuto,
-    refuse,
 )
 from stretto.config.training import PipelineConfig, TrainingConfig
 from stretto.errors import ConfigError
@@ -197,16 +196,8 @@ class Config(Section):
         )
         if r.engine == "vllm":
             self._vllm_rules(broken)
-        self._batch_rules(broken)
         if not self.algorithm.is_outside:
-            self._definition_rules(broken)
-
-    def check_algorithm(self) -> None:
-        """Check the rules that wait for the import of an algorithm which is the user's own code."""
-        broken: Rules = {}
-        self.algorithm.rules_of_definition(broken)
-        self._definition_rules(broken)
-        refuse(broken)
+            self.algorithm_rules(broken)
 
     def _vllm_rules(self, broken: Rules) -> None:
         broken["vllm-without-processes"] = self.runtime == "inline" and (
@@ -223,7 +214,8 @@ class Config(Section):
             "has weights of its own; give it processes of its own, on the same devices if need be"
         )
 
-    def _batch_rules(self, broken: Rules) -> None:
+    def algorithm_rules(self, broken: Rules) -> None:
+        """Check that the sections fit the algorithm, after import if it is the user's own code."""
         a, r, minibatches = self.algorithm, self.rollout, self.training.minibatches
         broken["kl-horizon-too-short"] = (a.kl_target and r.batch >= 5 * a.kl_horizon) and (
             f"algorithm.kl_horizon = {a.kl_horizon} is for steps of less than {5 * a.kl_horizon} "
@@ -234,18 +226,6 @@ class Config(Section):
             f"rollout.batch = {r.batch} does not split into training.minibatches = "
             f"{minibatches} equal parts; choose a divisor"
         )
-        missing = self.reward.missing_eos
-        broken["sources-apart-with-missing-eos"] = (a.normalizes_sources and missing != "off") and (
-            "algorithm.multi_objective_aggregation = 'normalize_then_sum' has no sum of scores that "
-            f"reward.missing_eos = '{missing}' could change; set reward.missing_eos = 'off', and "
-            "score responses that were cut in a function"
-        )
-        if self.pipeline.ranks:
-            self._pipeline_rules(broken)
-
-    def _definition_rules(self, broken: Rules) -> None:
-        """Check that the run has all that its algorithm needs."""
-        a, r, minibatches = self.algorithm, self.rollout, self.training.minibatches
         needs = a.definition
         broken["group-too-small"] = r.samples_per_prompt < needs.group and (
             f"algorithm.name = '{a.name}' compares the responses to one prompt and needs "
@@ -256,18 +236,25 @@ class Config(Section):
             f"'{a.name}' trains on one response or pair of each prompt, and training.minibatches "
             f"= {minibatches} splits {groups} prompts; lower it to {groups} or less"
         )
+        missing = self.reward.missing_eos
+        broken["sources-apart-with-missing-eos"] = (a.normalizes_sources and missing != "off") and (
+            "algorithm.multi_objective_aggregation = 'normalize_then_sum' has no sum of scores that "
+            f"reward.missing_eos = '{missing}' could change; set reward.missing_eos = 'off', and "
+            "score responses that were cut in a function"
+        )
         frozen = self.critic.freeze_steps
         broken["freeze-without-critic"] = (frozen and not needs.critic) and (
             f"critic.freeze_steps = {frozen}, and '{a.name}' has no critic; set it to 0"
         )
-        ranks = self.pipeline.ranks
-        broken["pipeline-without-critic"] = (ranks and not needs.critic) and (
-            f"pipeline.ranks = {ranks} trains an actor and a critic, and '{a.name}' has no critic; "
-            "set pipeline.ranks = 0, or algorithm.name = 'ppo'"
-        )
+        if self.pipeline.ranks:
+            self._pipeline_rules(broken)
 
     def _pipeline_rules(self, broken: Rules) -> None:
         p, minibatches = self.pipeline, self.training.minibatches
+        broken["pipeline-without-critic"] = not self.algorithm.definition.critic and (
+            f"pipeline.ranks = {p.ranks} trains an actor and a critic, and '{self.algorithm.name}' "
+            "has no critic; set pipeline.ranks = 0, or algorithm.name = 'ppo'"
+        )
         broken["pipeline-with-remote-code"] = self.model.trust_remote_code and (
             f"pipeline.ranks = {p.ranks} sends stages of the model to other processes, which lack "
             "the code of model.trust_remote_code; set one of them to 0 or false"

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from stretto.types import Sampling
 
 ScoreOn = Literal["batch", "rollout", "chunk"]
+Controlled = Literal["chunk_tokens", "overcommit", "migrate", "hold"]
+"""Settings whose value a controller may choose."""
 PresetName = Literal["sync", "oppo", "async", "rlhfuse", "stretto"]
 Need = Literal["scoring worker", "training worker", "weights", "engines"]
 """Needs of a knob, in order: scorers that work beside generation, a learner that works beside
@@ -254,6 +256,8 @@ class ScheduleConfig(Section):
     """Treatment of a carried response's keys and values when the weights change. recompute: computed anew. reuse: kept as they are."""
     weight_sync_interval: PositiveInt = 1
     """Steps trained on responses of one version of the weights, before the next weight sync (the off-policy dial N). For several updates on one batch, set training.epochs."""
+    controllers: dict[Controlled, str] = {}
+    """Controllers of your own, 'file.py:name' or 'package.module:name', by the settings whose automatic rule they replace (docs/schedules.md)."""
     threads: tuple[()] | tuple[Workers, Workers, Workers] = ()
     """CPU threads of each engine, of scoring and of training where they overlap; empty shares the cores out."""
     deadline_s: Seconds = 1800.0
@@ -269,6 +273,17 @@ class ScheduleConfig(Section):
     def asks_to_migrate(self) -> bool:
         """Whether migration is on by its own setting, not by the preset."""
         return self.migrate != "preset" and self.knobs.on("migrate")
+
+    def rules(self, broken: Rules) -> None:
+        """Check that settings are left to the controllers of the user's own."""
+        for name in self.controllers:
+            auto = 0 if name == "chunk_tokens" else "auto"
+            value = getattr(self.knobs, name, self.chunk_tokens)
+            if value != auto:
+                broken["controller-without-effect"] = (
+                    f"schedule.controllers has '{name}', and schedule.{name} is {value!r}; set it "
+                    f"to {auto!r}, or leave the controller out"
+                )
 
     def largest_overcommit(self, batch: int) -> int:
         delta = self.knobs.overcommit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from stretto.errors import ConfigError
 from stretto.schedules.controller import Controller, Feedback, Fixed, Stateful
@@ -19,6 +19,7 @@ waits for the end of the one under way; so chunks of episodes are short."""
 ABOUT = 1.05  # times that differ by a smaller factor are equal: steps differ by as much anyway
 
 
+@runtime_checkable
 class ChunkSize(Controller, Protocol):
     """A controller that decides the size of chunks, step by step."""
 

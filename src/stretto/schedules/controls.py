@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from stretto.config.schedule import Settings
 from stretto.schedules.chunking import ChunkSize
@@ -26,10 +26,5 @@ class Controls:
     @property
     def controllers(self) -> Mapping[str, Controller | HoldPolicy]:
         """The controllers that exist, by the name that their state has in a checkpoint."""
-        named = {
-            "chunk": self.chunk,
-            "overcommit": self.overcommit,
-            "migration": self.migration,
-            "hold": self.hold,
-        }
-        return {name: controller for name, controller in named.items() if controller}
+        names = (each.name for each in fields(self) if each.name != "settings")
+        return {name: getattr(self, name) for name in names if getattr(self, name)}

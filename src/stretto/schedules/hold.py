@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from stretto.errors import ConfigError
 from stretto.schedules.controller import Stateful, check_least
@@ -87,6 +87,7 @@ class WaitModel(Stateful):
         return sum(longer) / len(longer) - waited_s if longer else waited_s
 
 
+@runtime_checkable
 class HoldPolicy(Protocol):
     """What decides on keys and values of rollouts that wait; it learns from waits that are over."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -105,6 +105,7 @@ def plan(remaining: Remaining, limits: MigrationLimits) -> MigrationPlan:
     return MigrationPlan(moves, [i for i in range(len(remaining)) if i not in targets])
 
 
+@runtime_checkable
 class MigrationPolicy(Controller, Protocol):
     """A controller that decides when stragglers move, and where to."""
 

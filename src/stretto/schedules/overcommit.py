@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from statistics import median
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -20,6 +20,7 @@ EARLY_STEPS = 8  # first steps of a run, after each of which delta is decided an
 OVERHEADS = 32  # steps that the typical overhead is taken from
 
 
+@runtime_checkable
 class Overcommit(Controller, Protocol):
     """A controller that decides delta, step by step."""
 

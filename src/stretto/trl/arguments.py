@@ -135,10 +135,7 @@ def check(args: TrlConfig) -> None:
         _require_one(not both, args, "stop_token", "stop_token_id", "what ends a response")
     elif isinstance(args, GRPOConfig):
         cispo = args.loss_type == "cispo"
-        types = (
-            f"must be one of {', '.join(map(repr, AGGREGATIONS))}, or name an algorithm of your "
-            "own as 'file.py:name'"
-        )
+        types = f"must be one of {', '.join(map(repr, AGGREGATIONS))}, or your own 'file.py:name'"
         known = args.loss_type in AGGREGATIONS or bool(outside.parts(args.loss_type))
         _require(known, args, "loss_type", types)
         above = "is the largest ratio of 'cispo', which is 1 on the policy's own data; 5.0 is usual"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, TypeVar
 
-from stretto.assembly.controls import controls
+from stretto.assembly.controls import ScheduledRun, controls
 from stretto.config import ENVIRONMENT
 from stretto.config.schedule import Settings
 from stretto.observe.idle import TimeSheet
@@ -152,7 +152,7 @@ def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule
         environment_rewards=(ENVIRONMENT,) if w.episodes and w.episodes.rewarded else (),
     )
     migrating = cluster.migrating if schedule.knobs.migrates(engines) else None
-    turned = controls(schedule, settings, engines, w.seed, migrating, cluster.holding)
+    turned = controls(ScheduledRun(schedule, settings, engines, w.seed, migrating, cluster.holding))
     if w.chunks and not schedule.chunk_tokens:
         turned = replace(turned, chunk=FixedChunk(*w.chunks))
     if w.deltas and schedule.knobs.overcommit == "auto":
