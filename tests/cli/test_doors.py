@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
@@ -9,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from stretto import __version__, foreign
+from stretto.cli.completion import options
 from stretto.cli.main import COMMANDS, main
 from stretto.config import Config, RewardModelConfig, Section, SftConfig, recipes
+from stretto.config.algorithm import ALGORITHMS
 from stretto.errors import near, nearest
 from stretto.interfaces import QUOTED
 
@@ -239,3 +244,68 @@ def test_bash_completes_commands_settings_and_recipes(capsys: pytest.CaptureFixt
     assert completed(script, "stretto", "sft", "--data.na") == ["--data.name"]
     assert completed(script, "stretto", "memory", "--lora-r") == ["--lora-rank"]
     assert completed(script, "stretto", "doctor", "tiny") == []
+    assert set(completed(script, "stretto", "help", "''")) >= {*COMMANDS}
+    values = ("stretto", "train", "--algorithm.name")
+    assert completed(script, *values, "''") == [*ALGORITHMS]
+    assert completed(script, *values, "=", "''") == [*ALGORITHMS]  # bash's words of --name=value
+    assert completed(script, *values, "=", "gr") == ["grpo"]
+    assert completed(script, "stretto", "train", "--runtime", "l") == ["local"]
+    assert completed(script, "stretto", "train", "tiny", *["--x"] * 9, "--runt") == ["--runtime"]
+    for name in ("plan", "memory"):
+        assert completed(script, "stretto", name, "--gpu", "rtx") == ["rtx4090", "rtx5090"]
+    assert completed(script, "stretto", "plan", "--model-shape", "gpt") == list(OSS)
+    assert completed(script, "stretto", "memory", "gpt") == list(OSS)
+    assert "b200" not in completed(script, "stretto", "doctor", "--gpu", "''")
+
+
+OSS = ("gpt-oss-20b", "gpt-oss-120b")
+
+
+def test_choices_are_those_of_the_settings() -> None:
+    for name, choices in options("train").items():
+        assert all(re.fullmatch(r"[\w.-]+", choice) for choice in choices), name
+    assert options("train")["--algorithm.aggregation"] == [
+        *("auto", "token_mean", "sequence_mean", "sequence_sum", "fixed_length")
+    ]
+    assert list(options("completion")) == ["--help"]
+
+
+@pytest.mark.parametrize(
+    ("line", "offers"),
+    [
+        ("stretto tra", ["train"]),
+        ("stretto train --runtime ", ["inline", "local", "ray"]),
+        ("stretto train --runtime=l", ["--runtime=local"]),
+        ("stretto plan --gpu rtx", ["rtx4090", "rtx5090"]),
+        ("stretto train tiny-t", ["tiny-tail", "tiny-turns"]),
+        ("stretto train --model.lora-k", ["--model.lora-kind"]),
+    ],
+)
+@pytest.mark.parametrize("shell", ["fish", "zsh"])
+def test_fish_and_zsh_complete_the_same(
+    shell: str, line: str, offers: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    assert run("completion", shell) == 0
+    (tmp_path / "script").write_text(capsys.readouterr().out)
+    if shell == "fish":
+        ask = f"source script; complete -C '{line}'"
+    else:  # the words of a line as bashcompinit gives them to the function
+        words = line.split(" ")
+        ask = (
+            f"source script; COMP_WORDS=({' '.join(words[:-1])} '{words[-1]}')\n"
+            f"COMP_CWORD={len(words) - 1}; emulate sh; _stretto\n"
+            'print -rl -- "${COMPREPLY[@]}"'
+        )
+    shown = subprocess.run(
+        [shell, "-c", ask],
+        cwd=tmp_path,
+        env={**os.environ, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    # zsh itself leaves out what does not begin with the word.
+    last = line.rpartition(" ")[2]
+    assert [offer for offer in shown.stdout.split() if offer.startswith(last)] == offers

@@ -157,13 +157,15 @@ _NAMES: Mapping[str, str] = {
 }
 """Names of models in settings, whose config is known before they are fetched."""
 
+PUBLIC = tuple(name for name in _CONFIGS if not name.startswith("tiny"))
+
 PLAIN = ("gemma3_text", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "smollm3")
 """Kinds of models whose weights :func:`weight_shapes` lists."""
 
 SHAPES: Mapping[str, Shape] = {
     name: Shape.of_config(text, tied=text["tie_word_embeddings"], name=name)
-    for name, text in zip(_CONFIGS, map(decoder_config, _CONFIGS.values()), strict=True)
-    if text["model_type"] in PLAIN and not name.startswith("tiny")
+    for name, text in ((name, decoder_config(_CONFIGS[name])) for name in PUBLIC)
+    if text["model_type"] in PLAIN
 }
 """Shapes of models by a short name."""
 
@@ -181,14 +183,13 @@ def public_config(name: str) -> Config | None:
     left_out = r"-(instruct|chat|hf|base|it|pt|deduped|thinking|\d{4})(?=-|$)"
     short = re.sub(left_out, "", name.lower().rpartition("/")[2]).removeprefix("meta-")
     short = {"mistral-small-3.2-24b": "mistral-small-3.1-24b"}.get(short, short)
-    return None if short.startswith("tiny") else _CONFIGS.get(short)
+    return _CONFIGS[short] if short in PUBLIC else None
 
 
 def near_public(name: str) -> str:
     """Return a sentence with the public models that a name may stand for, or with all of them."""
-    known = [key for key in _CONFIGS if not key.startswith("tiny")]
-    if near(name, known):
-        return nearest(name, known)
+    if near(name, PUBLIC):
+        return nearest(name, PUBLIC)
     sizes = (f"{key} ({format_count(round(s.parameters))})" for key, s in SHAPES.items())
     return f"Known shapes: {', '.join(sizes)}."
 
