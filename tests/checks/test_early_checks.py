@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from raising import raises
-from stretto.checks import check_run, functions
-from stretto.checks import run as hub
+from stretto.checks import check_run, functions, run
 from stretto.config import Config, changes, recipes
 from stretto.config.sections import reward_source
-from stretto.errors import ConfigError, TaskError
+from stretto.errors import ConfigError
 from stretto.machine import free_memory
 from stretto.planner.fitting import RunMemory, plan_for
 
@@ -104,17 +103,6 @@ def test_free_memory_is_the_machines_or_less() -> None:
     assert 0 < free_memory() <= psutil.virtual_memory().total
 
 
-def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert "127.0.0.1" in hub.unreachable()
-    with raises(TaskError, "hub-unreachable", "'owner/rows:default'"):
-        hub.check_dataset("owner/rows:default")
-    monkeypatch.setattr(constants, "is_offline_mode", lambda: True)
-    assert hub.unreachable() == "HF_HUB_OFFLINE is set"
-
-
 def test_a_dataset_that_was_fetched_needs_no_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,4 +111,4 @@ def test_a_dataset_that_was_fetched_needs_no_hub(
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     (tmp_path / "datasets--owner--rows").mkdir()
-    hub.check_dataset("owner/rows")
+    run.check_dataset("owner/rows")

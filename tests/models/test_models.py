@@ -115,7 +115,7 @@ def test_names_that_are_nothing(tmp_path: Path) -> None:
 def test_hub_name_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for load in (lm, load_tokenizer):
-        with raises(ModelError, "model-not-loaded", "the folder of a download"):
+        with raises(ModelError, "hub-unreachable", "the folder of a download"):
             load("stretto-tests/no-such-model")
 
 
@@ -469,7 +469,7 @@ def test_a_config_of_the_hub_is_fetched(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path), raising=False)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    monkeypatch.setattr("stretto.models.resolve.unreachable", lambda: "")
+    monkeypatch.setattr("stretto.hub.unreachable", lambda: "")
     for _ in range(2):
         assert described("acme/mine").shape == shape_of("qwen3-0.6b")
     assert asked == [("acme/mine", "config.json")]

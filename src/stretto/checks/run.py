@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stretto import files, tasks
+from stretto import files, hub, tasks
 from stretto.checks import functions
 from stretto.config import Config, ModelConfig, ObserveConfig, RewardModelConfig, SftConfig
 from stretto.config.sections import TRACKERS, RewardSource, TaskConfig, reward_source
@@ -16,7 +16,7 @@ from stretto.config.training import PipelineConfig
 from stretto.errors import ConfigError, ModelError, TaskError, require
 from stretto.machine import usable_cores, usable_gpus
 from stretto.models.info import NOT_ON_HUB, TOKENIZERS, ModelInfo, model_info
-from stretto.models.resolve import adapter_folder, cache_dir, cached, is_known, unreachable
+from stretto.models.resolve import adapter_folder, cache_dir, cached, is_known
 from stretto.models.shapes import undivided
 from stretto.observe.trackers import port_taken, require_libraries
 from stretto.planner import fitting
@@ -198,12 +198,9 @@ def _check_model(
             )
     info = model_info(name)
     if info is None:
-        if ask_hub and not is_known(name) and (reason := unreachable()):
-            raise ModelError(
-                f"the model '{name}' is not on this machine, and the hub cannot be asked for it: "
-                f"{reason}. {NOT_ON_HUB}",
-                "hub-unreachable",
-            )
+        if ask_hub and not is_known(name):
+            with hub.loading(f"the model '{name}'", False, ModelError, NOT_ON_HUB):
+                return None
         return None
     if info.folder is None:
         return info
@@ -259,12 +256,10 @@ def check_dataset(name: str, *, ask: bool = True) -> None:
     require("datasets", "hub", f"'{name}', a dataset of the hub,")
     stem = name.partition(":")[0]
     made = Path(os.environ.get("HF_DATASETS_CACHE", Path(constants.HF_HOME) / "datasets"))
-    fetched = Path(constants.HF_HUB_CACHE) / f"datasets--{stem.replace('/', '--')}"
-    here = (made / stem.replace("/", "___").lower()).is_dir() or fetched.is_dir()
-    if ask and not here and (reason := unreachable()):
-        raise TaskError(
-            f"the dataset '{name}' is not on this machine, and the hub cannot be asked for it: "
-            f"{reason}. Give a local file (.jsonl, .json or .parquet), or download it where there "
-            "is a network",
-            "hub-unreachable",
+    here = (made / stem.replace("/", "___").lower()).is_dir() or hub.is_cached("datasets", stem)
+    if ask and not here:
+        remedy = (
+            "Give a local file (.jsonl, .json or .parquet), or download it where there is a network"
         )
+        with hub.loading(f"the dataset '{name}'", False, TaskError, remedy):
+            pass

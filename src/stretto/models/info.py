@@ -10,12 +10,13 @@ import json
 import math
 import os
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stretto import hub
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError, ModelError, first_line, nearest
 from stretto.models import shapes
@@ -23,7 +24,6 @@ from stretto.models.resolve import (
     adapter_base,
     adapter_folder,
     cached,
-    fetch_config,
     hub_name,
     is_known,
     quiet_transformers,
@@ -180,7 +180,7 @@ def read_by_transformers(
     entries = {k: v for k, v in json.loads(source).items() if k != "quantization_config"}
     if entries.get("model_type") not in CONFIG_MAPPING:
         return {}, {}
-    with explained(name, "the config"), quiet_transformers(), torch.device("meta"):
+    with explained(name, "the config", fetches=False), quiet_transformers(), torch.device("meta"):
         config = CONFIG_MAPPING[entries["model_type"]].from_dict(entries)
         config = config.get_text_config(decoder=True) if decoder else config
         auto = language_auto(type(config))
@@ -230,7 +230,7 @@ def described(name: str) -> ModelInfo:
         raise ModelError(
             f"unknown model '{name}'. {shapes.near_public(name)} {remedy}", "model-not-here"
         )
-    if (reason := fetch_config(name)) or not (info := model_info(name)):
+    if (reason := hub.fetch_config(name)) or not (info := model_info(name)):
         raise ModelError(
             f"the shape of '{name}' is not known, as its config.json is not on this machine and "
             f"cannot be fetched: {reason}. Give a config.json, a folder with one, or a public "
@@ -368,18 +368,25 @@ def language_auto(kind: type[PreTrainedConfig]) -> Any:
 
 
 @contextmanager
-def explained(path: Path | str, what: str) -> Iterator[None]:
+def explained(path: Path | str, what: str, *, fetches: bool = True) -> Iterator[None]:
     """Turn errors of transformers on a bad checkpoint into a ModelError with a remedy."""
     from huggingface_hub.errors import StrictDataclassError
 
+    from_hub: AbstractContextManager[None] = nullcontext()
+    if fetches and isinstance(path, str):
+        here = hub.is_cached("models", path)
+        from_hub = hub.loading(f"the model '{path}'", here, ModelError, NOT_ON_HUB)
     try:
-        yield
+        with from_hub:
+            yield
     except (OSError, ValueError, ImportError, StrictDataclassError) as error:
         # A config that contradicts itself: the reason is what its check raised.
         inner = error.__cause__ if isinstance(error, StrictDataclassError) else None
         reason, remedy = first_line(inner or error).rstrip("."), NOT_ON_HUB
         if isinstance(path, Path):
             remedy = "Give a folder with config.json, *.safetensors and the tokenizer's files"
+        if "dtype" in str(error):
+            remedy = "Choose another type, such as float32 or bfloat16"
         if "trust_remote_code" in str(error):
             remedy = "If you trust its code, set 'model.trust_remote_code = true'"
         raise ModelError(

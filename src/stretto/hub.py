@@ -1,0 +1,100 @@
+"""The Hugging Face hub: whether it answers, so that nothing waits for its library's many retries.
+
+The library asks for each file of a model on its own, and up to six times, even if the file is in
+the cache. Without an answer that takes minutes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, lru_cache
+from pathlib import Path
+
+from stretto.errors import StrettoError, first_line
+
+PATIENCE_S = 4.0
+"""How long the hub may take to answer."""
+
+
+def is_cached(kind: str, name: str) -> bool:
+    """Tell whether files of a repository, of the kind "models" or "datasets", were fetched."""
+    from huggingface_hub import constants
+
+    return (Path(constants.HF_HUB_CACHE) / f"{kind}--{name.replace('/', '--')}").is_dir()
+
+
+def unreachable() -> str:
+    """Return the reason why the hub cannot be asked; empty if it answers."""
+    from huggingface_hub import constants
+
+    if constants.is_offline_mode():
+        return "HF_HUB_OFFLINE is set"
+    return _probe(constants.ENDPOINT, int(time.monotonic() // 60))
+
+
+@contextmanager
+def loading(
+    what: str, is_cached: bool, error: type[StrettoError], remedy: str = ""
+) -> Iterator[None]:
+    """Load from the hub, or from its cache alone if the hub does not answer; ``error`` if it does
+    not and nothing is cached.
+    """
+    from huggingface_hub import constants
+
+    reason, before = unreachable(), constants.HF_HUB_OFFLINE
+    if reason and not is_cached:
+        _probe.cache_clear()
+        message = f"{what} is not on this machine, and the hub cannot be asked for it: {reason}"
+        raise error(f"{message}. {remedy}", "hub-unreachable")
+    constants.HF_HUB_OFFLINE = before or bool(reason)
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+@lru_cache(maxsize=1)
+def _probe(url: str, minute: int) -> str:
+    """Ask for the hub's first page. The answer holds for a minute, as a run loads many files."""
+    import httpx2
+
+    return _failure(lambda: httpx2.head(url, timeout=PATIENCE_S), httpx2.URL(url).host, PATIENCE_S)
+
+
+@cache
+def fetch_config(name: str) -> str:
+    """Fetch the config.json of a hub model; return the reason if that fails, otherwise ""."""
+    from huggingface_hub import constants, hf_hub_download
+
+    start = time.monotonic()
+    if reason := unreachable():
+        return reason
+    left = PATIENCE_S + 1 - (time.monotonic() - start)
+    return _failure(lambda: hf_hub_download(name, "config.json"), constants.ENDPOINT, left)
+
+
+def _failure(call: Callable[[], object], host: str, patience_s: float) -> str:
+    """Return the reason if a call fails or takes too long; empty if it succeeds."""
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    reasons = [f"{host} does not answer within {patience_s:.3g} s"]
+
+    def run() -> None:
+        try:
+            call()
+            reasons[0] = ""
+        except RepositoryNotFoundError:
+            reasons[0] = "the hub has no such model, or HF_TOKEN has no access to it"
+        except TimeoutError:
+            pass
+        except Exception as error:  # each HTTP library has its own
+            reasons[0] = f"{host}: {getattr(error, 'strerror', None) or first_line(error)}"
+
+    # Looking a name up has no time limit of its own.
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(patience_s)
+    return reasons[0]
