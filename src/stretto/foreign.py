@@ -107,7 +107,7 @@ _ADVICE = {
     "config_file config_path cfg recipe",
     "`stretto recipes` lists the recipes.": "list list_recipes recipes",
     "A run goes on with `stretto train --resume RUN_DIR`.": "resume_from_checkpoint "
-    "resume_from resume_mode load_checkpoint_path",
+    "resume resume_from resume_mode load_checkpoint_path",
     "Nothing is uploaded: the folder model of a run has all files of a hub model.": "push_to_hub "
     "hub_model_id hub_token hub_strategy",
     "Every step is logged, to metrics.jsonl in the run's folder.": "logging_steps log_interval "

@@ -259,7 +259,7 @@ def test_the_task_judges_rows_by_their_answers_and_the_run_can_be_resumed(tmp_pa
     settings = {**SMALL, "task": {"columns": {"answer": "answer"}}, "observe__checkpoint_every": 1}
     whole = stretto.train("tiny", **settings, out=str(tmp_path), dataset=ROWS)
     first = stretto.train("tiny", **{**settings, "steps": 1}, out=str(tmp_path), dataset=ROWS)
-    with raises(ConfigError, "resumed-differs", "training.lr = 0.5", 0.001):
+    with raises(ConfigError, "resumed-differs", "training__lr=0.5", 0.001):
         stretto.resume(first.model.parent, training__lr=0.5)
     second = stretto.resume(first.model.parent, steps=2)
     assert second.steps == 2
@@ -314,7 +314,7 @@ def test_a_task_that_is_brought_gives_prompts_and_columns(tmp_path: Path) -> Non
         ({"dataset": 3}, TaskError, "dataset-not-rows", "int"),
         ({"dataset": [{"question": "q"}]}, TaskError, "missing-column", "dataset, row 0"),
         ({"dataset": [{"question": "a"}]}, TaskError, None, "'prompt'"),
-        ({"dataset": [{"prompt": "q"}]}, TaskError, "task-without-verifier", "task.columns"),
+        ({"dataset": [{"prompt": "q"}]}, TaskError, "task-without-verifier", "task__columns"),
         ({"dataset": []}, TaskError, None, "no rows"),
         ({"model": "./none"}, ModelError, None, "./none"),
     ],
@@ -566,7 +566,7 @@ def test_generate_answers_in_order(tiny_folder: Path) -> None:
             stretto.generate(tiny_folder, bad)
     with raises(ConfigError, "less_than_equal", "top_p = 2"):
         stretto.generate(tiny_folder, ["a"], top_p=2)
-    with raises(ConfigError, None, "seed = -1"):
+    with raises(ConfigError, None, "seed=-1"):
         stretto.generate(tiny_folder, ["a"], seed=-1)
     with raises(TaskError, None, "surrogate"):
         stretto.generate(

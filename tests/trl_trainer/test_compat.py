@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -23,7 +24,7 @@ from stretto.config import recipes
 from stretto.config.algorithm import AlgorithmConfig
 from stretto.config.sections import TRACKERS
 from stretto.config.training import OptimizerConfig
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, StrettoError
 from stretto.trl import arguments
 from stretto.trl.config import CONFIGS, REFUSALS, REMARKS, SETS, TrlConfig
 
@@ -117,6 +118,34 @@ def test_a_trainers_unknown_arguments_come_with_what_to_do(
 ) -> None:
     with raises(ConfigError, "unknown-argument", trainer.__name__, fact):
         trainer(**named)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "fact"),
+    [(GRPOConfig, "lr", "'learning_rate'"), (PPOConfig, "num_generations", "Leave it out")],
+)
+def test_a_name_of_another_library_has_the_present_one_or_none(
+    kind: type[TrlConfig], name: str, fact: str
+) -> None:
+    assert fact in advice(kind, name)
+
+
+@pytest.mark.parametrize(
+    ("named", "fact"),
+    [
+        ({"model": 3}, "got 3"),
+        ({"processing_class": "gpt2"}, "AutoTokenizer"),
+        ({"callbacks": [3]}, "TrainerCallback"),
+        ({"train_dataset": "nowhere"}, "load_dataset"),
+    ],
+)
+def test_objects_of_other_kinds_are_refused(
+    named: dict[str, Any], fact: str, tmp_path: Path
+) -> None:
+    usual = {"model": "tiny", "reward_funcs": len, "train_dataset": [{"prompt": "a"}]}
+    args = GRPOConfig(output_dir=str(tmp_path), max_steps=1)
+    with raises(StrettoError, None, fact):
+        GRPOTrainer(args=args, **{**usual, **named})
 
 
 TRAINERS = (GRPOTrainer, RLOOTrainer, OnlineDPOTrainer, PPOTrainer)

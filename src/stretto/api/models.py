@@ -238,6 +238,10 @@ def generate(
         "top_p": top_p,
         "stop": tuple(stop),
     }
+    for prompt in prompts:
+        if not isinstance(prompt, str | Sequence):
+            message = f"a prompt is text or a list of chat messages; got {prompt!r}"
+            raise ConfigError(message, "prompt-not-text")
     rows = [TaskRow(p if isinstance(p, str) else as_prompt(list(p))) for p in prompts]
     own = {"chat": chat, "system": system, "template_arguments": template_arguments or {}}
     task = recipes.build(own, "options", TaskConfig)

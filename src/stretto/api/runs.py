@@ -18,6 +18,7 @@ from stretto import signals
 from stretto.api.settings import Settings, changed, config_of
 from stretto.api.training import begin, execute
 from stretto.config import KNOBS, PRESETS, Config, ScheduleConfig, recipes
+from stretto.errors import ConfigError
 from stretto.interfaces import in_python
 from stretto.observe import records
 from stretto.observe.compare import Comparison, VariantResult
@@ -158,8 +159,12 @@ def compare(
 def simulate(cluster: Cluster, *, seed: int = 0) -> SimResult:
     """Run a schedule on a cluster in virtual time; what ``stretto compare --sim`` does."""
     from stretto.planner.formulas import priced
+    from stretto.runtime.sim.cluster import Cluster
     from stretto.runtime.sim.simulate import simulate as run
 
+    if not isinstance(cluster, Cluster):
+        message = f"simulate takes a Cluster; got {cluster!r}. Cluster.read(FILE) makes one"
+        raise ConfigError(message, "not-a-cluster")
     return run(priced(cluster), seed=seed)
 
 

@@ -125,6 +125,12 @@ def execute(
     result is returned at once.
     """
     config, run_dir = run.config, run.run_dir
+    if on_step is not None and not callable(on_step):
+        message = "on_step is a function of a step's number and metrics"
+        raise ConfigError(f"{message}; got {on_step!r}", "on-step-not-callable")
+    if isinstance(progress, str | bool):
+        message = f"progress is a display object; got {progress!r}"
+        raise ConfigError(f"{message}. Set `observe.progress = off`", "progress-not-display")
     display = progress or make_progress(config.observe.progress)
     ended = run_dir.ended(config.steps) if run.resuming and run.overrides is None else None
     if ended is not None:
@@ -394,12 +400,13 @@ def resume(
 
 @in_python
 def sft(
-    settings: SftConfig | str | Path, *, progress: Progress | None = None, **changes: Any
+    settings: SftConfig | str | Path = "", *, progress: Progress | None = None, **changes: Any
 ) -> SftResult:
     """Fine-tune a language model on demonstrations; what ``stretto sft`` does.
 
     Args:
-        settings: its settings, a recipe's name, a ``.toml`` file or a run's folder.
+        settings: its settings, a recipe's name, a ``.toml`` file or a run's folder. Without them
+            the defaults.
         progress, changes: as in :func:`train`.
     """
     return execute(_begun(settings, SftConfig, "sft", changes), progress=progress)
@@ -407,7 +414,10 @@ def sft(
 
 @in_python
 def train_reward_model(
-    settings: RewardModelConfig | str | Path, *, progress: Progress | None = None, **changes: Any
+    settings: RewardModelConfig | str | Path = "",
+    *,
+    progress: Progress | None = None,
+    **changes: Any,
 ) -> RewardModelResult:
     """Train a reward model on pairs of a better and a worse response; what ``stretto reward`` does.
 
@@ -421,6 +431,8 @@ def _begun(
     settings: C | str | Path, kind: type[C], name: str, changes: Mapping[str, Any]
 ) -> Begun[C]:
     start = ""
+    if settings == "":
+        settings = kind()
     if isinstance(settings, str | Path):
         name = recipes.name_of(settings)
         start, settings = str(settings), recipes.load(settings, kind, checked=False)
@@ -436,6 +448,12 @@ def _overrides(
     changes: dict[str, Any] = {
         n: part for n, part in arguments.items() if isinstance(part, Mapping)
     }
+    if isinstance(tokenizer, str):
+        raise ConfigError(
+            f"tokenizer is an object of transformers; got '{tokenizer}'. Leave it out if the model "
+            f"is named, or give AutoTokenizer.from_pretrained('{tokenizer}')",
+            "tokenizer-not-object",
+        )
     objects: dict[str, Any] = {"tokenizer": tokenizer}
     if reward is not None and "reward" not in changes:
         objects["functions"], sources = _rewards(reward)
@@ -456,7 +474,8 @@ def _overrides(
 def _rewards(
     reward: Function | str | Sequence[Function | str],
 ) -> tuple[dict[str, Function], tuple[str, ...]]:
-    parts = [reward] if isinstance(reward, str) or callable(reward) else list(reward)
+    several = isinstance(reward, Iterable) and not (isinstance(reward, str) or callable(reward))
+    parts = list(reward) if several else [reward]
     functions, sources = dict[str, Function](), list[str]()
     for part in parts:
         if not isinstance(part, str) and not callable(part):

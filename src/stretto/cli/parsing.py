@@ -12,7 +12,7 @@ from typing import Any
 
 import tyro
 
-from stretto import foreign, interfaces
+from stretto import interfaces
 from stretto.errors import ConfigError, near
 
 
@@ -93,11 +93,5 @@ def _sentence(text: str, command: str, kind: Any) -> str:
 def _advice(option: str, command: str, kind: Any) -> str:
     """Name the options of a command whose function has no settings that one may stand for."""
     name = option.partition("=")[0].removeprefix("--").replace("-", "_")
-    parameters = inspect.signature(kind).parameters
-    # Other libraries' names are known with the settings, the last part of which may be an option.
-    elsewhere = [each.rpartition(".")[2] for each in foreign.ELSEWHERE.get(name, ())]
-    if same := [each for each in elsewhere if each in parameters]:
-        return f"It is called `{same[0]}` here."
-    if matches := near(name, parameters, 3):
-        return f"Did you mean {' or '.join(f'`{each}`' for each in matches)}?"
-    return f"'stretto {command} --help' lists the options."
+    otherwise = f"'stretto {command} --help' lists the options."
+    return interfaces.advice(name, inspect.signature(kind).parameters, otherwise)

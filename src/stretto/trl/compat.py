@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatch
 
 from stretto.errors import ConfigError, nearest
+from stretto.foreign import ELSEWHERE, spellings
+from stretto.interfaces import SETTINGS
 
 _SAME = (
     "base_model model_name sft_model_path, cliprange epsilon, evaluation_strategy eval_strategy, "
@@ -61,7 +63,7 @@ def require_known(owner: str, given: Iterable[str], known: Iterable[str]) -> Non
     """Raise ConfigError for arguments that a config or a trainer lacks, with advice for those that
     TRL has had.
     """
-    known = list(known)
+    known = [name for name in known if name != "self"]
     for name in given:
         if name in known:
             continue
@@ -70,9 +72,17 @@ def require_known(owner: str, given: Iterable[str], known: Iterable[str]) -> Non
             advice = f"It is called '{present}' now"
         elif why := _matching(_GONE, name):
             advice = f"Leave it out: {why}"
+        elif meant := _settings(name):
+            present = next((n for each in meant for n in spellings(each) if n in known), "")
+            advice = f"It is called '{present}' here" if present else "Leave it out"
         else:
             advice = nearest(name, known)
         raise ConfigError(f"{owner} has no argument '{name}'. {advice}", "unknown-argument")
+
+
+def _settings(name: str) -> list[str]:
+    """Return the settings that a name of this or another library stands for."""
+    return [*ELSEWHERE.get(name, ()), *(s for s in sorted(SETTINGS) if s.endswith(f".{name}"))]
 
 
 def require_named(trainer: type, named: Iterable[str]) -> None:

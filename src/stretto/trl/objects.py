@@ -350,8 +350,28 @@ def load(kind: Any, name: str, args: Any, **more: Any) -> Any:
         return kind.from_pretrained(str(path), **how)
 
 
+def check_objects(model: Any, tokenizer: Any, callbacks: Any) -> None:
+    """Raise ConfigError for arguments of a trainer that are no objects of transformers."""
+    rule = ""
+    if not isinstance(model, nn.Module | str):
+        rule = f"model is a model or its name; got {model!r}"
+    elif tokenizer is not None and not hasattr(tokenizer, "pad_token"):
+        rule = f"processing_class is a tokenizer; got {tokenizer!r}. AutoTokenizer loads one"
+    for each in callbacks or ():
+        if not hasattr(each, "on_init_end"):
+            rule = f"callbacks are objects of subclasses of TrainerCallback; got {each!r}"
+    if rule:
+        raise ConfigError(rule, "argument-value")
+
+
 def rows_of(dataset: Any, name: str, count: int) -> Any:
     """Return the rows of a dataset: itself, or of one without a length the first ``count``."""
+    if isinstance(dataset, str):
+        raise TaskError(
+            f"{name} is a dataset or a list of rows; got '{dataset}'. datasets.load_dataset loads "
+            "one by its name",
+            "dataset-not-rows",
+        )
     if isinstance(dataset, Mapping):
         names = ", ".join(map(str, dataset))
         raise TaskError(f"{name} is several datasets ({names}); give one", "several-datasets")

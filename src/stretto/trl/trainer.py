@@ -61,6 +61,7 @@ class _PromptsTrainer(BaseTrainer):
             args = kind(f"{Path(named).name or 'trainer_output'}-{name}")
         objects.check_args(args, kind, type(self).__name__)
         arguments.check(args)
+        objects.check_objects(model, processing_class, callbacks)
         rows, sizes = self._rows_and_sizes(args, train_dataset, environment_factory)
         torch.manual_seed(args.seed)
         if isinstance(model, str):

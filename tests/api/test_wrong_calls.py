@@ -1,0 +1,46 @@
+"""Wrong calls from Python, as users write them, are answered with the rule and a remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import stretto
+from raising import raises
+from stretto.errors import ConfigError, StrettoError, TaskError
+
+ROWS = [{"prompt": "2+2=", "answer": "4"}] * 4
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "named", "code", "fact"),
+    [
+        ("train", [{"steps": 3}], {}, "settings-not-named", "by keyword"),
+        ("train", ["tiny"], {"algorithm": "grpo"}, "model_type", "algorithm__name='grpo'"),
+        ("train", ["tiny"], {"observe__trackers": "wandb"}, "tuple_type", "['wandb']"),
+        ("train", ["tiny"], {"resume": "x"}, "extra_forbidden", "stretto.resume("),
+        ("train", ["tiny"], {"dataset": []}, "no-rows", "dataset holds"),
+        ("train", ["tiny"], {"reward": 3}, "reward-not-callable", "got 3"),
+        ("train", ["tiny"], {"tokenizer": "gpt2"}, "tokenizer-not-object", "AutoTokenizer"),
+        ("train", ["tiny"], {"on_step": 3}, "on-step-not-callable", "got 3"),
+        ("train", ["tiny"], {"progress": "no"}, "progress-not-display", "observe__progress='off'"),
+        ("sft", [], {"data__name": "nowhere.jsonl"}, "missing-file", "'nowhere.jsonl'"),
+        ("evaluate", ["tiny"], {"samples": 0}, "greater_than_equal", "samples=0"),
+        ("generate", ["tiny", ["a"]], {"max_tokens": 3}, "unknown-argument", "max_new_tokens="),
+        ("generate", ["tiny", ["a"]], {"nothing": 3}, "unknown-argument", "temperature="),
+        ("generate", ["tiny", [3]], {}, "prompt-not-text", "got 3"),
+        ("simulate", ["nowhere.toml"], {}, "not-a-cluster", "Cluster.read"),
+    ],
+)
+def test_a_wrong_call_is_answered(
+    function: str, arguments: list[Any], named: dict[str, Any], code: str, fact: str
+) -> None:
+    with raises(StrettoError, code, fact) as caught:
+        getattr(stretto, function)(*arguments, **named)
+    assert isinstance(caught.value, ConfigError | TaskError)
+
+
+def test_supervised_training_needs_no_recipe() -> None:
+    with raises(TaskError, "missing-file", "'nowhere.jsonl'"):
+        stretto.train_reward_model(data__name="nowhere.jsonl")
