@@ -171,7 +171,7 @@ MESSAGE = "`model.dtype = bfloat16` or `rollout.max_new_tokens = 8` of `model.na
         (words(stretto.generate), "dtype='bfloat16' or max_new_tokens=8 of model=; seed="),
         (
             scripts()["GRPOTrainer"],
-            "'model.dtype = \"bfloat16\"' or max_completion_length=8 of model=; seed=",
+            "bf16=True or max_completion_length=8 of model=; seed=",
         ),
         (
             TomlFile(),
@@ -234,7 +234,7 @@ def test_python_is_answered_in_python(changes: dict[str, Any], fact: str) -> Non
         ("generate hi --device cuda", "--device auto"),
         ("eval tiny --model.device cuda", "--model.device auto"),
         ("plan gsm8k --gpus 2 --write x.toml", "--task.name"),
-        ("serve tiny --max-model-len 1", "--max-model-len 1"),
+        ("serve tiny --port 0 --max-model-len 1", "--max-model-len 1"),
     ],
 )
 def test_a_command_is_answered_with_its_own_options(

@@ -18,14 +18,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
-from stretto.errors import StrettoError
-from stretto.foreign import spellings
+from stretto.errors import ConfigError, StrettoError, near
+from stretto.foreign import ELSEWHERE, spellings
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 QUOTED = re.compile(r"`(?:stretto ([^`]+)|([a-z]\w*(?:\.\w+)*)(?: = ([^`]*))?)`")
 """A command, or a setting and perhaps its value, in a message."""
+
+BARE = re.compile(
+    r"(?<![\w./'\"`$\[-])([a-z]+\.[a-z]\w*|[a-z]\w*(?= = ))(?![\w(/]|\.[a-z])(?:\.\d+)?"
+    r"(?: = ('[^']*'|\{[^{}]*\}|\([^()]*\)|[\w.+-]*\w))?"
+)
+"""A setting without quotes, perhaps with its value as Python shows it."""
+
+SETTINGS: set[str] = set()
+"""Names of all settings. :mod:`stretto.config` fills it, so that it is empty in a process that
+has loaded no settings."""
 
 
 class TomlFile:
@@ -52,6 +62,12 @@ class CommandLine(TomlFile):
         """Word a setting as the command's option, or as it is in files if there is none."""
         known = (self.options[n] for n in spellings(name) if n in self.options)
         shown = next(known, "" if self.options else option(name))
+        if value in ("false", "False"):  # tyro's flags take no value
+            section, dot, last = shown.rpartition(".")
+            shown = shown and f"{section}.no-{last}" if dot else shown.replace("--", "--no-")
+        if value.lower() in ("true", "false"):
+            value = ""
+        value = re.sub(r"[(){}',]", "", value.replace(": ", "="))  # a tuple or dict
         return f"{shown} {value}".strip() if shown else super().setting(name, value)
 
 
@@ -62,11 +78,15 @@ class Python(TomlFile):
     Attributes:
         takes_settings: whether the function takes each setting, too, as ``section__name``.
         calls: Python for commands, by the beginnings of their lines.
+        equal: for a script, the keywords that take the same values as their settings, by the
+            names of these, and the words for some settings with a value. Values of other settings
+            are named as in files, with the keyword that they follow from.
     """
 
     keywords: Collection[str]
     takes_settings: bool
     calls: Mapping[str, str]
+    equal: Mapping[str, str] | None = None
 
     def setting(self, name: str, value: str) -> str:
         """Word a setting as a keyword, or as it is in files if there is none."""
@@ -75,6 +95,17 @@ class Python(TomlFile):
             known[-1] = name.replace(".", "__")
         keyword = next((n for n in known if n in self.keywords), "")
         keyword = keyword or (known[-1] if self.takes_settings else "")
+        if self.equal is not None and name in SETTINGS:
+            if exact := self.equal.get(f"{name} = {value}"):
+                return exact
+            if self.equal.get(name) in self.keywords:
+                keyword = self.equal[name]
+            elif name.startswith("schedule."):
+                pair = f"{known[-1]!r}: {_literal(value) if value else '...'}"
+                return f"schedule={{{pair}}}"
+            elif value or not keyword:
+                origin = f"(from {keyword}=)" if keyword else "of trainer.config"
+                return f"{super().setting(name, value)} {origin}"
         return f"{keyword}={value and _literal(value)}" if keyword else super().setting(name, value)
 
     def command(self, line: str) -> str:
@@ -125,6 +156,14 @@ def worded(text: str, interface: TomlFile | None = None) -> str:
     Without one the words are those of files.
     """
     words = interface or next(iter(_called), TomlFile())
+    text = BARE.sub(
+        lambda m: (
+            words.setting(m[1], (m[2] or "").strip("'")).removesuffix("=")
+            if m[1] in SETTINGS
+            else m[0]
+        ),
+        text,
+    )
     return QUOTED.sub(
         lambda m: words.command(m[1]) if m[1] else words.setting(m[2], m[3] or ""), text
     )
@@ -138,9 +177,25 @@ def in_python(function: Callable[P, R]) -> Callable[P, R]:
         keywords = inspect.signature(function).parameters
         takes_settings = any(each.kind is each.VAR_KEYWORD for each in keywords.values())
         with through(Python(keywords, takes_settings, CALLS)):
+            for name in () if takes_settings else kwargs.keys() - keywords.keys():
+                message = f"{function.__name__}() takes no '{name}'. {advice(name, keywords)}"
+                raise ConfigError(message, "unknown-argument")
             return function(*args, **kwargs)
 
     return called
+
+
+def advice(name: str, parameters: Collection[str], otherwise: str = "") -> str:
+    """Name the parameters of a function without settings that a name may stand for, or else return
+    the sentence ``otherwise``, which lists all parameters by default.
+    """
+    # Other libraries' names are known with the settings, the last part of which may be an option.
+    elsewhere = [each.rpartition(".")[2] for each in ELSEWHERE.get(name, ())]
+    if same := [each for each in elsewhere if each in parameters]:
+        return f"It is called `{same[0]}` here."
+    if matches := near(name, parameters, 3):
+        return f"Did you mean {' or '.join(f'`{each}`' for each in matches)}?"
+    return otherwise or f"It takes {', '.join(f'`{each}`' for each in parameters)}."
 
 
 def option(name: str) -> str:
@@ -148,8 +203,11 @@ def option(name: str) -> str:
 
 
 def _literal(value: str, *, toml: bool = False) -> str:
-    if re.fullmatch(r"-?\d[\d.e-]*|[Tt]rue|[Ff]alse", value):
-        return value.lower() if toml else value.capitalize()
+    if re.fullmatch(r"-?(\d[\d.e-]*|nan|inf)|[Tt]rue|[Ff]alse", value):
+        return value.capitalize() if value[0] in "tfTF" and not toml else value.lower()
+    if value[0] in "({":
+        toml_value = value.replace(": ", " = ").replace("(", "[").replace(")", "]")
+        return toml_value if toml else value
     if pair := re.fullmatch(r"(\w+)=(\S+)", value):
         return f'{{{pair[1]} = "{pair[2]}"}}' if toml else f"{{{pair[1]!r}: {pair[2]!r}}}"
     return f'"{value}"' if toml else repr(value)

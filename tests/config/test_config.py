@@ -80,13 +80,13 @@ def test_dump_names_every_setting() -> None:
         ("lr = 1", "extra_forbidden", ["'lr'", "'training.lr'"]),
         ("[training]\nlr = -1.0", "greater_than", ["training.lr = -1.0", "greater than 0"]),
         ("[training]\nlr = nan", "finite_number", ["training.lr = nan"]),
-        ("steps = 'many'", "int_parsing", ["steps = 'many'", "a valid integer"]),
+        ("steps = 'many'", "int_parsing", ["'steps = \"many\"'", "a valid integer"]),
         (
             "[algorithm]\nkl_estimator = 'k9'",
             "literal_error",
             ["'k1', 'k2' or 'k3'"],
         ),
-        ("[algorithm]\naggregation = 'token'", "literal_error", ["'token'", "'token_mean'"]),
+        ("[algorithm]\naggregation = 'token'", "literal_error", ['"token"', "'token_mean'"]),
         ("[rollout]\nbatch = 33\nsamples_per_prompt = 2", "batch-not-groups", [33, 2]),
         ("[rollout]\ntop_k = 5", "truncated-sampling", [5]),
         ("[rollout]\ntemperature = 0.0", "greedy-training", ["rollout.temperature"]),
@@ -258,7 +258,7 @@ def test_a_model_that_proposes_tokens_needs_a_number_and_a_whole_engine() -> Non
 
 
 def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
-    with raises(ConfigError, "greater_than", "steps = 0: ", "; unknown setting 'modl'"):
+    with raises(ConfigError, "greater_than", "'steps = 0': ", "; unknown setting 'modl'"):
         recipes.load(write(tmp_path, "steps = 0\nmodl = 1"))
 
 

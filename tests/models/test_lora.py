@@ -251,7 +251,7 @@ def test_a_model_with_adapters_of_its_own_keeps_them(
     for name, parameter in wrapped.named_parameters():
         if "lora_" in name:
             nn.init.normal_(parameter, std=0.3)
-    with raises(ConfigError, "adapters-already", "model.lora_rank = 0"):
+    with raises(ConfigError, "adapters-already", "model__lora_rank=0"):
         train(wrapped, tiny_folder, tmp_path)
     result = train(wrapped, tiny_folder, tmp_path, model__lora_rank=0)
     # The reference is the policy as it starts, as with an adapter's folder.

@@ -53,7 +53,8 @@ def check_resumable(before: Config, after: Config) -> None:
         if old != new and not {key, key.partition(".")[0]} & {*RESUMABLE}:
             raise ConfigError(
                 f"{key} = {new!r}: the run to resume has {old!r}, and only "
-                f"{', '.join(RESUMABLE)} may change. Start a new run for other settings",
+                f"{', '.join(f'`{n}`' for n in RESUMABLE)} may change. Start a new run for other "
+                "settings",
                 "resumed-differs",
             )
     schedule = after.training.lr_schedule

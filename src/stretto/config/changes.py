@@ -14,6 +14,7 @@ from stretto.config.recipes import build, read
 from stretto.config.run import Config
 from stretto.config.sections import Section, subsection
 from stretto.errors import ConfigError
+from stretto.interfaces import TomlFile, worded
 
 __all__ = ["changed", "difference", "merged", "read"]
 
@@ -39,7 +40,7 @@ def changed(config: S, changes: Mapping[str, Any], where: str, start: str = "") 
         return build(merged(data, changes, type(config)), where, type(config))
     except ConfigError as error:
         if start:
-            _refuse_same(config, str(error).removeprefix(where), start)
+            _refuse_same(config, worded(str(error).removeprefix(where), TomlFile()), start)
         raise
 
 
@@ -48,7 +49,7 @@ def _refuse_same(config: Section, fault: str, start: str) -> None:
     try:
         build(config.model_dump(), start, type(config))
     except ConfigError as error:
-        if str(error).removeprefix(start) == fault:
+        if worded(str(error).removeprefix(start), TomlFile()) == fault:
             raise
 
 

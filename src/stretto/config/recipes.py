@@ -22,7 +22,7 @@ from stretto.config import Config, RewardModelConfig, Section, SftConfig
 from stretto.config.sections import UNCHECKED, subsection
 from stretto.errors import ConfigError, near, nearest
 from stretto.foreign import ADVICE, ELSEWHERE, OF_RUNS, RENAMED
-from stretto.interfaces import QUOTED, TomlFile, worded
+from stretto.interfaces import QUOTED, SETTINGS, TomlFile, worded
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -93,6 +93,12 @@ def load(name_or_path: str | Path, kind: type[Any] = Config, *, checked: bool = 
     the folder). Raises ConfigError for no such recipe or file, no valid TOML, or as :func:`build`,
     which ``checked`` is for.
     """
+    if not isinstance(name_or_path, str | Path):
+        raise ConfigError(
+            f"settings are a {kind.__name__}, a recipe's name, a .toml file or a run's folder; got "
+            f"{name_or_path!r}. Give single settings by keyword",
+            "settings-not-named",
+        )
     name, path = str(name_or_path), Path(name_or_path)
     if name in names(kind):
         data = _located(read(_packaged(name, kind)), PACKAGED, first=True)
@@ -159,6 +165,9 @@ def setting_names(kind: type[Section] = Config) -> list[str]:
         inner = subsection(kind, key)
         found += [f"{key}.{name}" for name in setting_names(inner)] if inner else [key]
     return found
+
+
+SETTINGS.update(name for kind in FOLDERS for name in setting_names(kind))
 
 
 @overload
@@ -335,5 +344,8 @@ def _explain(error: ErrorDetails, kind: type[Section]) -> str:
     if error["type"] == "model_type" and (section := subsection(kind, key)):
         first = next(iter(section.model_fields))
         usual = next((n for n in ("name", "preset", "sources") if n in section.model_fields), first)
-        rule = f"is a section of settings; the one that is probably meant is `{key}.{usual}`"
+        meant = f"{key}.{usual} = {value}" if isinstance(value, str) else f"{key}.{usual}"
+        rule = f"is a section of settings; the one that is probably meant is `{meant}`"
+    if error["type"] == "tuple_type":
+        rule = f"must be a list, such as ['{value}']"
     return f"{key} = {value!r}: {rule}"

@@ -38,7 +38,7 @@ from stretto.schedules.rollout import Rollout
 from stretto.trl import arguments, checkpoints, objects
 from stretto.trl.callbacks import after_step, evaluated, means_of, never_called
 from stretto.trl.compat import require_called, require_named
-from stretto.trl.config import TrlConfig
+from stretto.trl.config import IN_SCRIPTS, SETS, TrlConfig
 from stretto.trl.objects import Answering, PromptTask, Rewards, TokenTask
 
 P = ParamSpec("P")
@@ -49,8 +49,11 @@ _CALLS = {"train --resume ": "trainer.train(resume_from_checkpoint={})"}
 
 
 def words_of(trainer: Any) -> Python:
+    """Return the words of scripts for a trainer's class: its arguments, and its config's."""
     names = [field.name for field in fields(trainer.config_class)]
-    return Python([*names, *inspect.signature(trainer.__init__).parameters], False, _CALLS)
+    equal = {setting: name for name, setting in SETS.items() if name in names}
+    names += inspect.signature(trainer.__init__).parameters
+    return Python(names, False, _CALLS, equal | IN_SCRIPTS)
 
 
 def in_script(method: Callable[P, R]) -> Callable[P, R]:

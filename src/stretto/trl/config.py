@@ -297,6 +297,23 @@ SETS = {
 }
 """Arguments that are the value of a setting."""
 
+IN_SCRIPTS = {
+    "out": "output_dir",
+    "runtime": "runtime",
+    "training.lr": "learning_rate",
+    "training.grad_clip": "max_grad_norm",
+    "training.optim": "optim",
+    "reward.sources": "reward_funcs",
+    "reward.weights": "reward_weights",
+    "model.name": "model",
+    "model.device = cpu": "use_cpu=True",
+    "model.dtype = bfloat16": "bf16=True",
+    "model.dtype = float32": "bf16=False",
+    "rollout.engine = torch": "use_vllm=False",
+    "rollout.engine = vllm": "use_vllm=True",
+}
+"""Further settings whose values an argument takes, and how scripts write some values."""
+
 OTHER_TRACKERS = (
     *("azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "kubeflow"),
     "neptune",
