@@ -479,11 +479,11 @@ def test_rows_that_are_too_long_are_left_out_whole_and_counted(
     name = write_rows(tmp_path, rows)
     assert main(["sft", "--data.name", name, *common, "--data.max-tokens", "20"]) == 0
     text = capsys.readouterr().out
-    assert "1 of 33 rows are longer than data.max_tokens = 20 and left out" in text
+    assert "1 of 33 rows are longer than --data.max-tokens 20 and left out" in text
     assert "held out: 5." in text
     assert main(["sft", "--data.name", name, *common, "--data.max-tokens", "5"]) == 2
     error = capsys.readouterr().err
-    assert "all 33 rows are longer than data.max_tokens = 5 (the shortest has 8 tokens)" in error
+    assert "all 33 rows are longer than --data.max-tokens 5 (the shortest has 8 tokens)" in error
     assert len(list((tmp_path / "runs").iterdir())) == 1  # what never trained leaves nothing
 
 
@@ -523,12 +523,12 @@ def test_the_command_line_says_what_is_wrong(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["sft"]) == 2
-    assert "data.name is empty: name a file" in capsys.readouterr().err
+    assert "--data.name is empty: name a file" in capsys.readouterr().err
     assert main(["sft", "--data.name", "nowhere.jsonl"]) == 2
     assert "there is no file 'nowhere.jsonl'" in capsys.readouterr().err
     write_rows(tmp_path, SPELLING)
     assert main(["sft", "--data.name", "rows.jsonl", "--data.size", "99"]) == 2
-    assert "data.size = 99, but 'rows.jsonl' holds 32 rows" in capsys.readouterr().err
+    assert "--data.size 99, but 'rows.jsonl' holds 32 rows" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["sft", "--help-all"])
     text = capsys.readouterr().out

@@ -103,7 +103,7 @@ def test_a_resume_that_is_refused_leaves_the_newest_checkpoint(
     trainer = make_trainer(tiny_folder, out)
     trainer.train()
     other = make_trainer(tiny_folder, out, learning_rate=1e-3)
-    with raises(ConfigError, "resumed-differs", "training.lr"):
+    with raises(ConfigError, "resumed-differs", "learning_rate"):
         other.train(resume_from_checkpoint=str(out / "checkpoint-2"))
     assert [path.name for path in trainer.run_dir.checkpoints.iterdir()] == ["step-000003"]
 

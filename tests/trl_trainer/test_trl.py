@@ -716,7 +716,7 @@ def test_callbacks_end_a_run_which_goes_on_from_its_checkpoint(
     theirs = weights(whole.policy_model)
     assert all(torch.equal(theirs[n], p) for n, p in weights(resumed.policy_model).items())
     again = {**saving, "kl_coef": 0.5, "resume_from_checkpoint": str(stopped.run_dir.path)}
-    with raises(ConfigError, "resumed-differs", "algorithm.kl_coef = 0.5", 0.01):
+    with raises(ConfigError, "resumed-differs", "kl_coef=0.5", 0.01):
         make_trainer(folders, tmp_path, again).train()
 
 

@@ -474,8 +474,9 @@ def _overrides(
 def _rewards(
     reward: Function | str | Sequence[Function | str],
 ) -> tuple[dict[str, Function], tuple[str, ...]]:
-    several = isinstance(reward, Iterable) and not (isinstance(reward, str) or callable(reward))
-    parts = list(reward) if several else [reward]
+    parts: list[Any] = [reward]
+    if isinstance(reward, Iterable) and not isinstance(reward, str) and not callable(reward):
+        parts = list(reward)
     functions, sources = dict[str, Function](), list[str]()
     for part in parts:
         if not isinstance(part, str) and not callable(part):
