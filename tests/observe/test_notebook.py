@@ -28,6 +28,7 @@ def test_a_result_draws_its_curves_and_links_its_files(run: RunDirectory) -> Non
     parsed = ElementTree.fromstring(page.replace("<br>", "<br/>"))  # so all text is escaped
     lines = [line.get("points") for line in parsed.iter("polyline")]
     assert lines[0] == "0.0,70.0 110.0,0.0 220.0,35.0"  # a gap is bridged
+    assert lines[1] == "0.0,35.0 55.0,35.0 110.0,35.0 220.0,35.0"  # a constant is in the middle
     assert [svg.get("aria-label") for svg in parsed.iter("svg")] == [
         "objective/scores",
         "objective/kl",

@@ -14,7 +14,7 @@ CURVES = (
     *("train/loss", "train/accuracy", "held_out/loss", "held_out/accuracy"),
 )
 """Metrics that are drawn if a run has them."""
-WIDTH, HEIGHT = 220, 70
+WIDTH, HEIGHT, MARGIN = 220, 70, 4
 
 
 def html_of(
@@ -51,18 +51,22 @@ def _curve(name: str, history: Sequence[Mapping[str, Any]]) -> str:
         return ""
     steps, values = zip(*points, strict=True)
     low, high = min(values), max(values)
-    span, length = high - low or 1.0, max(steps) - min(steps) or 1.0
+    length = max(steps) - min(steps) or 1.0
     line = " ".join(
-        f"{(step - min(steps)) / length * WIDTH:.1f},{(high - value) / span * HEIGHT:.1f}"
+        f"{(step - min(steps)) / length * WIDTH:.1f},"
+        f"{(high - value) / (high - low) * HEIGHT if high > low else HEIGHT / 2:.1f}"
         for step, value in points
     )
     mark = f'<circle cx="{line.split(",")[0]}" cy="{HEIGHT / 2}" r="2" fill="#3b6fd4"/>'
     drawn = f'<polyline points="{line}" fill="none" stroke="#3b6fd4" stroke-width="1.5"/>'
+    several = f"{low:.3g} to {high:.3g}, steps {steps[0]:g} to {steps[-1]:g}"
+    width, height = WIDTH + 2 * MARGIN, HEIGHT + 2 * MARGIN
     return (
-        '<span style="display:inline-block;margin:0 16px 8px 0;font-size:12px">'
+        f'<span style="display:inline-block;vertical-align:top;width:{width}px;'
+        'margin:0 16px 12px 0;font-size:12px">'
         f"{escape(name)} <b>{values[-1]:.4g}</b><br>"
-        f'<svg width="{WIDTH}" height="{HEIGHT}" viewBox="-3 -3 {WIDTH + 6} {HEIGHT + 6}" '
+        f'<svg width="{width}" height="{height}" viewBox="{-MARGIN} {-MARGIN} {width} {height}" '
         f'role="img" aria-label="{escape(name)}">{drawn if len(points) > 1 else mark}</svg><br>'
-        f'<span style="opacity:.7">{low:.4g} to {high:.4g}, steps {steps[0]:g} to {steps[-1]:g}'
+        f'<span style="opacity:.7">{several if len(points) > 1 else f"step {steps[0]:g}"}'
         "</span></span>"
     )
