@@ -76,11 +76,12 @@ def test_hub_names_are_metadata_and_hostile_text_is_not(tmp_path: Path) -> None:
     assert "loss/x" not in card.text
     path = "a|b`c\nd: [<b>"
     run = run_of(tmp_path, model={"name": path})
-    write_card(run, "mine.py:spec")
+    write_card(run, "a<b>|*\nc&d.py:spec")
     card = card_of(run.model)
     assert card.data.tags == ["stretto"]
     assert card.data.base_model is None
     assert "`` a\\|b`c d: [<b> ``" in card.text
+    assert "by a&lt;b&gt;\\|\\* c&amp;d.py:spec, with" in card.text
 
 
 def test_an_edited_card_is_kept_and_another_is_renewed(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,9 @@ def _lines(run: RunDirectory, method: str, rows: int | None, library: str) -> It
     # A path to the user's own code is no tag.
     yield f"tags: {json.dumps(['stretto', *([] if ':' in method else [method])])}"
     yield "---"
-    yield f"\n# {_plain(run.name)}\n"
+    yield f"\n# {plain_markdown(run.name)}\n"
     kind = "An adapter of" if library == "peft" else "A model trained from"
-    yield f"{kind} {_code(base)} by {_plain(method)}, with Stretto.\n"
+    yield f"{kind} {_code(base)} by {plain_markdown(method)}, with Stretto.\n"
     yield from _table("", _facts(run, dataset or str(data.get("kind", "")), rows))
     last = records.last(run.metrics_file) or {}
     metrics = {n: f"{v:.5g}" for n, v in last.items() if n.startswith(_SHOWN) and v is not None}
@@ -91,18 +92,22 @@ def _facts(run: RunDirectory, data: str, rows: int | None) -> Mapping[str, str]:
         facts["rows"] = str(rows)
     facts["command"] = _code(command) if command.startswith("stretto ") else "Python"
     versions = {"stretto": "", "torch": "", "transformers": "", **start.get("versions", {})}
-    named = (f"{name} {version or 'unknown'}" for name, version in versions.items())
-    return facts | {"versions": _plain(", ".join(named)), "date": str(start.get("date", ""))}
+    named = ", ".join(f"{name} {version or 'unknown'}" for name, version in versions.items())
+    return facts | {"versions": plain_markdown(named), "date": str(start.get("date", ""))}
 
 
 def _table(head: str, cells: Mapping[str, str]) -> Iterator[str]:
     yield f"| {head} | |\n|---|---|"
     for name, value in cells.items():
-        yield f"| {_plain(name)} | {value} |"
+        yield f"| {plain_markdown(name)} | {value} |"
 
 
-def _plain(text: str) -> str:
-    return re.sub(r"([\\`*_\[\]|<>#])", r"\\\1", " ".join(text.split()))
+def plain_markdown(text: str, line_break: str = " ") -> str:
+    """Escape text for Markdown, in one line. Entities stand for < and >, because Python-Markdown,
+    which TensorBoard uses, knows no backslash before them.
+    """
+    lines = line_break.join(text.splitlines())
+    return re.sub(r"([\\`*_\[\]|#])", r"\\\1", escape(lines, quote=False))
 
 
 def _code(text: str) -> str:

@@ -11,13 +11,13 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any, Protocol
 
 from stretto import files, outside
 from stretto.config import ObserveConfig
 from stretto.errors import StorageError, StrettoError, first_line, require
+from stretto.observe.card import plain_markdown
 from stretto.observe.run_directory import Sample
 
 CELL_CHARS = 2000
@@ -83,8 +83,7 @@ def send(
 def _markdown(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     def line(cells: Iterable[Any]) -> str:
         texts = (f"{c:.4g}" if isinstance(c, float) else str(c) for c in cells)
-        plain = (re.sub(r"([\\`*_\[\]|])", r"\\\1", escape(text, quote=False)) for text in texts)
-        return f"| {' | '.join(' ↵ '.join(text.splitlines()) for text in plain)} |"
+        return f"| {' | '.join(plain_markdown(text, ' ↵ ') for text in texts)} |"
 
     return "\n".join([line(columns), "|---" * len(columns) + "|", *map(line, rows)])
 
