@@ -263,6 +263,9 @@ class ScheduleConfig(Section):
     deadline_s: Seconds = 1800.0
     """Seconds that a role may take to answer one call, and an engine for each 4,096 tokens that it is to decode in one. After that the run ends and names the role. Over processes, a call that takes 20 times as long as usual, and 300 seconds, is taken to hang before."""
 
+    def __hash__(self) -> int:  # plans cache work by the schedule, and controllers are a dict
+        return hash(self.model_dump_json())
+
     @property
     def knobs(self) -> Knobs:
         given = {name: getattr(self, name) for name in KNOBS}
