@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 import torch
 
+from docs_helpers import blocks
 from helpers import ticket, told
 from raising import raises
 from scorer_helpers import byte_tokenizer
@@ -95,6 +96,41 @@ def function(tmp_path: Path) -> Iterator[Scorers]:
 
 
 # --- conventions ------------------------------------------------------------------------------
+
+
+def test_a_class_is_made_once_and_keeps_what_it_has(function: Scorers) -> None:
+    scorer = function(
+        """
+        class Judge:
+            def __init__(self):
+                self.calls = 0
+            def __call__(self, completions, **columns):
+                self.calls += 1
+                return [len(completion) + 10 * self.calls for completion in completions]
+        """,
+        "Judge",
+    )
+    assert numbers(judge(scorer, ["a", "bc"])) == [11.0, 12.0]
+    assert numbers(judge(scorer, ["a"])) == [21.0]
+
+
+def test_a_class_that_cannot_be_made_is_named(function: Scorers) -> None:
+    with raises(ConfigError, "reward-class-raised", "Judge", "weights"):
+        function(
+            """
+            class Judge:
+                def __init__(self, weights):
+                    self.weights = weights
+                def __call__(self, completions):
+                    return self.weights
+            """,
+            "Judge",
+        )
+
+
+def test_the_class_that_the_docs_show_judges(function: Scorers) -> None:
+    (code,) = (code for code in blocks("rewards", "python") if "class Judge" in code)
+    assert numbers(judge(function(code, "Judge"), ["oh please", "no"])) == [1.0, 0.0]
 
 
 def test_trl_gets_everything_by_keyword(function: Scorers, tmp_path: Path) -> None:

@@ -245,7 +245,19 @@ def convention_of(signature: inspect.Signature, file: str, name: str) -> Recogni
 
 
 def recognise(function: Callable[..., Any], file: str, name: str) -> RewardFunction:
-    """Make a reward function of one in any convention; raises ConfigError if it is in none."""
+    """Make a reward function of one in any convention; raises ConfigError if it is in none.
+
+    A class with ``__call__`` is made once, without arguments, and its object is called.
+    """
+    if inspect.isclass(function) and "__call__" in dir(function):
+        try:
+            function = in_this_process(function)
+        except Exception as error:
+            raise ConfigError(
+                f"reward.sources: making an object of '{name}' raised {describe(error, file)}; a "
+                "class takes no arguments and has __call__",
+                "reward-class-raised",
+            ) from error
     signature = inspect.signature(function)
     convention, columns, required, environments = convention_of(signature, file, name)
     call, loop = _caller(function, signature, convention.aliases), _Loop()
