@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
+from stretto.bounds import checked, kinds
 from stretto.errors import ConfigError, StrettoError, near
 from stretto.foreign import ELSEWHERE, spellings
 
@@ -170,7 +171,7 @@ def worded(text: str, interface: TomlFile | None = None) -> str:
 
 
 def in_python(function: Callable[P, R]) -> Callable[P, R]:
-    """Mark a function that users call."""
+    """Mark a function that users call. Numbers that it is called with are checked."""
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -180,7 +181,7 @@ def in_python(function: Callable[P, R]) -> Callable[P, R]:
             for name in () if takes_settings else kwargs.keys() - keywords.keys():
                 message = f"{function.__name__}() takes no '{name}'. {advice(name, keywords)}"
                 raise ConfigError(message, "unknown-argument")
-            return function(*args, **kwargs)
+            return function(*args, **checked(kinds(function), kwargs))
 
     return called
 

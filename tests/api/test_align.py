@@ -348,8 +348,8 @@ def test_what_is_done_is_not_done_again(
         ({}, {"reference_column": "answr"}, TaskError, None, "'answr'"),
         ({"train": {"reward__sources": ("no.py:f",)}}, {}, ConfigError, None, "no.py"),
         ({"train": {"reward__sources": ("task", "x.py:f")}}, {}, ConfigError, "gold-not-one", "x"),
-        ({}, {"pairs": 1}, ConfigError, "too-few", "pairs = 1: must be 2"),
-        ({}, {"samples": 0}, ConfigError, "too-few", "samples = 0: must be 1"),
+        ({}, {"pairs": 1}, ConfigError, "greater_than_equal", "pairs=1: must be"),
+        ({}, {"samples": 0}, ConfigError, "greater_than", "samples=0: must be"),
         ({"sft": {"data__name": ""}}, {}, ConfigError, "stage-without-data", "sft.toml"),
         ({"train": {"model__name": "./none"}}, {}, StrettoError, None, "./none"),
     ],
@@ -467,7 +467,7 @@ def test_the_seeds_of_recipes_stay_unless_one_is_given(
         seen.append(stages)
         raise ConfigError("seen")
 
-    monkeypatch.setattr("stretto.api.alignment.align", begun)
+    monkeypatch.setattr("stretto.cli.train.align", begun)
     text = (folder / "sft.toml").read_text()
     (folder / "sft.toml").write_text(f"seed = 7\n{text}")
     begin(folder, tmp_path / "runs")

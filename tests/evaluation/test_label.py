@@ -417,12 +417,12 @@ def test_the_command_labels_files_and_recipes(
     for row in read(tmp_path / "made.jsonl"):
         assert row["chosen_score"] == len(row["chosen"]) > row["rejected_score"]
     for arguments, message in (
-        ([str(file)], "--by is missing"),
-        ([str(file), "--by", "judge.py:length"], "--out is missing"),
+        ([str(file)], "needs --by"),
+        ([str(file), "--by", "judge.py:length"], "needs --out"),
         (["tiny", "--by", "x.py:f", "--out", "y"], "say by which model with --responses-from"),
         ([str(file), "--by", "x.py:f", "--out", "y", "--timeout", "0"], "--timeout 0.0: must be"),
         (["nowhere.jsonl", "--by", "judge.py:length", "--out", "y"], "there is no file"),
-        ([*command[1:], "--prompts", "0"], "--prompts 0: must be 1 or more"),
+        ([*command[1:], "--prompts", "0"], "--prompts 0: must be greater than 0"),
     ):
         assert main(["label", *arguments]) == 2
         assert message in capsys.readouterr().err

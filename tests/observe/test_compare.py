@@ -416,7 +416,10 @@ def test_variants_set_the_knobs_and_leave_the_rest() -> None:
         (["--seeds", "0", "tiny"], "write 'tiny' first"),
         (["tiny", "--sim", "x.toml"], "so does the recipe 'tiny'; leave one of them out"),
         (["--sim", "absent.toml"], "cannot read the settings 'absent.toml'"),
-        (["--sim", "absent.toml", "--steps", "-1"], "--steps -1: must be 1 or more"),
+        (
+            ["--sim", "absent.toml", "--steps", "-1"],
+            "--steps -1: must be greater than or equal to 0",
+        ),
         (["--sim", "x.toml", "--placement", "tiny"], "or give a run's folder as --sim"),
         ([], "RECIPE"),
     ],

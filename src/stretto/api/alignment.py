@@ -14,9 +14,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from stretto.api import training
 from stretto.api.settings import changed, settled
@@ -29,6 +29,7 @@ from stretto.config import (
     SftConfig,
     recipes,
 )
+from stretto.config.sections import Rows
 from stretto.errors import ConfigError, StateError, TaskError
 from stretto.files import explained, write_whole
 from stretto.interfaces import in_python
@@ -152,8 +153,8 @@ def align(
     settings: Stages | str | Path,
     *,
     folder: str | Path,
-    pairs: int = 600,
-    samples: int = 200,
+    pairs: Annotated[int, Field(ge=2, le=10**7)] = 600,
+    samples: Rows = 200,
     reference_column: str = "",
     sft: Mapping[str, Any] | None = None,
     reward: Mapping[str, Any] | None = None,
@@ -166,9 +167,10 @@ def align(
         settings: the packaged recipes of one name (``"posts"``), a folder with ``sft.toml``,
             ``reward.toml`` and ``train.toml``, or the settings themselves.
         folder: made if it is not there; the settings are written into it.
-        pairs: prompts that the fine-tuned model answers twice, for the gold reward to choose.
-        samples: held-out prompts to evaluate on, at most.
-        reference_column: with the responses to win against; empty takes the task's own answers.
+        pairs: Prompts that the tuned model answers twice, for the gold reward to choose.
+        samples: Held-out prompts to evaluate on, at most.
+        reference_column: Column with the responses to win against; without it the task's own
+            answers.
         sft, reward, train: changes of the settings of each stage; as in :func:`train`.
     """
     stages = stages_of(settings, sft=sft, reward=reward, train=train)
@@ -179,7 +181,7 @@ def align(
             f"`stretto align --resume {folder}`, or choose another folder",
             "alignment-begun",
         )
-    check_settings(stages, pairs, samples)
+    check_settings(stages)
     check_opens(stages, reference_column)
     lines = dict[str, None]()  # the same of all three, as a rule
     tell = lines.setdefault
@@ -309,11 +311,8 @@ def _run(stages: Stages, results: _Results) -> Aligned:
     return Aligned(folder, tuned, pairs, learned, least, policy, before, after)
 
 
-def check_settings(stages: Stages, pairs: int, samples: int) -> None:
+def check_settings(stages: Stages) -> None:
     """Check the settings as far as possible without reading any files."""
-    for option, value, least in (("pairs", pairs, 2), ("samples", samples, 1)):
-        if value < least:
-            raise ConfigError(f"{option} = {value}: must be {least} or more", "too-few")
     task, _ = stages.train.task, stages.gold
     if not task.is_procedural and task.held_out_rows in ("", task.name, task.split):
         raise ConfigError(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
 
 from stretto.api.settings import Settings, changed, config_of, model_of, of_rows, trained_with
 from stretto.checks import check_measured
@@ -17,6 +19,16 @@ from stretto.config import (
     RolloutConfig,
     TaskConfig,
     recipes,
+)
+from stretto.config.sections import (
+    ChatArguments,
+    NonNegativeInt,
+    PositiveInt,
+    Rows,
+    Seconds,
+    Seed,
+    Temperature,
+    TopP,
 )
 from stretto.errors import ConfigError, require
 from stretto.interfaces import in_python
@@ -39,7 +51,7 @@ def evaluate(
     settings: Settings,
     *,
     model: str | Path = "",
-    samples: int = 200,
+    samples: Rows = 200,
     dataset: str | Path | None = None,
     **changes: Any,
 ) -> EvalResult:
@@ -48,11 +60,11 @@ def evaluate(
     others.
 
     Args:
-        settings: as in :func:`train`; they name the task.
-        model: a name, a folder, or a run's folder; without one the settings' model, or the trained
-            one where ``settings`` is a run's folder.
-        samples: prompts answered, at most.
-        dataset: a file or a hub dataset in place of the settings' one.
+        settings: As in :func:`train`; they name the task.
+        model: What to measure: a known name, a local folder, a hub name, or a run's folder. Without
+            it: the run's trained model, or the recipe's model before training.
+        samples: Prompts answered, at most.
+        dataset: A file or a hub dataset in place of the settings' one.
         changes: as in :func:`train`.
     """
     config, chosen = _measured(settings, model, dataset, changes)
@@ -67,7 +79,7 @@ def measure(
     settings: Settings,
     *,
     model: str | Path = "",
-    samples: int = 200,
+    samples: Rows = 200,
     win_rate_by: str | Sequence[str] = (),
     sft: str | Path = "",
     judge: LlmJudge | None = None,
@@ -80,11 +92,13 @@ def measure(
 
     Args:
         settings, model, samples, dataset, changes: as in :func:`evaluate`.
-        win_rate_by: gold reward for a win-rate, as in ``reward.sources``, or several of them; the
-            run of a reward model stands for its model.
-        sft: model for the KL, a run's folder too.
-        judge: an LLM judge for a win-rate.
-        reference_column: with the responses to win against; empty takes the task's own answers.
+        win_rate_by: Win-rate against reference responses by this gold reward: 'model:NAME' (a
+            reward model or the run of one), 'file.py:function', or 'task'; or by several of them.
+        sft: KL to this model (what the policy was trained from, or the run of it), and its
+            perplexity on the policy's samples.
+        judge: An LLM judge for a win-rate.
+        reference_column: Column with the reference responses: text, or a conversation that ends
+            with the assistant's turn. Without it: the task's own answers.
     """
     sources = [win_rate_by] if isinstance(win_rate_by, str) else win_rate_by
     asked = {"sources": [s for s in sources if s], "sft": str(sft)}
@@ -105,21 +119,29 @@ def measure(
 
 @in_python
 def label(
-    data: str | Path | RewardModelConfig, *, by: str, out: str | Path, **changes: Any
+    data: str | Path | RewardModelConfig,
+    *,
+    by: str,
+    out: str | Path,
+    timeout_s: Seconds = 30.0,
+    **changes: Any,
 ) -> LabelResult:
     """Label a preference file anew by a gold reward; what ``stretto label FILE`` does.
 
     Args:
-        data: the file, or settings whose ``data`` names it.
-        by: 'file.py:name' or 'model:NAME'; a run's folder too.
-        out: file for the pairs, JSON Lines.
+        data: The file, or settings whose ``data`` names it.
+        by: The gold reward: 'model:NAME' (a reward model or the run of one), 'file.py:function',
+            or, with --responses-from, 'task'.
+        out: Where the pairs go, as JSON Lines.
+        timeout_s: Seconds that a function may take for 32 responses.
         changes: of those settings, as in :func:`train`.
     """
-    from stretto.evaluation import label_pairs
+    with working(on_stderr, LOADING):
+        from stretto.evaluation import label_pairs
 
     if not isinstance(data, RewardModelConfig):
         data = changed(RewardModelConfig(), {"data__name": str(data)})
-    return label_pairs(changed(data, changes), by=by, out=Path(out))
+    return label_pairs(changed(data, changes), by=by, out=Path(out), timeout_s=timeout_s)
 
 
 @in_python
@@ -129,8 +151,8 @@ def label_responses(
     by: str,
     out: str | Path,
     model: str | Path = "",
-    prompts: int = 1000,
-    per_prompt: int = 2,
+    prompts: Rows = 1000,
+    per_prompt: Annotated[int, Field(ge=2, le=10**7)] = 2,
     dataset: str | Path | None = None,
     **changes: Any,
 ) -> LabelResult:
@@ -138,10 +160,13 @@ def label_responses(
     --responses-from MODEL`` does.
 
     Args:
-        settings, model, dataset, changes: as in :func:`evaluate`.
-        by, out: as in :func:`label`; ``by`` may be 'task' too.
-        prompts: the first ones that training would draw, at most so many.
-        per_prompt: responses to each; the best and the worst make a pair.
+        settings, dataset, changes: As in :func:`evaluate`.
+        by, out: As in :func:`label`; ``by`` may be 'task' too.
+        model: Model that answers the recipe's prompts: a known name, a local folder, a hub name, or
+            a run's folder.
+        prompts: Prompts to answer, at most.
+        per_prompt: Responses to each prompt; the best and the worst of those that ended make a
+            pair.
     """
     config, chosen = _measured(settings, model, dataset, changes, sources=[by])
     from stretto import evaluation
@@ -157,7 +182,7 @@ def benchmark(
     tasks: Sequence[str],
     *,
     model: str | Path = "",
-    limit: int = 0,
+    limit: NonNegativeInt = 0,
     **changes: Any,
 ) -> list[Benchmark]:
     """Run benchmarks of lm-evaluation-harness; what ``stretto eval --lm-eval`` does.
@@ -166,7 +191,7 @@ def benchmark(
         settings, model, changes: as in :func:`evaluate`; of the settings, those of the model and
             ``rollout.batch`` are looked at.
         tasks: names that the harness knows, or .yaml files that define one.
-        limit: examples of each benchmark, at most; 0 takes all.
+        limit: Examples of each benchmark; 0 takes all.
     """
     require("lm_eval", "lm-eval", "stretto.benchmark")
     config, chosen = _measured(settings, model, None, changes, rows=False)
@@ -182,15 +207,15 @@ def generate(
     prompts: Sequence[str | Sequence[Mapping[str, str]]],
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    max_new_tokens: int = 256,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
+    max_new_tokens: PositiveInt = 256,
+    temperature: Temperature = 1.0,
+    top_k: NonNegativeInt = 0,
+    top_p: TopP = 1.0,
     stop: Sequence[str] = (),
-    seed: int = 0,
+    seed: Seed = 0,
     chat: Literal["auto", "on", "off"] = "auto",
     system: str = "",
-    template_arguments: Mapping[str, Any] | None = None,
+    template_arguments: ChatArguments | None = None,
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> list[str]:
@@ -200,18 +225,22 @@ def generate(
     TaskError for a prompt that the model cannot read.
 
     Args:
-        prompts: texts, or conversations as lists of messages.
-        model: a known name, a folder in Hugging Face format, a hub name, or a run's folder; or a
-            model as an object, which is put into evaluation mode and needs its ``tokenizer``.
-        temperature: softmax temperature; 0 is greedy.
-        top_k, top_p: sample among the likeliest tokens only; 0 and 1 are off.
-        stop: strings that end an answer, besides the end-of-sequence token.
-        chat: apply the tokenizer's chat template; auto: where it has one.
-        system: a system message put before every prompt; needs a chat template.
-        template_arguments: of the chat template, such as ``{"enable_thinking": False}``.
-        dtype: type to compute in, of a model by name; auto: bfloat16 where the hardware is faster
-            in it, else float32. Greedy texts of the two types differ now and then.
-        device: to compute on; auto: cuda when there is one.
+        model: A known name, a local folder in Hugging Face format, a hub name, or a run's folder;
+            or a model as an object, which is put into evaluation mode and needs its ``tokenizer``.
+        prompts: Texts, or conversations as lists of messages.
+        max_new_tokens: Token limit of an answer; with tools, of all turns and what answers them.
+        temperature: Softmax temperature; 0 is greedy.
+        top_k: Sample among the k likeliest tokens; 0 is off.
+        top_p: Sample among the likeliest tokens that hold this much probability; 1 is off.
+        stop: A string that ends an answer, besides the end-of-sequence token; may be repeated.
+        seed: Of the random numbers.
+        system: A system message, put before every prompt; needs a chat template.
+        chat: Apply the tokenizer's chat template. auto: where the tokenizer has one.
+        template_arguments: An argument of the chat template, as enable_thinking=false; may be
+            repeated.
+        dtype: Type to compute in. auto: bfloat16 where the hardware is faster in it, else float32,
+            and says which; greedy texts of the two differ now and then.
+        device: Device to compute on. auto: cuda when there is one.
     """
     by_name = isinstance(model, str | Path)
     if by_name == (tokenizer is not None):
@@ -228,44 +257,56 @@ def generate(
         from stretto.assembly.models import Overrides
 
         overrides = Overrides(actor=model, tokenizer=tokenizer)
-    config = ModelConfig(
-        name=str(model) if by_name else type(model).__name__, dtype=dtype, device=device
-    )
-    options = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "stop": tuple(stop),
-    }
     for prompt in prompts:
         if not isinstance(prompt, str | Sequence):
             message = f"a prompt is text or a list of chat messages; got {prompt!r}"
             raise ConfigError(message, "prompt-not-text")
+    name = str(model) if isinstance(model, str | Path) else type(model).__name__
     rows = [TaskRow(p if isinstance(p, str) else as_prompt(list(p))) for p in prompts]
-    own = {"chat": chat, "system": system, "template_arguments": template_arguments or {}}
-    task = recipes.build(own, "options", TaskConfig)
-    found = answers(config, rows, task, options, seed=seed, overrides=overrides)
+    found = answers(
+        name,
+        rows,
+        overrides=overrides,
+        seed=seed,
+        system=system,
+        chat=chat,
+        template_arguments=template_arguments,
+        dtype=dtype,
+        device=device,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop=tuple(stop),
+    )
     return [answer.text for answer in found]
 
 
 def answers(
-    config: ModelConfig,
+    model: str,
     rows: Sequence[TaskRow],
-    task: TaskConfig,
-    options: Mapping[str, Any],
     *,
+    dtype: Literal["auto", "float32", "bfloat16"],
+    device: Literal["auto", "cpu", "cuda"],
     seed: int,
+    system: str,
+    chat: str,
+    template_arguments: Mapping[str, Any] | None,
+    samples: int = 1,
     environment: Mapping[str, Any] | None = None,
     overrides: Overrides | None = None,
+    **sampling: Any,
 ) -> Iterator[Answer]:
     """Yield answers in the order of their prompts, each as soon as it and those before have ended.
-    The options are settings of the section ``rollout``, and those of ``environment`` of its own;
-    the task says how rows become prompts.
+
+    The arguments are those of :func:`generate`; ``environment`` has settings of its section.
     """
-    each = options.get("samples_per_prompt", 1)
-    batch = max(each, 1) * max(min(len(rows), 32 // max(each, 1)), 1)
-    rollout = recipes.build({"batch": batch, **options}, "options", RolloutConfig)
+    config = ModelConfig(name=model, dtype=dtype, device=device)
+    texts = {"chat": chat, "system": system, "template_arguments": template_arguments or {}}
+    task = recipes.build(texts, "", TaskConfig)
+    batch = samples * max(min(len(rows), 32 // samples), 1)
+    sizes = {"batch": batch, "samples_per_prompt": samples}
+    rollout = recipes.build({**sizes, **sampling}, "", RolloutConfig)
     if overrides is None:
         with working(on_stderr, CHECKING):
             check_measured(Config.model_construct(model=config), config.name, rows=False)
@@ -275,7 +316,7 @@ def answers(
 
     waiting: dict[int, Answer] = {}
     turn, own = 0, overrides or NO_OVERRIDES
-    answering = recipes.build(environment, "options", EnvironmentConfig) if environment else None
+    answering = recipes.build(environment, "", EnvironmentConfig) if environment else None
     how: Any = {"environment": answering, "seed": seed, "overrides": own}
     for answer in generate(config, rows, task, rollout, **how):
         waiting[answer.number] = answer

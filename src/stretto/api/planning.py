@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tomli_w
+from pydantic import Field
 from tyro.conf import arg
 
 from stretto.api.runs import REPLACED, VARIANTS, schedule_of
 from stretto.api.settings import Settings, config_of
+from stretto.bounds import checked, kinds
 from stretto.config import (
     AlgorithmConfig,
     Config,
@@ -21,6 +23,14 @@ from stretto.config import (
     ScheduleConfig,
     changes,
     recipes,
+)
+from stretto.config.sections import (
+    Gpus,
+    Minutes,
+    NonNegativeInt,
+    PositiveInt,
+    Seconds,
+    WorkersOrAuto,
 )
 from stretto.errors import ConfigError, ModelError
 from stretto.models.shapes import Shape
@@ -59,40 +69,47 @@ MINUTES = (0.75, 8.0)
 """Minutes that a search may take, on up to 64 GPUs and on more."""
 
 
+Tokens = Annotated[float, Field(gt=0, le=10**9)]
+"""Tokens of a text, on average."""
+
+
 @dataclass
 class PlanOptions:
-    """What a plan is asked for, besides a run's settings."""
+    """What a plan is asked for, besides a run's settings.
+
+    Attributes:
+        gpus: Number of GPUs; a plan uses all of them.
+        hardware: A file with the GPUs' figures, in place of --gpu.
+        model_shape: A known model, folder or config.json whose shape the actor has; empty:
+            model.name.
+        reward_shape: The same of the reward model; 'actor' for the actor's.
+        prompt_tokens: Tokens of a prompt, on average; 0 assumes some.
+        response_tokens: Median and 95th percentile of responses' tokens; else shares of the limit.
+            Of one turn's, where responses have several.
+        turns: Fewest and most turns of a response, in episodes.
+        wait: Seconds until a turn is answered, by tools or an environment.
+        answer_tokens: Tokens of an answer.
+        like: A run whose lengths of prompts and responses are taken.
+        on_paper: Also plans that 'stretto train' cannot run, such as pipelines.
+        workers: Processes that simulate; 0: one a core.
+        minutes: Longest search; 0: 0.75 up to 64 GPUs, 8 beyond.
+    """
 
     recipe: str = ""
-    gpus: int = 0
-    """Number of GPUs; a plan uses all of them."""
+    gpus: Gpus = 0
     gpu: Annotated[str, arg(help=f"Kind of GPU: {', '.join(GPUS)}.", metavar="NAME")] = "h100"
     hardware: Annotated[str, arg(metavar="FILE")] = ""
-    """A file with the GPUs' figures, in place of --gpu."""
     model_shape: Annotated[str, arg(metavar="NAME")] = ""
-    """A known model, folder or config.json whose shape the actor has; empty: model.name."""
     reward_shape: Annotated[str, arg(metavar="NAME")] = ""
-    """The same of the reward model; 'actor' for the actor's."""
-    prompt_tokens: int = 0
-    """Tokens of a prompt, on average; 0 assumes some."""
-    response_tokens: Annotated[tuple[float, ...], arg(metavar="MEDIAN P95")] = ()
-    """Median and 95th percentile of responses' tokens; else shares of the limit. Of one turn's,
-    where responses have several."""
-    turns: Annotated[tuple[int, ...], arg(metavar="LOW HIGH")] = ()
-    """Fewest and most turns of a response, in episodes."""
-    wait: Annotated[tuple[float, ...], arg(metavar="MEDIAN P95")] = ()
-    """Seconds until a turn is answered, by tools or an environment."""
-    answer_tokens: Annotated[tuple[float, ...], arg(metavar="MEDIAN P95")] = ()
-    """Tokens of an answer."""
+    prompt_tokens: NonNegativeInt = 0
+    response_tokens: Annotated[tuple[Tokens, ...], arg(metavar="MEDIAN P95")] = ()
+    turns: Annotated[tuple[PositiveInt, ...], arg(metavar="LOW HIGH")] = ()
+    wait: Annotated[tuple[Seconds, ...], arg(metavar="MEDIAN P95")] = ()
+    answer_tokens: Annotated[tuple[Tokens, ...], arg(metavar="MEDIAN P95")] = ()
     like: Annotated[str, arg(metavar="RUN_DIR")] = ""
-    """A run whose lengths of prompts and responses are taken."""
     on_paper: Annotated[bool, arg(metavar="")] = False
-    """Also plans that 'stretto train' cannot run, such as pipelines."""
-    workers: int = 0
-    """Processes that simulate; 0: one a core."""
-    minutes: Annotated[
-        float, arg(help=f"Longest search; 0: {MINUTES[0]:g} up to 64 GPUs, {MINUTES[1]:g} beyond.")
-    ] = 0.0
+    workers: WorkersOrAuto = 0
+    minutes: Minutes = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +125,9 @@ class Plan:
 def plan(settings: Settings, options: PlanOptions, *, say: Say = silent) -> Plan:
     """Search for the plans with the shortest steps; raises ConfigError if nothing fits."""
     _hardware(options)  # refused before the simulator is loaded
+    checked(kinds(PlanOptions), vars(options))
     if options.gpus < 1:
         raise ConfigError(f"`gpus = {options.gpus}`: give 1 or more", "greater_than")
-    if min(options.minutes, options.workers) < 0:
-        problem = f"`minutes = {options.minutes}`, `workers = {options.workers}`: must be 0 or more"
-        raise ConfigError(problem, "greater_than_equal")
     with working(say, "loading the simulator"):
         from stretto.planner.search import search
 
@@ -314,8 +329,6 @@ def _lengths(config: Config, options: PlanOptions, assumed: list[str]) -> Mappin
     mean = options.prompt_tokens or PROMPT
     if not options.prompt_tokens:
         assumed.append(f"prompts of {mean} tokens on average (`prompt_tokens`, or `like = RUN`)")
-    if mean < 1:
-        raise ConfigError(f"`prompt_tokens = {mean}`: must be 0 or more", "greater_than_equal")
     shares = MEDIAN * limit, P95 * limit
     median, p95 = _two("response_tokens", options.response_tokens) or shares
     if not options.response_tokens:

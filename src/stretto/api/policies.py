@@ -14,9 +14,10 @@ from stretto.assembly.models import load_actor, prepare_torch, with_adapters
 from stretto.assembly.roles import RoleFactory
 from stretto.checks import check_measured
 from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig, recipes
-from stretto.config.sections import require_seed
+from stretto.config.sections import NonNegativeInt, Seed
 from stretto.errors import ConfigError, EngineError, StateError
 from stretto.evaluation.episodes import Tools
+from stretto.interfaces import in_python
 from stretto.models.backend import fastest_dtype, pick_device
 from stretto.models.forward import positions
 from stretto.models.load import load_tokenizer
@@ -190,15 +191,16 @@ class Conversation:
             engine.release([self._answers])
 
 
+@in_python
 def open_policy(
     name: str,
     rollout: RolloutConfig,
     *,
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     device: Literal["auto", "cpu", "cuda"] = "auto",
-    max_model_len: int = 0,
+    max_model_len: NonNegativeInt = 0,
     follow: bool = False,
-    seed: int = 0,
+    seed: Seed = 0,
     template_arguments: Mapping[str, Any] | None = None,
 ) -> Policy:
     """Load a model, or the policy of a run: while it trains that of its newest checkpoint, else the
@@ -214,8 +216,7 @@ def open_policy(
         ConfigError: there is no such run to follow, or no such device; an option is out of range.
         ModelError: there is no such model.
     """
-    require_seed(seed)
-    if max_model_len < 0 or max_model_len == 1:
+    if max_model_len == 1:
         least = "a prompt and an answer are two tokens, at least"
         raise ConfigError(f"`max_model_len = {max_model_len}`: {least}", "too-few-positions")
     run, settings = _run_with_policies(name, follow=follow) or (None, None)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from tyro.conf import arg
 
 from stretto.api.runs import (
     ONE_ENGINE,
@@ -30,9 +31,10 @@ from stretto.api.runs import (
 )
 from stretto.api.settings import settled
 from stretto.checks import check_run
-from stretto.cli.parsing import read
-from stretto.cli.settings import Recipe, leading_recipe, parse_with_recipe, value_of
+from stretto.cli.parsing import arguments_of, takes
+from stretto.cli.settings import Recipe, leading_recipe, parse_with_config, value_of
 from stretto.config import recipes
+from stretto.config.sections import NonNegativeInt, Number, Port
 from stretto.errors import ConfigError, nearest
 from stretto.interfaces import worded
 from stretto.machine import Machine
@@ -53,10 +55,6 @@ VARIANTS_HELP = (
     f"{', '.join(name for name in VARIANTS if name not in OVERCOMMIT_RULES)}, and oppo with other "
     f"rules for over-commitment: {', '.join(OVERCOMMIT_RULES)}."
 )
-TARGET_HELP = (
-    "Reward to be reached, after smoothing over 10 steps; without it, 95 % of the way from sync's "
-    "first to its last."
-)
 
 
 @dataclass
@@ -66,15 +64,17 @@ class Options:
     runs; a variant replaces the recipe's schedule.preset and its five knobs. The runs, with their
     trained models, and the table go into a new folder in --out. With --sim and no recipe: the same
     in virtual time ('stretto compare --sim CLUSTER.toml --help').
+
+    Attributes:
+        seeds: Seeds, separated by commas.
+        target: Reward to be reached, after smoothing over 10 steps; without it, 95 % of the way
+            from sync's first to its last.
     """
 
     recipe: Recipe = tyro.MISSING
-    variants: Annotated[str, tyro.conf.arg(help=VARIANTS_HELP, metavar="NAME,...")] = (
-        DEFAULT_VARIANTS
-    )
-    seeds: Annotated[str, tyro.conf.arg(metavar="INT,...")] = DEFAULT_SEEDS
-    """Seeds, separated by commas."""
-    target: Annotated[float | None, tyro.conf.arg(help=TARGET_HELP, metavar="REWARD")] = None
+    variants: Annotated[str, arg(help=VARIANTS_HELP, metavar="NAME,...")] = DEFAULT_VARIANTS
+    seeds: Annotated[str, arg(metavar="INT,...")] = DEFAULT_SEEDS
+    target: Annotated[Number | None, arg(metavar="REWARD")] = None
 
 
 def run_compare(arguments: Sequence[str]) -> int:
@@ -88,7 +88,8 @@ def run_compare(arguments: Sequence[str]) -> int:
         return _run_simulated(arguments)
     kept = {"seed", "observe.progress", *(f"schedule.{knob}" for knob in REPLACED)}
     offered = [name for name in recipes.setting_names() if name not in kept]
-    config, own = parse_with_recipe("compare", arguments, Options, offered)
+    config, options = parse_with_config(Options, "compare", arguments, offered)
+    own = Options(**options)
     with working(on_stderr, CHECKING):
         check_run(config)
     jobs = plan(own.variants, own.seeds)
@@ -110,37 +111,37 @@ def run_compare(arguments: Sequence[str]) -> int:
         return exit_status(collected)
 
 
+@takes(Options, "variants", "target")
 @dataclass(frozen=True, slots=True)
 class SimOptions:
-    """Compare schedules in virtual time: no model is loaded, and no accelerator needed."""
+    """Compare schedules in virtual time: no model is loaded, and no accelerator needed.
+
+    Attributes:
+        sim: A cluster's description, a .toml file; or the folder of a run, whose costs, response
+            lengths and placement are then taken.
+        placement: With a run's folder: a recipe, or a .toml file, whose runtime, [cluster] and
+            rollout.engines take the place of the run's.
+        seeds: Seeds of lengths and rewards, separated by commas; without them: 0,1,2, and for a
+            run's folder its own seed, as its lengths are what they were.
+        steps: Batches to train on; 0 leaves it to the description.
+        out: Folder in which the comparison gets a folder of its own.
+    """
 
     sim: str
-    """A cluster's description, a .toml file; or the folder of a run, whose costs, response lengths
-    and placement are then taken."""
-    placement: Annotated[str, tyro.conf.arg(metavar="RECIPE")] = ""
-    """With a run's folder: a recipe, or a .toml file, whose runtime, [cluster] and rollout.engines
-    take the place of the run's."""
-    variants: Annotated[str, tyro.conf.arg(help=VARIANTS_HELP, metavar="NAME,...")] = (
-        DEFAULT_VARIANTS
-    )
-    seeds: Annotated[str, tyro.conf.arg(metavar="INT,...")] = ""
-    """Seeds of lengths and rewards, separated by commas; without them: 0,1,2, and for a run's
-    folder its own seed, as its lengths are what they were."""
-    steps: int = 0
-    """Batches to train on; 0 leaves it to the description."""
-    target: Annotated[float | None, tyro.conf.arg(help=TARGET_HELP, metavar="REWARD")] = None
+    placement: Annotated[str, arg(metavar="RECIPE")] = ""
+    variants: str = ""
+    seeds: Annotated[str, arg(metavar="INT,...")] = ""
+    steps: NonNegativeInt = 0
+    target: float | None = None
     out: str = "runs"
-    """Folder in which the comparison gets a folder of its own."""
 
 
 def _run_simulated(arguments: Sequence[str]) -> int:
     """Compare in virtual time, print the table and write it."""
     from stretto.api import simulated
 
-    options = read(SimOptions, "compare", arguments)
+    options = SimOptions(**arguments_of(SimOptions, "compare", arguments))
     sim, placement = options.sim, options.placement
-    if options.steps < 0:
-        raise ConfigError(f"--steps {options.steps}: must be 1 or more, or 0", "greater_than_equal")
     replayed = Path(sim).is_dir()
     if replayed and options.seeds:
         problem = f"--seeds {options.seeds}: lengths of '{sim}' depend on no seed; leave it out"
@@ -281,10 +282,10 @@ def exit_status(collected: Collected) -> int:
 
 
 def command_report(
-    runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN...")],
+    runs: Annotated[tuple[str, ...], arg(metavar="RUN...")],
     /,
     out: str = "",
-    step: int = 0,
+    step: NonNegativeInt = 0,
     timeline: str = "",
 ) -> None:
     """Make one HTML page of one run or several: curves, timelines, utilisation, samples, settings;
@@ -302,8 +303,6 @@ def command_report(
         timeline: File for an SVG picture of the step, the runs one below the other over the same
             time axis.
     """
-    if step < 0:
-        raise ConfigError(f"--step {step}: steps count from 1")
     with working(on_stderr, "reading the runs"):
         loaded = reports.load(runs)
     if out or not timeline:
@@ -318,9 +317,9 @@ def command_report(
 
 
 def command_watch(
-    runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN...")],
+    runs: Annotated[tuple[str, ...], arg(metavar="RUN...")],
     /,
-    port: int = 0,
+    port: Port = 0,
 ) -> None:
     """Show one run or several as they go on: serve the page of ``stretto report`` to this machine,
     on the loopback. Its curves and samples are kept up to date until Ctrl-C.

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tyro
+from tyro.conf import arg
 
 from stretto import tasks
-from stretto.api.models import answers
-from stretto.cli.settings import table_of
-from stretto.config import EnvironmentConfig, ModelConfig, RolloutConfig, TaskConfig, recipes
+from stretto.api.models import answers, generate
+from stretto.cli.parsing import File, takes
+from stretto.config import EnvironmentConfig, RolloutConfig, TaskConfig, recipes
+from stretto.config.sections import NonNegativeInt, PositiveInt, Rows
 from stretto.errors import ConfigError, EngineError, TaskError
 from stretto.models.resolve import is_known, resolve
 from stretto.observe.progress import on_stderr
@@ -30,46 +30,30 @@ if TYPE_CHECKING:
     from stretto.evaluation.answers import Answer
 
 
-ToolNames = Annotated[
-    tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="FILE.py:NAME")
-]
+ToolNames = Annotated[Sequence[str], arg(metavar="FILE.py:NAME")]
 
-TemplateWords = Annotated[
-    tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=VALUE")
-]
+_SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p")
 
 
-def template_arguments_of(words: Sequence[str]) -> dict[str, Any]:
-    found = {"template_arguments": table_of(words, "template_arguments")}
-    return recipes.build(found, "options", TaskConfig).template_arguments
-
-
+@takes(generate, *_SAMPLING, "stop", "seed", "system", "chat", "template_arguments")
+@takes(generate, "dtype", "device")
 def command_generate(
-    prompt: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="PROMPT")] = (),
+    prompt: Annotated[tuple[str, ...], arg(metavar="PROMPT")] = (),
     /,
     model: str = "smollm2-135m",
-    prompts: Annotated[str, tyro.conf.arg(metavar="FILE")] = "",
+    prompts: File = "",
     prompt_column: str = "prompt",
-    out: Annotated[str, tyro.conf.arg(metavar="FILE")] = "",
+    out: File = "",
     json: bool = False,
-    samples: int = 1,
-    max_new_tokens: int = 256,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = (),
-    seed: int = 0,
-    system: str = "",
-    chat: Literal["auto", "on", "off"] = "auto",
-    template_arguments: TemplateWords = (),
+    samples: Rows = 1,
     tools: ToolNames = (),
-    max_turns: int = 8,
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
-    device: Literal["auto", "cpu", "cuda"] = "auto",
+    max_turns: PositiveInt = 8,
+    **options: Any,
 ) -> None:
     """Let a model answer prompts: those given, of a file, or the lines of standard input.
 
     Args:
+        prompt: A prompt; may be repeated.
         model: A known name, a local folder in Hugging Face format, a hub name, or a run's folder.
         prompts: File with prompts: the lines of a .txt file, or the rows of a file that training
             reads, such as .jsonl or .parquet.
@@ -78,38 +62,14 @@ def command_generate(
         json: Print a JSON object for each answer, a line each: prompt, response, finish_reason
             ('stop' or 'length'), tokens, and the numbers of prompt and sample.
         samples: Answers to each prompt.
-        max_new_tokens: Token limit of an answer; with tools, of all turns and what answers them.
-        temperature: Softmax temperature; 0 is greedy.
-        top_k: Sample among the k likeliest tokens; 0 is off.
-        top_p: Sample among the likeliest tokens that hold this much probability; 1 is off.
-        stop: A string that ends an answer, besides the end-of-sequence token; may be repeated.
-        seed: Of the random numbers.
-        system: A system message, put before every prompt; needs a chat template.
-        chat: Apply the tokenizer's chat template. auto: where the tokenizer has one.
-        template_arguments: An argument of the chat template, as enable_thinking=false; may be
-            repeated.
         tools: A function that the model may call, as 'file.py:name' or 'package.module:name', with
             type hints and a docstring; may be repeated. Or one environment. An answer is then an
             episode: its turns, calls and results are printed.
         max_turns: Turns of an episode, at most.
-        dtype: Type to compute in. auto: bfloat16 where the hardware is faster in it, else float32,
-            and says which; greedy texts of the two differ now and then.
-        device: Device to compute on. auto: cuda when there is one.
     """
     if out and prompts and Path(out).resolve() == Path(prompts).resolve():
         raise ConfigError(f"--out would overwrite --prompts, '{prompts}'", "cannot-write")
     rows = _prompts(prompt, prompts, prompt_column)
-    options = {
-        "samples_per_prompt": samples,
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "stop": stop,
-    }
-    config = ModelConfig(name=model, dtype=dtype, device=device)
-    arguments = template_arguments_of(template_arguments)
-    task = TaskConfig(chat=chat, system=system, template_arguments=arguments)
 
     def line(answer: Answer) -> str:
         number, sample = divmod(answer.number, samples)
@@ -119,34 +79,15 @@ def command_generate(
         text = answer.episode.told() if answer.episode else answer.text
         return text if len(rows) * samples == 1 else f"[{number + 1}{of}] {text}"
 
-    environment = _environment(tools, max_turns, chat)
-    with _options_by_name():
-        found = answers(config, rows, task, options, seed=seed, environment=environment)
-        _write(map(line, found), out)
-
-
-def _environment(tools: Sequence[str], max_turns: int, chat: str = "auto") -> dict[str, Any] | None:
-    if tools and chat == "off":
+    if tools and options["chat"] == "off":
         raise ConfigError(
             "tools answer in messages, for which --chat off has no form; leave that out",
             "tools-without-chat",
         )
-    return {"sources": tuple(tools), "max_turns": max_turns} if tools else None
-
-
-@contextmanager
-def _options_by_name() -> Iterator[None]:
-    """Have errors about settings name the options that they come from."""
-    try:
-        yield
-    except ConfigError as error:
-        message = str(error).replace("environment.sources", "--tools")
-        if message.startswith("options: "):
-            message = message.replace("samples_per_prompt = ", "samples = ")
-            parts = re.split(r"(\w+) = (?=\S+: )", message.removeprefix("options: "))
-            parts[1::2] = [f"--{name.replace('_', '-')} " for name in parts[1::2]]
-            message = "".join(parts)
-        raise ConfigError(message, error.code) from error
+    environment = {"sources": tools, "max_turns": max_turns} if tools else None
+    _write(
+        map(line, answers(model, rows, samples=samples, environment=environment, **options)), out
+    )
 
 
 def _prompts(given: Sequence[str], file: str, column: str) -> list[TaskRow]:
@@ -221,21 +162,17 @@ def check_model(name: str) -> None:
         resolve(name, silent)
 
 
+@takes(generate, *_SAMPLING[1:], "seed", "template_arguments", "device")
+@takes(command_generate, "max_turns")
 def command_chat(
-    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL_OR_RUN")],
+    model: Annotated[str, arg(metavar="MODEL_OR_RUN")],
     /,
     system: str = "",
-    max_new_tokens: int = 512,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    max_model_len: int = 0,
-    template_arguments: TemplateWords = (),
+    max_new_tokens: PositiveInt = 512,
+    max_model_len: NonNegativeInt = 0,
     tools: ToolNames = (),
-    max_turns: int = 8,
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
-    device: Literal["auto", "cpu", "cuda"] = "auto",
+    **options: Any,
 ) -> None:
     """Talk to a model, whose answers appear as they come. /exit or Ctrl-D leaves, /clear begins
     anew, /system TEXT sets the system message, and Ctrl-C stops an answer. The model's chat
@@ -247,33 +184,20 @@ def command_chat(
             the policy of its newest checkpoint while it trains, else its trained model.
         system: A system message; needs a chat template.
         max_new_tokens: Token limit of an answer.
-        temperature: Softmax temperature; 0 is greedy.
-        top_k: Sample among the k likeliest tokens; 0 is off.
-        top_p: Sample among the likeliest tokens that hold this much probability; 1 is off.
-        seed: Of the random numbers.
         max_model_len: Tokens of the whole conversation. 0: 4096, or what the model has positions
             for.
-        template_arguments: An argument of the chat template, as enable_thinking=false; may be
-            repeated.
         tools: A function that the model may call, as 'file.py:name' or 'package.module:name', with
             type hints and a docstring; may be repeated. An answer, with its calls and their
             results, then appears as a whole.
-        max_turns: Turns of an answer with tools, at most.
         dtype: Type to compute in. auto: a run's own; else bfloat16 where the hardware is faster in
             it, else float32.
-        device: Device to compute on. auto: cuda when there is one.
     """
-    options = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-    }
-    with _options_by_name():
-        rollout = recipes.build({"batch": 1, **options}, "options", RolloutConfig)
-        asked = _environment(tools, max_turns)
-        environment = recipes.build(asked, "options", EnvironmentConfig) if asked else None
-        arguments = template_arguments_of(template_arguments)
+    limits = {"batch": 1, "max_new_tokens": max_new_tokens}
+    sampling = {name: options[name] for name in _SAMPLING[1:]}
+    rollout = recipes.build(limits | sampling, "", RolloutConfig)
+    sources = {"sources": tools, "max_turns": options["max_turns"]}
+    environment = recipes.build(sources, "", EnvironmentConfig) if tools else None
+    arguments, seed = options["template_arguments"], options["seed"]
     check_model(model)
     with working(on_stderr, LOADING):
         from stretto.api.policies import Conversation, open_policy
@@ -282,16 +206,15 @@ def command_chat(
         model,
         rollout,
         dtype=dtype,
-        device=device,
+        device=options["device"],
         max_model_len=max_model_len,
         seed=seed,
         template_arguments=arguments,
     )
     with ExitStack() as stack:
-        with _options_by_name():
-            encoder, opened = Encoder(policy.tokenizer, arguments), None
-            if environment:
-                opened = Tools(environment, encoder, stack, rollout.stop)
+        encoder, opened = Encoder(policy.tokenizer, arguments), None
+        if environment:
+            opened = Tools(environment, encoder, stack, rollout.stop)
         _talk(policy, Conversation(policy, rollout, seed, system, opened))
 
 

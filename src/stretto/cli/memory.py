@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-import tyro
+from tyro.conf import arg
 
 from stretto.config import ModelConfig
+from stretto.config.sections import Gpus, NonNegativeInt
 from stretto.errors import ConfigError
 from stretto.models.info import described, measure
 from stretto.models.shapes import LLAMAS, Shape
@@ -19,13 +20,13 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def command(
-    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL_OR_PARAMETERS")],
+    model: Annotated[str, arg(metavar="MODEL_OR_PARAMETERS")],
     /,
-    lora_rank: int = 0,
+    lora_rank: NonNegativeInt = 0,
     lora_targets: tuple[str, ...] = ("all-linear",),
-    gpus: int = 0,
-    fsdp: int = 0,
-    tp: int = 1,
+    gpus: Gpus = 0,
+    fsdp: Gpus = 0,
+    tp: Gpus = 1,
     gpu: str = "h100",
     offload: bool = False,
 ) -> None:
@@ -41,8 +42,6 @@ def command(
         tp: GPUs that each layer is split over, in every role.
         offload: Roles that are not at work keep their states in the host's memory.
     """
-    if lora_rank < 0:
-        raise ConfigError(f"--lora-rank {lora_rank}: must be 0 or more", "greater_than_equal")
     if not gpus:
         if fsdp or tp != 1 or offload:
             raise ConfigError("--fsdp, --tp and --offload need GPUs: add --gpus", "gpus-missing")

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
+from tyro.conf import Positional, arg
 
-from stretto.api.models import label_responses
+from stretto.api.models import benchmark, evaluate, label, label_responses, measure
 from stretto.api.settings import model_of, trained_with
 from stretto.checks import check_measured
+from stretto.cli.parsing import File, takes
 from stretto.cli.settings import (
     RECIPE_HELP,
+    call_with_config,
     leading_recipe,
     parse_with_config,
-    parse_with_recipe,
     value_of,
 )
-from stretto.config import RewardModelConfig, recipes
+from stretto.config import Config, RewardModelConfig, recipes
+from stretto.config.sections import Rows, Seconds, Temperature, Workers
 from stretto.errors import ConfigError, require
+from stretto.interfaces import option
 from stretto.models.resolve import trained_model
 from stretto.observe import RunDirectory
 from stretto.observe.progress import on_stderr
@@ -45,6 +47,9 @@ SAMPLED = ("win_rate_by", "sft", "judge")
 """Options that ask for measures of sampled responses."""
 
 
+@takes(evaluate, "model")
+@takes(measure, "reference_column", "sft")
+@takes(benchmark, lm_eval_limit="limit")
 @dataclass
 class EvalOptions:
     """Measure a model. Without further options: pass@1, the share of greedy answers that the task's
@@ -56,16 +61,11 @@ class EvalOptions:
     finds them. Options come after the recipe.
 
     Attributes:
-        model: What to measure: a known name, a local folder, a hub name, or a run's folder.
-            Without it: the run's trained model, or the recipe's model before training.
+        samples: Rows to answer. Without it: 200.
         out: Write the figures and settings to this JSON file.
         temperature: Of sampled responses; without it: the recipe's. pass@1 is greedy.
         win_rate_by: Win-rate against reference responses by this gold reward: 'model:NAME' (a
             reward model or the run of one), 'file.py:function', or 'task'.
-        reference_column: Column with the reference responses: text, or a conversation that ends
-            with the assistant's turn. Without it: the task's own answers.
-        sft: KL to this model (what the policy was trained from, or the run of it), and its
-            perplexity on the policy's samples.
         judge: Win-rate against reference responses by this LLM, which sees each pair in both
             orders. The key is taken from OPENAI_API_KEY. Needs the extra 'judge'.
         judge_url: OpenAI-compatible endpoint of the judge, such as http://localhost:8000/v1.
@@ -75,26 +75,21 @@ class EvalOptions:
         lm_eval: Benchmarks of lm-evaluation-harness, with commas between: arc_challenge, arc_easy,
             hellaswag, truthfulqa_mc2 (0-shot), gsm8k (5-shot), any other that it knows, or a .yaml
             file that defines one. Needs the extra 'lm-eval'.
-        lm_eval_limit: Examples of each benchmark; 0 takes all.
     """
 
-    recipe: Annotated[
-        tyro.conf.Positional[str], tyro.conf.arg(help=RECIPE_HELP, metavar="RECIPE_OR_RUN")
-    ] = tyro.MISSING
-    model: Annotated[str, tyro.conf.arg(metavar="MODEL")] = ""
-    samples: Annotated[
-        int | None, tyro.conf.arg(help=f"Rows to answer. Without it: {SAMPLES}.", metavar="INT")
-    ] = None
-    out: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
-    temperature: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
-    win_rate_by: Annotated[str, tyro.conf.arg(metavar="SOURCE")] = ""
-    reference_column: Annotated[str, tyro.conf.arg(metavar="COLUMN")] = ""
-    sft: Annotated[str, tyro.conf.arg(metavar="MODEL")] = ""
-    judge: Annotated[str, tyro.conf.arg(metavar="MODEL")] = ""
-    judge_url: Annotated[str, tyro.conf.arg(metavar="URL")] = ""
-    judge_concurrency: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    judge_timeout: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
-    lm_eval: Annotated[str, tyro.conf.arg(metavar="NAMES")] = ""
+    recipe: Annotated[Positional[str], arg(help=RECIPE_HELP, metavar="RECIPE_OR_RUN")]
+    model: str = ""
+    samples: Rows | None = None
+    out: File = ""
+    temperature: Temperature | None = None
+    win_rate_by: Annotated[str, arg(metavar="SOURCE")] = ""
+    reference_column: str = ""
+    sft: str = ""
+    judge: Annotated[str, arg(metavar="MODEL")] = ""
+    judge_url: Annotated[str, arg(metavar="URL")] = ""
+    judge_concurrency: Workers | None = None
+    judge_timeout: Seconds | None = None
+    lm_eval: Annotated[str, arg(metavar="NAMES")] = ""
     lm_eval_limit: int = 0
 
     @property
@@ -104,7 +99,8 @@ class EvalOptions:
 
 def run_eval(arguments: Sequence[str]) -> int:
     """Evaluate, print the figures, and write them where asked."""
-    config, own = parse_with_recipe("eval", arguments, EvalOptions, EVAL_SETTINGS)
+    config, options = parse_with_config(EvalOptions, "eval", arguments, EVAL_SETTINGS)
+    own = EvalOptions(**options)
     _check_options(own)
     tasks = [name.strip() for name in own.lm_eval.split(",") if name.strip()]
     if own.temperature is not None:
@@ -215,12 +211,6 @@ def _figures(result: EvalResult | Measured) -> dict[str, Any]:
 
 
 def _check_options(own: EvalOptions) -> None:
-    for name, least in (("samples", 1), ("lm_eval_limit", 0)):
-        value = getattr(own, name)
-        if value is not None and value < least:
-            raise ConfigError(f"{_option(name)} {value}: must be {least} or more", "option-range")
-    if own.temperature is not None and not 0 <= own.temperature < math.inf:
-        raise ConfigError(f"--temperature {own.temperature}: must be 0 or more", "option-range")
     if own.samples is not None and own.lm_eval and not own.sampled:
         raise ConfigError(
             "--samples has no effect on benchmarks, which have rows of their own; --lm-eval-limit "
@@ -234,14 +224,10 @@ def _check_options(own: EvalOptions) -> None:
         ("lm_eval_limit", ("lm_eval",)),
     ):
         if getattr(own, name) != getattr(EvalOptions, name) and not any(
-            getattr(own, option) for option in by
+            getattr(own, needed) for needed in by
         ):
-            options = " or ".join(map(_option, by))
-            raise ConfigError(f"{_option(name)} has no effect without {options}")
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
+            options = " or ".join(map(option, by))
+            raise ConfigError(f"{option(name)} has no effect without {options}")
 
 
 def _write(file: Path, record: dict[str, Any]) -> None:
@@ -268,8 +254,15 @@ RECIPE_SETTINGS = (
 """Settings that sampled and labelled responses depend on, besides policy and source."""
 
 
-@dataclass
-class LabelOptions:
+@takes(label, "by", "out", timeout="timeout_s")
+def command_label(
+    config: RewardModelConfig,
+    what: Annotated[str, arg(metavar="FILE_OR_RECIPE")],
+    /,
+    *,
+    timeout: float,
+    **named: str,
+) -> None:
     """Label preferences with a gold reward. 'stretto label FILE --by SOURCE --out FILE' reads pairs
     (chosen, rejected) or prompts with several 'responses', and writes pairs whose sides stand as
     the source scores them; ties are left out. 'stretto label RECIPE --responses-from MODEL --by
@@ -277,54 +270,39 @@ class LabelOptions:
     ended before the token limit; its options: 'stretto label RECIPE --responses-from MODEL --help'.
     Options come after the file or recipe.
 
-    Attributes:
-        by: The gold reward: 'model:NAME' (a reward model or the run of one), 'file.py:function',
-            or, with --responses-from, 'task'.
-        out: Where the pairs go, as JSON Lines.
+    Args:
+        what: A .jsonl, .json or .parquet file with pairs, or a hub dataset; with --responses-from,
+            a recipe, a .toml file, or a run's folder.
     """
-
-    what: Annotated[
-        tyro.conf.Positional[str],
-        tyro.conf.arg(
-            help="A .jsonl, .json or .parquet file with pairs, or a hub dataset; with "
-            "--responses-from, a recipe, a .toml file, or a run's folder.",
-            metavar="FILE_OR_RECIPE",
-        ),
-    ] = tyro.MISSING
-    by: Annotated[str, tyro.conf.arg(metavar="SOURCE")] = ""
-    out: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
+    if what in recipes.names():
+        raise ConfigError(
+            f"'{what}' is a recipe, whose prompts are yet to be answered: say by which model with "
+            "--responses-from MODEL, or give a file of pairs"
+        )
+    _show(label(config, timeout_s=timeout, **named))
 
 
-@dataclass
-class _FileOptions(LabelOptions):
-    __doc__ = LabelOptions.__doc__
+@takes(command_label, "what", "by", "out")
+@takes(label_responses, "prompts", responses_from="model", samples="per_prompt")
+def _command_label_responses(
+    config: Config, what: str, /, *, responses_from: str, samples: int, **named: Any
+) -> None:
+    _show(label_responses(config, model=responses_from, per_prompt=samples, **named))
 
-    timeout: float = 30.0
-    """Seconds that a function may take for 32 responses."""
 
-
-@dataclass
-class _RecipeOptions(LabelOptions):
-    __doc__ = LabelOptions.__doc__
-
-    responses_from: Annotated[
-        str,
-        tyro.conf.arg(
-            help="Model that answers the recipe's prompts: a known name, a local folder, a hub "
-            "name, or a run's folder.",
-            metavar="MODEL",
-        ),
-    ] = ""
-    samples: int = 2
-    """Responses to each prompt; the best and the worst of those that ended make a pair."""
-    prompts: int = 1000
-    """Prompts to answer, at most."""
+_command_label_responses.__doc__ = (command_label.__doc__ or "").partition("Args:")[0]
 
 
 def run_label(arguments: Sequence[str]) -> int:
     """Label, and say what became of the rows."""
-    sampled = value_of("--responses-from", arguments) is not None
-    result = _label_responses(arguments) if sampled else _label_file(arguments)
+    if value_of("--responses-from", arguments) is not None:
+        return call_with_config(_command_label_responses, "label", arguments, RECIPE_SETTINGS)
+    data = {"data": {"name": leading_recipe(arguments)}}
+    start = RewardModelConfig.model_validate(data)
+    return call_with_config(command_label, "label", arguments, FILE_SETTINGS, start)
+
+
+def _show(result: LabelResult) -> None:
     print(f"source       {result.by}")
     print(f"read         {result.read}")
     print(f"ties         {result.ties} left out")
@@ -337,43 +315,3 @@ def run_label(arguments: Sequence[str]) -> int:
         print(f"flipped      {result.flipped} of {result.kept} ({1 - result.agreement:.4f})")
         print(f"agreement    {result.agreement:.4f}")
     print(f"wrote        {result.out}")
-    return 0
-
-
-def _label_file(arguments: Sequence[str]) -> LabelResult:
-    name = leading_recipe(arguments)
-    start = RewardModelConfig.model_validate({"data": {"name": name}})
-    config, own = parse_with_config("label", arguments, start, _FileOptions, FILE_SETTINGS)
-    _require_by_and_out(own)
-    if name in recipes.names():
-        raise ConfigError(
-            f"'{name}' is a recipe, whose prompts are yet to be answered: say by which model with "
-            "--responses-from MODEL, or give a file of pairs"
-        )
-    if not own.timeout > 0:
-        raise ConfigError(f"--timeout {own.timeout}: must be above 0")
-    with working(on_stderr, LOADING):
-        from stretto.evaluation import label_pairs
-
-    return label_pairs(config, by=own.by, out=Path(own.out), timeout_s=own.timeout)
-
-
-def _label_responses(arguments: Sequence[str]) -> LabelResult:
-    config, own = parse_with_recipe("label", arguments, _RecipeOptions, RECIPE_SETTINGS)
-    _require_by_and_out(own)
-    if own.prompts < 1:
-        raise ConfigError(f"--prompts {own.prompts}: must be 1 or more")
-    return label_responses(
-        config,
-        model=own.responses_from,
-        by=own.by,
-        out=own.out,
-        prompts=own.prompts,
-        per_prompt=own.samples,
-    )
-
-
-def _require_by_and_out(own: LabelOptions) -> None:
-    for name, example in (("by", "model:NAME"), ("out", "pairs.jsonl")):
-        if not getattr(own, name):
-            raise ConfigError(f"--{name} is missing; give it, such as --{name} {example}")

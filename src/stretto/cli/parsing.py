@@ -1,35 +1,114 @@
-"""Command lines read by tyro, with its refusals in the words of Stretto's errors."""
+"""Commands are functions: tyro reads options and help from their signatures and docstrings.
+
+Refusals have the words of Stretto's errors.
+"""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import inspect
 import io
 import re
-from collections.abc import Callable, Sequence
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TypeVar, get_origin
 
+import docstring_parser
 import tyro
+from tyro.conf import Positional, UseAppendAction, arg
 
-from stretto import interfaces
+from stretto import bounds, interfaces
 from stretto.errors import ConfigError, near
 
+F = TypeVar("F", bound=Callable[..., Any])
 
-def read(kind: Any, command: str, arguments: Sequence[str], description: str | None = None) -> Any:
-    """Make a ``kind`` of arguments; ConfigError if they do not fit, SystemExit after help."""
-    if inspect.isfunction(kind):
-        interfaces.offer(
-            {
-                name: name.upper() if each.kind is each.POSITIONAL_ONLY else interfaces.option(name)
-                for name, each in inspect.signature(kind).parameters.items()
-            }
-        )
+File = Annotated[str, arg(metavar="FILE")]
+
+
+class Option(NamedTuple):
+    """An option of a command: a parameter of a function, and its help."""
+
+    kind: Any
+    default: Any
+    help: str
+    positional: bool
+
+
+def takes(function: Callable[..., Any], *names: str, **renamed: str) -> Callable[[F], F]:
+    """Give a command parameters of another function, too, which it gets as keywords.
+
+    Args:
+        names: parameters that the command takes by their own names.
+        renamed: those that it takes by other names, which are the keys here.
+    """
+
+    def marked(command: F) -> F:
+        theirs = options_of(function)
+        named = {**dict(zip(names, names, strict=True)), **renamed}
+        _taken.setdefault(command, {}).update({n: theirs[p] for n, p in named.items()})
+        return command
+
+    return marked
+
+
+_taken: dict[Callable[..., Any], dict[str, Option]] = {}
+"""Options that commands take from other functions."""
+
+
+def options_of(function: Callable[..., Any]) -> dict[str, Option]:
+    """Return a function's parameters and those that it :func:`takes`, without the settings."""
+    owners = reversed(getattr(function, "__mro__", [function]))
+    docs = [docstring_parser.parse(owner.__doc__ or "") for owner in owners]
+    texts = {n: p.description for d in docs for p in d.params for n in p.arg_name.split(", ")}
+    kinds, options = bounds.kinds(function), {}
+    for name, each in inspect.signature(function).parameters.items():
+        if each.kind is not each.VAR_KEYWORD and name != "config":
+            default = tyro.MISSING if each.default is each.empty else each.default
+            text = " ".join((texts.get(name) or "").split())
+            kind, positional = kinds.get(name, str), each.kind is each.POSITIONAL_ONLY
+            options[name] = Option(kind, default, text, positional)
+    return options | _taken.get(function, {})
+
+
+def form(function: Callable[..., Any]) -> type[Any]:
+    """Make the dataclass that tyro reads a command's options into."""
+    fields = []
+    for name, (kind, default, text, positional) in options_of(function).items():
+        parts = bounds.parts(kind)
+        hint = documented(text, default)
+        if parts & {dict, Mapping}:
+            kind, default = Annotated[tuple[str, ...], arg(metavar="NAME=VALUE")], ()
+        elif Path in parts:
+            kind = Annotated[str, arg(metavar="FILE" if name == "out" else "MODEL")]
+        elif type(None) in parts and get_origin(kind) is not Annotated:
+            kind = Annotated[kind, arg(metavar="FLOAT" if float in parts else "INT")]
+        marks: list[Any] = [Positional] if positional else []
+        if parts & {dict, Mapping, Sequence}:
+            marks, hint = [UseAppendAction], arg(help=text or None)
+        for mark in marks:
+            kind = mark[kind]
+        fields.append((name, Annotated[kind, hint], default))
+    made = dataclasses.make_dataclass(function.__name__, fields)
+    doc = docstring_parser.parse(function.__doc__ or "")
+    made.__doc__ = " ".join(f"{doc.short_description} {doc.long_description or ''}".split())
+    return made
+
+
+def documented(text: str, default: object) -> Any:
+    """Document an option; a default that is empty is not named."""
+    empty = isinstance(default, str | tuple | None) and not default
+    return arg(help=text or None, help_behavior_hint="" if empty else None)
+
+
+def read(kind: type[Any], command: str, arguments: Sequence[str]) -> Any:
+    """Make a dataclass of arguments; ConfigError if they do not fit, SystemExit after help."""
     refusal = io.StringIO()  # tyro draws a box, and prints the help of options in it
     try:
         with redirect_stderr(refusal):
             return tyro.cli(
-                kind, prog=f"stretto {command}", description=description, args=list(arguments)
+                kind, prog=f"stretto {command}", description=kind.__doc__, args=list(arguments)
             )
     except SystemExit as end:
         if not end.code:
@@ -38,14 +117,49 @@ def read(kind: Any, command: str, arguments: Sequence[str], description: str | N
     raise ConfigError(_sentence(text, command, kind), "command-line") from None
 
 
+def values_of(function: Callable[..., Any], options: Any) -> dict[str, Any]:
+    """Return the options that were read as values for the command; ConfigError if out of bounds."""
+    kinds = {name: option.kind for name, option in options_of(function).items()}
+    values = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    for name, kind in kinds.items():
+        if bounds.parts(kind) & {dict, Mapping}:
+            values[name] = table_of(values[name], name)
+    return bounds.checked(kinds, values)
+
+
+def arguments_of(
+    function: Callable[..., Any], command: str, arguments: Sequence[str]
+) -> dict[str, Any]:
+    """Read a command line as the arguments of a command's function, or of its dataclass."""
+    shown = {name: interfaces.option(name) for name in options_of(function)}
+    interfaces.offer(shown | {name: name.upper() for name in _positional(function)})
+    return values_of(function, read(form(function), command, arguments))
+
+
 def call(function: Callable[..., int | None], command: str, arguments: Sequence[str]) -> int:
     """Call a command's function with the arguments of a command line."""
+    values = arguments_of(function, command, arguments)
+    positional = [values.pop(name) for name in _positional(function)]
+    return function(*positional, **values) or 0
 
-    @functools.wraps(function)
-    def later(*positional: Any, **named: Any) -> Callable[[], int | None]:
-        return functools.partial(function, *positional, **named)  # runs outside the parser
 
-    return read(later, command, arguments)() or 0
+def _positional(function: Callable[..., Any]) -> list[str]:
+    return [name for name, option in options_of(function).items() if option.positional]
+
+
+def table_of(pairs: Sequence[str], key: str) -> dict[str, Any]:
+    """Read words of the form key=value; what is no TOML value is text."""
+    table: dict[str, Any] = {}
+    for pair in pairs:
+        name, sign, text = pair.partition("=")
+        if not (name and sign):
+            option = interfaces.option(key)
+            raise ConfigError(f"{option} takes words of the form key=value; got '{pair}'")
+        try:
+            table[name] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            table[name] = text
+    return table
 
 
 _TYPES = {"INT": "a whole number", "FLOAT": "a number", "True,False": "True or False"}
@@ -71,7 +185,10 @@ def _sentence(text: str, command: str, kind: Any) -> str:
             return f"unknown option '{first}': options begin with two dashes. {see}"
         return f"'{first}' is one word too many for 'stretto {command}'. {see}"
     if title == "Required options":
-        named = re.findall(r"[A-Z][A-Z_.\[\]]+|--[\w.-]+", " ".join(lines[1:2]))
+        shown = [
+            re.fullmatch(r"(--[\w.-]+|[A-Z_.\[\]]+)(?: [A-Z]\S*)?", line) for line in lines[1:]
+        ]
+        named = [match[1] for match in shown if match]
         return f"'stretto {command}' needs {' and '.join(named) or body}. {see}"
     choice = re.match(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\)", body)
     if choice:

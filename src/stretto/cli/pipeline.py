@@ -9,10 +9,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
+from tyro.conf import Positional, arg
 
-from stretto.cli.parsing import read
+from stretto.cli.parsing import arguments_of
+from stretto.config.sections import Positive, Seconds, Seed, Workers
 from stretto.errors import ConfigError
+from stretto.interfaces import option
 from stretto.observe.progress import on_stderr
 from stretto.saying import working
 
@@ -30,49 +32,51 @@ class Options:
     """Plan one pipeline schedule for actor and critic, which run in opposite directions.
 
     The problem is a JSON file, or is made of the sizes of two models and how they are parallelised.
+
+    Attributes:
+        problem: A problem as JSON (docs/pipelines.md shows one), or a file of --schedule for its
+            problem. Without it, give sizes.
+        actor: The actor's size: 7B, 13B, 33B or 65B (LLaMA), or layers and width, such as 40x5120.
+        critic: The critic's size.
+        actor_stages: Pipeline stages of the actor.
+        critic_stages: Pipeline stages of the critic.
+        actor_tp: Tensor parallelism of the actor; stages of the model with less of it are merged.
+        critic_tp: Tensor parallelism of the critic.
+        micro_batches: Micro-batches of all pipelines of a model together.
+        tokens: Tokens of a micro-batch.
+        teraflops: Teraflops that a device achieves.
+        communication_us: Microseconds from one stage to the next.
+        capacity: Activation memory of each device, a hard limit: in GiB for sizes, in its own unit
+            for a file.
+        seconds: Longest search, in seconds.
+        seed: Seed of the search's random numbers.
+        threads: Searches at the same time.
+        schedule: File for the schedule as JSON, with its problem.
+        draw: File for a picture: timeline and memory, as .svg, .png or .html.
     """
 
-    problem: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="[FILE]")] = ""
-    """A problem as JSON (docs/pipelines.md shows one), or a file of --schedule for its problem.
-    Without it, give sizes."""
+    problem: Annotated[Positional[str], arg(metavar="[FILE]")] = ""
     actor: str = ""
-    """The actor's size: 7B, 13B, 33B or 65B (LLaMA), or layers and width, such as 40x5120."""
     critic: str = ""
-    """The critic's size."""
     actor_stages: int = 0
-    """Pipeline stages of the actor."""
     critic_stages: int = 0
-    """Pipeline stages of the critic."""
     actor_tp: int = 1
-    """Tensor parallelism of the actor; stages of the model with less of it are merged."""
     critic_tp: int = 1
-    """Tensor parallelism of the critic."""
     micro_batches: int = 0
-    """Micro-batches of all pipelines of a model together."""
     tokens: int = 2048
-    """Tokens of a micro-batch."""
     teraflops: float = 200.0
-    """Teraflops that a device achieves."""
     communication_us: int = 0
-    """Microseconds from one stage to the next."""
-    capacity: float | None = None
-    """Activation memory of each device, a hard limit: in GiB for sizes, in its own unit for a
-    file."""
-    seconds: float = 60.0
-    """Longest search, in seconds."""
-    seed: int = 0
-    """Seed of the search's random numbers."""
-    threads: int = 1
-    """Searches at the same time."""
+    capacity: Positive | None = None
+    seconds: Seconds = 60.0
+    seed: Seed = 0
+    threads: Workers = 1
     schedule: str = ""
-    """File for the schedule as JSON, with its problem."""
     draw: str = ""
-    """File for a picture: timeline and memory, as .svg, .png or .html."""
 
 
 def run(arguments: Sequence[str]) -> int:
     """Solve, print how good the schedule is, and write files; 130 if the search was cut short."""
-    options = read(Options, "pipeline", arguments)
+    options = Options(**arguments_of(Options, "pipeline", arguments))
     _check_files(options)
     problem, units = _problem(options)
     with working(on_stderr, f"compiling, then searching for {options.seconds:g} s at most"):
@@ -92,7 +96,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _flags(names: Iterable[str]) -> str:
-    return ", ".join("--" + name.replace("_", "-") for name in names)
+    return ", ".join(map(option, names))
 
 
 def _check_files(options: Options) -> None:

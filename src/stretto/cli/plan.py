@@ -5,12 +5,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
 from stretto.api import calibrating, planning
 from stretto.api.planning import Plan, PlanOptions
+from stretto.cli.parsing import File
 from stretto.cli.settings import Recipe, leading_recipe, parse_with_config
 from stretto.config import changes, recipes
 from stretto.errors import ConfigError
@@ -38,21 +39,22 @@ class Options(PlanOptions):
     """Search for the layout of a run's roles on GPUs, and for the schedule, that train on most
     responses a second; no GPU is needed. Each plan is run in virtual time. Settings come from the
     recipe and from options, which come after it: stretto plan my.toml --gpus 16 --gpu h100
+
+    Attributes:
+        calibrate: Measure this machine's figures instead of planning, and write them.
+        write: Write the best plan's settings, for 'stretto train --overrides'.
     """
 
     recipe: Recipe = tyro.MISSING
-    calibrate: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
-    """Measure this machine's figures instead of planning, and write them."""
-    write: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
-    """Write the best plan's settings, for 'stretto train --overrides'."""
+    calibrate: File = ""
+    write: File = ""
 
 
 def run(arguments: Sequence[str]) -> int:
     """Print the best plans and write the first that ``stretto train`` takes, or measure for it."""
     recipe = leading_recipe(arguments)
-    # Without a recipe the parser answers: with the help, or by what it misses.
-    start = recipes.load(recipe or "arithmetic", checked=False)
-    config, own = parse_with_config("plan", arguments, start, Options, _offered())
+    config, options = parse_with_config(Options, "plan", arguments, _offered())
+    own = Options(**options)
     if own.calibrate:
         command, say = shlex.join(["stretto", "plan", *arguments]), Saying(make_progress("auto"))
         calibrating.calibrate(config, own.calibrate, command=command, say=say)
@@ -64,6 +66,7 @@ def run(arguments: Sequence[str]) -> int:
     plan = planning.plan(config, own, say=on_stderr)
     print(worded("\n".join(_lines(plan, own.gpus, recipes.name_of(recipe)))))
     if own.write:
+        start = recipes.load(recipe, checked=False)
         _write(plan, own.write, recipe, changes.difference(start, config))
     return 0
 

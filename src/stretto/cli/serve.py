@@ -7,13 +7,20 @@ import os
 import socket
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import tyro
-
-from stretto.cli.generate import TemplateWords, check_model, template_arguments_of
+from stretto.cli.generate import check_model, command_chat
+from stretto.cli.parsing import takes
 from stretto.config import RolloutConfig, recipes
-from stretto.errors import ConfigError, StorageError, require
+from stretto.config.sections import (
+    ChatArguments,
+    NonNegativeInt,
+    Port,
+    RowsOrNone,
+    Seed,
+    Workers,
+)
+from stretto.errors import StorageError, require
 from stretto.machine import is_loopback
 from stretto.observe.progress import on_stderr
 from stretto.saying import LOADING, working
@@ -35,28 +42,26 @@ OWN_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 """Names by which requests reach a server on the loopback; an IPv6 address stands in brackets."""
 
 
+@takes(command_chat, "model", "dtype", "device")
 def command_serve(
-    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL_OR_RUN")],
+    model: str,
     /,
     follow: bool = False,
     host: str = "127.0.0.1",
-    port: int = 8000,
+    port: Port = 8000,
     api_key: str = "",
     engine: Literal["torch", "vllm"] = "torch",
-    slots: int = 16,
-    queue: int = 256,
-    max_model_len: int = 0,
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
-    device: Literal["auto", "cpu", "cuda"] = "auto",
-    seed: int = 0,
-    template_arguments: TemplateWords = (),
+    slots: Workers = 16,
+    queue: RowsOrNone = 256,
+    max_model_len: NonNegativeInt = 0,
+    seed: Seed = 0,
+    template_arguments: ChatArguments = {},  # noqa: B006
+    **options: Any,
 ) -> None:
     """Serve a model by OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, and vLLM's
     /inference/v1/generate for token ids. Needs the extra 'serve'. Ctrl-C ends it.
 
     Args:
-        model: A known name, a local folder in Hugging Face format, a hub name, or a run's folder:
-            the policy of its newest checkpoint while it trains, else its trained model.
         follow: Load newer checkpoints of the run as they appear. Answers under way end first.
         host: Address to listen on. Others than the default can be reached by other machines.
         port: Port to listen on; 0 takes a free one.
@@ -65,9 +70,6 @@ def command_serve(
         slots: Answers decoded at a time.
         queue: Requests that wait for a slot, at most; others are refused with status 429.
         max_model_len: Tokens of prompt and answer. 0: 4096, or what the model has positions for.
-        dtype: Type to compute in. auto: a run's own; else bfloat16 where the hardware is faster in
-            it, else float32.
-        device: Device to compute on. auto: cuda when there is one.
         seed: Of the random numbers of requests that bring no seed.
         template_arguments: An argument of the chat template, as enable_thinking=false; may be
             repeated. Those of a request, chat_template_kwargs, win.
@@ -76,13 +78,10 @@ def command_serve(
         require(library, "serve", "stretto serve")
     rollout = recipes.build(
         {"engine": engine, "batch": slots, "slots": slots, "max_new_tokens": 1},
-        "options",
+        "",
         RolloutConfig,
     )
-    arguments = template_arguments_of(template_arguments)
     check_model(model)
-    if queue < 0:
-        raise ConfigError("--queue must be 0 or more", "option-range")
     key = api_key or os.environ.get(API_KEY, "")
     if not (is_loopback(host) or key):
         on_stderr(
@@ -95,12 +94,11 @@ def command_serve(
             open_policy,
             model,
             rollout,
-            dtype=dtype,
-            device=device,
             max_model_len=max_model_len,
             follow=follow,
             seed=seed,
-            template_arguments=arguments,
+            template_arguments=template_arguments,
+            **options,
         )
         asyncio.run(_serve(listener, opened, key, slots + queue, follow=follow))
 

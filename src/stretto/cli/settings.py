@@ -8,29 +8,22 @@ of message.
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from operator import attrgetter
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import tomli_w
-import tyro
 from pydantic import BaseModel
+from tyro.conf import Positional, arg
 
 from stretto import interfaces
 from stretto.api.settings import changed
-from stretto.cli import parsing
-from stretto.config import Config, Section, changes, recipes
+from stretto.cli.parsing import documented, form, options_of, read, table_of, values_of
+from stretto.config import Section, changes, recipes
 from stretto.config.sections import subsection
 from stretto.errors import ConfigError, nearest
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-S = TypeVar("S", bound=Section)
-Own = TypeVar("Own", bound="DataclassInstance")
 
 IN_FILES_ALONE = ("cluster.processes",)
 """Settings that are lists of tables, which no option can spell."""
@@ -46,38 +39,40 @@ SECTION`` document the others."""
 
 RECIPE_HELP = "A recipe's name ('stretto recipes' lists them), a .toml file, or a run's folder."
 
-Recipe = Annotated[tyro.conf.Positional[str], tyro.conf.arg(help=RECIPE_HELP, metavar="RECIPE")]
-
+Recipe = Annotated[Positional[str], arg(help=RECIPE_HELP, metavar="RECIPE")]
 DryRun = Annotated[
     bool,
-    tyro.conf.arg(
+    arg(
         help="Resolve names, print derived sizes and the memory plan, and load nothing.", metavar=""
     ),
 ]
 
 
 def parse_with_config(
+    function: Callable[..., Any],
     command: str,
     arguments: Sequence[str],
-    config: S,
-    options: type[Own],
     only: Sequence[str] = (),
-) -> tuple[S, Own]:
+    config: Section | None = None,
+) -> tuple[Any, dict[str, Any]]:
     """Parse options that change settings, and the command's own.
 
     Raises ConfigError for an unknown option, a recipe behind options, and settings that are not
     valid; SystemExit where help was asked for (0) or the command line does not parse (2).
 
     Args:
+        function: has the command's own options as parameters, and describes the command. The recipe
+            (or a file in its place) is the first of them. ``overrides`` names a file with changes,
+            which come before those of the command line.
         command: name, for usage and messages.
-        config: settings of the recipe, which the result takes its class and its defaults from;
-            rules between them may be unchecked.
-        options: dataclass of the command's own options, whose docstring describes the command. The
-            recipe (or what stands in its place) is the first of them. ``overrides``, if there,
-            names a file with changes, which come before those of the command line.
         only: dotted settings or sections to offer; empty offers all.
+        config: in place of the settings of the recipe that the command line begins with; rules
+            between them may be unchecked. Without a recipe the parser answers: with the help, or by
+            what it misses.
     """
-    own_names, kind = [field.name for field in dataclasses.fields(options)], type(config)
+    recipe = leading_recipe(arguments)
+    config = config or recipes.load(recipe or "arithmetic", checked=False)
+    own_names, kind = [*options_of(function)], type(config)
     every = set(recipes.setting_names(kind)).difference(IN_FILES_ALONE)
     offered = {name for name in every if not only or _within(name, only)}
     interfaces.offer({name: interfaces.option(name) for name in (*offered, *own_names[1:])})
@@ -87,57 +82,41 @@ def parse_with_config(
     named = _named(arguments, offered, own_names, kind)
     if not {"-h", "--help"} & {*arguments}:  # without help, few options are parsed in less time
         offered = named
-    parsed = _parse(command, arguments, options, _mirror(kind, offered, config.model_dump()), more)
+    parts = {"own": form(function), "settings": _mirror(kind, offered, config.model_dump())}
+    # Neither has a prefix of its own: --steps, not --settings.steps.
+    fields = [
+        (name, Annotated[part, arg(name="")], dataclasses.field(default_factory=part))
+        for name, part in parts.items()
+    ]
+    both = dataclasses.make_dataclass("Options", fields)
+    both.__doc__ = parts["own"].__doc__
+    try:
+        parsed = read(both, command, arguments)
+    finally:
+        print(more, end="")
     values = {name: attrgetter(name)(parsed.settings) for name in named}
     for name, value in values.items():
         if isinstance(attrgetter(name)(config), dict):
             values[name] = table_of(value, name)
-    file = getattr(parsed.own, "overrides", "")
+    own = values_of(function, parsed.own)
+    file = own.get("overrides", "")
     result = changed(
         config,
         changes.read(file) if file else {},
         {name.replace(".", "__"): value for name, value in values.items()},
         where=f"'{file}' and the command line" if file else "command line",
-        start=leading_recipe(arguments),
+        start=recipe,
     )
-    recipe = getattr(parsed.own, own_names[0])
-    if recipe not in ("", leading_recipe(arguments)):  # those had been read with other defaults
-        raise ConfigError(f"the recipe comes before the options: write '{recipe}' first")
-    return result, parsed.own
+    named_recipe = own[own_names[0]]
+    if named_recipe not in ("", recipe):  # the options had been read with other defaults
+        raise ConfigError(f"the recipe comes before the options: write '{named_recipe}' first")
+    return result, own
 
 
-def _parse(
-    command: str, arguments: Sequence[str], options: type[Any], settings: type[Any], more: str
-) -> Any:
-    """Let tyro parse two dataclasses, neither with a prefix of its own: --steps, not
-    --settings.steps. Print ``more`` after the help.
-    """
-    described, _, _ = (options.__doc__ or "").partition("Attributes:")
-    both = dataclasses.make_dataclass(
-        "Options",
-        [
-            (name, Annotated[part, tyro.conf.arg(name="")], dataclasses.field(default_factory=part))
-            for name, part in (("own", options), ("settings", settings))
-        ],
-    )
-    description = " ".join(described.split())
-    try:
-        return parsing.read(both, command, arguments, description)
-    except SystemExit:
-        if more:
-            print(more)
-        raise
-
-
-def parse_with_recipe(
-    command: str, arguments: Sequence[str], options: type[Own], only: Sequence[str]
-) -> tuple[Config, Own]:
-    """Parse options that change the settings of the recipe that the command line begins with.
-
-    Without a recipe the parser answers: with the help, or by what it misses.
-    """
-    recipe = leading_recipe(arguments) or "arithmetic"
-    return parse_with_config(command, arguments, recipes.load(recipe, checked=False), options, only)
+def call_with_config(function: Callable[..., int | None], *line: Any, **start: Any) -> int:
+    """Call a command with the settings and options that :func:`parse_with_config` returns."""
+    config, own = parse_with_config(function, *line, **start)
+    return function(config, own.pop(next(iter(own))), **own) or 0
 
 
 def leading_recipe(arguments: Sequence[str]) -> str:
@@ -170,7 +149,7 @@ def _asked_for_help(arguments: Sequence[str], offered: set[str]) -> tuple[set[st
         return {name for name in offered if _within(name, [section])}, ""
     line = (
         f"These are {len(common)} of {len(offered)} settings. --help-all documents all of them, "
-        f"--help SECTION one section: {', '.join(sections)}"
+        f"--help SECTION one section: {', '.join(sections)}\n"
     )
     return common, line
 
@@ -253,22 +232,7 @@ def _mirror(
                 kind, text = tuple[str, ...], f"{text} As key=value; replaces the recipe's."
                 words = (tomli_w.dumps({key: each}).strip() for key, each in value.items())
                 value = tuple(word.replace(" = ", "=", 1) for word in words)
-            fields.append((name, Annotated[kind, tyro.conf.arg(help=text)], value))
+            fields.append((name, Annotated[kind, documented(text or "", value)], value))
     made = dataclasses.make_dataclass(section.__name__, fields)
     made.__doc__ = section.__doc__
     return made
-
-
-def table_of(pairs: Sequence[str], key: str) -> dict[str, Any]:
-    """Read words of the form key=value; what is no TOML value is text."""
-    table: dict[str, Any] = {}
-    for pair in pairs:
-        name, sign, text = pair.partition("=")
-        if not (name and sign):
-            option = "--" + key.replace("_", "-")
-            raise ConfigError(f"{option} takes words of the form key=value; got '{pair}'")
-        try:
-            table[name] = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            table[name] = text
-    return table

@@ -190,7 +190,7 @@ def build(
         problems = "; ".join(_explain(e, kind) for e in faults)
         if where.endswith(".toml"):
             problems = worded(problems, TomlFile())
-        raise ConfigError(f"{where}: {problems}", code_of(faults[0])) from error
+        raise ConfigError(": ".join(filter(None, (where, problems))), code_of(faults[0])) from error
 
 
 def code_of(fault: ErrorDetails) -> str:

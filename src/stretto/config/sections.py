@@ -39,6 +39,9 @@ WorkersOrAuto = Annotated[int, Field(ge=0, le=2**12)]
 Seconds = Annotated[float, Field(gt=0, le=10**6)]
 """A time limit; poll(2) takes 24 days."""
 SecondsOrNone = Annotated[float, Field(ge=0, le=10**6)]
+Gpus = Annotated[int, Field(ge=0, le=2**17)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+"""A port to listen on; 0 takes a free one."""
 Minutes = Annotated[float, Field(ge=0, le=525_600)]
 LEAST_TEMPERATURE = 1e-4
 """Temperature above 0, at least: logits that are divided by less may overflow."""
@@ -47,12 +50,13 @@ LEAST_TEMPERATURE = 1e-4
 def _greedy_or_enough(temperature: float) -> float:
     if 0 < temperature < LEAST_TEMPERATURE:
         least = f"must be 0, which is greedy, or {LEAST_TEMPERATURE} at least"
-        raise ValueError(f"temperature = {temperature}: {least}")
+        raise ValueError(f"`temperature = {temperature}`: {least}")
     return temperature
 
 
 Temperature = Annotated[NonNegative, AfterValidator(_greedy_or_enough)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+TopP = Annotated[float, Field(gt=0, le=1)]
 
 LARGEST_SEED = 2**63 - 1
 """TOML's largest integer, which torch and numpy take as well."""
@@ -152,10 +156,9 @@ def _can_be_given(arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
     return arguments
 
 
+ChatArguments = Annotated[dict[str, JsonValue], AfterValidator(_can_be_given)]
 TemplateArguments = Annotated[
-    dict[str, JsonValue],
-    Field(validation_alias=AliasChoices("template_arguments", ARGUMENTS)),
-    AfterValidator(_can_be_given),
+    ChatArguments, Field(validation_alias=AliasChoices("template_arguments", ARGUMENTS))
 ]
 
 
@@ -383,7 +386,7 @@ class RolloutConfig(Section):
     """Softmax temperature, 0.0001 at least; 0 is greedy (not for training)."""
     top_k: NonNegativeInt = 0
     """Sample among the k likeliest tokens; 0 is off. Refused in training, where the learner's distribution is the full one."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: TopP = 1.0
     """Sample among the likeliest tokens that hold this much probability; 1 is off. Refused in training, as top_k."""
     stop: tuple[str, ...] = ()
     """Strings that end a response, besides the end-of-sequence token."""
@@ -439,7 +442,7 @@ class RolloutConfig(Section):
             "propose; set that, to 4 say"
         )
         broken["empty-stop-string"] = "" in self.stop and (
-            "an empty string in rollout.stop would end every response at once; leave it out"
+            "an empty string in `rollout.stop` would end every response at once; leave it out"
         )
 
 
@@ -454,7 +457,7 @@ class ObserveConfig(Section):
     """Live display. auto: rich on a terminal, else plain lines."""
     trackers: tuple[one_of(*TRACKERS), ...] = ()  # type: ignore[valid-type]
     """Trackers that get the metrics, besides metrics.jsonl. 'file.py:name' or 'package.module:name' is one of your own (docs/observing.md)."""
-    prometheus_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    prometheus_port: Port = 0
     """Port on the loopback at which a Prometheus server can read the newest metrics; 0 for none."""
     samples: NonNegativeInt = 4
     """Responses per step written to samples.jsonl."""
