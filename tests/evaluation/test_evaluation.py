@@ -688,7 +688,7 @@ def test_verdicts_are_read_from_answers(answer: str, verdict: str | None) -> Non
 def test_openais_own_endpoint_needs_a_key(serve: Any) -> None:
     with raises(ConfigError, "judge-without-key", "OPENAI_API_KEY", "`judge_url`"):
         open_judge(evaluation.LlmJudge("gpt"))
-    with raises(ConfigError, "judge-limits", 0):
+    with raises(ConfigError, "greater_than", 0):
         evaluation.LlmJudge("gpt", concurrency=0)
 
 

@@ -18,6 +18,7 @@ from stretto import signals
 from stretto.api.settings import Settings, changed, config_of
 from stretto.api.training import begin, execute
 from stretto.config import KNOBS, PRESETS, Config, ScheduleConfig, recipes
+from stretto.config.sections import NonNegativeInt, Number, Seed
 from stretto.errors import ConfigError
 from stretto.interfaces import in_python
 from stretto.observe import records
@@ -99,7 +100,10 @@ def outcome_of(job: Job, folder: Path) -> VariantResult:
 
 @in_python
 def report(
-    runs: str | Path | Sequence[str | Path], out: str | Path = "report.html", *, step: int = 0
+    runs: str | Path | Sequence[str | Path],
+    out: str | Path = "report.html",
+    *,
+    step: NonNegativeInt = 0,
 ) -> Path:
     """Write a page of runs, to be opened in a browser, and return its file; what ``stretto report``
     does. Runs that can be told apart on it are also predicted from their own records. The first is
@@ -120,8 +124,8 @@ def compare(
     settings: Settings,
     variants: Sequence[str] | Mapping[str, Mapping[str, Any]] = ("sync", "oppo"),
     *,
-    seeds: Sequence[int] = (0,),
-    target: float | None = None,
+    seeds: Sequence[Seed] = (0,),
+    target: Number | None = None,
     **changes: Any,
 ) -> Comparison:
     """Run the same training under several schedules, one run after the other in this process; what
@@ -156,7 +160,7 @@ def compare(
 
 
 @in_python
-def simulate(cluster: Cluster, *, seed: int = 0) -> SimResult:
+def simulate(cluster: Cluster, *, seed: Seed = 0) -> SimResult:
     """Run a schedule on a cluster in virtual time; what ``stretto compare --sim`` does."""
     from stretto.planner.formulas import priced
     from stretto.runtime.sim.cluster import Cluster

@@ -77,7 +77,8 @@ def form(function: Callable[..., Any]) -> type[Any]:
     fields = []
     for name, (kind, default, text, positional) in options_of(function).items():
         parts = bounds.parts(kind)
-        hint = documented(text, default)
+        several = positional and tuple in parts  # it may be empty, for tyro
+        hint = documented(text, () if several else default)
         if parts & {dict, Mapping}:
             kind, default = Annotated[tuple[str, ...], arg(metavar="NAME=VALUE")], ()
         elif Path in parts:

@@ -16,6 +16,8 @@ from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
+from stretto.bounds import checked, kinds
+from stretto.config.sections import Seconds, Workers
 from stretto.errors import ConfigError, JudgeError, require
 from stretto.evaluation.gold import tally
 from stretto.types import Prompt
@@ -86,13 +88,11 @@ class LlmJudge:
 
     model: str
     url: str = ""
-    concurrency: int = 8
-    timeout_s: float = 120.0
+    concurrency: Workers = 8
+    timeout_s: Seconds = 120.0
 
     def __post_init__(self) -> None:
-        if self.concurrency < 1 or not self.timeout_s > 0:
-            limits = f"concurrency = {self.concurrency} and timeout_s = {self.timeout_s}"
-            raise ConfigError(f"the judge's {limits} must be above 0", "judge-limits")
+        checked(kinds(LlmJudge), {"concurrency": self.concurrency, "timeout_s": self.timeout_s})
 
 
 @dataclass(frozen=True, slots=True)
