@@ -564,7 +564,7 @@ def test_generate_answers_in_order(tiny_folder: Path) -> None:
     for bad in ([], "one text"):
         with raises(ConfigError, "prompts-not-list", repr(bad)):
             stretto.generate(tiny_folder, bad)
-    with raises(ConfigError, "less_than_equal", "top_p = 2"):
+    with raises(ConfigError, "less_than_equal", "top_p=2"):
         stretto.generate(tiny_folder, ["a"], top_p=2)
     with raises(ConfigError, None, "seed=-1"):
         stretto.generate(tiny_folder, ["a"], seed=-1)

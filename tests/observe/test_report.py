@@ -705,7 +705,7 @@ def test_the_command_writes_what_is_asked(
     assert embedded((tmp_path / "one.html").read_text())[0]["step"] == 7
     for arguments, message in (
         ([*runs, "--step", "99"], "step 99 is in no run's trace"),
-        ([*runs, "--step", "-1"], "steps count from 1"),
+        ([*runs, "--step", "-1"], "--step -1: must be"),
         ([*runs, "--out", "no/such/folder.html"], "cannot write"),
         ([str(tmp_path)], "not a run directory"),
     ):

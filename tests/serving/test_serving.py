@@ -695,7 +695,7 @@ def test_what_cannot_be_served_is_said_first(
     assert main(["serve", "no-such-model", "--port", "0"]) == 2
     assert main(["serve", str(tiny_folder), "--port", "0", "--follow"]) == 2
     assert "--follow needs a run's folder" in capsys.readouterr().err
-    with raises(ConfigError, "too-few-positions", "`max_model_len = 100000`"):
+    with raises(ConfigError, "too-few-positions", "max_model_len=100000"):
         open_policy(str(tiny_folder), RolloutConfig(), max_model_len=100_000, **EXACT)
     assert main(["chat", str(tiny_folder), "--max-model-len", "-5"]) == 2
     assert "--max-model-len -5: a prompt" in capsys.readouterr().err
