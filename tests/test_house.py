@@ -26,7 +26,7 @@ DOCUMENTED = [
 ]
 FILE_LINES, FILE_LIMIT = 500, 600
 FUNCTION_LINES, FUNCTION_LIMIT = 60, 80
-OVER_AIM = 12, 27
+OVER_AIM = 10, 21
 """Files and functions that are longer than their aim; these numbers only fall."""
 SETTINGS = 150
 

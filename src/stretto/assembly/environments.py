@@ -187,7 +187,7 @@ def open_places(
     places: list[Place]
     if brought and named:
         raise ConfigError(
-            f"environment.sources: '{named[0]}' is a name, and '{next(iter(brought))}' an object "
+            f"`environment.sources`: '{named[0]}' is a name, and '{next(iter(brought))}' an object "
             "of this process; give all as objects, or all by name",
             "environments-mixed",
         )

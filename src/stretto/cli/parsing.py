@@ -121,7 +121,7 @@ def read(kind: type[Any], command: str, arguments: Sequence[str]) -> Any:
 def values_of(function: Callable[..., Any], options: Any) -> dict[str, Any]:
     """Return the options that were read as values for the command; ConfigError if out of bounds."""
     kinds = {name: option.kind for name, option in options_of(function).items()}
-    values = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    values = {name: getattr(options, name) for name in kinds}
     for name, kind in kinds.items():
         if bounds.parts(kind) & {dict, Mapping}:
             values[name] = table_of(values[name], name)

@@ -82,23 +82,18 @@ def parse_with_config(
     named = _named(arguments, offered, own_names, kind)
     if not {"-h", "--help"} & {*arguments}:  # without help, few options are parsed in less time
         offered = named
-    parts = {"own": form(function), "settings": _mirror(kind, offered, config.model_dump())}
-    # Neither has a prefix of its own: --steps, not --settings.steps.
-    fields = [
-        (name, Annotated[part, arg(name="")], dataclasses.field(default_factory=part))
-        for name, part in parts.items()
-    ]
-    both = dataclasses.make_dataclass("Options", fields)
-    both.__doc__ = parts["own"].__doc__
+    own_form, mirror = form(function), _mirror(kind, offered, config.model_dump())
+    both = dataclasses.make_dataclass("Options", [], bases=(mirror, own_form))
+    both.__doc__ = own_form.__doc__
     try:
         parsed = read(both, command, arguments)
     finally:
         print(more, end="")
-    values = {name: attrgetter(name)(parsed.settings) for name in named}
+    values = {name: attrgetter(name)(parsed) for name in named}
     for name, value in values.items():
         if isinstance(attrgetter(name)(config), dict):
             values[name] = table_of(value, name)
-    own = values_of(function, parsed.own)
+    own = values_of(function, parsed)
     file = own.get("overrides", "")
     result = changed(
         config,

@@ -221,8 +221,7 @@ def command_align(
     check_settings(stages)
     if dry_run:
         print("\n".join([*replaced(stages), describe_supervised(stages.sft)]))
-        labelled = stages.reward.data.model_copy(update={"name": ""})
-        print(describe_supervised(stages.reward.model_copy(update={"data": labelled})))
+        print(describe_supervised(stages.reward.changed_in("data", name="")))
         print(describe_run(stages.train))
         return
     folder = new_folder(out, f"{Path(recipe).name}-align")

@@ -103,7 +103,7 @@ class VerlTool:
             self.name = str(self.schema["function"]["name"])
         except Exception as error:
             raise ConfigError(
-                f"environment.sources: verl's tool '{source}' cannot be made with config = "
+                f"`environment.sources`: verl's tool '{source}' cannot be made with config = "
                 f"environment.settings and tool_schema = None: {type(error).__name__}: {error}. "
                 "Return the schema in get_openai_tool_schema(), or name an object",
                 "tool-without-schema",

@@ -34,7 +34,7 @@ LOOK_S = 2.0
 
 Answer = Mapping[str, Any]
 
-SETTING = "environment.sources"
+SETTING = "`environment.sources`"
 
 
 def settings_of(config: EnvironmentConfig) -> dict[str, Any]:

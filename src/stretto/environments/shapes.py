@@ -148,7 +148,7 @@ def tools_of(kind: type) -> list[str]:
 def not_made(name: str, error: Exception) -> ConfigError:
     """The refusal of what cannot be made without arguments."""
     return ConfigError(
-        f"environment.sources: '{name}' cannot be made without arguments: {error}",
+        f"`environment.sources`: '{name}' cannot be made without arguments: {error}",
         "environment-parameters",
     )
 
@@ -156,7 +156,7 @@ def not_made(name: str, error: Exception) -> ConfigError:
 def unknown_environment(name: str, sort: str) -> ConfigError:
     """The refusal of something that is no environment, and neither a tool nor a program."""
     return ConfigError(
-        f"environment.sources: '{name}' is {sort} of no known shape. Known:\n{SHAPES}\nGive a "
+        f"`environment.sources`: '{name}' is {sort} of no known shape. Known:\n{SHAPES}\nGive a "
         "class and not an object of it. A function that makes environments says so by its return "
         "type hint",
         "unknown-environment",
@@ -176,8 +176,8 @@ def recognise(
     if len(named) > 1:
         other = next(name for name in named if name not in tools)
         raise ConfigError(
-            f"environment.sources: '{other}' is no function, and only functions, which are tools, "
-            "can be named beside others; name one environment, or a dict of them",
+            f"`environment.sources`: '{other}' is no function, and only functions, which are "
+            "tools, can be named beside others; name one environment, or a dict of them",
             "environments-mixed",
         )
     ((name, thing),) = named.items()
@@ -227,8 +227,8 @@ def _functions(tools: Mapping[str, Any], run: Runner, settings: Row) -> Source:
         name = tool.name if isinstance(tool, VerlTool) else tool.__name__
         if name in by_name:
             raise ConfigError(
-                f"environment.sources: two tools have the name '{name}', and the policy calls them "
-                "by it; rename one",
+                f"`environment.sources`: two tools have the name '{name}', and the policy calls "
+                "them by it; rename one",
                 "tools-alike",
             )
         by_name[name] = tool
@@ -254,7 +254,7 @@ def _environment(name: str, factory: Any, run: Runner, settings: Row) -> Source:
     replay = str(getattr(kind, "replay", "") or "")
     if replay not in ("", "pure", "recorded", "no"):
         raise ConfigError(
-            f"environment.sources: '{name}' has replay = '{replay}'; it is 'pure', 'recorded' or "
+            f"`environment.sources`: '{name}' has replay = '{replay}'; it is 'pure', 'recorded' or "
             "'no'",
             "unknown-replay",
         )
@@ -264,7 +264,7 @@ def _environment(name: str, factory: Any, run: Runner, settings: Row) -> Source:
     for needed in _needed(factory):
         if needed not in MADE_WITH:
             raise ConfigError(
-                f"environment.sources: '{name}' cannot be made, as '{needed}' is not known; "
+                f"`environment.sources`: '{name}' cannot be made, as '{needed}' is not known; "
                 f"parameters without a default are any of {', '.join(MADE_WITH)}",
                 "environment-parameters",
             )
@@ -292,7 +292,7 @@ def _choice(name: str, factories: Mapping[Any, Any], run: Runner, settings: Row)
     }
     if not sources:
         raise ConfigError(
-            f"environment.sources: '{name}' is an empty dict; name the environments that the "
+            f"`environment.sources`: '{name}' is an empty dict; name the environments that the "
             "column 'environment' of the dataset chooses from",
             "unknown-environment",
         )

@@ -35,7 +35,7 @@ def schema_of(function: Tool, source: str) -> dict[str, Any]:
         name = getattr(function, "__name__", repr(function))
         why = str(error).rstrip("!.")
         raise ConfigError(
-            f"environment.sources: the tool '{name}' of '{source}' cannot be described to the "
+            f"`environment.sources`: the tool '{name}' of '{source}' cannot be described to the "
             f"policy: {why}. Give each parameter a type hint, and a line under 'Args:' in the "
             "docstring",
             "tool-without-schema",

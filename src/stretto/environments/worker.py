@@ -37,7 +37,7 @@ THREADS = 1024
 may wait in one, and none goes on before all do. asyncio's own number follows the cores."""
 
 BEAT_S = 1.0
-SETTING = "environment.sources"
+SETTING = "`environment.sources`"
 
 
 def main() -> None:
