@@ -827,7 +827,10 @@ def test_the_command_asks_the_judge(
         (["--lm-eval", "gsm8k", "--samples", "200"], "--samples has no effect on benchmarks"),
         (["--lm-eval-limit", "-1"], "--lm-eval-limit -1: must be greater than or equal to 0"),
         (["--lm-eval-limit", "3"], "no effect without --lm-eval"),
-        (["--win-rate-by", "task", "--temperature", "-1"], "--temperature -1.0: must be greater than or equal to 0"),
+        (
+            ["--win-rate-by", "task", "--temperature", "-1"],
+            "--temperature -1.0: must be greater than or equal to 0",
+        ),
         (["--win-rate-by", "gold"], "'gold' is none of 'task'"),
     ],
 )

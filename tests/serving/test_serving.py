@@ -698,7 +698,7 @@ def test_what_cannot_be_served_is_said_first(
     with raises(ConfigError, "too-few-positions", "max_model_len=100000"):
         open_policy(str(tiny_folder), RolloutConfig(), max_model_len=100_000, **EXACT)
     assert main(["chat", str(tiny_folder), "--max-model-len", "-5"]) == 2
-    assert "--max-model-len -5: a prompt" in capsys.readouterr().err
+    assert "--max-model-len -5: must be" in capsys.readouterr().err
     assert main(["serve", str(tiny_folder), "--port", "0", "--seed", "-1"]) == 2
     assert "--seed -1" in capsys.readouterr().err
 
