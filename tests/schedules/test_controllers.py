@@ -13,6 +13,7 @@ import pytest
 
 from docs_helpers import blocks
 from raising import raises
+from stretto.api.planning import PLANNED, variants_of
 from stretto.assembly.controls import Migrating, ScheduledRun, controls, controls_of
 from stretto.config import Config, ScheduleConfig, recipes
 from stretto.config.schedule import Settings
@@ -714,11 +715,14 @@ def test_code_that_makes_no_controller_is_refused(source: str, code: str, fact: 
 @pytest.mark.parametrize(
     "given", [{"overcommit": 3}, {"chunk_tokens": 8}, {"migrate": 0.5}, {"hold": "keep"}]
 )
-def test_a_value_and_a_controller_for_it_are_refused(given: dict[str, Any]) -> None:
+def test_a_controller_has_no_effect_on_a_setting_with_a_value(given: dict[str, Any]) -> None:
     (name,) = given
-    schedule = {"schedule": {**given, "controllers": {name: "own.py:Controller"}}}
-    with raises(ConfigError, "controller-without-effect", f"schedule.{name}"):
-        recipes.build({**schedule, "rollout": {"engines": 2}}, "here")
+    schedule = {"schedule": {**given, "controllers": {name: "missing.py:Controller"}}}
+    config = recipes.build({**schedule, "rollout": {"engines": 2}}, "here")
+    (remark,) = (each for each in config.remarks if "schedule.controllers" in each)
+    assert f"schedule.{name}" in remark
+    controls_of(config, Migrating(MigrationLimits(2, 8, 1000, 40, 1e3, 1e5), 0.0, 8))
+    assert set(variants_of(config.schedule)) == set(PLANNED)
 
 
 def test_the_controller_that_the_docs_show_follows_the_tail(

@@ -15,6 +15,7 @@ from tyro.conf import arg
 from stretto.api.runs import REPLACED, VARIANTS, schedule_of
 from stretto.api.settings import Settings, config_of
 from stretto.bounds import checked, kinds
+from stretto.checks.functions import check_algorithm
 from stretto.config import (
     AlgorithmConfig,
     Config,
@@ -132,6 +133,7 @@ def plan(settings: Settings, options: PlanOptions, *, say: Say = silent) -> Plan
         from stretto.planner.search import search
 
     config = config_of(settings)
+    check_algorithm(config)
     spec, assumed = spec_of(config, options)
     limit_s = 60 * (options.minutes or MINUTES[options.gpus > 64])
     found = search(spec, limit_s=limit_s, workers=options.workers, say=say)

@@ -154,7 +154,7 @@ def _controller(name: Controlled, run: ScheduledRun) -> Any:
     needs = {"migrate": run.migrating, "hold": run.settings.episodes}
     if not needs.get(name, True):
         return None
-    if source := run.schedule.controllers.get(name):
+    if source := run.schedule.own_controllers.get(name):
         setting = "schedule.controllers"
         with outside.raising(source, setting):
             controller = outside.load(source, setting, Callable)(run)

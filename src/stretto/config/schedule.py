@@ -277,16 +277,15 @@ class ScheduleConfig(Section):
         """Whether migration is on by its own setting, not by the preset."""
         return self.migrate != "preset" and self.knobs.on("migrate")
 
-    def rules(self, broken: Rules) -> None:
-        """Check that settings are left to the controllers of the user's own."""
-        for name in self.controllers:
-            auto = 0 if name == "chunk_tokens" else "auto"
-            value = getattr(self.knobs, name, self.chunk_tokens)
-            if value != auto:
-                broken["controller-without-effect"] = (
-                    f"schedule.controllers has '{name}', and schedule.{name} is {value!r}; set it "
-                    f"to {auto!r}, or leave the controller out"
-                )
+    @property
+    def own_controllers(self) -> Mapping[Controlled, str]:
+        """Controllers of the user's own, for the settings that are left to a controller."""
+        automatic = {"chunk_tokens": 0}
+        return {
+            name: source
+            for name, source in self.controllers.items()
+            if getattr(self.knobs, name, self.chunk_tokens) == automatic.get(name, "auto")
+        }
 
     def largest_overcommit(self, batch: int) -> int:
         delta = self.knobs.overcommit
@@ -327,7 +326,7 @@ class ScheduleConfig(Section):
 
     @property
     def remarks(self) -> list[str]:
-        """Remarks on settings of over-commitment that have no effect."""
+        """Remarks on settings of over-commitment, and on controllers, that have no effect."""
         delta, rule = self.knobs.overcommit, self.overcommit_rule
         adapting = [key for key in type(self).model_fields if key.startswith("overcommit_")]
         changed = list(filter(self.is_set, adapting))
@@ -337,4 +336,10 @@ class ScheduleConfig(Section):
             idle = [name for name in changed if rule not in _RULES.get(name, (rule,))]
             where = f"on overcommit_rule = '{rule}'"
         names = ", ".join(f"schedule.{name}" for name in idle)
-        return [f"without effect {where}: {names}"] if idle else []
+        remarks = [f"without effect {where}: {names}"] if idle else []
+        for name in self.controllers.keys() - self.own_controllers:
+            auto = 0 if name == "chunk_tokens" else "'auto'"
+            remarks.append(
+                f"schedule.controllers: '{name}' has no effect unless schedule.{name} = {auto}"
+            )
+        return remarks
