@@ -97,7 +97,7 @@ class PlanOptions:
     """
 
     recipe: str = ""
-    gpus: Gpus = 0
+    gpus: Annotated[Gpus, Field(le=2**14)] = 0
     gpu: Annotated[str, arg(help=f"Kind of GPU: {', '.join(GPUS)}.", metavar="NAME")] = "h100"
     hardware: Annotated[str, arg(metavar="FILE")] = ""
     model_shape: Annotated[str, arg(metavar="NAME")] = ""

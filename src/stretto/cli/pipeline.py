@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from pydantic import Field
 from tyro.conf import Positional, arg
 
 from stretto.cli.parsing import arguments_of
@@ -64,7 +65,7 @@ class Options:
     critic_tp: int = 1
     micro_batches: int = 0
     tokens: int = 2048
-    teraflops: float = 200.0
+    teraflops: Annotated[float, Field(le=10**9)] = 200.0
     communication_us: int = 0
     capacity: Positive | None = None
     seconds: Seconds = 60.0

@@ -136,7 +136,7 @@ def command_sft(
     from stretto.api.training import begin, execute
 
     usual = "sft" if isinstance(config, SftConfig) else "reward"
-    execute(begin(config, recipes.name_of(recipe) if recipe else usual))  # type: ignore[type-var]
+    execute(begin(config, recipes.name_of(recipe) if recipe else usual))  # type: ignore[type-var,arg-type]
 
 
 @takes(command_sft, "recipe", "dry_run")
