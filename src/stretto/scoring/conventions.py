@@ -250,8 +250,9 @@ def recognise(function: Callable[..., Any], file: str, name: str) -> RewardFunct
     A class with ``__call__`` is made once, without arguments, and its object is called.
     """
     if inspect.isclass(function) and "__call__" in dir(function):
+        make: Callable[[], Any] = function
         try:
-            function = in_this_process(function)
+            function = in_this_process(make)
         except Exception as error:
             raise ConfigError(
                 f"reward.sources: making an object of '{name}' raised {describe(error, file)}; a "
