@@ -309,3 +309,15 @@ def test_fish_and_zsh_complete_the_same(
     # zsh itself leaves out what does not begin with the word.
     last = line.rpartition(" ")[2]
     assert [offer for offer in shown.stdout.split() if offer.startswith(last)] == offers
+
+
+@pytest.mark.parametrize(
+    ("line", "fact"),
+    [
+        ("watch nowhere", "there is no folder 'nowhere'"),
+        ("label pairs.jsonl --by model:tiny", "--out pairs-labelled.jsonl"),
+    ],
+)
+def test_what_is_missing_is_named(line: str, fact: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    assert fact in capsys.readouterr().err

@@ -203,4 +203,4 @@ def test_steps_that_an_update_lost_are_named(
     assert newest(stopped.checkpoints) == 2
     (stopped.checkpoints / "step-000002" / "manifest.json").unlink()
     stretto.resume(stopped.path, progress=display)
-    assert "goes on after step 1; steps 2 to 2 are taken again" in display.notes
+    assert "goes on after step 1; step 2 is taken again" in display.notes

@@ -156,7 +156,8 @@ def _check_ends(rule: RewardConfig, stop: Collection[str], end_tokens: Collectio
         raise ConfigError(
             "no end token and no rollout.stop ends a response, and reward.missing_eos = "
             f"'{rule.missing_eos}' has a penalty for the token limit. Set eos_token in the model's "
-            "tokenizer_config.json, name a string in rollout.stop, or set missing_eos = 'off'",
+            "tokenizer_config.json, name a string in rollout.stop, or set "
+            "reward.missing_eos = 'off'",
             "nothing-ends-responses",
         )
 

@@ -325,9 +325,13 @@ def command_watch(
     on the loopback. Its curves and samples are kept up to date until Ctrl-C.
 
     Args:
-        runs: Run directories, at most six. A run may begin later, or have ended.
+        runs: Run directories, at most six. A run may have ended.
         port: Port to listen on; without it, a free one.
     """
+    for run in runs:
+        if not Path(run).is_dir():
+            message = f"there is no folder '{run}' (looked for from {Path.cwd()})"
+            raise ConfigError(f"{message}; name a run's folder", "no-run-directory")
     with reports.RunServer(runs, port) as server:
         print(f"watching {', '.join(runs)} at {server.url} (Ctrl-C ends)", flush=True)
         server.serve_forever()

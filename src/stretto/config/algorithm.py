@@ -199,8 +199,8 @@ class AlgorithmConfig(Section):
         )
         broken["correction-without-proximal"] = (corrects and self.old_policy != "proximal") and (
             f"algorithm.correction = '{self.correction}' weighs the learner's policy against the "
-            f"one that sampled, and old_policy = '{self.old_policy}' takes them for the same; set "
-            "algorithm.old_policy = 'proximal'"
+            f"one that sampled, and algorithm.old_policy = '{self.old_policy}' takes them for the "
+            "same; set algorithm.old_policy = 'proximal'"
         )
         broken["correction-cap-below-one"] = self.correction_cap < 1 and (
             f"algorithm.correction_cap = {self.correction_cap} would weigh down on-policy data, "
@@ -223,7 +223,7 @@ class AlgorithmConfig(Section):
         )
         broken["sources-apart-scaled"] = (apart and self.scale_rewards != "group") and (
             "algorithm.multi_objective_aggregation = 'normalize_then_sum' divides by deviations of "
-            f"the group and of the batch; leave scale_rewards = '{self.scale_rewards}' out"
+            f"the group and of the batch; leave out algorithm.scale_rewards = '{self.scale_rewards}'"
         )
         whole = algorithm.aggregation is None
         broken["aggregation-of-responses"] = (whole and self.aggregation != "auto") and (

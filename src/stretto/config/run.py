@@ -135,8 +135,9 @@ class Config(Section):
             "use a temperature above 0 (an evaluation is greedy)"
         )
         broken["truncated-sampling"] = (r.top_k or r.top_p < 1) and (
-            f"rollout.top_k = {r.top_k} and top_p = {r.top_p} truncate sampling, and the learner's "
-            "log-probabilities are of the full distribution; set top_k = 0 and top_p = 1"
+            f"rollout.top_k = {r.top_k} and rollout.top_p = {r.top_p} truncate sampling, and the "
+            "learner's log-probabilities are of the full distribution; set rollout.top_k = 0 and "
+            "rollout.top_p = 1"
         )
         asked = ENVIRONMENT in self.reward.sources and not self.environment.sources
         broken["environment-without-source"] = asked and (
@@ -146,7 +147,7 @@ class Config(Section):
         broken |= self.schedule.overcommit_rules(r.batch)
         broken["migrate-with-one-engine"] = (self.schedule.asks_to_migrate and r.engines == 1) and (
             f"schedule.migrate = {self.schedule.migrate!r} moves responses between engines, and "
-            "rollout.engines is 1; raise that, or set migrate = 'off'"
+            "rollout.engines is 1; raise that, or set schedule.migrate = 'off'"
         )
         unrewarded = self.critic.init == "reward" and not self.reward.models
         broken["critic-without-reward-model"] = unrewarded and (

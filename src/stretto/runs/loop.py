@@ -78,7 +78,7 @@ def train(
         if resume:
             with working(say, "reading the checkpoint"):
                 first, state = load_latest(run_dir.checkpoints, say)
-            say(_continuation(first, run_dir.last_step()))
+            say(continuation(first, run_dir.last_step()))
         inputs = Inputs(state[INPUTS] if state else {})
         critic = config.critic.model if config.algorithm.definition.critic else ""
         inputs.take_models(config.model, critic, config.reward.models, overrides, say)
@@ -129,9 +129,13 @@ def freeze_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _continuation(first: int, recorded: int) -> str:
+def continuation(first: int, recorded: int) -> str:
+    """Say after which step a run goes on, and which of the recorded steps are taken again."""
     line = f"goes on after step {first}"
-    return f"{line}; steps {first + 1} to {recorded} are taken again" if recorded > first else line
+    if recorded <= first:
+        return line
+    lost = f"steps {first + 1} to {recorded} are" if first + 1 < recorded else f"step {recorded} is"
+    return f"{line}; {lost} taken again"
 
 
 @dataclass

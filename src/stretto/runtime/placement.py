@@ -218,8 +218,9 @@ def remarks(
             )
         elif process.offload and knobs.score_on != "batch":
             notes.append(
-                f"offload: with score_on = '{knobs.score_on}' the roles of '{process.name}' take "
-                "turns many times a step, and each waits for its weights; set score_on = 'batch'"
+                f"offload: with schedule.score_on = '{knobs.score_on}' the roles of "
+                f"'{process.name}' take turns many times a step, and each waits for its weights; "
+                "set schedule.score_on = 'batch'"
             )
     used = {device for process in found for device in process.devices if device != "cpu"}
     if 0 < len(used) < gpus:

@@ -128,7 +128,7 @@ def cells_of(row: Row, *columns: str) -> list[Any]:
         if not _has(row, column):
             raise TaskError(
                 f"no column '{column}'; its columns: {_listed(row)}. Name the one that is meant "
-                "with the data.*_column settings",
+                "by the setting of section data whose name ends in _column",
                 "missing-column",
             )
     return [cell_of(row, column) for column in columns]

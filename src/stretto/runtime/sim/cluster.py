@@ -245,7 +245,7 @@ class Cluster(Section):
         if self.schedule.asks_to_migrate and len(self.generators) == 1:
             raise RuleError(
                 f"schedule.migrate = {self.schedule.migrate!r} moves responses between generators, "
-                "and there is one; describe several, or set migrate = 'off'",
+                "and there is one; describe several, or set schedule.migrate = 'off'",
                 "migrate-with-one-engine",
             )
         for scorer in self.scorers:
