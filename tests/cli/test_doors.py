@@ -315,9 +315,16 @@ def test_fish_and_zsh_complete_the_same(
     ("line", "fact"),
     [
         ("watch nowhere", "there is no folder 'nowhere'"),
-        ("label pairs.jsonl --by model:tiny", "--out pairs-labelled.jsonl"),
+        ("label pairs.jsonl --by model:tiny", "needs --out"),
     ],
 )
 def test_what_is_missing_is_named(line: str, fact: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(line.split()) == 2
     assert fact in capsys.readouterr().err
+
+
+def test_an_option_and_a_section_of_one_name_are_given_together(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["eval", "tiny", "--model", "nowhere", "--model.dtype", "float32"]) == 2
+    assert "unknown model 'nowhere'" in capsys.readouterr().err

@@ -83,17 +83,17 @@ def parse_with_config(
     if not {"-h", "--help"} & {*arguments}:  # without help, few options are parsed in less time
         offered = named
     own_form, mirror = form(function), _mirror(kind, offered, config.model_dump())
-    both = dataclasses.make_dataclass("Options", [], bases=(mirror, own_form))
+    both = _apart(own=own_form, settings=mirror)
     both.__doc__ = own_form.__doc__
     try:
         parsed = read(both, command, arguments)
     finally:
         print(more, end="")
-    values = {name: attrgetter(name)(parsed) for name in named}
+    values = {name: attrgetter(name)(parsed.settings) for name in named}
     for name, value in values.items():
         if isinstance(attrgetter(name)(config), dict):
             values[name] = table_of(value, name)
-    own = values_of(function, parsed)
+    own = values_of(function, parsed.own)
     file = own.get("overrides", "")
     result = changed(
         config,
@@ -112,6 +112,13 @@ def call_with_config(function: Callable[..., int | None], *line: Any, **start: A
     """Call a command with the settings and options that :func:`parse_with_config` returns."""
     config, own = parse_with_config(function, *line, **start)
     return function(config, own.pop(next(iter(own))), **own) or 0
+
+
+def _apart(**parts: type[Any]) -> type[Any]:
+    """Make a dataclass of dataclasses, whose fields may have one name: --model, --model.dtype."""
+    return dataclasses.make_dataclass(
+        "Options", [(name, Annotated[part, arg(name="")]) for name, part in parts.items()]
+    )
 
 
 def leading_recipe(arguments: Sequence[str]) -> str:
