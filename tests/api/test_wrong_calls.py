@@ -26,7 +26,7 @@ ROWS = [{"prompt": "2+2=", "answer": "4"}] * 4
         ("train", ["tiny"], {"on_step": 3}, "on-step-not-callable", "got 3"),
         ("train", ["tiny"], {"progress": "no"}, "progress-not-display", "observe__progress='off'"),
         ("sft", [], {"data__name": "nowhere.jsonl"}, "missing-file", "'nowhere.jsonl'"),
-        ("evaluate", ["tiny"], {"samples": 0}, "greater_than_equal", "samples=0"),
+        ("evaluate", ["tiny"], {"samples": 0}, "greater_than", "samples=0"),
         ("generate", ["tiny", ["a"]], {"max_tokens": 3}, "unknown-argument", "max_new_tokens="),
         ("generate", ["tiny", ["a"]], {"nothing": 3}, "unknown-argument", "temperature="),
         ("generate", ["tiny", [3]], {}, "prompt-not-text", "got 3"),

@@ -206,7 +206,7 @@ def test_the_default_recipe_is_arithmetic(runtime: Runtime) -> None:
     [
         (["tinny"], "'tiny'"),
         (["tiny", "--training.lr", "-1"], "--training.lr -1.0"),
-        (["tiny", "--rollout.top-k", "5"], "top_k"),
+        (["tiny", "--rollout.top-k", "5"], "--rollout.top-k"),
         (["tiny", "--rollout.bach", "5"], "--rollout.batch"),
         (["tiny", "--algorithm.kl-estimator", "k9"], "'k1', 'k2', 'k3'"),
         (["tiny", "--steps", "many"], "many"),

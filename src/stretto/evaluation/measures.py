@@ -459,8 +459,6 @@ def questions(
         raise all_too_long(len(too_long), min(too_long), limit, with_tools=source.with_tools)
     if refused and not prompts:
         raise refused[0]
-    if count < 1:
-        raise ConfigError(f"`samples = {count}`: must be 1 or more", "greater_than_equal")
     if not prompts:
         raise TaskError(
             f"task.held_out = {share} holds out none of the {rows} rows of '{task.name}': too "
