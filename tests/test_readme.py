@@ -20,17 +20,20 @@ from stretto.config.algorithm import ALGORITHMS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+LONGER = (ROOT / "docs" / "features.md").read_text(encoding="utf-8")
+"""The page with README's longest tables."""
+BADGES = re.findall(r"\((docs/images/badge-.*?\.svg)\)", README)
 (PYTHON,) = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
-def section(title: str) -> str:
-    return README.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+def section(title: str, page: str = README) -> str:
+    return page.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
 SLOW = ("stretto compare tiny",)  # a process for each run; tests/observe/test_compare.py has it
 COMMANDS = [
     command
-    for line in re.findall(r"^    (stretto .*?)(?:  +#.*)?$", section("Commands"), re.M)
+    for line in re.findall(r"^    (stretto .*?)(?:  +#.*)?$", section("Commands", LONGER), re.M)
     for command in line.split(" && ")
 ]
 
@@ -146,6 +149,13 @@ def test_it_is_short_and_its_links_lead_somewhere() -> None:
     assert set(re.findall(r"\]\(#([\w-]+)\)", README)) <= titles
 
 
+def test_badges_are_the_projects() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    versions = [c.rpartition(" ")[2] for c in project["classifiers"] if "Python :: 3." in c]
+    shown = [re.findall(r">([^<>]+)</text>", (ROOT / badge).read_text()) for badge in BADGES]
+    assert shown == [["licence", project["license"].replace("-", " ")], ["Python", " | ".join(versions)]]
+
+
 def test_the_first_run_is_the_default_recipe() -> None:
     shown = re.findall(r"^step \d+/(\d+) ", section("A first run"), re.M)
     assert {int(steps) for steps in shown} == {recipes.load("arithmetic").steps}
@@ -162,13 +172,13 @@ def test_the_installation_is_the_projects() -> None:
 
 
 def test_features_are_those_of_the_code() -> None:
-    rows = dict(re.findall(r"^\| ([\w, ]+?) \| (.*?) \|", section("Features"), re.M))
+    rows = dict(re.findall(r"^\| ([\w, ]+?) \| (.*?) \|", section("Features", LONGER), re.M))
     listed = re.sub(r"\(.*?\)|\[.*", "", rows["algorithms"]).lower()
     found = {name.strip(" ;").replace(" ", "-") for name in listed.split(",")}
     assert found == set(ALGORITHMS)
     assert set(re.findall(r"`(\w+)`", rows["overlap"])) == set(KNOBS)
     assert set(re.findall(r"`(\w+)`", rows["runtimes"])) == {"inline", "local", "ray"}
-    (presets,) = re.findall(r"# overlap: (.*)", README)
+    (presets,) = re.findall(r"# overlap: (.*)", LONGER)
     assert presets.split(", ") == list(PRESETS)
 
 
@@ -183,7 +193,7 @@ def test_model_families_are_those_of_the_models_page() -> None:
 
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     (documented,) = re.findall(r"compares more closely (.*?)\. ", page, re.S)
-    part = section("Features").partition("| models | |")[2]
+    part = section("Features", LONGER).partition("| models | |")[2]
     (shown,) = re.findall(r"^\| compared with.*?\| (.*) \|$", part, re.M)
     assert names(shown) == names(documented.replace("\n", " "))
     counts = [int(n) for n in re.findall(r"^\| .*? \| (\d+) \| ", page, re.M)]
