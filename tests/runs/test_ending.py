@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import stretto
@@ -27,7 +29,13 @@ from stretto.api.training import Begun, execute
 from stretto.assembly.models import Overrides
 from stretto.cli.main import main
 from stretto.config import Config, RewardModelConfig, SftConfig, recipes
-from stretto.errors import LearnerError, OutOfMemoryError, StateError, StorageError
+from stretto.errors import (
+    LearnerError,
+    OutOfMemoryError,
+    RewardError,
+    StateError,
+    StorageError,
+)
 from stretto.models.load import load_tokenizer, save_model
 from stretto.observe import Progress, RunDirectory, Sample
 from stretto.runs import finetuning
@@ -345,6 +353,32 @@ def test_a_model_can_be_trained_again_after_a_run() -> None:
         trained.update()
     TrainedModel(model, LearningRate(1e-3, 2), config).update()
     assert end_updates(llama())  # that nobody trains
+
+
+def live_parameters() -> int:
+    return sum(type(each) is nn.Parameter for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("preset", ["sync", "stretto"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_leaves_no_models_behind(
+    preset: str, fails: bool, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Without a collection of reference cycles, which would come after the next run's models."""
+
+    def score(completions: list[str]) -> list[float]:
+        return [float(len(each)) for each in completions if not fails]
+
+    config = settings(tiny_folder, schedule={"preset": preset})
+    gc.collect()
+    before = live_parameters()
+    gc.disable()
+    try:
+        with suppress(RewardError):
+            stretto.train(config, reward=score, out=str(tmp_path))
+        assert live_parameters() == before
+    finally:
+        gc.enable()
 
 
 # -- saving --------------------------------------------------------------------------------------

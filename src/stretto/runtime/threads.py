@@ -53,6 +53,8 @@ class ThreadWorkers:
     ) -> None:
         self._config, self._opened = config, list[WorkerThread]()
         self._end_ranks: Callable[[], None] = lambda: None
+        self.executors: dict[str, ThreadExecutor] = {}
+        stack.callback(self.release)
         stack.callback(self.close)
         knobs, engines = config.schedule.knobs, config.rollout.engines
         factory = RoleFactory(config, say)
@@ -66,7 +68,6 @@ class ThreadWorkers:
         self.channel = channel.name if knobs.copies_weights else ""
         self._early = knobs.scores_early
         self._threads = self._open_threads()
-        self.executors: dict[str, ThreadExecutor] = {}
         generating = own(actor)
         with working(say, "starting the engines"):
             rows = config.most_in_flight
@@ -123,6 +124,11 @@ class ThreadWorkers:
         until_s = time.monotonic() + PATIENCE_S
         for thread in threads:
             thread.join(max(until_s - time.monotonic(), 0.0))
+
+    def release(self) -> None:
+        """Free the models without a garbage collection, which could come after the next run's."""
+        for executor in self.executors.values():
+            vars(executor.service).clear()  # its methods refer to it, a cycle in itself
 
     @property
     def _cores(self) -> int:
