@@ -176,7 +176,7 @@ def test_the_core_needs_no_optional_library(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "pipeline.ranks = 2 needs the library 'numba'" in done.stderr
+    assert "--pipeline.ranks 2 needs the library 'numba'" in done.stderr
     refused = [line for line in done.stdout.splitlines() if line.startswith("stretto.")]
     assert refused
     parts = tuple(f"stretto.{name}" for name in NOT_CORE)

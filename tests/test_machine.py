@@ -220,7 +220,7 @@ def test_a_run_keeps_its_type_when_it_is_resumed_or_repeated(
     }
     machine(SLOW)
     run = stretto.train("tiny", steps=1, **small).model.parent
-    assert "model.dtype = auto takes float32: products at 167" in capsys.readouterr().out
+    assert "model__dtype='auto' takes float32: products at 167" in capsys.readouterr().out
     assert recipes.load(run).model.dtype == "float32"
     machine(FAST)  # the machine, or what else runs on it, has changed
     stretto.resume(run, steps=2)

@@ -203,7 +203,7 @@ def test_four_sources_teach_something_and_what_was_cut_is_said(
     assert len({s["reward"] for s in ended}) == len(ended) >= 2
     printed = capsys.readouterr().out
     first = sum(s["step"] == 1 for s in cut)
-    assert f"step 1: {first} of 8 responses were cut at rollout.max_new_tokens = 256" in printed
+    assert f"step 1: {first} of 8 responses were cut at --rollout.max-new-tokens 256" in printed
 
 
 def test_a_run_without_a_signal_says_so(tiny_folder: Path, tmp_path: Path) -> None:
