@@ -153,7 +153,8 @@ def test_badges_are_the_projects() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     versions = [c.rpartition(" ")[2] for c in project["classifiers"] if "Python :: 3." in c]
     shown = [re.findall(r">([^<>]+)</text>", (ROOT / badge).read_text()) for badge in BADGES]
-    assert shown == [["licence", project["license"].replace("-", " ")], ["Python", " | ".join(versions)]]
+    licence = project["license"].replace("-", " ")
+    assert shown == [["licence", licence], ["Python", " | ".join(versions)]]
 
 
 def test_the_first_run_is_the_default_recipe() -> None:
