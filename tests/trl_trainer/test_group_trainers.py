@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
@@ -433,6 +434,17 @@ def test_the_loss_has_the_entropy_bonus(tiny_folder: Path, tmp_path: Path) -> No
         assert row["loss"] == pytest.approx(row["policy_loss"] - 0.1 * row["entropy"])
         assert row["entropy"] > 1
     assert output.training_loss == pytest.approx(fmean(row["loss"] for row in rows))
+
+
+def test_settings_without_an_argument_are_changed_before_training(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """As docs/coming-from-trl.md has it."""
+    trainer = make_trainer(tiny_folder, tmp_path, settings={"max_steps": 1})
+    trainer.config = trainer.config.changed_in("training", ratio_tolerance=0.125)
+    trainer.train()
+    (saved,) = tmp_path.rglob("config.toml")
+    assert tomllib.loads(saved.read_text())["training"]["ratio_tolerance"] == 0.125
 
 
 def test_means_of_metrics_leave_out_nan() -> None:
