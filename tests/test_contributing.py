@@ -40,7 +40,7 @@ def test_files_to_touch_are_there(section: str) -> None:
 
 def test_what_can_be_added() -> None:
     titles = [text.partition("\n")[0].split()[1] for text in additions()]
-    assert titles == ["algorithm", "knob", "engine", "runtime", "scorer", "task"]
+    assert titles == ["algorithm", "knob", "engine", "runtime", "scorer", "command", "task"]
 
 
 def test_the_documented_layers_are_those_that_are_checked() -> None:

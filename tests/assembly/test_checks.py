@@ -203,7 +203,7 @@ def test_a_run_drops_such_a_row_or_ends_with_a_line(tiny_folder: Path, tmp_path:
         "out": str(tmp_path / "runs"),
     }
     line = (
-        r"14 positions, and reads rollout \d with its prompt as \d+ tokens. Lower rollout.max_new"
+        r"14 positions, and reads rollout \d with its prompt as \d+ tokens. Lower rollout__max_new"
     )
     with pytest.raises(RewardError, match=line):
         stretto.train("tiny", **settings)

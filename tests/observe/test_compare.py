@@ -752,11 +752,11 @@ def test_simulated_steps_and_seeds_are_as_asked(
 @pytest.mark.parametrize(
     ("schedule", "seeds", "message"),
     [
-        ("", "-1", "--seeds: seed = -1: must be greater than or equal to 0"),
+        ("", "-1", "--seeds: 'seed = -1': must be greater than or equal to 0"),
         (
             "[schedule]\novercommit_max = 32",
             "0",
-            "variant 'oppo': with schedule.overcommit_max = 32",
+            "variant 'oppo': with 'schedule.overcommit_max = 32'",
         ),
     ],
 )

@@ -941,6 +941,7 @@ def test_watching_ends_in_order_on_ctrl_c(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(report.RunServer, "serve_forever", stopped)
+    (tmp_path / "tiny-001").mkdir()
     assert main(["watch", str(tmp_path / "tiny-001")]) == 130
     out = capsys.readouterr()
     assert re.search(r"watching .*tiny-001 at http://127\.0\.0\.1:\d+/ ", out.out)

@@ -176,7 +176,7 @@ def test_offload_that_gains_nothing_is_remarked_on() -> None:
     assert line.startswith("offload: the roles of 'learner+generator+reference+critic' work on the")
     chunks = config(cluster=cluster, schedule={"preset": "oppo"})
     (line,) = remarks_on(chunks, 2, 2)
-    assert line.startswith("offload: with score_on = 'chunk' the roles of ")
+    assert line.startswith("offload: with schedule.score_on = 'chunk' the roles of ")
 
 
 def test_the_settings_in_the_docs_are_settings() -> None:

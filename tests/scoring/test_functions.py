@@ -537,6 +537,7 @@ def test_a_task_without_a_judge_is_refused(tmp_path: Path) -> None:
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package in the working directory; its file of rewards has a relative import."""
+    monkeypatch.delitem(sys.modules, "mine", raising=False)  # of another test
     inner = tmp_path / "mine" / "rewards"
     inner.mkdir(parents=True)
     (tmp_path / "mine" / "__init__.py").touch()

@@ -231,11 +231,12 @@ def test_a_critic_from_the_reward_model_starts_with_its_values(
             critic={"init": "reward"},
             reward={"sources": (f"model:{reward_folder}",)},
         )
+        critic = worker_of(parts, "critic").model
     model = reward_model()
-    assert worker_of(parts, "critic").model is not model
-    assert all(p.requires_grad for p in worker_of(parts, "critic").model.parameters())
+    assert critic is not model
+    assert all(p.requires_grad for p in critic.parameters())
     for score, r in zip(
-        scores_of(critic_scorer(worker_of(parts, "critic").model, 1000), BYTE_ROLLOUTS),
+        scores_of(critic_scorer(critic, 1000), BYTE_ROLLOUTS),
         BYTE_ROLLOUTS,
         strict=True,
     ):
@@ -248,8 +249,8 @@ def test_a_critic_from_the_reward_model_starts_with_its_values(
 def test_a_critic_by_name_starts_from_that_model(tiny_folder: Path, reward_folder: Path) -> None:
     with ExitStack() as stack:
         parts = assemble(stack, tiny_folder, critic={"init": str(reward_folder)})
+        got = worker_of(parts, "critic").model.state_dict()
     expected = reward_model().state_dict()
-    got = worker_of(parts, "critic").model.state_dict()
     assert got.keys() == expected.keys()
     assert all(torch.equal(got[name], expected[name]) for name in expected)
 
@@ -257,14 +258,15 @@ def test_a_critic_by_name_starts_from_that_model(tiny_folder: Path, reward_folde
 def test_a_critic_from_the_actor_starts_at_zero(tiny_folder: Path) -> None:
     with ExitStack() as stack:
         parts = assemble(stack, tiny_folder)
+        critic = worker_of(parts, "critic").model
+        own = worker_of(parts, "learner").trained["actor"].model.state_dict()
     for score, r in zip(
-        scores_of(critic_scorer(worker_of(parts, "critic").model, 1000), BYTE_ROLLOUTS),
+        scores_of(critic_scorer(critic, 1000), BYTE_ROLLOUTS),
         BYTE_ROLLOUTS,
         strict=True,
     ):
         assert score.values.tolist() == [0.0] * len(r)
-    own = worker_of(parts, "learner").trained["actor"].model.state_dict()
-    copied = worker_of(parts, "critic").model.state_dict()
+    copied = critic.state_dict()
     assert torch.equal(own["model.norm.weight"], copied["model.norm.weight"])
     assert own["model.norm.weight"].data_ptr() != copied["model.norm.weight"].data_ptr()
 

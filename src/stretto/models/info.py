@@ -373,7 +373,7 @@ def explained(path: Path | str, what: str, *, fetches: bool = True) -> Iterator[
     from huggingface_hub.errors import StrictDataclassError
 
     from_hub: AbstractContextManager[None] = nullcontext()
-    if fetches and isinstance(path, str):
+    if fetches and isinstance(path, str) and not Path(path).is_dir():
         here = hub.is_cached("models", path)
         from_hub = hub.loading(f"the model '{path}'", here, ModelError, NOT_ON_HUB)
     try:
