@@ -57,3 +57,9 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _no_collection_as_a_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """It looks at all objects of all libraries, which takes longer than a small run."""
     monkeypatch.setattr("stretto.runs.loop.freeze_heap", nullcontext)
+
+
+@pytest.fixture(autouse=True)
+def _path_of_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading a user's file adds its folder to the path, which must not hide other tests' files."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
