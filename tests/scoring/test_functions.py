@@ -1079,11 +1079,42 @@ def test_a_killed_or_paused_process_is_asked_once_more(
 
 def disappears(pid: int) -> bool:
     """Whether a process that was killed is soon reaped, without a call that asks for it."""
+    return soon(lambda: not Path(f"/proc/{pid}").exists())
+
+
+def ended(pid: int) -> bool:
+    """Whether an orphan soon ends; it is not ours to reap."""
+    stat = Path(f"/proc/{pid}/stat")
+    return soon(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+def soon(holds: Callable[[], bool]) -> bool:
     for _ in range(1000):
-        if not Path(f"/proc/{pid}").exists():
+        if holds():
             return True
         time.sleep(0.01)
     return False
+
+
+def test_a_killed_process_takes_its_children_along_and_its_number_is_not_used_again(
+    function: Scorers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread does so at once; later the number may be that of somebody else's group."""
+    code = """
+    import subprocess
+    child = subprocess.Popen(["sleep", "1000"])
+    def f(completions): return [float(child.pid)] * len(completions)
+    """
+    scorer = function(textwrap.dedent(code))
+    (child,) = numbers(judge(scorer, ["a"]))
+    killed = process_id(scorer)
+    os.kill(killed, signal.SIGKILL)
+    assert disappears(killed)
+    assert ended(int(child))
+    groups: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda group, _: groups.append(group))
+    scorer.close()
+    assert killed not in groups
 
 
 def test_a_process_that_is_killed_between_calls_costs_nothing(function: Scorers) -> None:

@@ -253,21 +253,34 @@ def start_child(module: str) -> subprocess.Popen[bytes]:
     """Start a process that runs users' code.
 
     A session of its own keeps the terminal's Ctrl-C from it, and makes a group to kill it by. -P
-    keeps files of the working directory from standing in for libraries of their name. A thread
-    reaps the process when it ends, so that a killed one is not listed as a zombie until its next
-    call.
+    keeps files of the working directory from standing in for libraries of their name.
     """
     command = [sys.executable, "-P", "-m", module]
     pipe = subprocess.PIPE
     child = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, start_new_session=True)
-    threading.Thread(target=child.wait, name=f"reaps {module}", daemon=True).start()
+    threading.Thread(target=_reap, args=(child,), name=f"reaps {module}", daemon=True).start()
     return child
+
+
+def _reap(process: subprocess.Popen[bytes]) -> None:
+    """Wait for the end of a process, and end its group at once.
+
+    A process that somebody kills is thus not listed as a zombie until its next call. Later the
+    system may give its number to another group.
+    """
+    process.wait()
+    _kill_group(process)
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
     """End a process and its group, now."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode is None:  # else the thread that reaped it has ended the group
+        _kill_group(process)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=5.0)
     for pipe in (process.stdin, process.stdout):
