@@ -35,6 +35,14 @@ def unreachable() -> str:
     return _probe(constants.ENDPOINT, int(time.monotonic() // 60))
 
 
+def require(what: str, error: type[StrettoError], remedy: str) -> None:
+    """Raise ``error`` if the hub cannot be asked for a thing that is not on this machine."""
+    if reason := unreachable():
+        _probe.cache_clear()
+        message = f"{what} is not on this machine, and the hub cannot be asked for it: {reason}"
+        raise error(f"{message}. {remedy}", "hub-unreachable")
+
+
 @contextmanager
 def loading(
     what: str, is_cached: bool, error: type[StrettoError], remedy: str = ""
@@ -44,12 +52,10 @@ def loading(
     """
     from huggingface_hub import constants
 
-    reason, before = unreachable(), constants.HF_HUB_OFFLINE
-    if reason and not is_cached:
-        _probe.cache_clear()
-        message = f"{what} is not on this machine, and the hub cannot be asked for it: {reason}"
-        raise error(f"{message}. {remedy}", "hub-unreachable")
-    constants.HF_HUB_OFFLINE = before or bool(reason)
+    if not is_cached:
+        require(what, error, remedy)
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or bool(unreachable())
     try:
         yield
     finally:

@@ -199,8 +199,7 @@ def _check_model(
     info = model_info(name)
     if info is None:
         if ask_hub and not is_known(name):
-            with hub.loading(f"the model '{name}'", False, ModelError, NOT_ON_HUB):
-                return None
+            hub.require(f"the model '{name}'", ModelError, NOT_ON_HUB)
         return None
     if info.folder is None:
         return info
@@ -261,5 +260,4 @@ def check_dataset(name: str, *, ask: bool = True) -> None:
         remedy = (
             "Give a local file (.jsonl, .json or .parquet), or download it where there is a network"
         )
-        with hub.loading(f"the dataset '{name}'", False, TaskError, remedy):
-            pass
+        hub.require(f"the dataset '{name}'", TaskError, remedy)
