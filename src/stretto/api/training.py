@@ -281,16 +281,16 @@ def _leave(run: Begun[Any], display: Progress) -> None:
 def _continuation(run: Begun[Any], done: int) -> str:
     from stretto.assembly.models import NO_OVERRIDES
     from stretto.runs.checkpoint import newest
-    from stretto.runs.loop import continuation
+    from stretto.runs.loop import taken_again
 
     folder = run.run_dir.checkpoints
     step = newest(folder)
     if not step:
         return "it cannot be resumed, as it has no checkpoint"
-    again = continuation(step, done)
+    again = taken_again(step, done)
     if run.overrides not in (None, NO_OVERRIDES) and not run.gives_objects:
-        return f"the newest checkpoint in {folder} {again.replace('goes on after', 'is of')}"
-    return worded(f"`stretto train --resume {run.run_dir.path}` {again}")
+        return f"the newest checkpoint in {folder} is of step {step}{again}"
+    return worded(f"`stretto train --resume {run.run_dir.path}` goes on after step {step}{again}")
 
 
 @in_python

@@ -78,7 +78,7 @@ def train(
         if resume:
             with working(say, "reading the checkpoint"):
                 first, state = load_latest(run_dir.checkpoints, say)
-            say(continuation(first, run_dir.last_step()))
+            say(f"goes on after step {first}{taken_again(first, run_dir.last_step())}")
         inputs = Inputs(state[INPUTS] if state else {})
         critic = config.critic.model if config.algorithm.definition.critic else ""
         inputs.take_models(config.model, critic, config.reward.models, overrides, say)
@@ -129,13 +129,12 @@ def freeze_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
-def continuation(first: int, recorded: int) -> str:
-    """Say after which step a run goes on, and which of the recorded steps are taken again."""
-    line = f"goes on after step {first}"
+def taken_again(first: int, recorded: int) -> str:
+    """Name the recorded steps that a run repeats if it goes on after the step ``first``."""
     if recorded <= first:
-        return line
+        return ""
     lost = f"steps {first + 1} to {recorded} are" if first + 1 < recorded else f"step {recorded} is"
-    return f"{line}; {lost} taken again"
+    return f"; {lost} taken again"
 
 
 @dataclass
