@@ -33,6 +33,7 @@ PAGES = {
 LINKS = (
     (re.compile(r"\]\((?:\.\./)*benchmarks/results/"), "results/"),
     (re.compile(r"\]\((?:\.\./)*examples/(?:README\.md)?(?=[)#])"), "examples.md"),
+    (re.compile(r"\]\((?:\.\./)*examples/(?=[\w.-]+\))"), "examples.md#"),
     (re.compile(r"\]\((?:\.\./)*docs/"), ""),
     (re.compile(r"\]\((?:\.\./)+(?=CONTRIBUTING\.md|CHANGELOG\.md|SECURITY\.md)"), ""),
 )
