@@ -148,7 +148,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of another library's message, to be quoted within a line."""
     return str(error).strip().partition("\n")[0]
 
 

@@ -47,7 +47,6 @@ class TomlFile:
         return f"'{name} = {_literal(value, toml=True)}'" if value else f"'{name}'"
 
     def command(self, line: str) -> str:
-        """Word a command line, which begins with the command's name."""
         return f"'stretto {line}'"
 
 
@@ -146,7 +145,6 @@ def through(interface: TomlFile) -> Iterator[None]:
 
 
 def offer(options: Mapping[str, str]) -> None:
-    """Take note of the options of the command that is running, if one is."""
     if _called and isinstance(_called[0], CommandLine):
         _called[0].options = options
 

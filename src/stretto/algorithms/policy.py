@@ -59,7 +59,6 @@ def clipped_surrogate(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmC
 
 
 def policy_term(loss: Tensor, sums: dict[str, Tensor]) -> LossTerm:
-    """Return a policy loss with its figures; the loss is among them as ``loss/policy_avg``."""
     return LossTerm(loss, Metrics({"loss/policy_avg": loss.detach().double(), **sums}))
 
 

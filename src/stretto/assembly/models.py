@@ -80,8 +80,6 @@ NO_OVERRIDES = Overrides()
 
 
 def starts_adapted(config: ModelConfig, actor: nn.Module | None) -> bool:
-    """Return whether the policy starts with a PEFT adapter: that of the caller's ``actor``, or
-    without one that of the folder which the settings name."""
     if actor is None:
         return adapter_folder(config.name) is not None
     return hasattr(actor, "peft_config")

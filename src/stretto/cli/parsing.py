@@ -131,14 +131,12 @@ def values_of(function: Callable[..., Any], options: Any) -> dict[str, Any]:
 def arguments_of(
     function: Callable[..., Any], command: str, arguments: Sequence[str]
 ) -> dict[str, Any]:
-    """Read a command line as the arguments of a command's function, or of its dataclass."""
     shown = {name: interfaces.option(name) for name in options_of(function)}
     interfaces.offer(shown | {name: name.upper() for name in _positional(function)})
     return values_of(function, read(form(function), command, arguments))
 
 
 def call(function: Callable[..., int | None], command: str, arguments: Sequence[str]) -> int:
-    """Call a command's function with the arguments of a command line."""
     values = arguments_of(function, command, arguments)
     positional = [values.pop(name) for name in _positional(function)]
     return function(*positional, **values) or 0

@@ -109,7 +109,6 @@ def parse_with_config(
 
 
 def call_with_config(function: Callable[..., int | None], *line: Any, **start: Any) -> int:
-    """Call a command with the settings and options that :func:`parse_with_config` returns."""
     config, own = parse_with_config(function, *line, **start)
     return function(config, own.pop(next(iter(own))), **own) or 0
 

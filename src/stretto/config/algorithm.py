@@ -157,7 +157,6 @@ class AlgorithmConfig(Section):
 
     @property
     def kl_place(self) -> Literal["reward", "loss", "implicit"]:
-        """Place of the KL; see :attr:`AlgorithmSpec.kl_in`."""
         return self.definition.kl_in if self.kl_in == "auto" else self.kl_in
 
     @property

@@ -274,7 +274,6 @@ class ScheduleConfig(Section):
 
     @property
     def asks_to_migrate(self) -> bool:
-        """Whether migration is on by its own setting, not by the preset."""
         return self.migrate != "preset" and self.knobs.on("migrate")
 
     @property

@@ -393,7 +393,6 @@ class _Pool:
             raise
 
     def give_back(self, home: Home, *, sound: bool) -> None:
-        """Free the place of an object, and keep the object for other episodes if it is sound."""
         if sound:
             self._idle.append(home)
         self._places.release()

@@ -66,7 +66,6 @@ class ModelInfo:
 
     @cached_property
     def config(self) -> Config:
-        """The entries of the text decoder."""
         return shapes.decoder_config(self.source)
 
     @cached_property

@@ -122,7 +122,6 @@ def load_sequence_classifier(
 
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the tokens that end a response: the tokenizer's, and the generation config's."""
     return named_ends(model.generation_config, tokenizer)
 
 

@@ -76,7 +76,6 @@ def name_base(folder: Path) -> None:
 
 
 def cache_dir() -> Path:
-    """``$STRETTO_CACHE``, else ``$XDG_CACHE_HOME/stretto``, else ``~/.cache/stretto``."""
     if own := os.environ.get("STRETTO_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stretto"

@@ -70,7 +70,6 @@ class Sample:
     context: int = 0
 
     def record(self) -> dict[str, Any]:
-        """Return plain data; what only episodes have is left out of other responses."""
         return _without_episode(asdict(self))
 
 

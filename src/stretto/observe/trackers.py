@@ -74,7 +74,6 @@ def sample_table(samples: Sequence[Sample]) -> tuple[list[str], list[list[Any]]]
 def send(
     tracker: Tracker, step: int, stats: Mapping[str, float], samples: Sequence[Sample]
 ) -> None:
-    """Log a step's metrics, and its samples if the tracker takes them."""
     tracker.log(step, stats)
     if samples and hasattr(tracker, "log_samples"):
         tracker.log_samples(step, *sample_table(samples))

@@ -101,7 +101,6 @@ class Evaluation:
 
     @property
     def bubble_share(self) -> float:
-        """Idle time as a share of all devices' time."""
         idle = sum(sum(of.values()) for of in self.bubbles)
         return idle / (self.latency * len(self.bubbles))
 

@@ -55,7 +55,6 @@ class Solution:
 
     @property
     def memory_proved(self) -> bool:
-        """Return whether it is proved that no schedule of this latency needs less memory."""
         return self.memory_bound >= self.peak
 
 

@@ -244,7 +244,6 @@ class _TrainingLoop:
             self.card(self.run_dir.model)
 
     def card(self, folder: Path) -> None:
-        """Write the card of the model in a folder."""
         rows = len(self.running.prompts.task.indices)
         write_card(self.run_dir, self.config.algorithm.name, rows, folder)
 

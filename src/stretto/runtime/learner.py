@@ -172,7 +172,6 @@ class LearnerService(Service):
         self._learner.trained["actor"].save(folder, self._prompts.tokenizer)
 
     def stage_model(self, use: str, ref: WeightsRef | None) -> Reply[None]:
-        """Stage a copy of the actor, with its own weights or those of a kept version."""
         kept = self._channel.kept(ref) if ref else None
         self._models[use] = self._learner.trained["actor"].copied(kept)
         return Reply(None)

@@ -410,7 +410,6 @@ class MemoryWatch:
         return self._metrics
 
     def close(self) -> None:
-        """Look no more; do not wait for a look that is under way."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _used(self) -> Mapping[str, float]:

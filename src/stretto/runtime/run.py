@@ -149,8 +149,6 @@ class Run:
                 copy_into(model, trained[name])
 
     async def stage_model(self, use: str, *, held: bool = True) -> None:
-        """Have the learner copy the actor for a use, with the weights that generators hold, or else
-        its own."""
         ref = self.schedule.held["actor"] if self.lags and held else None
         await self.learner.call("stage_model", use, ref)
 

@@ -80,7 +80,6 @@ class Episodes(Section):
     until it was answered, and tokens of the answer; beyond its end they start over."""
 
     def at_once(self) -> Episodes:
-        """Return the same episodes, whose turns are answered at once."""
         recorded = tuple(tuple((n, 0.0, answer) for n, _, answer in e) for e in self.recorded)
         return self.model_copy(update={"wait_s": Waits(median=0, p95=0), "recorded": recorded})
 
