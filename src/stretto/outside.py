@@ -98,7 +98,7 @@ def raising(name: str, setting: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, StrettoError) or is_out_of_memory(error):
             raise
-        file = locate(name, setting)["file"]
+        file = locate(name, setting)["file"] if parts(name) else None
         raise ConfigError(
             f"{setting}: '{name}' raised {describe(error, file)}; fix that, or leave it out",
             "outside-raised",

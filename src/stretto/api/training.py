@@ -318,8 +318,9 @@ def train(
     Args:
         settings: a ``Config``, a recipe's name, a ``.toml`` file or a run's folder.
         reward: a function with TRL's, OpenRLHF's or verl's parameters, which is called in this
-            process; a source as ``reward.sources`` takes it; or several of both, which are summed.
-            They take the place of the settings' sources. A mapping changes the section instead.
+            process; a class or object that scores chunk by chunk (docs/rewards.md); a source as
+            ``reward.sources`` takes it; or several of these, which are summed. They take the place
+            of the settings' sources. A mapping changes the section instead.
         dataset: rows, or the name of a file, a folder or a hub dataset. Rows are mappings of plain
             data, or prompts alone; a DataFrame; or a DatasetDict, of which ``task.split`` is read.
             They are kept in the run's folder.
@@ -475,13 +476,18 @@ def _overrides(
 def _rewards(
     reward: Function | str | Sequence[Function | str],
 ) -> tuple[dict[str, Function], tuple[str, ...]]:
+    from stretto.scoring.streaming import StreamingReward
+
     parts: list[Any] = [reward]
     if isinstance(reward, Iterable) and not isinstance(reward, str) and not callable(reward):
         parts = list(reward)
     functions, sources = dict[str, Function](), list[str]()
     for part in parts:
-        if not isinstance(part, str) and not callable(part):
-            wanted = "reward takes functions, and sources such as 'task' and 'model:NAME'"
+        if not (isinstance(part, str | StreamingReward) or callable(part)):
+            wanted = (
+                "reward takes functions, scorers with the methods admit, extend, finish and "
+                "release, and sources such as 'task' and 'model:NAME'"
+            )
             raise ConfigError(f"{wanted}; got {part!r}", "reward-not-callable")
         name = part if isinstance(part, str) else getattr(part, "__name__", type(part).__name__)
         if name in sources:

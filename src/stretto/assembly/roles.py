@@ -40,6 +40,7 @@ from stretto.saying import Say, silent
 from stretto.scoring.base import ModelScorer
 from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.models import RewardModelScorer, critic_scorer, reference_scorer
+from stretto.scoring.streaming import StreamingReward, StreamingScorer
 from stretto.tasks.prompts import PromptSource
 from stretto.training.backprop import Backprop, LocalBackprop
 from stretto.training.learner import PolicyLearner
@@ -204,14 +205,16 @@ class RoleFactory:
         functions: Mapping[str, Callable[..., Any]] = _NO_FUNCTIONS,
         *,
         environment: bool = False,
-    ) -> FunctionScorer:
-        """Open a reward source that is code, in a process of its own unless a function is given.
+    ) -> FunctionScorer | StreamingScorer:
+        """Open a reward source that is code. A function that is named has a process of its own.
 
         ``columns`` are those of the prompts' dataset; ``environment`` is whether something that
         answers turns can score, too. Raises ConfigError if the function cannot be
         found or used, TaskError if the task has no verifier.
         """
-        config = self.config
+        config, given = self.config, functions.get(source.name)
+        if source.kind == "scorer" or isinstance(given, StreamingReward):
+            return StreamingScorer(source, given, tokenizer)
         scorer = FunctionScorer(
             source,
             config.task,
@@ -220,7 +223,7 @@ class RoleFactory:
             stop=config.rollout.stop,
             timeout_s=config.reward.timeout_s,
             columns=columns,
-            function=functions.get(source.name),
+            function=given,
             max_steps=config.steps,
             environment=environment,
         )
@@ -229,7 +232,7 @@ class RoleFactory:
 
     def open_functions(
         self, prompts: PromptSource, stack: ExitStack, overrides: Overrides
-    ) -> list[FunctionScorer]:
+    ) -> list[FunctionScorer | StreamingScorer]:
         """Open all reward sources of a run that are code; see :meth:`open_function`."""
         columns, tokenizer = prompts.task.first.data.keys(), prompts.tokenizer
         how: Any = {"environment": bool(self.config.environment.sources)}

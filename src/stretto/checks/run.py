@@ -181,6 +181,8 @@ def _check_sources(
     for source in sources:
         if source.kind == "model":
             _check_model(source.model, model, **how)
+        elif source.kind == "scorer":
+            functions.check_member(source.model, "reward.sources")
         elif source.kind not in ("task", "environment"):
             functions.check(source, columns)
 

@@ -297,12 +297,15 @@ class RewardSource:
 
     Attributes:
         kind: task: its verifier. function: 'file.py:name', or 'package.module:name'. model:
-            'model:NAME'. server: a URL. environment: what it gave. object: a name to which only the caller of a run can give
-            a meaning.
+            'model:NAME'. scorer: 'scorer:file.py:name', code that reads chunk by chunk. server: a URL. environment: what
+            it gave. object: a name to which only the caller of a run can give a meaning.
+        model: NAME, or the import path of a scorer.
     """
 
     name: str
-    kind: Literal["task", "function", "model", "server", "environment", "object"] = "object"
+    kind: Literal["task", "function", "model", "scorer", "server", "environment", "object"] = (
+        "object"
+    )
     model: str = ""
 
 
@@ -314,6 +317,8 @@ def reward_source(name: str) -> RewardSource:
         return RewardSource(name, "environment")
     if name.startswith("model:"):
         return RewardSource(name, "model", model=name.removeprefix("model:"))
+    if name.startswith("scorer:"):
+        return RewardSource(name, "scorer", model=name.removeprefix("scorer:"))
     if name.startswith(("http://", "https://")):
         return RewardSource(name, "server")
     return RewardSource(name, "function" if outside.parts(name) else "object")
@@ -323,7 +328,7 @@ class RewardConfig(Section):
     """The score of a response: its sources and their weights."""
 
     sources: tuple[str, ...] = ("task",)
-    """Sources of the score, summed: 'task' (its verifier), 'file.py:name' or 'package.module:name' (a function with TRL's, verl's or OpenRLHF's signature), 'http://127.0.0.1:PORT/...' (a reward server), 'model:NAME' (a reward model)."""
+    """Sources of the score, summed: 'task' (its verifier), 'file.py:name' or 'package.module:name' (a function with TRL's, verl's or OpenRLHF's signature), 'http://127.0.0.1:PORT/...' (a reward server), 'model:NAME' (a reward model), 'scorer:file.py:name' (a class that scores chunk by chunk)."""
     weights: tuple[Number, ...] = ()
     """Factor of each source; empty means 1 each."""
     timeout_s: Seconds = 30.0

@@ -25,10 +25,11 @@ from stretto.saying import working
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.models import RewardModelScorer
+from stretto.scoring.streaming import StreamingScorer
 from stretto.tasks.base import INDEX_KEY
 from stretto.types import FinishReason, Prompt, Score
 
-Gold = FunctionScorer | RewardModelScorer
+Gold = FunctionScorer | RewardModelScorer | StreamingScorer
 """A source of rewards that scores whole responses."""
 
 

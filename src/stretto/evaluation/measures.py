@@ -42,6 +42,7 @@ from stretto.schedules.rollout import Rollout
 from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.models import same_tokenizer
 from stretto.scoring.responses import response_text
+from stretto.scoring.streaming import StreamingScorer
 from stretto.tasks.base import RIGHT, content, is_held_out
 from stretto.tasks.prompts import PromptSource, all_too_long
 from stretto.tasks.responses import PromptLayout
@@ -382,7 +383,7 @@ class HeldOut:
 
     prompts: Sequence[Prompt]
     facts: Mapping[str, Any]
-    verifier: FunctionScorer | None
+    verifier: FunctionScorer | StreamingScorer | None
 
 
 def open_held_out(

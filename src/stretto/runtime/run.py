@@ -40,6 +40,7 @@ from stretto.schedules.controls import Controls
 from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import ScorerReplica
 from stretto.scoring.functions import FunctionScorer
+from stretto.scoring.streaming import StreamingScorer
 from stretto.tasks.prompts import PromptSource
 from stretto.types import WeightsRef, short_name
 from stretto.weights.transfer import Meeting, open_store
@@ -76,7 +77,7 @@ class Run:
     overrides: Overrides
     prompts: PromptSource
     workers: Workers
-    functions: Sequence[FunctionScorer]
+    functions: Sequence[FunctionScorer | StreamingScorer]
     sync: WeightSync
     memory: MemoryWatch | None
     lags: bool  # followers may work with older weights than the learner's
@@ -194,7 +195,7 @@ def start(
     prompts = open_prompts(config, overrides, say)
     with working(say, "starting the reward functions"):
         functions = RoleFactory(config, say).open_functions(prompts, stack, overrides)
-    judges = [f for f in functions if f.looks_inside]
+    judges = [f for f in functions if isinstance(f, FunctionScorer) and f.looks_inside]
     environment = open_environment(config, prompts, stack, say, overrides, judges)
     first = look_at_prompts(prompts, say)
     if "task" in config.reward.sources and (column := prompts.task.found_answers):
@@ -290,7 +291,11 @@ def _generator(
 
 
 def _function(
-    function: FunctionScorer, workers: Workers, config: Config, say: Say, spans: Spans
+    function: FunctionScorer | StreamingScorer,
+    workers: Workers,
+    config: Config,
+    say: Say,
+    spans: Spans,
 ) -> ScorerReplica:
     worker = workers.thread_of(function.info.name)
     thread: WorkerThread | CallerThread = worker

@@ -252,7 +252,8 @@ def locate(source: RewardSource) -> dict[str, str]:
     if source.kind != "function":
         raise ConfigError(
             f"reward.sources: '{source.name}' is none of 'task', 'file.py:name', "
-            "'package.module:name', 'http://127.0.0.1:PORT/...' and 'model:NAME'",
+            "'package.module:name', 'http://127.0.0.1:PORT/...', 'model:NAME' and "
+            "'scorer:file.py:name'",
             "unknown-source",
         )
     return outside.locate(source.name, "reward.sources")
