@@ -150,10 +150,7 @@ def offer(options: Mapping[str, str]) -> None:
 
 
 def worded(text: str, interface: TomlFile | None = None) -> str:
-    """Return a message in the words of an interface, by default the one that the user called.
-
-    Without one the words are those of files.
-    """
+    """Return a message in the words of an interface: the one that was called, or else of files."""
     words = interface or next(iter(_called), TomlFile())
     text = BARE.sub(
         lambda m: (

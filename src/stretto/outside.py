@@ -30,9 +30,7 @@ def parts(name: str) -> tuple[str, str] | None:
 
 
 def absolute(name: str) -> str:
-    """Return the name of code with the absolute path of its file, for processes in other folders.
-    Other names stay the same.
-    """
+    """Return the name of code with its file's absolute path, for processes in other folders."""
     home, member = parts(name) or ("", "")
     return f"{Path(home).expanduser().resolve()}:{member}" if home.endswith(".py") else name
 

@@ -110,11 +110,7 @@ def form(value: Any) -> Any:
 
 
 def plain(value: Any, *, finite: bool = True) -> Any:
-    """Return a value as JSON has it, as :func:`form` says, and other objects as their text.
-
-    Args:
-        finite: numbers that JSON has no sign for (NaN, infinities) become None.
-    """
+    """Return a value as JSON has it, else as text. If ``finite``, NaN and infinities are None."""
     if isinstance(value, float):
         return None if finite and not math.isfinite(value) else value
     if value is None or isinstance(value, str | bool | int):

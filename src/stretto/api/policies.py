@@ -73,9 +73,7 @@ class Policy:
     _channel: SharedChannel = field(repr=False)
 
     def newer(self) -> WeightsRef | None:
-        """Return a ticket for the weights of a newer checkpoint than the last one, if there is one
-        that can be read; the engine may load it.
-        """
+        """Return a ticket for weights newer than the last ones, if a checkpoint has such."""
         if self.run is None or checkpoint.newest(self.run.checkpoints) <= self.step:
             return None
         try:
@@ -270,9 +268,7 @@ def open_policy(
 
 
 def _run_with_policies(name: str, *, follow: bool) -> tuple[RunDirectory, Config] | None:
-    """Return a run whose checkpoints have the weights to take, and its settings; ``None`` where a
-    model is named.
-    """
+    """Return a run whose checkpoints have weights, and its settings. ``None`` for a model."""
     folder = Path(name).expanduser()
     if is_known(name) or not (folder / "config.toml").is_file():
         if follow:

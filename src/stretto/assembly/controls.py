@@ -87,10 +87,7 @@ def controls_of(
     restarts: int = 0,
     judges: Sequence[str] = (),
 ) -> Controls:
-    """Make the settings and controllers of a run; see :func:`controls`.
-
-    ``judges`` are reward sources that environments bring the scores of.
-    """
+    """Make settings and controllers of a run. Environments bring the scores of ``judges``."""
     r = config.rollout
     settings = Settings(
         r.batch,

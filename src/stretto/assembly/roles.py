@@ -273,9 +273,7 @@ class RoleFactory:
     def reward_models(
         self, tokenizer: PreTrainedTokenizerBase, overrides: Overrides
     ) -> list[list[RewardModelScorer]]:
-        """Make the scorers of the reward models, one of each for every replica of the model
-        scorers. Replicas share the models.
-        """
+        """Make the scorers of the reward models for each replica. Replicas share the models."""
         engines = self.config.rollout.engines
         count = engines if self.config.schedule.knobs.hosts_scorers(engines) else 1
         replicas: list[list[RewardModelScorer]] = [[] for _ in range(count)]
@@ -321,9 +319,7 @@ class RoleFactory:
         critic: nn.Module | None,
         channel: WeightChannel | None,
     ) -> list[ModelScorer]:
-        """Make the scorers of reference and critic, if any; a channel brings weights for the
-        critic.
-        """
+        """Make the scorers of reference and critic. A channel brings weights for the critic."""
         budget, say, scorers = self._budget, self._say, list[ModelScorer]()
         if reference is not None:
             slots, temperature = self.scorer_slots(reference), self.config.rollout.temperature

@@ -161,9 +161,7 @@ def _is_tool(found: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 def _without_body(
     found: ast.FunctionDef | ast.AsyncFunctionDef, *, bound: bool = False
 ) -> Callable[..., Any]:
-    """A function with the same name, docstring and parameters, each of which that has a type hint
-    is a text.
-    """
+    """Return a function of the same name, docstring and parameters, with texts as type hints."""
     parameters, hint = copy.deepcopy(found.args), ast.Name("str", ast.Load())
     first = [*parameters.posonlyargs, *parameters.args][:1] if bound else []
     every = (*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs)

@@ -432,10 +432,7 @@ class Bridge:
 
 
 def _begins(rendered: str, standing: str, said: str) -> bool:
-    """Return whether a rendering begins with what stands, and then with what the policy said.
-
-    A space or line break between the two is the policy's to write.
-    """
+    """Return whether a rendering begins with ``standing`` and ``said``, but for blanks between."""
     behind = rendered[len(standing) :].lstrip()
     return rendered.startswith(standing) and behind.startswith(said.lstrip())
 

@@ -95,9 +95,7 @@ def _fields(result: Any) -> dict[str, Any] | None:
 
 
 def _observed(found: Mapping[str, Any]) -> Any:
-    """The observation of a result, or all its other fields as text, as OpenEnv's observations are
-    objects with fields of their own.
-    """
+    """Return the observation of a result, or its other fields as text, as OpenEnv has them."""
     if any(name in found for name in _OBSERVATION):
         return _first(found, _OBSERVATION)
     known = {*_REWARD, *_DONE, *_UNREAD}

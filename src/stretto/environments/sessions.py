@@ -312,11 +312,7 @@ class Session:
             return observation
 
     def deliver(self, response: Response, ended_by: str = "") -> None:
-        """Answer the request under way with the turn that a response ends with.
-
-        Args:
-            ended_by: the limit that ended the episode with this turn, if any.
-        """
+        """Answer the request under way. ``ended_by`` is the limit that the turn met, if any."""
         start = response.turn_start
         turn = response.tokens[start:]
         logprobs: FloatArray = np.zeros(len(turn), np.float32)

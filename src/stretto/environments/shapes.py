@@ -484,9 +484,7 @@ class _Made(Episode):
         return await self._run(call, self.environment, self.thread)
 
     async def _step(self, action: Any) -> Step:
-        """Step the environment: what it raises is an observation; a result that cannot be read, or
-        whose reward is no number, is a failure of the episode.
-        """
+        """Step the environment. An error is an observation, an unreadable result a failure."""
         try:
             return read_step(await self._call(partial(self.environment.step, action)))
         except CallError as error:

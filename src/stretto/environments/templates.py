@@ -152,11 +152,7 @@ class Shape:
         return shaped
 
     def render(self, messages: Sequence[Message], tools: Tools, before: Sequence[Message]) -> str:
-        """Return a conversation with the header of the next turn, escaped.
-
-        Args:
-            before: earlier turns, in shape and escaped.
-        """
+        """Return a conversation and the next turn's header, escaped, after turns ``before``."""
         shaped, before = self.messages(messages), list(before)
         if not tools or self.writes_tools:
             return self._chat(shaped, before=before, tools=tools, add_generation_prompt=True)

@@ -55,10 +55,7 @@ def open_engine(
 
 
 def answer(engine: Engine, prompts: Sequence[Prompt], per_prompt: int = 1) -> list[Rollout]:
-    """Let an engine answer prompts, which have ids of their own.
-
-    The rollouts of one prompt follow one another and share a group.
-    """
+    """Answer prompts, which have ids of their own. The rollouts of one share a group, in order."""
     rollouts = [
         Rollout(n * per_prompt + i, prompt, prompt.id)
         for n, prompt in enumerate(prompts)

@@ -115,11 +115,7 @@ class Tools:
         max_prompt_tokens: int,
         seed: tuple[int, int] | None = None,
     ) -> Iterator[Episode]:
-        """Decode rollouts turn by turn; see :func:`completed_episodes`.
-
-        Args:
-            seed: as in :class:`~stretto.types.Sampling`.
-        """
+        """Decode rollouts turn by turn, as :func:`completed_episodes` does."""
         role = EnvironmentRole(
             self._config, self._places, self._bridge, self._encoder, max_prompt_tokens
         )

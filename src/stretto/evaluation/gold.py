@@ -64,10 +64,7 @@ def open_gold(
 
 
 def score_all(gold: Gold, rollouts: Sequence[Rollout], batch: int) -> list[float]:
-    """Return the score of each rollout; asked in batches, as a function's time limit is for one.
-
-    Raises RewardError if the source failed on a response, or gave no finite number.
-    """
+    """Return the score of each rollout, asked for in batches. RewardError if one has none."""
     values = list[float]()
     with working(on_stderr, "scoring responses", len(rollouts)) as advance:
         for start in range(0, len(rollouts), batch):

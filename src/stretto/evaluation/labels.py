@@ -212,10 +212,7 @@ def best_and_worst(
     cells: Sequence[Any] = (),
     columns: tuple[str, str] = ("chosen", "rejected"),
 ) -> dict[str, Any] | None:
-    """Return the responses with the highest and the lowest score; ``None`` if these are the same.
-
-    ``cells`` stand for the texts in the columns of the result.
-    """
+    """Return the best and the worst response, as ``cells`` if given. ``None`` if they are equal."""
     best = max(range(len(texts)), key=lambda i: scores[i])
     worst = min(range(len(texts)), key=lambda i: scores[i])
     if scores[best] == scores[worst] or texts[best] == texts[worst]:

@@ -297,10 +297,7 @@ def _win_rates(
 def _answers(
     config: Config, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, *, sums: bool
 ) -> tuple[list[Rollout], list[float]]:
-    """Return the policy's responses, and where asked their log-probabilities.
-
-    The policy is then let go, which makes room for the SFT model.
-    """
+    """Return responses and, if asked, log-probs. Frees the policy: the SFT model needs room."""
     engine, actor = open_engine(config, tokenizer)
     rollouts = answer(engine, prompts)
     del engine

@@ -191,10 +191,7 @@ def read_by_transformers(
 
 
 def model_info(name: str) -> ModelInfo | None:
-    """Return what is known of a model; ``None`` if its files would have to be fetched or made.
-
-    Of an adapter it is what is known of the model below.
-    """
+    """Return a model, or an adapter's base, if its files are here and need not be made."""
     if adapter := adapter_folder(name):
         return model_info(adapter_base(adapter))
     folder = cached(name) if is_known(name) else resolve(name)
@@ -211,10 +208,7 @@ def model_info(name: str) -> ModelInfo | None:
 
 
 def described(name: str) -> ModelInfo:
-    """Describe a folder, a config.json, a public model, or a hub model by its config.json.
-
-    Raises ModelError if none of them has that name.
-    """
+    """Describe a folder, config.json, public model or hub model. ModelError if there is none."""
     file = Path(name).expanduser()
     if file.name == "config.json" and file.is_file():
         name = str(file.parent)

@@ -21,9 +21,7 @@ _MOST = 2**31
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """Names of a problem's ticks, in the plural, and of its unit of memory; empty if it is not
-    known.
-    """
+    """Plural name of a problem's ticks, and its unit of memory. Empty if unknown."""
 
     time: str = "ticks"
     memory: str = ""
@@ -39,9 +37,7 @@ UNITS = Units("µs", "MiB")
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """A transformer of so many layers and such a width, the stages of its pipelines, and the
-    devices of each stage.
-    """
+    """A transformer's layers and width, its pipelines' stages, and the devices of each."""
 
     layers: int
     width: int

@@ -55,11 +55,7 @@ class StopStrings:
         self._strings, self._tokenizer = tuple(strings), tokenizer
 
     def ends(self, tokens: Sequence[int], start: int = 0, more: tuple[str, ...] = ()) -> bool:
-        """Return whether a response or turn, ``tokens[start:]``, has a stop string near its end.
-
-        Args:
-            more: strings besides its own.
-        """
+        """Return whether ``tokens[start:]`` has a stop string, or one of ``more``, near its end."""
         strings = self._strings + more
         # Every token stands for at least one byte of text, so a string that was just completed
         # lies within this many tokens; a few more keep multi-byte characters whole.
@@ -259,9 +255,7 @@ class Engine(ABC):
 
     @abstractmethod
     def load(self, weights: WeightsRef) -> None:
-        """Decode with these weights from now on; ``carry`` says what becomes of rows in flight, and
-        of parked ones.
-        """
+        """Decode with these weights from now on. ``carry`` says what rows keep, parked ones too."""
 
     @abstractmethod
     def logprobs(self, sequences: IntArray) -> FloatArray:

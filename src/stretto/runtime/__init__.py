@@ -1,3 +1,1 @@
-"""Runtimes: roles work in this process (``inline``), in processes of their own (``local``), or in
-virtual time (``sim``).
-"""
+"""Runtimes: ``inline`` in this process, ``local`` in processes, ``sim`` in virtual time."""

@@ -144,9 +144,7 @@ class LearnerService(Service):
             return file.name, shard_files.write(file, state)
 
     def load(self, path: Path, kept: Sequence[WeightsRef]) -> Reply[Mapping[str, WeightsRef]]:
-        """Go on from a state in files, and keep versions of other weights in it; return the tickets
-        of its own.
-        """
+        """Go on from a state in files, with versions of other weights. Return its own tickets."""
         state = self._read(path)
         self._learner.load_state_dict(state)
         refs = self.offered()

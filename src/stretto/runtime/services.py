@@ -244,9 +244,7 @@ def generator(setup: RoleSetup, name: str, probe: IntArray) -> GeneratorService:
 
 
 def reference(setup: RoleSetup) -> ScorerService:
-    """Make the reference's service, in its process: the reference is the actor at the start, or in
-    the process of a learner of adapters its actor without them.
-    """
+    """Make the reference's service: the actor as it starts, or a learner's without adapters."""
     setup.prepare()
     config, overrides, notes = setup.config, setup.overrides, list[str]()
     model, adapted = overrides.reference, setup.shared.get(ADAPTED)

@@ -154,9 +154,7 @@ def _listed(ids: Sequence[int]) -> str:
 
 
 class Phases:
-    """The cause that idle roles wait for, as it changes: data, stragglers, environment, scores,
-    weights.
-    """
+    """The cause that idle roles wait for: data, stragglers, environment, scores or weights."""
 
     KEPT = 256  # changes remembered: more than pass between two pieces of work of any role
 

@@ -83,10 +83,7 @@ class ResponseScorer:
 
 
 def before_stop(text: str, stop: Sequence[str]) -> str:
-    """Cut the text of a turn that ended by itself before its stop string.
-
-    An engine ends a turn with the first stop string that it holds, so this cut is at its end.
-    """
+    """Cut the text of a turn before its first stop string, with which an engine ends it."""
     places = [at for at in map(text.find, stop) if at >= 0]
     return text[: min(places)] if places else text
 

@@ -98,11 +98,7 @@ def _entry(token: int, logprob: float) -> dict[str, Any]:
 
 
 def sent(message: Message, *, streamed: bool = False) -> dict[str, Any]:
-    """Return a turn as an answer has it: the arguments of its calls are JSON.
-
-    Args:
-        streamed: number the calls, as a stream does.
-    """
+    """Return a turn as an answer has it: calls with arguments as JSON, numbered if ``streamed``."""
     calls = []
     for index, call in enumerate(message.get("tool_calls") or ()):
         function = dict(call["function"])

@@ -374,11 +374,7 @@ def read_json(raw: bytes, limits: Limits = UNLIMITED) -> Any:
 
 
 def parsed(kind: type[R], body: Any, limits: Limits = UNLIMITED) -> R:
-    """Return a request.
-
-    Raises ApiError for a body that is no request, exceeds the limits, or asks for something that
-    cannot be done.
-    """
+    """Return a request. ApiError if it is none, exceeds limits, or asks for the impossible."""
     if not isinstance(body, dict):
         raise ApiError("the body must be a JSON object")
     body = _known(body, kind, limits)

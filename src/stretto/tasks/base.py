@@ -154,10 +154,7 @@ def fingerprint(data: Mapping[str, Any]) -> str:
 
 
 def fingerprints(rows: Iterable[Mapping[str, Any]], count: int) -> dict[str, str]:
-    """Return fingerprints of ``count`` rows by their names: of each, or of blocks of them.
-
-    Values count as in :func:`fingerprint`.
-    """
+    """Return fingerprints of ``count`` rows, each or in blocks, as :func:`fingerprint` counts."""
     size, rest = max(-(-count // BLOCKS), 1), iter(rows)
     marks = {}
     for first in range(0, count, size):

@@ -289,10 +289,7 @@ def _is_escaped(text: str) -> bool:
 
 
 def utf8(text: str) -> bytes:
-    """Return the bytes of a text.
-
-    Raises TaskError if it has half of a surrogate pair, which JSON can hold and no tokenizer takes.
-    """
+    """Return the bytes of a text. TaskError for half of a surrogate pair, which JSON can hold."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -329,10 +326,7 @@ def _parsed_call(call: Any) -> Any:
 
 @contextmanager
 def template_accepts(turns: Iterable[Message]) -> Iterator[None]:
-    """Turn a chat template's refusal of a conversation into a TaskError.
-
-    A template is code: it may raise any error on messages that it was not written for.
-    """
+    """Turn any error of a chat template, which is code, into a TaskError."""
     try:
         yield
     except (StrettoError, MemoryError):

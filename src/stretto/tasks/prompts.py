@@ -137,10 +137,7 @@ class PromptSource:
         self._order = lru_cache(maxsize=2)(self._make_order)  # this epoch's, and the one before
 
     def next(self) -> Prompt:
-        """Return the next prompt to train on: not held out, and short enough.
-
-        Raises TaskError if there is none.
-        """
+        """Return the next prompt that is short and not held out. TaskError if none is."""
         limit, shortest = self.config.max_prompt_tokens, 0
         for _ in range(len(self.task)):
             place, self._place = self._place, self._place + 1
@@ -193,10 +190,7 @@ class PromptSource:
         return None
 
     def first(self, count: int) -> list[Prompt]:
-        """Return the first prompts to train on, each row once, at most ``count``.
-
-        Raises TaskError as :meth:`next`.
-        """
+        """Return the first ``count`` prompts to train on, each row once. TaskError if none."""
         stream = copy(self)
         stream._place = 0
         found = [stream.next()]
@@ -240,10 +234,7 @@ class PromptSource:
         return share > 0 and is_held_out(self.row_by_id(prompt_id), share)
 
     def ids(self, *, backwards: bool = False) -> Iterator[int]:
-        """Yield the ids of the first epoch's prompts to train on, the long ones too, in its order.
-
-        Raises TaskError if all prompts are held out.
-        """
+        """Yield the ids of the first epoch's prompts, long ones too. TaskError if none is left."""
         every = range(len(self.task))
         found = False
         for prompt_id in reversed(every) if backwards else every:

@@ -33,10 +33,7 @@ _BLOCK = 256
 def make_optimizer(
     parameters: Sequence[nn.Parameter], lr: float, config: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of the settings, over float32 parameters.
-
-    Raises MissingExtraError without bitsandbytes where that is asked for.
-    """
+    """Return the optimizer over float32 parameters. MissingExtraError without bitsandbytes."""
     groups = [{"params": [*parameters]}]  # a list of parameters may be empty only in a group
     # The trainer decays weights, as norms and biases are exempt.
     given: dict[str, Any] = {"lr": lr, "betas": config.betas, "weight_decay": 0.0}

@@ -306,9 +306,7 @@ def _without_effect(args: TrlConfig) -> dict[str, str]:
 def settings(
     args: TrlConfig, sizes: Sizes, longest: int, dtype: Literal["float32", "bfloat16"]
 ) -> dict[str, Any]:
-    """Return the settings of a run, as a recipe has them, but for its models, rewards and rows. The
-    longest prompt has ``longest`` tokens.
-    """
+    """Return a run's settings but for models, rewards and rows. ``longest`` is of prompts."""
     theirs = sizes.steps * sizes.updates
     epoch = math.ceil(sizes.rows * _group(args) / sizes.batch)
     every = {"no": 0, "steps": math.ceil(_count(args.save_steps, theirs) / sizes.updates)}
@@ -368,9 +366,7 @@ def settings(
 
 
 def _generation_options(args: Any) -> tuple[tuple[str, ...], list[str]]:
-    """Return the stop strings of ``generation_kwargs``, by the name that transformers or vLLM gives
-    them, and the names of options that have no effect.
-    """
+    """Return the stop strings of ``generation_kwargs``, and names of options without effect."""
     options = mapping(getattr(args, "generation_kwargs", None), "generation_kwargs")
     stops = [text for key in ("stop", "stop_strings") for text in _listed(options.pop(key, []))]
     for name, value in options.items():

@@ -130,11 +130,7 @@ class BaseTrainer:
         callbacks: Sequence[Any] | None,
         peft_config: Any,
     ) -> None:
-        """Make the run's settings.
-
-        Args:
-            models: policy, reference, reward model and value model by TRL's names, as far as given.
-        """
+        """Make the run's settings. ``models`` are by TRL's names, as far as given."""
         self.args, self.processing_class, self._rewards = args, tokenizer, rewards
         self.model = self.policy_model = models["model"]
         self.ref_model, self.value_model = models.get("ref_model"), models.get("value_model")

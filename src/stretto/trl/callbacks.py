@@ -49,9 +49,7 @@ _NEVER = (
 def after_step(
     t: BaseTrainer, step: int, stats: Mapping[str, float]
 ) -> Literal["stop", "save"] | None:
-    """Tell a trainer's callbacks of a step and its figures, and return what they want: an end of
-    the run, or a checkpoint.
-    """
+    """Tell callbacks of a step and its figures. Return if they want an end or a checkpoint."""
     t.tell("on_step_begin")
     batch, epochs = t.config.rollout.batch, int(t.state.epoch or 0)
     t.state.global_step = step * t.sizes.updates

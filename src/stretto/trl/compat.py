@@ -60,9 +60,7 @@ _GONE = {
 
 
 def require_known(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ConfigError for arguments that a config or a trainer lacks, with advice for those that
-    TRL has had.
-    """
+    """Raise ConfigError for arguments that an owner lacks, with advice on TRL's former names."""
     known = [name for name in known if name != "self"]
     for name in given:
         if name in known:
@@ -121,9 +119,7 @@ what to do in place of overriding them.
 
 
 def require_called(trainer: type) -> None:
-    """Raise ConfigError for a subclass of a trainer here that overrides a method which TRL's
-    trainers have and this one never calls.
-    """
+    """Raise ConfigError for a subclass that overrides a method of TRL's which is never called."""
     ours = [part for part in trainer.__mro__ if part.__module__.startswith("stretto.trl.")]
     names = {name for part in trainer.__mro__ if part not in ours for name in vars(part)}
     if not (names := names.difference(dir(ours[0]))):

@@ -333,9 +333,7 @@ def _reward_model(reward: Any, tokenizer: Any, args: Any) -> tuple[nn.Module, An
 
 
 def load(kind: Any, name: str, args: Any, **more: Any) -> Any:
-    """Load a model by one of transformers' Auto classes, with ``args.model_init_kwargs``; in
-    float32 where these do not say otherwise, as TRL.
-    """
+    """Load a model by an Auto class and ``args.model_init_kwargs``, in float32 by default."""
     asked = mapping(args.model_init_kwargs, "model_init_kwargs")
     if asked.get("device_map") in (None, "auto"):
         asked.pop("device_map", None)  # the run decides about the device

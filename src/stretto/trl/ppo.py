@@ -162,9 +162,7 @@ class PPOTrainer(BaseTrainer):
 
 
 def _by_present_names(arguments: Mapping[str, Any], old_names: Mapping[str, Any]) -> dict[str, Any]:
-    """Return PPO's arguments by the names that they have now, those needed by every run among them;
-    ``args`` is a PPOConfig.
-    """
+    """Return PPO's arguments by their present names, those that every run needs among them."""
     named = dict(arguments)
     for old, value in old_names.items():
         if old not in _OLD_NAMES:

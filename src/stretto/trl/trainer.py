@@ -131,9 +131,7 @@ class _PromptsTrainer(BaseTrainer):
         return objects.rows_of(rows, "train_dataset", count), sizes
 
     def _describe_rewards(self, rewards: objects.Rewards) -> None:
-        """Set the attributes by which TRL's scripts read the rewards. ``reward_func_names`` and
-        ``reward_weights`` end with the environment's own reward.
-        """
+        """Set the attributes by which TRL's scripts read the rewards, the environment's last."""
         judges: Any = [
             rewards.models.get(s, (rewards.functions.get(s), None)) for s in rewards.sources
         ]

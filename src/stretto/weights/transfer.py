@@ -160,9 +160,7 @@ class Transfers:
         tensor_of: Callable[[PackedTensor], Tensor],
         begun: Any,
     ) -> str:
-        """Send this source's parts of a plan; return the mark of what was sent. Raises
-        TransferError if they have not been taken in time.
-        """
+        """Send this source's parts of a plan. Return their mark. TransferError if it takes long."""
 
         def read(part: PackedTensor) -> Tensor:
             return self._backend.read_on(self._stream, tensor_of(part))

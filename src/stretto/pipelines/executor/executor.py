@@ -105,9 +105,7 @@ class PipelineExecutor:
         return watch.timings(word)
 
     def reduce(self, name: Name, gradients: Mapping[str, Tensor]) -> None:
-        """Sum gradients, by names in the whole model, in place over the model's pipelines, and a
-        tied weight's over its two stages, too.
-        """
+        """Sum gradients in place over a model's pipelines, a tied weight's over its stages."""
         under_way, tied = [], self._stages[name].tied
         for groups, of_tied in ((self._same, False), (self._ends, True)):
             for key in sorted(gradients):

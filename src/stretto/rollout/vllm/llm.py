@@ -96,9 +96,7 @@ def installed() -> Version | None:
 def open_requests(
     settings: EngineSettings, kv_bytes_per_token: int, lora_rank: int = 0
 ) -> LlmRequests:
-    """Start vLLM in this process, with random weights, and for adapters of a rank if it is not 0;
-    raises EngineError if it does not start.
-    """
+    """Start vLLM with random weights, and adapters of a rank above 0. EngineError if it fails."""
     check_version()
     _prepare_environment(settings)
     arguments = _arguments(settings, kv_bytes_per_token)

@@ -38,10 +38,7 @@ class Cores:
         self._timer: asyncio.TimerHandle | None = None
 
     async def work(self, seconds: float, threads: int) -> float:
-        """Keep threads at work until what takes so long alone is done; return when it was.
-
-        That is before now where the loop was busy with something else.
-        """
+        """Keep threads at work for so long. Return the end, before now if the loop was busy."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[float] = loop.create_future()
         self._settle()

@@ -159,10 +159,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         )
 
     def cancel_all(self) -> None:
-        """Cancel every task, in the order of creation, and wait until all have ended.
-
-        Raises StalledError if one of them does not end when it is cancelled.
-        """
+        """Cancel every task, in the order of creation. StalledError if one does not end."""
         tasks = self._all_tasks()
         for task in tasks:
             task.cancel()

@@ -34,10 +34,7 @@ _NUMBERS.flags.writeable = False
 
 @dataclass(slots=True)
 class _Pending:
-    """A rollout at a scorer: prompt and response tokens, of which ``cached`` are prefilled.
-
-    ``sampled`` are the response tokens that the policy drew.
-    """
+    """A rollout at a scorer: its tokens, of which ``cached`` are prefilled, ``sampled`` drawn."""
 
     prompt: int
     tokens: int
