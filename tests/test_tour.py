@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import tempfile
 from array import array
@@ -309,6 +310,33 @@ def test_one_part_by_number_or_name_and_nothing_is_left(
     assert "needs a run of part 3: 3 steps" in text
     assert "3. A few iterations" not in text
     assert list(tmp_path.glob("stretto-tour-*")) == []
+
+
+def test_the_notebook_prints_what_is_stored_with_it(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts 1 and 2 in full but for fractions, which processors round differently. Parts 3 and 4
+    are of another run: their titles and the heads of their tables."""
+    monkeypatch.setattr(tempfile, "tempdir", str(recipe.parent))
+    notebook = json.loads(Path("examples/tour/tour.ipynb").read_text(encoding="utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    names: dict[str, Any] = {}
+    pages = []
+    for cell in cells:
+        code = "".join(cell["source"]).replace("steps=30", "steps=3")
+        exec(compile(code, "tour.ipynb", "exec"), names)
+        stored = "".join("".join(output["text"]) for output in cell["outputs"])
+        pages.append((capsys.readouterr().out, stored))
+    nothing, models_page, rollout_page, *of_runs = pages
+    assert nothing == ("", "")
+    assert models_page[0] == models_page[1]
+    printed, stored = (re.sub(r"-?\d+\.\d+", "x", text).split() for text in rollout_page)
+    assert printed == stored
+    for page in of_runs:
+        printed, stored = ([line.split() for line in text.splitlines()] for text in page)
+        heads = [line for line in stored if line[:1] in (["3."], ["4."], ["step"], ["stage"])]
+        assert len(heads) == 2
+        assert [line for line in printed if line in heads] == heads
 
 
 @pytest.mark.slow

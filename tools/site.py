@@ -68,6 +68,9 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         page.meta["hide"] = ["navigation"]  # its section has no other page to list
     if page.file.src_uri == "examples.md":
         markdown = _with_sources(markdown)
+    if page.file.src_uri == "tour.md":
+        cells = _cells(ROOT / "examples/tour/tour.ipynb")
+        markdown = "\n\n".join([markdown, *cells[1:]])  # the page has a title of its own
     up = "../" * page.file.src_uri.count("/")
     for pattern, folder in LINKS:
         markdown = pattern.sub(f"]({up}{folder}", markdown)
@@ -115,14 +118,24 @@ def _with_sources(markdown: str) -> str:
 
 def _source(file: Path) -> str:
     """A file as a block of code; of a notebook its cells."""
-    text, kind = file.read_text(encoding="utf-8").rstrip("\n"), file.suffix[1:]
-    if kind != "ipynb":
-        return f"```{kind.replace('jsonl', 'json')}\n{text}\n```"
-    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(text)["cells"]]
-    return "\n\n".join(
-        f"```python\n{text}\n```" if kind == "code" else re.sub("^#+ (.*)", r"**\1**", text)
-        for kind, text in cells
-    )
+    if file.suffix == ".ipynb":
+        return "\n\n".join(re.sub("^#+ (.*)", r"**\1**", cell) for cell in _cells(file))
+    kind = file.suffix[1:].replace("jsonl", "json")
+    text = file.read_text(encoding="utf-8").rstrip("\n")
+    return f"```{kind}\n{text}\n```"
+
+
+def _cells(notebook: Path) -> list[str]:
+    """The cells of a notebook as Markdown, each with the output that is stored with it."""
+    shown = []
+    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+        text = "".join(cell["source"])
+        if cell["cell_type"] == "code":
+            printed = ["".join(output["text"]).strip() for output in cell["outputs"]]
+            blocks = [("python", text), *(("text", output) for output in printed)]
+            text = "\n\n".join(f"```{kind}\n{block}\n```" for kind, block in blocks)
+        shown.append(text)
+    return shown
 
 
 def _link(name: str) -> str:

@@ -107,6 +107,12 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == __version__
 
 
+def test_the_tour_is_no_command_and_its_place_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tour"]) == 2
+    assert "unknown command 'tour'" in (error := capsys.readouterr().err)
+    assert "`python -m examples.tour`" in error
+
+
 def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("trian") == 2
     assert "Did you mean 'train'?" in capsys.readouterr().err

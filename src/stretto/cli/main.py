@@ -94,7 +94,9 @@ def dispatch(arguments: list[str]) -> int:
         print(__version__)
         return 0
     if name not in COMMANDS:
-        print(f"stretto: unknown command '{name}'. {nearest(name, COMMANDS)}", file=sys.stderr)
+        tour = "The tour runs in a clone: `python -m examples.tour`, or examples/tour/tour.ipynb."
+        advice = tour if name == "tour" else nearest(name, COMMANDS)
+        print(f"stretto: unknown command '{name}'. {advice}", file=sys.stderr)
         return 2
     module = importlib.import_module(f"stretto.cli.{MODULES.get(name, name)}")
     known = (f"run_{name}", f"command_{name}", "run", "command")
