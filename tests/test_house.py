@@ -28,7 +28,7 @@ FILE_LINES, FILE_LIMIT = 500, 600
 FUNCTION_LINES, FUNCTION_LIMIT = 60, 80
 OVER_AIM = 10, 21
 """Files and functions that are longer than their aim; these numbers only fall."""
-SETTINGS = 150
+SETTINGS = 151
 
 
 def functions(file: Path) -> Iterator[tuple[str, int]]:

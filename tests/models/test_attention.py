@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers as hf
+from torch import Tensor
 from torch.nn import functional as F
 
+from engine_helpers import EXPERTS, GROUPED, LATENT, SMALL, from_config
 from helpers import llama
 from rounding import rounding
-from stretto.models import attention
-from stretto.models.attention import _CausalAttention, _masked
+from stretto.models import attention, devices, forward
+from stretto.models.attention import _CausalAttention, _masked, use_packed_attention
 from stretto.models.cached import CachedPass, SlotCache
 from stretto.models.devices import Backend, CudaBackend
 from stretto.models.load import load_causal_lm
@@ -116,26 +122,114 @@ def test_the_choice_is_not_saved(tiny_folder: Path, tmp_path: Path) -> None:
     assert attention.NAME not in (tmp_path / "config.json").read_text()
 
 
-def test_a_gpus_model_that_trains_alone_takes_flash_attention_if_it_is_there(
+def test_a_gpus_model_has_no_copies_of_keys_and_no_plans_of_cudnn(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuDNN's attention is off once a GPU is computed with, and stays on where a user wants it."""
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", (set_to := []).append)
+    devices._turn_off_cudnn_attention.cache_clear()
+    backend = CudaBackend(torch.device("cuda", 0))
+    backend.use_cudnn_attention()
+    CudaBackend(torch.device("cuda", 1))
+    assert set_to == [False, True]
+    model = llama()
+    backend.use_fastest_attention(model)
+    assert model.config._attn_implementation == attention.NAME
+
+
+def varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Tensor,
+    ends_k: Tensor,
+    longest: int,
+    longest_k: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention [M, heads, d] as torch documents it, a sequence after the other."""
+    assert torch.equal(ends, ends_k)
+    assert longest == longest_k == ends.diff().max()
+    assert window_size[1] == 0
+    assert ends.dtype == torch.int32
+    out = []
+    for first, end in itertools.pairwise(ends.tolist()):
+        q, k, v = (x[first:end].transpose(0, 1)[None] for x in (query, key, value))
+        back = torch.arange(end - first)[:, None] - torch.arange(end - first)
+        seen = (back >= 0) & ((window_size[0] < 0) | (back <= window_size[0]))
+        got = F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)
+        out.append(got[0].transpose(0, 1))
+    return torch.cat(out)
+
+
+WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+MIXED = {**GROUPED, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]}
+PACKED: dict[str, Callable[[], Any]] = {
+    "qwen2, windows": lambda: hf.Qwen2Config(**GROUPED, **WINDOW),
+    "mistral, all windows": lambda: hf.MistralConfig(**GROUPED, sliding_window=6),
+    "gemma3": lambda: hf.Gemma3TextConfig(**MIXED, sliding_window=5),
+}
+PADDED: dict[str, Callable[[], Any]] = {
+    "gemma2, caps": lambda: hf.Gemma2Config(**MIXED, sliding_window=5, attn_logit_softcapping=2.0),
+    "gpt-oss, sinks": lambda: hf.GptOssConfig(**MIXED, sliding_window=5, **EXPERTS),
+    "deepseek, latent": lambda: hf.DeepseekV3Config(**SMALL, num_key_value_heads=4, **LATENT),
+    "mamba": lambda: hf.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=97),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_sequences_laid_end_to_end_are_computed_as_padded_ones(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States and gradients, with grouped heads and sliding windows; in float64."""
+    monkeypatch.setattr(attention, "varlen_attn", varlen)
+    model = from_config(PACKED[name]()).double()
+    rows = [torch.randint(3, 97, (n,)).tolist() for n in (23, 5, 1, 14)]
+    found = []
+    for packed in (False, True):
+        model.zero_grad()
+        if packed:
+            use_packed_attention(model)
+            assert forward.packs(model)
+            assert forward.packs_rightly(model)
+        states = forward.hidden_states(model, rows)
+        states = torch.cat([states[i, : len(row)] for i, row in enumerate(rows)])
+        states.square().sum().backward()
+        found.append([states, *(p.grad for p in model.parameters() if p.grad is not None)])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_what_torchs_kernel_does_not_compute_is_not_packed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "varlen_attn", varlen)
+    model = from_config(PADDED[name]())
+    use_packed_attention(model)
+    assert not (forward.packs(model) and forward.packs_rightly(model))
+
+
+def test_a_gpus_model_that_trains_alone_is_packed_where_torchs_kernel_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It computes in 16 bits; families without it, and CPUs, keep what they have."""
-    taken: list[str] = []
+    """In 16 bits and from sm_80 on. CPUs, and attention that a user chose, stay as they are."""
     backend = CudaBackend(torch.device("cuda", 0))
-    coarse, fine = llama(dtype=torch.bfloat16), llama()
-    for model in (coarse, fine):
-        monkeypatch.setattr(model, "set_attn_implementation", taken.append)
-    backend.pack_sequences(coarse)
-    assert not taken  # it is not installed
-    monkeypatch.setattr("transformers.utils.import_utils.is_flash_attn_2_available", lambda: True)
-    backend.pack_sequences(fine)
-    Backend(torch.device("cpu")).pack_sequences(coarse)
-    assert not taken
-    backend.pack_sequences(coarse)
-    assert taken == ["flash_attention_2"]
-
-    def refuses(_: str) -> None:
-        raise ValueError("this family has none")
-
-    monkeypatch.setattr(coarse, "set_attn_implementation", refuses)
-    backend.pack_sequences(coarse)
+    for dtype, generation, expected in (
+        (torch.bfloat16, 9, attention.PACKED),
+        (torch.bfloat16, 7, "sdpa"),
+        (torch.float32, 9, "sdpa"),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, n=generation: (n, 0))
+        model = llama(dtype=dtype)
+        backend.pack_sequences(model)
+        assert model.config._attn_implementation == expected
+    model = llama(dtype=torch.bfloat16)
+    Backend(torch.device("cpu")).pack_sequences(model)
+    assert model.config._attn_implementation == "sdpa"
+    model.set_attn_implementation("eager")
+    use_packed_attention(model)
+    assert model.config._attn_implementation == "eager"

@@ -99,6 +99,8 @@ class RoleFactory:
 
     def __init__(self, config: Config, say: Say) -> None:
         self.config, self._say = config, say
+        if config.model.cudnn_attention:
+            backend_of(pick_device(config.model.device)).use_cudnn_attention()
 
     @cached_property
     def _budget(self) -> int:

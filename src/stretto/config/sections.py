@@ -190,6 +190,8 @@ class ModelConfig(Section):
     """Recompute activations in the backward pass: less memory, about a third more time. auto: on a GPU where they would not fit, by the memory plan, even in passes of few tokens; off on a CPU."""
     use_liger_kernel: bool = False
     """Train actor and critic with Liger's kernels (extra liger) for norms, rotary positions and MLPs: fewer kernels and smaller activations. For GPUs, and the kinds of models that Liger knows."""
+    cudnn_attention: bool = False
+    """Let torch choose cuDNN's attention on GPUs. It prepares itself for each new shape of its inputs for some 30 ms, and nearly all shapes are new here."""
     torch_compile: bool = False
     """Train with layers that torch.compile has compiled: fewer kernels; the first passes take minutes. For GPUs, with engines in other processes."""
     trust_remote_code: bool = False

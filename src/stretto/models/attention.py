@@ -1,35 +1,52 @@
-"""Attention on a CPU where torch's fused kernel is slow: to differentiate, and with a mask.
+"""Attention where transformers' use of torch's fused kernel is slow, or impossible.
+
+On a CPU: to differentiate. On any device: with a mask. On a GPU: sequences laid end to end.
 
 Shapes: b sequences, g key-value heads, r query heads to each, L tokens, K keys, d head size.
 
 Query heads of a key-value head are laid one after another, so that grouped heads need no copies of
-keys and values: scores are one product of [r L, d] and [d, K]. For whole sequences, which may be
-trained on, these are plain products, and only the probabilities are kept for the backward pass, in
-the model's own type. Tokens after a cache take torch's kernel, which transformers calls with copies
-of keys and values where there is a mask.
+keys and values: scores are one product of [r L, d] and [d, K]. For whole sequences on a CPU, which
+may be trained on, these are plain products, and only the probabilities are kept for the backward
+pass, in the model's own type. Tokens after a cache take torch's kernel, which transformers calls
+with copies of keys and values where there is a mask. Sequences laid end to end take
+:func:`torch.nn.attention.varlen.varlen_attn`, which no package but torch is needed for.
 """
 
 from __future__ import annotations
 
+import inspect
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-NAME = "stretto"
-"""Name of the attention in a model's config."""
+NAME, PACKED = "stretto", "stretto_packed"
+"""Names in a model's config: of the attention, and of that over sequences laid end to end."""
+
+_GROUPED: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
+"""Argument for grouped heads, which torch 2.11 takes without it."""
 
 LONGEST = {torch.bfloat16: 512, torch.float32: 64}
 """Tokens of whole sequences up to which plain products win; measured (docs/performance.md)."""
 
 
 def use_short_attention(model: Any) -> None:
-    """Let a model on a CPU use this attention where it used torch's, for calls that it covers."""
-    if model.device.type == "cpu" and model.config._attn_implementation == "sdpa":
+    """Let a model use this attention where it used torch's, for calls that it covers."""
+    if model.config._attn_implementation == "sdpa":
         register()
         model.set_attn_implementation(NAME)
+
+
+def use_packed_attention(model: Any) -> None:
+    """Let a model that only trains attend within sequences laid end to end."""
+    if model.config._attn_implementation in ("sdpa", NAME):
+        register()
+        model.set_attn_implementation(PACKED)
 
 
 def register() -> None:
@@ -39,6 +56,16 @@ def register() -> None:
 
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionInterface.register(PACKED, _packed)  # without masks, for which the host would wait
+
+
+def _plain(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, given: Any) -> bool:
+    return (
+        query.shape[3] == key.shape[3] == value.shape[3]
+        and getattr(module, "is_causal", False)
+        and not given.get("dropout")
+        and all(given.get(k) is None for k in ("softcap", "position_bias", "is_causal"))
+    )
 
 
 def _attention(
@@ -52,21 +79,14 @@ def _attention(
 ) -> tuple[Tensor, None]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    plain = (
-        query.device.type == "cpu"  # a model may be loaded there for another device
-        and query.shape[3] == key.shape[3] == value.shape[3]
-        and getattr(module, "is_causal", False)
-        and not kwargs.get("dropout")
-        and all(kwargs.get(k) is None for k in ("softcap", "position_bias", "is_causal"))
-    )
-    most = LONGEST.get(query.dtype, 0)
+    most = LONGEST.get(query.dtype, 0) if query.device.type == "cpu" else 0
     whole = attention_mask is None and 1 < query.shape[2] == key.shape[2] <= most
     after = (
         attention_mask is not None
         and attention_mask.shape[1] == 1  # for all heads
         and not torch.is_grad_enabled()
     )
-    if not plain or not (whole or after):
+    if not (whole or after) or not _plain(module, query, key, value, kwargs):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
@@ -76,6 +96,40 @@ def _attention(
     else:
         out = _masked(query, key, value, attention_mask, scale)
     return out.transpose(1, 2).contiguous(), None  # as torch's own, which models call view() on
+
+
+def _packed(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int = 0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend within sequences [1, heads, M, d] laid end to end, or within rows [b, heads, L, d].
+
+    Raises ValueError for a family whose attention is another one.
+    """
+    if attention_mask is not None or kwargs.get("s_aux") is not None:
+        raise ValueError("attention over sequences laid end to end knows no masks and no sinks")
+    if not _plain(module, query, key, value, kwargs):
+        raise ValueError("attention over sequences laid end to end is plain and causal")
+    if (ends := cu_seq_lens_q) is None:
+        max_length_q = query.shape[2]
+        ends = torch.arange(len(query) + 1, dtype=torch.int32, device=query.device) * max_length_q
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    before = -1 if sliding_window is None else sliding_window - 1
+    out: Any = varlen_attn(
+        *(q, k, v, ends, ends, max_length_q, max_length_q),
+        scale=scaling,
+        window_size=(before, 0),
+        **_GROUPED,
+    )
+    return out.view(len(query), query.shape[2], *out.shape[1:]), None
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from threading import Lock
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stretto.errors import ConfigError, ModelError, require
-from stretto.models.attention import use_short_attention
+from stretto.models.attention import use_packed_attention, use_short_attention
 from stretto.models.forward import decoder_layers, unwrapped
 from stretto.models.mapped import final_dtype
 
@@ -51,6 +52,9 @@ class Backend:
     def use_fastest_attention(self, model: nn.Module) -> None:
         use_short_attention(model)
 
+    def use_cudnn_attention(self) -> None:
+        """Let torch choose cuDNN's attention, which is off by default, in this process."""
+
     def use_liger_kernel(self, model: Any) -> None:
         """Put Liger's kernels into a transformers model, in place. Raises ConfigError on a CPU,
         MissingExtraError without the library, ModelError for a model that it does not know.
@@ -70,7 +74,7 @@ class Backend:
         )
 
     def pack_sequences(self, model: nn.Module) -> None:
-        """Let a model that only trains lay sequences end to end, if a kernel reads their ends."""
+        """Let a model that only trains lay sequences end to end, where that is faster."""
 
     def rank_device(self, rank: int) -> torch.device:
         return self.device
@@ -135,6 +139,26 @@ class Backend:
         raise NotImplementedError
 
 
+@lru_cache(maxsize=1)  # a later choice of the user's stays
+def _turn_off_cudnn_attention() -> None:
+    """Turn off cuDNN's attention, which torch prefers on sm_90. It prepares itself for each new
+    shape of its inputs for some 30 ms, and nearly all shapes are new here.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect no garbage, as a graph that is freed during a capture makes the capture invalid."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 _CAPTURES = Lock()
 """Held during a capture: torch allows one at a time in a process."""
 
@@ -151,8 +175,12 @@ class CudaBackend(Backend):
             return torch.bfloat16, "the GPU computes in it"
         return torch.float32, "the GPU has no bfloat16"
 
-    def use_fastest_attention(self, model: nn.Module) -> None:
-        """Leave transformers' choice, torch's fused attention."""
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        _turn_off_cudnn_attention()
+
+    def use_cudnn_attention(self) -> None:
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
     def use_liger_kernel(self, model: Any) -> None:
         require("liger_kernel", "liger", "model.use_liger_kernel = true")
@@ -174,11 +202,10 @@ class CudaBackend(Backend):
             layer.compile(dynamic=True)
 
     def pack_sequences(self, model: nn.Module) -> None:
-        from transformers.utils.import_utils import is_flash_attn_2_available
-
-        if is_flash_attn_2_available() and final_dtype(next(model.parameters())).itemsize == 2:
-            with suppress(ImportError, ValueError):  # of families that have no such attention
-                unwrapped(model).set_attn_implementation("flash_attention_2")
+        """Torch's kernel computes in 16 bits, from sm_80 on."""
+        bits = final_dtype(next(model.parameters())).itemsize == 2
+        if bits and torch.cuda.get_device_capability(self.device) >= (8, 0):
+            use_packed_attention(unwrapped(model))
 
     def rank_device(self, rank: int) -> torch.device:
         return torch.device("cuda", rank)
@@ -250,7 +277,7 @@ class CudaBackend(Backend):
     def capture(self, run: Callable[[], Outputs], pool: Any) -> tuple[Any, Outputs]:
         before = torch.cuda.current_stream()
         # torch leaves its own stream in place where a capture fails at its end: hence the second.
-        with _CAPTURES, torch.cuda.stream(before):
+        with _CAPTURES, _no_collection(), torch.cuda.stream(before):
             side = torch.cuda.Stream()
             side.wait_stream(before)
             with torch.cuda.stream(side):  # lazy allocations and handles come before the capture

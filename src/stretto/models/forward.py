@@ -3,8 +3,8 @@
 Shapes: b sequences in a micro-batch, L padded tokens, N sampled tokens of all of them, H hidden.
 
 Sequences are padded on the right: under a causal mask nothing before the padding can see it, so no
-attention mask is needed, and the fastest attention kernels apply. Where a model's attention reads
-where sequences end (flash attention), they are laid end to end instead, and nothing is padded.
+attention mask is needed, and the fastest attention kernels apply. If a model's
+attention reads where sequences end, they are laid end to end instead, and nothing is padded.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.errors import ModelError
+from stretto.models.attention import PACKED
 from stretto.models.logits import OutputHead
 from stretto.types import Response, sampled_of
 
@@ -140,29 +141,34 @@ class Packing:
             input_ids=tokens.flatten()[self.kept][None],
             position_ids=self.positions[None],
             use_cache=False,
-            # Else each layer would find them out, and have the host wait for it.
             cu_seq_lens_q=self.ends,
-            cu_seq_lens_k=self.ends,
             max_length_q=self.longest,
-            max_length_k=self.longest,
         )
         return cast(Tensor, out.last_hidden_state[0])
 
 
 def packs(model: nn.Module) -> bool:
-    return str(text_config(model)._attn_implementation).startswith("flash")
+    return bool(text_config(model)._attn_implementation == PACKED)
 
 
 @torch.no_grad()
 def packs_rightly(model: nn.Module) -> bool:
-    """Return whether sequences end to end give a model's states as padded ones do, to rounding:
-    convolutions and the like may read on from one into the next.
+    """Return whether sequences end to end give a model's states as padded ones do, to rounding.
+
+    Convolutions and the like may read on from one sequence into the next, and some families have an
+    attention that torch's kernel does not compute.
     """
-    rows = [[3, 4, 5, 6, 7], [5, 3, 4]]
+    rows, plain = [[3, 4, 5, 6, 7], [5, 3, 4]], cast(Any, unwrapped(model))
     ids = pad_right(rows, next(model.parameters()).device)
     packing = Packing.of([len(row) for row in rows], ids.shape[1]).to(ids.device)
+    plain.set_attn_implementation("eager")
     padded = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
-    worst = (packing.states(model, ids) - padded[packing.kept]).abs().max().item()
+    plain.set_attn_implementation(PACKED)
+    try:
+        packed = packing.states(model, ids)
+    except (ValueError, RuntimeError):
+        return False
+    worst = (packed - padded[packing.kept]).abs().max().item()
     return bool(worst <= 0.02 * padded.abs().max().item() + 1e-4)
 
 
