@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -120,10 +119,11 @@ def engine(
 class EagerGraph:
     """What stands for a CUDA graph: a replay runs everything once more."""
 
-    def __init__(self, run: Callable[[], Any]) -> None:
-        self._run, self.outputs = run, run()
+    def __init__(self, run: Callable[[], Any], backend: EagerBackend) -> None:
+        self._run, self.outputs, self._backend = run, run(), backend
 
     def replay(self) -> None:
+        self._backend.replays += 1
         for output, new in zip(self.outputs, self._run(), strict=True):
             output.copy_(new)
 
@@ -134,15 +134,18 @@ class EagerGraph:
 class EagerBackend(Backend):
     graphs = True
 
-    def __init__(self, most: int = sys.maxsize) -> None:
+    """Attributes: ``failures``, the number of first captures that fail."""
+
+    def __init__(self, failures: int = 0) -> None:
         super().__init__(torch.device("cpu"))
-        self.captures, self._most = 0, most
+        self.captures, self.replays, self.failures = 0, 0, failures
 
     def capture(self, run: Callable[[], Any], pool: Any) -> tuple[Any, Any]:
-        if self.captures == self._most:
+        if self.failures:
+            self.failures -= 1
             raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
         self.captures += 1
-        graph = EagerGraph(run)
+        graph = EagerGraph(run, self)
         return graph, graph.outputs
 
 

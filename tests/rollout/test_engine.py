@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import math
 import random
@@ -819,7 +820,7 @@ def test_graphed_decode_is_eager_decode() -> None:
         seeds = torch.tensor([[stream_seed(1, i)] * (1 + more) for i in range(n)])
         inputs = StepInputs(ids, at, seeds, torch.arange(n)[:, None] + torch.arange(1 + more))
         read = max(len(p) for p in prompts[:n]) + more
-        expected, got = steps.decode(inputs, read), graphed(inputs, read)
+        expected, got = steps.decode(inputs, read), graphed.decode(inputs, read)
         active = at < slots.capacity
         assert got[0][active].tolist() == expected[0][active].tolist()
         assert torch.allclose(got[1][active], expected[1][active], rtol=0, atol=1e-5)
@@ -844,38 +845,63 @@ def test_slots_and_lengths_are_reserved_once_where_graphs_hold_their_addresses(
     assert e._cache._keys[0].data_ptr() == place
     # Rows of 2, 7 (all slots), 4 and 1 at a time; up to 256 positions, then up to all.
     assert backend.captures <= 2 * 4
+    assert e.graphed_steps == backend.replays > 0
 
 
 @torch.inference_mode()
-def test_graphs_are_bounded_and_the_one_used_longest_ago_goes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("stretto.rollout.steps.MOST_GRAPHS", 2)
+def test_graphs_are_for_numbers_of_rows_and_lengths_that_double() -> None:
     slots, backend = SlotCache(8), EagerBackend()
     graphed = GraphedDecode(ModelPass(model(), slots, RolloutConfig()), backend)
-    slots.reserve(16)
+    slots.reserve(3000)
 
-    def captures_after(n: int) -> int:
-        graphed(StepInputs(*torch.ones(4, n, 1, dtype=torch.long)), 2)
+    def captures_after(n: int, read: int) -> int:
+        graphed.decode(StepInputs(*torch.ones(4, n, 1, dtype=torch.long)), read)
         return backend.captures
 
-    # Graphs of 1 and 2 rows; 4 rows take the place of 2, as 1 was used after it.
-    assert [captures_after(n) for n in (1, 2, 1, 4, 1, 2)] == [1, 2, 2, 3, 3, 4]
+    assert [captures_after(n, 2) for n in (1, 2, 3, 4, 5, 8)] == [1, 2, 3, 3, 4, 4]
+    reads = (256, 257, 512, 513, 1024, 2000, 2048, 2049, 3000)
+    assert [captures_after(8, read) - 4 for read in reads] == [0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert graphed.replays == 6 + len(reads)
 
 
-def test_steps_that_cannot_be_captured_run_eagerly_and_that_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_rows_with_sampling_of_their_own_are_decoded_by_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Logits are captured, for each number of rows. Tokens are those of decoding without graphs."""
+    backend, found = EagerBackend(), []
+    for graphs in (False, True):
+        if graphs:
+            monkeypatch.setattr("stretto.rollout.steps.backend_of", lambda device: backend)
+        made, e = rollouts(random_prompts([3, 9, 40])), engine(llama())
+        own = [Sampling(LIMIT, temperature) for temperature in (0.0, 0.7, 1.3)]
+        e.admit([replace(r.response(), sampling=s) for r, s in zip(made, own, strict=True)])
+        found.append([r.tokens for r in finish(e, made)])
+    assert found[0] == found[1]
+    assert backend.captures <= 3
+    assert e.graphed_steps == backend.replays >= LIMIT
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_steps_whose_capture_fails_twice_run_eagerly_and_that_is_said_once(
+    failures: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompts = random_prompts([3, 9, 40, 11, 2])
     plain = run(engine(llama()), prompts)
-    backend = EagerBackend(most=0)
+    backend = EagerBackend(failures)
     monkeypatch.setattr("stretto.rollout.steps.backend_of", lambda device: backend)
-    got = run(engine(llama()), prompts)
+    e = engine(llama())
+    got = run(e, prompts)
     assert [r.tokens for r in got] == [r.tokens for r in plain]
-    assert [record.getMessage() for record in caplog.records] == [
-        "decode steps run without CUDA graphs, as one could not be captured: "
-        "operation not permitted when stream is capturing"
-    ]
+    said = [record.getMessage() for record in caplog.records]
+    if failures == 1:
+        assert not said
+        assert e.graphed_steps == backend.replays > 0
+    else:
+        assert e.graphed_steps == backend.captures == 0
+        assert said == [
+            "decode steps run without CUDA graphs, as one could not be captured: "
+            "operation not permitted when stream is capturing"
+        ]
 
 
 def test_a_capture_minds_its_own_thread_alone_and_leaves_the_stream(
@@ -899,6 +925,7 @@ def test_a_capture_minds_its_own_thread_alone_and_leaves_the_stream(
     class Graph:
         def __init__(self, graph: Any, pool: Any, capture_error_mode: str) -> None:
             assert devices._CAPTURES.locked()
+            assert not gc.isenabled()  # what is freed during a capture can make it invalid
             modes.append(capture_error_mode)
 
         def __enter__(self) -> None:
@@ -918,6 +945,7 @@ def test_a_capture_minds_its_own_thread_alone_and_leaves_the_stream(
         devices.CudaBackend(torch.device("cuda", 0)).capture(lambda: (torch.ones(1),), None)
     assert modes == ["thread_local"]
     assert current == [main]
+    assert gc.isenabled()
     assert not devices._CAPTURES.locked()
 
 

@@ -19,7 +19,6 @@ from stretto.models.cached import SlotCache
 from stretto.models.weights import fingerprint
 from stretto.rollout.base import EngineSettings
 from stretto.rollout.engine import TorchEngine
-from stretto.rollout.steps import ModelPass
 from stretto.schedules.rollout import Rollout
 from stretto.types import FinishReason, Sampling, WeightsRef
 
@@ -137,7 +136,7 @@ def test_the_slot_of_one_that_waits_is_anothers_in_the_same_call() -> None:
 def test_episodes_with_the_settings_distribution_are_decoded_by_the_fast_step(
     monkeypatch: pytest.MonkeyPatch, alone: Sequence[Rollout]
 ) -> None:
-    monkeypatch.delattr(ModelPass, "decode_each")
+    monkeypatch.delattr("stretto.rollout.engine.decode_each")
     made = made_anew()
     play(engine(), made)
     assert_same(made, alone)
@@ -268,7 +267,7 @@ def test_where_the_device_has_no_room_for_copies_they_are_made_again(
 @contextmanager
 def interrupted_in(e: TorchEngine, steps: int) -> Iterator[None]:
     """Have the step after so many ones break off."""
-    step, left = e._step_pass, [steps]
+    step, left = e._pass.decode, [steps]
 
     def breaking(*args: Any) -> Any:
         left[0] -= 1
@@ -276,11 +275,9 @@ def interrupted_in(e: TorchEngine, steps: int) -> Iterator[None]:
             raise KeyboardInterrupt
         return step(*args)
 
-    e._step_pass = breaking
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(e._pass, "decode", breaking)
         yield
-    finally:
-        e._step_pass = step
 
 
 @pytest.mark.parametrize("steps", range(0, 24, 3))

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import stretto
+from engine_helpers import EagerBackend
 from raising import raises
 from run_helpers import (
     Kill,
@@ -436,6 +437,21 @@ def test_rewards_beyond_float32_are_left_out(
         *["reward function failed"] * 2,
         *["reward not finite"] * 2,
     ]
+
+
+@pytest.mark.parametrize("failures", [0, 2])
+def test_whether_cuda_graphs_are_in_use_is_a_metric_and_a_note(
+    failures: int, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = EagerBackend(failures)
+    monkeypatch.setattr("stretto.rollout.steps.backend_of", lambda device: backend)
+    notes = Notes()
+    run_dir, _ = run(settings(tiny_folder), tmp_path, notes)
+    shares = [m["engine/graphs"] for m in run_dir.read_metrics()]
+    assert shares == ([0, 0] if failures else [1, 1])
+    told = [n for n in notes.notes if "engine/graphs" in n]
+    assert len(told) == bool(failures)
+    assert all(n.startswith("step 1: decode steps run without CUDA graphs") for n in told)
 
 
 def test_a_failed_verdict_stops_the_run_or_is_left_out(

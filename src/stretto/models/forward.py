@@ -3,8 +3,8 @@
 Shapes: b sequences in a micro-batch, L padded tokens, N sampled tokens of all of them, H hidden.
 
 Sequences are padded on the right: under a causal mask nothing before the padding can see it, so no
-attention mask is needed, and the fastest attention kernels apply. If a model's
-attention reads where sequences end, they are laid end to end instead, and nothing is padded.
+attention mask is needed, and the fastest attention kernels apply. If a model's attention reads
+where sequences end, they are laid end to end instead, and nothing is padded.
 """
 
 from __future__ import annotations

@@ -278,6 +278,11 @@ class Engine(ABC):
         return sum(chunk.finish is not _TURN for chunk in self._done)
 
     @property
+    def graphed_steps(self) -> int | None:
+        """Decode steps that were CUDA graphs, in all; ``None`` if none is to be one."""
+        return None
+
+    @property
     @abstractmethod
     def kv_bytes_per_token(self) -> int:
         """Bytes of a token's keys and values; 0 while they are not known."""

@@ -214,7 +214,7 @@ class DraftModel(Proposer):
         self._cache = SlotCache(max(config.speculative_rows, 1))
         self._cache.reserve(longest)
         likeliest = config.model_copy(update={"temperature": 0.0})
-        self._pass, self._step = decoder(model, self._cache, likeliest)
+        self._pass, self._steps = decoder(model, self._cache, likeliest)
         self._packed = PackedLinears(backbone(model), unwrapped(model).get_output_embeddings())
         with torch.inference_mode():
             self._packed.__enter__()  # for good
@@ -271,7 +271,7 @@ class DraftModel(Proposer):
             nothing = torch.zeros_like(tokens)
             inputs = StepInputs(tokens, places, nothing, nothing)
             read = min(max(length for length, _ in ends) + step, scratch)
-            likeliest = self._step(inputs, read)[0][:, -1:].clamp_max(self._last)
+            likeliest = self._steps.decode(inputs, read)[0][:, -1:].clamp_max(self._last)
             found.append(likeliest)
             tokens, at = likeliest.clamp_max(self._own_last), at[:, -1:] + 1
         proposed = torch.cat(found, 1).tolist()

@@ -35,7 +35,7 @@ from stretto.models.weights import load_weights
 from stretto.rollout.base import CPU, Engine, EngineSettings, Row
 from stretto.rollout.drafts import DraftModel, PromptLookup, ProposalLength, Proposer
 from stretto.rollout.sampling import stream_seed
-from stretto.rollout.steps import GraphedDecode, ModelPass, StepInputs, decoder
+from stretto.rollout.steps import GraphedDecode, ModelPass, StepInputs, decode_each, decoder
 from stretto.types import (
     Capabilities,
     FinishReason,
@@ -100,8 +100,8 @@ class TorchEngine(Engine):
         self.device = next(model.parameters()).device
         self._sliced = slices_of(model)[0] is not None
         self._cache = SlotCache(0)
-        self._pass, self._step_pass = decoder(model, self._cache, config)
-        self._graphed = isinstance(self._step_pass, GraphedDecode)
+        self._pass, self._steps = decoder(model, self._cache, config)
+        self._graphed = isinstance(self._steps, GraphedDecode)
         self._packed = PackedLinears(backbone(model), unwrapped(model).get_output_embeddings())
         self._proposer: Proposer | None = None
         if config.speculative_tokens:
@@ -156,6 +156,10 @@ class TorchEngine(Engine):
                 found.append(logprobs.gather(1, ids[:, at + 1, None])[:, 0])
         together: FloatArray = torch.stack(found, 1).cpu().numpy()
         return together
+
+    @property
+    def graphed_steps(self) -> int | None:
+        return self._steps.replays if isinstance(self._steps, GraphedDecode) else None
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -299,10 +303,10 @@ class TorchEngine(Engine):
         self.context_tokens += read * len(rows)
         likeliest: Sequence[TopLogprobs | None] = [None] * len(rows)
         if alike:
-            tokens, logprobs = (x.tolist() for x in self._step_pass(inputs, read))
+            tokens, logprobs = (x.tolist() for x in self._steps.decode(inputs, read))
         else:
             each = [row.sampling for row in rows]
-            newest, of_newest, likeliest = self._pass.decode_each(inputs, read, each)
+            newest, of_newest, likeliest = decode_each(self._steps, inputs, read, each)
             tokens, logprobs = [[x] for x in newest], [[x] for x in of_newest]
         ended = []
         for slot in reversed(range(len(rows))):  # from the end: a vacated slot takes the last row

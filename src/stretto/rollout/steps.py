@@ -6,9 +6,8 @@ Shapes: n rows, q tokens a row (its newest, and proposed ones), K key positions 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +22,8 @@ from stretto.rollout.sampling import sample, top_logprobs, uniform
 from stretto.saying import Say
 from stretto.types import Sampling, TopLogprobs
 
-Graph = tuple[Any, "StepInputs", tuple[Tensor, ...]]
-"""A CUDA graph, the tensors that it reads, and those that it writes: tokens, log-probabilities."""
+Graph = tuple[Any, list[Tensor], tuple[Tensor, ...]]
+"""A CUDA graph, the tensors that it reads, and those that it writes."""
 
 warn: Say = logging.getLogger(__name__).warning
 """Logs an engine's message, if nothing else shows it."""
@@ -61,29 +60,6 @@ class ModelPass(CachedPass):
         tokens, logprobs = (x.view_as(inputs.ids) for x in found)
         return tokens, logprobs
 
-    def decode_each(
-        self, inputs: StepInputs, read: int, samplings: Sequence[Sampling]
-    ) -> tuple[list[int], list[float], list[TopLogprobs | None]]:
-        """Decode a token a row, each sampled in its own way; the third are what rows ask for."""
-        ids, positions, seeds, draws = (x[:, 0] for x in inputs)
-        logits = self.next_logits(ids, positions, read)
-        u, tokens = uniform(seeds, draws), torch.empty_like(ids)
-        logprobs = torch.empty(len(tokens), device=tokens.device)
-        likeliest: list[TopLogprobs | None] = [None] * len(samplings)
-        alike: dict[tuple[float, int, float], list[int]] = {}
-        for slot, sampling in enumerate(samplings):
-            alike.setdefault(sampling.distribution, []).append(slot)
-        for distribution, slots in alike.items():
-            at = torch.tensor(slots, device=tokens.device)
-            if most := max(samplings[slot].top_logprobs for slot in slots):
-                found = top_logprobs(logits[at], most, *distribution)
-                for slot, row in zip(slots, found, strict=True):
-                    if asked := samplings[slot].top_logprobs:
-                        likeliest[slot] = row[:asked]
-            tokens[at], sampled = sample(logits[at], u[at], *distribution)
-            logprobs[at] = sampled.float()
-        return tokens.tolist(), logprobs.tolist(), likeliest
-
     def next_logits(self, ids: Tensor, positions: Tensor, read: int) -> Tensor:
         """Return logits [n, V] after the newest token [n] of slots 0..n."""
         return self.logits(ids[:, None], positions[:, None], read)[:, 0]
@@ -97,11 +73,41 @@ class ModelPass(CachedPass):
         return self.head.finish(self._output(hidden))
 
 
-Step = Callable[[StepInputs, int], tuple[Tensor, Tensor]]
-"""A decode step over key positions below a number; see :meth:`ModelPass.decode`."""
+class DecodeSteps(Protocol):
+    """Decode steps over key positions below ``read``: those of :class:`ModelPass`, or graphs."""
+
+    def decode(self, inputs: StepInputs, read: int) -> tuple[Tensor, Tensor]: ...
+
+    def next_logits(self, ids: Tensor, positions: Tensor, read: int) -> Tensor: ...
 
 
-def decoder(model: nn.Module, cache: SlotCache, config: RolloutConfig) -> tuple[ModelPass, Step]:
+def decode_each(
+    steps: DecodeSteps, inputs: StepInputs, read: int, samplings: Sequence[Sampling]
+) -> tuple[list[int], list[float], list[TopLogprobs | None]]:
+    """Decode a token a row, each sampled in its own way; the third are what rows ask for."""
+    ids, positions, seeds, draws = (x[:, 0] for x in inputs)
+    logits = steps.next_logits(ids, positions, read)
+    u, tokens = uniform(seeds, draws), torch.empty_like(ids)
+    logprobs = torch.empty(len(tokens), device=tokens.device)
+    likeliest: list[TopLogprobs | None] = [None] * len(samplings)
+    alike: dict[tuple[float, int, float], list[int]] = {}
+    for slot, sampling in enumerate(samplings):
+        alike.setdefault(sampling.distribution, []).append(slot)
+    for distribution, slots in alike.items():
+        at = torch.tensor(slots, device=tokens.device)
+        if most := max(samplings[slot].top_logprobs for slot in slots):
+            found = top_logprobs(logits[at], most, *distribution)
+            for slot, row in zip(slots, found, strict=True):
+                if asked := samplings[slot].top_logprobs:
+                    likeliest[slot] = row[:asked]
+        tokens[at], sampled = sample(logits[at], u[at], *distribution)
+        logprobs[at] = sampled.float()
+    return tokens.tolist(), logprobs.tolist(), likeliest
+
+
+def decoder(
+    model: nn.Module, cache: SlotCache, config: RolloutConfig
+) -> tuple[ModelPass, DecodeSteps]:
     """Return a model's passes over a slot cache, and its decode steps, by CUDA graphs where those
     are wanted and can be. Raises EngineError if the model computes something else over slots.
     """
@@ -112,59 +118,72 @@ def decoder(model: nn.Module, cache: SlotCache, config: RolloutConfig) -> tuple[
     backend = backend_of(passes.device)
     if config.cuda_graphs and backend.graphs:
         return passes, GraphedDecode(passes, backend)
-    return passes, passes.decode
+    return passes, passes
 
 
-MOST_GRAPHS = 32
-"""CUDA graphs of an engine at a time; the one that was replayed longest ago goes first."""
+SHORTEST = 256
+"""Key positions of the smallest graph. Larger ones double, so that an engine has few graphs."""
 
 
 class GraphedDecode:
-    """Decode steps replayed as CUDA graphs, one for each (rows, q, read), rounded up. Where a step
-    cannot be captured, as the routing of most experts, that is said, and all steps run eagerly.
+    """Decode steps replayed as CUDA graphs, one for each shape of a step's inputs and each reach,
+    rounded up. A capture that fails is tried once more. If it fails again, as the routing of most
+    experts does, that is said, and all steps run eagerly.
+
+    Attributes:
+        replays: how many steps were replayed so far.
     """
 
     def __init__(self, model: ModelPass, backend: Backend, say: Say = warn) -> None:
         self._model, self._backend, self._say = model, backend, say
-        self._graphs: OrderedDict[tuple[int, int, int], Graph] = OrderedDict()
+        self._graphs: dict[tuple[int, ...], Graph] = {}
         self._moves, self._eager = -1, False
         self._pool: Any = None
+        self.replays = 0
 
-    def __call__(self, inputs: StepInputs, read: int) -> tuple[Tensor, Tensor]:
-        """Decode as :meth:`ModelPass.decode` does."""
-        cache = self._model.cache
+    def decode(self, inputs: StepInputs, read: int) -> tuple[Tensor, Tensor]:
+        tokens, logprobs = self._replayed(
+            lambda *given: self._model.decode(StepInputs(*given[:4]), given[4]), inputs, read
+        )
+        return tokens, logprobs
+
+    def next_logits(self, ids: Tensor, positions: Tensor, read: int) -> Tensor:
+        return self._replayed(
+            lambda *given: (self._model.next_logits(*given),), (ids, positions), read
+        )[0]
+
+    def _replayed(
+        self, step: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], read: int
+    ) -> tuple[Tensor, ...]:
+        cache, (n, *width) = self._model.cache, inputs[0].shape
         if cache.moves != self._moves:  # graphs so far write to freed memory
             self._graphs.clear()
             self._pool, self._moves = None, cache.moves
-        n, q = inputs.ids.shape
-        key = (
-            min(1 << (n - 1).bit_length(), cache.slots),
-            q,
-            min(-(-read // 256) * 256, cache.capacity),
-        )
+        rows = min(1 << (n - 1).bit_length(), cache.slots)
+        reach = min(max(SHORTEST, 1 << (read - 1).bit_length()), cache.capacity)
+        key = rows, *width, reach  # inputs of the logits alone have no width
         if key not in self._graphs and not self._eager:
-            self._capture(key)
+            static = [x.new_zeros(rows, *width) for x in inputs]
+            static[1].fill_(cache.capacity)
+            self._capture(key, static, lambda: step(*static, reach))
         if self._eager:
-            return self._model.decode(inputs, read)
-        self._graphs.move_to_end(key)
-        graph, static, (tokens, logprobs) = self._graphs[key]
-        static.positions.fill_(cache.capacity)
+            return step(*inputs, read)
+        graph, static, outputs = self._graphs[key]
+        static[1].fill_(cache.capacity)  # of rows beyond the first n, which sit out
         for target, source in zip(static, inputs, strict=True):
             target[:n].copy_(source)
         graph.replay()
-        return tokens[:n], logprobs[:n]
+        self.replays += 1
+        return tuple(output[:n] for output in outputs)
 
-    def _capture(self, key: tuple[int, int, int]) -> None:
-        *shape, read = key
-        device = self._model.device
-        static = StepInputs(
-            *(torch.zeros(shape, dtype=torch.long, device=device) for _ in range(4))
-        )
-        static.positions.fill_(self._model.cache.capacity)
+    def _capture(
+        self, key: tuple[int, ...], static: list[Tensor], run: Callable[[], tuple[Tensor, ...]]
+    ) -> None:
         try:
-            graph, outputs = self._backend.capture(
-                lambda: self._model.decode(static, read), self._pool
-            )
+            try:
+                graph, outputs = self._backend.capture(run, self._pool)
+            except RuntimeError:
+                graph, outputs = self._backend.capture(run, self._pool)
         except RuntimeError as error:
             self._eager = True
             self._graphs.clear()
@@ -175,5 +194,3 @@ class GraphedDecode:
             return
         self._pool = graph.pool()
         self._graphs[key] = graph, static, outputs
-        if len(self._graphs) > MOST_GRAPHS:
-            self._graphs.popitem(last=False)

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,6 +23,7 @@ from stretto.observe.card import write_card
 from stretto.observe.display import TIME_LEFT
 from stretto.observe.recorder import extra_by_source, extra_means, scores_by_source
 from stretto.observe.run_directory import TrainResult
+from stretto.observe.spans import Span
 from stretto.observe.transcripts import transcript
 from stretto.protocols import DRIVER, RECORDS
 from stretto.runs.checkpoint import INPUTS, Checkpointer, load_latest
@@ -135,6 +136,16 @@ def taken_again(first: int, recorded: int) -> str:
         return ""
     lost = f"steps {first + 1} to {recorded} are" if first + 1 < recorded else f"step {recorded} is"
     return f"; {lost} taken again"
+
+
+GRAPHS = "engine/graphs"
+"""Metric: the share of decode steps that were CUDA graphs."""
+
+
+def _graphs(spans: Sequence[Span]) -> dict[str, float]:
+    calls = [s.attributes for s in spans if "graphed" in s.attributes]
+    steps = sum(call["steps"] for call in calls)
+    return {GRAPHS: sum(call["graphed"] for call in calls) / steps} if steps else {}
 
 
 @dataclass
@@ -270,11 +281,12 @@ class _TrainingLoop:
         recorder, spans, shown = self.recorder, self.running.spans, self.config.observe.samples
         timings = {f"timing_s/{name}": seconds for name, seconds in spans.totals().items()}
         evaluated = self.evaluator.take_news() if self.evaluator else {}
-        own = {**step.stats, **extra_means(step.batch), **timings}
+        own = {**step.stats, **extra_means(step.batch), **timings, **_graphs(spans.records)}
         now_s = time.monotonic()
         step_s, self.recorded_s = now_s - self.recorded_s, now_s
         if minutes := self.config.minutes:
             own[TIME_LEFT] = max(0.0, self.started_s + 60 * minutes - now_s)
+        eager = own.get(GRAPHS) == 0 != self.stats.get(GRAPHS)  # and said once
         self.stats = {**own, **self.running.metrics(), **evaluated}
         recorder.step(
             self.done,
@@ -286,6 +298,11 @@ class _TrainingLoop:
         )
         for line in step.losses:
             recorder.note(f"step {self.done}: {line}")
+        if eager:
+            recorder.note(
+                f"step {self.done}: decode steps run without CUDA graphs ({GRAPHS} is 0), several "
+                "times slower for small models; the engine's warning says why"
+            )
         for rollout in step.rejected:
             failures = [s.failure for s in rollout.scores.values() if s.failure]
             reason = "; ".join(failures) or rollout.rejected_because

@@ -154,10 +154,12 @@ class GeneratorService(Follower):
 
     def _counts(self) -> Mapping[str, int]:
         worker = self.worker
+        graphed = worker.graphed_steps
         return {
             "context": worker.context_tokens,
             "prefilled": worker.prefilled_tokens,
             **worker.speculated,
+            **({} if graphed is None else {"graphed": graphed}),
         }
 
 
