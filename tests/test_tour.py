@@ -330,13 +330,13 @@ def test_the_notebook_prints_what_is_stored_with_it(
     nothing, models_page, rollout_page, *of_runs = pages
     assert nothing == ("", "")
     assert models_page[0] == models_page[1]
-    printed, stored = (re.sub(r"-?\d+\.\d+", "x", text).split() for text in rollout_page)
-    assert printed == stored
+    words, stored_words = (re.sub(r"-?\d+\.\d+", "x", text).split() for text in rollout_page)
+    assert words == stored_words
     for page in of_runs:
-        printed, stored = ([line.split() for line in text.splitlines()] for text in page)
-        heads = [line for line in stored if line[:1] in (["3."], ["4."], ["step"], ["stage"])]
+        lines, stored_lines = ([line.split() for line in text.splitlines()] for text in page)
+        heads = [row for row in stored_lines if row[:1] in (["3."], ["4."], ["step"], ["stage"])]
         assert len(heads) == 2
-        assert [line for line in printed if line in heads] == heads
+        assert [row for row in lines if row in heads] == heads
 
 
 @pytest.mark.slow
