@@ -60,6 +60,21 @@ def test_adapters_are_cut_where_their_layer_is() -> None:
     assert cuts.dims[f"{prefix}.mlp.down_proj.base_layer.weight"] == 1
 
 
+@pytest.mark.parametrize("make", [llama, qwen])
+def test_entries_of_embeddings_cut_nothing(make: Any) -> None:
+    """Plans have them in transformers 5.17, and not in 5.23; each rank keeps all of the vocabulary.
+
+    Both versions are tried here by adding the entry and by taking it away.
+    """
+    model = make()
+    plan = {k: v for k, v in model.config.base_model_tp_plan.items() if k != "embed_tokens"}
+    model.config.base_model_tp_plan = plan
+    without = plan_cuts(model, 2)
+    model.config.base_model_tp_plan = {"embed_tokens": "embedding_rowwise", **plan}
+    assert plan_cuts(model, 2) == without
+    assert not any("embed_tokens" in name for name in without.dims)
+
+
 def test_one_rank_cuts_nothing() -> None:
     assert plan_cuts(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2)), 1) == Cuts()
 

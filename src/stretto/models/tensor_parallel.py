@@ -245,6 +245,8 @@ def _planned(decoder: nn.Module) -> Iterator[tuple[nn.Module, str]]:
             f"transformers has no plan for tensor parallelism of {kind}; {REMEDY}", "no-tp-plan"
         )
     for pattern, style in plan.items():
+        if style.startswith("embedding"):  # in transformers 5.17; every rank keeps all token ids
+            continue
         if style not in (BY_OUTPUTS, BY_INPUTS, OF_HEADS):
             raise ModelError(
                 f"the plan for tensor parallelism of {kind} has '{style}' for '{pattern}', which "
