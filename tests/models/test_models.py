@@ -23,7 +23,6 @@ from safetensors.torch import load_file, save_file
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.integrations import liger
 
 from raising import raises
 from stretto.assembly.models import Overrides
@@ -819,9 +818,13 @@ def test_liger_kernels_are_for_gpus_and_models_that_it_knows(
     for name in ("liger_kernel", "liger_kernel.transformers"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", known)
-    monkeypatch.setattr(liger, "apply_liger_kernel", lambda *args: given.append(args))
-    CudaBackend(CPU).use_liger_kernel(model)
-    assert given == [(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})]
+    applied = sys.modules["liger_kernel.transformers"].__dict__
+    applied["_apply_liger_kernel_to_instance"] = lambda **options: given.append(options)
+    adapted = add_lora(lm(tiny), ModelConfig(lora_rank=2), "CAUSAL_LM")
+    for outer, inner in ((model, model), (adapted, adapted.get_base_model())):
+        CudaBackend(CPU).use_liger_kernel(outer)
+        losses = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+        assert given.pop() == {"model": inner, **losses}
     monkeypatch.setattr(model.config, "model_type", "other")
     with raises(ModelError, "no-liger-kernels", "other"):
         CudaBackend(CPU).use_liger_kernel(model)

@@ -184,8 +184,8 @@ class CudaBackend(Backend):
 
     def use_liger_kernel(self, model: Any) -> None:
         require("liger_kernel", "liger", "model.use_liger_kernel = true")
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance as apply
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as KNOWN
-        from transformers.integrations.liger import apply_liger_kernel
 
         if (kind := model.config.model_type) not in KNOWN:
             raise ModelError(
@@ -194,8 +194,7 @@ class CudaBackend(Backend):
                 "no-liger-kernels",
             )
         # Losses are not the model's own here, and never hold all logits.
-        others = {"cross_entropy": False, "fused_linear_cross_entropy": False}
-        apply_liger_kernel(model, others)  # type: ignore[no-untyped-call]
+        apply(model=unwrapped(model), cross_entropy=False, fused_linear_cross_entropy=False)
 
     def compile_layers(self, model: nn.Module) -> None:
         for layer in decoder_layers(model):  # one by one: FSDP gathers and frees between them
