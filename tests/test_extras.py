@@ -94,11 +94,20 @@ def test_the_extras_that_are_read_are_those_of_the_project() -> None:
         assert errors.remedy(extra).endswith(f"pip install -e '.[{extra}]')")
 
 
-def test_run_from_its_source_the_remedy_is_that_of_a_clone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_from_its_source_requirements_are_those_of_the_clone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def declared() -> list[object]:
+        return [list(map(str, errors.requirements(extra))) for extra in ("", *errors.extras())]
+
     def nothing(name: str) -> Any:
         raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(importlib.metadata, "requires", nothing)
+    installed = declared()
+    monkeypatch.setattr(importlib.metadata, "metadata", nothing)
+    assert declared() == installed
+    monkeypatch.setattr(errors, "PROJECT", tmp_path / "pyproject.toml")
+    assert declared() == [[]]
     assert errors.remedy("hub") == "pip install -e '.[hub]'"
 
 

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import re
 import sys
+import tomllib
 from collections.abc import Iterable
+from contextlib import suppress
 from difflib import get_close_matches
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
+
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+"""In a clone: the file that lists what Stretto requires."""
 
 
 class StrettoError(Exception):
@@ -214,28 +220,35 @@ def require(library: str, extra: str, purpose: str) -> None:
 
 
 def requirements(extra: str = "") -> list[Requirement]:
-    """Return what the installed package requires, or what an extra adds to that; by name."""
-    from importlib import metadata
-
+    """Return what the package requires, or what an extra adds to that; by name."""
     from packaging.requirements import Requirement
 
-    try:
-        found = [Requirement(text) for text in metadata.requires("stretto") or ()]
-    except metadata.PackageNotFoundError:  # run from its source
-        return []
-    chosen = [r for r in found if _asks_for(r, extra) and not (extra and _asks_for(r, ""))]
+    declared = [Requirement(text) for text in _declared()[0]]
+    chosen = [r for r in declared if _asks_for(r, extra) and not (extra and _asks_for(r, ""))]
     return sorted(chosen, key=lambda r: r.name.lower())
 
 
 def extras() -> list[str]:
-    """Return the names of the extras that users install, by the installed package's metadata."""
+    """Return the names of the extras that users install."""
+    return [name for name in _declared()[1] if name != "dev"]
+
+
+def _declared() -> tuple[list[str], list[str]]:
+    """Return requirements and extras: the installed distribution's, or those of pyproject.toml if
+    Stretto runs from its source; without both, nothing.
+    """
     from importlib import metadata
 
+    with suppress(metadata.PackageNotFoundError):
+        extras = metadata.metadata("stretto").get_all("Provides-Extra")
+        return metadata.requires("stretto") or [], extras or []
     try:
-        names = metadata.metadata("stretto").get_all("Provides-Extra") or []
-    except metadata.PackageNotFoundError:
-        return []
-    return [name for name in names if name != "dev"]
+        project = tomllib.loads(PROJECT.read_text("utf-8"))["project"]
+    except FileNotFoundError:
+        return [], []
+    optional = project["optional-dependencies"]
+    added = [f"{r}; extra == '{extra}'" for extra, listed in optional.items() for r in listed]
+    return project["dependencies"] + added, list(optional)
 
 
 def _asks_for(requirement: Requirement, extra: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from stretto import __version__, evaluation, runs
+from stretto import __version__, errors, evaluation, runs
 from stretto.cli import contracts, doctor
 from stretto.cli.main import COMMANDS, main
 from stretto.cli.settings import COMMON
@@ -670,6 +670,28 @@ def test_doctor_fails_when_something_required_is_broken(
     assert "[BROKEN] peft          not installed; pip install 'peft>=0.18'" in text
     assert "[BROKEN] torch         1.9, but " in text
     assert text.endswith("2 broken; nothing can be trained before that is repaired\n")
+
+
+@pytest.mark.parametrize("clone", [True, False])
+def test_doctor_without_an_installed_distribution_does_not_say_ready(
+    clone: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _doctor_with(monkeypatch, cached=True, cache=tmp_path)
+    versions = doctor.metadata.version
+    monkeypatch.setattr(doctor.metadata, "version", _without("stretto", versions))
+    monkeypatch.setattr(doctor.metadata, "metadata", _without("stretto", versions))
+    if not clone:
+        monkeypatch.setattr(errors, "PROJECT", tmp_path / "pyproject.toml")
+    assert run("doctor") == 0
+    *findings, verdict = capsys.readouterr().out.splitlines()
+    assert verdict.startswith(
+        "nothing broken was found, but Stretto is not installed: it runs from"
+    )
+    assert ("none was checked" in verdict) is not clone
+    assert any(line.startswith("[  ok  ] pydantic ") for line in findings) is clone
 
 
 @pytest.mark.parametrize("kept", [True, False])

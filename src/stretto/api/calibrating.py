@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stretto.api.settings import Settings, config_of
-from stretto.machine import Machine
+from stretto.machine import Machine, current_start
 from stretto.planner.calibration import MeasuredDevice, Point, fitted, predicted_s
 from stretto.planner.hardware import Hardware, write_hardware
 from stretto.planner.memory import HALF
@@ -124,7 +123,7 @@ def _measured(
         "machine": str(Machine.here()),
         "model": model.name,
         "dtype": str(model.dtype).removeprefix("torch."),
-        "versions": {name: metadata.version(name) for name in ("stretto", "torch", "transformers")},
+        "versions": current_start()["versions"],
         "points": [
             {
                 "kind": p.kind,

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from packaging.requirements import Requirement
 
 from stretto import files
-from stretto.errors import extras, is_installed, plain, requirements
+from stretto.errors import PROJECT, extras, is_installed, plain, requirements
 from stretto.machine import usable_cores
 from stretto.observe.progress import on_stderr
 from stretto.saying import working
@@ -65,12 +65,15 @@ def command(*, gpu: bool = False) -> int:
         gpu: check instead, on the first GPU, that engines and scorers keep their contracts.
     """
     broken = 0
+    verdict = "ready"
     with working(on_stderr, "checking the GPU" if gpu else "looking at this machine"):
         for state, topic, text in check_gpu() if gpu else examine():
             broken += state == "broken"
+            if topic == "stretto":
+                verdict = f"nothing broken was found, but Stretto is {text}"
             print(f"[{_MARKS[state]}] {topic:<13} {text}", flush=True)
     what = "trust no run on this GPU" if gpu else "nothing can be trained before that is repaired"
-    print(f"{broken} broken; {what}" if broken else "ready")
+    print(f"{broken} broken; {what}" if broken else verdict)
     return 1 if broken else 0
 
 
@@ -110,7 +113,15 @@ def examine() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    for requirement in requirements():
+    required = requirements()
+    try:
+        metadata.version("stretto")
+    except metadata.PackageNotFoundError:
+        source = f"not installed: it runs from {PROJECT.parent / 'src'}"
+        lists = f"{PROJECT} lists the packages that it needs"
+        missing = "no list of the packages that it needs was found, so none was checked"
+        yield Finding("note", "stretto", f"{source}; {lists if required else missing}")
+    for requirement in required:
         yield _package(requirement, "broken")
     for name in ("torch", "transformers"):  # peft takes two seconds, and few runs need it
         try:
