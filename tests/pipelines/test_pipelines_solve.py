@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba.core import caching
 
 import pipelines as benchmark
 from _certify import by_cp_sat
@@ -32,6 +33,7 @@ from stretto.pipelines.graph import (
     latency_bound,
     latency_of,
     make_graph,
+    njit,
     peak_memory,
 )
 from stretto.pipelines.listing import UNLIMITED, decode, urgency
@@ -40,6 +42,15 @@ from stretto.pipelines.schedule import PipelineSchedule, evaluate
 from stretto.pipelines.search import View, list_schedule
 from stretto.pipelines.sizes import UNITS, Units
 from stretto.pipelines.solve import Solution, solve
+
+
+def test_without_a_folder_for_a_cache_functions_are_compiled_in_each_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a user who can write neither next to the package nor into HOME."""
+    monkeypatch.setattr(caching.CompileResultCacheImpl, "_locator_classes", [])
+    double = njit(cache=True, nogil=True)(lambda x: 2 * x)
+    assert double(4) == 8
 
 
 def recheck(problem: Problem, solution: Solution) -> None:

@@ -12,9 +12,10 @@ loop costs more than the loop.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,7 @@ from stretto.errors import MissingExtraError
 from stretto.pipelines.problem import Problem
 
 try:
-    from numba import njit as njit
+    import numba
 except ImportError as error:
     raise MissingExtraError("numba", "pipelines", "planning of fused pipelines") from error
 
@@ -31,6 +32,20 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 FORWARD, BACKWARD = 0, 1
+
+
+def njit(**options: Any) -> Callable[[Any], Any]:
+    """Compile like ``numba.njit``, without a cache if numba can write to no folder for it, for
+    example as a user who owns neither the package's folder nor HOME.
+    """
+
+    def compile_(function: Any) -> Any:
+        try:
+            return numba.njit(**options)(function)
+        except RuntimeError:  # "no locator available"
+            return numba.njit(**(options | {"cache": False}))(function)
+
+    return compile_
 
 
 class Graph(NamedTuple):
