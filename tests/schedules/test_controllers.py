@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import sys
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+import stretto
 from docs_helpers import blocks
 from raising import raises
+from run_helpers import settings
 from stretto.api.planning import PLANNED, variants_of
 from stretto.assembly.controls import Migrating, ScheduledRun, controls, controls_of
 from stretto.config import Config, ScheduleConfig, recipes
@@ -371,6 +374,7 @@ def test_a_schedule_is_told_what_the_run_has_settled() -> None:
         weight_sync_interval=2,
         max_carries=3,
         deadline_s=1800.0,
+        most_overcommit=0,
     )
 
 
@@ -713,6 +717,41 @@ def test_code_that_makes_no_controller_is_refused(source: str, code: str, fact: 
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "passes"),
+    [
+        ("delta", 16, True),
+        ("delta", np.int64(3), True),
+        ("delta", 17, False),
+        ("delta", -1, False),
+        ("delta", 1.5, False),
+        ("delta", None, False),
+        ("tokens", 1, True),
+        ("tokens", 0, False),
+        ("tokens", "8", False),
+    ],
+)
+@pytest.mark.usefixtures("own")
+def test_numbers_of_a_controller_of_the_users_own_are_checked(
+    name: str, value: Any, passes: bool
+) -> None:
+    names = {"overcommit": "own.py:Controller", "chunk_tokens": "own.py:Controller"}
+    schedule = {"overcommit": "auto", "controllers": names}
+    config = Config.model_validate({"rollout": {"batch": 16}, "schedule": schedule})
+    made: Any = controls_of(config, None)
+    setattr(made.overcommit if name == "delta" else made.chunk, name, value)
+
+    def asked() -> int:
+        number: int = made.delta if name == "delta" else made.chunk_tokens
+        return number
+
+    if passes:
+        assert asked() == value
+    else:
+        with raises(ConfigError, "controller-value", "schedule.controllers", f"{name} = {value!r}"):
+            asked()
+
+
+@pytest.mark.parametrize(
     "given", [{"overcommit": 3}, {"chunk_tokens": 8}, {"migrate": 0.5}, {"hold": "keep"}]
 )
 def test_a_controller_has_no_effect_on_a_setting_with_a_value(given: dict[str, Any]) -> None:
@@ -738,3 +777,46 @@ def test_the_controller_that_the_docs_show_follows_the_tail(
         controller.observe(feedback(lengths=lengths))
         seen.append(controller.delta)
     assert seen == [2, 0]
+
+
+EVERY = """
+class Base:
+    def __init__(self, run):
+        self.steps = 0
+
+    def observe(self, feedback):
+        self.steps += 1
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+class Delta(Base):
+    @property
+    def delta(self):
+        return self.steps % 3 * 2
+
+class Chunk(Base):
+    @property
+    def tokens(self):
+        return 1 + self.steps % 4
+"""
+
+
+@pytest.mark.parametrize("runtime", ["inline", "local", "ray"])
+def test_controllers_of_the_users_own_decide_on_every_runtime(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str
+) -> None:
+    if runtime == "ray":
+        pytest.importorskip("ray")
+    (tmp_path / "every.py").write_text(EVERY)
+    monkeypatch.chdir(tmp_path)
+    names = {"overcommit": "every.py:Delta", "chunk_tokens": "every.py:Chunk"}
+    schedule = {"preset": "oppo", "overcommit": "auto", "chunk_tokens": 0, "controllers": names}
+    config = settings(tiny_folder, runtime=runtime, steps=5, schedule=schedule)
+    result = stretto.train(config, out=str(tmp_path / "runs"))
+    decided = [(m["schedule/overcommit"], m["schedule/chunk_tokens"]) for m in result.history]
+    assert decided == [(0, 1), (2, 2), (4, 3), (0, 4), (2, 1)]
+    assert not [folder for folder in sys.path[:-1] if folder == str(tmp_path)]

@@ -141,6 +141,7 @@ def controls(run: ScheduledRun) -> Controls:
         weight_sync_interval=s.weight_sync_interval,
         max_carries=s.max_carries,
         deadline_s=s.deadline_s,
+        most_overcommit=s.largest_overcommit(run.settings.batch),
     )
     run = replace(run, settings=settings)
     return Controls(settings, *(_controller(name, run) for name in _CONTROLLERS))

@@ -199,6 +199,7 @@ class Settings:
         episodes: how the turns of episodes are sampled, where there is an environment.
         environment_rewards: reward sources whose scores come from the environment.
         cut_by: limits of turns and seconds whose episodes count as cut, as by a token limit.
+        most_overcommit: responses beyond the batch that engines have room for; ``None``: any.
     """
 
     batch: int
@@ -217,6 +218,7 @@ class Settings:
     episodes: Sampling | None = None
     environment_rewards: tuple[str, ...] = ()
     cut_by: tuple[str, ...] = ()
+    most_overcommit: int | None = None
 
 
 def _from_preset(knob: str) -> Any:

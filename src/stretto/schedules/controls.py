@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from numbers import Integral
+from typing import Any
 
 from stretto.config.schedule import Settings
+from stretto.errors import ConfigError
 from stretto.schedules.chunking import ChunkSize
 from stretto.schedules.controller import Controller
 from stretto.schedules.hold import HoldPolicy
@@ -24,7 +27,28 @@ class Controls:
     hold: HoldPolicy | None = None
 
     @property
+    def delta(self) -> int:
+        return _within("overcommit: delta", self.overcommit.delta, 0, self.settings.most_overcommit)
+
+    @property
+    def chunk_tokens(self) -> int:
+        return _within("chunk_tokens: tokens", self.chunk.tokens, 1, None)
+
+    @property
     def controllers(self) -> Mapping[str, Controller | HoldPolicy]:
         """The controllers that exist, by the name that their state has in a checkpoint."""
         names = (each.name for each in fields(self) if each.name != "settings")
         return {name: getattr(self, name) for name in names if getattr(self, name)}
+
+
+def _within(name: str, value: Any, low: int, high: int | None) -> int:
+    """Refuse a controller's number for which engines have no room, or that is not whole."""
+    number = int(value) if isinstance(value, Integral) else low - 1
+    if low <= number <= (number if high is None else high):
+        return number
+    most = "" if high is None else f", at most {high} (`schedule.overcommit_max`)"
+    raise ConfigError(
+        f"schedule.controllers: {name} = {value!r}, which must be an integer of {low} or "
+        f"more{most}; correct the controller",
+        "controller-value",
+    )

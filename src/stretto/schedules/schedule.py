@@ -73,7 +73,7 @@ class Schedule:
     ) -> None:
         s = self._settings = controls.settings
         self._next_prompt, self._learner = next_prompt, learner
-        self._chunk, self._overcommit = controls.chunk, controls.overcommit
+        self._controls = controls
         self._migration, self._controllers = controls.migration, controls.controllers
         self._clock, self._tracer, self._phases = clock, tracer, Phases(clock, tracer)
         self.ledger = Ledger()
@@ -180,7 +180,7 @@ class Schedule:
         while self._rounds < self._rounds_in_all or self._round_open:
             if not self._round_open:  # else it was taken up again in the middle of one
                 await self._until(self._may_generate, "generation", self._lacks_weights)
-                delta = self._overcommit.delta
+                delta = self._controls.delta
                 await self._load()
                 await self._evaluate()
                 self._fill(delta)
@@ -311,7 +311,7 @@ class Schedule:
         await self._pool.admit(new)
 
     def _chunk_tokens(self) -> int:
-        return self._settings.max_new_tokens if self._in_lockstep() else self._chunk.tokens
+        return self._settings.max_new_tokens if self._in_lockstep() else self._controls.chunk_tokens
 
     def _missing(self) -> int:
         if self._answers:
@@ -459,8 +459,8 @@ class Schedule:
 
     def _adapt(self) -> None:
         feedback = self._meter.feedback(self._pool.take_samples())
-        self._chunk.observe(feedback)
-        self._overcommit.observe(feedback)
+        self._controls.chunk.observe(feedback)
+        self._controls.overcommit.observe(feedback)
         if self._migration is not None:
             self._migration.observe(feedback)
 
