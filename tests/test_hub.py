@@ -42,6 +42,22 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_a_config_that_could_not_be_fetched_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = iter([OSError("no route"), None, AssertionError("it was fetched")])
+
+    def download(*_: str) -> None:
+        if error := next(answers):
+            raise error
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr(hub, "unreachable", lambda: "")
+    reasons = [hub.fetch_config("owner/asked-twice") for _ in range(3)]
+    assert ["no route" in reason for reason in reasons] == [True, False, False]
+    assert reasons[1:] == ["", ""]
+
+
 def test_a_hub_that_is_silent_or_refuses_is_asked_once(
     silent_hub: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

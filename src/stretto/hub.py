@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 
 from stretto.errors import StrettoError, first_line
@@ -70,16 +70,23 @@ def _probe(url: str, minute: int) -> str:
     return _failure(lambda: httpx2.head(url, timeout=PATIENCE_S), httpx2.URL(url).host, PATIENCE_S)
 
 
-@cache
+_fetched: set[str] = set()
+
+
 def fetch_config(name: str) -> str:
     """Fetch the config.json of a hub model; return the reason if that fails, otherwise ""."""
     from huggingface_hub import constants, hf_hub_download
 
+    if name in _fetched:
+        return ""
     start = time.monotonic()
     if reason := unreachable():
         return reason
     left = PATIENCE_S + 1 - (time.monotonic() - start)
-    return _failure(lambda: hf_hub_download(name, "config.json"), constants.ENDPOINT, left)
+    reason = _failure(lambda: hf_hub_download(name, "config.json"), constants.ENDPOINT, left)
+    if not reason:
+        _fetched.add(name)
+    return reason
 
 
 def _failure(call: Callable[[], object], host: str, patience_s: float) -> str:
