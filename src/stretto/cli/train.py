@@ -197,10 +197,10 @@ def command_align(
         dry_run: Resolve names, print derived sizes and the memory plans, and load nothing.
     """
     if resume:
-        given = locals() | options
-        if any(
-            given[n] != o.default for n, o in options_of(command_align).items() if n != "resume"
-        ):
+        given = {"recipe": recipe, "algorithm": algorithm, "seed": seed, "out": out}
+        given |= {"dry_run": dry_run, **options}
+        defaults = options_of(command_align)
+        if any(value != defaults[name].default for name, value in given.items()):
             raise ConfigError(
                 f"--resume {resume} goes on as it was begun, with the settings in that folder; "
                 "leave out the recipe and all other options"
