@@ -10,6 +10,7 @@ import stretto
 from raising import raises
 from stretto.errors import ConfigError, StrettoError, TaskError
 
+CODE = object()
 ROWS = [{"prompt": "2+2=", "answer": "4"}] * 4
 
 
@@ -19,6 +20,18 @@ ROWS = [{"prompt": "2+2=", "answer": "4"}] * 4
         ("train", [{"steps": 3}], {}, "settings-not-named", "by keyword"),
         ("train", ["tiny"], {"algorithm": "grpo"}, "model_type", "algorithm__name='grpo'"),
         ("train", ["tiny"], {"observe__trackers": "wandb"}, "tuple_type", "['wandb']"),
+        ("train", ["tiny"], {"algorithm": CODE}, "model_type", "algorithm__name"),
+        ("train", ["tiny"], {"algorithm__name": CODE}, "literal_error", "algorithm__name"),
+        (
+            *("train", ["tiny"], {"schedule__controllers": {"overcommit": CODE}}),
+            *("string_type", "schedule__controllers__overcommit"),
+        ),
+        ("train", ["tiny"], {"observe__trackers": [CODE]}, "literal_error", "observe__trackers"),
+        ("measure", ["tiny"], {"win_rate_by": "nothing"}, "unknown-source", "win_rate_by=: "),
+        (
+            *("label_responses", ["tiny"], {"by": "no.py:f", "out": "x.jsonl"}),
+            *("no-reward-file", "by=: 'no.py:f'"),
+        ),
         ("train", ["tiny"], {"resume": "x"}, "extra_forbidden", "stretto.resume("),
         ("train", ["tiny"], {"dataset": []}, "no-rows", "dataset holds"),
         ("train", ["tiny"], {"reward": 3}, "reward-not-callable", "got 3"),

@@ -336,6 +336,14 @@ def _explain(error: ErrorDetails, kind: type[Section]) -> str:
         return f"unknown setting '{key}'. {hint(key, kind, table=table)}"
     if error["type"] == "value_error":
         return str(context["error"])
+    plain = isinstance(value, str | int | float | Mapping | Sequence | None)
+    if not plain and key.startswith(("algorithm", "schedule.controllers", "observe.trackers")):
+        named = "algorithm.name" if key == "algorithm" else re.sub(r"\.\d+$", "", key)
+        return (
+            f"{key} is an object of {type(value).__name__}; settings name code by its import path, "
+            "because other processes and a resumed run import it. Put the object into a file, and "
+            f"give 'file.py:NAME' as `{named}`"
+        )
     rule = error["msg"].replace("Input should be", "must be")
     if error["type"] == "literal_error" and isinstance(value, str):
         choices = re.findall(r"'([^']*)'", str(context["expected"]))
