@@ -71,8 +71,11 @@ def load(name: str, setting: str, kind: Any) -> Any:
     """
     key = (Path.cwd(), name)
     if key not in _loaded:
-        place = locate(name, setting)
-        module = import_module(place["file"], place["module"], place["root"], setting)
+        place, path = locate(name, setting), [*sys.path]
+        try:
+            module = import_module(place["file"], place["module"], place["root"], setting)
+        finally:  # last, so that later imports of other code find the same modules as before
+            sys.path[:] = path + [folder for folder in sys.path if folder not in path]
         _loaded[key] = member_of(module, place, setting)
     require(_loaded[key], kind, f"{setting}: '{name}'")
     return _loaded[key]
@@ -86,6 +89,19 @@ def require(value: Any, kind: Any, what: str) -> None:
             f"{kind.__module__}.{kind.__name__}",
             "wrong-kind-of-object",
         )
+
+
+@contextmanager
+def named_by(option: str) -> Iterator[None]:
+    """Name the option that a reward source comes from in errors, which name the setting."""
+    setting = "reward.sources"
+    try:
+        yield
+    except ConfigError as error:
+        if not str(error).startswith(setting):
+            raise
+        message = str(error).replace(setting, f"`{option}`", 1)
+        raise ConfigError(message, error.code) from error
 
 
 @contextmanager

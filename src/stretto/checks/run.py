@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stretto import files, hub, tasks
+from stretto import files, hub, outside, tasks
 from stretto.checks import functions
 from stretto.config import Config, ModelConfig, ObserveConfig, RewardModelConfig, SftConfig
 from stretto.config.sections import TRACKERS, RewardSource, TaskConfig, reward_source
@@ -112,7 +112,8 @@ def check_measured(
     for name in filter(None, (model, sft)):
         _check_model(name, config.model)
     task = _check_task(config.task, config.seed) if rows else None
-    _check_sources([*map(reward_source, sources)], config.model, task, tokenizer=False)
+    with outside.named_by("win_rate_by"):
+        _check_sources([*map(reward_source, sources)], config.model, task, tokenizer=False)
 
 
 def _check_libraries(config: Config) -> None:

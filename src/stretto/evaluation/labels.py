@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from stretto import outside
 from stretto.assembly.models import NO_OVERRIDES, prepare_torch
 from stretto.assembly.parts import open_prompts
 from stretto.assembly.roles import RoleFactory
@@ -87,6 +88,7 @@ class Candidates:
     labelled: bool = False
 
 
+@outside.named_by("by")
 def label_pairs(
     config: RewardModelConfig, *, by: str, out: Path, timeout_s: float = 30.0
 ) -> LabelResult:
@@ -137,6 +139,7 @@ def label_pairs(
     return LabelResult(by, out, len(found), len(kept), len(found) - len(kept), flipped=flipped)
 
 
+@outside.named_by("by")
 def label_responses(
     config: Config, *, policy: str, by: str, out: Path, prompts: int, per_prompt: int = 2
 ) -> LabelResult:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from stretto import tasks
+from stretto import outside, tasks
 from stretto.assembly.environments import open_environment
 from stretto.assembly.models import NO_OVERRIDES, Overrides, load_actor, prepare_torch
 from stretto.assembly.parts import ANSWERS_FROM, open_prompts
@@ -189,6 +189,7 @@ def evaluate(
     )
 
 
+@outside.named_by("win_rate_by")
 def measure(
     config: Config,
     *,
