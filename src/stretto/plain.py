@@ -90,8 +90,6 @@ def form(value: Any) -> Any:
         return value.tolist()
     if hasattr(value, "isoformat"):
         return value.isoformat() if value == value else None  # only NaT differs from itself
-    if hasattr(value, "model_dump"):
-        return value.model_dump()
     if isinstance(value, bytes | bytearray | memoryview):
         data = bytes(value)
         try:

@@ -8,23 +8,71 @@ import math
 import sys
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
-from stretto.environments.judges import Judges
 from stretto.environments.launch import launch
 from stretto.environments.results import CHARACTERS_PER_TOKEN, Step, bounded, shortened, summed
 from stretto.environments.running import CallError, Runner, is_cancelled
 from stretto.environments.shapes import Episode, Source, recognise
+from stretto.environments.threads import needs_main_thread
 from stretto.errors import ConfigError, RewardError
 from stretto.outside import describe
 from stretto.plain import plain
-from stretto.scoring.conventions import ENVIRONMENTS
+from stretto.scoring.conventions import (
+    ENVIRONMENTS,
+    Log,
+    Sample,
+    TrainerState,
+    Verdict,
+    convention_of,
+    listed,
+)
 
 CLOSE_S = 5.0
 """Seconds in which the episodes that are open at the end of a run are closed, in all."""
 
 _OPEN = ("error", "place", "failure", "calls", "result")
 """Keys of an answer whose length follows from what users' code says."""
+
+
+class Judges:
+    """TRL's reward functions with the parameter ``environments``, by their reward sources.
+
+    An object is reset for the next episode soon after, so each is called with a batch of one.
+    """
+
+    def __init__(self, functions: Mapping[str, Callable[..., Any]], run: Runner) -> None:
+        self._functions, self._run = functions, run
+
+    async def scores(self, episode: Episode, samples: Mapping[str, Sample]) -> dict[str, Verdict]:
+        own = episode.own
+        return {name: await self._score(name, own, sample) for name, sample in samples.items()}
+
+    async def _score(self, name: str, episode: Episode, sample: Sample) -> Verdict:
+        function, log = self._functions[name], Log(1)
+        signature = inspect.signature(function)
+        convention = convention_of(signature, "", name).convention
+        arguments: dict[str, Any] = {
+            **convention.arguments([sample]),
+            "trainer_state": TrainerState(**sample["state"]),
+            "log_extra": log.add,
+            "log_metric": log.metric,
+            ENVIRONMENTS: [episode.environment],
+        }
+        parameters = signature.parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            arguments = {key: value for key, value in arguments.items() if key in parameters}
+        thread = None if needs_main_thread(function) else episode.thread
+        try:
+            result = await self._run(partial(function, **arguments), thread=thread)
+            (entry,) = listed(log.scores(result), 1)
+            return log.beside(0, convention.entry(entry))
+        except CallError as error:
+            episode.sound &= not error.timed_out
+            return {"error": error.place}
+        except RewardError as error:
+            return {"error": str(error)}
 
 
 class Host:
