@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from fractions import Fraction
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -32,18 +32,19 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 FORWARD, BACKWARD = 0, 1
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def njit(**options: Any) -> Callable[[Any], Any]:
+def njit(**options: Any) -> Callable[[F], F]:
     """Compile like ``numba.njit``, without a cache if numba can write to no folder for it, for
     example as a user who owns neither the package's folder nor HOME.
     """
 
-    def compile_(function: Any) -> Any:
+    def compile_(function: F) -> F:
         try:
-            return numba.njit(**options)(function)
+            return cast(F, numba.njit(**options)(function))
         except RuntimeError:  # "no locator available"
-            return numba.njit(**(options | {"cache": False}))(function)
+            return cast(F, numba.njit(**(options | {"cache": False}))(function))
 
     return compile_
 
