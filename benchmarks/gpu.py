@@ -1,26 +1,33 @@
 """What only a GPU can show: first whether it is right, in order of risk, then how fast it is.
 
-    python benchmarks/gpu.py                          # all parts, at most ten minutes each
+    python benchmarks/gpu.py                          # all parts, within eight minutes
     python benchmarks/gpu.py --parts graphs decode    # some of them
 
-Weights are random, of Qwen2.5's shapes, and nothing is fetched. Each part has a process of its own,
-as a fault in one kernel ends all CUDA work of a process; the others go on. The rows of all parts
-are written to one Markdown file as they come.
+Weights are random, and nothing is fetched. Tiny models show whether results are right, and
+Qwen2.5's shapes how fast they come. Each part has a process of its own, as a fault in one kernel
+ends all CUDA work of a process; the others go on. Rows are printed as they come, and written to one
+Markdown file. Tracebacks, and the stacks of a part that hangs, go to stderr.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import gc
 import json
 import multiprocessing
 import resource
+import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
+from statistics import fmean, median
 from threading import Event, Thread
 from typing import Any, NamedTuple
 
@@ -32,28 +39,44 @@ import torch
 from safetensors.torch import load_file
 
 import ppo_step
-from _shared import parse
+from _shared import MISSING, parse
 from stretto import api
+from stretto.assembly.models import Overrides
 from stretto.cli import contracts
-from stretto.config import PRESETS, Config, RolloutConfig
+from stretto.config import PRESETS, Config, OptimizerConfig, RolloutConfig
 from stretto.errors import first_line, is_installed
 from stretto.models.shapes import known_config
+from stretto.models.shards import ShardLayout
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe.progress import NoProgress
+from stretto.planner import fitting
+from stretto.planner.measuring import MeasuredModel, Sizes, peaks, prefills, swaps, trainings
 from stretto.rollout.base import EngineSettings
 from stretto.rollout.engine import TorchEngine
+from stretto.runtime.placement import places
 from stretto.scoring.models import reference_scorer
+from stretto.training.sharded import Grid, ShardedModel
+from stretto.training.trained import LearningRate, TrainedModel
 
-LIMIT_S = 600.0
+LIMIT_S = 75.0
+LONGER = {"ppo": 2}
+"""Parts that may take a multiple of the limit of a part."""
+
+MINUTES = 8.0
+LEAST_S = 10.0
+"""A part begins only if so much time is left: torch and CUDA take several seconds to start."""
+
 PRELOADED = ["torch.distributed", "transformers.modeling_utils", "stretto.runtime.run"]
 TINY = {**contracts.SMALL, "tie_word_embeddings": True}
 SMOKE = {
+    "limit_s": 600.0,
+    "minutes": 60.0,
     "sizes": ["tiny"],
     "rows": [2],
     "prompt_tokens": 8,
     "new_tokens": 8,
     "batch": 4,
-    "steps": 2,
+    "steps": 4,
 }
 
 
@@ -72,6 +95,7 @@ class Bench:
     args: argparse.Namespace
     device: torch.device
     folder: Path
+    size: str = "tiny"  # of the model in runs
 
     def shape(self, size: str) -> Mapping[str, Any]:
         """The shape of Qwen2.5 of a size such as "0.5"."""
@@ -89,6 +113,10 @@ class Bench:
     @property
     def smallest(self) -> str:
         return str(self.args.sizes[0])
+
+    @property
+    def first_sizes(self) -> list[str]:
+        return list(dict.fromkeys(("tiny", self.smallest)))
 
     def engine(self, model: torch.nn.Module, rows: int, **options: Any) -> TorchEngine:
         a = self.args
@@ -112,18 +140,19 @@ class Bench:
         return time.perf_counter() - start_s
 
     def config(self, **sections: Any) -> Config:
-        """A run of PPO with the smallest model, whose files are written once."""
+        """A run of PPO with a model of the size, whose files are written once."""
         source = self.folder / "model"
         if not source.exists():
-            self.model(self.smallest).save_pretrained(source)  # type: ignore[operator]
+            self.model(self.size).save_pretrained(source)  # type: ignore[operator]
             byte_tokenizer().save_pretrained(source)
         a = self.args
+        tokens = min(a.new_tokens, 32) if self.size == "tiny" else a.new_tokens
         given = {
             "steps": a.steps,
             "out": str(self.folder / "runs"),
             "model": {"name": str(source), "device": self.device.type},
             "task": {"name": "spell_backward", "size": 200},
-            "rollout": {"engine": "torch", "batch": a.batch, "max_new_tokens": a.new_tokens},
+            "rollout": {"engine": "torch", "batch": a.batch, "max_new_tokens": tokens},
             "training": {"microbatch_tokens": a.microbatch_tokens},
             "reward": {"missing_eos": "off"},
             "observe": {"checkpoint_minutes": 0},
@@ -146,7 +175,11 @@ def attempt(what: str, measure: Callable[[], str]) -> Row:
     try:
         return Row(what, "ok", measure())
     except Exception as error:
+        print(f"--- {what}", file=sys.stderr)
+        traceback.print_exc()
         return Row(what, "FAILED", f"{type(error).__name__}: {first_line(error)}")
+    finally:
+        gc.collect()  # before the next one asks for memory
 
 
 def largest_gap(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> str:
@@ -164,11 +197,19 @@ def kept_contracts(bench: Bench) -> Iterator[Row]:
 
 def graphs(bench: Bench) -> Iterator[Row]:
     """Also captured while another thread allocates and waits on the same GPU."""
-    model, rows, size = bench.model(bench.smallest), bench.args.rows[-1], bench.smallest
+    for size in bench.first_sizes:
+        yield from _graphs(bench, size)
+
+
+def _graphs(bench: Bench, size: str) -> Iterator[Row]:
+    model, rows = bench.model(size), bench.args.rows[-1]
 
     def made(**options: Any) -> list[Any]:
         engine = bench.engine(model, rows, **options)
-        return contracts.decoded(engine, bench.rollouts(rows, size), 16)
+        found = contracts.decoded(engine, bench.rollouts(rows, size), 16)
+        if engine.graphed_steps == 0:
+            raise RuntimeError("decode steps were not captured; the log says why")
+        return found
 
     eager = made(engine_args={"cuda_graphs": False})
 
@@ -194,12 +235,12 @@ def graphs(bench: Bench) -> Iterator[Row]:
         of_all = sum(len(r) for r in eager)
         return f"{equal / of_all:.1%} of tokens as eager; first log-probs differ by {gap:.2g} nats"
 
-    yield attempt("CUDA graphs against eager", partial(same, False))
-    yield attempt("the same, captured beside a busy thread", partial(same, True))
+    yield attempt(f"CUDA graphs against eager, {size}B", partial(same, False))
+    yield attempt(f"the same, captured beside a busy thread, {size}B", partial(same, True))
 
 
 def learner(bench: Bench) -> Iterator[Row]:
-    for size in bench.args.sizes[:2]:
+    for size in bench.first_sizes:
         model, rows = bench.model(size), bench.args.rows[0]
 
         def gap(model: Any = model, rows: int = rows, size: str = size) -> str:
@@ -209,6 +250,38 @@ def learner(bench: Bench) -> Iterator[Row]:
 
         yield attempt(f"engine against learner, {size}B, {bench.dtype}", gap)
         del model
+
+
+def sharded(bench: Bench) -> Iterator[Row]:
+    """FSDP on one rank: its kernels, its types and its collectives, without a second GPU."""
+    import torch.distributed as dist
+
+    backend = "cpu:gloo,cuda:nccl" if bench.device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    rate, config = LearningRate(1e-3, 10), OptimizerConfig()
+    ids = torch.arange(48, device=bench.device).view(4, 12)
+
+    def ends(shards: bool) -> dict[str, torch.Tensor]:
+        model = bench.model("tiny").requires_grad_(True)
+        trained: TrainedModel = TrainedModel(model, rate, config)
+        if shards:
+            trained.close()
+            trained = ShardedModel(model, Grid(bench.device.type, ShardLayout()), rate, config)
+
+        def loss() -> torch.Tensor:
+            model: Any = trained.model
+            logits: torch.Tensor = model(input_ids=ids).logits
+            return logits.float().log_softmax(-1)[..., 7].mean().neg()
+
+        for _ in range(3):
+            with trained.training():
+                trained.before_pass(last=True)
+                trained.compute(loss).backward()
+            trained.update()
+        return dict(trained.gathered(trained.snapshot()))
+
+    yield attempt("FSDP on one rank against none", lambda: largest_gap(ends(True), ends(False)))
+    dist.destroy_process_group()
 
 
 def streams(bench: Bench) -> Iterator[Row]:
@@ -239,13 +312,21 @@ def processes(bench: Bench, *devices: str, **options: Any) -> dict[str, Any]:
     }
 
 
+FLOAT32: Mapping[str, Any] = {"model": {"dtype": "float32"}}
+"""For rows that compare weights. Kernels may add up in any order: a run that is repeated without a
+change gives the yardstick.
+"""
+
+
 def offload(bench: Bench) -> Iterator[Row]:
     def same() -> str:
-        ends = [
-            bench.trained(bench.config(**processes(bench, offload=away)))[0]
-            for away in (False, True)
-        ]
-        return f"with and without: {largest_gap(*ends)}"
+        one, again, away = (
+            bench.trained(bench.config(**FLOAT32, **processes(bench, offload=offload)))[0]
+            for offload in (False, False, True)
+        )
+        return (
+            f"with and without: {largest_gap(one, away)}; twice the same: {largest_gap(one, again)}"
+        )
 
     yield attempt("tensors of roles that rest are in the host's memory", same)
 
@@ -288,14 +369,17 @@ def vllm(bench: Bench) -> Iterator[Row]:
 
 def resume(bench: Bench) -> Iterator[Row]:
     def again() -> str:
-        every = {"observe": {"checkpoint_every": 1}}
+        every = {**FLOAT32, "observe": {"checkpoint_every": 1}}
         steps = 2 * bench.args.steps
-        straight, _, _ = bench.trained(bench.config(**every, steps=steps))
+        straight, same = (bench.trained(bench.config(**every, steps=steps))[0] for _ in range(2))
         _, _, run = bench.trained(bench.config(**every))
         api.resume(run, progress=NoProgress(), steps=steps)
         files = (run / "model").glob("*.safetensors")
         resumed = {n: t for f in files for n, t in load_file(f).items()}
-        return f"resumed half-way and straight: {largest_gap(straight, resumed)}"
+        return (
+            f"resumed half-way and straight: {largest_gap(straight, resumed)}; "
+            f"twice the same: {largest_gap(straight, same)}"
+        )
 
     yield attempt("a run that is resumed", again)
 
@@ -329,50 +413,180 @@ def decode(bench: Bench) -> Iterator[Row]:
                 seconds = bench.seconds(lambda: contracts.decoded(engine, made, a.new_tokens))
                 cache = rows * (a.prompt_tokens + a.new_tokens / 2) * engine.kv_bytes_per_token
                 limit = rows * rate / (weights + cache)
-                found = rows * a.new_tokens / seconds
-                return f"{found:,.0f} tokens/s, {found / limit:.0%} of the bandwidth's limit"
+                found, step_s = rows * a.new_tokens / seconds, seconds / a.new_tokens
+                return (
+                    f"{found:,.0f} tokens/s, {found / limit:.0%} of the bandwidth's limit; "
+                    f"{1e3 * step_s:.2f} ms a step"
+                )
 
             def theirs(model: Any = model, rows: int = rows, size: str = size) -> str:
                 prompts = [r.prompt.tokens for r in bench.rollouts(rows, size)]
-                ids = torch.tensor(prompts, device=bench.device)
-                more = {"max_new_tokens": a.new_tokens, "min_new_tokens": a.new_tokens}
+                ids, few = torch.tensor(prompts, device=bench.device), min(a.new_tokens, 32)
+                more = {"max_new_tokens": few, "min_new_tokens": few}
                 call = partial(
                     model.generate, ids, attention_mask=torch.ones_like(ids), do_sample=True, **more
                 )
                 with torch.inference_mode():
-                    bench.seconds(call)
+                    bench.seconds(call)  # a rehearsal
                     seconds = bench.seconds(call)
-                return f"{rows * a.new_tokens / seconds:,.0f} tokens/s"
+                return f"{rows * few / seconds:,.0f} tokens/s"
 
             yield attempt(f"decode, {size}B, {rows} rows: Stretto", ours)
-            yield attempt(f"decode, {size}B, {rows} rows: transformers", theirs)
+            if rows == a.rows[-1]:  # it takes as long with fewer
+                yield attempt(f"decode, {size}B, {rows} rows: transformers", theirs)
         del model
 
 
+def kernels(bench: Bench) -> Iterator[Row]:
+    """Where the GPU's time goes in decode steps: kernels by time, and their number."""
+    if bench.device.type == "cpu":
+        yield Row("kernels", "left out", "no GPU")
+        return
+    from torch.autograd import DeviceType  # type: ignore[attr-defined]
+    from torch.profiler import ProfilerActivity, profile
+
+    size, rows, few = bench.smallest, bench.args.rows[-1], 16
+    model = bench.model(size)
+    engine, made = bench.engine(model, rows), bench.rollouts(rows, size)
+    contracts.decoded(engine, bench.rollouts(rows, size), bench.args.new_tokens)
+    engine.admit([r.response() for r in made])
+    engine.decode(4)
+    bench.wait()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        seconds = bench.seconds(lambda: engine.decode(few))
+    found = [e for e in profiler.key_averages() if e.device_type == DeviceType.CUDA]
+    found.sort(key=lambda e: -e.self_device_time_total)
+    busy = sum(e.self_device_time_total for e in found) / 1e6
+    yield Row(
+        f"a decode step, {size}B, {rows} rows",
+        "ok",
+        f"{1e3 * seconds / few:.2f} ms, of which kernels {1e3 * busy / few:.2f} ms; "
+        f"{sum(e.count for e in found) / few:.0f} kernels",
+    )
+    for e in found[:14]:
+        each = e.self_device_time_total / few
+        yield Row(e.key[:60].replace("|", "/"), "ok", f"{each:.0f} us a step, {e.count / few:.1f}")
+
+
+def rates(bench: Bench) -> Iterator[Row]:
+    """Rates that plans are made by: products, copies, prefills, passes, updates, swaps."""
+    if bench.device.type == "cpu":
+        yield Row("rates", "left out", "no GPU")
+        return
+    sizes = Sizes.of(bench.device)
+    name = f"Qwen/Qwen2.5-{bench.smallest}B-Instruct"
+    model = MeasuredModel(name, bench.config(), bench.device, bench.dtype)
+    points = (
+        peaks(bench.device, bench.dtype, sizes),
+        prefills(model, sizes),
+        trainings(model, sizes),
+        swaps(bench.device, sizes),
+    )
+    for point in chain.from_iterable(points):
+        work = f", {point.flops / point.seconds / 1e12:.0f} TFLOP/s" if point.flops else ""
+        work += f", {point.size / point.seconds / 1e9:,.0f} GB/s" if point.size else ""
+        yield Row(f"{point.kind}: {point.what}", "ok", f"{1e3 * point.seconds:.2f} ms{work}")
+
+
+def timed(bench: Bench, config: Config, overrides: Overrides) -> str:
+    """The median step and its parts, without the first step, which is a rehearsal, and the last,
+    in which asynchronous presets decode nothing; on a GPU also its memory, found and planned.
+    """
+    gpu = bench.device.type == "cuda"
+    if gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(bench.device)
+    steps_s, phases = ppo_step.timed(config, overrides)
+    counted = phases[1:-1] or phases
+    names = sorted({n for found in counted for n in found if not n.startswith("driver")})
+    means = {n: fmean(found.get(n, 0.0) for found in counted) for n in names}
+    parts = ", ".join(f"{n} {s:.2f}" for n, s in means.items() if s >= 0.005)
+    shown = f"{median(steps_s[1:-1] or steps_s):.2f} s ({parts})"
+    if not gpu:
+        return shown
+    found = torch.cuda.max_memory_allocated(bench.device) / 1e9
+    loads = fitting.RunMemory(config).planned(places(config, 1, 1), fitting.width(config.model))
+    planned = max((load.phase(load.fullest).total() for load in loads), default=0) / 1e9
+    return f"{shown}; {found:.1f} GB, planned {planned:.1f} GB"
+
+
 def ppo(bench: Bench) -> Iterator[Row]:
-    """The first step is a rehearsal."""
+    bench = replace(bench, size=bench.smallest)
+    entries = bench.shape(bench.size)["vocab_size"]
+    # Random weights draw nearly evenly. With so many end tokens, lengths are geometric with a mean
+    # of a quarter of the limit, so that some responses come late.
+    ends = range(max(4 * entries // bench.args.new_tokens, 1))
+    tail = {"long tail": ends, "one length": ()}
     variants: dict[str, dict[str, Any]] = {
         preset: {"schedule": {"preset": preset}}
         for preset in PRESETS
         if not PRESETS[preset].several_engines
     }
-    variants["sync, without CUDA graphs"] = {"rollout": {"engine_args": {"cuda_graphs": False}}}
-    variants["sync, recomputing"] = {"model": {"gradient_checkpointing": True}}
-    variants["sync, LoRA"] = {"model": {"lora_rank": 16}}
+    eager = {"rollout": {"engine_args": {"cuda_graphs": False}}}
+    again = {"model": {"gradient_checkpointing": "on"}}
+    cudnn = {"model": {"cudnn_attention": True}}
+    work: list[tuple[str, dict[str, Any], str]] = [
+        ("sync", {}, "one length"),
+        *((what, sections, "long tail") for what, sections in variants.items()),
+        ("sync, LoRA", {"model": {"lora_rank": 16}}, "one length"),
+        ("sync, recomputing", again, "one length"),
+        ("sync, without CUDA graphs", eager, "one length"),
+        ("sync, cuDNN's attention", cudnn, "one length"),  # the last, as it stays on
+    ]
     if bench.device.type == "cuda" and is_installed("liger_kernel"):
-        variants["sync, Liger's kernels"] = {"model": {"use_liger_kernel": True}}
-    if bench.device.type == "cuda" and is_installed("bitsandbytes"):
-        variants["sync, moments in 8 bits"] = {"training": {"optim": "adamw_8bit"}}
-        variants["sync, paged moments"] = {"training": {"optim": "paged_adamw_32bit"}}
-    for what, sections in variants.items():
+        liger = {"model": {"use_liger_kernel": True}}
+        work.insert(1, ("sync, Liger's kernels", liger, "one length"))
+    for what, sections, lengths in work:
+        overrides = Overrides(end_tokens=frozenset(tail[lengths]))
+        yield attempt(
+            f"{what}, {lengths}", partial(timed, bench, bench.config(**sections), overrides)
+        )
 
-        def step(sections: dict[str, Any] = sections) -> str:
-            steps_s, phases = ppo_step.timed(bench.config(**sections))
-            spans = sorted(phases[-1].items())
-            parts = ", ".join(f"{n} {s:.2f}" for n, s in spans if not n.startswith("driver"))
-            return f"{steps_s[-1]:.2f} s ({parts})"
 
-        yield attempt(f"PPO step, {what}", step)
+def large(bench: Bench) -> Iterator[Row]:
+    """The largest model with adapters, as an object: its files would take minutes."""
+    size = str(bench.args.sizes[-1])
+    bench = replace(bench, size=bench.smallest)  # for the settings and the tokenizer
+
+    def step() -> str:
+        model = bench.model(size)
+        given = Overrides(actor=model, tokenizer=byte_tokenizer(), end_tokens=frozenset())
+        return timed(bench, bench.config(model={"lora_rank": 16}), given)
+
+    yield attempt(f"PPO step, {size}B, LoRA", step)
+
+
+def peer(bench: Bench) -> Iterator[Row]:
+    """TRL's PPO with the same model, prompts of another task, and as many tokens."""
+    bench, a = replace(bench, size=bench.smallest), bench.args
+    program = Path(__file__).parent / "peers/trl_ppo.py"
+    rows = bench.folder / "questions.jsonl"
+    row = json.dumps({"question": "x" * max(a.prompt_tokens - 8, 1)})
+    rows.write_text(f"{row}\n" * a.batch * a.steps)
+    options = {
+        "--model": bench.config().model.name,
+        "--data": rows,
+        "--steps": max(a.steps, 2),
+        "--prompts-per-step": a.batch,
+        "--micro-batch": min(a.batch, 8),
+        "--response-tokens": a.new_tokens,
+        "--dtype": str(bench.dtype).removeprefix("torch."),
+    }
+    words = [str(word) for pair in options.items() for word in pair]
+    done = subprocess.run(
+        [sys.executable, str(program), *words], stdout=subprocess.PIPE, text=True, check=False
+    )
+    if done.returncode == MISSING:
+        yield Row("TRL's PPO", "left out", "TRL is not installed")
+        return
+
+    def shown() -> str:
+        if done.returncode:
+            raise RuntimeError(f"exit status {done.returncode}; the log says why")
+        steps_s = json.loads(done.stdout.splitlines()[-1])["step_s"]
+        return f"{median(steps_s[1:]):.2f} s"
+
+    yield attempt("TRL's PPO step, one length", shown)
 
 
 def overlap(bench: Bench) -> Iterator[Row]:
@@ -413,14 +627,29 @@ PARTS: Mapping[str, Callable[[Bench], Iterator[Row]]] = {
     "graphs": graphs,
     "learner": learner,
     "streams": streams,
-    "offload": offload,
-    "sync": sync,
-    "vllm": vllm,
-    "resume": resume,
     "decode": decode,
     "ppo": ppo,
+    "kernels": kernels,
+    "sync": sync,
+    "offload": offload,
+    "rates": rates,
+    "sharded": sharded,
+    "large": large,
+    "peer": peer,
+    "resume": resume,
     "overlap": overlap,
+    "vllm": vllm,
 }
+"""In the order of risk and of use, as the last ones are left out if time runs out."""
+
+
+def hang(bench: Bench) -> Iterator[Row]:
+    """Shows that the limits are kept, and where the stack of a part that hangs is printed."""
+    yield Row("a part that never ends", "ok", "")
+    Event().wait()
+
+
+ALL = {**PARTS, "hang": hang}
 
 
 # -- the command ---------------------------------------------------------------------------------
@@ -430,6 +659,8 @@ def work(part: str, args: argparse.Namespace, rows: Path) -> None:
     """Do a part, and add its rows to a file as they come; in a process of its own."""
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", 0) if gpu else torch.device("cpu")
+    # The stacks of a part that hangs, just before it is killed.
+    faulthandler.dump_traceback_later(max(args.limit_s - 3, 1), file=2)
     with tempfile.TemporaryDirectory() as folder, rows.open("a") as out:
 
         def add(row: Row) -> None:
@@ -438,9 +669,10 @@ def work(part: str, args: argparse.Namespace, rows: Path) -> None:
             print(f"{part}: {row.what}: {row.result}: {row.figure}", flush=True)
 
         try:
-            for row in PARTS[part](Bench(args, device, Path(folder))):
+            for row in ALL[part](Bench(args, device, Path(folder))):
                 add(row)
         except Exception as error:
+            traceback.print_exc()
             add(Row("the rest", "FAILED", f"{type(error).__name__}: {first_line(error)}"))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         kind = "the process's memory"
@@ -449,8 +681,9 @@ def work(part: str, args: argparse.Namespace, rows: Path) -> None:
         add(Row(f"peak of {kind}", "", f"{peak / 1e9:.2f} GB"))
 
 
-def run(part: str, args: argparse.Namespace, rows: Path) -> list[Row]:
+def run(part: str, args: argparse.Namespace, rows: Path, limit_s: float) -> list[Row]:
     """Have a process do a part within its time; the rows that it has left."""
+    args = argparse.Namespace(**{**vars(args), "limit_s": limit_s})
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     process = context.Process(target=work, args=(part, args, rows))
@@ -474,17 +707,19 @@ def machine() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--sizes", nargs="+", default=["0.5", "1.5", "7"], help="of Qwen2.5, in B")
+    parser.add_argument("--parts", nargs="+", choices=ALL, default=list(PARTS))
+    parser.add_argument("--sizes", nargs="+", default=["0.5", "7"], help="of Qwen2.5, in B")
     parser.add_argument("--rows", nargs="+", type=int, default=[8, 64], help="decoded at a time")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--batch", type=int, default=32, help="responses of a step")
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--microbatch-tokens", type=int, default=4096)
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="of a part")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="of all parts")
     parser.add_argument("--out", type=Path, default=None, help="Markdown file; gpu.md by default")
     args = parse(parser, SMOKE)
+    until_s = time.monotonic() + 60 * args.minutes
     if not torch.cuda.device_count() and not args.smoke:
         print("torch sees no GPU; --smoke runs tiny shapes on the CPU", file=sys.stderr)
         return 2
@@ -500,9 +735,14 @@ def main() -> int:
         ]
         failed = 0
         for part in args.parts:
-            rows = Path(scratch) / f"{part}.jsonl"
-            rows.touch()
-            found = run(part, args, rows)
+            left_s = until_s - time.monotonic()
+            if left_s < LEAST_S:
+                found = [Row("all of it", "left out", "no time is left")]
+            else:
+                rows = Path(scratch) / f"{part}.jsonl"
+                rows.touch()
+                limit_s = min(LONGER.get(part, 1) * args.limit_s, left_s)
+                found = run(part, args, rows, limit_s)
             failed += sum(row.result == "FAILED" for row in found)
             lines += [f"| {part} | {' | '.join(row)} |" for row in found]
             out.write_text("\n".join(lines) + "\n")

@@ -64,7 +64,13 @@ def settings(args: argparse.Namespace, reward_model: Path) -> Config:
     )
 
 
-def timed(config: Config) -> tuple[list[float], list[dict[str, float]]]:
+NEVER_ENDS = Overrides(end_tokens=frozenset())
+"""As in the peer: responses have exactly as many tokens as are allowed."""
+
+
+def timed(
+    config: Config, overrides: Overrides = NEVER_ENDS
+) -> tuple[list[float], list[dict[str, float]]]:
     """Seconds of each step, and of its parts by name."""
     step_s: list[float] = []
     phases: list[dict[str, float]] = []
@@ -77,11 +83,11 @@ def timed(config: Config) -> tuple[list[float], list[dict[str, float]]]:
                 step_s.append(time.perf_counter() - start)
                 phases.append(run.spans.totals())
                 run.spans.reset()
-                assert all(len(r) == config.rollout.max_new_tokens for r in step.batch)
+                most = config.rollout.max_new_tokens
+                assert overrides.end_tokens or all(len(r) == most for r in step.batch)
 
     with ExitStack() as stack:
-        never_ends = Overrides(end_tokens=frozenset())  # as the peer: exactly that many tokens
-        run = start(config, stack, lambda text: print(text, file=sys.stderr), never_ends)
+        run = start(config, stack, lambda text: print(text, file=sys.stderr), overrides)
         drive(steps())
     return step_s, phases
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import faulthandler
 import importlib
 import json
 import multiprocessing
@@ -93,8 +94,9 @@ def test_a_part_on_a_gpu_goes_on_after_a_failure(
         yield gpu.attempt("another", lambda: "2 s")
         raise RuntimeError("an illegal memory access\nand more lines")
 
-    monkeypatch.setitem(gpu.PARTS, "part", part)
-    gpu.work("part", argparse.Namespace(), tmp_path / "rows")
+    monkeypatch.setitem(gpu.ALL, "part", part)
+    gpu.work("part", argparse.Namespace(limit_s=600.0), tmp_path / "rows")
+    faulthandler.cancel_dump_traceback_later()
     *rows, peak = map(json.loads, (tmp_path / "rows").read_text().splitlines())
     assert rows == [
         ["a kernel", "FAILED", "ZeroDivisionError: integer division or modulo by zero"],
@@ -102,11 +104,30 @@ def test_a_part_on_a_gpu_goes_on_after_a_failure(
         ["the rest", "FAILED", "RuntimeError: an illegal memory access"],
     ]
     assert peak[0].startswith("peak of ")
-    capsys.readouterr()
+    assert "an illegal memory access" in capsys.readouterr().err  # with the traceback
     monkeypatch.setattr(sys, "argv", ["gpu.py"])
     monkeypatch.setattr(gpu.torch.cuda, "device_count", lambda: 0)
     assert gpu.main() == 2
     assert "torch sees no GPU" in capsys.readouterr().err
+
+
+def test_a_part_on_a_gpu_that_hangs_leaves_its_stack_and_no_time_is_exceeded(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "gpu.md"
+    words = ["--parts", "hang", "learner", "--minutes", "0.19", "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "gpu.py"), "--smoke", *words],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    rows = [line.split(" | ") for line in out.read_text().splitlines() if line.startswith("| ")]
+    assert rows[-1][:3] == ["| learner", "all of it", "left out"]
+    assert rows[-2][:3] == ["| hang", "the rest", "FAILED"]
+    assert rows[-2][3].startswith("not done after 11 s")
+    assert " in hang" in done.stderr
 
 
 def test_a_peer_without_its_packages_says_so(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def build_trainer(args: argparse.Namespace, timer: StepTimer, output_dir: str) -
 
     config = PPOConfig(
         output_dir=output_dir,
-        use_cpu=True,
+        use_cpu=not torch.cuda.is_available(),
         bf16=False,
         gradient_checkpointing=False,
         per_device_train_batch_size=args.micro_batch,
