@@ -210,17 +210,23 @@ def test_tables_of_toml_are_settings(page: Path, tmp_path: Path) -> None:
 
 
 def test_settings_for_gpus_place_learners_and_engines() -> None:
-    """As the page says: on one GPU, on eight divided, and on eight shared."""
-    found = []
+    """As the page says: on one GPU without vLLM, with a generator apart, and with vLLM; on eight
+    divided, and on eight shared.
+    """
+    found, table = [], dict[str, Any]()
     for block in blocks("gpu", "toml"):
-        config = Config.model_validate(tomllib.loads(block))
+        read = tomllib.loads(block)
+        table = read if "model" in read else table | read  # what is added to the file before
+        config = Config.model_validate(table)
         gpus = 1 if "0.5B" in config.model.name else 8
         assert known_config(config.model.name)
         learner, *others = places(config, cores=64, gpus=gpus)
-        assert config.rollout.engines == len(others)
+        assert config.rollout.engines == len(others) or config.runtime == "inline"
         found.append((learner.devices, [device for p in others for device in p.devices]))
     cuda = [f"cuda:{i}" for i in range(8)]
     assert found == [
+        (tuple(cuda[:1]), []),
+        (tuple(cuda[:1]), cuda[:1]),
         (tuple(cuda[:1]), cuda[:1]),
         (tuple(cuda[:4]), cuda[4:]),
         (tuple(cuda), cuda),
