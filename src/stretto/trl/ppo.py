@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,10 +25,6 @@ REWARD_MODEL = "model:reward_model"
 """Name of PPO's reward model among the reward sources."""
 
 
-_NAMES = (
-    *("args", "processing_class", "model", "ref_model", "reward_model", "train_dataset"),
-    *("value_model", "data_collator", "eval_dataset", "optimizers", "callbacks", "peft_config"),
-)
 _OLD_NAMES = {
     "config": "args",
     "policy": "model",
@@ -166,8 +163,9 @@ def _by_present_names(arguments: Mapping[str, Any], old_names: Mapping[str, Any]
     named = dict(arguments)
     for old, value in old_names.items():
         if old not in _OLD_NAMES:
+            names = [*inspect.signature(PPOTrainer.__init__).parameters][1:-1]
             raise ConfigError(
-                f"PPOTrainer has no argument '{old}'. {nearest(old, _NAMES)}", "unknown-argument"
+                f"PPOTrainer has no argument '{old}'. {nearest(old, names)}", "unknown-argument"
             )
         if named[_OLD_NAMES[old]] is not None:
             raise ConfigError(

@@ -35,25 +35,27 @@ class _PromptsTrainer(BaseTrainer):
     """A trainer that loads what is named, and reads prompts as they are written."""
 
     aux_loss_enabled: ClassVar[bool] = False  # routers of experts have no loss of their own
+    _reference: nn.Module | None = None
 
     @in_script
-    def _prepare(
+    def __init__(
         self,
-        args: Any,
-        model: Any,
-        reward_funcs: Any,
-        train_dataset: Any,
-        eval_dataset: Any,
-        processing_class: Any,
-        reward_processing_classes: Any,
-        *,
-        ref_model: Any = None,
-        callbacks: Sequence[Any] | None,
-        peft_config: Any,
-        tools: Any = None,
-        environment_factory: Any = None,
+        model: str | nn.Module,
+        reward_funcs: Any = None,
+        args: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: Any = None,
+        callbacks: Sequence[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
         quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: Any = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
     ) -> None:
+        objects.refuse(None, optimizers, rollout_func=rollout_func)
         named = model if isinstance(model, str) else str(getattr(model, "name_or_path", ""))
         kind = self.config_class
         if args is None:
@@ -64,17 +66,18 @@ class _PromptsTrainer(BaseTrainer):
         objects.check_objects(model, processing_class, callbacks)
         rows, sizes = self._rows_and_sizes(args, train_dataset, environment_factory)
         torch.manual_seed(args.seed)
-        if isinstance(model, str):
+        policy: Any = model
+        if isinstance(policy, str):
             quantized = {"quantization_config": quantization_config} if quantization_config else {}
-            model = objects.load(AutoModelForCausalLM, model, args, **quantized)
+            policy = objects.load(AutoModelForCausalLM, policy, args, **quantized)
         elif quantization_config is not None:
             raise ConfigError(
                 "quantization_config is for a model that is loaded by its name, and this one is "
                 "loaded; leave it out, or give the name",
                 "4bit-of-loaded",
             )
-        elif peft_config is not None and hasattr(model, "merge_and_unload"):
-            model = model.merge_and_unload()
+        elif peft_config is not None and hasattr(policy, "merge_and_unload"):
+            policy = policy.merge_and_unload()
             self._base_is_named = False
         tokenizer = processing_class
         if tokenizer is None:
@@ -85,14 +88,14 @@ class _PromptsTrainer(BaseTrainer):
         most = arguments.environments(args, sizes)
         answers = objects.answering(tools, environment_factory, tokenizer, own, most)
         if environment_factory is not None:
-            known = positions(model, generating=True) or math.inf
+            known = positions(policy, generating=True) or math.inf
             opening = max(1, int(min(LONGEST_OPENING, known - args.max_completion_length)))
             answers = replace(answers, opening=opening)
         self._answering = answers
         rewards = objects.Rewards()
         if reward_funcs is not None or not answers.rewards:
             rewards = objects.rewards_of(reward_funcs, reward_processing_classes, args)
-        models = {"model": model, "ref_model": ref_model}
+        models = {"model": policy, "ref_model": self._reference}
         models |= {source: judge for source, (judge, _) in rewards.models.items()}
         models = {name: each for name, each in models.items() if each is not None}
         objects.check_shared(models)
@@ -168,39 +171,6 @@ class GRPOTrainer(_PromptsTrainer):
 
     config_class: ClassVar[type[TrlConfig]] = GRPOConfig
 
-    def __init__(
-        self,
-        model: str | nn.Module,
-        reward_funcs: Any = None,
-        args: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
-        reward_processing_classes: Any = None,
-        callbacks: Sequence[Any] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        quantization_config: Any = None,
-        peft_config: Any = None,
-        tools: Any = None,
-        rollout_func: Any = None,
-        environment_factory: Any = None,
-    ) -> None:
-        objects.refuse(None, optimizers, rollout_func=rollout_func)
-        self._prepare(
-            args,
-            model,
-            reward_funcs,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            reward_processing_classes,
-            callbacks=callbacks,
-            peft_config=peft_config,
-            tools=tools,
-            environment_factory=environment_factory,
-            quantization_config=quantization_config,
-        )
-
 
 class RLOOTrainer(GRPOTrainer):
     """Trainer of a policy against reward functions and models, by RLOO with clipped ratios of whole
@@ -243,15 +213,15 @@ class OnlineDPOTrainer(_PromptsTrainer):
             compute_metrics=compute_metrics,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
-        self._prepare(
-            args,
+        self._reference = ref_model
+        super().__init__(
             model,
             reward_funcs,
+            args,
             train_dataset,
             eval_dataset,
             processing_class,
             reward_processing_classes,
-            ref_model=ref_model,
-            callbacks=callbacks,
+            callbacks,
             peft_config=peft_config,
         )
