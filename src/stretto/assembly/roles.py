@@ -40,7 +40,7 @@ from stretto.saying import Say, silent
 from stretto.scoring.base import ModelScorer
 from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.models import RewardModelScorer, critic_scorer, reference_scorer
-from stretto.scoring.streaming import StreamingReward, StreamingScorer
+from stretto.scoring.streaming import CodeScorer, StreamingReward, StreamingScorer
 from stretto.tasks.prompts import PromptSource
 from stretto.training.backprop import Backprop, LocalBackprop
 from stretto.training.learner import PolicyLearner
@@ -207,7 +207,7 @@ class RoleFactory:
         functions: Mapping[str, Callable[..., Any]] = _NO_FUNCTIONS,
         *,
         environment: bool = False,
-    ) -> FunctionScorer | StreamingScorer:
+    ) -> CodeScorer:
         """Open a reward source that is code. A function that is named has a process of its own.
 
         ``columns`` are those of the prompts' dataset; ``environment`` is whether something that
@@ -234,7 +234,7 @@ class RoleFactory:
 
     def open_functions(
         self, prompts: PromptSource, stack: ExitStack, overrides: Overrides
-    ) -> list[FunctionScorer | StreamingScorer]:
+    ) -> list[CodeScorer]:
         """Open all reward sources of a run that are code; see :meth:`open_function`."""
         columns, tokenizer = prompts.task.first.data.keys(), prompts.tokenizer
         how: Any = {"environment": bool(self.config.environment.sources)}

@@ -23,13 +23,12 @@ from stretto.models.resolve import adapter_base, resolve
 from stretto.observe.progress import on_stderr
 from stretto.saying import working
 from stretto.schedules.rollout import Rollout
-from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.models import RewardModelScorer
-from stretto.scoring.streaming import StreamingScorer
+from stretto.scoring.streaming import CodeScorer
 from stretto.tasks.base import INDEX_KEY
 from stretto.types import FinishReason, Prompt, Score
 
-Gold = FunctionScorer | RewardModelScorer | StreamingScorer
+Gold = CodeScorer | RewardModelScorer
 """A source of rewards that scores whole responses."""
 
 

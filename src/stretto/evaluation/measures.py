@@ -42,7 +42,7 @@ from stretto.schedules.rollout import Rollout
 from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.models import same_tokenizer
 from stretto.scoring.responses import response_text
-from stretto.scoring.streaming import StreamingScorer
+from stretto.scoring.streaming import CodeScorer
 from stretto.tasks.base import RIGHT, content, is_held_out
 from stretto.tasks.prompts import PromptSource, all_too_long
 from stretto.tasks.responses import PromptLayout
@@ -381,7 +381,7 @@ class HeldOut:
 
     prompts: Sequence[Prompt]
     facts: Mapping[str, Any]
-    verifier: FunctionScorer | StreamingScorer | None
+    verifier: CodeScorer | None
 
 
 def open_held_out(

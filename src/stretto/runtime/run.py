@@ -40,7 +40,7 @@ from stretto.schedules.controls import Controls
 from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import ScorerReplica
 from stretto.scoring.functions import FunctionScorer
-from stretto.scoring.streaming import StreamingScorer
+from stretto.scoring.streaming import CodeScorer
 from stretto.tasks.prompts import PromptSource
 from stretto.types import WeightsRef, short_name
 from stretto.weights.transfer import Meeting, open_store
@@ -77,7 +77,7 @@ class Run:
     overrides: Overrides
     prompts: PromptSource
     workers: Workers
-    functions: Sequence[FunctionScorer | StreamingScorer]
+    functions: Sequence[CodeScorer]
     sync: WeightSync
     memory: MemoryWatch | None
     lags: bool  # followers may work with older weights than the learner's
@@ -291,11 +291,7 @@ def _generator(
 
 
 def _function(
-    function: FunctionScorer | StreamingScorer,
-    workers: Workers,
-    config: Config,
-    say: Say,
-    spans: Spans,
+    function: CodeScorer, workers: Workers, config: Config, say: Say, spans: Spans
 ) -> ScorerReplica:
     worker = workers.thread_of(function.info.name)
     thread: WorkerThread | CallerThread = worker

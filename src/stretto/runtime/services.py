@@ -48,8 +48,7 @@ from stretto.runtime.messages import (
 from stretto.runtime.placement import learner_layout
 from stretto.saying import silent
 from stretto.scoring.base import ModelScorer
-from stretto.scoring.functions import FunctionScorer
-from stretto.scoring.streaming import StreamingScorer
+from stretto.scoring.streaming import CodeScorer
 from stretto.tasks.prompts import PromptSource
 from stretto.types import (
     FloatArray,
@@ -170,7 +169,7 @@ class ScorerService(Follower):
 
     def __init__(
         self,
-        scorer: ModelScorer | FunctionScorer | StreamingScorer,
+        scorer: ModelScorer | CodeScorer,
         notes: Sequence[str] = (),  # lines for people
         receiver: Receiver | None = None,
         marks: tuple[str, str] = ("", ""),  # fingerprints of the reference

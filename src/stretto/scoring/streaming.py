@@ -12,6 +12,7 @@ import numpy as np
 from stretto import outside
 from stretto.config.sections import RewardSource
 from stretto.errors import ConfigError
+from stretto.scoring.functions import FunctionScorer
 from stretto.types import Chunk, Response, Score, ScorerInfo, is_finite
 
 SETTING = "reward.sources"
@@ -100,3 +101,7 @@ class StreamingScorer:
 
     def _refused(self, rule: str, value: object) -> ConfigError:
         return ConfigError(f"{SETTING}: '{self.info.name}': {rule}; got {value!r}", "scorer-answer")
+
+
+CodeScorer = FunctionScorer | StreamingScorer
+"""A scorer of a reward source that is code."""
