@@ -129,7 +129,8 @@ def register_classifier(kind: type[PreTrainedConfig]) -> None:
     made: Any = type(name, (GenericForSequenceClassification, base), own)
     if not hasattr(kind, "pad_token_id"):  # which its pass reads, and CodeGen's config lacks
         setattr(kind, "pad_token_id", None)  # noqa: B010
-    Auto.register(kind, made, exist_ok=True)
+    # In 5.17 Auto.register() does nothing for the kinds of configs that transformers has itself.
+    Auto._model_mapping._extra_content[kind] = made
 
 
 def _empty_classifier(kind: type[PreTrainedConfig]) -> PreTrainedModel:
