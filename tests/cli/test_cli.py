@@ -667,7 +667,7 @@ def test_doctor_fails_when_something_required_is_broken(
     monkeypatch.setattr(doctor.metadata, "version", _without("peft", versions, torch="1.9"))
     assert run("doctor") == 1
     text = capsys.readouterr().out
-    assert "[BROKEN] peft          not installed; pip install 'peft>=0.18'" in text
+    assert "[BROKEN] peft          not installed; pip install 'peft>=" in text
     assert "[BROKEN] torch         1.9, but " in text
     assert text.endswith("2 broken; nothing can be trained before that is repaired\n")
 
