@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from packaging.version import Version
 from torch import nn
 from transformers.models.auto import modeling_auto as auto
 
@@ -251,6 +252,9 @@ def test_the_table_of_families_has_the_sweeps_form() -> None:
 
 @pytest.mark.parametrize("family", ["granitemoe", "llama4", "qwen2_vl", "bloom", "bert", "blip"])
 def test_families_are_as_the_table_says(family: str) -> None:
+    of = documented().split()[2]
+    if Version(hf.__version__) < Version(of):
+        pytest.skip(f"the table is of transformers {of}; earlier ones run fewer families")
     assert swept([family])[family] == parsed(documented())[family]
 
 

@@ -25,6 +25,17 @@ from stretto.models.lora import add_lora
 from stretto.models.tensor_parallel import Cuts, Slices, cut_linears, plan_cuts
 
 
+def with_experts() -> Qwen2MoeForCausalLM:
+    """Experts as planned in transformers 5.23; in 5.17 the plan leaves them whole."""
+    config = Qwen2MoeConfig(
+        vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_experts=2, intermediate_size=8, moe_intermediate_size=8,
+        shared_expert_intermediate_size=8,
+    )  # fmt: skip
+    config.base_model_tp_plan = {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"}
+    return Qwen2MoeForCausalLM(config)
+
+
 def test_linear_layers_are_cut_by_outputs_and_by_inputs_in_turn() -> None:
     cuts = plan_cuts(llama(), 2)
     layer = {n.removeprefix("model.layers.0."): d for n, d in cuts.dims.items() if ".0." in n}
@@ -97,13 +108,7 @@ def test_one_rank_cuts_nothing() -> None:
             "GPT2",
         ),
         (
-            lambda: Qwen2MoeForCausalLM(
-                Qwen2MoeConfig(
-                    vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
-                    num_key_value_heads=2, num_experts=2, intermediate_size=8,
-                    moe_intermediate_size=8, shared_expert_intermediate_size=8,
-                )
-            ),
+            with_experts,
             2,
             "no-tp-plan",
             "'packed_colwise'",
