@@ -28,7 +28,7 @@ from stretto.pipelines.problem import Problem
 from stretto.runtime.run import start as start_run
 from stretto.training import pipelined
 from stretto.training.backprop import deal
-from stretto.training.losses import MicroBatch
+from stretto.training.losses import MicroBatch, copied_at_once
 from stretto.training.pipelined import Planner
 from stretto.training.shard_files import in_memory
 from stretto.training.trained import LearningRate, TrainedModel
@@ -110,6 +110,38 @@ def a_micro_batch() -> MicroBatch:
     rollouts = make_rollouts(actor, critic_of(actor), [(3, 2)])
     inputs = inputs_of(mask_of((2,)), "sequence_sum", tensors={"own": torch.ones(1, 2)})
     return MicroBatch.of(told(rollouts), inputs)
+
+
+def test_tensors_are_copied_at_once() -> None:
+    """Of any types, shapes and strides, without elements, and without dimensions."""
+    given = [
+        torch.rand(3, 5) < 0.5,
+        torch.randn(4, 3).T,
+        torch.arange(7, dtype=torch.int32),
+        torch.zeros(0, 2),
+        torch.arange(6).view(2, 3),
+        torch.tensor(2.5, dtype=torch.float64),
+        torch.randn(3).bfloat16(),
+    ]
+    for got, expected in zip(copied_at_once(given, torch.device("cpu")), given, strict=True):
+        assert got.dtype == expected.dtype
+        assert torch.equal(got, expected)
+        assert got.data_ptr() != expected.data_ptr() or not expected.numel()
+
+
+def test_a_micro_batch_moves_with_all_that_its_losses_read() -> None:
+    batch = a_micro_batch()
+    moved = batch.to(torch.device("cpu", 0))  # a name that its tensors' device has not
+    assert moved is not batch
+    found: list[list[torch.Tensor]] = []
+    for one in (batch, moved):
+        found.append([one.tokens, one.places, one.targets])
+        one.inputs.each(lambda tensor, of=found[-1]: of.append(tensor) or tensor)
+    for a, b in zip(*found, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+    assert moved.lengths == batch.lengths
+    assert batch.to(torch.device("cpu")) is batch
 
 
 def test_a_blank_micro_batch_has_a_token_and_no_response() -> None:

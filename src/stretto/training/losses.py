@@ -26,6 +26,16 @@ from stretto.types import Prompt, Response
 CPU = torch.device("cpu")
 
 
+def copied_at_once(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copy tensors to a device in one piece: the host waits for each copy to a GPU."""
+    # The largest elements come first, so that each tensor begins at a multiple of its element size.
+    order = sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
+    parts = [tensors[i].contiguous().view(-1).view(torch.uint8) for i in order]
+    pieces = torch.cat(parts).to(device).split([len(part) for part in parts])
+    at = dict(zip(order, pieces, strict=True))
+    return [at[i].view(t.dtype).view(t.shape) for i, t in enumerate(tensors)]
+
+
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Responses of a mini-batch as tensors, which any process can make passes of.
@@ -56,14 +66,21 @@ class MicroBatch:
         return cls.of([nothing], like.inputs.each(lambda tensor: torch.zeros_like(tensor[:1])))
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Return the same micro-batch on another device."""
-        return replace(
-            self,
-            tokens=self.tokens.to(device),
-            places=self.places.to(device),
-            targets=self.targets.to(device),
-            inputs=self.inputs.each(lambda tensor: tensor.to(device)),
-        )
+        """Return the same micro-batch on another device, by one copy."""
+        if device == self.tokens.device:
+            return self
+        found: list[Tensor] = []
+
+        def noted(tensor: Tensor) -> Tensor:
+            found.append(tensor)
+            return tensor
+
+        self.inputs.each(noted)
+        own = (self.tokens, self.places, self.targets)
+        tokens, places, targets, *others = copied_at_once((*own, *found), device)
+        moved = iter(others)
+        inputs = self.inputs.each(lambda _: next(moved))
+        return replace(self, tokens=tokens, places=places, targets=targets, inputs=inputs)
 
     def states(self, hidden: Tensor) -> Tensor:
         """Pick the states [N, H] that predict sampled tokens out of all [b, L, H]."""
