@@ -27,6 +27,7 @@ from stretto.assembly.models import NO_OVERRIDES, Overrides
 from stretto.assembly.roles import RoleFactory, check_engine
 from stretto.config import Config, recipes
 from stretto.errors import ConfigError, ModelError, RewardError, TaskError
+from stretto.models.devices import Backend
 from stretto.models.forward import positions
 from stretto.models.load import load_causal_lm, load_sequence_classifier
 from stretto.models.tiny import byte_tokenizer
@@ -352,3 +353,27 @@ def test_an_engine_may_drop_weights_where_a_sync_comes_before_the_next_decode(
     factory = RoleFactory(config, print)
     factory.make_engine(model, byte_tokenizer(), 4, frozenset({0}), channel)
     assert opened[0].sleep_level == level
+
+
+@pytest.mark.parametrize("own_weights", [False, True])
+def test_own_engines_decode_by_the_kernels_that_train(
+    own_weights: bool, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine with weights of its own, such as vLLM, has kernels of its own too."""
+    changed = list[Any]()
+
+    class Spy(TorchEngine):
+        @classmethod
+        def open(cls, model: Any, settings: EngineSettings) -> Any:
+            return None
+
+    monkeypatch.setattr(Spy, "own_weights", own_weights)
+    monkeypatch.setattr(roles, "engine_of", lambda _: Spy)
+    monkeypatch.setattr(Backend, "use_liger_kernel", lambda _, model: changed.append(model))
+    model = load_causal_lm(tiny_folder, torch.float32, torch.device("cpu"))
+    config = Config.model_validate(
+        {"model": {"name": str(tiny_folder), "use_liger_kernel": True, "dtype": "float32"}}
+    )
+    factory = RoleFactory(config, print)
+    factory.make_engine(model, byte_tokenizer(), 4, frozenset({0}), SharedChannel())
+    assert changed == ([] if own_weights else [model])

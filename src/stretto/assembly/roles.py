@@ -141,6 +141,8 @@ class RoleFactory:
         draft = None
         if r.speculative_model and not kind.own_weights:
             draft = load_draft(config.model, r.speculative_model, tokenizer, silent)
+        if config.model.use_liger_kernel and not kind.own_weights:
+            backend_of(device).use_liger_kernel(actor)  # again, where it is the learner's module
         with tempfile.TemporaryDirectory(prefix="engine-") as scratch:
             plain, folder, dtype = unwrapped(actor), "", next(actor.parameters()).dtype
             if kind.own_weights:

@@ -189,11 +189,11 @@ class ModelConfig(Section):
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
     """Recompute activations in the backward pass: less memory, about a third more time. auto: on a GPU where they would not fit, by the memory plan, even in passes of few tokens; off on a CPU."""
     use_liger_kernel: bool = False
-    """Train actor and critic with Liger's kernels (extra liger) for norms, rotary positions and MLPs: fewer kernels and smaller activations. For GPUs, and the kinds of models that Liger knows."""
+    """Train actor and critic, and decode with Stretto's own engine, by Liger's kernels (extra liger) for norms, rotary positions and MLPs: fewer kernels and smaller activations. Experimental. For GPUs, and the kinds of models that Liger knows."""
     cudnn_attention: bool = False
     """Let torch choose cuDNN's attention on GPUs. It prepares itself for each new shape of its inputs for some 30 ms, and nearly all shapes are new here."""
     torch_compile: bool = False
-    """Train with layers that torch.compile has compiled: fewer kernels; the first passes take minutes. For GPUs, with engines in other processes."""
+    """Train with layers that torch.compile has compiled: fewer kernels; the first passes take minutes. Experimental. For GPUs, with engines in other processes."""
     trust_remote_code: bool = False
     """Allow a hub model to bring and run its own Python code."""
 
