@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -137,6 +138,26 @@ def test_a_cluster_without_authentication_is_remarked_on(
     said = list[str]()
     assert _connect("auto", None, None, said.append)
     assert len(said) == remarks
+
+
+@pytest.mark.parametrize(("writable", "exists"), [(True, False), (False, True), (False, False)])
+def test_a_cluster_of_ones_own_starts_without_a_home_to_write_to(
+    writable: bool, exists: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ray would write its token to ~/.ray, and fail."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if exists:
+        (tmp_path / ".ray").mkdir()
+        (tmp_path / ".ray" / "auth_token").write_text("known")
+    monkeypatch.setattr(os, "access", lambda *_: writable)
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_USAGE_STATS_ENABLED"):
+        monkeypatch.setenv(name, "")  # and so it is gone again after the test
+        monkeypatch.delenv(name)
+    fake = SimpleNamespace(is_initialized=lambda: False, init=lambda **_: None)
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    assert _connect("", 1, 0)
+    assert ("RAY_AUTH_TOKEN" in os.environ) is (not writable and not exists)
+    assert len(os.environ.get("RAY_AUTH_TOKEN", "0" * 64)) == 64
 
 
 def test_a_call_aside_works_on_the_ranks_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stretto import signals
+from stretto import files, signals
 from stretto.errors import ConfigError, first_line, require
 from stretto.workers.connection import Address, Listener, NotConnectedError, Raw, connected
 
@@ -239,6 +240,7 @@ def _connect(
         return False
     if not address:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to others
+        _make_token()
         with signals.kept():
             ray.init(
                 address="local",
@@ -263,6 +265,14 @@ def _connect(
             "start it, and this run, with RAY_AUTH_MODE=token"
         )
     return True
+
+
+def _make_token() -> None:
+    """Make a token for a local cluster if Ray cannot write its own into HOME."""
+    path = Path.home() / ".ray" / "auth_token"
+    exists = os.environ.get("RAY_AUTH_TOKEN_PATH") or path.exists()
+    if not exists and not os.access(files.existing(path), os.W_OK):
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 def require_answer(address: str) -> None:
