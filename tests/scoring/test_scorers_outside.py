@@ -15,7 +15,7 @@ import stretto
 from docs_helpers import blocks
 from raising import raises
 from run_helpers import lines, settings, write_rows
-from stretto import outside
+from stretto import GRPOConfig, GRPOTrainer, outside
 from stretto.checks import check_run
 from stretto.config import Config
 from stretto.config.sections import reward_source
@@ -117,6 +117,26 @@ def test_a_call_from_python_takes_the_class_or_an_object(
     scores = pairs(settings(tiny_folder), tmp_path, reward)
     assert len(scores) == 8
     assert all(a == b for a, b in scores)
+
+
+def test_trls_trainers_take_it_among_reward_funcs(tiny_folder: Path, tmp_path: Path) -> None:
+    args = GRPOConfig(
+        str(tmp_path / "runs"),
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=8,
+        max_steps=1,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        schedule={"preset": "oppo", "chunk_tokens": 2},
+    )
+    rows = [{"prompt": "1+1="}] * 2
+    rewards = [loaded(), loaded("whole")]
+    result = GRPOTrainer(str(tiny_folder), rewards, args, rows).train()
+    scores = [line["scores"] for line in lines(result.run_dir / "samples.jsonl")]
+    assert len(scores) == 4  # as many as are kept
+    assert all(each["Repeats"] == each["whole"] for each in scores)
 
 
 class Other:
