@@ -239,7 +239,7 @@ def test_code_that_makes_no_scorer_is_refused(name: str, code: str) -> None:
 
 def test_what_scores_in_neither_way_is_refused() -> None:
     with raises(ConfigError, "reward-not-callable", "extend"):
-        stretto.train("tiny", reward=object())
+        stretto.train("tiny", reward=object())  # type: ignore[arg-type]
 
 
 def test_given_responses_are_scored_whole(tmp_path: Path) -> None:
