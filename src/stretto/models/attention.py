@@ -137,7 +137,8 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: floa
     kernel, without copies of keys and values.
     """
     laid = query.reshape(len(query), key.shape[1], -1, query.shape[3])
-    masks = mask.repeat(1, 1, laid.shape[2] // query.shape[2], 1)
+    r = laid.shape[2] // query.shape[2]
+    masks = mask.expand(-1, -1, r, -1) if query.shape[2] == 1 else mask.repeat(1, 1, r, 1)
     out = scaled_dot_product_attention(laid, key, value, attn_mask=masks, scale=scale)
     return out.reshape(query.shape)
 
