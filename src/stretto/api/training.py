@@ -49,7 +49,10 @@ if TYPE_CHECKING:
     from stretto.assembly.models import Overrides
     from stretto.runs import RewardModelResult, SftResult, TrainResult
     from stretto.runs.loop import OnStep
+    from stretto.scoring.streaming import StreamingReward
     from stretto.tasks import Task
+
+    Reward: TypeAlias = Callable[..., Any] | str | StreamingReward
 
 C = TypeVar("C", SftConfig, RewardModelConfig)
 
@@ -297,7 +300,7 @@ def _continuation(run: Begun[Any], done: int) -> str:
 def train(
     settings: Settings = "arithmetic",
     *,
-    reward: Function | str | Sequence[Function | str] | Mapping[str, Any] | None = None,
+    reward: Reward | Sequence[Reward] | Mapping[str, Any] | None = None,
     dataset: Iterable[Mapping[str, Any] | str] | str | Path | None = None,
     task: Task | Mapping[str, Any] | None = None,
     model: nn.Module | str | Path | Mapping[str, Any] | None = None,
@@ -474,7 +477,7 @@ def _overrides(
 
 
 def _rewards(
-    reward: Function | str | Sequence[Function | str],
+    reward: Reward | Sequence[Reward],
 ) -> tuple[dict[str, Function], tuple[str, ...]]:
     from stretto.scoring.streaming import StreamingReward
 
