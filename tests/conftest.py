@@ -16,6 +16,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Torch warns, with stack traces, of peers that tests kill on purpose. Errors are still printed.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
+from stretto.files import existing
+from stretto.models.resolve import cache_dir
 from stretto.models.tiny import make_tiny
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # tests share some of its tables
@@ -43,6 +45,13 @@ def pytest_configure() -> None:
     """Ctrl-C can be tested where it is ignored, as in what a script starts in the background."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Put models that tests make by name elsewhere if the user's cache cannot be written to."""
+    if not os.access(existing(cache_dir()), os.W_OK):
+        os.environ["STRETTO_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="session")
