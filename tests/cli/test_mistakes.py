@@ -25,6 +25,7 @@ def execute(*arguments, **keywords):
 stretto.api.execute = execute
 answers = []
 for arguments, environment in json.load(sys.stdin):
+    outside = dict(os.environ)
     os.environ.update(environment)
     said, before = io.StringIO(), set(sys.modules)
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
@@ -32,8 +33,8 @@ for arguments, environment in json.load(sys.stdin):
             status = main(arguments)
         except SystemExit as end:
             status = end.code
-    for name in environment:
-        del os.environ[name]
+    os.environ.clear()
+    os.environ.update(outside)
     heavy = [name for name in sys.argv[1:] if name in sys.modules and name not in before]
     answers.append({"status": status, "said": said.getvalue(), "heavy": heavy})
 json.dump(answers, sys.stdout)
