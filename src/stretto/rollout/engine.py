@@ -357,8 +357,7 @@ class TorchEngine(Engine):
             positions.append([*range(first, first + len(tokens) + 1)] + [idle] * rest)
             seeds.append([row.seed] * (most + 1))
             draws.append([*range(row.generated, row.generated + most + 1)])
-        columns = (ids, positions, seeds, draws)
-        return StepInputs(*(torch.tensor(column, device=self.device) for column in columns))
+        return StepInputs(*torch.tensor((ids, positions, seeds, draws), device=self.device))
 
     def _park(self, slot: int) -> None:
         row = self._rows[slot]
