@@ -13,12 +13,16 @@ import pytest
 
 # Several tests at a time share the cores, and threads that spin hold the others up.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Torch warns, with stack traces, of peers that tests kill on purpose. Errors are still printed.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
+import zygote
 from stretto.files import existing
 from stretto.models.resolve import cache_dir
 from stretto.models.tiny import make_tiny
+
+zygote.install()
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # tests share some of its tables
 pytest.register_assert_rewrite("run_helpers")  # its assertions say what differs, too
