@@ -55,15 +55,10 @@ NO_MESSAGES = {
 
 def texts(tree: ast.AST) -> Iterator[str]:
     """Strings of a module without its docstrings, with ``X`` in place of values."""
-    skipped = {
-        id(node.value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.JoinedStr):
-            skipped |= {id(part) for part in node.values}
-    for node in ast.walk(tree):
+    nodes = [*ast.walk(tree)]
+    skipped = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    skipped |= {id(p) for node in nodes if isinstance(node, ast.JoinedStr) for p in node.values}
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             if id(node) not in skipped:
                 yield node.value
