@@ -185,7 +185,7 @@ def test_sequences_laid_end_to_end_are_computed_as_padded_ones(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """States and gradients, with grouped heads and sliding windows; in float64."""
-    monkeypatch.setattr(attention, "varlen_attn", varlen)
+    monkeypatch.setattr(attention, "_varlen_attention", lambda: varlen)
     model = from_config(PACKED[name]()).double()
     rows = [torch.randint(3, 97, (n,)).tolist() for n in (23, 5, 1, 14)]
     found = []
@@ -207,7 +207,7 @@ def test_sequences_laid_end_to_end_are_computed_as_padded_ones(
 def test_what_torchs_kernel_does_not_compute_is_not_packed(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "varlen_attn", varlen)
+    monkeypatch.setattr(attention, "_varlen_attention", lambda: varlen)
     model = from_config(PADDED[name]())
     use_packed_attention(model)
     assert not (forward.packs(model) and forward.packs_rightly(model))

@@ -15,21 +15,16 @@ with copies of keys and values where there is a mask. Sequences laid end to end 
 from __future__ import annotations
 
 import inspect
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 NAME, PACKED = "stretto", "stretto_packed"
 """Names in a model's config: of the attention, and of that over sequences laid end to end."""
-
-_GROUPED: dict[str, Any] = (
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-)
-"""Argument for grouped heads, which torch 2.11 takes without it."""
 
 LONGEST = {torch.bfloat16: 512, torch.float32: 64}
 """Tokens of whole sequences up to which plain products win; measured (docs/performance.md)."""
@@ -98,6 +93,16 @@ def _attention(
     return out.transpose(1, 2).contiguous(), None  # as torch's own, which models call view() on
 
 
+@lru_cache(maxsize=1)
+def _varlen_attention() -> Callable[..., Tensor]:
+    # Imported late, as it brings torch's compiler.
+    from torch.nn.attention.varlen import varlen_attn
+
+    grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters  # 2.11 needs no argument
+    attention: Callable[..., Any] = varlen_attn
+    return partial(attention, enable_gqa=True) if grouped else attention
+
+
 def _packed(
     module: nn.Module,
     query: Tensor,
@@ -123,11 +128,10 @@ def _packed(
         ends = torch.arange(len(query) + 1, dtype=torch.int32, device=query.device) * max_length_q
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     before = -1 if sliding_window is None else sliding_window - 1
-    out: Any = varlen_attn(
+    out = _varlen_attention()(
         *(q, k, v, ends, ends, max_length_q, max_length_q),
         scale=scaling,
         window_size=(before, 0),
-        **_GROUPED,
     )
     return out.view(len(query), query.shape[2], *out.shape[1:]), None
 
