@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+
+from stretto import protocols
+from stretto.api.settings import RESUMABLE
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "stretto"
@@ -51,6 +55,36 @@ def test_the_documented_layers_are_those_that_are_checked() -> None:
         contracts = tomllib.load(file)["tool"]["importlinter"]["contracts"]
     (layers,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
     assert documented == layers
+
+
+def test_the_documented_protocols_are_those_of_the_roles() -> None:
+    """With the same methods and parameters in the same order, also those of base classes."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    block = text.partition("\n## Four roles\n")[2].partition("```python\n")[2].partition("```")[0]
+    documented: dict[str, dict[str, str]] = {}
+    for line in block.splitlines():
+        if found := re.match(r"class (\w+)", line):
+            methods = documented.setdefault(found[1], {})
+        elif found := re.match(r" +async def (\w+)(\(.*\) -> .*)", line):
+            methods[found[1]] = found[2]
+    names = ("Replaceable", "Generator", "Scorer", "Environment", "Learner")
+    roles = [getattr(protocols, name) for name in names]
+    own = {
+        role.__name__: {
+            name: str(inspect.signature(method)).replace("'", "")
+            for name, method in vars(role).items()
+            if inspect.iscoroutinefunction(method)
+        }
+        for role in roles
+    }
+    assert documented == own
+
+
+@pytest.mark.parametrize("page", ["architecture", "checkpoints", "faq"])
+def test_what_may_change_at_a_resume_is_documented(page: str) -> None:
+    paragraphs = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split("\n\n")
+    text = next(part for part in paragraphs if "`steps`, `minutes`" in part)
+    assert [name for name in RESUMABLE if f"`{name}`" not in text] == []
 
 
 def test_the_hooks_are_the_checks() -> None:

@@ -5,13 +5,12 @@ Shapes: n rows, K key positions read, V vocabulary.
 A rollout waits, takes a slot, has its tokens prefilled within a budget, and then gets one token a
 decode step together with all others, until it ends and its slot goes to the next. The newest token
 of a row is never in the cache: the step that samples its successor puts it there. So prefill needs
-no logits, and a prompt, a carried response and a fresh set of weights are all the same case.
+no logits, and a prompt, a carried response and a fresh set of weights are all the same case. So is
+a parked row, whose turn has ended: its keys and values are copied out of the slot, and into one
+again when it goes on. Until then no other row shares its prompt.
 
 When few rows are left, a step may read proposed tokens of a row as well, and give it as many tokens
 more as were proposed rightly (:mod:`stretto.rollout.drafts`).
-
-So is a parked row, whose turn has ended: its keys and values are copied out of the slot, and into
-one again when it goes on. Until then no other row shares its prompt.
 """
 
 from __future__ import annotations
