@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -16,11 +17,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Torch warns, with stack traces, of peers that tests kill on purpose. Errors are still printed.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+# Models that tests make by name, and datasets, are in the cache: by default, below HOME.
+_HOME = Path.home()
+if not os.access(_HOME / ".cache" if (_HOME / ".cache").exists() else _HOME, os.W_OK):
+    os.environ.setdefault("XDG_CACHE_HOME", f"{tempfile.gettempdir()}/stretto-tests-{os.getuid()}")
 
-import zygote
-from stretto.files import existing
-from stretto.models.resolve import cache_dir
-from stretto.models.tiny import make_tiny
+import zygote  # noqa: E402
+from stretto.models.tiny import make_tiny  # noqa: E402
 
 zygote.install()
 
@@ -49,13 +52,6 @@ def pytest_configure() -> None:
     """Ctrl-C can be tested where it is ignored, as in what a script starts in the background."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Put models that tests make by name elsewhere if the user's cache cannot be written to."""
-    if not os.access(existing(cache_dir()), os.W_OK):
-        os.environ["STRETTO_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="session")
