@@ -17,6 +17,9 @@ TORCH_FROM ?=
 # Tests wait for other processes half of their time: at least four at a time.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(max(4, os.cpu_count()))')
 
+# Hundreds of processes import the package and pytest's rewritten tests: they are compiled once.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: train test test-all slow vllm checked check style types types-of-tests docs dist hooks clean
 
 $(VENV)/.installed: pyproject.toml

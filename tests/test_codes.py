@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ def codes_in(node: ast.AST) -> Iterator[str]:
         yield text_of(node.slice)
 
 
+@cache
 def messages() -> dict[str, set[str]]:
     """Texts by the codes of the function that raises them, without the command line's own."""
     by_code = dict[str, set[str]]()
@@ -67,9 +69,7 @@ def messages() -> dict[str, set[str]]:
     return by_code
 
 
-MESSAGES = messages()
-
-
+@cache
 def options_of(command: str) -> dict[str, str]:
     """The options that a command offers, by the names of settings or parameters."""
     offered = dict[str, str]()
@@ -85,41 +85,46 @@ def options_of(command: str) -> dict[str, str]:
     return offered
 
 
-OPTIONS = {command: options_of(command) for command in COMMANDS if command != "pipeline"}
-"""Of the commands whose errors may come from below them; ``pipeline`` has no settings."""
+OFFERING = [command for command in COMMANDS if command != "pipeline"]
+"""Commands whose errors may come from below them; ``pipeline`` has no settings."""
 FUNCTIONS = [
     name for name in stretto.__all__ if hasattr(getattr(stretto, name, None), "__wrapped__")
 ]
-PARAMETERS = {
-    *(option.removeprefix("--") for each in OPTIONS.values() for option in each),
-    *(p for name in FUNCTIONS for p in inspect.signature(getattr(stretto, name)).parameters),
-}
 TRAINERS = ("PPOTrainer", "GRPOTrainer", "RLOOTrainer", "OnlineDPOTrainer")
+
+
+@cache
+def parameters() -> set[str]:
+    """The names of all options and parameters."""
+    options = (option.removeprefix("--") for each in OFFERING for option in options_of(each))
+    functions = (inspect.signature(getattr(stretto, name)) for name in FUNCTIONS)
+    return {*options, *(p for signature in functions for p in signature.parameters)}
 
 
 def door(name: str) -> tuple[TomlFile, set[str]]:
     """An interface by the name of its command, function, trainer or file, and its options."""
-    if name in OPTIONS:
-        return CommandLine(OPTIONS[name]), {*OPTIONS[name].values()}
+    if name in OFFERING:
+        return CommandLine(options_of(name)), {*options_of(name).values()}
     if name in TRAINERS:
         trainer: Any = getattr(stretto, name)
         config = {field.name for field in fields(trainer.config_class)}
         return base.words_of(trainer), config | {*inspect.signature(trainer.__init__).parameters}
     if name in FUNCTIONS:
-        parameters = inspect.signature(getattr(stretto, name)).parameters
-        changes = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        taken = inspect.signature(getattr(stretto, name)).parameters
+        changes = any(each.kind is each.VAR_KEYWORD for each in taken.values())
         settings = {each.replace(".", "__") for each in SETTINGS} if changes else set()
-        return Python(parameters, changes, CALLS), {*parameters, *settings}
+        return Python(taken, changes, CALLS), {*taken, *settings}
     return TomlFile(), set()
 
 
 def commands_in(shown: str) -> Iterator[str]:
     """What command lines in a message name, and no command has."""
     for command, rest in re.findall(r"'stretto ([a-zX]+)([^']*)'", shown):
-        known = {*OPTIONS.get(command, {}).values(), "--help", "--help-all"}
+        offered = options_of(command) if command in OFFERING else {}
+        known = {*offered.values(), "--help", "--help-all"}
         if command not in (*COMMANDS, "X"):
             yield f"stretto {command}"
-        elif command in OPTIONS:
+        elif offered:
             options = re.findall(r"--[a-z][\w.-]*", rest)
             yield from (f"stretto {command} {each}" for each in options if each not in known)
 
@@ -138,7 +143,7 @@ def wrong(text: str, interface: TomlFile, known: set[str]) -> Iterator[str]:
             yield option
     if isinstance(interface, Python):
         for keyword in re.findall(r"(?<![\w.(\"'])([a-z]\w*)=(?!=)", shown):
-            if keyword not in known | PARAMETERS and f"{keyword}=" not in text:
+            if keyword not in known | parameters() and f"{keyword}=" not in text:
                 yield f"{keyword}="
         calls = re.findall(r"stretto\.([a-z]\w*)\(", shown)
         yield from (f"stretto.{call}()" for call in calls if call not in stretto.__all__)
@@ -150,12 +155,12 @@ def wrong(text: str, interface: TomlFile, known: set[str]) -> Iterator[str]:
             yield f"{name} without its section"
 
 
-@pytest.mark.parametrize("name", [*OPTIONS, *FUNCTIONS, *TRAINERS, "file.toml"])
+@pytest.mark.parametrize("name", [*OFFERING, *FUNCTIONS, *TRAINERS, "file.toml"])
 def test_what_messages_name_exists(name: str) -> None:
     interface, known = door(name)
     found = {
         (code, each)
-        for code, texts in MESSAGES.items()
+        for code, texts in messages().items()
         for text in texts
         for each in wrong(text, interface, known)
     }
@@ -163,8 +168,8 @@ def test_what_messages_name_exists(name: str) -> None:
 
 
 def test_codes_are_found_and_are_words() -> None:
-    assert len(MESSAGES) > 400
-    assert {"unknown-model", "vllm-without-processes", "argument-refused"} <= MESSAGES.keys()
+    assert len(messages()) > 400
+    assert {"unknown-model", "vllm-without-processes", "argument-refused"} <= messages().keys()
 
 
 def test_all_settings_are_known_by_their_names() -> None:
@@ -172,14 +177,14 @@ def test_all_settings_are_known_by_their_names() -> None:
     assert {n for kind in kinds for n in recipes.setting_names(kind)} == SETTINGS
 
 
-@pytest.mark.parametrize("command", OPTIONS)
+@pytest.mark.parametrize("command", OFFERING)
 def test_the_parser_takes_what_a_command_offers(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """So that messages, which name offered options, name options that can be given."""
-    several = any("." in option for option in OPTIONS[command].values())
+    several = any("." in option for option in options_of(command).values())
     with pytest.raises(SystemExit):
         dispatch([command, "--help-all" if several else "--help"])
     taken = {*re.findall(r"(?<![\w-])--[a-z][\w.-]*", capsys.readouterr().out)}
-    offered = {each for each in OPTIONS[command].values() if each.startswith("--")}
+    offered = {each for each in options_of(command).values() if each.startswith("--")}
     assert offered <= taken
