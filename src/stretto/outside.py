@@ -9,12 +9,12 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from stretto.errors import ConfigError, StrettoError, is_out_of_memory, nearest
 
@@ -59,20 +59,6 @@ def locate(name: str, setting: str) -> dict[str, str]:
     return {"file": str(path.resolve()), "module": "", "root": "", "function": member}
 
 
-class _Beside:
-    """Finds what users' functions import later from their folders, if nothing else does, so that
-    these folders need not stay on ``sys.path``.
-    """
-
-    folders: ClassVar[list[str]] = []
-
-    @classmethod
-    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return PathFinder.find_spec(name, cls.folders) if path is None else None
-
-
-sys.meta_path.append(_Beside)
-
 _loaded: dict[tuple[Path, str], Any] = {}
 """Members that this process has imported, by the working directory and their names."""
 
@@ -88,9 +74,8 @@ def load(name: str, setting: str, kind: Any) -> Any:
         place, path = locate(name, setting), [*sys.path]
         try:
             module = import_module(place["file"], place["module"], place["root"], setting)
-        finally:
-            _Beside.folders += [each for each in sys.path if each not in (*path, *_Beside.folders)]
-            sys.path[:] = path
+        finally:  # last, so that later imports of other code find the same modules as before
+            sys.path[:] = path + [folder for folder in sys.path if folder not in path]
         _loaded[key] = member_of(module, place, setting)
     require(_loaded[key], kind, f"{setting}: '{name}'")
     return _loaded[key]

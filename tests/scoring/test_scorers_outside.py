@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -216,17 +214,6 @@ def test_a_scorer_that_is_not_there_is_refused_before_the_run(
     config = settings(tiny_folder, reward={"sources": (f"scorer:{name}",)})
     with raises(ConfigError, code, "reward.sources"):
         check_run(config)
-
-
-def test_a_file_may_import_its_neighbours_later_and_is_not_on_the_path(tmp_path: Path) -> None:
-    (tmp_path / "later.py").write_text("def use():\n    import beside_later as b\n    return b.x\n")
-    (tmp_path / "beside_later.py").write_text("x = 3\n")
-    (tmp_path / "json.py").write_text("raise ImportError\n")
-    before = [*sys.path]
-    use = outside.load("later.py:use", "reward.sources", object)
-    assert sys.path == before
-    assert use() == 3
-    assert importlib.import_module("json").loads("1") == 1
 
 
 @pytest.mark.parametrize(
