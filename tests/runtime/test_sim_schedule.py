@@ -176,7 +176,7 @@ def test_a_round_s_first_calls_are_known_as_such(lag: int, delta: int) -> None:
     async def main() -> list[Span]:
         spans = Spans(VirtualClock())
         schedule = make_schedule(cluster, make_roles(cluster, spans), spans)
-        schedule._chunk.observe = lambda feedback: seen.extend(feedback.decode)  # type: ignore
+        schedule._controls.chunk.observe = lambda feedback: seen.extend(feedback.decode)  # type: ignore
         async with schedule:
             for _ in range(cluster.workload.steps):
                 await schedule.step()
@@ -554,6 +554,11 @@ def check(seed: int, made: Callable[[int, random.Random], Cluster] = faulty_clus
     lost_s = o.deaths * (DEADLINE_S + made(seed, random.Random(-seed - 1)).faults.restart_s)
     assert o.end_s <= 10 * worked_s + DEADLINE_S + lost_s, seed
     return o
+
+
+@pytest.mark.parametrize("seed", [869, 2821, 4270])
+def test_stragglers_are_not_moved_to_generators_that_have_left_the_round(seed: int) -> None:
+    check(seed)
 
 
 def test_faults_leave_the_books_balanced_and_no_one_waits_for_ever() -> None:

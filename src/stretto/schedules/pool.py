@@ -42,6 +42,7 @@ class _Engine:
         self.gone: list[int] = []  # were parked, and are not wanted any more
         self.arrival = asyncio.Event()  # more to decode, or nothing to wait for any more
         self.inbound = 0  # moves to it that are planned or under way
+        self.left = False  # it has no more to do in the round, and its device is free
         self.moves: dict[tuple[_Engine, bool], list[int]] = {}  # planned: to where, and with cache
         self.carried: int | None = None  # with earlier rounds' tokens; None after a first call
         self.idle_since_s = context.clock.now()
@@ -196,7 +197,7 @@ class Pool:
         moved together."""
         self._migrated, self._gathering = not gathers, []
         for engine in self._engines:
-            engine.moves = {}
+            engine.moves, engine.left = {}, False
             self._context.decoding.add(engine.number)
             self._context.phases.waited(engine.name, engine.idle_since_s)
         await self._context.waits.all_of(
@@ -224,6 +225,7 @@ class Pool:
                 await self._arrival(engine)
             else:
                 break
+        engine.left = True
         await self._move(engine)  # others may wait for what was planned
         await engine.let_go()
         engine.idle_since_s = self._context.clock.now()
@@ -313,7 +315,9 @@ class Pool:
             ]
             for engine in serving
         ]
-        moves = self._migration.plan(remaining).moves
+        moves = [
+            m for m in self._migration.plan(remaining).moves if not serving[m.destination].left
+        ]
         for move in sorted(moves, key=lambda move: (move.destination, not move.with_cache)):
             to = serving[move.destination], move.with_cache
             serving[move.source].moves.setdefault(to, []).append(move.rollout_id)
