@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import threading
@@ -110,3 +111,17 @@ def test_ctrl_c_breaks_a_call_off(in_a_loop: bool) -> None:
         called(interrupted, in_a_loop=in_a_loop)
     assert time.monotonic() - began_s < 10
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
+def test_what_ends_the_work_is_raised_and_not_logged_later(
+    end: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work() -> None:
+        await asyncio.sleep(0)
+        raise end
+
+    with pytest.raises(end):
+        drive(work())
+    gc.collect()  # asyncio logs an exception of a task that nobody has asked for
+    assert not caplog.records

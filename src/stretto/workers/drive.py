@@ -28,7 +28,9 @@ def drive(work: Coroutine[Any, Any, None]) -> None:
         asyncio.get_running_loop()
     except RuntimeError:
         with asyncio.Runner() as runner:
-            runner.run(_cancellable(work))
+            end = runner.run(_cancellable(work))
+        if end is not None:
+            raise end from None
         return
     started: Queue[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = Queue()
     calls: Calls = SimpleQueue()
@@ -81,7 +83,10 @@ def _settle(answer: Future[T], call: Callable[[], T]) -> None:
         answer.set_exception(error)
 
 
-async def _cancellable(work: Coroutine[Any, Any, None]) -> None:
+async def _cancellable(work: Coroutine[Any, Any, None]) -> BaseException | None:
+    """Return the interruption or exit that ended the work: of a task that raises it, asyncio would
+    log that nobody has retrieved it.
+    """
     loop, task, stopped = asyncio.get_running_loop(), asyncio.current_task(), False
     assert task
 
@@ -95,5 +100,8 @@ async def _cancellable(work: Coroutine[Any, Any, None]) -> None:
             await work
         except asyncio.CancelledError:
             if stopped:
-                raise KeyboardInterrupt from None
+                return KeyboardInterrupt()
             raise
+        except (KeyboardInterrupt, SystemExit) as end:
+            return end
+    return None
