@@ -39,7 +39,7 @@ import torch
 from safetensors.torch import load_file
 
 import ppo_step
-from _shared import MISSING, parse
+from _shared import parse
 from stretto import api
 from stretto.assembly.models import Overrides
 from stretto.cli import contracts
@@ -63,6 +63,9 @@ LONGER = {"ppo": 2}
 """Parts that may take a multiple of the limit of a part."""
 
 MINUTES = 8.0
+FEW = 2
+"""Steps of runs that show whether results are right."""
+
 LEAST_S = 10.0
 """A part begins only if so much time is left: torch and CUDA take several seconds to start."""
 
@@ -76,7 +79,7 @@ SMOKE = {
     "prompt_tokens": 8,
     "new_tokens": 8,
     "batch": 4,
-    "steps": 4,
+    "steps": 3,
 }
 
 
@@ -291,7 +294,8 @@ def streams(bench: Bench) -> Iterator[Row]:
 
         def run(preset: str = preset, engines: int = engines) -> str:
             schedule, rollout = {"preset": preset}, {"engines": engines}
-            _, metrics, _ = bench.trained(bench.config(schedule=schedule, rollout=rollout))
+            config = bench.config(steps=FEW, schedule=schedule, rollout=rollout)
+            _, metrics, _ = bench.trained(config)
             return f"ends; ratio of the last step {metrics['val/ratio']:.3f}"
 
         yield attempt(f"inline, {preset}", run)
@@ -321,7 +325,9 @@ change gives the yardstick.
 def offload(bench: Bench) -> Iterator[Row]:
     def same() -> str:
         one, again, away = (
-            bench.trained(bench.config(**FLOAT32, **processes(bench, offload=offload)))[0]
+            bench.trained(bench.config(steps=FEW, **FLOAT32, **processes(bench, offload=offload)))[
+                0
+            ]
             for offload in (False, False, True)
         )
         return (
@@ -339,7 +345,8 @@ def sync(bench: Bench) -> Iterator[Row]:
     for what, devices in places.items() if kind == "cuda" else [("gloo, on the CPU", ())]:
 
         def synced(devices: tuple[str, ...] = tuple(devices)) -> str:
-            _, metrics, _ = bench.trained(bench.config(**processes(bench, *devices)))
+            config = bench.config(steps=FEW, **processes(bench, *devices))
+            _, metrics, _ = bench.trained(config)
             seconds, mb = (metrics[f"weight_sync/actor_{unit}"] for unit in ("s", "mb"))
             gap = metrics["weight_sync/logprob_gap"]
             return f"{mb:.0f} MB in {seconds:.2f} s; probe differs by {gap:.2g} nats"
@@ -370,9 +377,9 @@ def vllm(bench: Bench) -> Iterator[Row]:
 def resume(bench: Bench) -> Iterator[Row]:
     def again() -> str:
         every = {**FLOAT32, "observe": {"checkpoint_every": 1}}
-        steps = 2 * bench.args.steps
+        steps = 2 * FEW
         straight, same = (bench.trained(bench.config(**every, steps=steps))[0] for _ in range(2))
-        _, _, run = bench.trained(bench.config(**every))
+        _, _, run = bench.trained(bench.config(**every, steps=FEW))
         api.resume(run, progress=NoProgress(), steps=steps)
         files = (run / "model").glob("*.safetensors")
         resumed = {n: t for f in files for n, t in load_file(f).items()}
@@ -558,6 +565,9 @@ def large(bench: Bench) -> Iterator[Row]:
 
 def peer(bench: Bench) -> Iterator[Row]:
     """TRL's PPO with the same model, prompts of another task, and as many tokens."""
+    if not is_installed("trl"):
+        yield Row("TRL's PPO", "left out", "TRL is not installed")
+        return
     bench, a = replace(bench, size=bench.smallest), bench.args
     program = Path(__file__).parent / "peers/trl_ppo.py"
     rows = bench.folder / "questions.jsonl"
@@ -576,9 +586,6 @@ def peer(bench: Bench) -> Iterator[Row]:
     done = subprocess.run(
         [sys.executable, str(program), *words], stdout=subprocess.PIPE, text=True, check=False
     )
-    if done.returncode == MISSING:
-        yield Row("TRL's PPO", "left out", "TRL is not installed")
-        return
 
     def shown() -> str:
         if done.returncode:
