@@ -14,7 +14,6 @@ import pytest
 
 # Several tests at a time share the cores, and threads that spin hold the others up.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Torch warns, with stack traces, of peers that tests kill on purpose. Errors are still printed.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 # Models that tests make by name, and datasets, are in the cache: by default, below HOME.
@@ -22,10 +21,7 @@ _HOME = Path.home()
 if not os.access(_HOME / ".cache" if (_HOME / ".cache").exists() else _HOME, os.W_OK):
     os.environ.setdefault("XDG_CACHE_HOME", f"{tempfile.gettempdir()}/stretto-tests-{os.getuid()}")
 
-import zygote  # noqa: E402
 from stretto.models.tiny import make_tiny  # noqa: E402
-
-zygote.install()
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # tests share some of its tables
 pytest.register_assert_rewrite("run_helpers")  # its assertions say what differs, too
