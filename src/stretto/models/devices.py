@@ -170,14 +170,14 @@ class CudaBackend(Backend):
     pinned = True
     collectives = "nccl"
 
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        _turn_off_cudnn_attention()
+
     def fastest_dtype(self, threads: int) -> tuple[torch.dtype, str]:
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return torch.bfloat16, "the GPU computes in it"
         return torch.float32, "the GPU has no bfloat16"
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        _turn_off_cudnn_attention()
 
     def use_cudnn_attention(self) -> None:
         torch.backends.cuda.enable_cudnn_sdp(True)

@@ -286,7 +286,7 @@ class _TrainingLoop:
         step_s, self.recorded_s = now_s - self.recorded_s, now_s
         if minutes := self.config.minutes:
             own[TIME_LEFT] = max(0.0, self.started_s + 60 * minutes - now_s)
-        eager = own.get(GRAPHS) == 0 != self.stats.get(GRAPHS)  # and said once
+        eager = own.get(GRAPHS) == 0 and self.stats.get(GRAPHS) != 0  # it is said once
         self.stats = {**own, **self.running.metrics(), **evaluated}
         recorder.step(
             self.done,
