@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,10 @@ from bridge_helpers import Player, call, places_of, role_of, said, text_of
 
 from raising import raises
 from stretto.config import EnvironmentConfig
+from stretto.environments import processes
 from stretto.environments.processes import EnvironmentProcess
 from stretto.environments.role import EnvironmentRole
-from stretto.errors import EpisodeLostError, RewardError
+from stretto.errors import ConfigError, EpisodeLostError, RewardError
 from stretto.types import FORKS
 
 SHORT = EnvironmentConfig(timeout_s=0.3, parallel=2, max_observation_tokens=60)
@@ -479,3 +482,33 @@ def test_the_process_ends_with_its_parent() -> None:
             return
         time.sleep(0.05)
     pytest.fail("it lives on")
+
+
+def test_a_late_read_takes_nothing_from_the_next_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that reads from a process that has ended is held up until the next one runs."""
+    read, start = processes.os.read, processes.start_child
+    readers: list[threading.Thread] = []
+    ended, release = threading.Event(), threading.Event()
+
+    def late_read(descriptor: int, size: int) -> bytes:
+        thread = threading.current_thread()
+        if "_read" in thread.name:
+            if thread in readers and ended.wait(1.0) and thread is readers[0]:
+                release.wait()
+            readers.append(thread)
+        return read(descriptor, size)
+
+    def next_start(module: str) -> subprocess.Popen[bytes]:
+        ended.set()
+        child = start(module)
+        release.set()
+        time.sleep(0.1)
+        return child
+
+    monkeypatch.setattr(processes.os, "read", late_read)
+    with raises(ConfigError, None, "Missing"):
+        places_of("Missing")
+    monkeypatch.setattr(processes, "start_child", next_start)
+    (place,) = places_of("add")
+    place.close()
+    assert len({*readers}) == 2

@@ -20,7 +20,7 @@ from stretto import outside
 from stretto.config import EnvironmentConfig
 from stretto.environments.host import CLOSE_S, Host
 from stretto.errors import ConfigError, RewardError
-from stretto.workers.function import START_LIMIT_S, kill, start_child
+from stretto.workers.function import START_LIMIT_S, end, start_child
 
 SILENCE_S = 30.0
 """Seconds without a sign of life of a process that has something to answer, or the time limit of a
@@ -119,7 +119,7 @@ class EnvironmentProcess:
         process = start_child("stretto.environments.worker")
         with self._lock:
             self._process, self._waiting, self._outbox = process, {}, SimpleQueue()
-            self._kill = weakref.finalize(self, kill, process)
+            self._kill = weakref.finalize(self, end, process)
         self.starts += 1
         me = weakref.ref(self)
         for work in (_write, _read):
@@ -209,22 +209,27 @@ class EnvironmentProcess:
 
 
 def _read(
-    me: weakref.ref[EnvironmentProcess], process: subprocess.Popen[bytes], outbox: object
+    me: weakref.ref[EnvironmentProcess],
+    process: subprocess.Popen[bytes],
+    outbox: SimpleQueue[bytes | None],
 ) -> None:
-    """Hand lines over until the process ends, or nobody holds its owner any more."""
+    """Hand lines over until the process ends, or nobody holds its owner any more.
+
+    Each pipe is closed by the thread that uses it. Closed by another one, its number could be that
+    of the next process's pipe by the time that a read begins, and take an answer from there.
+    """
     assert process.stdout
     unread: list[bytes] = []
-    with suppress(ValueError, OSError):  # of a pipe that was closed meanwhile
+    with process.stdout, suppress(OSError):
         while data := os.read(process.stdout.fileno(), 1 << 16):
             *lines, rest = data.split(b"\n")
             for line in lines:
-                owner = me()
-                if owner is None:
-                    return
-                owner._take(process, b"".join([*unread, line]))
-                unread.clear()
+                if owner := me():
+                    owner._take(process, b"".join([*unread, line]))
+                    unread.clear()
                 del owner
             unread.append(rest)
+    outbox.put(None)
     if owner := me():
         code = None
         with suppress(subprocess.TimeoutExpired):
@@ -234,13 +239,11 @@ def _read(
 
 def _write(me: object, process: subprocess.Popen[bytes], outbox: SimpleQueue[bytes | None]) -> None:
     assert process.stdin
-    with suppress(ValueError, OSError):
-        pipe = process.stdin.fileno()
+    with process.stdin, suppress(OSError):
         while line := outbox.get():
             left = memoryview(line)
             while left:
-                left = left[os.write(pipe, left) :]
-        process.stdin.close()
+                left = left[os.write(process.stdin.fileno(), left) :]
 
 
 class LocalEnvironment:

@@ -277,12 +277,17 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[bytes]) -> None:
     """End a process and its group, now."""
     if process.returncode is None:  # else the thread that reaped it has ended the group
         _kill_group(process)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=5.0)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process and its group, and close its pipes, which no other thread may use."""
+    end(process)
     for pipe in (process.stdin, process.stdout):
         if pipe:
             pipe.close()
