@@ -233,3 +233,37 @@ def test_a_gpus_model_that_trains_alone_is_packed_where_torchs_kernel_runs(
     model.set_attn_implementation("eager")
     use_packed_attention(model)
     assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2, windows", "gemma3"])
+def test_rows_of_one_sequence_are_not_searched_for_several(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU would make the host wait for the search. Without it all states are the same bits."""
+    windows = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+    model = from_config(
+        {
+            "llama": lambda: hf.LlamaConfig(**GROUPED),
+            "qwen2, windows": lambda: hf.Qwen2Config(
+                **GROUPED, use_sliding_window=True, sliding_window=5, max_window_layers=1
+            ),
+            "gemma3": lambda: hf.Gemma3TextConfig(**GROUPED, head_dim=8, **windows),
+        }[kind]()
+    )
+    search, searched = hf.masking_utils.find_packed_sequence_indices, []
+
+    def noted(position_ids: Tensor) -> Tensor | None:
+        searched.append(position_ids)
+        found: Tensor | None = search(position_ids)
+        return found
+
+    monkeypatch.setattr(hf.masking_utils, "find_packed_sequence_indices", noted)
+    attention._let_passes_skip_the_search.cache_clear()
+    rows = [[3, 4, 5, 6, 7, 8, 9, 10], [5, 3, 4]]
+    states = forward.hidden_states(model, rows)
+    forward.output_head(model)
+    assert not searched
+    ids = forward.pad_right(rows, torch.device("cpu"))
+    assert torch.equal(states, model.model(input_ids=ids, use_cache=False).last_hidden_state)
+    assert len(searched) > 0  # passes of other code, whose rows may have several sequences
+    attention._let_passes_skip_the_search.cache_clear()

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import masking_utils
 
 from engine_helpers import episodes, play
 from episode_helpers import (
@@ -191,7 +190,6 @@ def test_passes_over_samples_make_no_host_wait(
     variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes, made = backprop._passes, []
-    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
 
     def spied(*given: Any) -> Any:
         with NoHostSync():

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import masking_utils
 
 from helpers import (
     critic_of,
@@ -135,8 +134,6 @@ def test_passes_of_micro_batches_make_no_host_wait(
     variant: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes, made = backprop._passes, []
-    # transformers' own look at position ids, once a pass and before its first layer.
-    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
 
     def spied(*given: Any) -> Any:
         with NoHostSync():

@@ -15,7 +15,9 @@ with copies of keys and values where there is a mask. Sequences laid end to end 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache, partial
 from typing import Any
 
@@ -28,6 +30,36 @@ NAME, PACKED = "stretto", "stretto_packed"
 
 LONGEST = {torch.bfloat16: 512, torch.float32: 64}
 """Tokens of whole sequences up to which plain products win; measured (docs/performance.md)."""
+
+
+_unpacked: ContextVar[bool] = ContextVar("unpacked", default=False)
+
+
+@contextmanager
+def unpacked() -> Iterator[None]:
+    """Say that each row of a forward pass is one sequence, without positions of the caller's own.
+
+    Otherwise transformers looks for several sequences in a row, for which the host waits until the
+    GPU has done all of its work so far.
+    """
+    _let_passes_skip_the_search()
+    before = _unpacked.set(True)
+    try:
+        yield
+    finally:
+        _unpacked.reset(before)
+
+
+@lru_cache(maxsize=1)
+def _let_passes_skip_the_search() -> None:
+    from transformers import masking_utils
+
+    search = masking_utils.find_packed_sequence_indices
+
+    def searched(position_ids: Tensor) -> Tensor | None:
+        return None if _unpacked.get() else search(position_ids)
+
+    masking_utils.find_packed_sequence_indices = searched
 
 
 def use_short_attention(model: Any) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from stretto.errors import EngineError, first_line
-from stretto.models.forward import backbone, pad_right
+from stretto.models.forward import backbone, pad_right, plain_states
 from stretto.models.forward import positions as positions_of
 
 Masks = Tensor | Mapping[str, Tensor]
@@ -168,8 +168,7 @@ def _check_windows(own: CachedPass, vocabulary: int) -> None:
 
 def _plain(own: CachedPass, row: Sequence[int]) -> Tensor:
     ids = torch.tensor([row], device=own.device)
-    hidden: Tensor = own.backbone(input_ids=ids, use_cache=False).last_hidden_state
-    return hidden[0]
+    return plain_states(own.backbone, input_ids=ids)[0]
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.errors import ModelError
-from stretto.models.attention import PACKED
+from stretto.models.attention import PACKED, unpacked
 from stretto.models.logits import OutputHead
 from stretto.types import Response, sampled_of
 
@@ -55,6 +55,12 @@ def backbone(model: nn.Module) -> nn.Module:
     lm = unwrapped(model)
     inner = text_config(lm) is not lm.config
     return cast(nn.Module, lm.get_decoder()) if inner else headless(lm)
+
+
+def plain_states(decoder: nn.Module, **inputs: Tensor) -> Tensor:
+    """Return last hidden states [b, L, H] of rows that are one sequence each, without a cache."""
+    with unpacked():
+        return cast(Tensor, decoder(**inputs, use_cache=False).last_hidden_state)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -94,8 +100,9 @@ def output_head(model: nn.Module) -> OutputHead:
         softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
     )
     ids = torch.arange(8, device=head.weight.device).remainder(head.weight.shape[0])[None]
-    hidden = backbone(lm)(input_ids=ids, use_cache=False).last_hidden_state
-    theirs = lm(input_ids=ids, use_cache=False).logits.float()
+    hidden = plain_states(backbone(lm), input_ids=ids)
+    with unpacked():
+        theirs = lm(input_ids=ids, use_cache=False).logits.float()
     for made in (head, plain):  # Aya Vision leaves out what its decoder's config says
         worst = (made.logits(hidden) - theirs).abs().max().item()
         if worst <= 0.02 * theirs.abs().max().item() + 1e-4:
@@ -162,7 +169,7 @@ def packs_rightly(model: nn.Module) -> bool:
     ids = pad_right(rows, next(model.parameters()).device)
     packing = Packing.of([len(row) for row in rows], ids.shape[1]).to(ids.device)
     plain.set_attn_implementation("eager")
-    padded = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
+    padded = plain_states(backbone(model), input_ids=ids).flatten(0, 1)
     plain.set_attn_implementation(PACKED)
     try:
         packed = packing.states(model, ids)
@@ -176,7 +183,7 @@ def hidden_states(model: nn.Module, rows: Sequence[Sequence[int]]) -> Tensor:
     """Return last hidden states [b, L, H] of rows; entries past a row's end are garbage."""
     ids = pad_right(rows, next(model.parameters()).device)
     if not packs(model):
-        return cast(Tensor, backbone(model)(input_ids=ids, use_cache=False).last_hidden_state)
+        return plain_states(backbone(model), input_ids=ids)
     packing = Packing.of([len(row) for row in rows], ids.shape[1]).to(ids.device)
     flat = packing.states(model, ids)
     padded = flat.new_zeros(ids.numel(), flat.shape[1]).index_copy(0, packing.kept, flat)

@@ -28,7 +28,7 @@ from torch import nn
 from stretto.errors import EngineError
 from stretto.models.cached import RowCache, SlotCache
 from stretto.models.devices import PackedLinears
-from stretto.models.forward import backbone, positions, unwrapped
+from stretto.models.forward import backbone, plain_states, positions, unwrapped
 from stretto.models.tensor_parallel import slices_of
 from stretto.models.weights import load_weights
 from stretto.rollout.base import CPU, Engine, EngineSettings, Row
@@ -216,8 +216,7 @@ class TorchEngine(Engine):
     @torch.inference_mode()
     def _read_prompt(self, tokens: int) -> None:
         ids = torch.ones(1, tokens, dtype=torch.long, device=self.device)
-        hidden = backbone(self.model)(input_ids=ids, use_cache=False).last_hidden_state
-        hidden[0, -1, 0].item()
+        plain_states(backbone(self.model), input_ids=ids)[0, -1, 0].item()
 
     def host_bytes_per_s(self) -> float:
         """See :meth:`Engine.host_bytes_per_s`; measured there and back, after a rehearsal."""

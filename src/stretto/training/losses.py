@@ -89,8 +89,8 @@ class MicroBatch:
     def read(self, model: nn.Module) -> Tensor:
         """Make a model's pass; return the states [N, H] that predict sampled tokens."""
         if not forward.packs(model):
-            out = forward.backbone(model)(input_ids=self.tokens, use_cache=False)
-            return self.states(out.last_hidden_state)
+            decoder = forward.backbone(model)
+            return self.states(forward.plain_states(decoder, input_ids=self.tokens))
         packing = forward.Packing.of(self.lengths, self.tokens.shape[1]).to(self.tokens.device)
         states = packing.states(model, self.tokens)
         return states[torch.searchsorted(packing.kept, self.places)]

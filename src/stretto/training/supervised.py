@@ -198,12 +198,13 @@ def row_hidden(model: nn.Module, rows: Sequence[PackedRow]) -> Tensor:
     """
     device = next(model.parameters()).device
     ids = forward.pad_right([[t for e in row for t in e.tokens[:-1]] for row in rows], device)
-    places = {}
-    if any(len(row) > 1 for row in rows):
-        starts = [[p for e in row for p in range(_inputs(e))] for row in rows]
-        places = {"position_ids": forward.pad_right(starts, device)}
     decoder = forward.backbone(model)
-    return cast(Tensor, decoder(input_ids=ids, use_cache=False, **places).last_hidden_state)
+    if all(len(row) == 1 for row in rows):
+        return forward.plain_states(decoder, input_ids=ids)
+    starts = [[p for e in row for p in range(_inputs(e))] for row in rows]
+    places = forward.pad_right(starts, device)
+    out = decoder(input_ids=ids, position_ids=places, use_cache=False)
+    return cast(Tensor, out.last_hidden_state)
 
 
 @torch.no_grad()

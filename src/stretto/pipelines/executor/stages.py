@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from stretto.config import PipelineConfig
 from stretto.errors import ConfigError, ModelError
 from stretto.models import attention
-from stretto.models.forward import backbone, output_head, unwrapped
+from stretto.models.forward import backbone, output_head, plain_states, unwrapped
 from stretto.models.heads import HEAD_NAMES, scalar_head
 from stretto.models.logits import OutputHead
 from stretto.models.weights import with_own_structure
@@ -73,7 +73,7 @@ class Stage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map token ids [b, L] (first stage) or hidden states [b, L, H] to hidden states."""
         given = {"input_ids" if self.first else "inputs_embeds": x}
-        return cast(Tensor, self.body(**given, use_cache=False).last_hidden_state)
+        return plain_states(self.body, **given)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -195,7 +195,7 @@ def check_cut(model: nn.Module, stages: int) -> None:
                 f"{x.dtype} hidden states; load the model in one type (model.dtype)",
                 "types-mixed",
             )
-    whole = decoder(input_ids=ids, use_cache=False).last_hidden_state
+    whole = plain_states(decoder, input_ids=ids)
     worst = (x - whole).abs().max().item()
     if not worst <= _TOLERANCE * whole.abs().max().item():
         raise ModelError(
