@@ -1,0 +1,116 @@
+"""Checks on the pretended GPU, in a process of their own: pretended_checks.py FOLDER CHECK [FAULT].
+
+FOLDER has a tiny model. A fault is planted before the check, which then has to fail.
+``PYTHONPATH`` has to have ``src`` and ``tests``.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pretended
+import torch
+from pretended import GPU
+
+from run_helpers import run, settings
+from stretto.cli import contracts
+from stretto.config import OptimizerConfig
+from stretto.models.offload import CopyStream, OffloadedTensors
+from stretto.training.losses import MicroBatch
+from stretto.training.trained import LearningRate, TrainedModel
+from stretto.types import WeightsRef
+from stretto.weights.broadcast import WeightReceiver, WeightSender
+from stretto.weights.transfer import Meeting, open_store
+
+SMALL = {**contracts.SMALL, "tie_word_embeddings": True}
+
+
+def check_contracts(folder: Path) -> None:
+    for contract in contracts.CONTRACTS:
+        print(contract.name, contract.check(GPU))
+
+
+def check_ppo(folder: Path, preset: str, **sections: Any) -> None:
+    with tempfile.TemporaryDirectory() as out:
+        model = {"device": "cuda", "dtype": "bfloat16", **sections.pop("model", {})}
+        config = settings(folder, model=model, schedule={"preset": preset}, steps=3, **sections)
+        _, result = run(config, Path(out))
+        print(preset, result.steps)
+
+
+def check_lora(folder: Path) -> None:
+    check_ppo(folder, "stretto", model={"lora_rank": 4, "gradient_checkpointing": True})
+
+
+def check_offload(folder: Path) -> None:
+    weights = [trained(away) for away in (False, True)]
+    assert all(map(torch.equal, *weights))
+
+
+def trained(away: bool) -> list[torch.Tensor]:
+    model = contracts.random_model(SMALL, GPU, torch.bfloat16).requires_grad_(True)
+    actor = TrainedModel(model, LearningRate(1e-2, 10), OptimizerConfig())
+    offloaded = OffloadedTensors("learner", actor.of_updates, CopyStream(GPU))
+    if away:
+        actor.before_update = offloaded.wait
+    for _ in range(3):
+        tokens = torch.arange(12, device=GPU).view(2, 6)
+        model(input_ids=tokens).logits.float().square().mean().backward()
+        actor.update()
+        if away:
+            offloaded.changed = True
+            offloaded.offload()
+            assert offloaded.device_bytes == 0
+            assert actor.of_updates()[0].flatten()[0].isnan()
+    if away:
+        offloaded.wait()
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+def check_weight_sync(folder: Path) -> None:
+    store, port = open_store("127.0.0.1")
+    meeting = Meeting("127.0.0.1", port, 20.0)
+    tensors = {f"layer {i}": torch.randn(70, 33, device=GPU).bfloat16() for i in range(5)}
+    copies = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    sender, receiver = WeightSender(GPU, 1 << 12, 2), WeightReceiver(copies, GPU, 1 << 12)
+    for version in (1, 2):
+        ref = WeightsRef("actor", version, "", "broadcast")
+        sender.put(ref, tensors)
+        ours, theirs = meeting.routes("weights", 1, 2, "gloo")
+        sending = threading.Thread(target=sender.send, args=(ref, ours))
+        sending.start()
+        receiver.expect(ref, sender.plan(ref).mark, theirs)
+        for name, part in receiver.get(ref).items():
+            copies[name][part.to].copy_(part.tensor)
+        sending.join()
+        assert all(torch.equal(copies[name], tensors[name]) for name in tensors)
+    del store
+
+
+def plant_targets_on_cpu() -> None:
+    """Leave a micro-batch's targets on the CPU."""
+    plain = MicroBatch.to
+
+    def moved(self: MicroBatch, device: torch.device) -> MicroBatch:
+        return replace(plain(self, device), targets=self.targets)
+
+    MicroBatch.to = moved  # type: ignore[method-assign]
+
+
+def main(folder: str, name: str, fault: str = "") -> None:
+    if fault:
+        globals()[f"plant_{fault}"]()
+    check = globals().get(f"check_{name}")
+    with pretended.pretending():
+        check(Path(folder)) if check else check_ppo(Path(folder), name)
+    print(dict(pretended.WAITS))
+    assert not pretended.MISTAKES, pretended.MISTAKES
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
