@@ -16,9 +16,12 @@ from schedule_helpers import Setting, schedule_of
 from stretto.config.schedule import Settings
 from stretto.errors import StalledError
 from stretto.runtime.sim import loop
+from stretto.schedules.engines import Place
+from stretto.schedules.rollout import Rollout
 from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import ReplicaQueue
 from stretto.testing import World
+from stretto.types import Prompt
 
 PLAIN = Settings(4, 1, 100, 1)
 SHORT = [1, 2, 1, 3]
@@ -138,7 +141,9 @@ def test_responses_that_never_arrive(run: Callable[..., None]) -> None:
     """Generator 1 has nothing, and is told that a response is on its way."""
 
     async def work(schedule: Schedule) -> None:
-        schedule._pool._engines[1].inbound += 1
+        locations, lost = schedule._pool._locations, Rollout(99, Prompt(0, (1,), ""), 99)
+        for place, engine in ((Place.WAITING, 0), (Place.DECODING, 0), (Place.MOVING, 1)):
+            locations.put(lost, place, engine)
         await schedule.step()
 
     lines, _ = stall(run, Setting(Settings(1, 1, 100, 1), engines=2, critic=False), work)

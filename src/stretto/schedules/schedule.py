@@ -83,17 +83,11 @@ class Schedule:
         context = RoleContext(self._fleet, s.deadline_s, clock, self._phases, self._waits, sync)
         self._scoring = Scoring(replicas, s.score_on, context, s.environment_rewards)
         self._pool = Pool(
-            generators,
-            controls.migration,
-            context,
-            self._scoring.look,
-            self._chunk_tokens,
-            self._missing,
-            self._take,
-            self._waiting,
-            self._in_lockstep,
-            self._scoring.read_on,
-            controls.hold,
+            roles=generators,
+            round=self,
+            scoring=self._scoring,
+            controls=controls,
+            context=context,
         )
         self._episodes: Episodes | None = None
         if environment is not None:
@@ -291,7 +285,7 @@ class Schedule:
         self._meter.began(len(self._buffer) - waiting - size)
         self._filled = {
             "schedule/overcommit": float(delta),
-            "schedule/chunk_tokens": float(self._chunk_tokens()),
+            "schedule/chunk_tokens": float(self.chunk_tokens),
         }
         self._phases.enter("data")
 
@@ -310,20 +304,23 @@ class Schedule:
         self._scoring.dispatched(new)
         await self._pool.admit(new)
 
-    def _chunk_tokens(self) -> int:
-        return self._settings.max_new_tokens if self._in_lockstep() else self._controls.chunk_tokens
+    @property
+    def chunk_tokens(self) -> int:
+        return self._settings.max_new_tokens if self.lockstep else self._controls.chunk_tokens
 
-    def _missing(self) -> int:
+    def missing(self) -> int:
         if self._answers:
             return sum(r.finish is None for r in self._answers.values())
         return 0 if self._buffer.complete else self._buffer.missing()
 
     # -- episodes -----------------------------------------------------------------------------
 
-    def _waiting(self) -> int:
+    @property
+    def waiting(self) -> int:
         return len(self._episodes.pending) if self._episodes else 0
 
-    def _in_lockstep(self) -> bool:
+    @property
+    def lockstep(self) -> bool:
         """Whether this is the plain loop, which chance does not order."""
         unseen = self._settings.score_on == "batch" and self._migration is None
         plain = len(self._buffer) <= self._round_size
@@ -334,7 +331,7 @@ class Schedule:
         for rollout in rollouts:
             if rollout.id not in self._episodes.pending and self._episodes.is_unanswered(rollout):
                 self._wait(rollout)
-        if self._in_lockstep():
+        if self.lockstep:
             opening = {r.id for r in rollouts}
             pending = self._episodes.pending
             await self._until(lambda: not opening & pending, "generation", "openings of episodes")
@@ -375,7 +372,8 @@ class Schedule:
 
     # -- what was decoded ---------------------------------------------------------------------
 
-    def _take(self, chunks: Sequence[Chunk]) -> None:
+    def take(self, chunks: Sequence[Chunk]) -> None:
+        """Add what was decoded to its rollouts, and pass it on to scorers and environments."""
         with self._own_work("chunks", len(chunks)):
             for chunk in chunks:
                 evaluated = chunk.rollout_id < 0

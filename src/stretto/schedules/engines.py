@@ -1,0 +1,315 @@
+"""The generators of a run, the rollouts at each of them, and moves between them (RLHFuse)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from enum import StrEnum
+from functools import partial
+from typing import NamedTuple
+
+from stretto.errors import LifecycleError
+from stretto.protocols import Generator
+from stretto.schedules.controller import DecodeSample
+from stretto.schedules.fleet import GoneError, Guard, RoleContext
+from stretto.schedules.hold import Parked
+from stretto.schedules.migration import MigrationPolicy
+from stretto.schedules.rollout import Rollout
+from stretto.types import Chunk, FinishReason
+
+DEADLINE_TOKENS = 4096
+"""Tokens per rollout covered by one ``schedule.deadline_s``."""
+
+
+class Place(StrEnum):
+    """The kinds of places where a rollout can be until it has ended."""
+
+    WAITING = "waiting"  # for the next admission of its engine
+    DECODING = "decoding"
+    PARKED = "parked"  # its engine keeps it until the environment answers
+    MOVING = "moving"  # on the way to an engine
+    DROPPED = "dropped"  # moving too, but to be released on arrival
+    BACK = "back"  # answered in lockstep, placed once all answers are there
+    NOWHERE = "nowhere"  # no engine serves
+
+
+class Location(NamedTuple):
+    """The place of a rollout, and the number of the engine if it is at one."""
+
+    place: Place | None = None
+    engine: int | None = None
+
+
+HELD = (Place.DECODING, Place.WAITING)
+ON_THE_WAY = (Place.MOVING, Place.DROPPED)
+
+_ENTERED_FROM: Mapping[Place, tuple[Place, ...]] = {
+    Place.DECODING: (Place.WAITING, Place.MOVING),
+    Place.PARKED: (Place.DECODING, Place.MOVING),
+    Place.MOVING: (Place.DECODING, Place.PARKED),
+    Place.DROPPED: ON_THE_WAY,
+}
+"""Where rollouts come from. Any may come to the other places, for example from a lost engine."""
+
+
+class Locations:
+    """One location for each rollout that has not ended, as a state machine.
+
+    The rollouts of a location are in the order in which they came to it.
+    """
+
+    def __init__(self) -> None:
+        self._locations: dict[int, Location] = {}
+        self._rollouts: defaultdict[Location, dict[int, Rollout]] = defaultdict(dict)
+
+    def place_of(self, rollout: Rollout) -> Place | None:
+        return self._locations.get(rollout.id, Location()).place
+
+    def at(self, place: Place, engine: int | None = None) -> Mapping[int, Rollout]:
+        return self._rollouts[Location(place, engine)]
+
+    def any_at(self, *places: Place) -> bool:
+        return any(self._rollouts[at] for at in self._rollouts if at.place in places)
+
+    def put(self, rollout: Rollout, place: Place, engine: int | None = None) -> None:
+        """Move a rollout; raise LifecycleError if it cannot come to the place from where it is."""
+        before = self.place_of(rollout)
+        if before not in _ENTERED_FROM.get(place, (before,)):
+            raise LifecycleError(
+                f"rollout {rollout.id} is {before}, and cannot be {place}", "no-such-edge"
+            )
+        self.remove(rollout)
+        location = self._locations[rollout.id] = Location(place, engine)
+        self._rollouts[location][rollout.id] = rollout
+
+    def remove(self, rollout: Rollout) -> None:
+        if location := self._locations.pop(rollout.id, None):
+            del self._rollouts[location][rollout.id]
+
+
+class Engine:
+    """A generator, with the rollouts that are at it."""
+
+    def __init__(
+        self,
+        *,
+        number: int,
+        name: str,
+        generator: Generator,
+        locations: Locations,
+        holds: Parked | None,
+        context: RoleContext,
+        lost: Callable[[Engine], None],
+    ) -> None:
+        self.number = number
+        self.name = name
+        self.generator = generator
+        self.guard = Guard(generator, name, "actor", context, partial(lost, self))
+        self._locations = locations
+        self._holds = holds
+        self._context = context
+        self.released: list[int] = []  # were parked, and the generator may drop them
+        self.arrival = asyncio.Event()  # more to decode, or nothing to wait for any more
+        self.left = False  # it has no more to do in the round, and its device is free
+        self.carried: int | None = None  # with earlier rounds' tokens; None after a first call
+        self.idle_since_s = context.clock.now()
+
+    @property
+    def serves(self) -> bool:
+        return self.guard.serves
+
+    @property
+    def held(self) -> Mapping[int, Rollout]:
+        return {id_: r for place in HELD for id_, r in self.at(place).items()}
+
+    @property
+    def load(self) -> int:
+        return sum(len(self.at(place)) for place in (*HELD, Place.PARKED))
+
+    def at(self, place: Place) -> Mapping[int, Rollout]:
+        return self._locations.at(place, self.number)
+
+    async def release(self) -> None:
+        """Have the generator drop the rollouts that were parked and go on no more."""
+        ids, self.released = self.released, []
+        if ids:
+            with suppress(GoneError):
+                await self.guard.ask(self.generator.release(ids), ids)
+
+    async def admit(self) -> None:
+        """Give the generator the rollouts that wait for that."""
+        await self.release()
+        rollouts = list(self.at(Place.WAITING).values())
+        for rollout in rollouts:
+            self._locations.put(rollout, Place.DECODING, self.number)
+        if any(r.in_turns for r in rollouts):  # in the order of answers, which chance decides
+            rollouts.sort(key=lambda r: r.id)
+        responses = [r.response() for r in rollouts]
+        with suppress(GoneError):
+            await self.guard.ask(self.generator.admit(responses), [r.id for r in rollouts])
+
+    async def decode(
+        self, max_tokens: int, stop_after: int, samples: list[DecodeSample]
+    ) -> Sequence[Chunk]:
+        """Add tokens to the rollouts that are decoded, and a sample of the call's cost."""
+        decoding, clock = self.at(Place.DECODING), self._context.clock
+        start_s = clock.now()
+        try:
+            deadlines = max(1.0, max_tokens / DEADLINE_TOKENS)
+            decoded = self.generator.decode(max_tokens, stop_after)
+            chunks, steps = await self.guard.ask(decoded, decoding, deadlines)
+        except GoneError:
+            return ()
+        if not chunks:
+            raise LifecycleError(
+                f"{self.name} is idle, but rollouts {sorted(decoding)} never ended",
+                "idle-generator",
+            )
+        if steps:
+            rows = sum(len(c.tokens) for c in chunks) / steps
+            seconds, first = clock.now() - start_s, self.carried is not None
+            samples.append(DecodeSample(rows, steps, seconds, first, self.carried or 0))
+        self.carried = None
+        for chunk in chunks:
+            rollout = decoding[chunk.rollout_id]
+            if chunk.finish is FinishReason.TURN:
+                self._locations.put(rollout, Place.PARKED, self.number)
+                if self._holds:
+                    self._holds.begin(rollout, clock.now())
+            elif chunk.finish:
+                self._locations.remove(rollout)
+        return chunks
+
+    async def hold(self, chunk_tokens: int) -> None:
+        """Let go of keys and values of parked rollouts that room is wanted for."""
+        if self._holds is None:
+            return
+        decoding = sum(r.total_tokens + chunk_tokens for r in self.held.values())
+        decided = self._holds.decide(self.at(Place.PARKED), decoding, self._context.clock.now())
+        with suppress(GoneError):
+            for how, ids in decided.items():
+                await self.guard.ask(self.generator.hold(ids, how), ids)
+
+
+class Moves:
+    """The moves of a round, which are planned once and take place between calls of their source.
+
+    Rollouts whose move has failed are given to any generator by ``place``.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        locations: Locations,
+        policy: MigrationPolicy | None,
+        place: Callable[[Iterable[Rollout]], None],
+    ) -> None:
+        self._engines = engines
+        self._locations = locations
+        self._policy = policy
+        self._place = place
+        self._may_plan = False
+        self._planned: dict[tuple[Engine, Engine, bool], list[int]] = {}  # from, to, with cache
+        self._gathering: list[Engine] = []  # where stragglers of the round were moved
+        self.landed = asyncio.Event()  # a move has ended
+
+    def begin_round(self, *, gathers: bool) -> None:
+        self._may_plan = gathers and self._policy is not None
+        self._planned, self._gathering = {}, []
+
+    def plan(self, missing: int) -> None:
+        """Plan the round's moves if so few responses are missing (0: the round is over)."""
+        if not (self._may_plan and self._policy and 0 < missing <= self._policy.threshold()):
+            return
+        self._may_plan = False
+        serving = [engine for engine in self._engines if engine.serves]
+        here = [(*e.at(Place.DECODING).values(), *e.at(Place.PARKED).values()) for e in serving]
+        planned = self._policy.plan([[(r.id, r.total_tokens) for r in each] for each in here])
+        for m in sorted(planned.moves, key=lambda m: (m.source, m.destination, not m.with_cache)):
+            if not serving[m.destination].left:
+                way = serving[m.source], serving[m.destination], m.with_cache
+                self._planned.setdefault(way, []).append(m.rollout_id)
+        self._gathering = [destination for _, destination, _ in self._planned]
+        if self._planned:
+            for engine in self._engines:
+                engine.arrival.set()  # so that parked rollouts move, too
+
+    def come_to(self, engine: Engine) -> bool:
+        """Return whether rollouts to decode are on the way to a generator, or will be."""
+        planned = any(destination is engine for _, destination, _ in self._planned)
+        return planned or bool(engine.at(Place.MOVING))
+
+    def gathered_at(self, engine: Engine) -> Engine | None:
+        """Return where rollouts of a generator go, if stragglers are gathered elsewhere."""
+        serving = [other for other in self._gathering if other.serves]
+        if not serving or engine in self._gathering:
+            return None
+        return min(serving, key=lambda other: other.load)
+
+    def cancel(self, source: Engine) -> None:
+        for way in [way for way in self._planned if way[0] is source]:
+            del self._planned[way]
+            way[1].arrival.set()
+
+    async def carry_out(self, source: Engine) -> None:
+        """Carry out the planned moves, and move parked rollouts before their answers come."""
+        for way in [way for way in self._planned if way[0] is source]:
+            _, destination, with_cache = way
+            decoding = source.at(Place.DECODING)
+            # Some have ended meanwhile, or wait to be admitted once more.
+            rollouts = [decoding[id_] for id_ in self._planned.get(way, ()) if id_ in decoding]
+            if rollouts and destination.serves:
+                await self.transfer(source, destination, rollouts, with_cache)
+            self._planned.pop(way, None)  # unless it was cancelled
+            destination.arrival.set()
+        parked = list(source.at(Place.PARKED).values())
+        if parked and (destination := self.gathered_at(source)):
+            await self.transfer(source, destination, parked, parked=True)
+
+    async def transfer(
+        self,
+        source: Engine,
+        destination: Engine,
+        rollouts: Sequence[Rollout],
+        with_cache: bool = True,
+        *,
+        parked: bool = False,
+    ) -> None:
+        """Move rollouts from one generator to another.
+
+        Those that are decoded are the destination's before it has accepted them, so that its next
+        call to decode is behind that one. If a generator is lost, any other takes them: parked ones
+        when their answers come.
+        """
+        ids, locations = [r.id for r in rollouts], self._locations
+        # An answer may come meanwhile: it is put behind what has arrived.
+        finish = FinishReason.TURN if parked else None
+        responses = [replace(r.response(), finish=finish) for r in rollouts]
+        for rollout in rollouts:
+            locations.put(rollout, Place.MOVING, None if parked else destination.number)
+        with suppress(GoneError):
+            exported = source.generator.export(ids, with_cache)
+            transfers = await source.guard.ask(exported, ids)
+            if not parked:
+                await destination.release()
+                if not destination.serves:  # lost meanwhile
+                    raise GoneError
+                for rollout in rollouts:
+                    locations.put(rollout, Place.DECODING, destination.number)
+            accepted = destination.generator.accept(responses, transfers)
+            await destination.guard.ask(accepted, ids)
+            if parked:
+                for rollout in rollouts:
+                    if locations.place_of(rollout) is Place.MOVING:
+                        locations.put(rollout, Place.PARKED, destination.number)
+                    else:
+                        destination.released.append(rollout.id)
+        lost = [rollout for rollout in rollouts if locations.place_of(rollout) in ON_THE_WAY]
+        for rollout in lost:
+            locations.remove(rollout)
+        if not parked:
+            self._place(lost)
+        self.landed.set()
