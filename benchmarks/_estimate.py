@@ -157,7 +157,9 @@ def estimate(
             f"{layout}: on paper, roles are all colocated or all apart, and learners have no "
             "pipeline; the simulator takes others"
         )
-    maker = _Maker(models, layout, workload, hardware)
+    size = workload.responses, workload.length
+    held = memory.phases_of(models, layout, *size, hardware)
+    maker = _Maker(models, layout, workload, hardware, held)
     sync, syncs = maker.sync()
     return Estimate(
         layout=layout,
@@ -179,13 +181,7 @@ class _Maker:
     layout: Layout
     workload: StepSizes
     hardware: Hardware
-
-    @property
-    def _memory(self) -> dict[str, memory.Parts]:
-        load = self.workload
-        return memory.phases_of(
-            self.models, self.layout, load.responses, load.length, self.hardware
-        )
+    held: dict[str, memory.Parts]
 
     def generation(self) -> Phase:
         """Prefill of all prompts, and a decode step for each token of the rows in flight."""
@@ -218,7 +214,7 @@ class _Maker:
             once.times(steps),
         )
         return Phase(
-            "generation", self._memory["generation"], prefill_bytes + steps * step_bytes, work
+            "generation", self.held["generation"], prefill_bytes + steps * step_bytes, work
         )
 
     def scoring(self) -> Phase:
@@ -231,9 +227,7 @@ class _Maker:
         work = [piece for piece, _ in pieces]
         if layout.offload:  # of frozen models the host keeps its copy: they go one way
             work.append(self._to_host(memory.frozen_bytes(models, layout)))
-        return Phase(
-            "scoring", self._memory["scoring"], sum(size for _, size in pieces), tuple(work)
-        )
+        return Phase("scoring", self.held["scoring"], sum(size for _, size in pieces), tuple(work))
 
     def training(self) -> Phase:
         """Forward and backward passes of actor and critic, and their updates."""
@@ -243,7 +237,7 @@ class _Maker:
         if layout.offload:
             work.append(self._to_host(memory.kept_bytes(models, layout.learner)))
         return Phase(
-            "training", self._memory["training"], sum(size for _, size in pieces), tuple(work)
+            "training", self.held["training"], sum(size for _, size in pieces), tuple(work)
         )
 
     def sync(self) -> tuple[Phase, tuple[Work, ...]]:
@@ -263,7 +257,7 @@ class _Maker:
                 Work(exposed_s=size / self._broadcast_bytes_per_s(to))
                 for size, to in zip(sizes, (layout.generator, layout.scorer), strict=False)
             ]
-        return Phase(SYNC, self._memory[SYNC], size, tuple(works)), tuple(works)
+        return Phase(SYNC, self.held[SYNC], size, tuple(works)), tuple(works)
 
     def _scored(self, shape: Shape, mesh: Mesh, pass_tokens: int) -> tuple[Work, float]:
         """A model's forward passes, and bytes of their tensor parallelism."""
