@@ -10,9 +10,8 @@ import json
 import multiprocessing
 import os
 import runpy
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,11 +45,11 @@ class Done(NamedTuple):
     stderr: str
 
 
-def execute(program: str, output: Path) -> None:
+def execute(program: str, words: Sequence[str], output: Path) -> None:
     """Do what the interpreter does with a program; in a process of its own."""
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(output.with_suffix(f".{name}"), os.O_CREAT | os.O_WRONLY), number)
-    sys.argv = [str(FOLDER / program), "--smoke"]
+    sys.argv = [str(FOLDER / program), "--smoke", *words]
     sys.path.insert(0, str((FOLDER / program).parent))
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
@@ -59,11 +58,11 @@ def execute(program: str, output: Path) -> None:
         sys.stdout.flush()
 
 
-def smoke(program: str, folder: Path) -> Done:
-    output = folder / program.replace("/", "-")
+def smoke(program: str, folder: Path, *words: str) -> Done:
+    output = folder / f"output-of-{Path(program).stem}"
     multiprocessing.set_forkserver_preload(PRELOADED)
     process = multiprocessing.get_context("forkserver").Process(
-        target=execute, args=(program, output)
+        target=execute, args=(program, words, output)
     )
     process.start()
     process.join(900)
@@ -73,8 +72,7 @@ def smoke(program: str, folder: Path) -> Done:
 
 
 @pytest.mark.parametrize("program", sorted({*PROGRAMS} - {*INSIDE}))
-def test_each_benchmark_runs(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_each_benchmark_runs(program: str, tmp_path: Path) -> None:
     done = smoke(program, tmp_path)
     assert done.returncode in (0, SKIPPED), done.stderr
     assert "|" in done.stdout
@@ -116,12 +114,7 @@ def test_a_part_on_a_gpu_that_hangs_leaves_its_stack_and_no_time_is_exceeded(
 ) -> None:
     out = tmp_path / "gpu.md"
     words = ["--parts", "hang", "learner", "--minutes", "0.19", "--out", str(out)]
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / "gpu.py"), "--smoke", *words],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    done = smoke("gpu.py", tmp_path, *words)
     assert done.returncode == 1
     rows = [line.split(" | ") for line in out.read_text().splitlines() if line.startswith("| ")]
     assert rows[-1][:3] == ["| learner", "all of it", "left out"]
@@ -130,16 +123,13 @@ def test_a_part_on_a_gpu_that_hangs_leaves_its_stack_and_no_time_is_exceeded(
     assert " in hang" in done.stderr
 
 
-def test_a_peer_without_its_packages_says_so(tmp_path: Path) -> None:
+def test_a_peer_without_its_packages_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Such as TRL's, whose environment is not this one."""
     (tmp_path / "trl.py").write_text("raise ImportError(\"No module named 'trl'\")")
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / "peers/trl_ppo.py"), "--smoke"],
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
+    monkeypatch.syspath_prepend(tmp_path)
+    done = smoke("peers/trl_ppo.py", tmp_path)
     assert done.returncode == SKIPPED
     assert done.stderr.strip() == (
         "skipped: No module named 'trl'; "
