@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-# Several tests at a time share the cores, and threads that spin hold the others up.
+# Several tests at a time share the cores, so that further threads of an operation would only wait.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Torch warns, with stack traces, of peers that tests kill on purpose. Errors are still printed.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
