@@ -1,13 +1,13 @@
 """Advantages, KL penalties, reductions and losses, as functions of tensors.
 
-Nothing here knows when or where it runs. Shapes, in every file of this package: B responses, T
-response tokens; ``logprobs``, ``ref_logprobs``, ``values``, ``rewards``, ``advantages``,
-``returns`` and ``mask`` are [B, T]. Responses are left-aligned: ``mask[b, t] = t < length[b]``.
-``logprobs[b, t]`` is of token t; ``values[b, t]`` is V(s_t), the value of the state *before*
-token t.
+Nothing here depends on when or on which process it runs. Shapes, in every file of this package: B
+responses, T response tokens. ``logprobs``, ``ref_logprobs``, ``values``, ``rewards``,
+``advantages``, ``returns`` and ``mask`` are [B, T]. Responses are left-aligned: ``mask[b, t] = t <
+length[b]``. ``logprobs[b, t]`` is of token t. ``values[b, t]`` is V(s_t), the value of the state
+*before* token t.
 
-Slots outside the mask may hold anything, NaN and infinity included: they are selected away before
-any arithmetic, never multiplied by zero, so neither results nor gradients can see them.
+Slots outside the mask may hold anything, including NaN and infinity. They are selected away before
+any arithmetic, never multiplied by zero, so they affect neither results nor gradients.
 """
 
 from stretto.algorithms.experience import LossInputs, LossTerm, Scored, Targets

@@ -1,6 +1,6 @@
-"""Advantages: GAE, whitening, and the comparison of the responses to one prompt.
+"""Advantages: GAE, whitening, and comparisons among the responses to one prompt.
 
-Groups are by prompt: ``groups`` is [B], one number for each prompt.
+``groups`` is [B], with one number per prompt.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def gae(
         A_t     = sum_l (gamma lam)^l delta_{t+l}
         R_t     = A_t + V(s_t)
 
-    The state after the last response token is terminal: its value is 0. The sum over l is a scan by
+    The state after the last response token is terminal, with value 0. The sum over l is a scan by
     doubling: after k rounds A_t holds its first 2^k terms, so it takes log2(T) rounds. Padding
-    columns change no bit.
+    columns do not change a single bit of the result.
     """
     zero = values.new_zeros(())
     pad = torch.nn.functional.pad
@@ -53,8 +53,9 @@ def gae(
 
 
 def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """``(x - mean) / sqrt(var + 1e-8)`` of a whole batch [B, T], mean and Bessel-corrected variance
-    under the mask, 0 outside; unless the mean is to be shifted to 0, it is put back after scaling.
+    """``(x - mean) / sqrt(var + 1e-8)`` of a full batch [B, T], and 0 outside the mask. Mean and
+    Bessel-corrected variance are taken under the mask. With ``shift_mean`` false the mean is added
+    back after scaling.
     """
     x = torch.where(mask, x, 0.0)
     mean = masked_mean(x, mask)
@@ -65,7 +66,7 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
 
 
 def require_several(groups: Tensor, algorithm: str) -> None:
-    """Refuse a prompt with a single response; raises LearnerError."""
+    """Raise LearnerError if any prompt has a single response."""
     prompts, counts = groups.unique(return_counts=True)
     alone = prompts[counts < 2]
     if len(alone):
@@ -78,8 +79,8 @@ def require_several(groups: Tensor, algorithm: str) -> None:
 
 
 def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
-    """``A_i = R_i - mean of R_j over the others of the group`` (RLOO, Ahmadian et al. 2024); all
-    are [B], and each group has two rows or more.
+    """``A_i = R_i - mean of the group's other R_j`` (RLOO, Ahmadian et al. 2024). All are [B]. Each
+    group must have two or more rows.
     """
     total, count = _group_sums(rewards.double(), groups)
     return (rewards - (total - rewards) / (count - 1)).float()
@@ -93,12 +94,12 @@ def group_normalised(
 ) -> Tensor:
     """``A_i = (R_i - mean) / std`` over the group (GRPO, Shao et al. 2024, section 4.1).
 
-    All are [B]; each group has two rows or more. The deviation is Bessel-corrected, and of the
-    rewards of the group or of the batch; Dr. GRPO (Liu et al. 2025) leaves the division out. A
-    group whose rewards are all the same gets 0.
+    All are [B]. Each group should have two or more rows. The Bessel-corrected deviation is that of
+    the group's or the batch's rewards. Dr. GRPO (Liu et al. 2025) omits the division. A group whose
+    rewards are all equal gets 0.
     """
     eps = STD_EPS if eps is None else eps
-    # In double precision, or rounding would be divided by a deviation of next to nothing.
+    # In double precision, because otherwise rounding would be divided by a deviation of almost 0.
     total, count = _group_sums(rewards.double(), groups)
     centred = rewards - total / count
     if scale == "batch":
@@ -111,12 +112,11 @@ def group_normalised(
 
 
 def normalised_then_summed(sources: Tensor, weights: Tensor, groups: Tensor) -> Tensor:
-    """``A_i = (Z_i - mean Z) / std Z`` over the batch, of ``Z_i = sum_k w_k (r_ik - mean_k) /
-    std_k`` with mean and deviation of source k over the group (GDPO, arXiv 2601.05242), with 1e-4
-    added to each deviation.
+    """``A_i = (Z_i - mean Z) / std Z`` over the batch (GDPO, arXiv 2601.05242).
 
-    Of rewards [B, S], NaN if a source does not apply, which then adds nothing, weights [S] and
-    groups [B] to [B].
+    ``Z_i = sum_k w_k (r_ik - mean_k) / std_k``, with mean and deviation of source k over the group.
+    1e-4 is added to each deviation. Maps rewards [B, S], weights [S] and groups [B] to [B]. A
+    reward of NaN means that its source does not apply, and adds nothing.
     """
     total = torch.zeros(len(sources), dtype=torch.float64)
     for rewards, weight in zip(sources.T, weights, strict=True):
@@ -137,9 +137,7 @@ def best_and_worst(scores: Tensor, groups: Tensor) -> list[tuple[int, int]]:
 
 
 def group_stats(scores: Tensor, groups: Tensor) -> Mapping[str, float]:
-    """Measure how much there is to compare: the spread of scores, which no KL is taken off yet, and
-    the share of groups without any.
-    """
+    """Measure the spread of scores, before any KL cost, and the share of groups without one."""
     total, count = _group_sums(scores.double(), groups)
     squares, _ = _group_sums((scores - total / count).square(), groups)
     each = [scores[groups == group] for group in groups.unique()]
@@ -151,7 +149,7 @@ def group_stats(scores: Tensor, groups: Tensor) -> Mapping[str, float]:
 
 
 def _group_sums(x: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each row the sum of x over its group, and the group's size; each [B]."""
+    """Return, for each row, the sum of x over its group and the group's size, both [B]."""
     _, index, counts = groups.unique(return_inverse=True, return_counts=True)
     sums = x.new_zeros(len(counts)).index_add(0, index, x)
     return sums[index], counts[index]

@@ -1,15 +1,15 @@
-"""Importance weights for data of another policy than the one that is trained.
+"""Importance weights for data sampled by a policy other than the one under training.
 
-Asynchronous and carried rollouts are sampled by a *behaviour* policy, token by token its own
-version. Decoupled PPO (Hilton et al. 2022) takes the ratio that is clipped to a *proximal* policy,
+Asynchronous and carried rollouts are sampled by a *behaviour* policy, whose version may differ from
+token to token. Decoupled PPO (Hilton et al. 2022) takes the clipped ratio to a *proximal* policy,
 the learner's own before the step, and weighs each token by proximal / behaviour:
 
     rho = pi / pi_prox
     w   = pi_prox / pi_behave
     L   = -E w min(rho A, clip(rho, 1 - eps, 1 + eps) A)
 
-The weights are never negative, so they can be part of the advantages: every loss that is linear in
-the advantages is weighted so.
+The weights are never negative, so they can be multiplied into the advantages. This suits every loss
+linear in the advantages.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from stretto.config import AlgorithmConfig
 def settled(
     inputs: LossInputs, logprobs: Tensor, settings: AlgorithmConfig
 ) -> tuple[LossInputs, Metrics]:
-    """Settle the old policy's log-probs, and put importance weights on the advantages.
+    """Choose the old policy's log-probs and multiply importance weights into the advantages.
 
-    Log-probs [b, T] are of the policy under training, detached; they are the old ones in rows whose
-    old policy is that. Returns ``correction/weight_mean``, too, where there is a correction.
+    ``logprobs`` [b, T] are detached and of the policy under training. They replace the old
+    log-probs in the rows that ``inputs.own`` marks. With a correction, also returns
+    ``correction/weight_mean``.
     """
     old, behaviour = inputs.old_logprobs, inputs.behaviour_logprobs
     behaviour = old if behaviour is None else behaviour
@@ -62,11 +63,11 @@ def importance_weights(
     cap: float,
     episodes: Tensor | None = None,
 ) -> Tensor:
-    """Return ``w = pi_prox / pi_behave`` [B, T], kept small; 0 outside the mask.
+    """Return ``w = pi_prox / pi_behave`` [B, T], bounded by ``cap``, and 0 outside the mask.
 
-    ``truncate`` gives min(w, cap) (Espeholt et al. 2018); ``mask`` keeps w within 1 / cap to cap,
-    and gives 0 outside. The level is a weight a token, or the product over the response, an
-    episode's over all its rows, for all its tokens.
+    ``truncate`` gives min(w, cap) (Espeholt et al. 2018). ``mask`` keeps weights between 1 / cap
+    and cap, and sets the rest to 0. Level ``token`` has a weight per token. Level ``sequence``
+    gives all tokens of a response, or of all rows of an episode, the product of their weights.
     """
     log_ratio = torch.where(mask, proximal - behaviour, 0.0)
     if level == "sequence":

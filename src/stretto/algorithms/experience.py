@@ -1,8 +1,8 @@
 """Inputs and outputs of losses, the same for all algorithms.
 
-A schedule hands over a :class:`Scored` batch; an algorithm makes :class:`Targets` of it, which
-become an :class:`Experience`; a loss takes :class:`LossInputs`, some rows of that, and gives a
-:class:`LossTerm`. Terms of disjoint rows add up.
+A schedule hands over a :class:`Scored` batch. An algorithm computes :class:`Targets`, from which an
+:class:`Experience` is built. A loss takes :class:`LossInputs`, some rows of the experience, and
+returns a :class:`LossTerm`. Terms of disjoint rows add up.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from stretto.errors import LearnerError
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A batch of scored responses, on the CPU in float32: one a row, or several rows an episode.
-
-    Tokens are those that the policy drew; what an environment said stands nowhere here.
+    """A batch of scored responses, on the CPU in float32: one per row, or several rows per episode.
+    Only tokens that the policy sampled appear here. The text of environments does not.
     """
 
-    mask: Tensor  # [B, T] bool, true where there is a response token
-    logprobs: Tensor  # [B, T] of the behaviour policy, as the engine stored them
+    mask: Tensor  # [B, T] bool, true for response tokens
+    logprobs: Tensor  # [B, T] of the behaviour policy, as reported by the engine
     ref_logprobs: Tensor | None  # [B, T]; None without a reference
     values: Tensor | None  # [B, T] of the critic before the step; None without one
     scores: Tensor  # [B], the weighted sum of all reward sources
     ended: Tensor  # [B] bool, from the finish reason
     groups: Tensor  # [B] int64, the same for the responses to one prompt
-    turn_rewards: Tensor | None = None  # [B, T], the part of the scores that is given for turns
-    episodes: Tensor | None = None  # [B] int64, the same for the rows of an episode; None: no two
-    sources: Tensor | None = None  # [B, S] float64, of each source; NaN if it does not apply
+    turn_rewards: Tensor | None = None  # [B, T], the part of the scores that turns earned
+    episodes: Tensor | None = None  # [B] int64, equal for an episode's rows; None: one row each
+    sources: Tensor | None = None  # [B, S] float64, one column per source; NaN if it does not apply
     weights: Tensor | None = None  # [S] of the sources
 
     def shared(self) -> Scored:
-        """Return the batch with one score and one end an episode: the mean of its rows' scores,
-        which only scorers that read rows apart can tell from each; the end only where all ended.
+        """Return the batch with one score and one ``ended`` flag per episode. The score is the mean
+        over the rows. They differ only for scorers that read rows separately. An episode has ended
+        only if all its rows have.
         """
         if self.episodes is None:
             return self
@@ -56,8 +56,8 @@ class Scored:
         return replace(self, scores=scores.to(self.scores.dtype), ended=cut == 0)
 
     def responses(self) -> tuple[Tensor, Tensor]:
-        """Return a row for each response [E], to compare them by, and the place among these of the
-        response that each row is of [B].
+        """Return one row per response [E], to compare them by, and each row's index in that list
+        [B].
         """
         if self.episodes is None:
             every = torch.arange(len(self.mask))
@@ -65,7 +65,7 @@ class Scored:
         return first_rows(self.episodes)
 
     def rows(self) -> list[tuple[int, ...]]:
-        """Return all rows of each response, in the order of :meth:`responses`."""
+        """Return the rows of each response, in the order of :meth:`responses`."""
         first, place = self.responses()
         rows: list[list[int]] = [[] for _ in first]
         for row, response in enumerate(place.tolist()):
@@ -75,45 +75,45 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The targets that an algorithm makes of a scored batch.
+    """The targets that an algorithm computes from a scored batch.
 
-    Advantages are constant along a response where the algorithm has one a response. Units are rows
-    that are trained on together, in one micro-batch and in this order; rows in no unit are left
-    out. By default each response is by itself.
+    Algorithms with one advantage per response repeat it along the response. A unit is a list of
+    rows to train on together, in one micro-batch and in this order. Rows in no unit are not
+    trained on. By default each response is a unit.
     """
 
     advantages: Tensor  # [B, T], 0 outside the mask
     units: Sequence[Sequence[int]] | None = None
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # further [B, T] of its losses
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # [B, T] each, for its losses
     stats: Mapping[str, float] = field(default_factory=dict)  # of the batch, by metric name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """Rows of an experience: all that losses take besides the trained models; 0 outside the mask.
+    """Rows of an experience: all that losses take besides the trained models. 0 outside the mask.
 
-    ``fresh`` marks responses sampled by the very weights that are being trained: engine and learner
-    should agree on their log-probs. ``own`` marks those whose old policy is the one under training,
-    as it is now: the old log-probs are then its own, not ``old_logprobs``.
+    ``fresh`` marks responses sampled by exactly the weights under training, for which the log-probs
+    of engine and learner should agree. ``own`` marks rows whose old policy is the current policy,
+    so that its log-probs replace ``old_logprobs``.
     """
 
     mask: Tensor  # [b, T] bool
-    weights: Tensor  # [b, T] of each token in a loss of tokens; over the whole optimizer step
-    means: Tensor  # [b, T] 1 / tokens, which turns sums into the means that are reported
-    response_weights: Tensor  # [b] 1 / responses, of each in a loss of whole responses
+    weights: Tensor  # [b, T], per-token loss weights over the full optimizer step
+    means: Tensor  # [b, T] 1 / tokens, to turn sums into the reported means
+    response_weights: Tensor  # [b] 1 / responses, weights of per-response losses
     advantages: Tensor  # [b, T]
-    old_logprobs: Tensor  # [b, T] of the policy that ratios are taken to
+    old_logprobs: Tensor  # [b, T] of the policy in the ratio's denominator
     ref_logprobs: Tensor | None = None  # [b, T]; None without a reference
-    behaviour_logprobs: Tensor | None = None  # [b, T] as the engine stored them; None: the old ones
+    behaviour_logprobs: Tensor | None = None  # [b, T] from the engine; None: old_logprobs
     fresh: Tensor | None = None  # [b] bool
     own: Tensor | None = None  # [b] bool
     tensors: Mapping[str, Tensor] = field(default_factory=dict)  # see Targets
     episodes: Tensor | None = None  # [b], as in Scored
-    places: Tensor | None = None  # [N] of the response tokens among b * T; None: not looked for
-    fresh_places: Tensor | None = None  # [n] of those in fresh rows
+    places: Tensor | None = None  # [N] indices of response tokens in b * T; None: not computed yet
+    fresh_places: Tensor | None = None  # [n] the same for fresh rows
 
     def each(self, change: Callable[[Tensor], Tensor]) -> LossInputs:
-        """Return the same inputs with each tensor changed."""
+        """Return the same inputs with ``change`` applied to each tensor."""
 
         def changed(value: Any) -> Any:
             if isinstance(value, Mapping):
@@ -123,13 +123,13 @@ class LossInputs:
         return LossInputs(**{f.name: changed(getattr(self, f.name)) for f in fields(LossInputs)})
 
     def pick(self, rows: Sequence[int] | slice) -> LossInputs:
-        """Return some rows, with the weights that they have here."""
+        """Return some rows, with their weights unchanged."""
         bare = replace(self, places=None, fresh_places=None)
         return bare.each(lambda tensor: tensor[rows])
 
     def located(self) -> LossInputs:
-        """Return the same inputs with the places of tokens. Where the mask is on a GPU, the host
-        waits to learn how many there are: locate them on the CPU.
+        """Return the same inputs with ``places`` filled in. Do this on the CPU: if the mask is on a
+        GPU, the host waits to learn the number of tokens.
         """
 
         def places(mask: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class LossInputs:
         return replace(self, places=places(self.mask), fresh_places=fresh)
 
     def weighted(self, averaging: Aggregation, longest: int) -> LossInputs:
-        """Return the same rows, weighted as all that an optimizer step trains on."""
+        """Return the same rows with weights, as the full set that an optimizer step trains on."""
         return replace(
             self,
             weights=token_weights(self.mask, averaging, longest, self.episodes),
@@ -148,14 +148,14 @@ class LossInputs:
         )
 
     def of_tokens(self, x: Tensor) -> Tensor:
-        """Pick the entries of response tokens: [b, T] to [N], one response after another."""
+        """Select the entries of response tokens: [b, T] to [N], one response after another."""
         places = self.located().places if self.places is None else self.places
         assert places is not None
         return x.flatten().index_select(0, places)
 
     def of_response(self, per_token: Tensor) -> Tensor:
-        """Sum over each response: [b, T] to [b]. The log-prob of a response is one such sum; all
-        rows of an episode have that of the episode.
+        """Sum over each response: [b, T] to [b], for example to get a response's log-prob. All rows
+        of an episode get the episode's sum.
         """
         return joined(torch.where(self.mask, per_token, 0.0).sum(dim=1), self.episodes)
 
@@ -167,17 +167,17 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experience(LossInputs):
-    """The inputs of a whole batch's losses; its rows have no weights yet."""
+    """Loss inputs of a full batch. The rows have no weights yet."""
 
-    units: Sequence[Sequence[int]]  # see Targets; every row accounted for
+    units: Sequence[Sequence[int]]  # see Targets; all rows to train on
     apart: bool = False  # whether rows of a unit may be in several micro-batches of a mini-batch
-    rewards: Tensor  # [B], the scores after the rule for missing ends
+    rewards: Tensor  # [B], the scores after the missing-EOS rule
     stats: Mapping[str, float]  # by metric name
 
 
 @dataclass(frozen=True, slots=True)
 class LossTerm:
-    """A differentiable term [] of a loss, and its metrics; both add over disjoint rows."""
+    """A differentiable loss term [] and its metrics. Both add up over disjoint rows."""
 
     loss: Tensor
     metrics: Metrics
@@ -187,7 +187,7 @@ class LossTerm:
 
 
 def require_finite(name: str, tensor: Tensor) -> None:
-    """Refuse numbers that would spoil the weights; raises LearnerError."""
+    """Raise LearnerError for numbers that would corrupt the weights."""
     bad = tensor[~tensor.isfinite()]
     if bad.numel():
         raise LearnerError(
@@ -199,8 +199,9 @@ def require_finite(name: str, tensor: Tensor) -> None:
 
 
 def check(data: Scored, kl_coef: float) -> None:
-    """Refuse a batch that nothing can be learned from: there is no response token, an input is not
-    finite inside the mask, or the reference is missing.
+    """Raise LearnerError for a batch that cannot be trained on. That is one without a response
+    token, with an input that is not finite inside the mask, or without the reference that the KL
+    penalty needs.
     """
     if not data.mask.any():
         raise LearnerError(

@@ -1,4 +1,4 @@
-"""The KL penalty to the reference: per-token estimates, and a coefficient that adapts."""
+"""The KL penalty to the reference: per-token estimates and the adaptive coefficient."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stretto.config.algorithm import Estimator
 from stretto.errors import LearnerError, StateError
 
 _ERROR_CLIP = 0.2
-"""Ziegler et al. 2019, section 2.2: the proportional error is held within +-0.2."""
+"""Ziegler et al. 2019, section 2.2: the proportional error is clipped to +-0.2."""
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Estimator) -> Tensor:
@@ -21,8 +21,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Estimator) -> Tens
     With ``d = log pi - log pi_ref``: ``k1 = d`` (unbiased, high variance), ``k2 = d^2 / 2``
     (biased, low variance), ``k3 = exp(-d) - 1 + d`` (unbiased, never negative).
 
-    Both [B, T] are of the same tokens, at the sampling temperature. The result is in nats, and
-    elementwise, so slots outside a mask hold what they held.
+    Both inputs are [B, T], of the same tokens at the sampling temperature. The result is
+    elementwise, in nats, so slots outside a mask are not cleared.
     """
     d = logprobs - ref_logprobs
     if kind == "k1":
@@ -33,22 +33,22 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Estimator) -> Tens
 
 
 class AdaptiveKL:
-    """The KL's coefficient beta, moved in proportion to the measured KL's distance from its target.
+    """The coefficient beta of the KL penalty, adapted in proportion to the KL's relative error.
 
     Ziegler et al. 2019, section 2.2::
 
         e    = clip(KL / target - 1, -0.2, 0.2)
         beta = beta * (1 + e * n / horizon)
 
-    So ``n`` has to be less than 5 horizons for beta to stay above 0, which the settings see to. The
-    target is in nats a response; 0 keeps beta where it is.
+    ``n`` must be less than 5 horizons for beta to stay above 0, which the settings check. The
+    target is in nats per response. A target of 0 keeps beta fixed.
     """
 
     def __init__(self, coef: float, target: float, horizon: int) -> None:
         self.coef, self._target, self._horizon = coef, target, horizon
 
     def update(self, kl: float, n: int) -> None:
-        """Move beta after ``n`` responses with a mean KL of ``kl`` nats a response."""
+        """Update beta after ``n`` responses with a mean KL of ``kl`` nats per response."""
         if self._target == 0:
             return
         if not math.isfinite(kl):
@@ -64,7 +64,7 @@ class AdaptiveKL:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back a state of :meth:`state_dict`; raises StateError if it is another one."""
+        """Restore a state of :meth:`state_dict`. Raises StateError if its keys differ."""
         if set(state) != {"coef"}:
             raise StateError(
                 f"the state of AdaptiveKL holds 'coef' alone; got {sorted(state)}. "

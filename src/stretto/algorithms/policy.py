@@ -1,4 +1,4 @@
-"""Terms of losses that algorithms share: clipped surrogate, entropy, KL, and drift figures.
+"""Loss terms that algorithms share: clipped surrogate, entropy, KL, and policy-drift metrics.
 
 All take inputs of b rows and T columns, and ``logprobs`` [b, T] of the policy under training.
 """
@@ -18,11 +18,11 @@ SUM, SQUARES, TOKENS = "sampling/sum", "sampling/squares", "sampling/tokens"
 """Names of the sums of :func:`disagreement`."""
 
 LOG_RATIO_LIMIT = 20.0
-"""Log ratios count up to here: far beyond any clipping, and far from overflow."""
+"""Log ratios are clamped here: far beyond any clipping, and far from overflow."""
 
 
 def bounded_ratio(log_ratio: Tensor) -> Tensor:
-    """``exp(log_ratio)``, kept finite: infinity, clipped or times 0, has a gradient of NaN."""
+    """``exp(log_ratio)``, kept finite: the gradient of infinity, clipped or times 0, is NaN."""
     return log_ratio.clamp(max=LOG_RATIO_LIMIT).exp()
 
 
@@ -65,9 +65,8 @@ def policy_term(loss: Tensor, sums: dict[str, Tensor]) -> LossTerm:
 def entropy_bonus(
     entropy: Tensor, inputs: LossInputs, coef: float, *, token_mean: bool = False
 ) -> LossTerm:
-    """``-coef * sum_t w_t H_t`` of the entropies [b, T], with ``policy/entropy_avg`` in nats.
-
-    ``token_mean``: the weights w_t are 1 / tokens, as in TRL, instead of the policy loss's own.
+    """``-coef * sum_t w_t H_t`` of the entropies [b, T], with ``policy/entropy_avg`` in nats. With
+    ``token_mean`` the weights w_t are 1 / tokens, as in TRL, instead of the policy loss's.
     """
     per_token = inputs.of_tokens(entropy if coef else entropy.detach())  # saves its gradient
     means = inputs.of_tokens(inputs.means)
@@ -96,13 +95,13 @@ def kl_penalty(
 
 
 def drift(logprobs: Tensor, inputs: LossInputs) -> Metrics:
-    """Measure how far the policy is from the old one: ``policy/approxkl_avg`` (half the mean
-    squared log ratio), ``val/ratio`` and its extremes.
+    """Measure the drift from the old policy: ``policy/approxkl_avg`` and ``val/ratio`` with its
+    extremes. ``policy/approxkl_avg`` is half the mean squared log ratio.
     """
     log_ratio = inputs.of_tokens(logprobs.detach() - inputs.old_logprobs)
     ratio = log_ratio.exp()
     figures = {"policy/approxkl_avg": log_ratio.square() / 2, "val/ratio": ratio}
-    any_tokens = ratio.numel() > 0  # the least of nothing does not exist
+    any_tokens = ratio.numel() > 0  # there is no minimum of nothing
     return Metrics(
         sums=weighted_sums(inputs.of_tokens(inputs.means), figures),
         minima={"val/ratio_min": ratio.amin()} if any_tokens else {},
@@ -111,7 +110,7 @@ def drift(logprobs: Tensor, inputs: LossInputs) -> Metrics:
 
 
 def disagreement(logprobs: Tensor, inputs: LossInputs) -> Metrics:
-    """Measure how far the engine's log-probs are from the learner's under the same weights.
+    """Measure how much the log-probs of engine and learner differ under the same weights.
 
     Over fresh responses: the sums of the differences (learner less engine) and of their squares and
     the number of tokens, under :data:`SUM`, :data:`SQUARES` and :data:`TOKENS`, and

@@ -1,4 +1,4 @@
-"""PPO (Schulman et al. 2017) with a critic, and GRPO, which compares a group in its place."""
+"""PPO (Schulman et al. 2017) with a critic, and GRPO, which compares a group instead."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ from stretto.errors import LearnerError
 
 
 def targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Targets:
-    """Advantages by GAE, whitened over the batch where asked for, and returns for the critic.
-
-    Each row is a trajectory of its own that earns the score of its episode. What the rest of the
-    episode earned before a row's first token is a constant there, which biases no gradient.
+    """GAE advantages, whitened over the batch if configured, and returns for the critic. Each row
+    is a trajectory of its own that earns the score of its episode. Rewards that the rest of the
+    episode earned before a row's first token are a constant there, which biases no gradient.
     """
     if data.values is None:
         raise LearnerError(
@@ -51,9 +50,8 @@ def policy_loss(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig)
 
 
 def cispo_loss(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> LossTerm:
-    """``-sum_t w_t min(rho_t, 1 + eps) A_t log pi(a_t)``, without a gradient of the ratio rho.
-
-    CISPO (MiniMax-M1, 2025): a large ratio bounds the weight of a token, and no token is left out.
+    """``-sum_t w_t min(rho_t, 1 + eps) A_t log pi(a_t)``, with no gradient through the ratio rho.
+    CISPO (MiniMax-M1, 2025): a large ratio only bounds a token's weight, so no token is dropped.
     ``policy/clipfrac_avg`` is the share of tokens whose ratio is bounded.
     """
     w, adv = inputs.of_tokens(inputs.weights), inputs.of_tokens(inputs.advantages)
@@ -65,15 +63,15 @@ def cispo_loss(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) 
 
 
 def value_loss(values: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> LossTerm:
-    """Squared error to the returns, with the value held near the old one.
+    """Squared error to the returns, with the value clipped near the old one.
 
     ::
 
         V_clip = V_old + clip(V - V_old, -eps, eps)
         L      = sum_t w_t max((V_t - R_t)^2, (V_clip_t - R_t)^2) / 2
 
-    ``algorithm.value_clip`` is eps; 0 leaves the plain squared error. ``val/clipfrac_avg`` is the
-    share of tokens whose clipped branch is the larger loss.
+    eps is ``algorithm.value_clip``. With 0 the loss is the plain squared error.
+    ``val/clipfrac_avg`` is the share of tokens whose clipped branch is the larger loss.
     """
     eps, weights = settings.value_clip, inputs.of_tokens(inputs.weights)
     of_batch = (values, inputs.tensors["returns"], inputs.tensors["old_values"])
@@ -90,7 +88,7 @@ def value_loss(values: Tensor, inputs: LossInputs, settings: AlgorithmConfig) ->
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """``1 - Var(R - V) / Var(R)`` under the mask; NaN where the returns do not vary."""
+    """``1 - Var(R - V) / Var(R)`` under the mask. NaN if the returns do not vary."""
     variance = masked_var(returns, mask)
     if variance <= WHITEN_EPS:
         return float("nan")
@@ -98,7 +96,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 
 
 def _stats(advantages: Tensor, returns: Tensor, values: Tensor, mask: Tensor) -> dict[str, float]:
-    """Figures over response tokens, of advantages before whitening."""
+    """Return metrics over response tokens. ``advantages`` are those before whitening."""
     stats = {
         "critic/advantages/mean": masked_mean(advantages, mask).item(),
         "critic/advantages/std": masked_var(advantages, mask).sqrt().item(),
@@ -106,18 +104,18 @@ def _stats(advantages: Tensor, returns: Tensor, values: Tensor, mask: Tensor) ->
         "critic/values/mean": masked_mean(values, mask).item(),
     }
     explained = explained_variance(values, returns, mask)
-    if not math.isnan(explained):  # left out, rather than made up, where returns do not vary
+    if not math.isnan(explained):  # omitted rather than invented if returns do not vary
         stats["critic/explained_variance"] = explained
     return stats
 
 
 def grpo_targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Targets:
-    """``A_i = (R_i - mean R) / std R`` over the group, along the whole response (no critic).
+    """``A_i = (R_i - mean R) / std R`` over the group, for all tokens of a response (no critic).
 
     GRPO (Shao et al. 2024) averages PPO's clipped surrogate over each response, with the KL (k3) in
     the loss. Dr. GRPO (Liu et al. 2025): ``scale_rewards = 'none'``, ``aggregation =
-    'fixed_length'``.
-    DAPO (Yu et al. 2025): ``clip_high = 0.28``, ``aggregation = 'token_mean'``, ``kl_coef = 0``.
+    'fixed_length'``. DAPO (Yu et al. 2025): ``clip_high = 0.28``, ``aggregation = 'token_mean'``,
+    ``kl_coef = 0``.
     """
     first, place = data.responses()
     totals, groups = rewards.totals[first], data.groups[first]

@@ -15,10 +15,9 @@ from stretto.errors import LearnerError
 
 
 def dpo_targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Targets:
-    """Pairs of responses: the best of each group, and its worst, each with all its rows.
-
-    A group whose scores are all the same has no preference and is left out. So is a pair with an
-    empty response. ``dpo/pairs`` is the number of pairs that are left.
+    """Pair the best and the worst response of each group, each with all its rows. Skips groups
+    whose scores are all equal, as they express no preference, and pairs with an empty response.
+    ``dpo/pairs`` is the number of pairs that remain.
     """
     first, rows = data.responses()[0], data.rows()
     tokens = joined(data.mask.sum(dim=1), data.episodes)[first]
@@ -42,8 +41,8 @@ def dpo_targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Ta
 def dpo_loss(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> LossTerm:
     """Online DPO (Guo et al. 2024; Rafailov et al. 2023): the logistic loss on pairs' margins.
 
-    Rows are best, worst, best, worst, ...; where episodes have several, ``sides`` has the number of
-    a row's pair, negative for the worst. ::
+    Rows alternate: best, worst, best, worst, ... If episodes have several rows, ``sides`` holds the
+    number of each row's pair instead, negative for the worst. ::
 
         margin = beta (log pi(y+)/pi_ref(y+) - log pi(y-)/pi_ref(y-))
         L      = -sum_pairs w log sigmoid(margin)
@@ -71,7 +70,7 @@ def dpo_loss(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) ->
 
 
 def best_targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Targets:
-    """The best response of each group; the others are left out. Of equals the first is best."""
+    """Train on the best response of each group only. Among equal scores the first wins."""
     first, rows = data.responses()[0], data.rows()
     groups = data.groups[first]
     return Targets(

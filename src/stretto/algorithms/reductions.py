@@ -1,11 +1,11 @@
 """Reductions over response tokens that do not depend on how a batch is split or padded.
 
 B responses, T tokens. A loss is ``sum(weights * per_token)`` with weights from
-:func:`token_weights`, whose denominators count over the whole optimizer step: the sum over
-micro-batches is then the loss of the whole. The masked statistics read the selected tokens only,
-row by row, so that padding columns do not even change the order of a sum.
+:func:`token_weights`, whose denominators count over the full optimizer step. Losses of
+micro-batches therefore add up to the loss of the step. The masked statistics read only the selected
+tokens, row by row, so that padding columns do not even change the order of a sum.
 
-Rows are responses, but where ``episodes`` [B] says which belong together: an episode is one
+Each row is a response unless ``episodes`` [B] is given. Rows with the same episode number form one
 response, whose tokens are those of all its rows.
 """
 
@@ -21,14 +21,14 @@ from stretto.config.algorithm import Aggregation
 
 
 def joined(x: Tensor, episodes: Tensor | None) -> Tensor:
-    """Return for each row the sum over all rows of its episode, [B] to [B]; ``None``: as it is."""
+    """Sum over the rows of each row's episode, [B] to [B]. ``None``: return x unchanged."""
     if episodes is None:
         return x
     return torch.where(episodes[:, None] == episodes, x, x.new_zeros(())).sum(dim=1)
 
 
 def first_rows(episodes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first row of each episode [E], in order, and each row's place among these [B]."""
+    """Return the first row of each episode [E], in order, and each row's index among them [B]."""
     first = (episodes[:, None] == episodes).int().argmax(dim=1)
     rows, places = first.unique(return_inverse=True)
     return rows, places
@@ -37,13 +37,13 @@ def first_rows(episodes: Tensor) -> tuple[Tensor, Tensor]:
 def token_weights(
     mask: Tensor, mode: Aggregation, longest: int = 1, episodes: Tensor | None = None
 ) -> Tensor:
-    """Return the weight of each token in a loss of tokens: [B, T] float32, 0 outside the mask.
+    """Return the weight of each token in a per-token loss: [B, T] float32, 0 outside the mask.
 
-    The mask [B, T] is of *all* responses of one optimizer step; micro-batches take rows of the
-    result. An empty response has no tokens to average and is not counted among the responses.
-    ``token_mean`` gives ``mask / tokens``, every token counting alike; ``sequence_mean`` gives
-    ``mask / (length_b * responses)``, every response counting alike; ``sequence_sum`` gives ``mask
-    / responses``; ``fixed_length`` gives ``mask / (longest * responses)``.
+    The mask [B, T] must be of *all* responses of one optimizer step. Micro-batches take rows of the
+    result. Empty responses do not count among the responses, as they have no tokens to average.
+    ``token_mean`` gives ``mask / tokens``, so every token counts the same. ``sequence_mean`` gives
+    ``mask / (length_b * responses)``, so every response counts the same. ``sequence_sum`` gives
+    ``mask / responses``. ``fixed_length`` gives ``mask / (longest * responses)``.
     """
     lengths = joined(mask.sum(dim=1), episodes)[:, None]
     responses = _count(mask.any(dim=1), episodes)
@@ -57,8 +57,8 @@ def token_weights(
 
 
 def response_weights(mask: Tensor, episodes: Tensor | None = None) -> Tensor:
-    """Return the weight of each row in a loss of whole responses: 1 / responses that are not empty,
-    in equal parts on the rows of an episode, and 0 for rows without a token; [B] float32.
+    """Return the weight of each row in a per-response loss, [B] float32. It is 1 / (number of
+    non-empty responses), divided equally among the rows of an episode. Rows without a token get 0.
     """
     present = mask.any(dim=1)
     denominator = _count(present, episodes) * joined(present.long(), episodes)
@@ -66,7 +66,7 @@ def response_weights(mask: Tensor, episodes: Tensor | None = None) -> Tensor:
 
 
 def _count(present: Tensor, episodes: Tensor | None) -> Tensor:
-    """Count the responses among the rows that are ``present`` [B], []."""
+    """Count the responses [] among the rows marked ``present`` [B]."""
     if episodes is None:
         return present.sum()
     earlier = ((episodes[:, None] == episodes) & present).tril(-1).any(dim=1)
@@ -74,22 +74,21 @@ def _count(present: Tensor, episodes: Tensor | None) -> Tensor:
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of the selected entries, []; the denominator is their count (NaN when there is none)."""
+    """Mean of the selected entries, []. NaN if none is selected."""
     return x[mask].mean()
 
 
 def masked_var(x: Tensor, mask: Tensor) -> Tensor:
-    """Variance of the selected entries, [], Bessel-corrected (n - 1); 0 for fewer than two."""
+    """Variance of the selected entries, [], Bessel-corrected (n - 1). 0 for fewer than two."""
     selected = x[mask]
     return selected.var(correction=1) if selected.numel() > 1 else selected.new_zeros(())
 
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """Statistics of some rows of a batch, which add up exactly to those of the whole.
-
-    Sums are float64 scalars: a weighted sum of per-token figures, with weights that sum to 1 over
-    the whole, becomes their mean. Of minima and maxima the least and the greatest count.
+    """Statistics of some rows of a batch. Those of disjoint rows add up to those of the batch. Sums
+    are float64 scalars. A weighted sum of per-token metrics is their mean once the weights of all
+    added rows sum to 1. Minima keep the smallest value, maxima the largest.
     """
 
     sums: Mapping[str, Tensor] = field(default_factory=dict)
@@ -108,7 +107,7 @@ class Metrics:
         return Metrics(*({name: value.cpu() for name, value in g.items()} for g in groups))
 
     def floats(self) -> dict[str, float]:
-        """Return all figures as numbers. Waits for the device: call it once a step."""
+        """Return all metrics as floats. Waits for the device, so call it once per step."""
         return {
             name: value.item()
             for group in (self.sums, self.minima, self.maxima)
@@ -117,7 +116,7 @@ class Metrics:
 
 
 def weighted_sums(weights: Tensor, figures: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``sum(weights * figure)`` of each per-token figure ([N], as the weights), in float64."""
+    """``sum(weights * figure)`` in float64 of each per-token metric, [N] like the weights."""
     return {
         name: (weights.double() * figure.detach().double()).sum()
         for name, figure in figures.items()

@@ -1,6 +1,6 @@
-"""The functions of each algorithm, and the way of a scored batch to them.
+"""The functions of each algorithm, and the conversion of a scored batch to their inputs.
 
-``config/algorithm.py`` declares the needs of Stretto's own algorithms, without torch.
+``config/algorithm.py`` declares what each built-in algorithm requires, without importing torch.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Loss = Callable[[Tensor, LossInputs, AlgorithmConfig], LossTerm]
 
 @dataclass(frozen=True)
 class Functions:
-    """The functions of an algorithm. docs/algorithms.md says how to add one.
+    """The functions of an algorithm. docs/algorithms.md explains how to add one.
 
-    ``targets`` makes advantages, or the rows to train on, and further tensors that the losses take,
-    of a scored batch and its rewards. ``policy_loss`` takes log-probs [b, T] of the policy under
-    training; entropy and a KL in the loss are terms of their own. ``value_loss`` takes values [b,
-    T] of the critic; ``None`` for algorithms without one.
+    ``targets`` turns a scored batch and its rewards into advantages, or the rows to train on, and
+    further tensors for the losses. ``policy_loss`` takes log-probs [b, T] of the policy under
+    training. Entropy and a KL in the loss are separate terms. ``value_loss`` takes values [b, T] of
+    the critic, and is ``None`` for algorithms without one.
     """
 
     targets: Callable[[Scored, Rewards, AlgorithmConfig], Targets]
@@ -42,10 +42,9 @@ class Functions:
 
 @dataclass(frozen=True)
 class Algorithm(Functions, AlgorithmSpec):
-    """An algorithm outside the package: its functions and what it needs of a run, by keyword.
-
-    ``algorithm.name`` names such an object by its import path. Each process that computes losses
-    imports it, so nothing of it is sent to other processes.
+    """An algorithm from outside the package: its functions and requirements, by keyword.
+    ``algorithm.name`` gives the import path of such an object. Each process that computes losses
+    imports it, so it is never pickled.
     """
 
 
@@ -62,7 +61,7 @@ FUNCTIONS: Mapping[str, Functions] = {
 
 
 def functions_of(settings: AlgorithmConfig) -> Functions:
-    """Raises ConfigError if the user's own code cannot be imported or is no Algorithm."""
+    """Raises ConfigError if the user's code cannot be imported or is not an Algorithm."""
     if settings.is_outside:
         algorithm: Algorithm = outside.load(settings.name, "algorithm.name", Algorithm)
         return algorithm
@@ -70,8 +69,8 @@ def functions_of(settings: AlgorithmConfig) -> Functions:
 
 
 def call(settings: AlgorithmConfig, function: Callable[..., T], kind: type[T], *inputs: Any) -> T:
-    """Call a function of an algorithm. Raises ConfigError if the user's own code raises an
-    exception, or returns another type or shape than ``kind`` has.
+    """Call a function of an algorithm. Raises ConfigError if the user's code raises an exception or
+    returns a wrong type or shape.
     """
     if not settings.is_outside:
         return function(*inputs, settings)
@@ -100,12 +99,12 @@ def prepare(
     kl_coef: float,
     proximal: Tensor | None = None,
 ) -> Experience:
-    """Make the inputs of its losses of the scored batch of a whole step.
+    """Turn the scored batch of a full step into loss inputs.
 
-    Raises LearnerError if nothing can be learned from it: no tokens, numbers that are not finite, a
-    missing reference or critic, or a prompt with too few responses. ``kl_coef`` is the present
-    beta. Proximal log-probs [B, T] are of the policy before the step, where ratios are taken to
-    that policy and training moves away from it; ``None`` takes those of the behaviour policy.
+    Raises LearnerError if the batch cannot be trained on: no tokens, non-finite numbers, a
+    missing reference or critic, or a prompt with too few responses. ``kl_coef`` is the current
+    beta. ``proximal`` [B, T] are log-probs of the policy before the step, if ratios are taken to
+    that policy. ``None`` takes those of the behaviour policy.
     """
     check(data, kl_coef)
     data = data.shared()

@@ -1,4 +1,4 @@
-"""The rewards of responses: scores, the rule for missing ends, and the KL where it is a cost."""
+"""The rewards of responses: scores, the missing-EOS rule, and the KL cost if in the reward."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ MissingEos = Literal["off", "replace", "subtract"]
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """The rewards of a batch, with the KL's cost where that is in the reward; unlike the sum over
-    tokens, totals hold scores of empty responses too.
+    """The rewards of a batch, less the KL cost if it is in the reward. ``totals`` include the
+    scores of empty responses, unlike the sum over ``tokens``.
     """
 
-    scores: Tensor  # [B], after the rule for missing ends
-    tokens: Tensor  # [B, T], 0 outside the mask: the score where it is earned, less each one's KL
-    totals: Tensor  # [B], the score less the KL's cost over the whole response
+    scores: Tensor  # [B], after the missing-EOS rule
+    tokens: Tensor  # [B, T], 0 outside the mask: scores where they are earned, less KL costs
+    totals: Tensor  # [B], the score less the KL cost of the full response
     stats: Mapping[str, float]
 
 
 def apply_missing_eos(scores: Tensor, ended: Tensor, mode: MissingEos, penalty: float) -> Tensor:
-    """Penalise the scores [B] of responses that did not end by themselves, as the engine says.
-
-    ``replace`` puts the penalty in the score's place (asynchronous RLHF, Noukhovitch et al. 2025);
-    ``subtract`` takes its absolute value off (TRL); ``off`` keeps the score.
+    """Penalise the scores [B] of responses that the engine reports as not ended by themselves.
+    ``replace`` sets the score to the penalty (asynchronous RLHF, Noukhovitch et al. 2025).
+    ``subtract`` subtracts the penalty's absolute value (TRL). ``off`` keeps the score.
     """
     if mode == "off":
         return scores
@@ -46,9 +45,9 @@ def token_rewards(
 ) -> Tensor:
     """``r_t = -beta KL_t``, plus the score at the last response token.
 
-    Ziegler et al. 2019, section 2.2. Of scores [B] and estimates [B, T] to [B, T], 0 outside the
-    mask. An empty response has no last token: its score goes nowhere. What was given for turns
-    [B, T] stays in its places, and only the rest of the score is at the last token.
+    Ziegler et al. 2019, section 2.2. Maps scores [B] and estimates [B, T] to [B, T], 0 outside the
+    mask. The score of an empty response is dropped, as it has no last token. Rewards of ``turns``
+    [B, T] stay at their tokens, and the last token gets the rest of the score.
     """
     is_last = mask & ~torch.nn.functional.pad(mask[:, 1:], (0, 1))
     tokens = torch.where(mask, -kl_coef * kl, 0.0)
@@ -61,7 +60,7 @@ def token_rewards(
 def make_rewards(
     data: Scored, reward: RewardConfig, algorithm: AlgorithmConfig, kl_coef: float
 ) -> Rewards:
-    """Make rewards of scores and KL, by the rules of a run and the present beta."""
+    """Combine scores and KL into rewards, by the run's settings and the current beta."""
     scores = apply_missing_eos(
         data.scores, data.ended, reward.missing_eos, reward.missing_eos_penalty
     )
@@ -82,7 +81,7 @@ def make_rewards(
 
 
 def _stats(scores: Tensor, kl: Tensor | None, kl_coef: float, cost: float) -> dict[str, float]:
-    """Return means over responses, of the KL [N] by the estimator that the penalty uses."""
+    """Return means over responses. ``kl`` is [N], by the estimator that the penalty uses."""
     score = scores.mean().item()
     spread = {"objective/scores_std": scores.std().item()} if len(scores) > 1 else {}
     if kl is None:

@@ -1,4 +1,4 @@
-"""RLOO, Proximal RLOO and CoPG: leave-one-out advantages, and three losses of them."""
+"""RLOO, Proximal RLOO and CoPG: leave-one-out advantages with three losses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stretto.config import AlgorithmConfig
 
 
 def targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Targets:
-    """``A_i = R_i - mean of the others' R``, along the whole response (Ahmadian et al. 2024)."""
+    """``A_i = R_i - mean of the group's other R``, for all its tokens (Ahmadian et al. 2024)."""
     first, place = data.responses()
     advantages = leave_one_out(rewards.totals[first], data.groups[first])[place]
     return Targets(
@@ -24,15 +24,14 @@ def targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Target
 
 
 def policy_loss(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> LossTerm:
-    """``-sum_t w_t A log pi(y_t)``; with weights of 1 / B that is ``-mean A log pi(y)``."""
+    """``-sum_t w_t A log pi(y_t)``. With weights of 1 / B that is ``-mean A log pi(y)``."""
     per_token = inputs.of_tokens(inputs.advantages) * inputs.of_tokens(logprobs)
     return policy_term(-(inputs.of_tokens(inputs.weights) * per_token).sum(), {})
 
 
 def copg_loss(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> LossTerm:
-    """``-sum_t w_t A (log pi(y_t) - log pi_old(y_t))``: RLOO's gradient, another value.
-
-    Contrastive policy gradient (Flet-Berliac et al. 2024), as asynchronous RLHF writes it.
+    """``-sum_t w_t A (log pi(y_t) - log pi_old(y_t))``: the same gradient as RLOO, another value.
+    Contrastive policy gradient (Flet-Berliac et al. 2024), as in the paper on asynchronous RLHF.
     """
     log_ratio = inputs.of_tokens(logprobs - inputs.old_logprobs)
     per_token = inputs.of_tokens(inputs.advantages) * log_ratio
@@ -40,14 +39,14 @@ def copg_loss(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -
 
 
 def proximal_loss(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> LossTerm:
-    """The clipped surrogate of whole responses (Noukhovitch et al. 2025, appendix).
+    """Clipped surrogate on full responses (Noukhovitch et al. 2025, appendix).
 
-    It copes with data that is many versions old::
+    Tolerates data many versions old::
 
         rho = exp(log pi(y) - log pi_old(y))
         L   = -sum_b w_b min(rho A, clip(rho, 1 - eps, 1 + eps) A)
 
-    ``policy/clipfrac_avg`` counts responses here.
+    Here ``policy/clipfrac_avg`` counts responses.
     """
     w = inputs.response_weights
     advantages = torch.where(inputs.mask, inputs.advantages, 0.0)[:, 0]  # the same along a response
