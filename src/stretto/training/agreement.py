@@ -1,4 +1,4 @@
-"""A check that engine and learner compute the same policy, as far as rounding allows."""
+"""A check that engine and learner compute the same policy, up to rounding."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from stretto.algorithms.reductions import Metrics
 from stretto.errors import LearnerError
 
 CALIBRATION_TOKENS = 1000
-"""Response tokens that are looked at before rounding counts as measured."""
+"""Response tokens measured before the rounding estimate is used."""
 
 FACTOR = 2.0
-"""The tolerance is this many times what was measured, and the floor."""
+"""The tolerance is this multiple of the measured rounding, plus the floor."""
 
 LIMITS = {True: 0.2, False: 1e-3}
-"""The largest tolerance, in bfloat16 and in float32; it holds until rounding is measured."""
+"""The largest tolerance, in bfloat16 and in float32. It applies until rounding is measured."""
 
 FLOORS = {True: 1e-2, False: 1e-4}
-"""Amounts added to the tolerance, as rounding may grow while a model learns; by coarseness."""
+"""Added to the tolerance, as rounding may grow while a model learns. Keys: whether it is coarse."""
 
 OUTLIER = 6.0
-"""The distance of a lone outlier that is rounding too, as a multiple of the usual difference."""
+"""The size of a single outlier that still counts as rounding, in usual differences."""
 
 
 def is_coarse(dtype: torch.dtype) -> bool:
@@ -32,7 +32,7 @@ def is_coarse(dtype: torch.dtype) -> bool:
 
 
 def differences(metrics: Metrics) -> dict[str, float]:
-    """Return mean (learner less engine) and RMS of the differences that were summed, if any."""
+    """Return mean (learner less engine) and RMS of the summed differences, if there are any."""
     if TOKENS not in metrics.sums:
         return {}
     total, squares, tokens = (metrics.sums[name].item() for name in (SUM, SQUARES, TOKENS))
@@ -43,12 +43,12 @@ def differences(metrics: Metrics) -> dict[str, float]:
 
 
 class Agreement:
-    """A check of the engine's log-probs against the learner's, on responses of the same weights.
+    """Checks the engine's log-probs against the learner's, on responses of the same weights.
 
     The first :data:`CALIBRATION_TOKENS` tokens measure the root mean square difference, which is
     rounding. From then on the tolerance is :data:`FACTOR` times that plus a floor. For n tokens it
     is sqrt(1 + OUTLIER^2 / n) times larger, so that one outlier among few tokens passes. A
-    ``given`` tolerance above 0 stands for all that.
+    ``given`` tolerance above 0 replaces all of this.
     """
 
     def __init__(self, dtype: torch.dtype, given: float) -> None:
@@ -57,7 +57,7 @@ class Agreement:
 
     @property
     def tolerance(self) -> float:
-        """The largest root mean square difference of many log-probs, in nats, that passes."""
+        """The largest RMS difference of many log-probs that passes, in nats."""
         limit = LIMITS[self._coarse]
         if self._measured is None:
             return limit
@@ -69,8 +69,8 @@ class Agreement:
         return math.sqrt(self._squares / self._tokens) if enough else None
 
     def check(self, metrics: Metrics) -> None:
-        """Look at the sums of a mini-batch, before the weights that sampled some of it have moved;
-        raises LearnerError if the difference is beyond the tolerance.
+        """Check the sums of a mini-batch, before an update of the weights that sampled part of it.
+        Raises LearnerError if the difference exceeds the tolerance.
         """
         if TOKENS not in metrics.sums:
             return

@@ -1,8 +1,9 @@
 """Forward and backward passes of a mini-batch, behind one small interface.
 
-The learner divides a mini-batch as its :class:`Backprop` asks, has it leave gradients in the
-models, and updates the models, whether passes are made in this process or by ranks that hold shards
-(:mod:`stretto.training.sharded`) or stages of the models (:mod:`stretto.training.pipelined`).
+The learner divides a mini-batch with its :class:`Backprop`, lets it accumulate gradients in the
+models, and then updates the models. Passes run in this process, on ranks that hold shards
+(:mod:`stretto.training.sharded`) or on ranks that hold pipeline stages
+(:mod:`stretto.training.pipelined`).
 """
 
 from __future__ import annotations
@@ -25,30 +26,30 @@ from stretto.types import Stats
 
 
 class Backprop(Protocol):
-    """The maker of gradients."""
+    """Computes the gradients of mini-batches."""
 
     def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
-        """Divide a mini-batch into micro-batches: indices into ``tokens``, each once. These are of
-        each unit, padding within it counted.
+        """Divide a mini-batch into micro-batches: lists of indices into ``tokens``, each index
+        once. ``tokens`` are the sizes of the units, including the padding within each.
         """
         ...
 
     def run(
         self, batches: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool
     ) -> Mapping[str, Metrics]:
-        """Leave the gradients of the losses, summed over micro-batches, in the models; the actor
-        gets some only where it is to be trained. Return metrics by the name of the model.
+        """Leave the gradients of the losses, summed over micro-batches, in the models. The actor
+        must get gradients only with ``trains_actor``. Returns metrics by model name.
         """
         ...
 
     def finish(self) -> Stats:
-        """Bring new weights into the whole models, after a step's last update; return metrics."""
+        """Copy new weights to the full models after a step's last update, and return metrics."""
         ...
 
 
 class LocalBackprop:
-    """Passes in this process, a micro-batch after the other; on a CPU critic and actor are trained
-    at the same time.
+    """Passes in this process, one micro-batch after another. A CPU trains actor and critic in
+    parallel.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class LocalBackprop:
         microbatch_tokens: int,
     ) -> None:
         self._actor, self._critic, self._losses = actor, critic, losses
-        _ = actor.head  # which is checked here, and not in the first step
+        _ = actor.head  # fails here rather than in the first step
         for trained in filter(None, (actor, critic)):
             if packs(trained.model) and not trained.compute(partial(packs_rightly, trained.model)):
                 unwrapped(trained.model).set_attn_implementation("sdpa")
@@ -90,7 +91,7 @@ class LocalBackprop:
         return [each() for each in passes]
 
     def finish(self) -> Stats:
-        return {}  # the models are the ones that were updated
+        return {}  # passes run on the models themselves
 
 
 def _passes(
@@ -100,7 +101,7 @@ def _passes(
 ) -> Metrics:
     def forward(batch: MicroBatch) -> tuple[Tensor, LossTerm]:
         term = loss(batch.read(trained.model), batch)
-        return term.loss, term  # FSDP looks for losses in tuples, and not in other objects
+        return term.loss, term  # FSDP finds losses in tuples, but not in other objects
 
     metrics = Metrics()
     with trained.training():
@@ -113,26 +114,26 @@ def _passes(
 
 
 def divided(tokens: Sequence[int], wanted: int, hands: int) -> list[Sequence[int]]:
-    """Divide sequences of so many tokens into as many micro-batches for each hand, of like sizes.
-
-    With too few sequences for each to get one, each sequence is a micro-batch. Returns indices into
-    ``tokens``: the micro-batches of the first hand, then of the second, ...
+    """Divide sequences into the same number of similarly sized micro-batches for each worker.
+    ``hands`` is the number of workers, ``wanted`` the desired total. With fewer sequences than
+    workers, each sequence is a micro-batch. Returns indices into ``tokens``: the micro-batches of
+    the first worker, then of the second, ...
     """
     if len(tokens) < hands:
         return [[i] for i in range(len(tokens))]
     count = min(-(-wanted // hands), len(tokens) // hands) * hands
-    # Hands take consecutive parts of the list: the long ones are dealt out.
+    # Workers take consecutive parts of the list, so deal out the long micro-batches.
     return deal(into_micro_batches(tokens, count), hands)
 
 
 def into_micro_batches(tokens: Sequence[int], count: int) -> list[list[int]]:
-    """Divide sequences of so many tokens into ``count`` micro-batches, the largest as small as can
-    be. Neighbours in length go together. Returns indices into ``tokens``, longest sequences first.
+    """Divide sequences into ``count`` micro-batches, minimizing the size of the largest. Sequences
+    of similar length go together. Returns indices into ``tokens``, longest sequences first.
     """
     budgets = range(1, max(tokens) * len(tokens) + 1)
     least = bisect_left(budgets[:-1], -count, key=lambda b: -len(by_token_budget(tokens, b)))
     groups = by_token_budget(tokens, budgets[least])
-    while len(groups) < count:  # where sequences of one length take a step of several groups
+    while len(groups) < count:  # sequences of equal length can skip several counts at once
         largest = max(
             (i for i, group in enumerate(groups) if len(group) > 1),
             key=lambda i: tokens[groups[i][0]] * len(groups[i]),
@@ -143,8 +144,8 @@ def into_micro_batches(tokens: Sequence[int], count: int) -> list[list[int]]:
 
 
 def deal(groups: Sequence[Sequence[int]], hands: int) -> list[Sequence[int]]:
-    """Share micro-batches out to as many hands, the longest first, to and fro; return those of the
-    first hand, then those of the second, ...
+    """Deal micro-batches, longest first, to as many workers in alternating direction. Returns the
+    first worker's micro-batches, then the second's, ...
     """
     dealt: list[list[Sequence[int]]] = [[] for _ in range(hands)]
     for i, group in enumerate(groups):

@@ -1,6 +1,6 @@
-"""A batch as tensors, and as metrics.
+"""Conversion of a batch to tensors and to metrics.
 
-Shapes: B responses, T sampled tokens of the longest; they are left-aligned, and entry [b, t] is of
+Shapes: B responses, T sampled tokens of the longest. Rows are left-aligned. Entry [b, t] belongs to
 the sampled token t: its log-probability, and the value of the state before it.
 """
 
@@ -22,7 +22,7 @@ from stretto.types import TrainBatch, sampled_of, short_name
 
 
 def collate(batch: TrainBatch, weights: Mapping[str, float]) -> Scored:
-    """Turn a batch of at least one response into tensors; ``weights`` are those of rewards."""
+    """Turn a batch of at least one response into tensors. ``weights`` are per reward source."""
 
     def padded(column: npt.NDArray[Any]) -> Tensor:
         rows = [torch.from_numpy(row) for row in batch.split_sampled(column)]
@@ -49,8 +49,8 @@ def collate(batch: TrainBatch, weights: Mapping[str, float]) -> Scored:
 
 
 def staleness(batch: TrainBatch, version: int) -> dict[str, float]:
-    """Measure how far the policies that sampled a batch are behind the learner's ``version``: of a
-    rollout, the version less the oldest one among its tokens, or 0 for an empty response.
+    """Measure how many versions behind ``version`` the policies that sampled a batch are. A
+    rollout's staleness is that of its oldest token, or 0 for an empty response.
     """
     versions = batch.split_sampled(batch.versions)
     behind = [version - int(v.min(initial=version)) for v in versions]
@@ -63,11 +63,10 @@ def staleness(batch: TrainBatch, version: int) -> dict[str, float]:
 
 
 def describe(batch: TrainBatch) -> dict[str, float]:
-    """Return metrics of a batch that need no model: lengths, endings, and the mean and the
-    standard deviation of each reward source over the responses that it applies to.
-
-    An episode is one response, of all that the policy drew in it, and has the mean of its samples'
-    rewards.
+    """Return metrics of a batch that need no model: lengths, endings, and reward means and
+    deviations. Each reward source has its mean and standard deviation over the responses that it
+    applies to. An episode is one response: its length counts all tokens sampled in it, and its
+    reward is the mean over its samples.
     """
     episodes = np.arange(len(batch)) if batch.episodes is None else batch.episodes
     _, first, place = np.unique(episodes, return_index=True, return_inverse=True)

@@ -1,6 +1,6 @@
-"""The learner: one step on a batch of scored rollouts, with any of the algorithms.
+"""The learner: one training step on a batch of scored rollouts, with any of the algorithms.
 
-Shapes: B responses, T tokens of a batch; b, T of a micro-batch; N its response tokens, flattened.
+Shapes: B responses and T tokens of a batch; b, T of a micro-batch; N response tokens, flattened.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ if TYPE_CHECKING:
 
 _LR = {"actor": "lr", "critic": "critic/lr"}
 _NORM = {"actor": "policy/grad_norm", "critic": "critic/grad_norm"}
-"""Names of metrics, by model."""
+"""Metric names, by model."""
 
 
 class PolicyLearner:
-    """A learner that trains and publishes the actor, and the critic where there is one.
+    """Trains and publishes the actor, and the critic if there is one.
 
-    The old log-probabilities are the engine's own, of the distribution it sampled from. Where a
-    step is one update and the settings say so, they are those of the policy under training, as that
-    update finds it. Neither costs a forward pass; proximal ones of a step of several updates do.
-    Before the actor moves from the version that was synced, engine and learner are checked to
-    agree, on responses sampled wholly by that version (:class:`Agreement`).
+    - The old log-probabilities are the engine's, from the distribution it sampled.
+    - If a step is one update and the settings say so, they are those of the policy under training
+      at that update. Neither choice costs a forward pass.
+    - Proximal log-probs of a step of several updates cost one.
+    - Before the actor moves from the synced version, engine and learner are checked to agree, on
+      responses sampled entirely by that version (:class:`Agreement`).
 
-    Reward weights are by source. Models named in ``snapshots`` are copied when they are published,
-    as is needed where they generate or score while training goes on; the channel, by default one in
-    this process, takes the copies to the roles that follow. Raises LearnerError if there is no such
-    model.
+    ``reward_weights`` are by source. Models named in ``snapshots`` are copied when they are
+    published, as is needed if they generate or score during training. The channel, by default one
+    in this process, carries the copies to the roles that follow. Raises LearnerError if there is no
+    such model.
     """
 
     def __init__(
@@ -87,12 +88,12 @@ class PolicyLearner:
         return self._actor.device
 
     def train(self, batch: TrainBatch) -> TrainOutput:
-        """Take one step. Raises LearnerError if the batch is too small for its mini-batches, its
-        numbers are not finite, or engine and learner disagree about on-policy data.
+        """Take one step. Raises LearnerError if the batch is too small for its mini-batches,
+        contains non-finite numbers, or engine and learner disagree about on-policy data.
         """
         t, responses = self.config.training, batch.responses()
         age, versions = staleness(batch, self._version), batch.split_sampled(batch.versions)
-        # Of responses [B], those that the weights of the last sync sampled wholly.
+        # Marks the responses [B] sampled entirely by the weights of the last sync.
         fresh = torch.tensor([bool((each == self._version).all()) for each in versions])
         experience = self.experience_of(batch)
         metrics, norms = Metrics(), dict.fromkeys(self.trained, 0.0)
@@ -101,7 +102,7 @@ class PolicyLearner:
         for units in minibatches:
             metrics += self._train_minibatch(responses, units, experience, fresh, norms)
         for _ in range(t.updates - len(minibatches)):
-            # With fewer units than mini-batches, schedules go on as if all updates had been made.
+            # With fewer units than mini-batches, advance the schedules as if all updates had run.
             for name in self._updated:
                 self.trained[name].skip()
         of_passes = self.backprop.finish()
@@ -110,7 +111,7 @@ class PolicyLearner:
         if thawed and "objective/kl" in experience.stats:
             self._kl.update(experience.stats["objective/kl"], batch.response_count)
         updates = max(len(minibatches), 1)
-        # Means over mini-batches of means within one; only one has sums of the disagreement.
+        # Means over mini-batches of means within one. Sums of the disagreement exist in one only.
         once = (SUM, SQUARES, TOKENS)
         means = {k: v / updates for k, v in metrics.sums.items() if k not in once}
         stats = {
@@ -127,24 +128,24 @@ class PolicyLearner:
 
     @property
     def _updated(self) -> list[str]:
-        """The models that this step updates: not the actor while ``critic.freeze_steps`` lasts."""
+        """The models that this step updates. Excludes the actor during ``critic.freeze_steps``."""
         frozen = self._steps < self.config.critic.freeze_steps
         return [name for name in self.trained if name != "actor" or not frozen]
 
     def publish(self) -> dict[str, WeightsRef]:
-        """Publish the next version of ``actor`` and, where there is one, ``critic``.
-
-        Fingerprints are of all parameters, frozen ones too: under LoRA one proves that the adapters
-        lie on the same weights. Tensors travel for ``snapshots`` alone, and only trained ones.
+        """Publish the next version of ``actor`` and, if there is one, ``critic``. Fingerprints
+        cover all parameters including frozen ones, so that under LoRA they also prove that the
+        adapters are applied to the same base weights. Only tensors of models in ``snapshots``
+        travel, and only trained ones.
         """
         self._version, self._moved = self._version + 1, False
         return self.offer()
 
     def offer(self) -> dict[str, WeightsRef]:
-        """Offer the weights as they are now, as the version that was published last."""
+        """Offer the current weights under the version that was published last."""
         refs = {}
         for name, trained in self.trained.items():
-            # The fingerprint comes last, as it waits for the device: then copies are there too.
+            # Fingerprint last: it waits for the device, so the copies are complete too.
             tensors = trained.snapshot() if name in self._snapshots else None
             mark = trained.fingerprint()
             refs[name] = WeightsRef(name, self._version, mark)
@@ -162,14 +163,16 @@ class PolicyLearner:
         return self._actor.logprobs(responses, mask, temperature, budget.microbatch_tokens)
 
     def weights(self) -> dict[str, dict[str, Tensor]]:
-        """Return copies of the trained weights, by model and name; where ranks hold parts of them,
-        on the first rank, and as a collective.
+        """Return copies of the trained weights, by model and name. If ranks hold parts of them,
+        this is a collective and only the first rank gets the weights.
         """
         trained = self.trained.items()
         return {name: dict(model.gathered(model.snapshot())) for name, model in trained}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of models, beta, version and counts, with tensors or pieces of them."""
+        """Return the state of models, beta, version and counters, with tensors or this rank's
+        pieces.
+        """
         return {
             "models": {name: trained.state_dict() for name, trained in self.trained.items()},
             "kl": self._kl.state_dict(),
@@ -180,7 +183,7 @@ class PolicyLearner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state of the whole learner; see :mod:`stretto.training.shard_files`."""
+        """Restore the state of the full learner; see :mod:`stretto.training.shard_files`."""
         for name, trained in self.trained.items():
             trained.load_state_dict(state["models"][name])
         self._kl.load_state_dict(state["kl"])
@@ -189,7 +192,7 @@ class PolicyLearner:
         self._agreement.load_state_dict(state["agreement"])
 
     def experience_of(self, batch: TrainBatch) -> Experience:
-        """Return the inputs of a batch's losses, by the actor and beta as they are now."""
+        """Return a batch's loss inputs, computed with the current actor and beta."""
         c, proximal = self.config, None
         data = collate(batch, self._reward_weights)
         if c.algorithm.old_policy == "proximal" and c.training.updates > 1:
@@ -199,10 +202,9 @@ class PolicyLearner:
     def minibatches(
         self, size: int, units: Sequence[Sequence[int]]
     ) -> Iterator[list[Sequence[int]]]:
-        """Yield the units of each mini-batch, shuffled anew for every epoch.
-
-        With dropped responses units may not divide evenly: parts then differ by one unit. Where
-        units are fewer than mini-batches, each unit makes one. Without units there is no update.
+        """Yield the units of each mini-batch, reshuffled every epoch. Units may not divide evenly
+        after responses were dropped: parts then differ by one unit. With fewer units than
+        mini-batches, each unit is a mini-batch. Without units there is no update.
         """
         count = self.config.training.minibatches
         if size < count:
@@ -245,8 +247,8 @@ class PolicyLearner:
         experience: Experience,
         fresh: Tensor,
     ) -> list[MicroBatch]:
-        """Split a mini-batch as the passes ask, units whole; weights count over all of it.
-        ``fresh`` marks responses [B] that the actor's weights, as they are now, have sampled.
+        """Split a mini-batch as the backprop asks, keeping units together. Loss weights count over
+        the full mini-batch. ``fresh`` marks responses [B] that the current actor weights sampled.
         """
         rows = [row for unit in units for row in unit]
         place = {row: i for i, row in enumerate(rows)}
@@ -264,7 +266,7 @@ class PolicyLearner:
         return batches
 
     def _own(self, fresh: Tensor) -> Tensor | None:
-        """Mark the rows whose old policy is the actor as it is now; ``None`` for none. Under
+        """Mark the rows whose old policy is the current actor. ``None`` means no row. Under
         ``auto``, responses of older weights keep the policy that sampled them.
         """
         old_policy = self.config.algorithm.old_policy

@@ -1,7 +1,7 @@
-"""Micro-batches, and their losses and metrics, in one process or on the last stage of a pipeline.
+"""Micro-batches, their losses and metrics, in one process or on the last stage of a pipeline.
 
-Shapes: b responses and T columns of a micro-batch, L padded tokens; N its sampled tokens,
-flattened; H hidden.
+Shapes: b responses and T columns of a micro-batch, L padded tokens, N sampled tokens, flattened, H
+hidden size.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ CPU = torch.device("cpu")
 
 
 def copied_at_once(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copy tensors to a device in one piece: the host waits for each copy to a GPU."""
-    # The largest elements come first, so that each tensor begins at a multiple of its element size.
+    """Copy tensors to a device in one transfer, because the host waits for each copy to a GPU."""
+    # Largest elements first, so that each tensor starts at a multiple of its element size.
     order = sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
     parts = [tensors[i].contiguous().view(-1).view(torch.uint8) for i in order]
     pieces = torch.cat(parts).to(device).split([len(part) for part in parts])
@@ -38,20 +38,19 @@ def copied_at_once(tensors: Sequence[Tensor], device: torch.device) -> list[Tens
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Responses of a mini-batch as tensors, which any process can make passes of.
-
-    The last token of a response is never an input, as nothing is predicted from it.
+    """Responses of a mini-batch as tensors, ready for passes in any process. A response's last
+    token is never an input, as nothing is predicted from it.
     """
 
     tokens: Tensor  # [b, L] ids of prompts and responses, right-padded
-    places: Tensor  # [N] among all b * L states, of those that predict sampled tokens
+    places: Tensor  # [N] indices among b * L states of those that predict sampled tokens
     targets: Tensor  # [N], the sampled tokens
     inputs: LossInputs  # of the same responses
-    lengths: tuple[int, ...]  # of the rows of tokens
+    lengths: tuple[int, ...]  # lengths of the rows of tokens
 
     @classmethod
     def of(cls, responses: Sequence[Response], of_losses: LossInputs) -> MicroBatch:
-        """Make a micro-batch on the CPU."""
+        """Build a micro-batch on the CPU."""
         rows = forward.inputs(responses)
         tokens = forward.pad_right(rows, CPU)
         own = [forward.predicting_response(r) for r in responses]
@@ -61,7 +60,7 @@ class MicroBatch:
 
     @classmethod
     def blank(cls, like: MicroBatch) -> MicroBatch:
-        """Make one like ``like`` without a response. Its losses and gradients are zero."""
+        """Build one shaped like ``like`` with no response, so that losses and gradients are 0."""
         nothing = Response(0, 0, Prompt(0, (0,), ""), np.zeros(0, np.int32))
         return cls.of([nothing], like.inputs.each(lambda tensor: torch.zeros_like(tensor[:1])))
 
@@ -83,11 +82,11 @@ class MicroBatch:
         return replace(self, tokens=tokens, places=places, targets=targets, inputs=inputs)
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Pick the states [N, H] that predict sampled tokens out of all [b, L, H]."""
+        """Select the states [N, H] that predict sampled tokens from all [b, L, H]."""
         return hidden.flatten(0, 1)[self.places]
 
     def read(self, model: nn.Module) -> Tensor:
-        """Make a model's pass; return the states [N, H] that predict sampled tokens."""
+        """Run a model's forward pass and return the states [N, H] that predict sampled tokens."""
         if not forward.packs(model):
             decoder = forward.backbone(model)
             return self.states(forward.plain_states(decoder, input_ids=self.tokens))
@@ -98,7 +97,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """The losses of a run, of responses that are sampled at a temperature."""
+    """The losses of a run, for responses sampled at ``temperature``."""
 
     algorithm: AlgorithmConfig
     temperature: float
@@ -106,9 +105,9 @@ class Losses:
     def of_actor(
         self, head: OutputHead, states: Tensor, batch: MicroBatch, kl_coef: float
     ) -> LossTerm:
-        """Return the algorithm's loss from the states [N, H] before each sampled token, with the
-        entropy bonus and, where it is in the loss, the KL. Its metrics also say how far the policy
-        is from the old one, and the engine from the learner.
+        """Return the algorithm's loss from the states [N, H] before each sampled token. Includes
+        the entropy bonus and, if configured there, the KL. The metrics include the policy's drift
+        from the old policy and the disagreement of engine and learner.
         """
         a = self.algorithm
         both = token_logprobs(head, states, batch.targets, self.temperature)
@@ -123,7 +122,7 @@ class Losses:
         return LossTerm(term.loss, term.metrics + metrics)
 
     def of_critic(self, critic: nn.Module, states: Tensor, batch: MicroBatch) -> LossTerm:
-        """Return the algorithm's value loss, from the states [N, H] before each sampled token."""
+        """Return the algorithm's value loss from the states [N, H] before each sampled token."""
         value_loss = functions_of(self.algorithm).value_loss
         assert value_loss is not None
         values = _at_responses(apply_scalar_head(critic, states), batch.inputs)
@@ -131,7 +130,7 @@ class Losses:
 
 
 def _at_responses(flat: Tensor, inputs: LossInputs) -> Tensor:
-    """Lay out a number of each sampled token, [N], as [b, T], 0 outside the mask."""
+    """Scatter one number per sampled token, [N], to [b, T], with 0 outside the mask."""
     mask, places = inputs.mask, inputs.places
     assert places is not None
     return flat.new_zeros(mask.numel()).index_copy(0, places, flat).view(mask.shape)

@@ -1,6 +1,6 @@
-"""Optimizers: torch's AdamW, and bitsandbytes' with moments in 8 bits or in paged memory.
+"""Optimizers: torch's AdamW, and bitsandbytes' with 8-bit moments or paged memory.
 
-States have one form, that of torch's AdamW: moments in float32, like the parameters.
+All states have the form of torch's AdamW: float32 moments shaped like the parameters.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from stretto.config import OptimizerConfig
 from stretto.errors import require
 
 MOMENTS = {"exp_avg": "1", "exp_avg_sq": "2"}
-"""AdamW's names of moments, and the ends of bitsandbytes' names."""
+"""AdamW's names of moments, and the suffixes of bitsandbytes' names."""
 
 _CLASSES = {
     "adamw_8bit": "AdamW8bit",
@@ -24,7 +24,7 @@ _CLASSES = {
     "paged_adamw_32bit": "PagedAdamW32bit",
 }
 _EXEMPT = ("bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
-"""Patterns of lower-case names of parameters that do not decay."""
+"""Patterns of lower-case parameter names without weight decay."""
 
 _BLOCK = 256
 """Elements that share a scale in 8 bits, in all of bitsandbytes' optimizers."""
@@ -33,9 +33,9 @@ _BLOCK = 256
 def make_optimizer(
     parameters: Sequence[nn.Parameter], lr: float, config: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """Return the optimizer over float32 parameters. MissingExtraError without bitsandbytes."""
-    groups = [{"params": [*parameters]}]  # a list of parameters may be empty only in a group
-    # The trainer decays weights, as norms and biases are exempt.
+    """Return the optimizer of float32 parameters. MissingExtraError without bitsandbytes."""
+    groups = [{"params": [*parameters]}]  # only a group accepts an empty list of parameters
+    # The trainer applies weight decay, because norms and biases are exempt from it.
     given: dict[str, Any] = {"lr": lr, "betas": config.betas, "weight_decay": 0.0}
     if config.optim == "adamw_torch_fused":
         return torch.optim.AdamW(groups, **given, fused=True)
@@ -44,19 +44,19 @@ def make_optimizer(
 
     name = _CLASSES[config.optim]
     if any(p.device.type == "cpu" for p in parameters):
-        name = name.removeprefix("Paged")  # all memory is the host's already
+        name = name.removeprefix("Paged")  # all memory is the host's anyway
     made: torch.optim.Optimizer = getattr(bitsandbytes.optim, name)(groups, **given)
     return made
 
 
 def decaying_names(model: nn.Module) -> frozenset[str]:
-    """Return all parameters but norms and biases, as transformers' Trainer tells them apart."""
+    """Return all parameters except norms and biases, selected like in transformers' Trainer."""
     names = get_parameter_names(model, [nn.LayerNorm], list(_EXEMPT))  # type: ignore[no-untyped-call]
     return frozenset(names)
 
 
 def optimizer_state(optimizer: Any) -> dict[str, Any]:
-    """Return an optimizer's state in the form of torch's AdamW; tensors may share memory."""
+    """Return an optimizer's state in the form of torch's AdamW. Tensors may share memory."""
     found: dict[str, Any] = optimizer.state_dict()
     if isinstance(optimizer, torch.optim.AdamW):
         return found
@@ -70,7 +70,7 @@ def optimizer_state(optimizer: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_optimizer_state(optimizer: Any, state: dict[str, Any]) -> None:
-    """Go on from what :func:`optimizer_state` has returned, for an optimizer of any kind."""
+    """Restore a state of :func:`optimizer_state`, even one of another kind of optimizer."""
     if isinstance(optimizer, torch.optim.AdamW):
         optimizer.load_state_dict(state)
         optimizer.param_groups[0]["weight_decay"] = 0.0  # older checkpoints have the setting here

@@ -1,8 +1,8 @@
-"""Training through fused pipelines, as the learner sees it: models in stages on other processes.
+"""Training through fused pipelines, from the learner's side: the stages run in other processes.
 
-This process keeps both models whole: it generates, scores and saves with them. The ranks hold the
-stages that are trained, with their masters and AdamW. A mini-batch goes to them as tensors, metrics
-and norms come back, and at the end of a step the new weights do.
+This process keeps both full models to generate, score and save. The ranks hold the stages under
+training, with their masters and AdamW. A mini-batch goes to them as tensors. They return metrics
+and norms, and at the end of a step the new weights.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from stretto.types import Stats
 from stretto.workers.ranks import Ranks
 
 MEASURED_RUN = 2
-"""The mini-batch whose latencies are measured; the first is slow for reasons of its own."""
+"""The mini-batch whose latencies are measured. The first is slow for unrelated reasons."""
 
 WORDS = {
     "hold": "the transfer of stages",
@@ -63,12 +63,13 @@ WORDS = {
     "state": "the transfer of the state",
     "load": "the transfer of a saved state",
 }
-"""The work of a :class:`~stretto.training.stages.StageTrainer`'s methods, for messages."""
+"""Names of the :class:`~stretto.training.stages.StageTrainer`'s methods in messages."""
 
 
 class StagedModel(Trained):
-    """A model whose stages, with these names of trained parameters, are trained by ranks. Its state
-    is that of a whole model's trainer: a run can be resumed with any number of ranks, or none.
+    """A model whose stages are trained by ranks. Its state has the form of a
+    :class:`TrainedModel`'s, so that a run can resume with any number of ranks, or none. ``names``
+    holds the trained parameters of each stage.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class StagedModel(Trained):
         return self._lr
 
     def update(self) -> float:
-        """Take an optimizer step on the ranks; the whole model follows with :meth:`fetch`."""
+        """Take an optimizer step on the ranks. :meth:`fetch` then updates the full model."""
         norm, self._lr = self._ranks.call("update", self._name)[0]
         self._behind = True
         require_finite_norm(norm)
@@ -99,13 +100,13 @@ class StagedModel(Trained):
 
     @torch.no_grad()
     def fetch(self) -> None:
-        """Have the whole model hold the weights of its stages, if these have changed."""
+        """Copy the stages' weights to the full model, if they have changed."""
         if not self._behind:
             return
         new: dict[str, Tensor] = {}
         for names, weights in self._of_stages("weights"):
             new |= {names[own]: weight for own, weight in weights.items()}
-        with self._gate.passing():  # the end of a run finds the weights of one step or of the next
+        with self._gate.passing():  # shutdown must find the weights of a single step
             torch._foreach_copy_([*self._weights.values()], [new[n] for n in self._weights])
         self._behind = False
 
@@ -125,11 +126,10 @@ class StagedModel(Trained):
 
 
 class PipelinedBackprop:
-    """Passes of both models at once, by a schedule.
-
-    Latencies are measured in the second mini-batch, and schedules made anew for them. Where a
-    mini-batch has fewer responses than there are pipelines, the others get blank micro-batches. The
-    budget is of tokens, where the settings do not say how many micro-batches there are.
+    """Runs the passes of both models together, by a schedule. Latencies are measured in the second
+    mini-batch, and new schedules are made for them. If a mini-batch has fewer responses than there
+    are pipelines, blank micro-batches fill the rest. ``budget`` limits a micro-batch's tokens if
+    the settings do not give a number of micro-batches.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class PipelinedBackprop:
         self._planner, self._layout, self._config = planner, layout, config
         self._budget = budget
         self._runs = 0
-        # Of each mini-batch: from first to last task, of a rank's work on average, and predicted.
+        # Per mini-batch: first to last task, a rank's mean work, predicted time.
         self._seconds: list[tuple[float, float, float]] = []
 
     def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
@@ -172,10 +172,10 @@ class PipelinedBackprop:
         return {name: sum((metrics[name] for _, metrics in said), Metrics()) for name in names}
 
     def finish(self) -> Stats:
-        """Fetch the new weights into the whole models; return ``pipeline/step_s`` (seconds from the
-        first task of each mini-batch to its last), ``pipeline/bubble_fraction`` (share of the
-        ranks' time in which they waited) and, once latencies are measured,
-        ``pipeline/predicted_s``.
+        """Copy the new weights to the full models and return metrics. ``pipeline/step_s`` has the
+        seconds from the first task of each mini-batch to its last, ``pipeline/bubble_fraction`` the
+        share of the ranks' time spent waiting and, once latencies are measured,
+        ``pipeline/predicted_s`` the predicted seconds.
         """
         for model in self.models.values():
             model.fetch()
@@ -194,11 +194,10 @@ def start(
     rates: Mapping[Name, LearningRate],
     threads: int,
 ) -> PipelinedBackprop:
-    """Cut the models, start the ranks, and give each its stages.
-
-    The models stay in this process, too, and follow what the ranks learn. Threads are of training,
-    over all ranks. Raises ConfigError if there are fewer GPUs than ranks, LearnerError if a model
-    has nothing to train, ModelError if one cannot be cut into so many stages or be sent.
+    """Cut the models, start the ranks, and send each its stages. The models also stay in this
+    process, and follow the ranks' updates. ``threads`` is the total over all ranks. Raises
+    ConfigError if there are fewer GPUs than ranks, LearnerError if a model has nothing to train,
+    ModelError if a model cannot be cut into that many stages or be pickled.
     """
     p, t = config.pipeline, config.training
     models: dict[Name, nn.Module] = {"actor": actor, "critic": critic}
@@ -279,23 +278,22 @@ def _check_devices(device: torch.device, ranks: int) -> None:
 
 
 GUESSED_TICKS = 1000
-"""The guessed forward latency of the larger model's stages, before anything is measured."""
+"""The assumed forward latency of the larger model's stages before any measurement."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
-    """A schedule for a mini-batch, and the problem that it was made for."""
+    """A schedule for a mini-batch, and the problem that it solves."""
 
     problem: Problem
     schedule: PipelineSchedule
-    predicted_us: float  # that it takes by the measured latencies; NaN before there are any
+    predicted_us: float  # by the measured latencies; NaN before there are any
 
 
 class Planner:
-    """Schedules, one for each number of micro-batches, made when it first comes.
-
-    Before latencies are measured all stages of a model count alike, in proportion to the number of
-    its parameters, and a backward as two forwards.
+    """Makes and caches a schedule for each number of micro-batches. Until latencies are measured,
+    all stages of a model have equal latencies in proportion to the number of its parameters, and a
+    backward takes two forwards.
     """
 
     def __init__(self, config: PipelineConfig, parameters: Mapping[Name, int], seed: int) -> None:
@@ -306,7 +304,7 @@ class Planner:
         self._problem = Problem(actor, critic)
 
     def _guess(self, model: Name, size: float) -> ModelPipelines:
-        """Guess latencies of a model's stages from their size, relative to the larger stages'."""
+        """Guess latencies of a model's stages from ``size``, relative to the larger stages."""
         forward = max(round(GUESSED_TICKS * size), 1)
         return ModelPipelines.of(
             self._config.stages(model),
@@ -322,7 +320,7 @@ class Planner:
         self._plans.clear()
 
     def plan(self, micro_batches: int) -> PipelinePlan:
-        """Plan so many micro-batches of each model, over all its pipelines."""
+        """Plan this number of micro-batches of each model, over all its pipelines."""
         if micro_batches in self._plans:
             return self._plans[micro_batches]
         actor, critic = (

@@ -1,15 +1,15 @@
-"""A learner's state in files: each rank writes its pieces, and any number of ranks read them.
+"""A learner's state in files: each rank writes its pieces, and any number of ranks reads them.
 
-A folder has ``rank-0-of-4.safetensors`` and so on; one process writes ``rank-0-of-1``. Tensors are
-named by model, what they are, and parameter: ``actor/masters/<parameter>``,
-``actor/exp_avg/<parameter>``, ``actor/exp_avg_sq/<parameter>``; and of weights that others work
-with still, or not yet, ``actor/published/<version>/<parameter>``. A piece that several ranks hold
-is in the file of the first. The metadata of each file are JSON under ``stretto``::
+A folder has ``rank-0-of-4.safetensors`` and so on. A single process writes ``rank-0-of-1``. Tensors
+are named by model, kind and parameter: ``actor/masters/<parameter>``,
+``actor/exp_avg/<parameter>``, ``actor/exp_avg_sq/<parameter>``. Weights of a version that other
+roles still use, or do not use yet, are ``actor/published/<version>/<parameter>``. If several ranks
+hold a piece, the first one writes it. Each file has JSON metadata under ``stretto``::
 
     {
-        "rank": of the writer, "ranks": in all,
-        "pieces": {tensor: [shape of the whole, box]},
-        "state": all that is no tensor, the same in each file,
+        "rank": of the writer, "ranks": their number,
+        "pieces": {tensor: [full shape, box]},
+        "state": everything that is not a tensor, the same in each file,
         "published": [[model, version]],
     }
 """
@@ -36,10 +36,10 @@ from stretto.files import FileSum
 from stretto.models.shards import Bounds, TensorShard, full_bounds, overlap, shape, within
 
 STEP = "step"
-"""What AdamW keeps of a parameter besides tensors like it."""
+"""The only entry of AdamW's per-parameter state that is not shaped like the parameter."""
 
 Pieces = Mapping[str, Tensor | TensorShard]
-"""Tensors by parameter, whole or a rank's parts of them."""
+"""Tensors by parameter, either full or a rank's parts."""
 
 PUBLISHED = "published"
 _MASTERS, _MOMENTS = "masters", ("exp_avg", "exp_avg_sq")
@@ -60,7 +60,7 @@ def packed(
     ranks: int = 1,
     published: Mapping[tuple[str, int], Pieces] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return a learner's state and weights for :func:`write`. Tensors share memory."""
+    """Return a learner's state and weights in the form that :func:`write` takes. Shares memory."""
     models, found = {}, dict[str, Tensor | TensorShard]()
     for model, own in state["models"].items():
         moments, names = own["optimizer"]["state"], [*own["masters"]]
@@ -91,7 +91,7 @@ def packed(
 
 
 def write(file: Path, state: Mapping[str, Any]) -> FileSum:
-    """Write what :func:`packed` returned, and bring it to the disk; raises OSError."""
+    """Write a result of :func:`packed` and sync it to disk. Raises OSError."""
     tensors = {name: t.detach().cpu().contiguous() for name, t in state["tensors"].items()}
     try:
         save_file(tensors, file, {_ABOUT: state["about"]})
@@ -100,7 +100,7 @@ def write(file: Path, state: Mapping[str, Any]) -> FileSum:
         if found is None:
             raise OSError(str(error)) from error
         raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
-    files.sync(file)  # only this machine can, where the folder is another's
+    files.sync(file)  # only this machine can, if the folder is on another one
     return files.sum_of(file)
 
 
@@ -108,7 +108,7 @@ def write(file: Path, state: Mapping[str, Any]) -> FileSum:
 
 
 class Stored:
-    """A tensor in files, each of which may have a part of it; ``held`` elements in all."""
+    """A tensor stored in pieces over several files. ``held`` counts the elements in them."""
 
     def __init__(self, name: str, shape: tuple[int, ...]) -> None:
         self.shape, self.held = shape, 0
@@ -119,20 +119,20 @@ class Stored:
         self.held += math.prod(shape(box))
 
     def read(self, box: Bounds | None = None) -> Tensor:
-        """Return a part, without reading more than that; by default all of it."""
+        """Read the part in ``box``, and no more, or by default the full tensor."""
         box = full_bounds(self.shape) if box is None else box
         made = torch.empty(shape(box))
         for file, has in self._parts:
             common = overlap(box, has)
             if common is not None:
                 part = file.get_slice(self._name)[within(common, has)]
-                made = made.to(part.dtype)  # of the first part: nothing is in there yet
+                made = made.to(part.dtype)  # dtype of the first part; nothing is written yet
                 made[within(common, box)] = part
         return made
 
 
 def in_memory(state: Any) -> Any:
-    """Return a state with all tensors on the CPU, read from files where they are there."""
+    """Return a state with all tensors on the CPU, reading those that are in files."""
     if isinstance(state, Tensor):
         return state.cpu()
     if isinstance(state, Stored):
@@ -143,8 +143,8 @@ def in_memory(state: Any) -> Any:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the state of a learner, whose tensors are :class:`Stored`, and under ``published``
-    other weights by model and version. Raises StateError if a file is damaged, or not there.
+    """Return a learner's state with :class:`Stored` tensors. ``published`` holds other weights by
+    model and version. Raises StateError if a file is damaged or missing.
     """
     tensors, states, ranks = dict[str, Stored](), dict[int, Any](), 1
     published: list[tuple[str, int]] = []
@@ -187,7 +187,7 @@ def _opened(file: Path) -> tuple[Any, Any]:
 
 
 def _unpacked(model: str, about: Mapping[str, Any], tensors: Mapping[str, Stored]) -> Any:
-    """Return a model's part of the state, as :func:`packed` got it."""
+    """Return a model's part of the state, as it was passed to :func:`packed`."""
     names, steps = about["names"], about["steps"]
     moments = {
         i: {STEP: torch.tensor(steps[n])} | {k: tensors[f"{model}/{k}/{n}"] for k in _MOMENTS}

@@ -1,14 +1,14 @@
 """Training over several ranks, each of which holds a shard of every weight.
 
-A model is first cut into slices (tensor parallelism; see :mod:`stretto.models.tensor_parallel`),
-then the rows of each slice are shared out among its ranks (FSDP2). All ranks have the same learner,
-and get the same calls with the same batches (SPMD). What is computed of a whole batch (advantages,
-weights of tokens) each computes for itself; passes are divided, equally many for each rank of a
-slice. Gradients are sums over these, as the losses' denominators count over the whole mini-batch.
-Shards of trained weights are in float32 and are the masters; passes compute in the model's own
+A model is first cut into slices (tensor parallelism; see :mod:`stretto.models.tensor_parallel`).
+Then the rows of each slice are sharded over its ranks (FSDP2). All ranks have the same learner, and
+get the same calls with the same batches (SPMD). Each rank computes quantities of the full batch
+(advantages, weights of tokens) itself. The ranks of a slice share the passes, equally many each.
+Gradients are summed over these ranks, as the losses' denominators count over the full mini-batch.
+Shards of trained weights are in float32 and are the masters. Passes compute in the model's own
 type.
 
-All that reads whole weights is a collective: every rank calls it, in the same order.
+Everything that reads full weights is a collective: every rank must call it, in the same order.
 """
 
 from __future__ import annotations
@@ -54,16 +54,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 COMPARED_EVERY = 50
-"""Updates after which copies of weights that no slice divides are compared."""
+"""Updates between comparisons of the weights that tensor parallelism does not divide."""
 SPARE = 1.5
-"""Spare memory, as a multiple of what the gradients of a slice take, from which a mini-batch's are
-reduced once: allocators leave gaps, and later passes may be somewhat larger."""
+"""Reduce gradients once per mini-batch if memory for this multiple of a slice's is spare. It
+exceeds 1 because allocators leave gaps, and later passes may be somewhat larger.
+"""
 
 _NO_WEIGHT = torch.empty(0, 0)
 
 
 class _Root(nn.Module):
-    """A module that FSDP takes for the model: anything may be computed in its forward pass."""
+    """The module that FSDP treats as the model, so that its forward pass can run anything."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -74,19 +75,19 @@ class _Root(nn.Module):
 
 
 class ShardedModel(TrainedModel):
-    """A model that is cut into shards in place, and AdamW on those of this rank.
+    """A model cut into shards in place, and AdamW on this rank's shards.
 
-    The model comes whole to every rank, in evaluation mode. Its layers are gathered one by one as
-    they are needed, what stands around them (embeddings, output layer) for the whole pass.
-    Gradients are reduced after each pass, or once a mini-batch where a GPU has room for those of
-    the slice.
-    Parameters of another type than the model's stay whole on every rank of a slice. No rank has
-    more of the weights than its own part and about one layer of its slice, if they are left in
-    files (:mod:`stretto.models.mapped`). One that ``lends`` publishes the shards themselves, as
-    their readers are done before they change; else copies.
+    The full model comes to every rank, in evaluation mode. Its layers are gathered one by one when
+    needed, the modules around them (embeddings, output layer) for the entire pass. Gradients are
+    reduced after each pass, or once per mini-batch if a GPU has room for those of the slice.
+    Parameters of another type than the model's stay undivided on every rank of a slice. If weights
+    are left in files (:mod:`stretto.models.mapped`), no rank holds more than its own part and about
+    one layer of its slice. With ``lends`` it publishes the shards themselves, as their readers are
+    done before they change. Otherwise it publishes copies.
 
-    Its state is that of a whole model, with this rank's pieces of the tensors. It goes on from that
-    of any number of ranks. Raises ModelError if the model cannot be cut into that many slices.
+    Its state is that of a full model, with this rank's pieces of the tensors, and can be that of
+    any number of ranks when restored. Raises ModelError if the model cannot be cut into that many
+    slices.
     """
 
     def __init__(
@@ -106,31 +107,31 @@ class ShardedModel(TrainedModel):
         self._empty = _without_weights(model)
         cuts = plan_cuts(model, grid.layout.tp)
         self.wholes = full_parameters(model, cuts.dims)
-        self._partial = cuts.partial  # names of weights whose gradients are sums over slices
+        self._partial = cuts.partial  # weights whose gradients are sums over slices
         names = {id(module): f"{name}." for name, module in model.named_modules()}
         for module in (*decoder_layers(model), self._root):
             if grid.slices:
                 cut_linears(model, cuts, grid.slices, names.get(id(module), ""))
             self._share_out(module)
         for module in self._root.modules():
-            if isinstance(module, FSDPModule):  # on gloo, averages are sums in some versions
+            if isinstance(module, FSDPModule):  # gloo's averages are sums in some versions
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
-        # While a pass is under way, the model has whole slices in their places.
+        # During a pass, the model holds full slices in place of these parameters.
         self.parameters = dict(model.named_parameters())
         self._own = grid.layout.own(self.wholes, grid.rank)
         super().__init__(model, rate, config)
         self._gate.agree = self._all_agree
         self._updates = 0
-        self._reduces_once: bool | None = None  # not known before the first update
+        self._reduces_once: bool | None = None  # unknown before the first update
 
     def _share_out(self, module: nn.Module) -> None:
-        """Keep this rank's rows of a module's parameters, without those of modules before it."""
+        """Keep this rank's rows of a module's parameters, except those already sharded."""
         before = {id(p) for p in module.parameters() if isinstance(p, DTensor)}
-        # Such as adapters, which compute in float32 beside a model that does not.
+        # For example adapters, which compute in float32 in a model that does not.
         weights = [p for p in module.parameters() if id(p) not in before]
         others = {p for p in weights if final_dtype(p) != self._dtype}
-        for parameter in others:  # which FSDP leaves where they are
+        for parameter in others:  # FSDP does not move these
             parameter.data = final(parameter).to(self.grid.mesh.device_type)
         wide = torch.promote_types(self._dtype, torch.float32)
         narrow = self._dtype if self._dtype != wide else None
@@ -140,10 +141,10 @@ class ShardedModel(TrainedModel):
         def converted(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, DTensor) or id(tensor) in before:
                 return tensor
-            shard = tensor.to(self._dtype)  # rounds what the files have in float32
+            shard = tensor.to(self._dtype)  # rounds the float32 of files
             return shard.to(wide) if tensor.requires_grad else shard
 
-        module._apply(converted)  # as module.to() does, tensor by tensor
+        module._apply(converted)  # like module.to(), tensor by tensor
 
     def _make_master(self, weight: nn.Parameter) -> nn.Parameter:
         if isinstance(weight, DTensor):
@@ -157,17 +158,17 @@ class ShardedModel(TrainedModel):
 
     def compute(self, work: Callable[[], T]) -> T:
         result: T = self._root(work)
-        if not torch.is_grad_enabled():  # else this is done after the backward pass
+        if not torch.is_grad_enabled():  # else the backward pass does this
             cast(FSDPModule, self._root).reshard()
         return result
 
     def before_pass(self, *, last: bool) -> None:
-        # FSDP adds up the gradients of passes that it does not reduce, in float32.
+        # FSDP accumulates the gradients of passes that it does not reduce in float32.
         cast(FSDPModule, self._root).set_requires_gradient_sync(last or not self._reduces_once)
 
     def _may_reduce_once(self) -> bool:
-        """Return whether all ranks have spare room for the gradients of their whole slice. A
-        collective, after an update, when the peak of passes is known.
+        """Return whether all ranks have spare memory for the gradients of their full slice. A
+        collective. Call it after an update, when the peak of passes is known.
         """
         trained = (p for p in self._weights if isinstance(p, DTensor))
         needed = sum(p.numel() * max(p.element_size(), 4) for p in trained)
@@ -194,13 +195,13 @@ class ShardedModel(TrainedModel):
         groups = divided(tokens, wanted, self.grid.layout.fsdp)
         logprobs = torch.zeros(mask.shape)
         for rows in self.grid.share(groups):
-            read = [responses[row] for row in rows or groups[0]]  # another's, where there is none
+            read = [responses[row] for row in rows or groups[0]]  # any rows if this rank has none
             flat = self.compute(partial(self._token_logprobs, read, temperature)).float().cpu()
             if rows:
                 here = mask[rows]
                 logprobs[rows] = torch.zeros(here.shape).masked_scatter(here, flat)
         logprobs = logprobs.to(self.device)
-        dist.all_reduce(logprobs, group=self.grid.rows)  # of zeros, but for one
+        dist.all_reduce(logprobs, group=self.grid.rows)  # all but one rank have zeros
         return logprobs.cpu()
 
     # -- updates ---------------------------------------------------------------------------------
@@ -219,12 +220,12 @@ class ShardedModel(TrainedModel):
 
     @torch.no_grad()
     def _align(self, slices: Slices) -> None:
-        """Compare what ranks with other slices hold too, such as embeddings, each with an optimizer
-        of its own; where it differs, all take the first one's. A collective.
+        """Compare the undivided weights, such as embeddings, that each slice's optimizer updates.
+        Where they differ, all ranks take the first one's. A collective.
         """
         pairs = zip(self._names, self._masters, strict=True)
         copies = {name: master for name, master in pairs if self.wholes[name].dim is None}
-        # The sum of a tensor's bits, as integers, tells it from almost all others.
+        # The sum of a tensor's bits, as integers, distinguishes it from almost all others.
         bits = torch.int64 if self._masters[0].dtype == torch.float64 else torch.int32
         sums = torch.stack([own.view(bits).sum(dtype=torch.int64) for own in copies.values()])
         ends = torch.stack([sums, -sums])
@@ -247,7 +248,7 @@ class ShardedModel(TrainedModel):
             )
 
     def _norm(self) -> float:
-        # Of what all ranks of a slice have [0] or share out [1]; of what is whole [0] or cut [1].
+        # First index: whether a slice's ranks shard it. Second: whether slices cut it.
         groups: dict[tuple[bool, bool], list[Tensor]] = defaultdict(list)
         for name, weight, master in zip(self._names, self._weights, self._masters, strict=True):
             if master.grad is not None:
@@ -264,7 +265,9 @@ class ShardedModel(TrainedModel):
         return math.sqrt((squares[:, 0].sum() + of_slices).item())
 
     def _add_up_others(self) -> None:
-        """Add up gradients of whole parameters. A pass may have missed a rank, as with experts."""
+        """Add up gradients of undivided parameters. A pass may not have reached one on some rank,
+        for example with experts.
+        """
         for name, master in zip(self._names, self._masters, strict=True):
             if self.grid.slices and name in self._partial and master.grad is not None:
                 self.grid.slices.sum_(master.grad)
@@ -293,7 +296,7 @@ class ShardedModel(TrainedModel):
         return {name: whole for name, whole in self.wholes.items() if name in trained}
 
     def shard(self, name: str) -> Tensor:
-        """Return what this rank holds of a parameter; it shares memory."""
+        """Return this rank's part of a parameter. It shares memory."""
         return _local(self.parameters[name].detach())
 
     def fingerprint(self) -> str:
@@ -302,8 +305,8 @@ class ShardedModel(TrainedModel):
 
     @torch.no_grad()
     def snapshot(self) -> Mapping[str, Tensor]:
-        """Return this rank's parts of the trained weights, in the model's types unless lent;
-        without those that a rank before it holds too: all ranks' together are the whole.
+        """Return this rank's parts of the trained weights, in the model's types unless lent. Omits
+        parts that an earlier rank also holds. The ranks' parts together are the full weights.
         """
         own = (name for name in self._names if name in self._own)
         if self._lends:
@@ -315,7 +318,7 @@ class ShardedModel(TrainedModel):
         return self._gathered(self._names, lambda name: tensors.get(name, nothing))
 
     def _gathered(self, names: Iterable[str], part: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """Return whole tensors on the first rank's CPU, in the model's types, by name."""
+        """Return full tensors by name, in the model's types, on the first rank's CPU."""
         found = {}
         for name in names:
             whole = self.wholes[name]
@@ -334,9 +337,9 @@ class ShardedModel(TrainedModel):
             save_model(model, tokenizer, folder)
 
     def copied(self, weights: Mapping[str, Tensor] | None = None) -> nn.Module | None:
-        """Return a copy of the model with whole weights, its own or those of a snapshot, on the
-        CPU; ``None`` on all ranks but one. A collective, beside whatever else the ranks do, while
-        no update is under way.
+        """Copy the model with its own or a snapshot's full weights to the CPU. Returns ``None`` on
+        all ranks but the first. A collective that may run next to other work of the ranks, but not
+        during an update.
         """
         trained, nothing = set(self._names if weights is not None else ()), torch.empty(0)
 
@@ -381,11 +384,10 @@ def _local(tensor: Any) -> Tensor:
 
 
 class Grid:
-    """All ranks of the default group, as fsdp x tp: those that hold one slice stand tp apart.
-
-    ``row`` is this rank's number among those of its slice, which are ``rows`` and share passes; as
-    FSDP takes them, ``mesh``. ``slices`` are those with a slice each; ``None`` where nothing is
-    cut.
+    """All ranks of the default group, as an fsdp x tp grid. Ranks of one slice are tp apart.
+    ``row`` is this rank's number among its slice's ranks. These are ``rows``, share the passes, and
+    form FSDP's ``mesh``. ``slices`` connects ranks with one slice each, and is ``None`` if nothing
+    is cut.
     """
 
     def __init__(self, device: str, layout: ShardLayout) -> None:
@@ -398,7 +400,7 @@ class Grid:
         self._beside = dist.new_group(backend="gloo")
 
     def on_first(self, whole: FullParameter, part: Tensor) -> Tensor | None:
-        """Return the whole tensor on the first rank's CPU, else ``None``. A collective."""
+        """Return the full tensor on the first rank's CPU, otherwise ``None``. A collective."""
         here = part.detach().cpu()
         if self.rank:
             if self.layout.first(whole, self.rank) is not None:
@@ -421,20 +423,20 @@ class Grid:
         return [*own, *[None] * (len(by_row[0]) - len(own))]
 
     def shares(self, items: Sequence[T]) -> list[Sequence[T]]:
-        """Return the shares of all ranks of a slice, the last of which may have less."""
+        """Return the shares of all ranks of a slice. The last ones may be smaller."""
         ranks = self.layout.fsdp
         share = -(-len(items) // ranks)
         return [items[row * share : (row + 1) * share] for row in range(ranks)]
 
     @staticmethod
     def sum_(tensor: Tensor) -> Tensor:
-        """Add up all ranks' tensors, in place. A collective."""
+        """Sum all ranks' tensors in place. A collective."""
         dist.all_reduce(tensor)
         return tensor
 
 
 class ShardedBackprop(LocalBackprop):
-    """Passes of which every rank makes its share."""
+    """Runs each rank's share of the passes."""
 
     def __init__(
         self,
@@ -464,11 +466,11 @@ class ShardedBackprop(LocalBackprop):
         return {name: sum((metrics[name] for metrics in said), Metrics()) for name in by_model}
 
     def _make(self, passes: Sequence[Callable[[], Metrics]]) -> Sequence[Metrics]:
-        return [each() for each in passes]  # collectives have one order on all ranks
+        return [each() for each in passes]  # collectives must have one order on all ranks
 
     def finish(self) -> Stats:
-        """Return ``passes/balance``: tokens (padding counted) of an average rank, as a share of
-        those of the rank that has the most; 1 where no rank waits for another.
+        """Return ``passes/balance``: the mean rank's tokens (padding included) over the largest
+        rank's. At 1 no rank waits for another.
         """
         ran, self._ran = self._ran, []
         most = sum(max(tokens) for tokens in ran)

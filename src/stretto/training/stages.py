@@ -1,4 +1,4 @@
-"""A rank's part in training through pipelines: a stage of each model, its masters and AdamW."""
+"""A rank's part in pipelined training: a stage of each model, its masters and AdamW."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from stretto.training.shard_files import in_memory
 from stretto.training.trained import LearningRate, TrainedModel
 
 Names = Mapping[str, str]
-"""A stage's names of trained parameters, in its order, to those in the whole model."""
+"""Maps a stage's names of trained parameters, in order, to their names in the full model."""
 
 
 class StageTrainer:
-    """A rank's part of the training of both models, on a device of the kind that the whole models
-    are on; made in the rank's process.
+    """Trains one rank's stages of both models. It lives in the rank's process. The rank's device is
+    of the same kind as the full models'.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class StageTrainer:
         self._device = backend_of(device).rank_device(rank)
 
     def hold(self, actor: Stage, critic: Stage) -> Mapping[Name, float]:
-        """Take the stages to train; return the learning rates of the first updates."""
+        """Receive the stages to train. Return the learning rates of the first updates."""
         stages: dict[Name, Stage] = {"actor": actor, "critic": critic}
         self._stages = {name: stage.to(self._device) for name, stage in stages.items()}
         self._trained = {
-            # A model that is frozen in part may have nothing to train here.
+            # In a partly frozen model, this stage may have nothing to train.
             name: TrainedModel(stage, self._rates[name], self._optimizer, may_be_frozen=True)
             for name, stage in self._stages.items()
         }
@@ -63,11 +63,10 @@ class StageTrainer:
         kl_coef: float,
         trains_actor: bool,
     ) -> tuple[Timings, Mapping[Name, Metrics]]:
-        """Make the passes of a mini-batch; gradients add up in the stages.
-
-        An actor that is not to be trained has its passes too, and its gradients are discarded:
-        fused schedules are of both models, and steps of a frozen actor are few. Returns the tasks'
-        times, and metrics of the micro-batches whose last stage this rank holds.
+        """Run the passes of a mini-batch and accumulate gradients in the stages. An actor that is
+        not trained has its passes too, and its gradients are discarded, because fused schedules
+        cover both models and steps with a frozen actor are few. Returns the tasks' times, and
+        metrics of the micro-batches whose last stage is on this rank.
         """
         by_model: dict[Name, Metrics] = {"actor": Metrics(), "critic": Metrics()}
 
@@ -103,8 +102,8 @@ class StageTrainer:
         return actor, critic
 
     def update(self, name: Name) -> tuple[float, float]:
-        """Take an optimizer step of a model, unless the norm of its gradients, over all stages, is
-        not finite; return that norm and the learning rate of the next update.
+        """Take a model's optimizer step unless the gradient norm over all stages is not finite.
+        Returns that norm and the learning rate of the next update.
         """
         trained, names = self._trained[name], self._stages[name].names
         gradients = {names[own]: grad for own, grad in trained.gradients().items()}
@@ -138,7 +137,7 @@ class StageTrainer:
 def whole_state(
     states: Iterable[tuple[Names, Mapping[str, Any]]], order: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the stages' states as the whole model's, which lists parameters in this order."""
+    """Merge the stages' states into that of the full model, with its parameters in ``order``."""
     masters: dict[str, Tensor] = {}
     moments: dict[str, Any] = {}
     last: Mapping[str, Any] = {}

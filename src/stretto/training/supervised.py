@@ -1,9 +1,9 @@
-"""Supervised training: one loop, and two losses.
+"""Supervised training: one loop and two losses.
 
-Fine-tuning learns what the assistant says (:class:`CrossEntropy`); a reward model learns
+Fine-tuning learns the assistant's messages (:class:`CrossEntropy`). A reward model learns
 preferences (:class:`BradleyTerry`; Bradley and Terry 1952; Stiennon et al. 2020, section 3.4).
 
-Shapes: b rows or pairs of a pass, L padded tokens, N learned tokens of all of them, H hidden size.
+Shapes: b rows or pairs of a pass, L padded tokens, N learned tokens of the pass, H hidden size.
 """
 
 from __future__ import annotations
@@ -44,11 +44,10 @@ def train(
     config: SupervisedConfig,
     after: Callable[[int, Stats], None],
 ) -> None:
-    """Train a model in place, with an update for each batch of at least one row.
-
-    ``learn`` adds the gradient of a batch's loss to the model's, and returns metrics. ``after`` is
-    called after each update with its number, from 1, these metrics, the gradient norm and the
-    learning rate; what it raises ends the training.
+    """Train a model in place, with one update per batch of at least one row. ``learn`` adds the
+    gradient of a batch's loss to the model's and returns metrics. ``after`` is called after each
+    update with its number, from 1, and the metrics, gradient norm and learning rate. An exception
+    raised by ``after`` ends the training.
     """
     t = config.training
     trained = TrainedModel(model, LearningRate(t.lr, updates(config, len(rows)), t.warmup_steps), t)
@@ -57,7 +56,7 @@ def train(
             with trained.training():
                 metrics = learn(batch)
             lr = trained.lr
-            with signals.held():  # the weights of half an update would be worth nothing
+            with signals.held():  # half an update would leave useless weights
                 norm = trained.update()
             after(step, {**metrics, "optimizer/lr": lr, "optimizer/grad_norm": norm})
     finally:
@@ -69,7 +68,7 @@ def updates(config: SupervisedConfig, rows: int) -> int:
 
 
 def batches(rows: Sequence[T], config: SupervisedConfig) -> Iterator[list[T]]:
-    """Yield batches: epochs of all rows in seeded orders. The last may be smaller."""
+    """Yield batches of epochs in seeded random order. An epoch's last batch may be smaller."""
     left, epoch = updates(config, len(rows)), 0
     while left:
         order = np.random.default_rng([config.seed % 2**64, epoch]).permutation(len(rows))
@@ -82,11 +81,10 @@ def batches(rows: Sequence[T], config: SupervisedConfig) -> Iterator[list[T]]:
 def hold_out(
     rows: Sequence[T], key: Callable[[T], Hashable], share: float, seed: int
 ) -> tuple[list[T], list[T]]:
-    """Split rows into those to train on and those to measure on, each in their order.
-
-    Rows with one key (a prompt) go to one side, so that what is measured on has not been seen. At
-    least this share of the rows is held out; the seed does not change the order of training. Raises
-    TaskError if nothing is left to train on.
+    """Split rows into a training and a held-out set, keeping their order. Rows with the same key (a
+    prompt) stay together, so that held-out prompts were not trained on. At least ``share`` of the
+    rows is held out. The seed does not change the order of training. Raises TaskError if nothing is
+    left to train on.
     """
     groups = defaultdict[Hashable, list[int]](list)
     for index, row in enumerate(rows):
@@ -110,15 +108,14 @@ def hold_out(
 # -- fine-tuning ---------------------------------------------------------------------------------
 
 PackedRow = Sequence[Example]
-"""Examples that lie behind one another in one row of a pass; one alone without packing."""
+"""Examples packed behind one another in one row of a pass. A single one without packing."""
 
 
 class CrossEntropy:
-    """Mean negative log-likelihood of the learned tokens of a causal language model.
-
-    Every token counts the same, whichever example, pass or row it is in. Examples are packed into
-    rows of at most ``row_tokens``; 0 gives each its own row. Raises ModelError if packed sequences
-    see one another in this model, or its logits are not a plain head's.
+    """Mean negative log-likelihood of the learned tokens of a causal language model. Every token
+    counts the same, whichever example, pass or row it is in. Examples are packed into rows of at
+    most ``row_tokens``. With 0 each gets its own row. Raises ModelError if this model's packed
+    sequences attend to one another, or if its logits are not a plain head's.
     """
 
     def __init__(self, model: nn.Module, token_budget: int, *, row_tokens: int = 0) -> None:
@@ -133,7 +130,7 @@ class CrossEntropy:
         return cls(model, _budget(model, config), row_tokens=row_tokens)
 
     def learn(self, batch: Sequence[Example]) -> Stats:
-        """Add the gradient of the batch's loss; return the loss and the token counts."""
+        """Add the gradient of the batch's loss. Return the loss and the token counts."""
         count = sum(sum(e.trained) for e in batch)
         total = torch.zeros((), dtype=torch.float64)
         for rows in self._passes(batch):
@@ -148,7 +145,7 @@ class CrossEntropy:
 
     @torch.no_grad()
     def measure(self, examples: Sequence[Example]) -> float:
-        """Return the loss of all examples together, in nats a learned token."""
+        """Return the loss over all examples, in nats per learned token."""
         total = sum(-self._logprobs(rows).double().sum().item() for rows in self._passes(examples))
         return total / sum(sum(e.trained) for e in examples)
 
@@ -159,7 +156,7 @@ class CrossEntropy:
 
     def _logprobs(self, rows: Sequence[PackedRow]) -> Tensor:
         hidden = row_hidden(self._model, rows)
-        # An example's first token is never learned, its last one never read.
+        # The first token of an example is never learned, and its last one is never an input.
         places = [forward.predicting([f for e in row for f in e.trained[1:]], 1) for row in rows]
         targets = [t for row in rows for e in row for t in compress(e.tokens, e.trained)]
         tokens = torch.tensor(targets, device=hidden.device)
@@ -191,10 +188,9 @@ def pack(examples: Sequence[Example], row_tokens: int) -> list[list[Example]]:
 
 
 def row_hidden(model: nn.Module, rows: Sequence[PackedRow]) -> Tensor:
-    """Return hidden states [b, L, H] of rows in which no example sees another, nor its last token.
-
-    Positions start anew with each example, by which transformers' attention, of every kind, knows
-    the examples of a row from one another.
+    """Return hidden states [b, L, H] of rows whose examples do not attend to one another. An
+    example's last token is not an input. Positions restart with each example, from which every
+    attention implementation of transformers recognises the boundaries.
     """
     device = next(model.parameters()).device
     ids = forward.pad_right([[t for e in row for t in e.tokens[:-1]] for row in rows], device)
@@ -209,8 +205,9 @@ def row_hidden(model: nn.Module, rows: Sequence[PackedRow]) -> Tensor:
 
 @torch.no_grad()
 def _check_packing(model: nn.Module) -> None:
-    """Refuse a model in which the second example of a row has other states than alone, by more than
-    rounding: the difference is compared with that of an example that does see the first one.
+    """Raise ModelError if a row's second example has other states than when it is alone. The
+    difference must be rounding: it is compared with that of an example that does attend to the
+    first one.
     """
     config = forward.text_config(model)
     first, second = (
@@ -240,8 +237,8 @@ class Preferences:
     """Metrics of a reward model on pairs.
 
     Attributes:
-        loss: mean -log sigmoid(r_chosen - r_rejected), in nats a pair.
-        accuracy: share of pairs whose chosen response has the higher reward; a tie counts half.
+        loss: mean -log sigmoid(r_chosen - r_rejected), in nats per pair.
+        accuracy: share of pairs whose chosen response has the higher reward. A tie counts half.
         margin: mean r_chosen - r_rejected.
         reward_mean: mean reward of all responses, chosen and rejected.
         reward_std: standard deviation of the same.
@@ -275,11 +272,10 @@ class Preferences:
 
 
 class BradleyTerry:
-    """Mean over the pairs of -log sigmoid(r_c - r_r) + center_coef (r_c + r_r)^2.
-
-    The second term fixes the constant that the first leaves free, at zero (Eisenstein et al. 2023,
-    section 2). Subtracting the mean reward after the training would need a bias in the head, which
-    sequence classifiers of most architectures have not.
+    """Mean over the pairs of -log sigmoid(r_c - r_r) + center_coef (r_c + r_r)^2. The second term
+    sets to zero the constant that the first leaves free (Eisenstein et al. 2023, section 2).
+    Subtracting the mean reward after the training would need a bias in the head, which sequence
+    classifiers of most architectures lack.
     """
 
     def __init__(self, model: nn.Module, token_budget: int, center_coef: float) -> None:
@@ -290,7 +286,7 @@ class BradleyTerry:
         return cls(model, _budget(model, config), config.center_coef)
 
     def learn(self, batch: Sequence[PairTokens]) -> Stats:
-        """Add the gradient of the batch's loss; return metrics from before the update."""
+        """Add the gradient of the batch's loss. Return metrics from before the update."""
         seen = []
         for part in self._passes(batch):
             chosen, rejected = self._rewards(part)
@@ -312,7 +308,7 @@ class BradleyTerry:
             yield [pairs[i] for i in part]
 
     def _rewards(self, pairs: Sequence[PairTokens]) -> tuple[Tensor, Tensor]:
-        """Return rewards [b] of the chosen and rejected responses, read at the end token."""
+        """Return rewards [b] of the chosen and rejected responses, read at the last token."""
         rows = [[*p.prompt, *p.chosen] for p in pairs]
         rows += [[*p.prompt, *p.rejected] for p in pairs]
         rewards = apply_scalar_head(self._model, forward.last_hidden(self._model, rows))

@@ -1,4 +1,4 @@
-"""A model under training: fp32 master weights behind a model that computes in its own type."""
+"""A model under training: float32 master weights behind a model that computes in its own type."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 BLOCK = 1 << 20
-"""Elements that a CPU adds at a time where types differ: it converts them in a buffer; a GPU does
-so as it reads."""
+"""Elements that a CPU adds at a time if types differ, because it converts them in a buffer. A GPU
+converts them as it reads.
+"""
 
 
 @contextmanager
 def training_mode(model: nn.Module) -> Iterator[None]:
-    """Turn gradient checkpointing on, where asked for, during forward and backward passes.
-
-    Only the modules that recompute are in training mode. All others stay in evaluation mode, so
-    that nothing random (dropout, noise on the inputs of a router, sampled experts) makes the policy
-    that is trained another than the one that sampled.
+    """Enable gradient checkpointing, if configured, during forward and backward passes. Only the
+    modules that recompute are in training mode. All others stay in evaluation mode, so that nothing
+    random (dropout, noise on the inputs of a router, sampled experts) makes the trained policy
+    differ from the one that sampled.
     """
     recomputing = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     try:
@@ -62,12 +62,12 @@ def training_mode(model: nn.Module) -> Iterator[None]:
         finally:
             model.eval()
     except BaseException:
-        model.eval()  # an interruption may have struck on the way there
+        model.eval()  # an interrupt may have struck on the way there
         raise
 
 
 def require_finite_norm(norm: float) -> None:
-    """Refuse gradients that would spoil the weights; raises LearnerError."""
+    """Raise LearnerError for gradients that would corrupt the weights."""
     if not math.isfinite(norm):
         raise LearnerError(
             f"the gradient norm is {norm}; stopping before it reaches the weights. Lower "
@@ -77,7 +77,7 @@ def require_finite_norm(norm: float) -> None:
 
 
 def require_trained(name: str, model: nn.Module) -> None:
-    """Refuse a model without weights to train; raises LearnerError."""
+    """Raise LearnerError for a model without weights to train."""
     if not any(p.requires_grad for p in model.parameters()):
         raise LearnerError(
             f"{name} has nothing to train: all its weights are frozen. Leave some unfrozen "
@@ -87,11 +87,11 @@ def require_trained(name: str, model: nn.Module) -> None:
 
 
 class _Snapshot(dict[str, Tensor]):
-    """Copies of weights by name; a class, as a plain dict takes no weak references."""
+    """Copies of weights by name. A class, because a plain dict takes no weak references."""
 
 
 class Snapshots:
-    """Copies of weights, whose memory is used again."""
+    """Copies of weights, whose memory is reused."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self._weights = weights
@@ -99,8 +99,8 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self) -> Mapping[str, Tensor]:
-        """Return copies of the weights as they are now, by name; good as long as the mapping is
-        held, as the memory is used again afterwards.
+        """Return copies of the current weights, by name. Keep the mapping as long as the copies are
+        needed: afterwards their memory is reused.
         """
         free = next((i for i, (_, taken) in enumerate(self._taken) if taken() is None), None)
         if free is None:
@@ -115,14 +115,13 @@ class Snapshots:
 
 
 PATIENCE_S = 30.0
-"""Seconds that the end of a run waits for an update that is under way."""
+"""How long shutdown waits for an optimizer step in progress, in seconds."""
 
 
 class Gate:
-    """The gate that all changes of a model's weights in place go through, until it is closed.
-
-    A change may begin where ``agree`` says so, told whether this gate is open: of ranks that hold
-    parts of one model, all change or none.
+    """Serializes in-place weight updates, and refuses new ones once closed. ``agree`` is called
+    with whether this gate is open, and decides whether a change may start. Ranks that hold parts of
+    one model thereby all change or none does.
     """
 
     def __init__(self) -> None:
@@ -131,8 +130,8 @@ class Gate:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Change the weights in the body of a ``with`` statement; raises LearnerError if the gate
-        is closed. It remembers an error, which leaves them neither old nor new.
+        """Change the weights in the body of a ``with`` statement. Raises LearnerError if closed.
+        The gate remembers an error in the body, which may leave the weights half changed.
         """
         with self._lock:
             if not self.agree(not self._closed):
@@ -144,7 +143,7 @@ class Gate:
             self._broken = False
 
     def close(self, patience_s: float) -> bool:
-        """Let nothing through any more; return whether all changes so far are whole."""
+        """Refuse all further changes. Return whether all changes so far completed."""
         free = self._lock.acquire(timeout=patience_s)
         self._closed = True
         if free:
@@ -156,17 +155,17 @@ _GATES: weakref.WeakKeyDictionary[nn.Module, Gate] = weakref.WeakKeyDictionary()
 
 
 def end_updates(model: nn.Module, patience_s: float = PATIENCE_S) -> bool:
-    """End updates, from any thread. Return whether the weights are whole."""
+    """End updates, from any thread. Return whether the weights are consistent."""
     gate = _GATES.get(model)
     return gate is None or gate.close(patience_s)
 
 
 class WholeModel:
-    """A model as the learner uses it, besides training it."""
+    """A model's uses by the learner, other than training."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._gate = _GATES[model] = Gate()  # for the trainer that trains it from now on
+        self._gate = _GATES[model] = Gate()  # replaces the gate of an earlier trainer
 
     @property
     def device(self) -> torch.device:
@@ -180,8 +179,8 @@ class WholeModel:
     def logprobs(
         self, responses: Sequence[Response], mask: Tensor, temperature: float, budget: int = 0
     ) -> Tensor:
-        """Return log-probs [B, T] of sampled tokens, 0 outside the mask, on the CPU in float32. The
-        budget is of a pass's tokens, padding counted; 0 takes what suits the device.
+        """Return log-probs [B, T] of sampled tokens, 0 outside the mask, on the CPU in float32.
+        ``budget`` limits a pass's tokens, padding included. 0 takes the device's default.
         """
         logprobs = torch.zeros(mask.shape)
         for rows in microbatches(responses, token_budget(budget, self.device)):
@@ -198,14 +197,14 @@ class WholeModel:
 
     @cached_property
     def head(self) -> OutputHead:
-        """The output layer, checked with a small pass; of shards, whole within a pass alone."""
+        """The output layer, checked by a small pass. That of shards is full only within a pass."""
         return output_head(self.model)
 
     def fingerprint(self) -> str:
         return fingerprint(self.model.named_parameters())
 
     def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the whole of a snapshot, on the first rank's CPU; a collective of all ranks."""
+        """Return a snapshot's full tensors, on the first rank's CPU. A collective of all ranks."""
         return {name: tensor.cpu() for name, tensor in tensors.items()}
 
     def pieces(self, tensors: Mapping[str, Tensor]) -> Pieces:
@@ -218,11 +217,10 @@ class WholeModel:
         save_model(self.model, tokenizer, folder)
 
     def copied(self, weights: Mapping[str, Tensor] | None = None) -> nn.Module | None:
-        """Return a copy of the model, with its trained weights or those of a snapshot, to be saved
-        while training goes on; ``None`` on all ranks but the first. A collective.
-
-        Frozen weights are shared. Copies are in the host's memory, but for adapters, which are
-        merged into weights where these are.
+        """Copy the model with its trained weights or a snapshot's, to save it during training.
+        Returns ``None`` on all ranks but the first. A collective. Frozen weights are shared. Copies
+        are in host memory, except for adapters, which are merged into the weights on these weights'
+        device.
         """
         model, found = with_own_structure(self.model), dict[int, nn.Parameter]()
         adapters = hasattr(self.model, "merge_and_unload")
@@ -241,7 +239,7 @@ class WholeModel:
 
 
 class Trained(WholeModel, ABC):
-    """A model under training, as the learner sees it, wherever it is."""
+    """A model under training, as the learner sees it, wherever it runs."""
 
     @property
     @abstractmethod
@@ -250,34 +248,34 @@ class Trained(WholeModel, ABC):
 
     @abstractmethod
     def update(self) -> float:
-        """Take an optimizer step on the gradients collected since the last; return their norm.
-        Raises LearnerError if that is not finite; the weights are left as they were.
+        """Take an optimizer step on the gradients since the last one and return their norm. Raises
+        LearnerError, with the weights unchanged, if the norm is not finite.
         """
 
     @abstractmethod
     def skip(self) -> None:
-        """Let an update go by without a gradient: the learning rate moves on, nothing else does."""
+        """Skip an update: only the learning rate schedule advances."""
 
     @abstractmethod
     def snapshot(self) -> Mapping[str, Tensor]:
-        """Return copies of the trained weights by name, or of this rank's parts; see
+        """Return copies of the trained weights by name, or of this rank's parts of them. See
         :meth:`Snapshots.take`.
         """
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return masters, AdamW's moments and the schedule's position, or this rank's pieces of
-        them. Tensors share memory with what is trained, and stay when that is put elsewhere.
+        """Return masters, AdamW's moments and the schedule's position, or this rank's pieces.
+        Tensors share memory with those under training, and stay in place if those are offloaded.
         """
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from the state of a whole model, whose tensors may be in files."""
+        """Restore the state of a full model, whose tensors may be in files."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearningRate:
-    """The learning rate of a model: its peak, the run's updates, and those over which it rises."""
+    """A model's learning rate schedule: peak, number of updates, and warm-up updates."""
 
     peak: float
     updates: int
@@ -287,13 +285,13 @@ class LearningRate:
 class TrainedModel(Trained):
     """A model, the masters of its weights, and AdamW on the masters.
 
-    A weight kept in bfloat16 has a float32 master: gradients of all micro-batches are summed in
-    float32, AdamW moves the master, and the rounded result is copied back. Without it an update of
-    relative size 1e-3 or less would be rounded away. A float32 weight is its own master.
+    A bfloat16 weight has a float32 master: gradients of all micro-batches are summed in float32,
+    AdamW updates the master, and the rounded result is copied back. Otherwise an update of relative
+    size 1e-3 or less would be rounded away. A float32 weight is its own master.
 
-    Weights say by ``requires_grad`` whether they are trained. Raises LearnerError if none are,
-    unless that may be, as in a stage of a model that is frozen in part. ``before_update`` is called
-    before the tensors that only updates need are used.
+    ``requires_grad`` marks the weights to train. Raises LearnerError if there are none, unless
+    ``may_be_frozen``, as in a stage of a partly frozen model. ``before_update`` is called before
+    the tensors that only updates need are used.
     """
 
     def __init__(
@@ -352,16 +350,16 @@ class TrainedModel(Trained):
         return training_mode(self.model)
 
     def compute(self, work: Callable[[], T]) -> T:
-        """Compute with the whole weights, of shards as a collective; gradients of the tensors that
-        are returned, alone or in tuples, reach what is trained.
+        """Compute with the full weights, a collective with shards. Gradients flow back from the
+        returned tensors, alone or in tuples.
         """
         return work()
 
     def before_pass(self, *, last: bool) -> None:
-        """Prepare for a pass of a mini-batch: gradients are to be whole after its ``last`` one."""
+        """Prepare for a pass of a mini-batch. Gradients must be complete after the ``last`` one."""
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """Return gradients since the last update by name, to be changed in place."""
+        """Return gradients since the last update by name. They may be changed in place."""
         pairs = zip(self._names, self._masters, strict=True)
         return {name: master.grad for name, master in pairs if master.grad is not None}
 
@@ -369,7 +367,7 @@ class TrainedModel(Trained):
         self._optimizer.zero_grad(set_to_none=False)
 
     def update(self, norm: float | None = None) -> float:
-        """Take an optimizer step; the norm is given where this model is a part of several."""
+        """Take an optimizer step. ``norm`` must be given if this model is one of several parts."""
         self.before_update()
         if norm is None:
             norm = float(nn.utils.clip_grad_norm_(self._masters, self._clip))
@@ -378,7 +376,7 @@ class TrainedModel(Trained):
             nn.utils.clip_grads_with_norm_(self._masters, self._clip, total)
         require_finite_norm(norm)
         with self._gate.passing():
-            if self._decaying:  # as AdamW does before its update (Loshchilov and Hutter 2019)
+            if self._decaying:  # before the step, like AdamW (Loshchilov and Hutter 2019)
                 with torch.no_grad():
                     torch._foreach_mul_(self._decaying, 1 - self.lr * self._weight_decay)
             self._optimizer.step()
@@ -388,14 +386,14 @@ class TrainedModel(Trained):
         return norm
 
     def of_updates(self) -> list[Tensor]:
-        """Return moments and masters, but not gradients, to which passes add."""
+        """Return moments and masters, but not gradients, because passes add to those."""
         states = (self._optimizer.state.get(master, {}) for master in self._masters)
         moments = [value for state in states for key, value in state.items() if key != STEP]
         return [*(master for _, master in self._to_copy_back()), *moments]
 
     def skip(self) -> None:
         with warnings.catch_warnings():
-            # torch warns of a schedule that moves before the first update; here none was due.
+            # torch warns if a schedule steps before the first update, but here none was due.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler")
             self._schedule.step()
 
@@ -403,7 +401,7 @@ class TrainedModel(Trained):
         return self._snapshots.take()
 
     def close(self) -> None:
-        """Leave the model to another trainer: no hooks of this one, and no gradients."""
+        """Remove the hooks and gradients, so that another trainer can take the model."""
         for hook in self._hooks:
             hook.remove()
         for weight in self._weights:
@@ -438,7 +436,7 @@ class TrainedModel(Trained):
     def _with_moments(
         self, optimizer: Mapping[str, Any], change: Callable[[str, Any], Any]
     ) -> dict[str, Any]:
-        """Return AdamW's state with the moments, tensors like the parameter of a name, changed."""
+        """Apply ``change`` to AdamW's moments, which are tensors like the named parameter."""
         moments = {
             number: {k: v if k == STEP else change(self._names[number], v) for k, v in own.items()}
             for number, own in optimizer["state"].items()

@@ -1,4 +1,4 @@
-"""A short supervised warm-up on the task's own answers, for models that start from scratch."""
+"""A short supervised warm-up on the task's reference answers, for models trained from scratch."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from stretto.training.trained import LearningRate, TrainedModel
 from stretto.types import Response
 
 BATCH = 32
-"""Examples an update."""
+"""Examples per update."""
 
 SMALL = 10**10
-"""Tokens times weights, up to which a batch is one pass: less than a second, and little memory."""
+"""Limit of tokens times weights for a batch in one pass: under a second, and little memory."""
 
 _WEIGHT, _RANDOM = "weight ", "random "
 
@@ -39,11 +39,10 @@ def warm_up(
     optimizer: TrainingConfig,
     advance: Advance = unseen,
 ) -> float:
-    """Make one pass of cross-entropy over the examples' response tokens, :data:`BATCH` at a time.
-
-    The model is trained in place. Responses are the references, the end-of-sequence token included.
-    ``advance`` is told how many more examples are done. Returns the loss of the last batch, in nats
-    a token.
+    """Run one epoch of cross-entropy over the examples' response tokens, in batches of
+    :data:`BATCH`. Trains the model in place. Responses are the references, including the
+    end-of-sequence token. Calls ``advance`` with the size of each batch done. Returns the last
+    batch's loss, in nats per token.
     """
     batches = [examples[i : i + BATCH] for i in range(0, len(examples), BATCH)]
     training = optimizer.model_copy(update={"lr_schedule": "cosine"})
@@ -70,8 +69,8 @@ def warm_up(
 
 
 def keep(model: nn.Module, loss: float, key: str, file: Path) -> None:
-    """Write a model after its warm-up, the loss, and the state of torch's random numbers, so that a
-    run goes on from there bit for bit as it would have. The key tells this warm-up from others.
+    """Write a warmed-up model, its loss and torch's random states, so that a run continues bit for
+    bit. The key identifies this warm-up.
     """
     tensors = {f"{_WEIGHT}{name}": p.detach() for name, p in model.named_parameters()}
     tensors |= {f"{_RANDOM}{name}": s for name, s in _backend(model).random_states().items()}
@@ -81,8 +80,8 @@ def keep(model: nn.Module, loss: float, key: str, file: Path) -> None:
 
 @torch.no_grad()
 def take(model: nn.Module, key: str | None, file: Path) -> float:
-    """Put what :func:`keep` wrote into a model; return the loss. Raises ConfigError if the file
-    holds another warm-up than the key's, if there is one, StateError if it is damaged.
+    """Load a file of :func:`keep` into a model and return the loss. Raises ConfigError if ``key``
+    is given and the file's differs, StateError if the file is damaged.
     """
     try:
         with safe_open(file, "pt") as kept:
