@@ -1,8 +1,6 @@
-"""What would fail later, found before torch is imported and before a run has a folder.
-
-Names, files, columns, reward functions, model folders, libraries, devices, layouts and memory are
-looked at in a second. ``assembly/checks.py`` has what needs a model or a tokenizer.
-"""
+"""Checks that find a run's faults in a second, before torch is imported and the run gets a folder.
+They cover names, files, columns, reward functions, model folders, libraries, devices, layouts and
+memory. Checks that need a model or a tokenizer are in ``assembly/checks.py``."""
 
 from stretto.checks.run import check_measured, check_run, check_supervised
 

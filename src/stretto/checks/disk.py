@@ -1,4 +1,4 @@
-"""Whether the disk has room for what a run writes: its checkpoints and its model."""
+"""Checks that the disk has room for a run's checkpoints and models."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from stretto.saying import format_size
 
 
 def written(config: Config | SupervisedConfig) -> tuple[int, int] | None:
-    """Return the bytes of a checkpoint and of the model, or ``None`` if the run's models are not
-    here to be counted.
+    """Return the bytes of a checkpoint and of the models, or ``None`` if a model is not on this
+    machine.
 
-    A checkpoint, 0 where none is written, has float32 masters and both moments of Adam of all that
-    is trained, and where generation lags behind, the weights that it works with. The warm-up's
-    outcome counts with the model, and where the run is evaluated, the best model and the one that
-    takes its place.
+    A checkpoint (0 if none is written) has float32 masters and both Adam moments of all trained
+    weights, and the generation weights if generation lags behind. The models are the final one, the
+    warm-up's outcome, and, in an evaluated run, the best model and its replacement.
     """
     reinforced = (config.algorithm, config.reward) if isinstance(config, Config) else ()
     try:
@@ -37,9 +36,8 @@ def written(config: Config | SupervisedConfig) -> tuple[int, int] | None:
 
 
 def check(sizes: tuple[int, int] | None, folder: Path, *, resuming: bool = False) -> None:
-    """Refuse a run whose :func:`written` sizes do not fit on the disk of its folder, or of the one
-    that its folder will be in. A run that is resumed can do without another checkpoint.
-    """
+    """Refuse a run whose :func:`written` sizes do not fit on the disk of its folder or the folder's
+    parent. A resumed run needs no room for another checkpoint."""
     if sizes is None:
         return
     (checkpoint, model), free = sizes, files.free(folder)
@@ -59,7 +57,7 @@ def check(sizes: tuple[int, int] | None, folder: Path, *, resuming: bool = False
 
 
 def said(sizes: tuple[int, int] | None, folder: Path) -> str:
-    """Say what checkpoints take in a run's folder, and for how many the disk has room."""
+    """Describe the size of a run's checkpoints, and how many of them the disk can hold."""
     if sizes is None or not sizes[0]:
         return ""
     size, free = sizes[0], files.free(folder)

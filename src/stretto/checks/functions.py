@@ -1,4 +1,4 @@
-"""Users' functions in files, looked at without running them: syntax, imports, name, parameters."""
+"""Checks users' functions in files without running them: syntax, imports, names, parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from stretto.scoring.conventions import ENVIRONMENTS, convention_of
 from stretto.scoring.functions import locate, require_columns
 
 PATIENCE_S = 4.0
-"""Seconds in which a reward server of this machine must take a connection."""
+"""Seconds within which a reward server on this machine must accept a connection."""
 
 VERL = {"create", "execute", "release"}
 """Methods of verl's tools."""
@@ -36,12 +36,9 @@ _BRANCHES = (ast.If, ast.Try, ast.With, ast.For, ast.While)
 
 
 def check(source: RewardSource, columns: Collection[str] | None) -> None:
-    """Refuse a reward function that cannot be found, imported, or called with the columns of the
-    dataset, if these are known already; and a server to which nothing should be sent.
-
-    What cannot be told without running the file, such as the parameters of a name that is imported,
-    is left to the process that runs it.
-    """
+    """Refuse a reward function that cannot be found, imported, or called with the dataset's columns
+    (if known), and a local reward server that does not answer. Checks that need the file to run,
+    for example of an imported function's parameters, are left to the process that runs it."""
     place = locate(source)
     if source.kind == "server":
         _check_server(source.name)
@@ -55,22 +52,21 @@ def check(source: RewardSource, columns: Collection[str] | None) -> None:
 
 
 def check_environments(sources: Iterable[str]) -> None:
-    """Refuse what cannot be found or imported, is neither a tool nor an environment, or cannot be
-    described to the policy, as far as can be told without running the file.
-    """
+    """Refuse sources that cannot be found or imported, are neither a tool nor an environment, or
+    cannot be described to the policy. Checks that need the file to run are left out."""
     for place in map(locate_source, sources):
         file, name = Path(place["file"]), place["function"]
         _check_source(name, _find(file, name, SETTING), dict(_defined(_parsed(file, SETTING)[0])))
 
 
 def check_member(name: str, setting: str) -> None:
-    """Refuse other code of the user's that cannot be found or imported, without running it."""
+    """Refuse other user code that cannot be found or imported, without running it."""
     place = outside.locate(name, setting)
     _find(Path(place["file"]), place["function"], setting)
 
 
 def check_algorithm(config: Config) -> None:
-    """Import an algorithm that is the user's own code, and refuse one that does not fit the run."""
+    """Import a user's own algorithm, and refuse one that does not fit the run."""
     name, setting = config.algorithm.name, "algorithm.name"
     if not config.algorithm.is_outside:
         return
@@ -161,7 +157,7 @@ def _is_tool(found: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 def _without_body(
     found: ast.FunctionDef | ast.AsyncFunctionDef, *, bound: bool = False
 ) -> Callable[..., Any]:
-    """Return a function of the same name, docstring and parameters, with texts as type hints."""
+    """Return an empty function with the same name, docstring and parameters, all hints ``str``."""
     parameters, hint = copy.deepcopy(found.args), ast.Name("str", ast.Load())
     first = [*parameters.posonlyargs, *parameters.args][:1] if bound else []
     every = (*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs)
@@ -196,7 +192,7 @@ def _parsed(file: Path, setting: str) -> tuple[ast.Module, str]:
 
 
 def _find(file: Path, name: str, setting: str) -> ast.stmt | None:
-    """Return what a file defines by a name, ``None`` if only running it tells, or ConfigError."""
+    """Return a name's definition (``None``: only running the file shows it) or raise ConfigError."""
     tree, text = _parsed(file, setting)
     _check_imports(tree, file, setting)
     defined = dict(_defined(tree))
@@ -211,7 +207,7 @@ def _find(file: Path, name: str, setting: str) -> ast.stmt | None:
 
 
 def _check_server(url: str) -> None:
-    """Refuse a server of this machine that is not there; others may be behind proxies."""
+    """Refuse a server of this machine that does not answer. Others may be behind proxies."""
     place = urlsplit(url)
     if not is_loopback(place.hostname):
         return
@@ -226,7 +222,7 @@ def _check_server(url: str) -> None:
 
 
 def _check_imports(tree: ast.Module, file: Path, setting: str) -> None:
-    """Refuse an import, outside of functions and of ``try``, of a module that is not there."""
+    """Refuse a top-level import of a missing module. Imports in functions and ``try`` may fail."""
     for node in tree.body:
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -247,12 +243,12 @@ def _is_there(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
-        return True  # it cannot be told
+        return True  # unknown, so it is not refused
 
 
 def _defined(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
     waiting: list[ast.stmt] = list(tree.body)
-    for node in waiting:  # which grows
+    for node in waiting:  # the list grows in the loop
         if isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
             yield node.name, node
         elif isinstance(node, ast.Import | ast.ImportFrom):

@@ -1,4 +1,4 @@
-"""The checks of a run, in the order in which a user would want to hear of faults."""
+"""The checks of a run, most useful fault first."""
 
 from __future__ import annotations
 
@@ -31,11 +31,9 @@ if TYPE_CHECKING:
 def check_run(
     config: Config, overrides: Overrides | None = None, *, ask_hub: bool = True
 ) -> Task | None:
-    """Refuse a run of reinforcement learning that is known to fail.
-
-    Returns the task, opened; ``None`` where its rows must be fetched. Raises a StrettoError where a
-    setting, a library, a device, a model, the data, a reward function or the memory is at fault, or
-    where the hub, if it is to be asked, does not answer for what must be fetched from it.
+    """Refuse a reinforcement learning run that is known to fail, with a StrettoError. Checks
+    settings, libraries, devices, models, data, rewards and memory, and, if ``ask_hub``, that the
+    hub has all that must be fetched. Returns the opened task, or ``None`` if rows must be fetched.
     """
     _check_observation(config.observe)
     _check_libraries(config)
@@ -51,7 +49,7 @@ def check_run(
         from stretto.workers.ray_cluster import require_answer
 
         require_answer(config.cluster.address)
-    else:  # other machines have GPUs of their own
+    else:  # other machines have their own GPUs
         _check_device(config.model)
     opened = overrides.task if overrides else None
     task = opened or _check_task(config.task, config.seed, ask_hub=ask_hub)
@@ -90,11 +88,11 @@ def check_run(
 
 
 def check_supervised(config: SftConfig | RewardModelConfig, *, ask_hub: bool = True) -> None:
-    """Refuse a run of supervised training that is known to fail; see :func:`check_run`."""
+    """Refuse a supervised run that is known to fail; see :func:`check_run`."""
     _check_observation(config.observe)
     _check_device(config.model)
     name = config.data.name
-    if name and is_local(name):  # without a name, an alignment labels the pairs by then
+    if name and is_local(name):  # an alignment labels the pairs of an unnamed dataset first
         if isinstance(config, SftConfig):
             read_demonstrations(config.data)
         else:
@@ -154,7 +152,7 @@ def _check_device(model: ModelConfig) -> None:
 
 
 def _check_task(task: TaskConfig, seed: int, *, ask_hub: bool = True) -> Task | None:
-    """Open a task; ``None`` where its data must be fetched."""
+    """Open a task, or return ``None`` if its data must be fetched."""
     if not task.name:
         raise ConfigError(
             "task.name is empty: give a file or a hub dataset by `task.name = NAME`, and its "
@@ -250,9 +248,7 @@ def _check_stages(info: ModelInfo, pipeline: PipelineConfig, *, alike: bool) -> 
 
 
 def check_dataset(name: str, *, ask: bool = True) -> None:
-    """Refuse a dataset of the hub where its library is missing; or, unless ``ask`` is false, where
-    the dataset is not on this machine and the hub does not answer.
-    """
+    """Refuse a hub dataset without its library, or, with ``ask``, neither cached nor online."""
     from huggingface_hub import constants
 
     require("datasets", "hub", f"'{name}', a dataset of the hub,")
