@@ -1,1 +1,1 @@
-"""Prediction: memory, traffic and time of a run, from formulas, measurements and simulation."""
+"""Prediction of a run's memory, traffic and time, from formulas, measurements and simulation."""

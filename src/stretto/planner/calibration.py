@@ -1,10 +1,10 @@
 """Costs fitted to measurements.
 
-Spans of a run make the costs of its roles (:func:`calibrate`, docs/simulator.md), by their length
-and by their attributes: of ``gen`` ``steps``, ``tokens`` and, where the engine counts them,
-``context`` (tokens that all steps read) and ``prefilled``; of ``prefill``, ``score`` and ``update``
-``tokens``, else the number of ``rollouts``; of ``driver/...`` ``items``. Timed pieces of work
-(``measuring.py``) make the figures of a device (:func:`fitted`, docs/planning.md).
+:func:`calibrate` (docs/simulator.md) fits the costs of roles to a run's spans, by their duration
+and attributes. A ``gen`` span has ``steps``, ``tokens`` and, if the engine counts them, ``context``
+(tokens that all steps read) and ``prefilled``. ``prefill``, ``score`` and ``update`` have
+``tokens`` or else a number of ``rollouts``, ``driver/...`` has ``items``. :func:`fitted`
+(docs/planning.md) fits the rates of a device to timed work (``measuring.py``).
 """
 
 from __future__ import annotations
@@ -31,15 +31,13 @@ Array = npt.NDArray[np.float64]
 
 _ROUNDS = 20
 _FAR_OFF = 10.0
-"""How many times what the others let expect a first call takes that is left out: it compiles."""
+"""Initial calls that take this many times the expected seconds are left out, as they compile."""
 
 
 def fit_costs(features: Array, took_s: Array, far_off: float = _FAR_OFF) -> Array:
-    """Fit coefficients [k], none negative, to the seconds of calls [n] with features [n, k].
-
-    The calls take as long in all as they did: a Poisson regression, by iteratively reweighted least
-    squares. First calls that take ``far_off`` times what the others let expect are left out.
-    """
+    """Fit nonnegative coefficients [k] to the seconds of calls [n] with features [n, k]. The fit
+    keeps the calls' total time. It is a Poisson regression, by iteratively reweighted least
+    squares. Initial calls that take ``far_off`` times their expected seconds are left out."""
     least_s = np.median(took_s) * 1e-3 + 1e-12
     coefficients = _robust(features, took_s)
     like_others = took_s <= far_off * np.maximum(features @ coefficients, least_s)
@@ -52,10 +50,8 @@ def fit_costs(features: Array, took_s: Array, far_off: float = _FAR_OFF) -> Arra
 
 
 def _robust(features: Array, took_s: Array) -> Array:
-    """Fit what is typical: the less a call counts, the further off it is (Huber's weights).
-
-    Relative errors are minimised, as calls differ in length by orders of magnitude.
-    """
+    """Fit typical calls. Outliers count less (Huber's weights). Relative errors are minimised,
+    because calls differ in length by orders of magnitude."""
     scale = np.maximum(took_s, np.median(took_s) * 1e-3 + 1e-12)
     x, y = features / scale[:, None], took_s / scale
     coefficients = nonnegative(x, y)
@@ -68,11 +64,11 @@ def _robust(features: Array, took_s: Array) -> Array:
 
 
 def nonnegative(x: Array, y: Array) -> Array:
-    """Solve least squares of x [n, k] and y [n]; a column that would get a negative one gets 0."""
+    """Solve least squares of x [n, k] and y [n], dropping columns with negative coefficients."""
     norms = np.linalg.norm(x, axis=0)
     used = np.flatnonzero(norms)
     while used.size:
-        # Columns of unit length: tokens and steps are orders of magnitude apart.
+        # Normalize columns, because tokens and steps are orders of magnitude apart.
         found = np.linalg.lstsq(x[:, used] / norms[used], y, rcond=None)[0] / norms[used]
         if (found >= 0).all():
             break
@@ -88,10 +84,10 @@ class Calibration:
     """The costs of a run's roles.
 
     Attributes:
-        loads_s: seconds that scorers take to take over a version of the weights, by name.
-        call_s: seconds that a call is on its way, and its answer: what passes between the end of an
-            update and the publishing that follows, without the driver's own work.
-        driver: the driver's own work, by the names of its spans.
+        loads_s: seconds in which scorers load a version of the weights, by name.
+        call_s: seconds to deliver a call and its answer: the gap from the end of an update to its
+            publishing, without the driver's own work.
+        driver: the driver's own work, by span name.
     """
 
     generator: costs.GeneratorCost
@@ -105,12 +101,12 @@ class Calibration:
 def calibrate(
     spans: Iterable[Span], threads: Mapping[str, int] = {}, cores: int = 0
 ) -> Calibration:
-    """Fit all costs to the spans of a run; StateError if the generator or the learner has none."""
+    """Fit all costs to a run's spans. Raises StateError if generator or learner has none."""
     as_they_were = list(spans)
     by_role: defaultdict[str, list[Span]] = defaultdict(list)
     sends: defaultdict[str, list[Span]] = defaultdict(list)
     for span in undisturbed(as_they_were, threads, cores):
-        if span.role == WEIGHT_SYNC:  # which contains the loads of all roles that take part
+        if span.role == WEIGHT_SYNC:  # contains the loads of all roles
             sends[span.attributes.get("model", "")].append(replace(span, name="load"))
         elif not span.waits and span.role not in NO_DEVICES:
             by_role[role_of(span)].append(span)
@@ -141,10 +137,8 @@ def calibrate(
 
 
 def undisturbed(spans: Iterable[Span], threads: Mapping[str, int], cores: int) -> Iterator[Span]:
-    """Yield work as it would have been without the others at work on the same cores (0: enough).
-
-    While more threads are at work than there are cores, all work at the same reduced rate.
-    """
+    """Yield spans as if no other work had run on the same ``cores`` (0: enough for all). If more
+    threads than cores are busy, all work is assumed to slow down at the same rate."""
     spans = list(spans)
     if not cores:
         yield from spans
@@ -155,7 +149,7 @@ def undisturbed(spans: Iterable[Span], threads: Mapping[str, int], cores: int) -
         used = threads[role_of(span)] if works else 0
         changes[span.start_s] += used
         changes[span.end_s] -= used
-    done_s = at_s = 0.0  # seconds of work that each has done
+    done_s = at_s = 0.0  # seconds of undisturbed work
     busy = 0
     done: dict[float, float] = {}
     for moment_s in sorted(changes):
@@ -168,7 +162,7 @@ def undisturbed(spans: Iterable[Span], threads: Mapping[str, int], cores: int) -
 
 
 def role_of(span: Span) -> str:
-    """Return whose work a span is, by a name that replicas share."""
+    """Return the role of a span, without a replica's number."""
     if is_generator(span.role):
         return "generator"
     name, _, number = span.role.rpartition(" ")
@@ -182,8 +176,8 @@ def _fit(spans: Sequence[Span], rows: Sequence[Sequence[float]], far_off: float)
 
 
 ALIKE = 2.0
-"""Calls of like amounts, the largest less than so many times the smallest, do not tell what a call
-costs by itself: all is then counted for its units, as it is in large calls."""
+"""If the largest amount is below this multiple of the smallest, the calls do not show their fixed
+cost. It is then fitted as part of the cost per unit, as in large calls."""
 
 
 def _fit_line(
@@ -230,7 +224,7 @@ def _learner(spans: Sequence[Span]) -> costs.TrainCost:
 
 
 def _driver(spans: Sequence[Span]) -> dict[str, costs.DriverCost]:
-    """Return the costs of the driver's work; of that nothing is left out, however rare."""
+    """Return the costs of the driver's work. Rare long calls count too."""
     by_name: defaultdict[str, list[Span]] = defaultdict(list)
     for span in spans:
         if span.role == DRIVER:
@@ -243,7 +237,7 @@ def _driver(spans: Sequence[Span]) -> dict[str, costs.DriverCost]:
 
 
 def _call_s(spans: Sequence[Span]) -> float:
-    """Return what typically passes from an update to its publishing, without the driver's work."""
+    """Return the median gap from an update to its publishing, without the driver's work."""
     learner = sorted((s for s in spans if s.role == "learner"), key=lambda span: span.start_s)
     driver = union((s.start_s, s.end_s) for s in spans if s.role == DRIVER)
     gaps = [
@@ -267,7 +261,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A piece of work: its size in words, seconds, operations and bytes; to decode is one step."""
+    """A piece of work: its description, seconds, operations and bytes. Decoding is one step."""
 
     kind: Kind
     what: str
@@ -278,10 +272,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredDevice:
-    """The device that was measured, the memory that a process may fill, and how many there are.
-
-    A CPU counts as as many as there can be processes with as many threads.
-    """
+    """The measured device, the memory that a process may fill, and the number of such devices. A
+    CPU counts as often as processes with this many threads have room on it."""
 
     name: str
     memory_bytes: float
@@ -289,16 +281,14 @@ class MeasuredDevice:
 
 
 def fitted(points: Sequence[Point], device: MeasuredDevice) -> Hardware:
-    """Return the figures by which formulas come nearest to the points; no term is negative.
-
-    Where seconds hardly grow with the work, a pass is taken to go at the peak, and a decode step to
-    read like a copy of about its size. Raises StateError if a kind has no points.
-    """
+    """Return the rates by which formulas come nearest to the points. No term is negative. If
+    seconds hardly grow with the work, a pass is assumed to run at the peak, and a decode step to
+    read like a copy of about its size. Raises StateError if a kind has no points."""
     of = {kind: [p for p in points if p.kind == kind] for kind in KINDS}
     if missing := [kind for kind, found in of.items() if not found]:
         problem = f"no points of {', '.join(missing)}: measure every kind of work"
         raise StateError(problem, "no-points")
-    # Work of a run may outdo a plain product or copy, as by what caches hold.
+    # A run's work may outdo a plain product or copy, for example because of caches.
     computing = [*of["product"], *of["prefill"], *of["training"]]
     flops = max(p.flops / p.seconds for p in computing)
     memory = max(p.size / p.seconds for p in [*of["copy"], *of["decode"], *of["update"]])
@@ -342,10 +332,8 @@ def predicted_s(point: Point, on: Hardware) -> float:
 def _decoding(
     points: Sequence[Point], flops: float, peak: float, otherwise: float
 ) -> tuple[float, float]:
-    """Return seconds beside the work of a decode step, and the rate at which it reads.
-
-    Points with the fewest operations a byte read for longer than they compute: so many are tried.
-    """
+    """Return a decode step's fixed seconds, and the rate at which it reads. Points with the fewest
+    operations a byte are bound by reading. Every number of them is tried."""
     ordered = sorted(points, key=lambda p: p.flops / p.size)
 
     def fit(reading: int) -> tuple[float, float]:
@@ -368,10 +356,8 @@ def _line(
     otherwise: float,
     known_s: Sequence[float] = (),
 ) -> tuple[float, float]:
-    """Return seconds beside the work, and its rate: the peak at most, or ``otherwise`` for none.
-
-    Other terms account for ``known_s`` of the seconds of each point.
-    """
+    """Return fixed seconds and the rate of work, at most ``peak``; ``otherwise`` if none can be
+    fitted. Other terms account for ``known_s`` of each point's seconds."""
     amount, seconds = np.array(work), np.array([p.seconds for p in points])
     unknown_s = seconds - np.array(known_s) if known_s else seconds
     once = 1 / seconds[:, None]  # relative errors: points differ in length by orders of magnitude

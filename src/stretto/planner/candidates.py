@@ -1,8 +1,6 @@
-"""Candidates: the layouts of a run on so many GPUs, each with the variants of the schedule.
-
-What ``stretto train`` can run comes first. *On paper* there is more: several copies of generators
-and scorers in the learner's processes, all states offloaded, and learners with pipeline stages.
-"""
+"""Candidates: the layouts of a run on a number of GPUs, each with the schedule's variants.
+Candidates *on paper* cannot be run by ``stretto train``: several copies of generators and scorers
+in the learner's processes, all states offloaded, and learners with pipeline stages."""
 
 from __future__ import annotations
 
@@ -23,18 +21,18 @@ from stretto.runtime.sim.costs import GeneratorCost, SampleCost, TrainCost
 from stretto.types import ScoreKind
 
 MESSAGE_S = 0.001
-"""Seconds that a call of a role and its answer are on their way (assumed)."""
+"""Seconds to deliver a call of a role and its answer (assumed)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSpec:
-    """What a plan is for: models and work, GPUs, and variants of the schedule.
+    """The input of a plan: models and work, GPUs, and variants of the schedule.
 
     Attributes:
-        gpus: how many there are; a plan uses all of them.
+        gpus: available GPUs. A plan uses all of them.
         on_paper: also plans that ``stretto train`` cannot run.
-        updates: optimizer updates a step, in all epochs.
-        functions: costs of reward functions, by name; they have CPUs of their own.
+        updates: optimizer updates a step, over all epochs.
+        functions: costs of reward functions by name. They have CPUs of their own.
     """
 
     models: ModelShapes
@@ -60,25 +58,24 @@ class PlanSpec:
 MICRO_TOKENS = (4096, 8192, 16_384, 32_768)
 """Tokens of a learner's micro-batches."""
 SPLITS = 64
-"""Most sizes of a role that are tried; with more GPUs, roles get whole nodes."""
+"""Most sizes of a role that are tried. With more GPUs, roles get full nodes."""
 STAGES = (1, 2, 4, 8, 16)
 """Pipeline stages of a learner, on paper."""
 Kind = tuple[str, str, bool]
-"""Which roles share GPUs, the schedule, and whether it is on paper."""
+"""The sharing of GPUs, the schedule, and whether it is on paper."""
 BASELINE = ("all", "sync")
 """The kind that is always searched, on paper too: all roles on all GPUs, one after another."""
 Pipelining = Literal["1f1b", "interleaved", "fused"]
-"""Schedules of a learner's pipelines: models one after the other, each by 1F1B or with two chunks
-of layers a stage (interleaved), or both at once in opposite directions (fused; RLHFuse, section 5).
-"""
+"""Schedules of a learner's pipelines: one model after the other, by 1F1B or with two chunks of
+layers a stage (interleaved), or both at once in opposite directions (fused; RLHFuse, section 5)."""
 
 
 def bubble(pipelining: Pipelining, stages: int) -> float:
-    """Return how long a stage is idle in an update, in micro-batches, for each model.
+    """Return a stage's idle time in an update, in micro-batches, for each model.
 
-    It does not depend on the number of micro-batches, if there are twice as many as stages. Two
-    chunks of layers a stage halve the bubble. Fused schedules are of two models of one size, at the
-    lower bound of latency, which the solver of :mod:`stretto.pipelines` reaches for them.
+    It is the same for any number of micro-batches from twice the stages on. Two chunks of layers a
+    stage halve it. A fused schedule is of two equal models, at the lower bound of latency, which
+    the solver of :mod:`stretto.pipelines` reaches for them.
     """
     fused = ((stages + 1) // 2 - 1) / 2
     return {"1f1b": stages - 1.0, "interleaved": (stages - 1) / 2, "fused": fused}[pipelining]
@@ -86,7 +83,7 @@ def bubble(pipelining: Pipelining, stages: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A layout with a variant of the schedule; several engines where stragglers move."""
+    """A layout with a variant of the schedule, and several engines if stragglers migrate."""
 
     layout: Layout
     variant: str
@@ -96,7 +93,7 @@ class Candidate:
 
     @property
     def bubble(self) -> float:
-        """Micro-batches' worth of time that a pipeline stage is idle in an update, for a model."""
+        """A stage's idle time in an update, in micro-batches, for a model."""
         return bubble(self.pipelining, self.layout.learner.stages)
 
     @property
@@ -105,7 +102,7 @@ class Candidate:
 
     @property
     def on_paper(self) -> str:
-        """Why ``stretto train`` cannot run it; empty if it can."""
+        """The reason why ``stretto train`` cannot run it, empty if it can."""
         layout = self.layout
         if layout.offload:
             return "shards of the learner and weights of a generator are not offloaded"
@@ -121,10 +118,10 @@ class Candidate:
 
 
 def candidates(spec: PlanSpec) -> Iterator[Candidate]:
-    """Yield all candidates, whether they fit into memory or not (see :func:`fits`)."""
+    """Yield all candidates, including those that do not fit into memory (see :func:`fits`)."""
     quickest = cache(lambda layout: _quickest_passes(spec, layout))
     for plain in _layouts(spec):
-        # Of the other roles, the learner's memory depends on those alone that share its GPUs.
+        # The learner's memory depends only on the roles that share its GPUs.
         seen = plain
         if plain.sharing in ("none", "generators"):
             seen = replace(plain, sharing="none", generator=Mesh(1), scorer=Mesh(1))
@@ -151,11 +148,8 @@ def fits(spec: PlanSpec, candidate: Candidate) -> bool:
 
 
 def memory_by_phase(spec: PlanSpec, candidate: Candidate) -> dict[str, Parts]:
-    """Return the memory of a GPU by phase, and by what takes it, in bytes.
-
-    Scorers that prefill responses while these are decoded keep keys and values of all in flight, at
-    their average length.
-    """
+    """Return the bytes of a GPU by phase and part. Scorers that prefill streamed responses keep the
+    keys and values of all responses in flight, at their average length."""
     models, layout, rows = spec.models, candidate.layout, spec.in_flight(candidate.schedule)
     found = memory.phases_of(models, layout, rows, spec.longest, spec.hardware)
     if candidate.schedule.knobs.streams:
@@ -168,7 +162,7 @@ def memory_by_phase(spec: PlanSpec, candidate: Candidate) -> dict[str, Parts]:
         "1f1b": 0.0,
         # Two chunks of layers a stage: Narayanan et al. 2021, section 2.2.
         "interleaved": (stages - 1) / (2 * stages),
-        "fused": 1.0,  # micro-batches of both models are under way: at most
+        "fused": 1.0,  # at most: micro-batches of both models are in flight
     }[candidate.pipelining]
     if more:
         more *= found["training"]["activations"]
@@ -194,7 +188,7 @@ def _pointless(candidate: Candidate) -> bool:
         return True  # no GPU is free to train while others decode
     if layout.offload and knobs.score_on != "batch":
         return True
-    if knobs.migrates(2) and not knobs.streams:  # the freed generators score
+    if knobs.migrates(2) and not knobs.streams:  # freed generators score
         return layout.sharing != "generators" or layout.generator.data == 1
     return False
 
@@ -209,13 +203,13 @@ def _layouts(spec: PlanSpec) -> Iterator[Layout]:
 
     @cache
     def meshes(devices: int, role: str) -> list[Mesh]:
-        """Return ways to divide a role's models among devices, slices of one within a node."""
+        """Return ways to divide a role's models among devices, tensor-parallel within a node."""
         stages = STAGES if role == "learner" and spec.on_paper else (1,)
         return [
             Mesh(devices // (t * p), t, p)
             for t in range(1, node + 1)
             if all(shape.heads % t == shape.kv_heads % t == 0 for shape in shapes[role])
-            and (node % t == 0 or gpus <= node)  # none lies across two nodes
+            and (node % t == 0 or gpus <= node)  # none spans two nodes
             for p in stages
             if devices % (t * p) == 0 and p <= min(shape.layers for shape in shapes[role])
         ]
@@ -253,7 +247,7 @@ def _quickest_passes(spec: PlanSpec, layout: Layout) -> list[Layout]:
 
 
 def cluster_of(spec: PlanSpec, candidate: Candidate) -> Cluster:
-    """Make the cluster of a candidate; raises ConfigError if keys and values have no room."""
+    """Make the cluster of a candidate. Raises ConfigError if keys and values have no room."""
     layout, engines, slots = candidate.layout, candidate.engines, slots_of(spec, candidate)
     devices, generators = layout.devices, layout.devices["generators"]
     cost, each = cost_of_generator(spec, layout), len(generators) // engines
@@ -289,7 +283,7 @@ def slots_of(spec: PlanSpec, candidate: Candidate) -> int:
 
 
 def cost_of_generator(spec: PlanSpec, layout: Layout) -> GeneratorCost:
-    """Return the cost of a copy of the generator; ConfigError if keys and values have no room."""
+    """Return the cost of a copy of the generator. Raises ConfigError without room for its cache."""
     models, learner, generator = spec.models, layout.learner, layout.generator
     cost = formulas.generator_cost(
         models.actor,
@@ -304,7 +298,7 @@ def cost_of_generator(spec: PlanSpec, layout: Layout) -> GeneratorCost:
 
 
 def cost_of_learner(spec: PlanSpec, layout: Layout, bubble: float | None = None) -> TrainCost:
-    """Return the learner's cost, with what is swapped where roles are offloaded."""
+    """Return the learner's cost, including the swaps of offloaded roles."""
     w = spec.workload
     passes = formulas.TrainingPasses(
         tokens=w.batch * w.mean_tokens,
@@ -320,7 +314,7 @@ def cost_of_learner(spec: PlanSpec, layout: Layout, bubble: float | None = None)
 
 
 def scorers_of(spec: PlanSpec, layout: Layout, engines: int = 1) -> list[ScorerRole]:
-    """Return the scorers that are models; on generators' devices each generator has copies."""
+    """Return the scorers that are models. Each generator on shared devices has its own copies."""
     models, devices = spec.models, layout.devices["scorers"]
     hosted = layout.sharing in ("all", "generators")
     named: list[tuple[str, ScoreKind, Shape | None]] = [
@@ -349,7 +343,7 @@ def scorers_of(spec: PlanSpec, layout: Layout, engines: int = 1) -> list[ScorerR
 
 
 def swap_s(spec: PlanSpec, layout: Layout) -> float:
-    """Seconds of a step in which offloaded states move out and in, and frozen models in."""
+    """Return the seconds per step to swap offloaded states out and in, and frozen models in."""
     if not layout.offload:
         return 0.0
     on, models = spec.hardware, spec.models
@@ -366,12 +360,12 @@ def _critic_load_s(critic: Shape, layout: Layout, on: Hardware) -> float:
 
 def _reshard_s(shape: Shape, learner: Mesh, to: Mesh, on: Hardware) -> float:
     size = formulas.reshard_bytes(shape, learner, to)
-    speed = to.data_bytes_per_s(on.links)  # those with the same slice exchange their shards
+    speed = to.data_bytes_per_s(on.links)  # ranks with the same slice exchange their shards
     return max(size, 0.0) / (speed * on.assumed.link)
 
 
 def _broadcast_s(shape: Shape, learner: Mesh, to: Mesh, on: Hardware) -> float:
-    """Seconds of a broadcast of all shards, one after another, as Stretto's ranks send them."""
+    """Return the seconds to broadcast all shards one after another, as Stretto's ranks do."""
     speed = on.links.within_bytes_per_s
     if learner.devices + to.devices > on.links.gpus_per_node:  # by the adapter of a shard's rank
         speed = min(speed, on.links.between_bytes_per_s)

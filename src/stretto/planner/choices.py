@@ -1,4 +1,4 @@
-"""What settings leave to the memory plan, chosen so that it fits the GPUs."""
+"""Fills settings that the user left open with values that fit the GPUs' memory."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ PASSES = (
     *((tokens, "off") for tokens in (16_384, 8_192, 4_096)),
     *((tokens, "on") for tokens in (16_384, 8_192, 4_096, 2_048, 1_024)),
 )
-"""Tokens of a pass and recomputation that are tried on a GPU, in order: fewer tokens cost little
-down to some thousands, recomputation a third of the time."""
+"""Tokens of a pass and recomputation, in the order in which they are tried on a GPU. Fewer tokens
+cost little down to a few thousand, recomputation a third of the time."""
 BESIDE_SLOTS = 4_096
-"""Tokens of a recomputed pass for which keys and values leave room."""
+"""Tokens of a recomputed pass that must fit next to the slots' keys and values."""
 
 
 def fitted(
@@ -46,12 +46,11 @@ def fitted(
     unseen: int = 0,
     cluster_gpus: int | None = None,
 ) -> Fitted:
-    """Return a run's settings with what they leave to the memory plan, and say what that is.
+    """Fill the settings that the user left open by the memory plan, and report them to ``say``.
 
-    On GPUs these are passes (:func:`with_passes`), slots and vLLM's share; the config of a model
-    that is not here is fetched for them. Nothing is changed on a CPU, or for a model whose shape
-    cannot be told. GPUs of a cluster are taken to be like this machine's; where it has none, to
-    have ``unseen`` bytes.
+    On GPUs these are passes (:func:`with_passes`), slots and vLLM's share. If the model is not
+    here, its config is fetched. A CPU or a model of unknown shape changes nothing. A cluster's GPUs
+    are assumed to be like this machine's, or, if it has none, to have ``unseen`` bytes.
     """
     import torch
 
@@ -106,7 +105,7 @@ def fitted_run(
     adapters: Adapters | None,
     room: Callable[[str], int],
 ) -> Config:
-    """Return the settings with passes, slots, and shares of vLLM, that fit the GPUs."""
+    """Return the settings with passes, slots and vLLM's memory share that fit the GPUs."""
 
     def loads(config: Config) -> list[Load]:
         every = RunMemory(config).loads(found, shapes, width, adapters, room)
@@ -142,15 +141,13 @@ def fitted_run(
             "(fsdp, tp), or take LoRA",
             "memory-exceeded",
         )
-    # vLLM looks whether so much is free when it starts.
+    # vLLM refuses to start unless this share is free.
     given = {**given, share: math.floor(100 * (FILLED - others)) / 100}
     return config.changed_in("rollout", engine_args=given)
 
 
 def _with_slots(config: Config, fits: Callable[[Config], bool]) -> Config:
-    """Return settings with as many slots of Stretto's own engine as fit beside passes of few
-    tokens, by halves, where ``rollout.slots = 0`` takes too many, and fewer help.
-    """
+    """Halve an unset ``rollout.slots`` of Stretto's engine until passes of few tokens fit too."""
 
     def few(tried: Config) -> bool:
         again = tried.model.gradient_checkpointing == "on"
@@ -175,10 +172,8 @@ def _vllm_beside_others(
 
 
 def with_passes(config: Fitted, fits: Callable[[Fitted], bool]) -> Fitted:
-    """Return settings with the first of :data:`PASSES` that fit, or the last; what is set stays.
-
-    Not set are ``training.microbatch_tokens = 0`` and ``model.gradient_checkpointing = "auto"``.
-    """
+    """Return settings with the first of :data:`PASSES` that fits, or the last one. Only changes
+    ``training.microbatch_tokens = 0`` and ``model.gradient_checkpointing = "auto"``."""
     model, training = config.model, config.training
     found = config
     for tokens, again in PASSES:
@@ -192,7 +187,7 @@ def with_passes(config: Fitted, fits: Callable[[Fitted], bool]) -> Fitted:
 
 
 def supervised_fits(config: SftConfig | RewardModelConfig, width: int, room: int) -> bool:
-    """Return whether supervised training on one GPU fits; raises as :func:`known_shapes` does."""
+    """Return whether supervised training fits one GPU. Raises as :func:`known_shapes` does."""
     m, sides = config.model, 1 if isinstance(config, SftConfig) else 2
     shape = model_shape(m)
     held = DeviceMemory(width=width, adapters=lora_adapters(m))

@@ -1,8 +1,6 @@
-"""The memory that a run's settings ask for: tables of it, and the refusal of what cannot fit.
-
-A plan of the models (:class:`MemoryPlan`) counts weights, gradients and optimizer states by numbers
-of parameters; the memory of each device by phase (:class:`RunMemory`) counts what comes on top.
-"""
+"""The memory that a run's settings need: tables of it, and refusal of runs that cannot fit.
+:class:`MemoryPlan` counts weights, gradients and optimizer states by numbers of parameters.
+:class:`RunMemory` counts all memory of each device, phase by phase."""
 
 from __future__ import annotations
 
@@ -45,25 +43,25 @@ from stretto.saying import format_count, format_size
 
 ROLES = ("actor", "critic", "reference", "reward")
 TRAINED_ROLES = frozenset({"actor", "critic", "model"})
-"""Models that are trained; ``model`` is the only one in supervised training."""
+"""Models that are trained. ``model`` is the only one in supervised training."""
 GPU_BYTES = 80 * 10**9
 FILLED = 0.9
-"""Share of a device that can be filled: libraries and fragmentation take the rest."""
+"""Share of a device that can be filled. Libraries and fragmentation take the rest."""
 VLLM_SHARE = 0.92
-"""vLLM's own ``gpu_memory_utilization``."""
+"""vLLM's default ``gpu_memory_utilization``."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes of weights, and of gradients and Adam states of what is trained, by model.
+    """Bytes of weights, and of the gradients and Adam states of trained models, by model.
 
     Attributes:
         parameters: P, of each model.
-        trained: trained parameters of actor and critic each; P unless LoRA is on.
-        sixteen_bit: everything at 16 bits and no gradients kept, as systems papers count:
-            weights 2P, Adam 4P, so 6P a trained model, 2P a frozen one, 16P in all.
-        mixed: mixed precision, what Stretto's learner keeps: fp32 master weights, gradients and
-            Adam moments (16 bytes a trained parameter), frozen weights at the compute type's width.
+        trained: trained parameters of actor and critic each. It is P unless LoRA is on.
+        sixteen_bit: everything at 16 bits without gradients, as systems papers count: weights 2P,
+            Adam 4P, so 6P a trained model, 2P a frozen one, 16P in total.
+        mixed: mixed precision, as in Stretto's learner: fp32 master weights, gradients and Adam
+            moments (16 bytes a trained parameter), frozen weights at the compute type's width.
     """
 
     parameters: int
@@ -80,14 +78,14 @@ def memory_plan(
     frozen_bytes: int = 2,
     in_4bit: int = 0,
 ) -> MemoryPlan:
-    """Count the memory of a run; raises ConfigError for a count below 1.
+    """Count the memory of a run. Raises ConfigError for a count below 1.
 
     Args:
-        adapters: parameters of the LoRA adapters of actor and critic each; ``None`` trains all. The
-            critic's are on the actor's weights.
-        models: parameters by model; without any, the same of each of four.
+        adapters: LoRA parameters of actor and critic each, both on the actor's weights; ``None``
+            trains all.
+        models: parameters by model; if empty, ``parameters`` for each of four.
         frozen_bytes: bytes of a frozen weight in the mixed counting: 2 (bf16) or 4 (fp32).
-        in_4bit: of the parameters beside adapters, those that are in 4 bits.
+        in_4bit: parameters, without adapters, that are in 4 bits.
     """
     models = models or dict.fromkeys(ROLES, parameters)
     for count in (parameters, *([] if adapters is None else [adapters]), *models.values()):
@@ -107,12 +105,12 @@ def memory_plan(
 def plan_for(
     model: ModelConfig, algorithm: AlgorithmConfig | None = None, reward: RewardConfig | None = None
 ) -> MemoryPlan:
-    """Return a run's plan (supervised without an algorithm); ModelError for an unknown model."""
+    """Return a run's plan (supervised without an algorithm). Raises ModelError if it is unknown."""
     parameters, adapters = measure(model)
     models = {"actor" if algorithm else "model": parameters}
     if algorithm and algorithm.definition.critic:
         models["critic"] = parameters
-    # Beside adapters it is the actor with these switched off.
+    # With adapters, the reference is the actor with its adapters switched off.
     if algorithm and algorithm.has_reference and not model.lora_rank:
         models["reference"] = parameters
     if reward and reward.models:
@@ -135,7 +133,7 @@ def _parameters(name: str, otherwise: int) -> int:
 
 
 def width(config: ModelConfig) -> int:
-    """Bytes of a weight in the compute type; where that is to be measured, the wider one's."""
+    """Bytes of a weight in the compute type. If the type is still open, the wider one counts."""
     on_gpu = config.device != "cpu" and usable_gpus() > 0
     return 2 if config.dtype == "bfloat16" or (config.dtype == "auto" and on_gpu) else 4
 
@@ -145,7 +143,7 @@ def fewest_gpus(counted: Counter[str]) -> int:
 
 
 def format_plan(plan: MemoryPlan) -> str:
-    """Return the plan as a table, both countings side by side, with what each of them means."""
+    """Return the plan as a table of both countings, with their meanings."""
     parameters, trained = format_count(plan.parameters), f"{format_count(plan.trained)} trained"
     if plan.trained == plan.parameters:
         trained = "all trained"
@@ -174,7 +172,7 @@ def format_plan(plan: MemoryPlan) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Load(DeviceMemory):
-    """The memory of one device, of all processes on it, whose phases may go on side by side."""
+    """The memory of one device, of all its processes, whose phases may overlap (``at_once``)."""
 
     device: str = ""
     at_once: bool = False
@@ -193,17 +191,15 @@ class Load(DeviceMemory):
 
     @property
     def certain(self) -> Counter[str]:
-        """What is there whatever the lengths of responses, and its bytes."""
-        if self.device == "cpu":  # frozen weights may be pages of their files
+        """Bytes by part, without the parts that depend on the lengths of responses."""
+        if self.device == "cpu":  # frozen weights may be memory-mapped files
             return Counter({w: n for w, n in self.held.items() if "learner" in w or w == PUBLISHED})
         return Counter({what: size for what, size in self.held.items() if what != CACHE})
 
 
 def known_shapes(config: Config) -> tuple[dict[str, Shape], Adapters | None]:
-    """Return known shapes by role or reward source, and a trained model's LoRA adapters.
-
-    Raises ModelError if the actor's shape cannot be told, or how many parameters adapters have.
-    """
+    """Return known shapes by role or reward source, and a trained model's LoRA adapters. Raises
+    ModelError if the actor's shape or the number of the adapters' parameters is unknown."""
     actor, adapters = model_shape(config.model), lora_adapters(config.model)
     rewards = {source.name: _valued(source.model) for source in config.reward.models}
     starts = {"actor": actor.valued(), "reward": next(iter(rewards.values()), None)}
@@ -220,7 +216,7 @@ def model_shape(model: ModelConfig) -> Shape:
 
 
 def lora_adapters(model: ModelConfig) -> Adapters | None:
-    """Return the LoRA adapters of a model, if it has any; ModelError if they cannot be counted."""
+    """Return a model's LoRA adapters, if any. Raises ModelError if they cannot be counted."""
     if not model.lora_rank:
         return None
     adapted = described(model.name).adapted(model.lora_targets)
@@ -243,7 +239,7 @@ def _known(name: str) -> Shape | None:
 
 
 def check(found: Sequence[Load], capacity: Callable[[str], int]) -> Iterator[str]:
-    """Yield remarks on what might not fit; raises ConfigError if weights and states do not."""
+    """Yield remarks on phases that might not fit. Raises ConfigError if weights and states cannot."""
     for load in found:
         there, name, certain = capacity(load.device), load.fullest, load.certain
         takes = format_size(load.phase(name).total())
@@ -268,7 +264,7 @@ def _most(parts: Counter[str]) -> str:
 
 
 def capacity(device: str) -> int:
-    """Return the bytes of a device; for ``cpu`` those of this machine."""
+    """Return the bytes of a device, for ``cpu`` those of this machine."""
     if device == "cpu":
         return int(psutil.virtual_memory().total)
     import torch
@@ -288,12 +284,12 @@ def table(found: Sequence[Load]) -> str:
 
 @dataclass(frozen=True)
 class RunMemory:
-    """The memory that a run of reinforcement learning asks for."""
+    """The memory that a reinforcement learning run needs."""
 
     config: Config
 
     def planned(self, found: Sequence[ProcessPlacement], width: int) -> list[Load]:
-        """Return the memory of each device; nothing for unknown models, or on other machines."""
+        """Return the memory of each device, or nothing for unknown models or a remote cluster."""
         c = self.config
         if c.cluster.address:
             return []
@@ -319,10 +315,8 @@ class RunMemory:
         adapters: Adapters | None = None,
         room: Callable[[str], int] | None = None,
     ) -> list[Load]:
-        """Return the memory of each device, of known shapes with ``width`` bytes a weight.
-
-        ``room`` tells the bytes of a GPU of which vLLM takes a share; by default :func:`capacity`.
-        """
+        """Return the memory of each device, with ``width`` bytes a weight. vLLM takes a share of
+        the bytes that ``room`` (default: :func:`capacity`) returns for a GPU."""
         c, kept = self.config, published(self.config.schedule.knobs, found)
         bucket = c.cluster.bucket_mb << 20
         by_device: dict[str, Load] = {}
@@ -365,7 +359,7 @@ class RunMemory:
             if seat.role == LEARNER:
                 trained = ("actor", "critic") if c.algorithm.definition.critic else ("actor",)
                 models = [shapes[role] for role in trained if role in shapes]
-                # Moments, and masters that are not the weights.
+                # Phases that need moments, and masters separate from the weights, on the device.
                 moments = ("training",) if self.at_once else ("scoring", "training")
                 holds.put_learner(
                     models,
@@ -382,7 +376,7 @@ class RunMemory:
             elif model := shapes.get(seat.scorer or "actor"):
                 generates, follows = not seat.scorer, seat.scorer in ("", "critic")
                 own = reads if follows else ""
-                # Engines of one process share a copy; without its adapters the actor is reference.
+                # Engines of one process share a copy. The reference is the actor without adapters.
                 another = inline and generates and seat.role not in ("generator", "generator 0")
                 trains = copies and any(other.role == LEARNER for other in place.roles)
                 if another or (trains and seat.scorer == "reference" and holds.adapters):
@@ -416,7 +410,7 @@ class RunMemory:
                     )
 
     def _pass_tokens(self, device: str) -> int:
-        """Return the most tokens of a pass: one response at least, and all of an update at most."""
+        """Return the most tokens of a pass: at least one response, at most a full update."""
         c = self.config
         tokens = token_budget(c.training.microbatch_tokens, device)
         return max(c.longest, min(tokens, c.rollout.batch // c.training.minibatches * c.longest))
@@ -428,7 +422,7 @@ class RunMemory:
             self.require(free_memory(), "this machine")
 
     def check_devices(self) -> list[str]:
-        """Return remarks on what might not fit on the devices; ConfigError for what cannot."""
+        """Return remarks on phases that might not fit. Raises ConfigError as :func:`check` does."""
         import torch
 
         from stretto.models.backend import pick_device, pick_dtype
@@ -437,7 +431,7 @@ class RunMemory:
         on_gpu = c.model.device != "cpu" and torch.cuda.is_available()
         if c.runtime == "inline" and on_gpu:
             self.require(torch.cuda.mem_get_info()[0], torch.cuda.get_device_name())
-        if c.cluster.address or (c.runtime == "inline" and not on_gpu):  # or of other machines
+        if c.cluster.address or (c.runtime == "inline" and not on_gpu):  # or elsewhere
             return []
         width = pick_dtype(c.model.dtype, pick_device(c.model.device)).itemsize
         gpus = torch.cuda.device_count() if on_gpu else 0
@@ -445,11 +439,11 @@ class RunMemory:
         return list(check(self.planned(found, width), capacity))
 
     def require(self, free: int, where: str) -> None:
-        """Raise ConfigError if weights, gradients and optimizer states exceed what is free."""
+        """Raise ConfigError if weights, gradients and optimizer states exceed ``free`` bytes."""
         model, algorithm, reward = self.config.model, self.config.algorithm, self.config.reward
         try:
             plan = plan_for(model, algorithm, reward)
-        except ModelError:  # its files are not here to be counted
+        except ModelError:  # its files are not here, so it cannot be counted
             return
         if plan.mixed.total() > free:
             parts = ", ".join(f"{role} {format_size(size)}" for role, size in plan.mixed.items())
@@ -462,7 +456,7 @@ class RunMemory:
 
 
 def _parked_too(config: Config, slots: int) -> int:
-    """Return an engine's rows and, of episodes, the copies of those that wait: as many at most."""
+    """Return an engine's rows, and as many again if waiting episodes may keep their cache."""
     kept = config.environment.sources and config.schedule.knobs.hold in ("keep", "auto")
     return 2 * slots if kept else slots
 

@@ -1,8 +1,6 @@
-"""Costs from public figures: operations, bytes over links, and the seconds that both take.
-
-A roofline of decoding, scoring and training on meshes of GPUs, linear in tokens and rows. The share
-of the peaks that a real system reaches is assumed. Bytes over links are those that a GPU takes in.
-"""
+"""Costs from public figures: operations, bytes over links, and their seconds. A roofline of
+decoding, scoring and training on meshes of GPUs, linear in tokens and rows. Real systems reach an
+assumed share of the peaks. Bytes over links are those that a GPU receives."""
 
 from __future__ import annotations
 
@@ -22,18 +20,16 @@ from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, Sco
 R = TypeVar("R", GeneratorRole, ScorerRole, LearnerRole)
 
 OPTIMIZER = 32
-"""Bytes moved per parameter by AdamW in mixed precision: the fp32 gradient is read and cleared;
-master weight and two moments are read and written."""
+"""Bytes per parameter that AdamW moves in mixed precision: it reads and clears the fp32 gradient,
+and reads and writes the master weight and two moments."""
 FORWARD, TRAINED, CHECKPOINTED = 2, 4, 6
-"""All-reduces of a layer's tensor parallelism: forward, with a backward, and computed twice."""
+"""A layer's tensor-parallel all-reduces: forward, with backward, with recomputation too."""
 
 
 def forward_flops(shape: Shape, tokens: float, length: float, tensor: int) -> float:
-    """Return a device's operations in a forward pass: 2 P a token, and attention's.
-
-    Kaplan et al. 2020, section 2.1, with P what a tensor-parallel device holds without the
-    embedding. On average a token attends to half of the others in its sequence of ``length``.
-    """
+    """Return a device's operations in a forward pass: 2 P a token, plus attention. Kaplan et al.
+    2020, section 2.1. P are a tensor-parallel device's parameters without the embedding. A token
+    attends on average to half of the tokens in its sequence of ``length``."""
     attention = 2 * shape.layers * length * shape.hidden
     return tokens * (2 * shape.multiplied(tensor) + attention / tensor)
 
@@ -46,18 +42,18 @@ def training_flops(
 
 
 def decode_flops(shape: Shape, rows: float, context: float, tensor: int) -> float:
-    """Return a device's operations in a decode step: 2 P a row, and attention over its context."""
+    """Return a device's operations in a decode step: 2 P a row, plus attention over its context."""
     attention = 4 * shape.layers * context * shape.hidden
     return rows * (2 * shape.multiplied(tensor) + attention / tensor)
 
 
 def decode_read_bytes(shape: Shape, rows: float, context: float, tensor: int) -> float:
-    """Return what a decode step reads: weights once, keys and values of all (Pope et al. 2022)."""
+    """Return the bytes that a decode step reads: weights, keys and values (Pope et al. 2022)."""
     return HALF * shape.multiplied(tensor) + rows * context * cache_bytes(shape, tensor)
 
 
 def optimizer_bytes(shape: Shape, mesh: Mesh) -> float:
-    """Return what a device moves in an update of its shard."""
+    """Return the bytes that a device moves to update its shard."""
     return OPTIMIZER * shape.stage(mesh.stages).held(mesh.tensor) / mesh.data
 
 
@@ -67,11 +63,9 @@ def gather_bytes(total: float, members: int) -> float:
 
 
 def fsdp_training_bytes(shape: Shape, mesh: Mesh, passes: int) -> float:
-    """Return bytes of FSDP2 in forward and backward passes of a shard's micro-batches.
-
-    A layer's weights are gathered twice in each, the root's once; gradients are reduced in float32
-    (``training/sharded.py``; Zhao et al. 2023).
-    """
+    """Return bytes of FSDP2 in forward and backward passes of a shard's micro-batches. Each pass
+    gathers a layer's weights twice and the root's once, and reduces gradients in float32
+    (``training/sharded.py``, Zhao et al. 2023)."""
     shape = shape.stage(mesh.stages)
     layers = shape.layers * shape.layer_parameters / mesh.tensor
     weights = HALF * (2 * layers + shape.root_parameters)
@@ -85,29 +79,27 @@ def tensor_bytes(shape: Shape, tokens: float, tensor: int, reductions: int) -> f
 
 
 def broadcast_bytes(shape: Shape) -> float:
-    """Return bytes that a role takes in where each rank of a learner broadcasts its shard: all."""
+    """Return all bytes of a model: a role receives the broadcast shards of every learner rank."""
     return HALF * shape.parameters
 
 
 def reshard_bytes(shape: Shape, learner: Mesh, generator: Mesh) -> float:
-    """Return bytes of making generators' weights out of the learner's shards on the same devices.
-
-    2 P (1/t - 1/n), as a GPU has its shard already: HybridFlow (Sheng et al. 2024).
-    """
+    """Return bytes of making generators' weights out of the learner's shards on the same devices. 2
+    P (1/t - 1/n), as a GPU already has its shard: HybridFlow (Sheng et al. 2024)."""
     return HALF * (shape.held(generator.tensor) - shape.parameters / learner.devices)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingPasses:
-    """How a learner makes its passes over the responses of a step.
+    """A learner's passes over the responses of a step.
 
     Attributes:
-        tokens: of all of them, prompts included.
-        length: of each on average.
-        updates: optimizer updates a step, in all epochs.
+        tokens: of all responses, prompts included.
+        length: mean tokens of a response, prompt included.
+        updates: optimizer updates a step, over all epochs.
         micro_tokens: tokens of a micro-batch of one shard.
-        bubble: micro-batches' worth of time that a pipeline stage stands idle in an update, for
-            each of the models; ``None`` takes 1F1B's, stages - 1 (Narayanan et al. 2021).
+        bubble: a pipeline stage's idle time in an update in micro-batches, per model; ``None``
+            takes 1F1B's, stages - 1 (Narayanan et al. 2021).
     """
 
     tokens: float
@@ -119,7 +111,7 @@ class TrainingPasses:
     bubble: float | None = None
 
     def micro(self, data: int) -> float:
-        """Return the tokens of a micro-batch: no more than a shard has in an update."""
+        """Return the tokens of a micro-batch: at most a shard's tokens in an update."""
         each = self.tokens * self.epochs / self.updates / data
         return min(self.micro_tokens, max(each, 1.0))
 
@@ -133,8 +125,8 @@ def generator_cost(
 
     Args:
         tensor: devices that it is split over.
-        length: of prompts, on average: what a prefilled token attends to.
-        free_bytes: of a device, for keys and values; ``None`` takes all beside the weights.
+        length: mean prompt tokens, which a prefilled token attends to.
+        free_bytes: of a device, for keys and values; ``None``: all but the weights.
     """
     gpu, assumed = on.gpu, on.assumed
     weights, cache = weight_bytes(shape, tensor), cache_bytes(shape, tensor)
@@ -188,7 +180,7 @@ def prefill_cost(
 def train_cost(
     shapes: Sequence[Shape], mesh: Mesh, on: Hardware, passes: TrainingPasses
 ) -> costs.TrainCost:
-    """Return the cost of training actor and, if there is one, critic, one after the other."""
+    """Return the cost of training the actor, and then the critic if there is one."""
     token_s = step_s = 0.0
     for shape in shapes:
         each_s = _trained_token_s(shape, mesh, on, passes)
@@ -200,7 +192,7 @@ def train_cost(
 
 
 def _trained_token_s(shape: Shape, mesh: Mesh, on: Hardware, passes: TrainingPasses) -> float:
-    """Seconds that a stage takes a token of its own, forward and backward."""
+    """Return a stage's seconds for one of its tokens, forward and backward."""
     stage, micro = shape.stage(mesh.stages), passes.micro(mesh.data)
     again, length = passes.checkpointing, passes.length
     flops = training_flops(stage, 1, length, mesh.tensor, checkpointing=again)
@@ -213,11 +205,11 @@ def _trained_token_s(shape: Shape, mesh: Mesh, on: Hardware, passes: TrainingPas
     if mesh.stages > 1:  # hidden states to the next stage, their gradients back
         sent_s = 2 * HALF * shape.hidden / mesh.tensor
         sent_s /= on.links.between_bytes_per_s * on.assumed.link
-    return max(work_s, beside_s) + reduced_s + pass_s / micro + sent_s  # FSDP works meanwhile
+    return max(work_s, beside_s) + reduced_s + pass_s / micro + sent_s  # FSDP overlaps
 
 
 def _reduced(shape: Shape, tensor: int, on: Hardware, reductions: int) -> tuple[float, float]:
-    """Seconds of all-reduces, a token and a pass."""
+    """Return the seconds of all-reduces per token and per pass."""
     if tensor == 1:
         return 0.0, 0.0
     size = tensor_bytes(shape, 1, tensor, reductions)
@@ -226,7 +218,8 @@ def _reduced(shape: Shape, tensor: int, on: Hardware, reductions: int) -> tuple[
 
 
 def priced(cluster: Cluster) -> Cluster:
-    """Return a cluster whose costs are numbers; ConfigError for what is unknown or does not fit."""
+    """Return a cluster with numeric costs. Raises ConfigError if a model is unknown or does not
+    fit."""
     w, on = cluster.workload, Hardware.of(cluster.gpu, cluster.efficiency)
 
     def generator(role: GeneratorRole) -> costs.GeneratorCost:

@@ -1,7 +1,5 @@
-"""Peak figures of GPUs and of their links: published ones, and those of a file.
-
-A file of figures is measured by ``stretto plan --calibrate``, or written by hand.
-"""
+"""Peak rates of GPUs and their links, published or from a hardware file. ``stretto plan
+--calibrate`` measures such a file. It can also be written by hand."""
 
 from __future__ import annotations
 
@@ -23,16 +21,14 @@ from stretto.runtime.sim.costs import Efficiency
 
 T = TypeVar("T")
 TABLES = ("gpu", "links", "assumed", "measured")
-"""Tables of a file; nothing reads back what was measured."""
+"""Tables of a hardware file. ``measured`` is a record that nothing reads back."""
 _CHECKED = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
 
 
 @dataclass(frozen=True, slots=True, config=_CHECKED)
 class Gpu:
-    """A device's peak figures, by its data sheet: dense bfloat16 operations a second, and bytes.
-
-    Links count one direction: to its neighbours by NVLink, and to the host's memory.
-    """
+    """A GPU's peak rates by its data sheet: dense bfloat16 operations a second, bytes a second.
+    Links (to neighbours by NVLink, and to the host's memory) count one direction."""
 
     name: str
     flops: PositiveFloat
@@ -66,10 +62,8 @@ with sums in float32. MI300X: AMD's data sheet, seven links of 128 GB/s. GPUs wi
 
 @dataclass(frozen=True, slots=True, config=_CHECKED)
 class Links:
-    """What connects GPUs, in bytes a second and one direction; each GPU has a network adapter.
-
-    Between nodes it is by default 400 Gbit/s, as in NVIDIA's DGX H100.
-    """
+    """Bandwidths between GPUs in bytes a second, one direction. Each GPU has a network adapter.
+    Between nodes the default is 400 Gbit/s, as in NVIDIA's DGX H100."""
 
     within_bytes_per_s: PositiveFloat
     between_bytes_per_s: PositiveFloat = 50e9
@@ -82,10 +76,10 @@ class Links:
         return cls(gpu.link_bytes_per_s, host_bytes_per_s=host, gpus_per_node=gpus_per_node)
 
     def bytes_per_s(self, members: int, members_a_node: int) -> float:
-        """Return how fast each member of a group takes in what a collective brings it.
+        """Return the bytes a second that each member of a group receives in a collective.
 
-        Members of a node share their adapters: NCCL runs a ring for each, and each carries its part
-        of the bytes. So a group with all GPUs of its nodes is ``gpus_per_node`` times as fast
+        Members of a node share their adapters: NCCL runs a ring for each adapter, which carries its
+        part of the bytes. So a group with all GPUs of its nodes is ``gpus_per_node`` times as fast
         between nodes as a group with one GPU of each.
         """
         if members <= members_a_node:
@@ -95,7 +89,7 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """GPUs of one kind, their links, and what is assumed of both."""
+    """GPUs of one kind, their links, and the assumed efficiency of both."""
 
     gpu: Gpu
     links: Links
@@ -103,7 +97,7 @@ class Hardware:
 
     @classmethod
     def of(cls, gpu: str, assumed: Efficiency | None = None) -> Hardware:
-        """Return GPUs by their makers' figures and servers; ConfigError for an unknown kind."""
+        """Return a GPU and its links by published rates. Raises ConfigError for an unknown kind."""
         name = re.sub(r"nvidia|geforce|amd|instinct|[\s_-]", "", gpu.lower())
         found = {key.replace("-", ""): kind for key, kind in GPUS.items()}
         kind = found.get(name) or found.get(f"rtx{name}")
@@ -121,11 +115,9 @@ class Hardware:
 
 
 def read_hardware(file: str | Path) -> Hardware:
-    """Read GPUs, their links and what software reaches of both; ConfigError for a fault.
-
-    ``[gpu]`` needs all of its keys. Links that are not given follow from it (:meth:`Links.of`);
-    shares and seconds that are not given in ``[assumed]`` take their defaults.
-    """
+    """Read GPUs, their links and the assumed efficiency. Raises ConfigError for a fault. ``[gpu]``
+    needs all of its keys. Links default to :meth:`Links.of`, and shares and seconds in
+    ``[assumed]`` to the defaults of their class."""
     try:
         tables = changes.read(file)
     except ConfigError as error:
@@ -143,7 +135,7 @@ def read_hardware(file: str | Path) -> Hardware:
 def write_hardware(
     file: str | Path, hardware: Hardware, measured: Mapping[str, Any], head: str = ""
 ) -> None:
-    """Write a file for :func:`read_hardware` with its sources; raises StorageError."""
+    """Write a file for :func:`read_hardware` with its sources. Raises StorageError."""
     gpu, links, assumed = asdict(hardware.gpu), asdict(hardware.links), dict(hardware.assumed)
     tables = dict(zip(TABLES, (gpu, links, assumed, dict(measured)), strict=True))
     comments = "".join(f"# {line}\n" for line in head.splitlines())

@@ -17,8 +17,8 @@ class Mesh:
 
     Attributes:
         data: shards of the learner (FSDP), or copies of a generator or scorer.
-        tensor: devices over which the matrices of each of them are split (tensor parallelism).
-        stages: of the learner's pipelines, each with as many layers (pipeline parallelism).
+        tensor: devices that each shard's or copy's matrices are split over (tensor parallelism).
+        stages: the learner's pipeline stages, with equally many layers each (pipeline parallelism).
     """
 
     data: int
@@ -35,14 +35,14 @@ class Mesh:
         return self.data * self.tensor * self.stages
 
     def data_bytes_per_s(self, links: Links) -> float:
-        """Return the speed of collectives over ``data``; tensor-parallel devices are neighbours."""
+        """Return the speed of collectives over ``data``. Tensor-parallel devices are neighbours."""
         a_node = max(1, links.gpus_per_node // self.tensor)
         return links.bytes_per_s(self.data, min(self.data, a_node))
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShapes:
-    """The shapes of a run's models: the actor, and those of PPO's others that there are."""
+    """Shapes of the actor and of the other models of PPO that a run has."""
 
     actor: Shape
     critic: Shape | None = None
@@ -67,18 +67,18 @@ class ModelShapes:
 
 
 Sharing = Literal["all", "none", "generators", "learner"]
-"""Roles that share devices: all of them; none; scorers with the generators, or with the learner."""
+"""Roles that share devices: all, none, or scorers with the generators or with the learner."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the roles of a run are.
+    """The devices of a run's roles.
 
-    The learner trains actor and critic, one after the other. Unless all roles share devices, where
-    they take turns, a copy of the critic scores beside the frozen models.
+    The learner trains actor and critic, one after the other. Unless all roles share devices and
+    take turns, a copy of the critic scores on the devices of the frozen models.
 
     Attributes:
-        offload: roles that are not at work keep their states in the host's memory.
+        offload: idle roles keep their states in the host's memory.
         micro_tokens: tokens of a micro-batch of one shard of the learner.
         prefill_tokens: tokens of a pass without gradients of one generator or scorer.
     """
@@ -121,7 +121,7 @@ class Layout:
 
     @property
     def devices(self) -> dict[str, tuple[int, ...]]:
-        """The devices of each role, by number; roles that share have the same."""
+        """Device numbers by role. Roles that share devices have the same numbers."""
         numbers, found = count(), dict[str, tuple[int, ...]]()
         for role, mesh in self.meshes.items():
             shares = role in self.shared[1:]
@@ -133,7 +133,7 @@ class Layout:
         return sum(m.devices for role, m in self.meshes.items() if role not in self.shared[1:])
 
     def check(self, models: ModelShapes, links: Links) -> None:
-        """Raise ConfigError if the models cannot be divided so."""
+        """Raise ConfigError if the layout cannot divide the models."""
         pairs = [
             *((self.learner, shape) for shape in models.trained),
             (self.generator, models.actor),

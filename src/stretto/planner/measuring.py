@@ -1,8 +1,5 @@
-"""Timed pieces of a run's work on this machine: the points to which figures are fitted.
-
-Passes of a model with random weights, products and copies on the device, and what travels between
-processes.
-"""
+"""Timed pieces of a run's work on this machine, to which rates are fitted. They are passes of a
+model with random weights, products and copies on the device, and transfers between processes."""
 
 from __future__ import annotations
 
@@ -51,30 +48,30 @@ STAND_INS = (
     *("Qwen/Qwen2.5-3B-Instruct", "microsoft/rho-math-1b-v0.1", "EleutherAI/pythia-410m-deduped"),
     *("smollm2-135m", "tiny"),
 )
-"""Models in place of one that is too large or not at hand, the largest first, of known shapes."""
+"""Models of known shapes, largest first, to replace one that is too large or not at hand."""
 CPU_PARAMETERS, BYTES, FREE_SHARE = 2e8, 20, 0.7
-"""Parameters that a CPU is measured with, as more take minutes; bytes of each in training (weight,
+"""Most parameters to measure on a CPU, as more take minutes; bytes of each in training (weight,
 gradient, 16 of float32 states); and the share of the free memory that these may take."""
 ENOUGH_S, PATIENCE_S = 0.3, 5.0
-"""Seconds up to which a point gets further repeats, and after which it gets none."""
+"""Seconds up to which a point is repeated further, and after which it is not repeated."""
 DECODED, ADMITTED = 3, 64
-"""Repeats of decode points for each one of others, as they are short; and tokens that a row may get
-while others of its point are prefilled."""
+"""Repeats of a (short) decode point for each repeat of another, and tokens that a row may get while
+other rows of its point are prefilled."""
 TENSOR, REDUCTIONS = 1 << 20, 20
-"""Elements of a tensor that travels, and all-reduces that are timed together."""
+"""Elements of a sent tensor, and all-reduces that are timed together."""
 TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is measured: tokens of passes, rows of a matrix, and MB of copies.
+    """Sizes of the measured work: tokens of passes, rows of a matrix, and MB of copies.
 
     Attributes:
-        length: of a sequence in prefills and training.
-        decode: rows, and tokens of each at the start, of each decode point.
+        length: tokens of a sequence in prefills and training.
+        decode: rows, and initial tokens of each row, of each decode point.
         steps: decode steps that are timed together.
-        moves: of broadcasts, and of swaps with the host.
-        repeats: of each point at least, if it is not long.
+        moves: MB of broadcasts, and of swaps with the host.
+        repeats: minimum for each point that is not long.
     """
 
     length: int = 128
@@ -89,7 +86,7 @@ class Sizes:
 
     @classmethod
     def of(cls, device: torch.device) -> Sizes:
-        """Return what suits a device: a GPU needs more to be full."""
+        """Return the sizes for a device. A GPU needs more work to be full."""
         if device.type == "cpu":
             return cls()
         return cls(
@@ -105,13 +102,13 @@ class Sizes:
 
     @property
     def decoded(self) -> int:
-        """Tokens that a row may get in a decode point."""
+        """Most tokens that a row gets in a decode point."""
         return self.steps * (DECODED * self.repeats + 1) + ADMITTED
 
 
 @dataclass(frozen=True)
 class MeasuredModel:
-    """A model to measure with, of the shape of the one that is named, on a run's device."""
+    """A randomly initialized model of the named model's shape, on a run's device."""
 
     name: str
     config: Config
@@ -124,7 +121,7 @@ class MeasuredModel:
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """The model, as one that is loaded; torch's random state is left as it was."""
+        """The model as if loaded. Making it leaves torch's random state as it was."""
         from transformers import AutoModelForCausalLM
 
         auto_class: Any = AutoModelForCausalLM
@@ -141,9 +138,7 @@ class MeasuredModel:
 
 def model_to_measure(config: Config, tokens: int, say: Callable[[str], None]) -> MeasuredModel:
     """Return a model of the run's shape, or of the largest that fits here with its micro-batches.
-
-    ``say`` is told of the latter. Nothing is fetched. Raises ModelError if none fits.
-    """
+    ``say`` is told of a replacement. Nothing is downloaded. Raises ModelError if none fits."""
     device = pick_device(config.model.device)
     dtype = pick_dtype(config.model.dtype, device)
     wanted, reason = config.model.name, ""
@@ -184,7 +179,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def device_of(model: MeasuredModel) -> MeasuredDevice:
-    """Return the device, and what a process may fill of its memory."""
+    """Return the device, and the memory that a process may fill on it."""
     if model.device.type == "cuda":
         gpu = torch.cuda.get_device_properties(model.device)
         return MeasuredDevice(gpu.name, float(gpu.total_memory), torch.cuda.device_count())
@@ -202,7 +197,7 @@ def measured(model: MeasuredModel, sizes: Sizes) -> Iterator[Point]:
     yield from decodes(model, sizes)
     yield from trainings(model, sizes)
     yield from swaps(model.device, sizes)
-    # Processes of a run share the cores: each has as many as this one now.
+    # Processes of a run share the cores. Each has as many as this process now.
     yield from broadcasts(model.device, model.dtype, torch.get_num_threads(), sizes)
 
 
@@ -215,9 +210,8 @@ def timed(
     patience_s: float = PATIENCE_S,
     pick: Callable[[Sequence[float]], float] = statistics.median,
 ) -> float:
-    """Return the seconds of a call, after one that warms up; by default the median of all.
-
-    There are more than ``repeats`` of them before ``enough_s``, and none after ``patience_s``.
+    """Return the seconds of a call, by default the median, without the first call, which warms up.
+    The call is repeated over ``repeats`` times and for ``enough_s``, but not after ``patience_s``.
     """
     found: list[float] = []
     began_s = time.perf_counter()
@@ -275,7 +269,7 @@ def decodes(model: MeasuredModel, sizes: Sizes) -> Iterator[Point]:
 
 
 def trainings(model: MeasuredModel, sizes: Sizes) -> Iterator[Point]:
-    """Yield forward and backward passes of micro-batches, and then an update of the weights."""
+    """Yield forward and backward passes of micro-batches, and then a weight update."""
     training, shape = model.config.training, model.shape
     trained = TrainedModel(model.model, LearningRate(1e-6, 10**6), training)
     losses = Losses(AlgorithmConfig(), model.config.rollout.temperature)
@@ -295,7 +289,7 @@ def trainings(model: MeasuredModel, sizes: Sizes) -> Iterator[Point]:
 
 
 def _steps(engine: Engine, device: torch.device, sizes: Sizes) -> tuple[float, float]:
-    """Return seconds of a step, and cache positions that it reads, those of the median repeat."""
+    """Return the seconds and the cache positions read of a step, in the median repeat."""
     found: list[tuple[float, float]] = []
 
     def some() -> None:
@@ -354,7 +348,7 @@ def peaks(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Iterator[Po
 
 
 def swaps(device: torch.device, sizes: Sizes) -> Iterator[Point]:
-    """Yield copies from the host's pinned memory to a GPU; for a CPU these stay in its memory."""
+    """Yield copies from pinned host memory to a GPU, or on a CPU within its memory."""
     gpu = device.type == "cuda"
     for megabytes in sizes.moves:
         source = torch.ones(megabytes * 10**6, dtype=torch.uint8, pin_memory=gpu)
@@ -367,10 +361,8 @@ def swaps(device: torch.device, sizes: Sizes) -> Iterator[Point]:
 def broadcasts(
     device: torch.device, dtype: torch.dtype, threads: int, sizes: Sizes
 ) -> Iterator[Point]:
-    """Yield weight syncs between two processes, of two bytes a weight, and all-reduces.
-
-    They use NCCL where there is a GPU for each, as runs do; else gloo.
-    """
+    """Yield weight syncs between two processes, at two bytes a weight, and all-reduces. They use
+    NCCL if each process has a GPU, as in runs, otherwise gloo."""
     several = device.type == "cuda" and torch.cuda.device_count() > 1
     wire: Wire = "nccl" if several else "gloo"
     devices = ["cpu"] * 2
@@ -411,7 +403,7 @@ class SyncPeer:
             self._device = torch.device("cuda", torch.cuda.current_device())
 
     def sync(self, count: int, routes: list[Route], version: int, repeats: int) -> float:
-        """Send so many tensors as often as asked; return the median seconds."""
+        """Send ``count`` tensors ``repeats`` times. Return the median seconds."""
         device = self._device
         tensors = {
             f"layer {i}": torch.full((TENSOR,), float(i), dtype=self._dtype, device=device)
@@ -434,7 +426,7 @@ class SyncPeer:
         return self._timed(once, repeats)
 
     def reduce(self, repeats: int) -> float:
-        """Sum a small tensor over both; return the seconds of one time."""
+        """Sum a small tensor over both processes. Return the seconds of one all-reduce."""
         small = torch.ones(1024, device=self._device)
 
         def some() -> None:

@@ -1,8 +1,8 @@
-"""Memory of a device, phase by phase, in bytes: the one model of it.
+"""The model of a device's memory in bytes, phase by phase.
 
-:class:`DeviceMemory` counts what the roles on a device hold. ``stretto plan`` and ``stretto memory
---gpus`` ask it about layouts (:func:`phases_of`), a run's check and ``--dry-run`` about processes
-(``fitting.py``). Weights and activations are in bfloat16 if nothing else is said.
+:class:`DeviceMemory` counts the memory of a device's roles. ``stretto plan`` and ``stretto memory
+--gpus`` apply it to layouts (:func:`phases_of`), a run's check and ``--dry-run`` to processes
+(``fitting.py``). Weights and activations are in bfloat16 by default.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stretto.planner.hardware import Hardware
 from stretto.planner.layout import Layout, Mesh, ModelShapes
 
 Parts = Mapping[str, float]
-"""Bytes of a GPU in a phase, by what takes them."""
+"""Bytes of a GPU in a phase, by part."""
 SYNC = "weight sync"
 PHASES = ("generation", "scoring", "training", SYNC)
 CACHE, PUBLISHED, FROZEN = "keys and values", "published weights", "frozen weights"
@@ -31,25 +31,23 @@ NF4 = (4 + 8 / 64 + 32 / (64 * 256)) / 8
 """Bytes of a weight in 4 bits: 64 share a scale in 8 bits, and 256 scales one in float32 (Dettmers
 et al. 2023)."""
 STATE, KEPT = 16, 12
-"""Bytes of a trained parameter: master, gradient and two moments of Adam, in float32; and of all
-but the gradient, which is zeroed, not freed (``training/trained.py``)."""
+"""Bytes of a trained parameter: master, gradient and two moments of Adam, in float32; and without
+the gradient, which is zeroed, not freed (``training/trained.py``)."""
 BUCKET = 64 * 2**20
-"""Bytes of a bucket in which weights travel (``cluster.bucket_mb``)."""
+"""Bytes of a bucket in which weights are sent (``cluster.bucket_mb``)."""
 VERSIONS = 3
-"""Versions of the weights that a layout's learner keeps for other devices: the lag, and 2."""
+"""Weight versions that a layout's learner keeps for other devices: the lag, and 2."""
 CONTEXT, COMMUNICATOR = 500 * 10**6, 300 * 10**6
-"""Bytes of a process's CUDA context, and of a NCCL communicator: usual sizes, not measured here."""
+"""Bytes of a process's CUDA context and of a NCCL communicator. Usual sizes, not measured here."""
 SLICE, SLICE_ENTRIES = 256 * 2**20, 1024
-"""Bytes of a slice of logits, and its vocabulary entries at least (``models/logits.py``)."""
+"""Bytes of a slice of logits, and its minimum of vocabulary entries (``models/logits.py``)."""
 
 
 def trained_bytes(
     weights: float, adapters: int | None, shards: int, width: int, state: int = STATE
 ) -> tuple[float, float]:
-    """Return bytes of a trained model's states in shards, and of weights frozen beside adapters.
-
-    ZeRO stage 3: 16 P / n (Rajbhandari et al. 2020). Adapters are few, and counted as if in shards.
-    """
+    """Return bytes of a trained model's states in shards, and of weights frozen under adapters.
+    ZeRO stage 3: 16 P / n (Rajbhandari et al. 2020). Adapters are few, so counted as if sharded."""
     if adapters is None:
         return state * weights / shards, 0.0
     return state * adapters / shards, width * weights / shards
@@ -57,13 +55,13 @@ def trained_bytes(
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """LoRA's adapters of a model: all their parameters, and the features that all of them read."""
+    """A model's LoRA adapters: all their parameters, and the sum of their input features."""
 
     parameters: int
     inputs: int
 
     def input_bytes(self, layers: float, tokens: int, *, checkpointing: bool) -> float:
-        """Return bytes of their inputs, which peft casts to float32, and keeps for each layer."""
+        """Return the bytes of their inputs, which peft keeps in float32 for each layer."""
         return SINGLE * tokens * self.inputs / (layers if checkpointing else 1)
 
 
@@ -72,23 +70,23 @@ def state_bytes(shape: Shape, mesh: Mesh) -> float:
 
 
 def weight_bytes(shape: Shape, tensor: int, width: int = HALF) -> float:
-    """Return bytes of a tensor-parallel device's weights, where they are not trained."""
+    """Return the bytes of a tensor-parallel device's weights that are not trained."""
     matrices = shape.layers * (shape.layer_parameters - 2 * shape.hidden) / tensor
     return width * shape.held(tensor) - (shape.in_4bit and (width - NF4) * matrices)
 
 
 def _dequantized_bytes(shape: Shape, width: int) -> int:
-    """Return bytes of the matrix in 4 bits that a pass makes whole, one at a time."""
+    """Return the bytes of a dequantized 4-bit matrix. A pass dequantizes one at a time."""
     return width * shape.hidden * shape.inner if shape.in_4bit else 0
 
 
 def gathered_bytes(shape: Shape, mesh: Mesh, *, gradients: bool) -> float:
-    """Return bytes of what FSDP2 gathers in a pass of a learner.
+    """Return the bytes that FSDP2 gathers in a pass of a learner.
 
-    Two layers at a time, the one at work and the next one; embedding and output layer throughout
-    (``training/sharded.py``; torch's documentation of ``fully_shard``). In the backward pass
-    gradients of a layer and of the root come on top, in bfloat16 and, to be reduced, in float32. A
-    learner of one shard has a copy of all weights to compute with.
+    It gathers two layers at a time, the current and the next one, and the embedding and output
+    layer throughout (``training/sharded.py``, torch's documentation of ``fully_shard``). The
+    backward pass adds gradients of a layer and of the root, in bfloat16 and, for the reduction, in
+    float32. A learner of one shard has a copy of all weights to compute with.
     """
     if mesh.data == 1:
         return weight_bytes(shape, mesh.tensor)
@@ -100,15 +98,15 @@ def gathered_bytes(shape: Shape, mesh: Mesh, *, gradients: bool) -> float:
 def layer_activation_bytes(
     shape: Shape, tokens: int, tensor: int, *, frozen: bool = False
 ) -> float:
-    """Return bytes that a layer keeps for its backward pass.
+    """Return the bytes that a layer keeps for its backward pass.
 
-    Korthikanti et al. 2022, sections 4.1 and 4.2.1, with attention recomputed, without dropout: on
-    each tensor-parallel device inputs of both norms, of attention and of the MLP; divided among
-    them Q, K, V and the input of attention's output layer, and the MLP's intermediate state before
-    and after its activation, twice where it is gated. For their layer (no gate, inner = 4 h) that
-    is (8 + 24/t) h: their (10 + 24/t) h less two dropout masks. Llama's norms keep their input in
-    float32 and its normed values in bfloat16. Matrices and norms that are ``frozen`` keep no inputs
-    of their own.
+    Korthikanti et al. 2022, sections 4.1 and 4.2.1, with attention recomputed, without dropout.
+    Each tensor-parallel device has the inputs of both norms, of attention and of the MLP. Divided
+    among the devices are Q, K, V and the input of attention's output layer, and the MLP's
+    intermediate state before and after its activation, twice if gated. For their layer (no gate,
+    inner = 4 h) that is (8 + 24/t) h: their (10 + 24/t) h less two dropout masks. Llama's norms
+    keep their input in float32 and its normed values in bfloat16. ``frozen`` matrices and norms
+    keep no inputs of their own.
     """
     norm = SINGLE + HALF if shape.gated else HALF
     whole = 2 * (norm + HALF) * shape.hidden
@@ -123,11 +121,9 @@ def layer_activation_bytes(
 def activation_bytes(
     shape: Shape, tokens: int, tensor: int, *, checkpointing: bool, frozen: bool = False
 ) -> float:
-    """Return bytes of activations of a micro-batch that is trained on.
-
-    With checkpointing each layer keeps its input alone (2 h a token: Korthikanti et al. 2022,
-    section 5), and one layer at a time what it computes again.
-    """
+    """Return the bytes of activations of a training micro-batch. With checkpointing each layer
+    keeps only its input (2 h a token: Korthikanti et al. 2022, section 5), and one layer at a time
+    its recomputed activations."""
     layer = layer_activation_bytes(shape, tokens, tensor, frozen=frozen)
     if not checkpointing:
         return shape.layers * layer
@@ -135,41 +131,37 @@ def activation_bytes(
 
 
 def logits_bytes(shape: Shape, tokens: int, *, gradients: bool) -> float:
-    """Return bytes of logits, which are made slice by slice, in float32 (``models/logits.py``).
-
-    Four slices and the gradient of the hidden states in a backward pass; two without gradients.
-    """
+    """Return the bytes of float32 logits, computed slice by slice (``models/logits.py``). A
+    backward pass has four slices and the gradient of the hidden states, other passes two slices."""
     entries = min(shape.outputs, max(SLICE_ENTRIES, SLICE // (SINGLE * tokens)))
     slices = (4 if gradients else 2) * SINGLE * tokens * entries
     return slices + (SINGLE * tokens * shape.hidden if gradients else 0)
 
 
 def cache_bytes(shape: Shape, tensor: int) -> float:
-    """Return bytes of a token's keys and values: 2 x layers x KV width / t x 2."""
+    """Return the bytes of a token's keys and values: 2 x layers x KV width / t x 2."""
     return 2 * shape.layers * shape.kv_width / tensor * HALF
 
 
 def row_bytes(shape: Shape, positions: int, tensor: int, width: int = HALF) -> float:
-    """Return bytes of a response that is decoded: keys and values, and a float32 row of logits."""
+    """Return the bytes of a decoding response: keys and values, and a float32 row of logits."""
     return positions * cache_bytes(shape, tensor) * width / HALF + SINGLE * shape.outputs
 
 
 def bucket_bytes(shape: Shape, *, width: int = HALF, bucket: int = BUCKET) -> float:
-    """Return bytes of one side's two buckets at a weight sync: what is larger is cut, and a small
-    model has buckets as large as itself (``weights/buckets.py``).
-    """
+    """Return the bytes of one side's two buckets in a weight sync, at most a model's size each."""
     return 2 * min(bucket, width * shape.parameters)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """The memory of a device, in bytes by what takes them: of all roles that take turns on it.
+    """The memory of a device in bytes by part, of all roles that take turns on it.
 
     Attributes:
-        held: what is there all the time.
-        work: what comes on top in each phase.
-        scored: what passes that score take, of each kind the most.
-        width: bytes of a weight in the type that is computed in.
+        held: parts that are always there.
+        work: parts that each phase adds.
+        scored: the largest part of each kind among scoring passes.
+        width: bytes of a weight in the compute type.
         bucket: bytes of a bucket.
         adapters: a trained model's LoRA adapters; ``None`` trains all weights.
     """
@@ -186,7 +178,7 @@ class DeviceMemory:
         return self.adapters.parameters if self.adapters else 0
 
     def during(self, *phases: str) -> Counter[str]:
-        """Return what takes memory while these phases go on side by side."""
+        """Return the bytes by part while these phases overlap."""
         found = dict(self.held)
         for phase in phases:
             for what, size in self.work[phase].items():
@@ -222,15 +214,15 @@ class DeviceMemory:
 
         Args:
             tokens: of a micro-batch.
-            synced: of the models, those whose weights are sent at one time.
+            synced: the models whose weights are sent at one time.
             versions: published versions of the weights that are kept.
-            copies: weights to compute with are there all the time, beside float32 masters.
-            shared: of the models, those whose frozen weights are another one's.
-            values: the critic, its last model, computes values while others score.
-            moments: phases in which Adam's moments, and masters that are not the weights, are not
-                on the host. Empty: always.
-            offload: all states are on the host but in their phases.
-            side_by_side: it trains its models at the same time, and not one after the other.
+            copies: weights to compute with are always there, in addition to float32 masters.
+            shared: the models that use another model's frozen weights.
+            values: the critic, its last model, computes values in the scoring phase.
+            moments: phases in which Adam's moments, and masters separate from the weights, are on
+                the device rather than the host. Empty: always.
+            offload: all states are on the host outside their phases.
+            side_by_side: the models train at the same time, not one after the other.
         """
         width, on_host = self.width, ("training",) if offload else ()
         adapters = self.adapter_parameters if self.adapters else None
@@ -283,14 +275,14 @@ class DeviceMemory:
 
         Args:
             tokens: of a pass without gradients.
-            learner: that sends it weights; ``None`` for a frozen model.
+            learner: the learner that sends its weights; ``None`` for a frozen model.
             rows: responses that are decoded together; ``None`` for a model that scores.
-            positions: of each, prompt included.
-            logits: a model that scores gives log-probs.
-            rests: weights are here in their phase alone: a scorer's, which are kept on the host,
-                and a generator's, which are made for each step.
-            reads: of the learner's weights in the same process, those that it has no copy of.
-            share: bytes that a generator takes for itself, all but buckets in it.
+            positions: tokens of each response, prompt included.
+            logits: a scoring model computes log-probs.
+            rests: weights are on the device only in their phase: a scorer's are kept on the host, a
+                generator's are made for each step.
+            reads: weights of the learner in the same process that it uses without a copy.
+            share: bytes that a generator reserves for everything but its buckets.
         """
         frozen = reads == "all" or (reads == "frozen" and self.adapters is not None)
         weights = 0 if frozen else weight_bytes(shape, tensor, self.width)
@@ -316,8 +308,9 @@ class DeviceMemory:
     def _pass(
         self, shape: Shape, mesh: Mesh, tokens: int, checkpointing: bool, copies: bool
     ) -> Counter[str]:
-        # A pipeline's first stage holds as many micro-batches as there are stages.
-        rounded = self.adapters is not None and self.width < SINGLE  # beside adapters
+        # A pipeline's first stage holds one micro-batch per stage, so the activations of all layers
+        # count.
+        rounded = self.adapters is not None and self.width < SINGLE  # frozen under adapters
         kept = activation_bytes(
             shape, tokens, mesh.tensor, checkpointing=checkpointing, frozen=rounded
         )
@@ -325,7 +318,7 @@ class DeviceMemory:
             activations=round(kept * self.width / HALF),
             logits=round(logits_bytes(shape, tokens, gradients=True)),
         )
-        if self.adapters and rounded:  # in float32 they are counted as inputs of matrices
+        if self.adapters and rounded:  # a float32 pass counts them as inputs of matrices
             inputs = self.adapters.input_bytes(shape.layers, tokens, checkpointing=checkpointing)
             taken["adapters' inputs"] = round(inputs)
         if matrix := _dequantized_bytes(shape, self.width):
@@ -336,7 +329,7 @@ class DeviceMemory:
         return taken
 
     def _put_pass(self, activations: float, logits: float) -> None:
-        """Count a pass that scores: of all of them, whichever takes the most of each kind."""
+        """Count a scoring pass. Of all scoring passes, the largest of each kind counts."""
         for what, size in (("activations", round(activations)), ("logits", round(logits))):
             more = size - self.scored[what]
             if more > 0:
@@ -357,11 +350,9 @@ def _masters(shape: Shape, learner: Mesh) -> float:
 def phases_of(
     models: ModelShapes, layout: Layout, responses: int, length: int, hardware: Hardware
 ) -> dict[str, Parts]:
-    """Return the memory of the GPU that has the most of a layout's in each phase.
-
-    So many responses are in flight, of that many tokens with their prompts. Apart, the learner
-    trains while weights are synced, and generators keep the responses that they have begun.
-    """
+    """Return by phase the memory of the layout's fullest GPU. ``responses`` of ``length`` tokens,
+    prompts included, are in flight. On separate GPUs, the learner trains during a weight sync, and
+    generators keep their unfinished responses."""
     rows, _ = rows_in_flight(models, layout, responses, length, hardware)
     on = _devices(models, layout, rows, length)
     learner, generator, scorer = on["learner"], on["generators"], on["scorers"]
@@ -380,7 +371,7 @@ def phases_of(
 
 
 def learner_bytes(models: ModelShapes, layout: Layout) -> float:
-    """Return the bytes of a learner's GPU in training; apart, it sends weights meanwhile."""
+    """Return the bytes of a learner's GPU in training, and, if not colocated, weight sync."""
     phases = ("training",) if layout.colocated else ("training", SYNC)
     return _devices(models, layout, 0, 0)["learner"].during(*phases).total()
 
@@ -388,7 +379,7 @@ def learner_bytes(models: ModelShapes, layout: Layout) -> float:
 def _devices(
     models: ModelShapes, layout: Layout, rows: int, length: int
 ) -> dict[str, DeviceMemory]:
-    """Return the memory of a device of each role; roles that share have the same."""
+    """Return the memory of a device by role. Roles that share devices share the object."""
     colocated, learner, together = layout.colocated, layout.learner, DeviceMemory()
     on = {role: together if role in layout.shared else DeviceMemory() for role in layout.meshes}
     on["learner"].put_learner(
@@ -419,10 +410,8 @@ def _devices(
 def rows_in_flight(
     models: ModelShapes, layout: Layout, responses: int, length: int, hardware: Hardware
 ) -> tuple[int, int]:
-    """Return how many responses a generator decodes at a time, and in how few goes.
-
-    Keys and values fit at full length, but for one response where none fits.
-    """
+    """Return the responses that a generator decodes at once, and the number of rounds it needs.
+    Keys and values must fit at full length. One response is decoded even if none fits."""
     share = ceil(responses / layout.generator.data)
     each = row_bytes(models.actor, length, layout.generator.tensor)
     fit = max(1, int(cache_room_bytes(models, layout, hardware) // each))
@@ -431,7 +420,7 @@ def rows_in_flight(
 
 
 def cache_room_bytes(models: ModelShapes, layout: Layout, hardware: Hardware) -> float:
-    """Return what a generator's GPU has left for keys and values; negative if nothing."""
+    """Return the bytes left for keys and values on a generator's GPU, negative if none are."""
     phases = ("generation",) if layout.colocated else ("generation", SYNC)
     others = _devices(models, layout, 0, 0)["generators"].during(*phases)
     return hardware.usable_bytes - others.total()
@@ -448,6 +437,6 @@ def host_bytes(models: ModelShapes, layout: Layout) -> float:
 
 
 def kept_bytes(models: ModelShapes, learner: Mesh) -> float:
-    """Return bytes of a learner's states on a GPU that are worth keeping between steps."""
+    """Return the bytes of a learner's states on a GPU that outlive a step: all but gradients."""
     held = sum(shape.stage(learner.stages).held(learner.tensor) for shape in models.trained)
     return KEPT * held / learner.data

@@ -1,4 +1,4 @@
-"""Memory of GPUs by their number, for ``stretto memory --gpus``, and what helps if too few."""
+"""Memory of a number of GPUs, for ``stretto memory --gpus``, and remedies if it is too little."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LENGTH = PROMPT + RESPONSE
 
 @dataclass(frozen=True, slots=True)
 class GpuOptions:
-    """Options of ``stretto memory``; their help says what they mean."""
+    """Options of ``stretto memory``. Their help texts describe them."""
 
     gpus: int
     fsdp: int
@@ -28,7 +28,7 @@ class GpuOptions:
     gpu: str = "h100"
 
     def layout(self, models: ModelShapes, hardware: Hardware) -> Layout:
-        """Return the layout that they describe; ConfigError if models cannot be divided so."""
+        """Return the layout of these options. Raises ConfigError if models cannot be divided so."""
         if min(self.gpus, self.tp) < 1 or self.fsdp < 0 or self.gpus % self.tp:
             given = f"`gpus = {self.gpus}`, `fsdp = {self.fsdp}`, `tp = {self.tp}`"
             raise ConfigError(f"{given}: counts are positive, and `tp` divides `gpus`")
@@ -52,7 +52,7 @@ class GpuOptions:
         return all(a <= b for a, b in zip(astuple(self), astuple(other), strict=True))
 
     def beyond(self, other: GpuOptions) -> str:
-        """Return the options that differ from another's, as they are written."""
+        """Return the options that differ from another's, as command-line flags."""
         return " ".join(
             f"--{name}" if name == "offload" else f"--{name} {getattr(self, name)}"
             for name in ("gpus", "fsdp", "tp", "offload")
@@ -61,7 +61,7 @@ class GpuOptions:
 
 
 def memory_table(models: ModelShapes, options: GpuOptions) -> tuple[str, str]:
-    """Return the memory of a GPU in each phase as a table, and what is wrong if it does not fit."""
+    """Return a table of a GPU's memory by phase, and the problem if it does not fit."""
     hardware = Hardware.of(options.gpu)
     layout = options.layout(models, hardware)
     phases = phases_of(models, layout, RESPONSES, LENGTH, hardware)
@@ -97,7 +97,7 @@ def _remedy(models: ModelShapes, options: GpuOptions, hardware: Hardware) -> str
 def _fits(models: ModelShapes, options: GpuOptions, hardware: Hardware) -> bool:
     try:
         layout = options.layout(models, hardware)
-    except ConfigError:  # such as --tp that does not divide the heads
+    except ConfigError:  # for example, --tp that does not divide the heads
         return False
     phases = phases_of(models, layout, RESPONSES, LENGTH, hardware).values()
     return all(sum(parts.values()) <= hardware.usable_bytes for parts in phases)

@@ -1,4 +1,4 @@
-"""A recorded run, as a cluster that can be simulated, checked and varied."""
+"""A recorded run, as a cluster that can be simulated, compared and varied."""
 
 from __future__ import annotations
 
@@ -33,17 +33,15 @@ from stretto.scoring.responses import worthwhile_tokens
 from stretto.types import FORKS, ScoreKind, short_name
 
 CPU_TOKEN_BUDGET = 1024
-"""Tokens of a pass on a CPU, where the settings leave it open."""
+"""Tokens of a pass on a CPU, if the settings leave it open."""
 FUNCTION = ""
-"""Stands where the name of a reward function does."""
+"""Role name of all reward functions in :meth:`Recording.role_devices`."""
 _KINDS: dict[str, ScoreKind] = {"reference": "logprobs", "critic": "values"}
 
 
 class RoleDevices(NamedTuple):
-    """Where a role works: devices and threads of all its ranks, and the generator that hosts it.
-
-    A function has a process of its own, and no device.
-    """
+    """Devices and threads of all ranks of a role, and the generator that hosts it. A reward
+    function has a process of its own, and no device."""
 
     devices: tuple[int, ...]
     threads: int
@@ -52,11 +50,11 @@ class RoleDevices(NamedTuple):
 
 @dataclass(frozen=True)
 class Recording:
-    """What a run has recorded, with which other schedules and placements can be simulated.
+    """Records of a run, from which other schedules and placements can be simulated.
 
-    Rollouts are also those in flight at its end, and spans best without the first steps, which warm
-    up. Chunks and deltas (over-commitment) are by round, as they were chosen; waits in seconds, by
-    rollout and number of the turn that was answered, from 1.
+    Rollouts include those in flight at its end. Spans should omit the first steps, which warm up.
+    Chunks and deltas (over-commitment) are the chosen ones, by round. ``waits`` are in seconds, by
+    rollout and number of the answered turn, from 1.
     """
 
     config: Config
@@ -69,12 +67,12 @@ class Recording:
 
     @classmethod
     def read(cls, folder: str | Path, warm_steps: int = 1, trace: Trace | None = None) -> Self:
-        """Read a run's folder, but for spans of the first steps; StateError for a damaged file."""
+        """Read a run, without spans of its first steps. Raises StateError for a damaged file."""
         run = RunDirectory.open(folder)
         trace = trace or run.trace.read()
         warm_s = max((step.end_s for step in trace.steps[:warm_steps]), default=0.0)
         spans = [span for span in trace.spans if span.start_s >= warm_s]
-        # Earlier versions did not write it.
+        # Earlier versions did not write the machine's file.
         machine = run.read_machine() if run.machine_file.is_file() else Machine("", 0, 0, (), "")
         config, rollouts = recipes.load(run.path), run.read_rollouts(in_flight=True)
         schedule = config.schedule
@@ -90,18 +88,16 @@ class Recording:
 
     @cached_property
     def costs(self) -> Calibration:
-        """What work costs alone, without what roles at work side by side took from each other."""
+        """Costs of work at full speed, without the slowdown by other roles on the same cores."""
         roles = self.role_devices()
         functions = roles[FUNCTION][0].threads
         threads = defaultdict(lambda: functions, {role: r[0].threads for role, r in roles.items()})
         return calibrate(self.spans, threads, self._cores)
 
     def cluster(self, config: Config | None = None) -> Cluster:
-        """Describe the roles of the run, with the recorded costs, lengths and rewards.
-
-        ``config`` is the run's, maybe with another schedule, runtime or placement. Raises
-        ConfigError if the placement is impossible, StateError if too little was recorded.
-        """
+        """Describe the roles of the run, with the recorded costs, lengths and rewards. ``config``
+        is the run's, with any other schedule, runtime or placement. Raises ConfigError if the
+        placement is impossible, StateError if too little was recorded."""
         if not any(r.finish for r in self.rollouts):
             problem = "a run is replayed from its rollouts, and it has none; let it take more steps"
             raise StateError(problem, "no-rollouts")
@@ -135,10 +131,10 @@ class Recording:
                 GeneratorRole(
                     devices=role.devices,
                     threads=role.threads,
-                    cost=costs.generator.model_copy(update={"padded": True}),  # as engines do
+                    cost=costs.generator.model_copy(update={"padded": True}),  # engines pad
                     slots=config.rollout.slots,
                     speculation=self._speculation(),
-                    best_batch=config.most_in_flight,  # as a run takes it
+                    best_batch=config.most_in_flight,  # as runs set it
                 )
                 for role in roles["generator"]
             ),
@@ -149,7 +145,7 @@ class Recording:
                 trains=("actor", "critic") if config.algorithm.definition.critic else ("actor",),
                 cost=costs.learner,
             ),
-            # Rewards are the sum of these sources, and will be summed up again.
+            # Recorded rewards are sums over these sources, and the simulation will sum them again.
             workload=self._workload(sum(name not in _KINDS for name in costs.scorers)),
             schedule=config.schedule,
         )
@@ -194,10 +190,9 @@ class Recording:
         )
 
     def _episodes(self) -> Episodes | None:
-        """Return the turns of all episodes; those that had not ended are as the next that had.
-
-        A fork is left out: its turns were decoded beside those of the sample that it came from.
-        """
+        """Return the turns of all episodes. An unfinished one gets the turns of the next finished
+        one. Forks are left out, because their turns were decoded next to those of the sample they
+        came from."""
         ended = [r for r in self.rollouts if r.finish and r.turns and r.id < FORKS]
         if not ended:
             return None
@@ -232,7 +227,7 @@ class Recording:
                 yield ScorerRole(**common, **replica._asdict())
 
     def role_devices(self) -> dict[str, list[RoleDevices]]:
-        """Return where replicas of each role work, all functions as :data:`FUNCTION`."""
+        """Return the devices of each role's replicas. All functions are under :data:`FUNCTION`."""
         reads = {role_of(span) for span in self.spans if span.attributes.get("tokens")}
         models = [s for s in (*self.config.reward.sources, *_KINDS) if short_name(s) in reads]
         cores = self.config.threads or max(self.machine.threads, 1)
@@ -268,7 +263,7 @@ class Recording:
         roles: defaultdict[str, list[RoleDevices]] = defaultdict(list)
         devices: dict[str, int] = {}
         for place in places(config, cores, gpus, models):
-            # Processes on one GPU take turns; others have a device of their own, and share cores.
+            # Processes on one GPU take turns. Others have a device of their own, and share cores.
             keys = [place.name] if place.device == "cpu" else place.devices
             used = tuple(devices.setdefault(key, len(devices)) for key in keys)
             threads = (place.threads or cores) * len(place.devices)
@@ -295,8 +290,8 @@ def _cuts(cluster: ClusterConfig) -> dict[str, tuple[int, int]]:
 
 
 WARM_STEPS, LEAST_STEPS, MOST_STEPS = 3, 5, 200
-"""First steps, left out as they warm up; fewest others that make a mean; and most that are looked
-at and simulated, which takes seconds."""
+"""Initial warm-up steps to skip, fewest further steps for a mean, and most steps that are read and
+simulated, which takes seconds."""
 STEP = "whole step"
 _SCORING, _SCORING_BY = ("prefill", "score"), "scoring: "
 _PHASES = {
@@ -312,7 +307,7 @@ _ORDER = list(dict.fromkeys(_PHASES.values()))
 
 
 class PhaseTime(NamedTuple):
-    """Mean seconds a step of one kind of work, or of waiting."""
+    """Mean seconds per step of one kind of work or waiting."""
 
     name: str
     measured_s: float
@@ -325,10 +320,8 @@ class PhaseTime(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Phases of a run's steps ``first`` to ``last`` of ``taken``, the last one the whole step.
-
-    Where there is no prediction, ``why`` says so in one line.
-    """
+    """Phases of a run's steps ``first`` to ``last`` of ``taken``. The last phase is the full step.
+    Without a prediction, ``why`` has the reason in one line."""
 
     phases: Sequence[PhaseTime] = ()
     first: int = 0
@@ -342,7 +335,7 @@ class Prediction:
         return f"seconds a step, means of steps {self.first} to {self.last}{left_out}"
 
     def table(self) -> str:
-        """A line a phase, for people."""
+        """Return the phases as a text table, one line each."""
         width = max(len(phase.name) for phase in self.phases)
         lines = [f"  {'':{width}}  measured  predicted  ratio"]
         for p in self.phases:
@@ -353,7 +346,7 @@ class Prediction:
         return "\n".join(lines)
 
     def text(self, name: str) -> str:
-        """The table of a run of this name, or the reason for none."""
+        """Return the table under the run's name, or the reason for no prediction."""
         if self.why:
             return f"{name}: no prediction: {self.why}"
         title = f"{name}, measured and as the simulator predicts it from its own records"
@@ -366,7 +359,7 @@ class Prediction:
 
 
 def predict(folder: str | Path) -> Prediction:
-    """Replay a run from its records; ConfigError for no run, StateError for damaged records."""
+    """Replay a run's records. Raises ConfigError if it is no run, StateError if they are damaged."""
     run = RunDirectory.open(folder)
     if not run.trace.path.is_file():
         problem = "a prediction is made from a run's trace.json, and there is none"
@@ -394,7 +387,7 @@ def predict(folder: str | Path) -> Prediction:
 
 
 def predicted(folders: Sequence[str | Path]) -> list[Prediction]:
-    """Predict each run from its own records; one that recorded too little is told, not refused."""
+    """Predict each run from its own records, with a reason for each that recorded too little."""
     found = []
     for folder in folders:
         try:
@@ -405,7 +398,7 @@ def predicted(folders: Sequence[str | Path]) -> list[Prediction]:
 
 
 def phases_of(spans: Iterable[Span], start_s: float, end_s: float, steps: int) -> dict[str, float]:
-    """Return the seconds a step of each phase between two moments (docs/simulator.md)."""
+    """Return the seconds per step of each phase between two moments (docs/simulator.md)."""
     work: defaultdict[tuple[str, str], Intervals] = defaultdict(list)  # by phase and role
     busy: defaultdict[str, Intervals] = defaultdict(list)
     for span in spans:
@@ -414,7 +407,7 @@ def phases_of(spans: Iterable[Span], start_s: float, end_s: float, steps: int) -
         phase = f"{_SCORING_BY}{role_of(span)}" if kind in _SCORING else _PHASES.get(kind, "")
         if span.waits or not phase or part[0] > part[1]:
             continue
-        # All roles that take part in a weight sync are at it together.
+        # All participants of a weight sync work on it together, so it counts once.
         work[phase, "" if phase == SYNC else span.role].append(part)
         busy[span.role] += [part] if phase != SYNC else []
     found: defaultdict[str, float] = defaultdict(float)

@@ -1,9 +1,9 @@
-"""The search: candidates by their lower bounds, simulated until no other can be among the best.
+"""The search: simulates candidates by their lower bounds until no other can be among the best.
 
-Candidates of each kind (what shares GPUs, the schedule, and whether ``stretto train`` can run it)
-are simulated in the order of their bounds, kinds in turn. A candidate is left out when its bound is
-no better than the best of its own kind, or than the best of enough other kinds. So what is found is
-what simulating all of them would find, and each of the plans shown is of another kind.
+Candidates of each kind (sharing of GPUs, schedule, and whether ``stretto train`` can run it) are
+simulated in the order of their bounds, kinds in turn. A candidate is skipped if its bound is no
+better than the best of its own kind, or than the best of enough other kinds. So the result is the
+same as from simulating all candidates, and each plan shown is of another kind.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from stretto.runtime.sim.simulate import SimResult, simulate
 from stretto.saying import Say, silent, working
 
 CARRIED = 0.95
-"""Share that counts where responses are carried: copies of a generator do not quite keep step, and
-so others may end first."""
+"""Share of the work that counts if responses are carried over. Copies of a generator do not quite
+keep step, so other responses may end first."""
 
 
 class StepWork(NamedTuple):
@@ -61,11 +61,8 @@ class StepWork(NamedTuple):
 
 
 def work_of(workload: Workload, schedule: ScheduleConfig, first: int, last: int) -> StepWork:
-    """Return the work of a step, on average between two weight syncs.
-
-    All rows in flight get a token a decode step, which is the only thing that takes time: turns of
-    episodes are answered at once.
-    """
+    """Return the work of a step, on average between two weight syncs. Only decode steps take time,
+    with one token for each row in flight. Turns of episodes are answered at once."""
     interval = schedule.weight_sync_interval
     if workload.episodes:
         workload = workload.model_copy(update={"episodes": workload.episodes.at_once()})
@@ -86,7 +83,7 @@ def work_of(workload: Workload, schedule: ScheduleConfig, first: int, last: int)
 
 
 class Bounds:
-    """Bounds of a plan's candidates, in the time between two weight syncs."""
+    """Lower bounds on the step time of a plan's candidates."""
 
     def __init__(self, spec: PlanSpec, first: int, last: int) -> None:
         self._spec, self._last = spec, last
@@ -96,7 +93,7 @@ class Bounds:
         self._work = cache(lambda schedule: work_of(spec.workload, schedule, first, last))
 
     def of(self, candidate: Candidate) -> float:
-        """Return seconds that a step takes at least; ConfigError if keys and values do not fit."""
+        """Return a step's least seconds. Raises ConfigError if keys and values do not fit."""
         layout, schedule, knobs = candidate.layout, candidate.schedule, candidate.schedule.knobs
         generator, learner = self._generator(layout), self._learner(layout, candidate.bubble)
         token_s, load_s = self._scorers(layout)
@@ -109,8 +106,8 @@ class Bounds:
         scorers = scoring + load_s / schedule.weight_sync_interval
         produced = generating + (scoring if knobs.score_on == "batch" else 0.0)
         if not knobs.streams and not knobs.on("overcommit"):
-            produced = max(produced, scoring)  # scorers have nothing of it while it is trained on
-        # What is generated now was preceded by the training of lag + 1 steps ago.
+            produced = max(produced, scoring)  # scorers cannot score a batch while it is trained on
+        # The training of lag + 1 steps ago must end before this generation begins.
         in_turn = (produced + training) / (knobs.lag + 1)
         if not knobs.lag:
             return max(in_turn, scorers)
@@ -119,25 +116,25 @@ class Bounds:
         return max(in_turn, on_learner, on_generators, scorers)
 
     def _generating(self, candidate: Candidate, cost: GeneratorCost, work: StepWork) -> float:
-        """Seconds of generating, as the average copy takes and as the longest response takes."""
+        """Return the seconds of generating: the average copy's or the longest response's."""
         copies, decode, schedule = candidate.layout.generator.data, cost.decode, candidate.schedule
         tokens, context = work.decoded / copies, work.read / copies
         prefill_s = cost.prefill.token_s * work.prefilled / copies
         if schedule.knobs.on("overcommit"):
             return decode.at_least(work.steps, tokens, context) + prefill_s
-        # The copy that has the longest response may have few others.
-        rows = self._spec.workload.batch * schedule.weight_sync_interval  # that decode together
+        # The copy with the longest response may have few others.
+        rows = self._spec.workload.batch * schedule.weight_sync_interval  # decoded together
         average_s = decode.at_least(work.decoded / rows, tokens, context)
         return max(average_s + prefill_s, decode.seconds(1, 0, int(work.steps)))
 
     def _lockstep(self, schedule: ScheduleConfig) -> ScheduleConfig:
-        """Return a schedule with the largest delta of the steps that are simulated, and no more."""
+        """Return a schedule of only the largest overcommit delta in the simulated steps."""
         w, interval = self._spec.workload, schedule.weight_sync_interval
         extra = schedule.largest_overcommit(w.batch)
         looks_back = schedule.overcommit_rule != "throughput"
         unseen = 2 * schedule.overcommit_window >= self._last * interval
         if schedule.knobs.overcommit == "auto" and looks_back and unseen:
-            extra = schedule.first_overcommit(w.batch)  # no reward has been looked at yet
+            extra = schedule.first_overcommit(w.batch)  # no reward has been seen yet
         extra += -extra % w.samples_per_prompt
         return ScheduleConfig(
             score_on="rollout",
@@ -147,24 +144,22 @@ class Bounds:
         )
 
     def _scorers_of(self, layout: Layout) -> tuple[float, float]:
-        """Seconds a token of all scorers in turn, and those in which they take over weights."""
+        """Return the seconds per token of all scorers in turn, and the seconds to load weights."""
         scorers = scorers_of(self._spec, layout)
         costs = [scorer.cost for scorer in scorers if isinstance(scorer.cost, PrefillCost)]
         return sum(cost.token_s for cost in costs), sum(scorer.load_s for scorer in scorers)
 
 
 WITHIN = 0.01
-"""A candidate is left out when it could be quicker than what is known by this share at most."""
+"""A candidate is skipped if it could be faster than the best so far by at most this share."""
 ROUNDS, WARM = 6, 2
-"""Weight syncs that are simulated, and those that fill the pipeline and do not count."""
+"""Weight syncs that are simulated, and how many of them only fill the pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """A candidate and what the simulator says of it, once the pipeline is filled.
-
-    Shares of all GPUs' time, in which a role worked, and by what a GPU waited for, add up to 1.
-    """
+    """A candidate's simulated results, once the pipeline is filled. ``busy`` and the values of
+    ``idle`` (by cause) are shares of all GPUs' time and add up to 1."""
 
     candidate: Candidate
     step_s: float
@@ -176,7 +171,7 @@ class PlanResult:
 
 
 def result_of(spec: PlanSpec, candidate: Candidate) -> PlanResult:
-    """Simulate a candidate; ConfigError if keys and values have no room, or StalledError."""
+    """Simulate a candidate. Raises ConfigError if keys and values have no room, or StalledError."""
     cluster, interval = cluster_of(spec, candidate), candidate.schedule.weight_sync_interval
     steps, warm = ROUNDS * interval, WARM * interval
     workload = spec.workload.model_copy(update={"steps": steps})
@@ -190,11 +185,9 @@ def result_of(spec: PlanSpec, candidate: Candidate) -> PlanResult:
 
 
 def gpu_time(result: SimResult, candidate: Candidate) -> tuple[float, dict[str, float]]:
-    """Return the share of all GPUs' time that is worked, and the shares of waiting by cause.
-
-    A GPU's waiting is divided by cause as that of its roles is. Copies of a generator that have
-    nothing left to decode while others go on wait for stragglers.
-    """
+    """Return the busy share of all GPUs' time, and the idle shares by cause. A GPU's idle time is
+    divided by cause like that of its roles. Copies of a generator that have nothing left to decode
+    while others go on wait for stragglers."""
     devices = {role: set(numbers) for role, numbers in candidate.layout.devices.items()}
     generators, count = devices["generators"], len(result.device_utilisation)
     first, each = min(generators), len(generators) // candidate.engines
@@ -229,13 +222,13 @@ def _group(role: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The best plans of each kind, and how far they can be trusted to be that.
+    """The best plans of each kind, and how complete the search was.
 
     Attributes:
-        baseline: the best with all roles on all GPUs, one after another; ``None`` if none fits.
-        runnable: the best that ``stretto train`` can run; ``None`` if there is none.
-        unfit: candidates that were looked at and do not fit into memory.
-        bound_s: seconds of a step that no candidate left out for want of time can be below.
+        baseline: the best with all roles on all GPUs, one after another, or ``None`` if none fits.
+        runnable: the best that ``stretto train`` can run, or ``None`` if there is none.
+        unfit: examined candidates that do not fit into memory.
+        bound_s: lower bound on the step seconds of candidates skipped for lack of time.
     """
 
     best: tuple[PlanResult, ...]
@@ -251,10 +244,8 @@ class Found:
 def search(
     spec: PlanSpec, *, keep: int = 5, limit_s: float = inf, workers: int = 0, say: Say = silent
 ) -> Found:
-    """Find the plans with the shortest steps; raises ConfigError if nothing fits.
-
-    After ``limit_s`` no further one is simulated. 0 workers are one a core, 1 is this process.
-    """
+    """Find the plans with the shortest steps. Raises ConfigError if nothing fits. No simulation
+    starts after ``limit_s``. ``workers = 0`` is one a core, 1 is this process."""
     start_s = time.monotonic()
     with working(say, "listing plans"):
         kinds = _by_kind(spec)
@@ -275,7 +266,7 @@ def search(
                     kind = result.candidate.kind
                     results[kind] = min(results.get(kind, result), result, key=_rank)
 
-        # In turns, so that there is soon something of every kind to be measured against.
+        # Kinds take turns, so that bounds are soon compared with a result of every kind.
         while kinds:
             for kind, waiting in list(kinds.items()):
                 collect(room - 1)
@@ -284,7 +275,7 @@ def search(
                 if ruled_out or late:
                     if not ruled_out:
                         bound_s = min(bound_s, waiting[0][0])
-                    del kinds[kind]  # all others of it have higher bounds
+                    del kinds[kind]  # all its others have higher bounds
                     advance(len(waiting))
                     continue
                 _, candidate = waiting.popleft()
@@ -357,7 +348,7 @@ def _simulators(
 
         yield here, 1
         return
-    # Spawned, as threads of the caller's libraries may hold locks that a fork would keep for ever.
+    # Spawned, because a fork would keep locks held by the caller's library threads for ever.
     before = set(active_children())
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin_worker)
     try:
@@ -378,7 +369,7 @@ def _simulators(
 
 
 def _begin_worker() -> None:
-    """Leave Ctrl-C, which a terminal sends to all processes, to the parent; end when that does."""
+    """Ignore Ctrl-C, which a terminal sends to all processes, and exit with the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = parent_process()
     assert parent is not None
