@@ -192,7 +192,7 @@ def _parsed(file: Path, setting: str) -> tuple[ast.Module, str]:
 
 
 def _find(file: Path, name: str, setting: str) -> ast.stmt | None:
-    """Return a name's definition (``None``: only running the file shows it) or raise ConfigError."""
+    """Return a name's definition. It is ``None`` if only running the file shows it."""
     tree, text = _parsed(file, setting)
     _check_imports(tree, file, setting)
     defined = dict(_defined(tree))

@@ -239,7 +239,7 @@ def _known(name: str) -> Shape | None:
 
 
 def check(found: Sequence[Load], capacity: Callable[[str], int]) -> Iterator[str]:
-    """Yield remarks on phases that might not fit. Raises ConfigError if weights and states cannot."""
+    """Yield remarks on phases that might not fit. Raises ConfigError if the states do not."""
     for load in found:
         there, name, certain = capacity(load.device), load.fullest, load.certain
         takes = format_size(load.phase(name).total())

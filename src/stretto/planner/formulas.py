@@ -218,8 +218,7 @@ def _reduced(shape: Shape, tensor: int, on: Hardware, reductions: int) -> tuple[
 
 
 def priced(cluster: Cluster) -> Cluster:
-    """Return a cluster with numeric costs. Raises ConfigError if a model is unknown or does not
-    fit."""
+    """Return a cluster with numeric costs. Raises ConfigError for a model unknown or too large."""
     w, on = cluster.workload, Hardware.of(cluster.gpu, cluster.efficiency)
 
     def generator(role: GeneratorRole) -> costs.GeneratorCost:

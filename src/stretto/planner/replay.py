@@ -359,7 +359,7 @@ class Prediction:
 
 
 def predict(folder: str | Path) -> Prediction:
-    """Replay a run's records. Raises ConfigError if it is no run, StateError if they are damaged."""
+    """Replay a run's records. Raises ConfigError if there is no run, StateError for damage."""
     run = RunDirectory.open(folder)
     if not run.trace.path.is_file():
         problem = "a prediction is made from a run's trace.json, and there is none"
