@@ -1,1 +1,1 @@
-"""Environments of episodes: what answers the policy's turns."""
+"""Environments of episodes, which answer the policy's turns."""

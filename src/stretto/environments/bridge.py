@@ -1,14 +1,13 @@
-"""From one turn of a conversation to the next, in tokens: what was sampled is never rendered again.
+"""Extends a conversation by token ids from turn to turn. Sampled tokens are never rendered again.
 
-Between two turns of the policy a chat template writes the end of the turn, what models do not emit
-behind it (a line break, often), the messages that answer, and the header of the next turn. The
-bridge takes these from the template by a difference: it renders a made-up conversation that ends
-with the messages, and cuts off what comes before the end of the made-up turn. So what stands is
-only ever added to.
+Between two turns of the policy a chat template renders the end of the turn, text that models do not
+sample after it (often a line break), the messages that answer, and the next turn's header. The
+bridge gets this text by a difference: it renders a synthetic conversation that ends with the
+messages, and drops everything before the end of the synthetic turn. So tokens are only appended.
 
-That is right if the template writes the same behind every conversation, and leaves what stands as
-it is. Both are proved when a bridge is made, on conversations of several turns, with and without
-calls of tools and reasoning; and again with the messages themselves, whenever they are bridged.
+This is right if the template renders the same text after every conversation, and keeps all earlier
+text. A new bridge checks both on conversations of several turns, with and without calls and
+reasoning. :meth:`Bridge.context` checks again with the actual messages.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from stretto.tasks.encode import MARK, Encoder, template_accepts
 from stretto.types import Message
 
 MOST_ARGUMENTS = 64
-"""How many rows' arguments of the chat template a bridge remembers what it has read for."""
+"""Bridges kept for different template arguments of rows."""
 
 THINK, UNTHINK = "<think>", "</think>"
 _REASONING = f"{THINK}\nmade up reasoning\n{UNTHINK}\n\n"
@@ -41,12 +40,12 @@ _WHAT_TO_DO = (
 
 
 class _Case(NamedTuple):
-    """What a template's ways may depend on.
+    """Properties of a conversation that a template's output may depend on.
 
     Attributes:
-        role: of a message behind the turn.
+        role: of a message after the turn.
         reasoned: whether the policy wrote its reasoning.
-        system: whether the conversation begins with a system message.
+        system: whether there is a system message.
     """
 
     role: str
@@ -56,13 +55,12 @@ class _Case(NamedTuple):
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy said in one turn.
+    """One parsed turn of the policy.
 
     Attributes:
-        text: all of it, reasoning and calls too, without control tokens.
-        message: for the chat template: calls that are ok as ``tool_calls``, and the rest of the
-            text as content.
-        calls: in the order of the text, those that are not to be run among them.
+        text: the complete turn with reasoning and calls, without control tokens.
+        message: for the chat template. Valid calls are ``tool_calls``, and the rest is content.
+        calls: in the order of the text, including invalid ones.
     """
 
     text: str
@@ -71,12 +69,12 @@ class Turn:
 
 
 class _Start(NamedTuple):
-    """A made-up conversation that ends with a turn of the policy.
+    """A synthetic conversation that ends with a turn of the policy.
 
     Attributes:
-        turns: escaped; :data:`MARK` is in the last of them.
-        said: the text of that turn in front of any calls.
-        called: whether the mark is within a call, and more of it follows.
+        turns: escaped. :data:`MARK` is in the last one.
+        said: the text of that turn before any calls.
+        called: whether the mark is within a call.
     """
 
     turns: tuple[Message, ...]
@@ -85,19 +83,19 @@ class _Start(NamedTuple):
 
 
 class _Exchange(NamedTuple):
-    """The answers to a made-up turn, and whether the policy reasons in it."""
+    """Answers to a synthetic turn, and whether the policy reasons in it."""
 
     answers: list[Message]
     reasoned: bool
 
 
 class Bridge:
-    """A chat template as a way from tokens to tokens.
+    """Extends token sequences by messages, as a chat template would render them.
 
     Attributes:
-        breaks_before: which conversations cannot go on from the tokens that stand, and why, by the
-            role of the message that follows a turn. Others go on: :meth:`context` decides for each.
-        form: how calls of tools are written.
+        breaks_before: by the role of the message after a turn, which conversations cannot be
+            extended, and why. For all others :meth:`context` decides.
+        form: format of tool calls.
     """
 
     _reads_calls = True
@@ -110,18 +108,18 @@ class Bridge:
         stop: Sequence[str] = (),
         arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Read the template's ways off made-up conversations.
+        """Probe the template with synthetic conversations.
 
         Args:
-            tools: JSON schemas of the tools that prompts tell of. Where rows bring others, those
-                of any row: it matters only whether there are some.
-            end_tokens: that end a turn, beside the one that the template writes.
-            stop: strings that end a turn, and are no part of its text.
-            arguments: of the template, in addition to the encoder's own, which they win over.
+            tools: JSON schemas of the tools in prompts. If rows bring their own, those of any row,
+                because it matters only whether there are some.
+            end_tokens: that end a turn, in addition to the template's.
+            stop: strings that end a turn. They are not part of its text.
+            arguments: of the template. They override the encoder's.
 
         Raises:
-            ConfigError: there is no chat template, it refuses a plain conversation, or it writes
-                calls of tools in a way that is not read here (code ``unknown-call-format``).
+            ConfigError: there is no chat template, it refuses a plain conversation, or the format
+                of its calls is not supported (code ``unknown-call-format``).
         """
         self._encoder, self._tools, self._stop = encoder, tuple(tools), tuple(stop)
         self._end_tokens, reads_calls = end_tokens, bool(tools) and self._reads_calls
@@ -131,7 +129,7 @@ class Bridge:
         self._ends = end_tokens | self._shape.ends | ({eos} if eos is not None else set())
         self.form: CallFormat = self._shape.form
         opening = encoder.control_in(self.form.opening)
-        # No text is lost with these at the end of a turn, whichever of them a model ends it with.
+        # Removed from the end of a turn, whichever of them a model ends it with.
         self._silent = (self._ends | encoder.control_ids) - {opening and opening[2]}
         self._header = self._rendered([QUESTION])
         self._opens_reasoning = self._header.rstrip().endswith(THINK)
@@ -141,10 +139,10 @@ class Bridge:
             self._prove(role)
 
     def of(self, arguments: Mapping[str, Any]) -> Bridge:
-        """Return the bridge of conversations that bring arguments of the template of their own.
+        """Return the bridge for a row's template arguments.
 
-        The template is read again with these arguments, as it may write turns differently. Raises
-        TaskError if it is of no use with them.
+        The template is probed again, because it may render turns differently. Raises TaskError if
+        it does not work with these arguments.
         """
         if not arguments:
             return self
@@ -166,7 +164,7 @@ class Bridge:
         return self.breaks_among(self.breaks_before)
 
     def breaks_among(self, roles: Iterable[str]) -> str | None:
-        """Return the same of conversations in which messages of these roles follow a turn."""
+        """Return the entries of ``breaks_before`` for these roles as one text, or ``None``."""
         told = "; ".join(self.breaks_before[r] for r in roles if r in self.breaks_before)
         return f"{told}. {_WHAT_TO_DO}" if told else None
 
@@ -175,12 +173,9 @@ class Bridge:
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> tuple[list[int], str]:
-        """Return a conversation as the policy reads it before its turn: ids, and their text.
+        """Render a conversation up to the policy's turn, for the bridge's tools or others.
 
-        Raises TaskError if the template refuses the conversation, or a text is no valid Unicode.
-
-        Args:
-            tools: in place of the bridge's own.
+        Returns ids and text. Raises TaskError if the template refuses, or for invalid Unicode.
         """
         with template_accepts(messages):
             read = self._rendered(messages, tools=self._tools if tools is None else tools)
@@ -193,12 +188,11 @@ class Bridge:
         ended: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Turn:
-        """Read a turn.
+        """Parse a turn, for the bridge's tools or others.
 
         Args:
-            ids: that were sampled, the end token among them.
-            ended: whether the turn ended by itself, and not at a limit.
-            tools: in place of the bridge's own.
+            ids: sampled tokens, including the end token.
+            ended: whether the turn ended by itself, not at a limit.
         """
         escaped = self._spelled(ids)
         begin = self._begin(escaped)
@@ -206,7 +200,7 @@ class Bridge:
         names = names_of(self._tools if tools is None else tools)
         plain = self._encoder.plain(rest)
         found = find_calls(rest, plain, self.form, names=names, ended=ended)
-        if ended:  # only now, as the stop string may be the mark that closes a call
+        if ended:  # only now, because a stop string may close a call
             escaped = escaped[: len(before_stop(self._encoder.plain(escaped), self._stop))]
         text = self._without_control(escaped)
         message = Message(role="assistant", content=text)
@@ -227,7 +221,7 @@ class Bridge:
         return self._encoder.spelled(ids)
 
     def _begin(self, escaped: str) -> int:
-        """Return where calls may begin: behind reasoning, and a token such as <|python_tag|>."""
+        """Return where calls may begin: after reasoning and tokens such as <|python_tag|>."""
         begin = 0
         if self._opens_reasoning or escaped.lstrip().startswith(THINK):
             end = escaped.find(UNTHINK)
@@ -249,15 +243,14 @@ class Bridge:
         *,
         prompt: Sequence[Message] | None = None,
     ) -> list[int] | None:
-        """Return the tokens to append to what stands; ``None`` where the template would change it.
+        """Return the tokens to append, or ``None`` if the template would change earlier ones.
 
-        Raises TaskError if the template refuses the messages, or a text is no valid Unicode.
+        Raises TaskError if the template refuses the messages, or a text is invalid Unicode.
 
         Args:
-            standing: prompt and response, which ends with a turn of the policy.
-            messages: that answer it, of the roles user, tool or system.
-            prompt: the messages of the prompt, which tell whether there is a system message;
-                without them there may be one.
+            standing: prompt and response, which must end with a turn of the policy.
+            messages: answers to the turn, of the roles user, tool or system.
+            prompt: its messages show whether there is a system message. Without it, there may be.
         """
         roles = {m["role"] for m in messages}
         if not roles <= {"user", "tool", "system"}:
@@ -283,7 +276,7 @@ class Bridge:
     def _text(
         self, messages: Sequence[Message], reasoned: bool, system: bool = False
     ) -> str | None:
-        """Return what the template writes from a turn's end token on; ``None``: a break."""
+        """Return the template's text from a turn's end token on, or ``None`` for a break."""
         shaped = self._shape.messages(messages)
         header = self._rendered([], before=[_SYSTEM, QUESTION]) if system else self._header
         refusal: Exception | None = None
@@ -293,7 +286,7 @@ class Bridge:
                 rendered = self._rendered(shaped, before=before)
             except TaskError:
                 raise
-            except Exception as error:  # it may ask for as many calls as results, or for one
+            except Exception as error:  # some need one call per result, some only one
                 refusal = error
                 continue
             if MARK in rendered:
@@ -307,7 +300,7 @@ class Bridge:
         return None
 
     def _behind_turn(self, rendered: str, called: bool) -> str | None:
-        """Return what follows the marked turn, from its end token on; ``None``: there is none."""
+        """Return the text from the marked turn's end token on, or ``None`` without one."""
         mark = rendered.rindex(MARK)
         end = self._encoder.control_in(rendered, mark)
         while end and called and end[2] not in self._ends:
@@ -317,7 +310,7 @@ class Bridge:
         return rendered[end[0] :]
 
     def _starts(self, answers: Sequence[Message], reasoned: bool, mark: str) -> Iterator[_Start]:
-        """Make up conversations whose last turn could be answered so, the likeliest first."""
+        """Yield synthetic conversations that the answers could follow, likeliest first."""
         reasoning = _REASONING if reasoned else ""
         if self._opens_reasoning:
             reasoning = reasoning.removeprefix(f"{THINK}\n")
@@ -374,7 +367,7 @@ class Bridge:
         return ""
 
     def _conversations(self, case: _Case) -> Iterator[list[_Exchange]]:
-        """Yield turns of conversations, each with its answers; the last one's are the case's."""
+        """Yield conversations as turns with their answers. The last answers are the case's."""
         answers = [made_up(case.role)]
         last = [answers, answers * 2] if case.role == "tool" else [answers]
         for role, reasoned, final in product(("tool", "user"), {case.reasoned, False}, last):
@@ -384,9 +377,9 @@ class Bridge:
                 yield [first, _Exchange(final, case.reasoned)]
 
     def _goes_on(self, turns: Sequence[_Exchange], system: bool) -> bool:
-        """Return whether each rendering begins with the one before, and the last ends as bridged.
+        """Whether each rendering extends the one before, and the last ends as bridged.
 
-        So do conversations that the template refuses, and those that break before: there are none.
+        Also true for conversations that the template refuses or breaks earlier.
         """
         said = [_SYSTEM, QUESTION] if system else [QUESTION]
         standing = self._rendered([], before=said)
@@ -432,7 +425,7 @@ class Bridge:
 
 
 def _begins(rendered: str, standing: str, said: str) -> bool:
-    """Return whether a rendering begins with ``standing`` and ``said``, but for blanks between."""
+    """Whether a rendering begins with ``standing`` and ``said``, ignoring blanks between them."""
     behind = rendered[len(standing) :].lstrip()
     return rendered.startswith(standing) and behind.startswith(said.lstrip())
 

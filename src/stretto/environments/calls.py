@@ -1,8 +1,8 @@
-"""Calls of tools, as a policy writes them: JSON between marks; nothing is ever evaluated.
+"""Parses tool calls that a policy writes: JSON between marks. Nothing is ever evaluated.
 
-How a call is written is read off what a chat template makes of a made-up one. So there is one
-reader for Hermes' and Qwen's ``<tool_call>{...}</tool_call>``, for Llama 3's bare JSON, and for
-Mistral's ``[TOOL_CALLS][{...}]``.
+The format is derived from a synthetic call that the chat template rendered. So one parser reads the
+formats of Hermes and Qwen (``<tool_call>{...}</tool_call>``), Llama 3 (bare JSON), and Mistral
+(``[TOOL_CALLS][{...}]``).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from stretto.errors import first_line
 Status = Literal["ok", "invalid", "unclosed"]
 
 MAX_DEPTH = 64
-"""Lists and objects in one another, at most, in the arguments of a call."""
-_OWN_ID = re.compile(r"[A-Za-z0-9]{9}")  # Mistral's templates take no other
+"""Most levels of nested lists and objects in the arguments of a call."""
+_OWN_ID = re.compile(r"[A-Za-z0-9]{9}")  # the only form that Mistral's templates take
 _BLANK = re.compile(r"\s*")
 _BETWEEN = re.compile(r"[\s;]*")
 _LIKE_A_CALL = re.compile(r'\s*\{\s*"(?:name|type)"')
@@ -31,11 +31,11 @@ class ToolCall:
     """A call that the policy wrote.
 
     Attributes:
-        arguments: by name; empty unless ``status`` is ``ok``.
-        status: ``ok``; ``invalid``, for ``reason``; ``unclosed``: the turn ended within it.
-        raw: the call as it was written.
-        id: what the policy wrote, if it can be rendered, or else made from ``raw``.
-        reason: what is wrong with the call, in words that a policy can read.
+        arguments: by name. Empty unless ``status`` is ``ok``.
+        status: ``ok``, ``invalid`` for ``reason``, or ``unclosed`` if the turn ended within it.
+        raw: the text of the call.
+        id: the policy's, if it can be rendered, or else derived from ``raw``.
+        reason: the problem with the call, in words for the policy.
     """
 
     name: str
@@ -47,7 +47,7 @@ class ToolCall:
 
 
 class Found(NamedTuple):
-    """A call, and its (start, end) in the text; calls of one list share them."""
+    """A call with its (start, end) in the text. Calls of one list share them."""
 
     start: int
     end: int
@@ -56,13 +56,13 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How calls are written.
+    """The format of calls.
 
     Attributes:
-        opening: before the JSON; blank: a turn with a call has nothing before it.
-        closing: behind the JSON; blank: the end of the turn.
+        opening: text before the JSON. If blank, a call must begin the turn.
+        closing: text after the JSON. If blank, the end of the turn.
         arguments: the key of the arguments.
-        listed: whether the JSON is a list of calls, and not one call.
+        listed: whether the JSON is a list of calls instead of one call.
         numbered: whether a call has an id.
     """
 
@@ -78,7 +78,7 @@ class CallFormat:
         return f"{self.opening}{listed}{self.closing}".replace("\n", "")
 
     def write(self, calls: Sequence[Mapping[str, Any]]) -> str:
-        """Return calls, each with name and arguments, as a policy is to write them."""
+        """Render calls, each with name and arguments, as the policy should write them."""
         made = [self._json(call) for call in calls]
         if self.listed:
             return f"{self.opening}[{', '.join(made)}]{self.closing}"
@@ -92,15 +92,15 @@ class CallFormat:
 
 
 HERMES = CallFormat()
-"""The format where a chat template has none; most open models have seen it."""
+"""The default, if a chat template has no format. Most open models have seen it."""
 
 
 def format_of(written: str, name: str, arguments: Mapping[str, Any]) -> CallFormat | None:
-    """Return the format of a call that a chat template wrote; ``None``: not one with JSON.
+    """Derive the format from a call that a chat template rendered. ``None`` if it has no JSON.
 
     Args:
-        written: all that stands between the turn's header and its end.
-        name, arguments: of the call, which nothing else in the template can spell.
+        written: the text between the turn's header and its end.
+        name, arguments: of the call. They must appear nowhere else in the template.
     """
     for found in re.finditer(r"[\[{]", written):
         try:
@@ -124,11 +124,10 @@ def find_calls(
     """Return the calls in a text.
 
     Args:
-        escaped: the text, in which marks of the format that are control tokens are spelled only
-            where they were sampled as such.
-        plain: the same text as people read it, of the same length.
-        names: of the tools; empty: any.
-        ended: whether the turn ended by itself; a call that only the end closes is unclosed else.
+        escaped: the text, in which control tokens are spelled only if they were sampled as such.
+        plain: the same text unescaped, of the same length.
+        names: of the tools. If empty, any name is valid.
+        ended: whether the turn ended by itself. If not, a call without its own end is unclosed.
     """
     found = _Reader(escaped, plain, form, names, ended)
     calls = list(found.marked() if form.opening.strip() else found.bare())
@@ -180,7 +179,7 @@ class _Reader:
             at = follows
 
     def _read(self, start: int) -> tuple[Any, int, str]:
-        """Return a JSON value, the place behind it, and what is wrong with it."""
+        """Return a JSON value, the position after it, and an error message or ``''``."""
         start = _end(_BLANK, self.plain, start)
         try:
             value, end = self._decoder.raw_decode(self.plain, start)
@@ -225,12 +224,7 @@ class _Reader:
 def checked(
     name: str, arguments: Any, raw: str, own: str, *, names: Collection[str], key: str = "arguments"
 ) -> ToolCall:
-    """Return a call that was read, once it is sure that it can be run.
-
-    Args:
-        own: the id that the policy wrote, if any.
-        key: of the arguments, for messages.
-    """
+    """Validate a parsed call. ``own`` is the policy's id, and ``key`` that of the arguments."""
     wrong = ""
     if not name:
         wrong = "a call has the name of a tool as 'name'"
@@ -246,12 +240,12 @@ def checked(
 
 
 def numbered(calls: Sequence[ToolCall]) -> list[ToolCall]:
-    """Return calls of one turn, each with an id that no other one has."""
+    """Give each call of a turn a unique id."""
     made: list[ToolCall] = []
     taken = set[str]()
     for n, call in enumerate(calls):
         own = call.id
-        if not own or own in taken:  # nine letters and digits, as Mistral's templates ask for
+        if not own or own in taken:  # nine letters and digits for Mistral's templates
             own = blake2b(f"{n} {call.raw}".encode(), digest_size=5).hexdigest()[:9]
         taken.add(own)
         made.append(replace(call, id=own))
@@ -269,7 +263,7 @@ def _name(value: Any) -> str:
 
 
 def _is_sound(value: Any) -> bool:
-    """Return whether plain data is nested no deeper than :data:`MAX_DEPTH`, and valid Unicode."""
+    """Whether plain data is valid Unicode and nested at most :data:`MAX_DEPTH` deep."""
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(MAX_DEPTH):
         inner = [e.values() if isinstance(e, dict) else e for e in level]

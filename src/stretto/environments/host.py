@@ -1,4 +1,4 @@
-"""Live episodes of an environment, by their ids, and the requests about them: plain data."""
+"""Live episodes of an environment by id, and requests about them as plain data."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from stretto.scoring.conventions import (
 )
 
 CLOSE_S = 5.0
-"""Seconds in which the episodes that are open at the end of a run are closed, in all."""
+"""Seconds in which all open episodes must close at the end of a run."""
 
 _OPEN = ("error", "place", "failure", "calls", "result")
-"""Keys of an answer whose length follows from what users' code says."""
+"""Keys of an answer whose length depends on user code."""
 
 
 class Judges:
-    """TRL's reward functions with the parameter ``environments``, by their reward sources.
+    """TRL's reward functions with the parameter ``environments``, by reward source.
 
-    An object is reset for the next episode soon after, so each is called with a batch of one.
+    Each is called with a batch of one, because the object is soon reset for another episode.
     """
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]], run: Runner) -> None:
@@ -76,7 +76,7 @@ class Judges:
 
 
 class Host:
-    """Answers requests about episodes, many at a time, in an event loop.
+    """Answers requests about episodes concurrently, in an event loop.
 
     ::
 
@@ -91,11 +91,11 @@ class Host:
         any of them                                                     -> {"error": text}
 
     Args:
-        named: the objects of ``environment.sources`` by those names.
-        settings: ``timeout_s``, ``parallel`` and ``max_observation_tokens`` of the environment;
+        named: the objects of ``environment.sources`` by name.
+        settings: ``timeout_s``, ``parallel`` and ``max_observation_tokens`` of the environment, and
             ``reward_timeout_s`` of judges.
-        worn: is called once as many threads hang as calls may run.
-        judges: reward functions that look at environments, by their reward sources.
+        worn: called once as many threads hang as calls may run.
+        judges: reward functions that take environments, by reward source.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Host:
         judges: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
         self._run = Runner(settings["parallel"], settings["timeout_s"], worn)
-        # A batch of programs waits for turns, which come once all have asked: none may be held up.
+        # No limit: in lockstep, programs get their turns only once all of them have sent a request.
         self._unlimited = Runner(sys.maxsize, math.inf, worn, settings["parallel"])
         self._characters = CHARACTERS_PER_TOKEN * settings["max_observation_tokens"]
         self.source: Source = recognise(named, self._run, settings.get("settings", {}))
@@ -133,7 +133,7 @@ class Host:
         }
 
     def use_main(self, loop: asyncio.AbstractEventLoop | None) -> None:
-        """Set the event loop in which calls run that need the process's main thread."""
+        """Set the event loop for calls that need the process's main thread."""
         self._run.main = self._judging.main = loop
 
     def ready(self) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class Host:
             if is_cancelled():
                 raise
             return {"error": type(error).__name__, "place": describe(error, None)}
-        except Exception as error:  # else nobody would answer
+        except Exception as error:  # otherwise there would be no answer
             said = f"{type(error).__name__}: {error}"
             return {"error": said, "place": describe(error, None)}
 
@@ -169,7 +169,7 @@ class Host:
             await self._close(body)
             raise
         if self.source.tools and not opening["tools"]:
-            opening["tools"] = None  # the prompt has been rendered with them
+            opening["tools"] = None  # the prompt already has them
         return opening
 
     async def _step(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,7 +185,7 @@ class Host:
     async def _finish(self, body: Mapping[str, Any]) -> dict[str, Any]:
         try:
             return {"reward": await self._episodes[body["episode"]].finish()}
-        except (CallError, RewardError) as error:  # which is no number
+        except (CallError, RewardError) as error:  # not a number
             return {"reward": None, "failure": str(error)}
 
     async def _score(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,7 +223,7 @@ class Host:
         return {}
 
     async def close(self) -> None:
-        """Close all episodes and wait for them. Nobody is left to hear of errors."""
+        """Close all episodes and wait for them. Errors are ignored, as nobody would read them."""
         for episode in self._episodes.values():
             self._begin_close(episode)
         self._episodes.clear()

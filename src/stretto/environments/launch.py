@@ -1,4 +1,4 @@
-"""A user's program, called in the process that it runs in."""
+"""Calls a user's program in the process that it runs in."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ HTTP_CLIENT = "http_client"
 
 
 class Calls(Protocol):
-    """Calls users' code: coroutines in the event loop, other functions on a thread."""
+    """Calls user code: coroutines in the event loop, other functions on a thread."""
 
     async def __call__(self, call: Callable[[], Any]) -> Any:
-        """Return what a call returns."""
+        """Return the call's result."""
 
 
 def is_program(thing: Any) -> bool:
-    """Return whether something is a program: a function that takes ``base_url``, a function of the
-    name ``run`` that takes ``**extra``, or a class with a method ``run`` that is no environment.
+    """Whether an object is a program: a function with ``base_url``, a function named ``run`` with
+    ``**extra``, or a class with ``run`` that is not an environment.
     """
     if inspect.isclass(thing):
         steps = callable(getattr(thing, "step", None)) or callable(getattr(thing, "reset", None))
@@ -37,10 +37,10 @@ def is_program(thing: Any) -> bool:
 async def launch(
     call: Calls, program: Callable[..., Any], data: Mapping[str, Any], base_url: str, api_key: str
 ) -> Any:
-    """Run a program to its end; return what it returned.
+    """Run a program and return its result.
 
-    Of ``base_url``, ``api_key`` and ``http_client`` it gets those that it names, or the first two
-    as ``**extra``. The HTTP client is one for OpenAI's.
+    It gets those of ``base_url``, ``api_key`` and ``http_client`` that it names. With ``**extra``
+    it gets the first two. The HTTP client is for OpenAI's.
     """
     made: Any = program() if inspect.isclass(program) else None
     function = program if made is None else made.run
@@ -58,10 +58,10 @@ async def launch(
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function by their names; none where it does not tell."""
+    """Return a function's parameters by name, or none if it has no signature."""
     try:
         return inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some that are written in C do not tell
+    except (TypeError, ValueError):  # some functions written in C
         return {}
 
 

@@ -1,4 +1,4 @@
-"""What environments and verl's tools are made with: the row, and ``environment.settings``."""
+"""Constructs environments and verl's tools from the row and ``environment.settings``."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from stretto.plain import plain
 from stretto.scoring.conventions import as_number
 
 MADE_WITH = ("row", "extras", "env_config")
-"""Parameters of environments: the row, the same as SkyRL names it, ``environment.settings``."""
+"""Parameters of environments: the row, SkyRL's name of the row, ``environment.settings``."""
 
 Row = Mapping[str, Any]
 
 
 class EnvConfig(dict[str, Any]):
-    """Settings with attributes, as SkyRL's environments read them from omegaconf."""
+    """Settings with attribute access, as SkyRL's environments expect of omegaconf."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
@@ -33,9 +33,9 @@ class EnvConfig(dict[str, Any]):
 
 
 def config_for(factory: Any, settings: Mapping[str, Any]) -> Any:
-    """The dataclass that a class names as the type of ``env_config``, or settings with attributes.
+    """Return ``environment.settings`` as the dataclass in the hint of ``env_config``, if any.
 
-    Raises ConfigError for settings that the dataclass does not have.
+    Raises ConfigError if the dataclass lacks a setting.
     """
     settings = copy.deepcopy(dict(settings))
     try:
@@ -55,7 +55,7 @@ def config_for(factory: Any, settings: Mapping[str, Any]) -> Any:
 
 
 def made(factory: Any, row: Row, settings: Mapping[str, Any]) -> Any:
-    """Make an environment for a row."""
+    """Construct an environment for a row."""
     if hasattr(factory, "from_dict"):  # rLLM's
         return factory.from_dict(dict(row))
     values = {"row": dict(row), "extras": dict(row)}
@@ -66,7 +66,7 @@ def made(factory: Any, row: Row, settings: Mapping[str, Any]) -> Any:
 
 
 def accepted(function: Callable[..., Any], values: Row) -> dict[str, Any]:
-    """Select the values that a function takes by their names."""
+    """Select the values that a function accepts by name."""
     parameters = parameters_of(function)
     if takes_any(parameters):
         method = parameters_of(getattr(function, "__func__", function))
@@ -75,7 +75,7 @@ def accepted(function: Callable[..., Any], values: Row) -> dict[str, Any]:
 
 
 def earns(function: Callable[..., Any]) -> bool:
-    """Whether a function's hint says that it returns text, a reward and metrics."""
+    """Whether a function's return hint is a tuple of text, reward and metrics."""
     try:
         hint = typing.get_type_hints(function).get("return")
     except Exception:  # a hint may be any expression
@@ -88,9 +88,9 @@ def is_verl(thing: Any) -> bool:
 
 
 class VerlTool:
-    """An object of verl's BaseTool, which has an instance for each episode.
+    """An object of verl's BaseTool, with an instance for each episode.
 
-    Raises ConfigError for a class that cannot be made, or has no schema.
+    Raises ConfigError for a class that cannot be constructed, or has no schema.
     """
 
     def __init__(self, source: str, tool: Any, settings: Mapping[str, Any]) -> None:
@@ -110,7 +110,7 @@ class VerlTool:
             ) from error
 
     async def create(self, row: Row, run: Runner) -> str:
-        """Make the instance of an episode; return its id."""
+        """Create the instance of an episode and return its id."""
         extra = row.get("extra_info")
         every = row.get("tools_kwargs") or (
             isinstance(extra, Mapping) and extra.get("tools_kwargs")
@@ -123,7 +123,7 @@ class VerlTool:
         return str(result[0] if isinstance(result, tuple) else result)
 
     def call(self, instance: str) -> Callable[..., Any]:
-        """The tool of one episode, as a function of what the policy writes."""
+        """Return the tool of one episode as a function of the policy's arguments."""
 
         def execute(**parameters: Any) -> Any:
             return self._tool.execute(instance, parameters)
@@ -131,7 +131,7 @@ class VerlTool:
         return execute
 
     async def reward(self, instance: str, run: Runner) -> float | None:
-        """What the state of an instance earns at the end of its episode."""
+        """Return the reward for an instance's final state."""
         calc_reward = getattr(self._tool, "calc_reward", None)
         if calc_reward is None:
             return None

@@ -1,4 +1,4 @@
-"""Tools and environments that a script brings as objects, refused at once if they are neither."""
+"""Tools and environments passed as Python objects, validated at once."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from stretto.errors import ConfigError
 
 
 def named_objects(tools: Any, environment_factory: Any, most: int = 0) -> dict[str, Any]:
-    """Name tools, or what makes environments (a dict of several), as ``environment.sources`` will.
-    Of TRL's environments at most ``most`` of each kind are alive at a time, unless that is 0.
+    """Return tools or environment factories in the form of ``environment.sources``.
 
-    Raises ConfigError for both at once, and for tools that are no functions.
+    At most ``most`` TRL environments of a kind are alive at a time (0: no limit). Raises
+    ConfigError for tools together with environments, and for tools that are not functions.
     """
     if tools and environment_factory is not None:
         raise ConfigError(
@@ -54,7 +54,7 @@ def named_objects(tools: Any, environment_factory: Any, most: int = 0) -> dict[s
 
 
 def _factory(name: str, factory: Any, most: int) -> Any:
-    """A class, or what makes objects of one; raise ConfigError for what is no environment."""
+    """Return a class, or a :class:`Factory`. Raises ConfigError if it makes no environments."""
     if not inspect.isclass(factory):
         if not callable(factory) or shape_of(type(factory)):
             raise unknown_environment(name, sort_of(factory))

@@ -1,4 +1,4 @@
-"""The parent's side of environments: a process that works on many requests, or this process."""
+"""The parent's side of environments: a process that serves requests, or this process."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from stretto.errors import ConfigError, RewardError
 from stretto.workers.function import START_LIMIT_S, end, start_child
 
 SILENCE_S = 30.0
-"""Seconds without a sign of life of a process that has something to answer, or the time limit of a
-call where that is longer: then its event loop is blocked, and it is ended."""
+"""Seconds without a heartbeat after which a process with open requests is ended, because its event
+loop is blocked. At least the time limit of a call."""
 
 SPARE_S = 1.0
-"""Seconds for a process to end in, beyond those for its episodes."""
+"""Seconds for a process to exit, after those for closing its episodes."""
 
 LOOK_S = 2.0
-"""Seconds between two looks at a place that has not answered."""
+"""Seconds between checks of a place that has not answered."""
 
 Answer = Mapping[str, Any]
 
@@ -44,39 +44,35 @@ def settings_of(config: EnvironmentConfig) -> dict[str, Any]:
 
 
 def locate_source(name: str) -> dict[str, str]:
-    """Locate an entry of ``environment.sources``; ConfigError if there is no such thing."""
+    """Locate an entry of ``environment.sources``. Raises ConfigError if it does not exist."""
     return outside.locate(name, SETTING)
 
 
 class ProcessLostError(Exception):
-    """The process ended, or was ended, before it answered; its text says how."""
+    """The process ended before it answered. The text says how."""
 
 
 class Place(Protocol):
-    """A place where episodes live: a process, or threads of this one."""
+    """A home of episodes: a process, or threads of this one."""
 
     ready: Mapping[str, Any]
     starts: int
 
     def start(self) -> None:
-        """Start it unless it runs.
-
-        Raises ConfigError for wrong sources, and ProcessLostError for a process that ended while it
-        was starting although an earlier one had started.
-        """
+        """Start it unless it runs. Raises ConfigError for wrong sources, or ProcessLostError."""
 
     def ask(self, body: Mapping[str, Any]) -> Future[Answer]:
-        """Send a request; the answer comes in any order, or ProcessLostError."""
+        """Send a request. Answers come in any order. May raise ProcessLostError."""
 
     def require_alive(self) -> None:
-        """End it, if it gives no sign of life."""
+        """End it if it gives no sign of life."""
 
     def close(self) -> None:
-        """End it with all that it does; open episodes are closed first, for some seconds."""
+        """Close open episodes, for a few seconds at most, and end it."""
 
 
 async def answer_of(place: Place, body: Mapping[str, Any]) -> Answer:
-    """Ask a place, and look after it until it has answered; raises ProcessLostError."""
+    """Send a request and check the place until it has answered. Raises ProcessLostError."""
     answer = asyncio.wrap_future(place.ask(body))
     while not answer.done():
         await asyncio.wait({answer}, timeout=LOOK_S)
@@ -91,11 +87,11 @@ def close_all(places: Sequence[Place]) -> None:
 
 
 class EnvironmentProcess:
-    """A process of environments; started again by :meth:`start` after it was lost.
+    """A process of environments. :meth:`start` starts another if it was lost.
 
     Attributes:
-        ready: what the process said of the source.
-        starts: processes that were started.
+        ready: the process's description of the source.
+        starts: number of processes started.
     """
 
     def __init__(self, opening: Mapping[str, Any]) -> None:
@@ -128,7 +124,7 @@ class EnvironmentProcess:
             answer = self.ask(self._opening).result(START_LIMIT_S)
         except (ProcessLostError, TimeoutError) as error:
             self._end("it did not start")
-            if self.ready:  # the sources are right, so this end is an accident
+            if self.ready:  # the sources worked before
                 raise ProcessLostError("its process ended while it was starting") from error
             raise RewardError(
                 f"the process of {self._named} ended or took over {START_LIMIT_S:g} s while it was "
@@ -146,7 +142,7 @@ class EnvironmentProcess:
         return "environment.sources = " + ", ".join(self._opening["sources"])
 
     def ask(self, body: Mapping[str, Any]) -> Future[Answer]:
-        """Send a request; the answer comes in any order, or ProcessLostError."""
+        """Send a request (see :class:`Place`)."""
         future: Future[Answer] = Future()
         with self._lock:
             if self._process is None:
@@ -161,18 +157,18 @@ class EnvironmentProcess:
         return future
 
     def require_alive(self) -> None:
-        """End the process if it has something to answer, and has been silent for too long."""
+        """End the process if it has open requests and was silent for too long."""
         with self._lock:
             silent_s = time.monotonic() - self._heard_s if self._waiting else 0.0
         if silent_s > self._silence_s:
             self._end(f"it gave no sign of life for {silent_s:.0f} s: a coroutine may block it")
 
     def close(self) -> None:
-        """Let the process close its episodes, for some seconds; then :meth:`_end` it."""
+        """Close the episodes, for a few seconds at most, and end the process."""
         self._end("it was closed", CLOSE_S + SPARE_S)
 
     def _end(self, how: str, patience_s: float = 0.0) -> None:
-        """Kill the process and its children, unless it ends in time. Requests get no answer."""
+        """Kill the process and its children, unless it exits in time. Open requests fail."""
         with self._lock:
             process, self._process, kill_it = self._process, None, self._kill
             waiting, self._waiting = self._waiting, {}
@@ -213,10 +209,10 @@ def _read(
     process: subprocess.Popen[bytes],
     outbox: SimpleQueue[bytes | None],
 ) -> None:
-    """Hand lines over until the process ends, or nobody holds its owner any more.
+    """Pass on lines until the process ends, or its owner is garbage-collected.
 
-    Each pipe is closed by the thread that uses it. Closed by another one, its number could be that
-    of the next process's pipe by the time that a read begins, and take an answer from there.
+    Each pipe is closed by the thread that uses it. If another thread closed it, the next process's
+    pipe could get the same file descriptor, and this read would take an answer from there.
     """
     assert process.stdout
     unread: list[bytes] = []
@@ -247,9 +243,9 @@ def _write(me: object, process: subprocess.Popen[bytes], outbox: SimpleQueue[byt
 
 
 class LocalEnvironment:
-    """Environments that the caller has as objects: in this process, in an event loop on a thread.
+    """Environments that the caller has as objects, in an event loop on a thread of this process.
 
-    Their calls have their deadlines; a function that hangs keeps its thread, and none is replaced.
+    Calls have deadlines. A function that hangs keeps its thread, and the process is not replaced.
     """
 
     def __init__(
@@ -271,16 +267,16 @@ class LocalEnvironment:
             Thread(target=_run, args=(self._loop,), daemon=True).start()
 
     def ask(self, body: Mapping[str, Any]) -> Future[Answer]:
-        """Answer a request; see :class:`Host`."""
+        """Answer a request (see :class:`Host`)."""
         assert self._loop
         if current_thread() is main_thread():
             with suppress(RuntimeError):  # no event loop runs here
                 self._host.use_main(asyncio.get_running_loop())
-        answer = self._host.answer(json.loads(json.dumps(body)))  # as a process would get it
+        answer = self._host.answer(json.loads(json.dumps(body)))  # copied, as for a process
         return asyncio.run_coroutine_threadsafe(answer, self._loop)
 
     def require_alive(self) -> None:
-        """Do nothing: there is no process to end."""
+        """Do nothing, because there is no process to end."""
 
     def close(self) -> None:
         """Close the episodes and the event loop."""

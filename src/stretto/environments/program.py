@@ -1,8 +1,8 @@
-"""Episodes of users' programs, which hold their own loop and ask the policy over HTTP.
+"""Episodes of user programs, which run their own loop and call the policy over HTTP.
 
-A program's request is an observation: what the policy reads next, for a sample that stands or for a
-new one. The turn that is sampled then is the request's answer, and the program's result the
-episode's reward. So a schedule sees an environment like any other.
+A program's request is an observation: context for an existing sample, or the prompt of a new one.
+The turn sampled for it answers the request, and the program's result is the episode's reward. So
+the schedule treats a program like any other environment.
 """
 
 from __future__ import annotations
@@ -26,39 +26,38 @@ from stretto.tasks.base import INDEX_KEY
 from stretto.types import Observation, Response, episode_of
 
 REWARD = "reward"
-"""Name of the reward in a program's result with several numbers."""
+"""Key of the reward in a result that is a dict."""
 
 
 class ProgramRunner(Protocol):
-    """Where programs run."""
+    """Runs programs in some process."""
 
     def run(
         self, group: int, data: Mapping[str, Any], base_url: str, api_key: str
     ) -> Coroutine[Any, Any, Any]:
-        """Run a program to its end; return what it returned. Cancelled, it ends the program.
+        """Run a program and return its result. Cancelling this stops the program.
 
-        Raises StrettoError if it has raised, with the place, and ProcessLostError if the process
-        that it was in has ended.
+        Raises StrettoError, with the location, if the program raised, or ProcessLostError.
         """
 
 
 class Server(Protocol):
-    """The server that programs ask."""
+    """The server that programs send requests to."""
 
     async def start(self) -> None:
-        """Listen, if it does not yet."""
+        """Listen, unless it already does."""
 
 
 class PlacedPrograms:
-    """Runs programs in the processes of environments; those of a group in the same one."""
+    """Runs programs in environment processes. All programs of a group share one."""
 
     def __init__(self, places: Sequence[Place]) -> None:
         self._places, self._number = places, count()
 
     async def run(self, group: int, data: Mapping[str, Any], base_url: str, api_key: str) -> Any:
-        """Run a program; see :class:`ProgramRunner`."""
+        """Run a program (see :class:`ProgramRunner`)."""
         place, number = self._places[group % len(self._places)], next(self._number)
-        await asyncio.to_thread(place.start)  # if it was lost
+        await asyncio.to_thread(place.start)  # restarts a lost process
         arguments = {"data": plain(dict(data)), "base_url": base_url, "api_key": api_key}
         asked = {"do": "run", "episode": number, "arguments": arguments}
         try:
@@ -76,12 +75,12 @@ class _Episode:
     session: Session
     program: asyncio.Task[Any]
     began: float
-    sample: int  # whose turn it was last
-    samples: set[int]  # that are not released
+    sample: int  # whose turn was sampled last
+    samples: set[int]  # not yet released
 
 
 class ProgramEnvironment:
-    """The environment of a program, over sessions that a server answers."""
+    """An environment of programs, which reach the policy through sessions of a server."""
 
     def __init__(
         self, runner: ProgramRunner, sessions: Sessions, server: Server, config: EnvironmentConfig
@@ -91,9 +90,9 @@ class ProgramEnvironment:
         self._episodes: dict[int, _Episode] = {}
 
     async def open(self, response: Response, log: Sequence[Observation] = ()) -> Observation:
-        """Start a program; return its first request as the opening. See the protocol.
+        """Start a program and return its first request as the opening (see the protocol).
 
-        A program that was lost is started anew with its episode: it may have done anything.
+        Raises EpisodeLostError for a log, because side effects of a program cannot be replayed.
         """
         if log:
             raise _lost(response.id)
@@ -111,7 +110,7 @@ class ProgramEnvironment:
         return await self._next(episode)
 
     async def step(self, response: Response) -> Observation:
-        """Answer a program with a turn; return its next request, or the end."""
+        """Pass a turn to the program. Return its next request, or the end of the episode."""
         episode = self._episodes.get(episode_of(response.id))
         if episode is None:
             raise _lost(response.id)
@@ -121,7 +120,7 @@ class ProgramEnvironment:
         return await self._next(episode)
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
-        """End the programs of episodes of which these are the last samples."""
+        """Drop samples, and stop the programs of episodes that have none left."""
         for rollout_id in rollout_ids:
             if episode := self._episodes.get(episode_of(rollout_id)):
                 episode.samples.discard(rollout_id)
@@ -155,7 +154,7 @@ class ProgramEnvironment:
         if program.cancelled():
             return self._failed(episode, "the program was ended")
         if error := program.exception():
-            if isinstance(error, ProcessLostError):  # perhaps by another episode's program
+            if isinstance(error, ProcessLostError):  # perhaps killed by another episode's program
                 raise _lost(session.root, str(error)) from error
             if not isinstance(error, StrettoError):
                 raise error
@@ -196,10 +195,10 @@ def _lost(rollout_id: int, how: str = "") -> EpisodeLostError:
 
 
 def reward_of(result: Any, answers: Sequence[str] = ()) -> tuple[float, dict[str, Any]]:
-    """Return the reward that a program has returned, and what it returned besides.
+    """Return the reward in a program's result, and the remaining entries of the result.
 
-    A number is the reward. Of several numbers by name, ``reward`` is; where the names are those of
-    answers (their ``id``), it is the sum. Raises RewardError for anything else.
+    A number is the reward itself. Of a dict, the reward is the entry ``reward``, or the sum if all
+    keys are ids of answers. Raises RewardError for anything else.
     """
     extra: dict[str, Any] = {}
     if isinstance(result, Mapping) and REWARD in result:
@@ -223,5 +222,5 @@ def reward_of(result: Any, answers: Sequence[str] = ()) -> tuple[float, dict[str
 def _shown(result: Any) -> str:
     try:
         return repr(str(result)[:200])
-    except ValueError:  # Python does not write numbers of so many digits
+    except ValueError:  # Python refuses to print huge integers
         return "a number of too many digits"

@@ -1,7 +1,7 @@
-"""The library 'renderers' for templates whose calls of tools are no JSON, such as tags in tags.
+"""Support for templates whose tool calls are not JSON, by the library 'renderers'.
 
-Its renderers are written by hand, one for each family of models. One of them takes part only if it
-reads a prompt as the model's own chat template does, token for token.
+Its renderers are written by hand for families of models. One is used only if it renders a prompt to
+the same tokens as the model's chat template.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def open_bridge(
     end_tokens: frozenset[int] = frozenset(),
     stop: Sequence[str] = (),
 ) -> Bridge:
-    """Return the way from turn to turn: of the chat template, or else of a renderer.
+    """Return the bridge of the chat template, or else of a renderer.
 
-    Raises ConfigError where neither can read calls of the tools, or the template is of no use.
+    Raises ConfigError if neither can parse tool calls, or the template does not work.
     """
     try:
         return Bridge(encoder, tools, end_tokens, stop)
@@ -49,10 +49,10 @@ def open_bridge(
 
 
 def find_renderer(encoder: Encoder) -> Any:
-    """Return the renderer for the tokenizer's name; ``None`` without the library, or without one.
+    """Return the renderer for the tokenizer's name. ``None`` if it or the library is missing.
 
-    Others are not guessed: of two models of one kind, one may have been given another template.
-    Raises ConfigError where the renderer does not take the tokenizer.
+    There are no guesses by model type, because a fine-tuned model may have another template. Raises
+    ConfigError if the renderer does not accept the tokenizer.
     """
     if not is_installed("renderers"):
         return None
@@ -61,7 +61,7 @@ def find_renderer(encoder: Encoder) -> Any:
         return None
     try:
         return base.create_renderer(Texts(encoder))
-    except Exception as error:  # it asserts what it expects of a tokenizer
+    except Exception as error:  # it asserts properties of a tokenizer
         raise ConfigError(
             f"the library 'renderers' does not take the tokenizer of "
             f"{encoder.tokenizer.name_or_path}: {first_line(error)}. Use the tokenizer that the "
@@ -71,7 +71,7 @@ def find_renderer(encoder: Encoder) -> Any:
 
 
 class Texts:
-    """A tokenizer as renderers ask for one, to which no text spells a control token."""
+    """A tokenizer for renderers, with which no text can spell a control token."""
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder, self._tokenizer = encoder, encoder.tokenizer
@@ -90,7 +90,7 @@ class Texts:
 
 
 class RendererBridge(Bridge):
-    """A renderer as a way from tokens to tokens; prompts are the chat template's."""
+    """A bridge of a renderer. Prompts are rendered by the chat template."""
 
     _reads_calls = False
 
@@ -103,7 +103,7 @@ class RendererBridge(Bridge):
         stop: Sequence[str] = (),
         arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Check that the renderer reads a prompt as the template does, or raise ConfigError."""
+        """Raise ConfigError unless the renderer and the template agree on a prompt."""
         super().__init__(encoder, tools, end_tokens, stop, arguments)
         self._renderer = renderer
         own, text = self.prompt([QUESTION])
@@ -122,17 +122,17 @@ class RendererBridge(Bridge):
         return RendererBridge(*how, self._stop, arguments)
 
     def _listed(self, tools: Tools | None) -> list[dict[str, Any]] | None:
-        """Return tools as renderers take them: the functions alone."""
+        """Return tools in the form of renderers: only the functions."""
         tools = self._tools if tools is None else tools
         return [dict(tool.get("function", tool)) for tool in tools] or None
 
     def parse(self, ids: Sequence[int], *, ended: bool, tools: Tools | None = None) -> Turn:
-        """Read a turn, as :meth:`Bridge.parse` does."""
+        """Parse a turn (see :meth:`Bridge.parse`)."""
         stop = self._stop if ended else ()
         text = before_stop(self._without_control(self._spelled(ids)), stop)
         try:
             read = self._renderer.parse_response(list(ids), tools=self._listed(tools))
-        except Exception:  # it was made for what its model writes, and a policy may write anything
+        except Exception:  # a policy may write text that its model never would
             return Turn(text, Message(role="assistant", content=text), ())
         names = names_of(self._tools if tools is None else tools)
         calls = numbered([_call(call, names) for call in read.tool_calls])
@@ -151,7 +151,7 @@ class RendererBridge(Bridge):
         *,
         prompt: Sequence[Message] | None = None,
     ) -> list[int] | None:
-        """Return the tokens to append to what stands, as :meth:`Bridge.context` does."""
+        """Return the tokens to append (see :meth:`Bridge.context`)."""
         standing = list(standing)
         shaped = [cast("dict[str, Any]", dict(m)) for m in messages]
         split = len(standing) - 1
@@ -163,7 +163,7 @@ class RendererBridge(Bridge):
         return list(rendered.token_ids[len(standing) :])
 
     def written(self, calls: Sequence[Mapping[str, Any]]) -> str:
-        """Refuse: how calls are written is known to the chat template alone."""
+        """Refuse, because only the chat template knows the format of calls."""
         raise ConfigError(
             "how this model writes calls of tools is known to its chat template alone; put them "
             "into messages as tool_calls",

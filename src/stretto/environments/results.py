@@ -1,4 +1,4 @@
-"""What tools and environments return, read as messages, rewards and ends."""
+"""Converts results of tools and environments to messages, rewards and ends of episodes."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ from stretto.plain import plain
 from stretto.scoring.conventions import as_number
 
 CHARACTERS_PER_TOKEN = 64
-"""Characters of an answer that are kept for each token that it may have; the rest is never read."""
+"""Characters kept per token of ``max_observation_tokens``, before anything is tokenised."""
 
 _OBSERVATION = ["observations", "observation", "messages", "environment_feedback"]
 _OBSERVATION += ["next_observation"]
 _REWARD = ("reward", "rewards")
 _DONE = ("done", "terminated", "truncated", "episode_done")
 _UNREAD = {"metadata", "info", "metrics", "tools", "scores", "extra_logs", "sampling_params"}
-"""Names of a result that are neither the observation nor read by the policy."""
+"""Keys of a result that are not part of the observation."""
 
 
 @dataclass
 class Step:
-    """The answer to a turn: messages, whether the episode is over, a reward, records of calls."""
+    """The answer to a turn: messages, end of the episode, reward, and records of calls."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     done: bool = False
     reward: float | None = None
     calls: list[dict[str, Any]] = field(default_factory=list)
-    read_as: str = ""  # how an observation became text, where it was none
-    failure: str = ""  # why the episode has no reward, and ends
+    read_as: str = ""  # how a value of another type became text
+    failure: str = ""  # why the episode ends without a reward
 
 
 @dataclass
 class Opening:
-    """What an environment adds to its prompt: text behind the last user message, messages behind
-    the last one, or a conversation in place of it; and tools of this episode."""
+    """Changes to the prompt: ``text`` for the last user message, messages to append, or a new
+    ``conversation``. ``tools`` are schemas of this episode.
+    """
 
     text: str = ""
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -46,9 +47,9 @@ class Opening:
 
 
 def as_text(value: Any) -> str:
-    """Return a result as the policy reads it: text as it is, anything else as JSON.
+    """Return a result as text for the policy: a string unchanged, anything else as JSON.
 
-    What JSON has no form for is given by its ``str()``, and what is no valid Unicode is replaced.
+    Values without a JSON form become their ``str()``. Invalid Unicode is replaced.
     """
     if isinstance(value, bytes | bytearray):
         return bytes(value).decode(errors="replace")
@@ -61,9 +62,9 @@ def error_text(said: str) -> str:
 
 
 def read_step(result: Any) -> Step:
-    """Read what a ``step`` returned, in any of the shapes of docs/episodes.md.
+    """Read the result of ``step``, in any of the shapes of docs/episodes.md.
 
-    Raises RewardError if it is in none of them, or has a reward that is no finite number.
+    Raises RewardError for other shapes, and for a reward that is not a finite number.
     """
     if result is None:
         raise RewardError("it returned None; it must return an observation, or say 'done'")
@@ -84,7 +85,7 @@ def read_step(result: Any) -> Step:
 
 
 def _fields(result: Any) -> dict[str, Any] | None:
-    """The named values of a result; ``None`` for a message, and for what has no names."""
+    """Return the named values of a result, or ``None`` for a message or another value."""
     if isinstance(result, Mapping):
         return None if result.get("role") else dict(result)
     names = (*_OBSERVATION, *_REWARD, *_DONE)
@@ -95,7 +96,7 @@ def _fields(result: Any) -> dict[str, Any] | None:
 
 
 def _observed(found: Mapping[str, Any]) -> Any:
-    """Return the observation of a result, or its other fields as text, as OpenEnv has them."""
+    """Return the observation of a result, or else its other fields as text (OpenEnv)."""
     if any(name in found for name in _OBSERVATION):
         return _first(found, _OBSERVATION)
     known = {*_REWARD, *_DONE, *_UNREAD}
@@ -105,8 +106,9 @@ def _observed(found: Mapping[str, Any]) -> Any:
 
 
 def read_opening(result: Any, *, replaces: bool = False) -> Opening:
-    """Read what a ``reset``, ``init`` or ``open`` returned; ``replaces``: its messages are the
-    whole conversation.
+    """Read the result of ``reset``, ``init`` or ``open``.
+
+    With ``replaces``, its messages replace the prompt. Otherwise they follow it.
     """
     if isinstance(result, tuple):
         result = result[0] if result else None
@@ -124,7 +126,7 @@ def read_opening(result: Any, *, replaces: bool = False) -> Opening:
 
 
 def read_messages(observation: Any) -> tuple[list[dict[str, Any]], bool]:
-    """Return an observation as messages, and whether it was none: then it is one of the user."""
+    """Return an observation as messages, and whether it had to become a user message."""
     one = observation if isinstance(observation, Sequence) else [observation]
     roles = (entry.get("role") if isinstance(entry, Mapping) else None for entry in one)
     if one and not isinstance(observation, str) and all(isinstance(r, str) for r in roles):
@@ -136,7 +138,7 @@ def read_messages(observation: Any) -> tuple[list[dict[str, Any]], bool]:
         observation = "".join(map(_text_of, observation))
     if isinstance(observation, str | bytes | bytearray):
         text = as_text(observation)
-    else:  # a picture of numbers reads better as Python shows it than as JSON
+    else:  # an array is easier to read as Python prints it
         text = as_text(str(observation))
     return [{"role": "user", "content": text}], True
 
@@ -153,7 +155,7 @@ def _step(observation: Any, reward: Any, done: bool) -> Step:
 
 
 def _is_content(value: Any) -> bool:
-    """Whether a value is the content of a message in parts, as {"type": "text", "text": ...}."""
+    """Whether a value is a list of content parts, such as {"type": "text", "text": ...}."""
     parts = isinstance(value, list) and value
     return bool(parts) and all(isinstance(p, Mapping) and "type" in p for p in value)
 
@@ -168,7 +170,7 @@ def _text_of(part: Mapping[str, Any]) -> str:
 
 
 def read_result(result: Any) -> tuple[Any, float | None, Any]:
-    """What a function returned, with the reward and metrics that verl's tools add to it."""
+    """Split a function's result into content, reward and metrics (verl's tools return all)."""
     reward, metrics = None, None
     if isinstance(result, tuple) and len(result) == 3:
         first, second, third = result
@@ -179,7 +181,7 @@ def read_result(result: Any) -> tuple[Any, float | None, Any]:
 
 
 def _is_response(value: Any) -> bool:
-    """Whether a value is verl's ToolResponse, of which only the text can be read."""
+    """Whether a value is verl's ToolResponse. Only its text can be used."""
     named = all(hasattr(value, name) for name in ("text", "image", "video"))
     return named and not isinstance(value, type)
 
@@ -197,7 +199,7 @@ def _first(found: Mapping[str, Any], names: Sequence[str]) -> Any:
 
 
 def shortened(messages: Sequence[dict[str, Any]], characters: int) -> list[dict[str, Any]]:
-    """Cut texts of messages to so many characters; ``left_out`` is then the number of others."""
+    """Cut the text of each message. ``left_out`` is the number of characters removed."""
     short = []
     for message in messages:
         over = len(message["content"]) - characters
@@ -213,7 +215,7 @@ def summed(*rewards: float | None) -> float | None:
 
 
 def bounded(value: Any, characters: int) -> Any:
-    """Return plain data, cut to so many characters in all; numbers are kept first."""
+    """Cut plain data to a total number of characters. Numbers are kept first."""
     left = characters
 
     def cut(entry: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The environment of a run: answers turns as context tokens, keeps limits, and loses no episode."""
+"""The environment role: runs episodes, enforces their limits, and restores them after a crash."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from stretto.tasks.encode import Encoder
 
 LOSSES = 5
-"""Processes of one place that may be lost in a row. An answer starts the count again."""
+"""Processes of one place that may be lost in a row. Any answer resets the count."""
 
 _NO_TOKENS = np.empty(0, np.int32)
 _log = logging.getLogger(__name__)
@@ -47,40 +47,40 @@ Answer = Mapping[str, Any]
 
 @dataclass
 class _Live:
-    """An episode: where it lives, what was said, and what brings a new environment to its place."""
+    """State of a live episode: its process, transcript and replay log."""
 
     id: int
     place: int
     row: dict[str, Any]
     messages: list[Message]
     began_s: float
-    prompt: Prompt  # as the environment began with it
-    bridge: Bridge  # with the row's own arguments of the chat template
-    asked: list[Message] = field(default_factory=list)  # the prompt as the environment got it
-    begun: list[Message] = field(default_factory=list)  # and as the environment began with it
-    starts: int = -1  # of the place, when the episode was opened there
+    prompt: Prompt  # after the environment's opening
+    bridge: Bridge  # with the row's template arguments
+    asked: list[Message] = field(default_factory=list)  # messages passed to the environment
+    begun: list[Message] = field(default_factory=list)  # messages after its opening
+    starts: int = -1  # ``Place.starts`` when the episode was opened
     number: int = 0
     turns: int = 0
     forks: int = 0
-    tools: Any = None  # of this episode alone
+    tools: Any = None  # schemas of this episode; None: those of the bridge
     samples: set[int] = field(default_factory=set)
     history: list[tuple[dict[str, Any], Answer]] = field(default_factory=list)
 
 
 class EnvironmentRole:
-    """Answers the turns of episodes; see :class:`stretto.protocols.Environment`.
+    """Answers the turns of episodes (see :class:`stretto.protocols.Environment`).
 
-    An error of users' code, or a call that took too long, is an observation that the policy reads,
-    and is in the record. Where the process of an episode was lost, another one is started, and the
-    episode brought to where it was, as ``environment.replay`` says.
+    An error of user code, or a call that timed out, becomes an observation for the policy, and is
+    recorded. If the process of an episode is lost, another one starts, and the episode is restored
+    in it as ``environment.replay`` says.
 
     Args:
-        places: where episodes live, started; those of a group live in the same one.
-        max_prompt_tokens: of a prompt that an environment changes, or that a fork begins with.
-        judges: reward functions that look at environments, which the places have, too.
+        places: started places for episodes. All episodes of a group share one.
+        max_prompt_tokens: limit of a prompt that an environment changes or a fork begins with.
+        judges: reward functions that take environments. The places must have them, too.
 
     Attributes:
-        tools_column: of rows that bring schemas of tools of their own.
+        tools_column: column of rows that bring their own tool schemas.
     """
 
     tools_column = TOOLS
@@ -99,14 +99,14 @@ class EnvironmentRole:
         self._judges = judges
         self._episodes: dict[int, _Live] = {}
         self._losses = [0] * len(places)
-        self._lost_starts = [0] * len(places)  # ``Place.starts`` of the last loss that was counted
+        self._lost_starts = [0] * len(places)  # ``Place.starts`` at the last counted loss
         ready = places[0].ready
         self._functions = ready["kind"] == "functions"
         own = ready["replay"] or ("recorded" if self._functions else "pure")
         self._replay = own if config.replay == "auto" else config.replay
 
     async def open(self, response: Response, log: Sequence[Observation] = ()) -> Observation:
-        """Begin the episode of a response, or bring a new environment to the end of its log."""
+        """Open the episode of a response, or restore it from its log in a new environment."""
         prompt = response.prompt
         data = {key: value for key, value in prompt.data.items() if key != INDEX_KEY}
         said = _conversation(prompt)
@@ -145,9 +145,9 @@ class EnvironmentRole:
         return Observation(response.id, 0, _NO_TOKENS, prompt=changed)
 
     async def step(self, response: Response) -> Observation:
-        """Answer the turn that a response ends with.
+        """Answer the last turn of a response.
 
-        Raises ConfigError where it cannot go on from what stands, and the settings refuse that.
+        Raises ConfigError if the template would rewrite earlier tokens and ``on_break = 'refuse'``.
         """
         live = self._episodes.get(episode_of(response.id))
         if live is None:
@@ -187,7 +187,7 @@ class EnvironmentRole:
         return seen
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
-        """Close the episodes of these samples, ended or not; those closed before are ignored."""
+        """Drop samples, and close the episodes that have none left. Unknown ids are ignored."""
         closing = []
         for rollout_id in rollout_ids:
             live = self._episodes.get(episode_of(rollout_id))
@@ -227,7 +227,7 @@ class EnvironmentRole:
             len(response) + len(context) < response.sampling.max_new_tokens
         ):
             return replace(seen, tokens=np.array(context, np.int32))
-        # What the policy cannot read did not happen to it.
+        # The answer does not fit the context: end without it, because the policy cannot read it.
         ended = await self._ask(live, {"do": "finish"})
         reward = summed(seen.reward, ended.get("reward"))
         failure = {"failure": ended["failure"]} if "failure" in ended else {}
@@ -260,7 +260,7 @@ class EnvironmentRole:
         return replace(seen, record={**seen.record, "scores": scores})
 
     def _changed(self, live: _Live, prompt: Prompt, opening: Answer) -> Prompt | None:
-        """Return the prompt with what the environment adds; ``None`` where that is nothing."""
+        """Return the prompt after the environment's opening, or ``None`` if it is unchanged."""
         live.begun = _begun(live, opening)
         live.messages = list(live.begun)
         if live.messages == live.asked and not opening["tools"]:
@@ -281,7 +281,7 @@ class EnvironmentRole:
         return replace(prompt, tokens=tuple(ids), text=text, messages=tuple(messages))
 
     def _read(self, answer: Answer) -> Answer:
-        """Return an answer with its messages shortened; an error of the environment as one."""
+        """Shorten the messages of an answer. An error of the environment becomes a message."""
         if "error" in answer:
             message = {"role": "user", "content": error_text(answer["error"])}
             calls = [{"name": "step", "status": "ok", "error": answer["place"]}]
@@ -303,8 +303,9 @@ class EnvironmentRole:
         return cast(Message, {**others, "content": kept})
 
     async def _ask(self, live: _Live, body: Mapping[str, Any] | None) -> Answer:
-        """Return the answer to a turn (without one: of the opening); where the process is lost, ask
-        once more in another one, in which the episode has been brought to where it was.
+        """Return the answer to a turn, or for ``None`` the opening.
+
+        If the process is lost, restore the episode in another one, and ask once more.
         """
         how = ""
         for _ in range(2):
@@ -320,7 +321,7 @@ class EnvironmentRole:
             except ProcessLostError as error:
                 live.starts, how = -1, str(error)
             except asyncio.CancelledError:
-                live.starts = -1  # it may have been answered, which nobody has seen
+                live.starts = -1  # its state is unknown: the step may have run
                 raise
         if body is not None and body.get("do") == "score":
             return {"error": how}
@@ -358,7 +359,7 @@ class EnvironmentRole:
         return opening
 
     async def _answer(self, live: _Live, body: Mapping[str, Any]) -> Answer:
-        """Wait for an answer; raise ProcessLostError, or RewardError where that is no accident."""
+        """Wait for an answer. Raises ProcessLostError, or RewardError after too many losses."""
         place = self._places[live.place]
         starts = place.starts
         try:
@@ -370,7 +371,7 @@ class EnvironmentRole:
         return answer
 
     def _count_loss(self, live: _Live, starts: int, error: ProcessLostError) -> None:
-        """Count a lost process once, not per call; RewardError after :data:`LOSSES` in a row."""
+        """Count a lost process once, not per call. RewardError after more than :data:`LOSSES`."""
         if starts <= self._lost_starts[live.place]:
             return
         self._lost_starts[live.place] = starts
@@ -394,7 +395,7 @@ class EnvironmentRole:
             _log.warning("an episode of rollout %d did not close: %s", live.id, answer["place"])
 
     async def _reopen(self, live: _Live) -> None:
-        """Open an episode anew, for :meth:`_replayed` to bring it to where it was."""
+        """Open an episode again, before :meth:`_replayed` repeats its turns."""
         if self._replay == "no":
             raise self._lost(live.id, "environment.replay = 'no'")
         opening = await self._opened(live)
@@ -438,10 +439,10 @@ class EnvironmentRole:
 
 
 def limit_of(response: Response, turns: int, began_s: float, config: EnvironmentConfig) -> str:
-    """Return which limit makes the turn that a response ends with the last one, if any.
+    """Return the limit that makes the last turn of a response the episode's last, or ``''``.
 
     Args:
-        turns: before this one.
+        turns: answered before this one.
         began_s: start of the episode, by the monotonic clock.
     """
     if response.finish is FinishReason.LENGTH:
@@ -473,7 +474,7 @@ def _begun(live: _Live, opening: Answer) -> list[Message]:
 
 
 def _joined(messages: Sequence[Message], text: str) -> list[Message]:
-    """Put a text behind the last message, if that is the user's; else it is a message."""
+    """Append a text to the last message if that is the user's, or else add a user message."""
     if messages and messages[-1]["role"] == "user":
         last = Message(**{**messages[-1], "content": messages[-1]["content"] + text})
         return [*messages[:-1], last]
@@ -481,7 +482,7 @@ def _joined(messages: Sequence[Message], text: str) -> list[Message]:
 
 
 def _turns(response: Response) -> list[list[int]]:
-    """Return the tokens of each turn of a response, those of an unfinished one among them."""
+    """Return the tokens of each turn of a response, including an unfinished one."""
     drawn = sampled_of(response)
     starts = np.flatnonzero(np.diff(drawn, prepend=False) & drawn)
     ends = np.flatnonzero(np.diff(drawn, append=False) & drawn) + 1

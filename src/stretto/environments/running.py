@@ -1,4 +1,4 @@
-"""Calls of users' code, many at a time, each with a deadline: on threads, or in the event loop."""
+"""Runs calls of user code concurrently, each with a deadline, on threads or in the event loop."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from stretto.environments.threads import ObjectThread, needs_main_thread, refuse
 from stretto.outside import describe, in_this_process
 
 GRACE_S = 5.0
-"""Seconds that the thread of a call that was cancelled has to end, before it counts as lost."""
+"""Seconds for the thread of a cancelled call to end, before it counts as lost."""
 
 
 class CallError(Exception):
-    """Users' code raised, or took too long.
+    """User code raised, or timed out.
 
     Attributes:
-        place: where it raised, for people; the error's own text is what the policy reads.
-        timed_out: whether it took too long.
+        place: location of the error, for people. The policy reads the error's own text.
+        timed_out: whether it timed out.
     """
 
     def __init__(self, said: str, place: str = "", *, timed_out: bool = False) -> None:
@@ -38,28 +38,27 @@ class _Job:
     def __init__(self, call: Callable[[], Any], thread: ObjectThread | None) -> None:
         self.call = call
         self.thread = thread
-        self.ended: Future[tuple[Any, BaseException | None]] = Future()  # of the running loop
+        self.ended: Future[tuple[Any, BaseException | None]] = Future()  # in the running loop
         self.begun = False
         self.given_up = False
-        self.lost = False  # counted among the threads that hang
+        self.lost = False  # counted as a hanging thread
 
 
 class Runner:
-    """Runs users' code: coroutines in the event loop, methods in the thread of their object, and
-    functions each on a thread, or in the main thread if they set an alarm.
+    """Runs coroutines in the event loop, methods in their object's thread, and functions each on a
+    new thread, or in the main thread if they set an alarm.
 
-    A coroutine that takes too long is cancelled. A thread cannot be: it is lost, and another one
-    takes its place, until so many are lost that the process must be replaced.
+    A coroutine that times out is cancelled. A thread cannot be cancelled. It is lost, and another
+    one replaces it, until so many are lost that the process must be replaced.
 
     Args:
-        parallel: calls at a time, at most; others wait, and their time begins when they start.
+        parallel: most concurrent calls. The time of a waiting call begins when it starts.
         timeout_s: seconds of a call.
-        worn: is called once too many threads are lost.
-        most_lost: so many; as many as calls may run at a time, if it is left out.
+        worn: called once ``most_lost`` threads are lost.
+        most_lost: by default ``parallel``.
 
     Attributes:
-        main: the event loop in the process's main thread, if there is one. A call there delays all
-            that the loop does.
+        main: event loop in the main thread, if any. A call there delays the loop.
     """
 
     def __init__(
@@ -80,13 +79,13 @@ class Runner:
     async def __call__(
         self, call: Callable[[], Any], of: object = None, thread: ObjectThread | None = None
     ) -> Any:
-        """Return what a call returns, awaited; raise CallError for what it raises, or for its time.
+        """Return a call's awaited result. Raises CallError for its error or timeout.
 
-        Arguments come in a ``partial``, because users' parameters may have any name.
+        Arguments are bound by ``partial``, because users' parameters may have any name.
 
         Args:
-            of: the user's object whose ``deadline_s`` and ``parallel`` hold for the call, if any.
-            thread: of the user's object, if the call is one of its methods, or makes it.
+            of: user object whose ``deadline_s`` and ``parallel`` apply to the call, if any.
+            thread: of the user object, if the call makes it or is one of its methods.
         """
         timeout_s = float(getattr(of, "deadline_s", None) or self.timeout_s)
         async with self._limit(of), self._places:
@@ -134,14 +133,14 @@ class Runner:
             task.cancel()
             raise
         if not done:
-            task.cancel()  # and not awaited, as it may refuse
+            task.cancel()  # not awaited, because it may ignore this
             raise _too_long(timeout_s)
         if task.cancelled():
             raise CallError("CancelledError: it cancelled itself")
         return _value(*task.result())
 
     async def _in_main(self, call: Callable[[], Any], timeout_s: float) -> Any:
-        """Call something in the main thread, between other work of its event loop."""
+        """Run a call in the main thread, between other tasks of its event loop."""
         assert self.main
         main, work = self.main, partial(_outcome, partial(_called, call))
 
@@ -172,7 +171,7 @@ class Runner:
         return _value(*job.ended.result())
 
     def _lose(self, job: _Job) -> None:
-        """Count a thread as lost, unless its call has ended, or waits behind one that was lost."""
+        """Count a thread as lost, unless its call has ended, or has not begun."""
         job.given_up = True
         if job.ended.done() or not job.begun:
             return
@@ -190,7 +189,7 @@ class Runner:
         outcome: tuple[Any, BaseException | None]
         try:
             outcome = in_this_process(job.call), None
-        except BaseException as error:  # SystemExit too: it is this call's, not the thread's
+        except BaseException as error:  # including SystemExit, which must not end the thread
             outcome = None, error
 
         def hand_over() -> None:
@@ -237,12 +236,12 @@ async def _outcome(call: Callable[[], Awaitable[Any]]) -> tuple[Any, BaseExcepti
     except BaseException as error:  # SystemExit would end the event loop
         return None, error
     finally:
-        if os.getpid() != pid:  # a process that users' code has forked
+        if os.getpid() != pid:  # a process forked by user code
             os._exit(0)
 
 
 def is_cancelled() -> bool:
-    """Return whether the task at work was cancelled; else a CancelledError is users' code's."""
+    """Whether the current task was cancelled. If not, user code raised CancelledError."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

@@ -1,9 +1,8 @@
-"""Sessions: the requests of one program to the policy, each as the sample that it goes on with.
+"""Sessions: match each request of a program to the sample that it continues.
 
-A program that holds its own loop sends whole conversations, or token ids. What of them stands
-already is never tokenised again: a request *extends* the sample whose tokens it begins with, and
-begins a new one (a *fork*) where it begins with none, as it is another conversation or has edited
-its past.
+A program that runs its own loop sends complete conversations or token ids. Known tokens are never
+tokenised again. A request *extends* the sample whose tokens are its prefix. Without such a sample
+(another conversation, or an edited past) it begins a new one, a *fork*.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class Bridges:
-    """The ways from messages to tokens of a chat template: with tools, and without."""
+    """Bridges of a chat template, made on first use: one with tools and one without."""
 
     def __init__(self, encoder: Encoder, ends: frozenset[int], stop: Sequence[str] = ()) -> None:
         self._encoder, self._ends, self._stop = encoder, ends, stop
@@ -53,11 +52,9 @@ class Bridges:
         tools: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> Bridge:
-        """Return the way for conversations with tools, or for those without any, and with their own
-        arguments of the template.
+        """Return the bridge for conversations with or without tools, and with these arguments.
 
-        Raises ConfigError if the template has no such way, TaskError if it has none with these
-        arguments.
+        Raises ConfigError if the template does not work, TaskError if only not with the arguments.
         """
         with_tools = bool(tools)
         if with_tools not in self._made:
@@ -66,25 +63,25 @@ class Bridges:
 
 
 class _Read(NamedTuple):
-    """A conversation whose tokens were asked for: its messages, those new in it, and its tools."""
+    """A rendered conversation: all its messages, the new ones, and its tools."""
 
     messages: tuple[Message, ...]
     new: tuple[Message, ...]
     tools: Tools
 
 
-_PLAIN = Sampling(1).distribution  # of requests that do not ask for one
+_PLAIN = Sampling(1).distribution  # of requests without sampling parameters
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What an episode may take.
+    """Limits and sampling settings of an episode.
 
     Attributes:
-        prompt, response: tokens of a sample's prompt, and of all behind it.
+        prompt, response: most tokens of a sample's prompt, and of the rest.
         on_break: as in the settings ``environment``.
-        distribution: as in :class:`Sampling`: the run's, which every turn is drawn from.
-        stop: the run's strings that end a turn, and are no part of its text.
+        distribution: the run's, as in :class:`Sampling`. Every turn is drawn from it.
+        stop: the run's strings that end a turn. They are not part of its text.
     """
 
     prompt: int
@@ -95,7 +92,7 @@ class Limits:
 
 
 class Asked:
-    """A request that waits for its turn; a stream of the one chunk that will be its answer."""
+    """A pending request, and the stream of its answer, which is one chunk."""
 
     def __init__(
         self, session: Session, tokens: tuple[int, ...], most: int, stop: tuple[str, ...]
@@ -119,7 +116,7 @@ class Asked:
         return answer.result() if answer.done() and not answer.exception() else None
 
     async def chunks(self) -> AsyncIterator[tuple[int, Chunk]]:
-        """Yield the turn. Raises EngineError if it was refused."""
+        """Yield the turn. Raises EngineError if the request was refused."""
         chunk = await asyncio.shield(self._answer)
         self.is_open = False
         yield 0, chunk
@@ -128,16 +125,16 @@ class Asked:
         self.close()
 
     def close(self) -> None:
-        """Give up, if no answer was taken."""
+        """Give up the request, unless its answer was read."""
         if self.is_open:
             self.is_open = False
             self._session.gone(self)
         if self._answer.done() and not self._answer.cancelled():
-            self._answer.exception()  # which nobody may have waited for
+            self._answer.exception()  # retrieved, so that asyncio does not warn
 
 
 class _Known:
-    """A conversation whose tokens stand: up to a turn, or up to the header of one."""
+    """A conversation with known tokens: up to the end of a turn, or up to a turn's header."""
 
     def __init__(
         self, messages: Sequence[str], tools: str, tokens: tuple[int, ...], after_turn: bool
@@ -146,7 +143,7 @@ class _Known:
         self.after_turn = after_turn
 
     def rest_of(self, messages: Sequence[str], tools: str) -> int | None:
-        """Return with how many messages a conversation goes on from here; ``None``: it does not."""
+        """Return how many messages a conversation adds to this one, or ``None`` if it does not."""
         known = len(self.messages)
         if tools != self.tools or list(messages[:known]) != self.messages:
             return None
@@ -155,22 +152,22 @@ class _Known:
 
 
 class Session:
-    """One episode of a program: its samples as far as they stand, and its requests.
+    """One episode of a program: its samples and its pending requests.
 
-    It is the engine of a server for its program (``longest``, ``version``, :meth:`submit`), and an
-    environment's view of the program for the schedule (:meth:`next`, :meth:`deliver`).
+    It is the server's engine for this program (``longest``, ``version``, :meth:`submit`), and the
+    schedule's view of the program (:meth:`next`, :meth:`deliver`).
 
     Attributes:
-        key: names it in URLs; nobody can guess it.
+        key: unguessable part of its URL.
         root: id of the episode, and of its first sample.
-        longest: tokens of prompt and answer, at most.
-        most: answers to a request.
-        note: tells the user which fields of requests have no effect.
+        longest: most tokens of prompt and answer together.
+        most: answers per request.
+        note: reports fields of requests that have no effect.
         version: of the weights that sampled the last turn.
-        answers: names of the answers so far, in order.
-        stop: strings that end a turn, and are no part of its text.
-        limit: which limit has ended the episode; empty while none has.
-        turns: answered so far.
+        answers: ids of the answers so far, in order.
+        stop: strings that end a turn. They are not part of its text.
+        limit: the limit that ended the episode, or empty.
+        turns: number of turns answered.
     """
 
     def __init__(
@@ -192,11 +189,11 @@ class Session:
         self._limits, self.note = limits, note
         self._arguments = arguments_in(response.prompt.data)
         self._standing: dict[int, tuple[int, ...]] = {}
-        self._responses: dict[int, int] = {}  # tokens behind the prompt
+        self._responses: dict[int, int] = {}  # number of tokens after the prompt
         self._known: list[_Known] = []
         self._read: dict[tuple[int, ...], _Read] = {}
-        self._unsaid: dict[int, Message] = {}  # turns that no observation has told of
-        self._last = response.id  # whose turn it was last
+        self._unsaid: dict[int, Message] = {}  # turns not yet in an observation
+        self._last = response.id  # whose turn was sampled last
         self._waiting: list[Asked] = []
         self._current: Asked | None = None
         self._lost: tuple[tuple[int, ...], Chunk] | None = None
@@ -209,10 +206,10 @@ class Session:
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> tuple[int, ...]:
-        """Return the tokens of a conversation: those that stand, where it goes on from such.
+        """Return the tokens of a conversation. It reuses the tokens of one that it continues.
 
-        Raises EngineError where a template rewrites what stands, and that is not allowed, and
-        ConfigError where there is no way from messages to tokens.
+        Raises EngineError if the template rewrites those and ``on_break = 'refuse'``, and
+        ConfigError if it cannot render conversations.
         """
         bridge = self._bridges.of(tools, self._arguments)
         keys, shown = [_key(m) for m in messages], _canonical(list(tools))
@@ -235,7 +232,7 @@ class Session:
         return tokens
 
     def arguments_of(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the row's arguments of the template, whatever those of a request are."""
+        """Return the row's template arguments. Those of a request are ignored, and noted."""
         held = {**self._encoder.arguments, **self._arguments}
         if {**held, **arguments} != held:
             self.note([ARGUMENTS])
@@ -249,16 +246,16 @@ class Session:
         tokens: Sequence[int],
         turn: Sequence[int],
     ) -> None:
-        """Remember a turn as a message, as it was answered to the program."""
+        """Remember a turn with its message, as the program received it."""
         keys, shown, before = [_key(m) for m in messages], _canonical(list(tools)), tuple(tokens)
         after = _Known([*keys, _key(message)], shown, (*before, *turn), True)
         self._known += [_Known(keys, shown, before, False), after]
 
     def submit(self, requests: Sequence[tuple[Sequence[int], Sampling]]) -> Asked:
-        """Queue a request; requests of one session are answered one at a time, in their order.
+        """Queue a request. Requests of one session are answered in order, one at a time.
 
-        One that equals the request under way takes its place, if that one's client has gone.
-        Raises EngineError if the episode is over.
+        If the client gave up an equal request, this takes over its place or its answer. Raises
+        EngineError if the episode is over.
         """
         (request,) = requests
         tokens, sampling = tuple(request[0]), request[1]
@@ -279,7 +276,7 @@ class Session:
         return asked
 
     def gone(self, asked: Asked) -> None:
-        """Forget a request whose client has gone; its turn is kept for another try."""
+        """Drop a request whose client has gone. Its turn is kept for a retry."""
         if asked in self._waiting:
             self._waiting.remove(asked)
         elif chunk := asked.turn:
@@ -288,7 +285,7 @@ class Session:
     # -- for the schedule --------------------------------------------------------------------------
 
     async def next(self) -> Observation:
-        """Wait for a request that can be answered; return what the policy is to read for it."""
+        """Wait for a request that can be answered, and return it as an observation."""
         observation = await self._next()
         turn = self._unsaid.pop(self._last, None)
         return replace(observation, left=(turn,)) if turn else observation
@@ -312,7 +309,7 @@ class Session:
             return observation
 
     def deliver(self, response: Response, ended_by: str = "") -> None:
-        """Answer the request under way. ``ended_by`` is the limit that the turn met, if any."""
+        """Answer the request in progress. ``ended_by`` is the limit that the turn reached."""
         start = response.turn_start
         turn = response.tokens[start:]
         logprobs: FloatArray = np.zeros(len(turn), np.float32)
@@ -327,7 +324,7 @@ class Session:
         self._unsaid[response.id] = self._message(turn.tolist(), ended=not cut)
         self.version, self.turns = response.version, self.turns + 1
         asked, self._current = self._current, None
-        if asked and not asked.is_open:  # the same may have been asked again
+        if asked and not asked.is_open:  # the client may have sent it again
             tokens = asked.tokens
             asked = next((a for a in self._waiting if a.tokens == tokens), None)
             if asked:
@@ -341,12 +338,12 @@ class Session:
 
     @property
     def ended_by(self) -> str:
-        """What ends the episode: a limit of tokens, another one that a request met, or itself."""
+        """The limit that ended the episode, or ``environment`` if the program ended it itself."""
         met = self._refused or self.limit in ("tokens", "turn_tokens")
         return self.limit if self.limit and met else "environment"
 
     def end(self, rollout_id: int, **fields: Any) -> Observation:
-        """Return the observation that ends the episode, behind the last turn of a sample."""
+        """Return the observation that ends the episode, after the last turn of a sample."""
         self._number += 1
         self.close()
         messages = tuple(m for m in (self._unsaid.pop(rollout_id, None),) if m)
@@ -354,7 +351,7 @@ class Session:
         return Observation(rollout_id, self._number, empty, messages=messages, **fields)
 
     def close(self) -> None:
-        """Refuse what is asked from now on."""
+        """Refuse all open and later requests."""
         self._closed = self._closed or _over("the episode is over")
         waiting, self._waiting = self._waiting, []
         for asked in [*waiting, *([self._current] if self._current else [])]:
@@ -369,7 +366,7 @@ class Session:
         self._waiting.clear()
 
     def _observation(self, tokens: tuple[int, ...]) -> Observation:
-        """Return what a request is for the policy: an opening, context for a sample, or a fork."""
+        """Convert a request: to an opening, to context for a sample, or to a fork."""
         read = self._read.get(tokens)
         sample = self._extended(tokens)
         if sample is None:
@@ -389,7 +386,7 @@ class Session:
         )
 
     def _extended(self, tokens: tuple[int, ...]) -> int | None:
-        """Return the sample of most tokens that all stand at the beginning of these."""
+        """Return the sample whose tokens are the longest proper prefix of these."""
         found = [
             (len(standing), sample)
             for sample, standing in self._standing.items()
@@ -398,7 +395,7 @@ class Session:
         return max(found)[1] if found else None
 
     def _begun(self, tokens: tuple[int, ...], messages: tuple[Message, ...] | None) -> Observation:
-        """Return the beginning of a sample: of the episode's first one, or of a fork."""
+        """Return the opening of the episode's first sample, or of a fork."""
         if len(tokens) > self._limits.prompt:
             raise _too_long(len(tokens), self._limits.prompt)
         sample = self.root
@@ -429,11 +426,11 @@ class Session:
 
 
 class Sessions:
-    """The sessions of a run, by their keys.
+    """The sessions of a run, by key.
 
     Attributes:
-        api_key: that every program's requests bring.
-        base_url: of the server, without a session; empty while it is not running.
+        api_key: required of all requests.
+        base_url: of the server, without a session. Empty while it is not running.
         bridges: from messages to tokens.
     """
 
@@ -497,7 +494,7 @@ def _canonical(value: Any) -> str:
 
 
 def _key(message: Mapping[str, Any]) -> str:
-    """Return a message as text by which equal ones are found, however they were written."""
+    """Return a canonical text of a message. Equivalent messages have the same one."""
     calls = [
         {"id": call.get("id"), **call.get("function", {})}
         for call in message.get("tool_calls") or ()

@@ -1,4 +1,4 @@
-"""Environments by their shape: functions as tools, TRL's, gymnasium's, SkyRL's, OpenRLHF's, own."""
+"""Recognises environments by their methods: tools, TRL, gymnasium, SkyRL, OpenRLHF and others."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from stretto.scoring.conventions import as_number
 
 Turn = Mapping[str, Any]
 """A turn as ``index``, ``text``, ``tokens``, ``calls``, ``message`` and ``finish``, which is
-``length`` where a limit of tokens cut it."""
+``length`` if a token limit cut the turn."""
 
 _BEGINNINGS = ("reset", "init", "initial_observation")
 BEGINNINGS = {"open", *_BEGINNINGS}
-"""Methods of environments with ``step``, one of which begins an episode."""
+"""Methods that begin an episode, of environments with ``step``."""
 
 Kind = Literal["functions", "environment", "program"]
 
@@ -64,9 +64,9 @@ class Episode(ABC):
     """A live episode of one environment.
 
     Attributes:
-        environment: the user's object, where there is one.
+        environment: the user's object, if there is one.
         thread: in which the object is made, called and closed.
-        sound: whether no call of it was given up, which may still be at work.
+        sound: False after a call that was given up, because it may still run.
     """
 
     environment: Any = None
@@ -79,7 +79,7 @@ class Episode(ABC):
 
     @abstractmethod
     async def open(self, messages: Sequence[Row]) -> Opening:
-        """Begin with the conversation of the prompt."""
+        """Begin with the messages of the prompt."""
 
     @abstractmethod
     async def step(self, turn: Turn) -> Step:
@@ -94,13 +94,13 @@ class Episode(ABC):
 
 @dataclass
 class Source:
-    """What ``environment.sources`` names, recognised.
+    """A recognised entry of ``environment.sources``.
 
     Attributes:
-        make: an episode for a row.
+        make: creates an episode for a row.
         tools: schemas of tools that all episodes have.
-        replay: what the environment says of itself; empty where it does not.
-        run: the program, where it is one.
+        replay: the environment's own setting, or empty.
+        run: the program, if it is one.
         rewards: whether the environment gives rewards.
     """
 
@@ -113,16 +113,16 @@ class Source:
 
 
 Home = tuple[ObjectThread, Any]
-"""An object, and the thread in which it was made."""
+"""An object and its thread."""
 
 
 class Factory:
-    """What makes environments, where only one that is made tells their shape.
+    """A factory of environments. A first object is made at once if only it tells the shape.
 
     Attributes:
-        makes: their class.
-        first: objects that were made and wait for an episode.
-        most: objects of TRL's shape that may be alive at a time; 0: as many as there are episodes.
+        makes: class of the environments.
+        first: objects that wait for an episode.
+        most: live objects of TRL's shape. 0: no limit.
     """
 
     def __init__(self, factory: Callable[[], Any], most: int = 0) -> None:
@@ -146,7 +146,7 @@ def tools_of(kind: type) -> list[str]:
 
 
 def not_made(name: str, error: Exception) -> ConfigError:
-    """The refusal of what cannot be made without arguments."""
+    """Return the error for a factory that fails without arguments."""
     return ConfigError(
         f"`environment.sources`: '{name}' cannot be made without arguments: {error}",
         "environment-parameters",
@@ -154,7 +154,7 @@ def not_made(name: str, error: Exception) -> ConfigError:
 
 
 def unknown_environment(name: str, sort: str) -> ConfigError:
-    """The refusal of something that is no environment, and neither a tool nor a program."""
+    """Return the error for an object that is no environment, tool or program."""
     return ConfigError(
         f"`environment.sources`: '{name}' is {sort} of no known shape. Known:\n{SHAPES}\nGive a "
         "class and not an object of it. A function that makes environments says so by its return "
@@ -166,9 +166,9 @@ def unknown_environment(name: str, sort: str) -> ConfigError:
 def recognise(
     named: Mapping[str, Any], run: Runner, settings: Row = MappingProxyType({})
 ) -> Source:
-    """Make a source of the objects that ``environment.sources`` names, by those names.
+    """Make a source of the objects in ``environment.sources``.
 
-    Raises ConfigError if their shape is not known, or if they do not go together.
+    Raises ConfigError if their shape is unknown, or if they cannot be combined.
     """
     tools = {name: thing for name, thing in named.items() if _is_tool(thing)}
     if len(tools) == len(named):
@@ -194,7 +194,7 @@ def _is_tool(thing: Any) -> bool:
 
 
 def made_by(factory: Any) -> type | None:
-    """Return the class of the environments that a class, or a function by its hint, makes."""
+    """Return the class that a class, or a function by its return hint, makes."""
     if inspect.isclass(factory):
         return factory
     if isinstance(factory, Factory):
@@ -207,7 +207,7 @@ def made_by(factory: Any) -> type | None:
 
 
 def shape_of(kind: type) -> type[_Own | _Trl | _Stepped] | None:
-    """The shape of a class by its methods; ``None`` for one that is no environment."""
+    """Return the shape of a class by its methods, or ``None`` if it is no environment."""
     if not callable(getattr(kind, "step", None)):
         return _Trl if callable(getattr(kind, "reset", None)) else None
     if callable(getattr(kind, "open", None)):
@@ -246,7 +246,7 @@ def _functions(tools: Mapping[str, Any], run: Runner, settings: Row) -> Source:
 
 
 def _environment(name: str, factory: Any, run: Runner, settings: Row) -> Source:
-    """Return the environments that a class or a function makes, a new one or a pooled one each."""
+    """Return a source of environments, which are new for each episode or pooled (TRL)."""
     kind = made_by(factory)
     shape = None if kind is None else shape_of(kind)
     if kind is None or shape is None:
@@ -269,7 +269,7 @@ def _environment(name: str, factory: Any, run: Runner, settings: Row) -> Source:
                 "environment-parameters",
             )
     if "env_config" in parameters_of(factory):
-        config_for(factory, settings)  # which raises for settings that do not fit
+        config_for(factory, settings)  # raises early if the settings do not fit
     tools = getattr(kind, "tools", None)
     schemas = [t if isinstance(t, dict) else schema_of(t, name) for t in _listed(tools)]
     chosen: Any = shape
@@ -277,7 +277,7 @@ def _environment(name: str, factory: Any, run: Runner, settings: Row) -> Source:
 
 
 def sort_of(thing: Any) -> str:
-    """Name the type of a thing, for people."""
+    """Describe the type of an object for messages."""
     if inspect.isclass(thing):
         return "a class"
     name = type(thing).__name__
@@ -285,7 +285,7 @@ def sort_of(thing: Any) -> str:
 
 
 def _choice(name: str, factories: Mapping[Any, Any], run: Runner, settings: Row) -> Source:
-    """Return environments of several kinds, chosen by the column ``environment`` of the row."""
+    """Return a source that chooses by the row's column ``environment``."""
     sources = {
         str(key): _environment(f"{name}[{key!r}]", each, run, settings)
         for key, each in factories.items()
@@ -319,7 +319,7 @@ def _refuse_program() -> Episode:
 
 
 class _Functions(Episode):
-    """Functions as tools: a turn without calls ends the episode."""
+    """Functions as tools. A turn without calls ends the episode."""
 
     def __init__(
         self,
@@ -357,10 +357,10 @@ class _Functions(Episode):
 
 
 class _Pool:
-    """Objects of TRL's ``environment_factory``: made once, and reset for one episode after another.
+    """Objects of TRL's ``environment_factory``, reset for one episode after another.
 
-    The first is made at once, as its methods are the tools. A :class:`Factory` keeps the objects,
-    so that another run with it goes on with them.
+    The first is made at once, because its methods are the tools. A :class:`Factory` keeps the
+    objects for a later run with it.
     """
 
     def __init__(self, name: str, factory: Callable[[], Any], kind: type, run: Runner) -> None:
@@ -381,7 +381,7 @@ class _Pool:
         self.results = Results()
 
     async def take(self) -> Home:
-        """Return an object that no episode has; wait for one if there may be no more of them."""
+        """Return an idle or new object. Waits while the maximum is in use."""
         await self._places.acquire()
         if self._idle:
             return self._idle.pop()
@@ -402,7 +402,7 @@ class _Pool:
 
 
 class _Trl(Episode):
-    """TRL's environments: reset with the row's columns; a turn without calls ends the episode."""
+    """A TRL environment, reset with the row's columns. A turn without calls ends the episode."""
 
     def __init__(self, pool: _Pool, row: Row, run: Runner) -> None:
         self._pool, self._row, self._run = pool, row, run
@@ -452,7 +452,7 @@ def _needed(factory: Any) -> list[str]:
 
 
 def _apart(opening: Opening, messages: Sequence[Row]) -> Opening:
-    """Begin the text of an opening on a new line, unless a space parts it from the prompt."""
+    """Start the opening's text on a new line, unless a space separates it from the prompt."""
     last = str(messages[-1]["content"])[-1:] if messages else ""
     if last.strip() and opening.text[:1].strip():
         opening.text = "\n" + opening.text
@@ -464,7 +464,7 @@ def _failed_step(place: str) -> dict[str, Any]:
 
 
 class _Made(Episode):
-    """An environment that is made for each episode, with a ``close`` if it has one."""
+    """An environment that is made for one episode and closed after it."""
 
     def __init__(self, factory: Any, row: Row, run: Runner, settings: Row) -> None:
         self._factory, self._row, self._run = factory, row, run
@@ -516,7 +516,7 @@ class _Own(_Made):
 
 
 class _Stepped(_Made):
-    """Environments that are reset and stepped, in the shapes of gymnasium and its relatives."""
+    """Environments with reset and step, as in gymnasium and similar libraries."""
 
     async def open(self, messages: Sequence[Row]) -> Opening:
         environment = await self._make()
@@ -532,7 +532,7 @@ class _Stepped(_Made):
         if takes_any(parameters):
             values = {k: v for k, v in values.items() if k not in given or k in parameters}
         result = await self._call(partial(function, **accepted(function, values)))
-        if "states" in parameters:  # OpenRLHF's answer is the prompt, perhaps with more behind it
+        if "states" in parameters:  # OpenRLHF returns the prompt, possibly with more text
             said = result.get("observation") if isinstance(result, Mapping) else result
             return Opening() if said == asked else _apart(read_opening(said), messages)
         return _apart(read_opening(result, replaces=begin == "init"), messages)
@@ -554,13 +554,13 @@ class _Stepped(_Made):
 
 
 def _seed(row: Row) -> int:
-    """Return a seed that is the same for the same row: siblings meet the same world."""
+    """Return a seed that depends only on the row, so that siblings get the same world."""
     told = json.dumps(row, sort_keys=True, default=str)
     return int.from_bytes(hashlib.sha256(told.encode()).digest()[:4]) >> 1
 
 
 class _Chosen(Episode):
-    """An episode of one of several environments, with the tools of that one."""
+    """An episode of one of several environments, with that environment's tools."""
 
     def __init__(self, episode: Episode, tools: list[dict[str, Any]]) -> None:
         self._episode, self._tools = episode, tools

@@ -1,7 +1,7 @@
-"""What a chat template can write: tools, calls, their results; and a plain way for one that cannot.
+"""Capabilities of a chat template (tools, calls, results), and fallbacks for missing ones.
 
-Where a template leaves tools out, they are told of in the system message; calls it leaves out are
-a part of the content, in Hermes' format; results that it has no role for are a user's message.
+Tools that it does not render are listed in the system message, or in the first user message without
+a system role. Calls become content in Hermes' format, and results a user message.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stretto.types import Message
 Tools = Sequence[Mapping[str, Any]]
 
 _NAME, _ARGUMENTS, _RESULT = "made_up_tool", {"made_up_key": "made up value"}, "made up result"
-_CALL_ID = "madeup001"  # nine letters and digits, as Mistral's templates demand
+_CALL_ID = "madeup001"  # nine letters and digits, because Mistral's templates demand it
 QUESTION = Message(role="user", content="made up question")
 _TOOL = {
     "type": "function",
@@ -32,16 +32,16 @@ _TOOL = {
 
 
 class Shape:
-    """The abilities of a chat template, and messages in the shape that it takes.
+    """Capabilities of a chat template, and conversion of messages to a form that it takes.
 
     Attributes:
-        form: how calls are written.
-        writes_calls: whether the template writes ``tool_calls``.
-        text_beside_calls: whether it writes the content of a turn that has calls, too.
-        writes_tools: whether it tells of tools.
+        form: format of calls.
+        writes_calls: whether the template renders ``tool_calls``.
+        text_beside_calls: whether it also renders the content of a turn with calls.
+        writes_tools: whether it renders tools.
         tool_role: whether it has the role ``tool``.
-        takes_system: whether it takes a system message in front.
-        ends: control tokens that it ends a turn of the assistant with.
+        takes_system: whether it takes a system message.
+        ends: control tokens that end a turn of the assistant.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Shape:
         reads_calls: bool,
         arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Read them off made-up conversations; raise ConfigError as :class:`Bridge` does.
+        """Probe the template with synthetic conversations. Raises ConfigError like :class:`Bridge`.
 
         Args:
-            reads_calls: whether calls of tools are to be read as the template writes them.
-            arguments: of the template, in addition to the encoder's own, which they win over.
+            reads_calls: whether calls must be parsed in the template's format.
+            arguments: of the template. They override the encoder's.
         """
         self._encoder, self._arguments = encoder, dict(arguments)
         if not encoder.tokenizer.chat_template:
@@ -93,7 +93,7 @@ class Shape:
             return
         starts = [len(header)]
         if not shown.startswith(header):
-            # The prompt may begin a turn with an empty thought, which a turn with calls lacks.
+            # The generation prompt may open with an empty thought, which a turn with calls lacks.
             pairs = enumerate(zip(header, shown, strict=False))
             parted = next((at for at, (a, b) in pairs if a != b), 0)
             starts = [shown.rfind("\n", 0, parted) + 1, shown.find(_NAME)]
@@ -131,7 +131,7 @@ class Shape:
         return frozenset(found)
 
     def messages(self, messages: Iterable[Message]) -> list[Message]:
-        """Return messages as the template takes them."""
+        """Convert messages to a form that the template takes."""
         shaped: list[Message] = []
         results = False
         for message in messages:
@@ -152,7 +152,7 @@ class Shape:
         return shaped
 
     def render(self, messages: Sequence[Message], tools: Tools, before: Sequence[Message]) -> str:
-        """Return a conversation and the next turn's header, escaped, after turns ``before``."""
+        """Render the turns ``before``, the messages and the next turn's header, escaped."""
         shaped, before = self.messages(messages), list(before)
         if not tools or self.writes_tools:
             return self._chat(shaped, before=before, tools=tools, add_generation_prompt=True)
@@ -194,7 +194,7 @@ class Shape:
     def _shown(self, turns: Sequence[Message], **options: Any) -> str:
         try:
             return self._chat(turns, **options)
-        except Exception:  # a template may do anything with what it does not know
+        except Exception:  # a template may fail in any way on unknown input
             return ""
 
 

@@ -1,4 +1,4 @@
-"""Threads of users' objects: sqlite3, Playwright and thread-locals work in one thread only."""
+"""Threads of user objects, because sqlite3, Playwright and thread-locals need a single thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ALARMS = ("alarm", "setitimer", "SIGALRM")
 
 
 class ObjectThread:
-    """The thread that one object is made, called and closed in. It ends once nobody refers to it.
+    """The thread that makes, calls and closes one object. It ends once unreferenced.
 
     Attributes:
         kind: class of the object, or the function that makes it.
@@ -32,7 +32,7 @@ class ObjectThread:
         self._calls: SimpleQueue[Callable[[], object] | None] | None = None
 
     def submit(self, call: Callable[[], object]) -> None:
-        """Call something that does not raise, after all that was submitted before."""
+        """Queue a call, which must not raise, after all earlier ones."""
         if self._calls is None:
             self._calls = SimpleQueue()
             Thread(target=_serve, args=(self._calls,), daemon=True).start()
@@ -40,7 +40,7 @@ class ObjectThread:
         self._calls.put(call)
 
     def result(self, call: Callable[[], Any]) -> Any:
-        """Wait for a call; return or raise its result. In the main thread, if it belongs there."""
+        """Wait for a call and return or raise its result. May run in the main thread."""
         if self.main and threading.current_thread() is threading.main_thread():
             return call()
         future: Future[Any] = Future()
@@ -62,9 +62,9 @@ def _serve(calls: SimpleQueue[Callable[[], object] | None]) -> None:
 
 
 def needs_main_thread(thing: Any) -> bool:
-    """Whether a function, or a method of a class, says ``main_thread = True`` or sets an alarm.
+    """Whether a function, or a class's method, has ``main_thread = True`` or sets an alarm.
 
-    Python sets signal handlers in the main thread only, and many tools hide the error.
+    Python allows signal handlers in the main thread only, and many tools hide the error.
     """
     marked = getattr(thing, "main_thread", None)
     if isinstance(marked, bool):
@@ -77,7 +77,7 @@ def needs_main_thread(thing: Any) -> bool:
 
 
 def _sets_alarm(function: Any, seen: set[CodeType]) -> bool:
-    """Whether a function or a function that it names sets an alarm, as far as its code shows."""
+    """Whether the code of a function, or of functions that it names, sets an alarm."""
     if hasattr(function, "__wrapped__") and _sets_alarm(function.__wrapped__, seen):
         return True
     function = getattr(function, "__func__", function)
@@ -103,7 +103,7 @@ def _names(code: CodeType) -> Iterator[tuple[str, ...]]:
 
 
 def refused_outside_main(error: BaseException | None) -> bool:
-    """Whether an error, or one that led to it, is Python's about signals in other threads."""
+    """Whether an error, or a cause of it, is Python's about signals in other threads."""
     while error is not None:
         if isinstance(error, ValueError | RuntimeError) and "works in main thread" in str(error):
             return True

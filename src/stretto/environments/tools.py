@@ -1,4 +1,4 @@
-"""Tools: functions that the policy calls, described to it by their type hints and docstrings."""
+"""Tools: functions that the policy calls, described by their type hints and docstrings."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from stretto.errors import ConfigError, nearest
 from stretto.plain import plain
 
 SHARED = 4096
-"""Results of deterministic functions that are kept, at most."""
+"""Most results of deterministic functions to keep."""
 
 Tool = Callable[..., Any]
 
 
 def schema_of(function: Tool, source: str) -> dict[str, Any]:
-    """Return a function as the policy reads it: name, what it does, and its parameters.
+    """Return a function's JSON schema: name, description and parameters.
 
-    Raises ConfigError where hints or the docstring, in Google's style, leave one of them out.
+    Raises ConfigError if hints or the docstring, in Google's style, lack one of them.
     """
     from transformers.utils.chat_template_utils import get_json_schema
 
     try:
         return dict(get_json_schema(function))
-    except Exception as error:  # of its parsers of hints and of docstrings
+    except Exception as error:  # the parsers of hints and docstrings raise many types
         name = getattr(function, "__name__", repr(function))
         why = str(error).rstrip("!.")
         raise ConfigError(
@@ -43,16 +43,16 @@ def schema_of(function: Tool, source: str) -> dict[str, Any]:
 
 
 class Results:
-    """Results of functions that are marked ``deterministic``, by name and arguments.
+    """Results of functions marked ``deterministic``, by name and arguments.
 
-    The siblings of a group often begin with the same call: it is made once, and others wait for it.
+    Siblings of a group often begin with the same call. It runs once, and the others wait for it.
     """
 
     def __init__(self) -> None:
         self._kept: dict[str, asyncio.Future[Any]] = {}
 
     async def of(self, key: str, make: Callable[[], Any]) -> tuple[Any, bool]:
-        """Return the result for a key, and whether it was there; errors are not kept."""
+        """Return the result for a key, and whether it was shared. Errors are not kept."""
         known = self._kept.get(key)
         if known is not None:
             return await asyncio.shield(known), True
@@ -67,10 +67,10 @@ class Results:
 
 
 class ToolSet:
-    """The tools of an episode, and how a turn's calls of them are run: side by side.
+    """The tools of an episode. It runs all calls of a turn concurrently.
 
     Args:
-        of: the object whose methods they are; its calls are run one after another.
+        of: object whose methods the tools are. Its calls run one after another.
         thread: of that object.
     """
 
@@ -88,7 +88,7 @@ class ToolSet:
     async def answer(
         self, calls: Sequence[Mapping[str, Any]]
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Run the calls of a turn; return a message and a record for each, in their order."""
+        """Run the calls of a turn. Return a message and a record for each, in order."""
         if self._of is None:
             answered = await asyncio.gather(*map(self._answer, calls))
         else:
@@ -116,7 +116,7 @@ class ToolSet:
             record["error"] = error.place
             if error.timed_out:
                 record["timed_out"] = True
-        except Exception as error:  # of a result that has no form as text
+        except Exception as error:  # the result cannot become text
             text = error_text(f"its result cannot be read: {error}")
             record["error"] = f"{type(error).__name__}: {error}"
         record["seconds"] = time.monotonic() - began_s

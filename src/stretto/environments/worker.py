@@ -1,20 +1,20 @@
 """The process that environments run in: ``python -m stretto.environments.worker``.
 
-It speaks JSON lines as the process of reward functions does (:mod:`stretto.scoring.worker`), and
-gives the same guarantees; but it works on many requests at a time, and answers in any order.
+It speaks JSON lines with the same guarantees as :mod:`stretto.scoring.worker`, but works on many
+requests concurrently and answers in any order.
 ::
 
     in    {"sources": {name: {"file", "module", "root", "function"}}, "settings": {...},
-           "judges": as "sources", of reward functions that look at environments}             once
+           "judges": as "sources", of reward functions that take environments}             once
     out   {"ready": {"kind", "tools": schemas, "replay": text}}
           {"refused": "ConfigError", "message": text, "code": text}                     and the end
-    in    what :class:`stretto.environments.host.Host` takes                             repeatedly
-    out   {"answer": what it answers}
-          {"alive": true}   for request 0, each second: users' code does not block the event loop
+    in    a request to :class:`stretto.environments.host.Host`                         repeatedly
+    out   {"answer": its answer}
+          {"alive": true}   for request 0, each second, unless user code blocks the event loop
 
-It ends once as many calls hang as it may work on at a time, and its parent starts another one. When
-its parent closes the pipe, or has gone, it breaks off all calls, and closes the episodes that are
-open, for :data:`CLOSE_S` seconds at most.
+It ends once as many calls hang as may run concurrently, and its parent starts another process. If
+the parent closes the pipe or dies, it cancels all calls and closes the open episodes in
+:data:`CLOSE_S` seconds.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from stretto.outside import import_module, member_of
 from stretto.workers.channel import Channel, end_all
 
 THREADS = 1024
-"""Threads that users' code may have by ``asyncio.to_thread``: in lockstep all programs of a batch
-may wait in one, and none goes on before all do. asyncio's own number follows the cores."""
+"""Threads for ``asyncio.to_thread`` in user code. asyncio's default follows the number of cores,
+and can deadlock a batch of programs that all wait for their turns in such threads."""
 
 BEAT_S = 1.0
 SETTING = "`environment.sources`"
@@ -80,12 +80,12 @@ class _Worker:
             task.add_done_callback(self._asked.discard)
 
     def _leave(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Close what is open, unless users' code blocks the event loop; not in its thread."""
+        """Close all episodes, unless user code blocks the event loop. Runs in another thread."""
         with suppress(Exception):
             asyncio.run_coroutine_threadsafe(self._close(), loop).result(CLOSE_S)
 
     async def _close(self) -> None:
-        for task in self._asked:  # whose calls would hold up those of closing
+        for task in self._asked:  # so that their calls do not delay the closing
             task.cancel()
         if self._host is not None:
             await self._host.close()
