@@ -1,4 +1,4 @@
-"""The channel of weights that are broadcast: the learner's end, and each follower's."""
+"""The channel of broadcast weights: the learner's end, and each follower's."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from stretto.weights.transfer import Route, Transfers
 
 
 class WeightSender(SharedChannel):
-    """The learner's end: a channel whose tensors are sent when the driver says so. It keeps some
-    versions of each model, for followers that are behind or new.
+    """The learner's end: keeps tensors and sends them when the driver asks. It keeps some versions
+    of each model, for followers that are late or new.
     """
 
     name = "broadcast"
@@ -35,14 +35,14 @@ class WeightSender(SharedChannel):
         super().__init__()
         self._bucket_bytes, self._count, self._transfers = bucket_bytes, keep, Transfers(device)
         self._sources: dict[str, tuple[list[dict[str, Bounds]], dict[str, torch.dtype]]] = {}
-        self._begun: dict[tuple[str, int], Any] = {}  # work of the device that made a version
+        self._begun: dict[tuple[str, int], Any] = {}  # device work that produced each version
 
     def divide(self, model: str, trained: Mapping[str, FullParameter], layout: ShardLayout) -> None:
         own = [layout.own(trained, rank) for rank in range(layout.ranks)]
         self._sources[model] = own, {name: full.dtype for name, full in trained.items()}
 
     def put(self, ref: WeightsRef, tensors: Mapping[str, Tensor]) -> None:
-        """Keep the tensors for their followers, and forget the oldest."""
+        """Keep the tensors for their followers and drop the oldest versions."""
         super().put(ref, tensors)
         self._begun[ref.model, ref.version] = self._transfers.begun()
         versions = self._offered[ref.model]
@@ -54,7 +54,7 @@ class WeightSender(SharedChannel):
         return self._planned(ref)[0]
 
     def send(self, ref: WeightsRef, route: Route) -> str:
-        """Send this rank's parts of a ticket's tensors; return the mark of what was sent."""
+        """Send this rank's parts of a ticket's tensors and return their checksum mark."""
         (plan, sources), tensors = self._planned(ref), self.kept(ref)
         own = sources[route.rank]
 
@@ -77,10 +77,10 @@ class WeightSender(SharedChannel):
 class WeightReceiver:
     """A follower's end: a channel whose tensors arrive while they are read.
 
-    The tensors are the parameters that travel, as they are held here; only their shapes and types
-    are looked at. Each of the ``sources`` is a rank of the learner with the parts that it sends;
-    without any, one sends all. ``own`` are the parts held here, of parameters that are not held
-    whole. ``mark`` is of what was received last.
+    ``tensors`` are the local copies of the parameters that travel, of which only shapes and types
+    are read. Each entry of ``sources`` holds the parts that one rank of the learner sends. If it is
+    empty, one rank sends everything. ``own`` has the local parts of parameters that are divided
+    here. ``mark`` is the checksum of the last transfer.
     """
 
     name = "broadcast"
@@ -104,7 +104,7 @@ class WeightReceiver:
         self.mark = ""
 
     def expect(self, ref: WeightsRef, mark: str, route: Route) -> None:
-        """Prepare for a ticket's tensors; EngineError if this side's plan has another mark."""
+        """Prepare for a ticket's tensors. EngineError if this side's plan has another mark."""
         if mark != self._plan.mark:
             raise EngineError(
                 f"version {ref.version} of the {ref.model} travels by the plan {mark}, and the "
@@ -140,7 +140,7 @@ class WeightReceiver:
 
 
 class Arriving(Mapping[str, TensorPart]):
-    """Parts of tensors by name that arrive in order, once; of one name there may be several."""
+    """Parts of tensors by name, which arrive once, in order. A name may come several times."""
 
     def __init__(
         self, names: Collection[str], receive: Callable[[], Iterator[tuple[str, TensorPart]]]

@@ -1,4 +1,4 @@
-"""Buckets: how the tensors of a model travel, as a pure function of their names and shapes."""
+"""Buckets: the packing of a model's tensors for transfer, a pure function of names and shapes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor
 from stretto.models.shards import Bounds, full_bounds, shape
 
 ALIGNMENT = 16
-"""Bytes to which a tensor's place is rounded up, so that it can be viewed as any type."""
+"""Offsets are rounded up to this many bytes, so that a tensor can be viewed as any type."""
 
 _BLOCK = 4096
-"""Words that a checksum adds up before their place counts."""
+"""Words that a checksum sums up before it weighs the sums by position."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """A part of a parameter, which one of several sources sends, and its bytes in a bucket."""
+    """A part of a parameter sent by one of several sources, and its bytes in a bucket."""
 
     name: str
     bounds: Bounds  # in the parameter
@@ -39,7 +39,7 @@ class PackedTensor:
 
 
 Bucket = tuple[PackedTensor, ...]
-"""The parts that travel together, those of each source side by side."""
+"""The parts that travel together, grouped by source."""
 
 
 def size_of(bucket: Bucket) -> int:
@@ -48,7 +48,7 @@ def size_of(bucket: Bucket) -> int:
 
 
 def segments(bucket: Bucket) -> dict[int, slice]:
-    """Return where in a bucket the bytes of each source are that sends any."""
+    """Return the byte range in a bucket of each source that sends any."""
     found: dict[int, slice] = {}
     for part in bucket:
         first = found.get(part.source, slice(part.start, 0))
@@ -58,14 +58,14 @@ def segments(bucket: Bucket) -> dict[int, slice]:
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """All buckets of a model, in the order in which they travel."""
+    """All buckets of a model, in the order of transfer."""
 
     buckets: tuple[Bucket, ...]
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> BucketPlan:
-        """Put tensors, of which only shapes and types are looked at, into buckets of at most so
-        many bytes, in their order. No tensor is cut: a larger one has its own bucket.
+        """Put tensors, in order, into buckets of at most ``bucket_bytes``. Reads only shapes and
+        types. No tensor is cut: a larger one has its own bucket.
         """
         return cls(
             _filled(
@@ -80,9 +80,9 @@ class BucketPlan:
         dtypes: Mapping[str, torch.dtype],
         bucket_bytes: int,
     ) -> BucketPlan:
-        """Put the parts that each source sends into buckets, parameter by parameter in the order of
-        ``dtypes``, so that a receiver has a parameter whole before most of the next have come.
-        Parts larger than a bucket are cut by rows.
+        """Put the parts that each source sends into buckets, in the parameter order of ``dtypes``.
+        A receiver thus has a full parameter before most of the next arrive. Parts larger than a
+        bucket are cut by rows.
         """
         parts = (
             cut
@@ -104,7 +104,7 @@ class BucketPlan:
 
     @property
     def mark(self) -> str:
-        """A short hash of all names, places and types: equal plans have equal ones."""
+        """A short hash of all names, positions and types, equal for equal plans."""
         return _short_hash(self.buckets)
 
 
@@ -144,18 +144,18 @@ def _aligned(size: int) -> int:
 
 @torch.no_grad()
 def pack(bucket: Bucket, tensor_of: Callable[[PackedTensor], Tensor], flat: Tensor) -> None:
-    """Copy a source's parts of a bucket to their places in ``flat`` [bytes]; gaps become zero."""
+    """Copy a source's parts of a bucket to their offsets in ``flat`` [bytes]. Gaps become zero."""
     for part in bucket:
         flat[part.end : _aligned(part.end)].zero_()
         part.of(flat).copy_(tensor_of(part))
 
 
 def checksum(flat: Tensor) -> Tensor:
-    """Return a number [] that tells bytes [n] from almost all others, at memory's speed."""
+    """Return a number [] that distinguishes bytes [n] from almost all others, at memory speed."""
     words = flat.view(torch.int64)
     whole = len(words) // _BLOCK * _BLOCK
     sums = torch.cat([words[:whole].view(-1, _BLOCK).sum(1), words[whole:].sum().view(1)])
-    places = torch.arange(1, 2 * len(sums), 2, device=flat.device)  # odd: none loses a bit
+    places = torch.arange(1, 2 * len(sums), 2, device=flat.device)  # odd, so that no bit is lost
     return (sums * places).sum()
 
 

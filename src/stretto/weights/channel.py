@@ -1,4 +1,4 @@
-"""The channel of weights in one process, and what followers need of any channel."""
+"""The weight channel within one process, and the interface that followers need of any channel."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from stretto.types import WeightsRef
 
 
 class WeightChannel(Protocol):
-    """A follower's end of the channel, of a name that tickets have, by which tensors come."""
+    """A follower's end of a channel. ``name`` is the one in tickets."""
 
     name: str
 
     def get(self, ref: WeightsRef) -> Mapping[str, Any]:
-        """Return the tensors of a ticket, or a :class:`~stretto.models.shards.TensorPart` of each;
-        raises EngineError if they are not here.
+        """Return the tensors of a ticket, or a :class:`~stretto.models.shards.TensorPart` of each.
+        Raises EngineError if they are not here.
         """
         ...
 
 
 def fetched(channel: WeightChannel | None, ref: WeightsRef) -> Mapping[str, Any]:
-    """Return a ticket's tensors, none in shared memory; EngineError without a connection."""
+    """Return a ticket's tensors, none if memory is shared. EngineError without a connection."""
     if not ref.channel:
         return {}
     if channel is None or channel.name != ref.channel:
@@ -37,7 +37,7 @@ def fetched(channel: WeightChannel | None, ref: WeightsRef) -> Mapping[str, Any]
 
 
 class SharedChannel:
-    """A channel within one process, both ends of it: tensors are handed on as they are."""
+    """Both ends of a channel within one process. Tensors are passed on without copies."""
 
     name = "shared"
 
@@ -45,7 +45,7 @@ class SharedChannel:
         self._offered: dict[str, dict[int, Mapping[str, Tensor]]] = {}
 
     def put(self, ref: WeightsRef, tensors: Mapping[str, Tensor]) -> None:
-        """Keep the trained tensors of a ticket for their followers; they do not change any more."""
+        """Keep a ticket's trained tensors, which must not change any more, for the followers."""
         self._keep(ref.model, {**self._offered.get(ref.model, {}), ref.version: tensors})
 
     def get(self, ref: WeightsRef) -> Mapping[str, Tensor]:
@@ -54,7 +54,7 @@ class SharedChannel:
         return tensors
 
     def kept(self, ref: WeightsRef) -> Mapping[str, Tensor]:
-        """Return the tensors of a ticket, and forget none; raises EngineError without them."""
+        """Return a ticket's tensors without dropping any. Raises EngineError without them."""
         versions = self._offered.get(ref.model, {})
         if ref.version not in versions:
             raise EngineError(
@@ -65,4 +65,4 @@ class SharedChannel:
         return versions[ref.version]
 
     def _keep(self, model: str, versions: Mapping[int, Mapping[str, Tensor]]) -> None:
-        self._offered[model] = dict(versions)  # replaced, not changed: others may be reading it
+        self._offered[model] = dict(versions)  # replaced, as a thread may be reading it

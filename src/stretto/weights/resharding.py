@@ -1,8 +1,8 @@
-"""Resharding: weights that go from a learner's shards to slices for generation, in the same ranks.
+"""Resharding: weights that go from a learner's shards to generation slices in the same ranks.
 
-Each rank sends every other the parts of its shard that this one needs, and nothing else (the zero
-redundancy of Sheng et al. 2024, "HybridFlow", section 5.2). Parameters travel bucket by bucket:
-beside shards and slices a rank holds one bucket that it sends and one that it gets.
+Each rank sends every other rank exactly the parts of its shard that this one needs (the zero
+redundancy of Sheng et al. 2024, "HybridFlow", section 5.2). Parameters travel bucket by bucket: in
+addition to shards and slices, a rank holds one bucket to send and one to receive.
 """
 
 from __future__ import annotations
@@ -45,14 +45,13 @@ class SliceTransfer:
 
 
 class Resharding:
-    """The channel of a follower that shares its ranks with the learner.
-
-    All ranks call all methods, in the same order. A rank gets a bucket at a time, or a larger
-    parameter by itself; ``moved`` bytes go from one rank to another, at each weight sync.
+    """The channel of a follower that shares its ranks with the learner. All ranks must call all
+    methods, in the same order. A rank receives one bucket at a time, or a larger parameter by
+    itself. Each weight sync moves ``moved`` bytes between ranks.
     """
 
     name = WeightSender.name
-    mark = ""  # in place of the checksum of another channel: only the fingerprint is checked
+    mark = ""  # no checksum as in other channels: the fingerprint is checked instead
 
     def __init__(
         self,
@@ -119,7 +118,7 @@ class Resharding:
 
 
 def _viewed(transfer: SliceTransfer, flat: Tensor) -> Tensor:
-    # A view as another type needs its bytes to be aligned.
+    # A view with another dtype needs aligned bytes.
     own = flat.clone() if flat.storage_offset() % transfer.dtype.itemsize else flat
     return own.view(transfer.dtype).view(shape(transfer.box))
 

@@ -1,12 +1,12 @@
-"""Transfers: weights that travel from the learner to its followers, bucket by bucket.
+"""Transfers of weights from the learner to its followers, bucket by bucket.
 
-A transfer has a process group of its own, which is none of the default groups. Its members are the
-ranks of the learner, which are its sources, and those of each follower. All control comes before:
-each side has said that it holds the same plan. So nothing in here waits for anything outside the
-group, and every wait has a deadline.
+A transfer has its own process group, separate from the default groups. Its members are the sources,
+which are the learner's ranks, and the ranks of each follower. All control messages come first: each
+side has confirmed that it holds the same plan. Code in this file therefore waits for nothing
+outside the group, and every wait has a deadline.
 
-On a GPU a source packs and sends on a stream of its own. That waits for the work which made the
-tensors, and no other work ever waits for it: training goes on while a follower is late.
+On a GPU a source packs and sends on its own stream. That stream waits for the work that produced
+the tensors, and no other work waits for it, so that training continues while a follower is late.
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ from stretto.weights.buckets import (
 )
 
 Wire = Literal["gloo", "nccl", "ipc"]
-"""A way for tensors: gloo through the hosts' memory, NCCL between GPUs, or CUDA's inter-process
-memory, where a follower reads a bucket from the learner's rank on its own GPU."""
+"""A transport: gloo through host memory, NCCL between GPUs, or CUDA's inter-process memory. With
+``ipc`` a follower reads buckets in the memory of the learner's rank on its own GPU.
+"""
 
 CONNECTS = 5
-"""How often gloo tries to connect to a peer that does not answer, each time up to its timeout."""
+"""How often gloo tries to connect to a silent peer, each time up to its timeout."""
 
-SHORTEST_S, LONGEST_S = 2e-4, 0.02  # between two looks whether others are done
+SHORTEST_S, LONGEST_S = 2e-4, 0.02  # pauses between polls
 
 
 class Place(Protocol):
-    """Where a rank is: on a GPU, or, where its UUID is empty, on a CPU."""
+    """A rank's device: a GPU, or a CPU if its UUID is empty."""
 
     @property
     def device_id(self) -> str:
@@ -60,9 +61,8 @@ class Place(Protocol):
 def choose_wires(
     sources: Sequence[Place], followers: Mapping[str, Sequence[Place]]
 ) -> dict[str, tuple[Wire, str]]:
-    """Return the wire to each follower's ranks, and the reason.
-
-    One communicator of NCCL serves all that have GPUs of their own; no GPU is in it twice.
+    """Choose each follower's transport, with the reason. One NCCL communicator serves all followers
+    that have GPUs of their own, as it must not contain a GPU twice.
     """
     here = [place.device_id for place in sources]
     taken, found = set(here), dict[str, tuple[Wire, str]]()
@@ -83,8 +83,8 @@ def choose_wires(
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The store where groups meet, and the seconds that a transfer may take: those of the settings,
-    and the most, where many bytes take longer.
+    """The address of the store where groups meet, and the time limits of a transfer in seconds.
+    ``timeout_s`` comes from the settings. ``most_s`` is the limit for transfers of many bytes.
     """
 
     host: str
@@ -101,7 +101,7 @@ class Meeting:
         sources: int = 1,
         timeout_s: float = 0.0,
     ) -> list[Route]:
-        """Return each member's way to a channel's group of an epoch, the sources' first."""
+        """Return each member's route to a channel's group of an epoch, sources first."""
         limit_s = timeout_s or self.timeout_s
         return [
             Route(self.host, self.port, channel, epoch, rank, size, wire, sources, limit_s)
@@ -111,10 +111,9 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The way to a transfer's group, of a rank and a size; its first ranks are the sources.
-
-    The channel is the purpose of the group, such as the weights of one model, the epoch the number
-    of the channel's group, another one for every group that ever was.
+    """A member's route to a transfer's group. The first ranks are the sources. ``channel`` is the
+    purpose of the group, for example the weights of one model. ``epoch`` is the number of the
+    channel's group and never repeats.
     """
 
     host: str
@@ -126,7 +125,7 @@ class Route:
     wire: Wire
     sources: int
     timeout_s: float
-    beside: tuple[int, ...] = ()  # sources on the GPUs of followers' ranks, or of this one
+    beside: tuple[int, ...] = ()  # sources on the GPUs of followers' ranks, or on this rank's
 
     @property
     def prefix(self) -> str:
@@ -138,10 +137,9 @@ class Route:
 
 
 class Transfers:
-    """A side of all transfers of one process; it keeps the last group of each channel.
-
-    Groups take longer to make than small models take to travel. Transfers of different channels
-    may be under way at the same time, on different threads.
+    """One process's side of all transfers. Keeps the last group of each channel. Groups are kept
+    because making one takes longer than transferring a small model. Transfers of different channels
+    may run at the same time, on different threads.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -160,7 +158,7 @@ class Transfers:
         tensor_of: Callable[[PackedTensor], Tensor],
         begun: Any,
     ) -> str:
-        """Send this source's parts of a plan. Return their mark. TransferError if it takes long."""
+        """Send this source's parts of a plan and return their mark. TransferError if late."""
 
         def read(part: PackedTensor) -> Tensor:
             return self._backend.read_on(self._stream, tensor_of(part))
@@ -183,8 +181,8 @@ class Transfers:
     def receive(
         self, route: Route, plan: BucketPlan, sums: Sequence[list[Tensor]] = ()
     ) -> Iterator[tuple[PackedTensor, Tensor]]:
-        """Receive parts by their plan; each is good until the next is asked for. Those of each
-        source get the checksums of its buckets. Raises TransferError if they have not come in time.
+        """Receive a plan's parts. Each part is valid until the next one is requested. ``sums``
+        collects the checksums of each source's buckets. Raises TransferError if late.
         """
         with self._group(route) as group:
             buffers = group.buffers(plan.largest)
@@ -218,7 +216,7 @@ class Transfers:
 
     @contextmanager
     def _group(self, route: Route) -> Iterator[_Group]:
-        """Take a turn of the route's group. If the turn fails, break it off and report it."""
+        """Use the route's group for one transfer. On failure, abort the group and report it."""
         group = self._groups.get(route.channel)
         if group is None or group.route.epoch != route.epoch:
             if group is not None:
@@ -229,7 +227,7 @@ class Transfers:
         try:
             group.begin(time.monotonic() + route.timeout_s)
             yield group
-        except RuntimeError as error:  # which is what torch's groups raise
+        except RuntimeError as error:  # raised by torch's groups
             self._leave(group)
             raise TransferError(
                 f"the transfer '{route.prefix}' by {route.wire}, which may take "
@@ -242,12 +240,11 @@ class Transfers:
 
 
 class _Group:
-    """A group over which each source sends its segments of buckets, by gloo or NCCL.
-
-    A turn is one transfer. ``buffers`` are those of the channel's groups before.
+    """A gloo or NCCL group over which each source sends its segments of buckets. A turn is one
+    transfer. ``buffers`` are reused from the channel's earlier groups.
     """
 
-    reads_ahead = True  # a bucket may come while the one before is read
+    reads_ahead = True  # whether a bucket may arrive while the one before is read
 
     def __init__(self, route: Route, device: torch.device, buffers: list[Tensor]) -> None:
         self.route, self._device, self._buffers = route, device, buffers
@@ -257,15 +254,14 @@ class _Group:
         self._until_s, self._turns, self._exchanges = 0.0, 0, 0
 
     def begin(self, until_s: float) -> None:
-        """Begin a turn, which ends by then; a source waits until all that receive have begun.
-
-        Else its kernels would wait for them on its GPU, and all that waits for the device with it.
+        """Start a turn with a deadline. A source waits until all receivers have started. Otherwise
+        its kernels would wait for them on its GPU, and block everything that waits for the device.
         """
         route, self._until_s, self._turns = self.route, until_s, self._turns + 1
         if self._joined is None:
             self._store = _store(route, _left(until_s))
             self._store.set(f"here/{route.rank}", "")
-            # Late members are waited for here, and not by gloo: see CONNECTS.
+            # Wait for late members here rather than in gloo, see CONNECTS.
             self._await([f"here/{rank}" for rank in range(route.size)])
             self._join()
         if route.sends:
@@ -292,22 +288,22 @@ class _Group:
         return _broadcasts(self._joined, flat, bucket, _left(self._until_s))
 
     def wait(self, works: Sequence[Any]) -> None:
-        """Wait, and have the current stream wait; raises RuntimeError if it is not done in time."""
+        """Wait, and let the current stream wait. Raises RuntimeError if late."""
         for work in works:
             if self._device.type == "cpu" or self.route.wire == "gloo":
                 work.wait(_left(self._until_s))
             else:
                 self._poll(work.is_completed)
                 work.wait()  # for the stream
-        if self._broken:  # NCCL's work counts as done then
+        if self._broken:  # an aborted NCCL work counts as completed
             raise RuntimeError("it was given up")
 
     def finish(self) -> None:
-        """Return when the buffers may be used again."""
+        """Return when the buffers may be reused."""
 
     def abort(self) -> None:
         self._broken = True
-        with suppress(Exception):  # of a group that is broken already, or not there yet
+        with suppress(Exception):  # the group may be broken or missing
             self._joined.abort()
 
     def _join(self) -> None:
@@ -320,13 +316,13 @@ class _Group:
             self._joined._set_sequence_number_for_group()
 
     def _nccl(self, store: Any, size: int) -> Any:
-        """Make an NCCL communicator; raises RuntimeError if others do not come in time."""
+        """Make an NCCL communicator. Raises RuntimeError if other members are late."""
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(days=1)
         with _WITHOUT_WATCHDOG:
             group: Any = dist.ProcessGroupNCCL(store, self.route.rank, size, options)
         connected = Thread(target=_connect, args=(group, self._device), daemon=True)
-        connected.start()  # a thread, as it cannot be broken off
+        connected.start()  # in a thread, because it cannot be interrupted
         self._poll(lambda: not connected.is_alive())
         group._set_sequence_number_for_group()
         return group
@@ -353,7 +349,7 @@ class _Group:
 
 class _IpcGroup(_Group):
     """A group whose followers read buckets in the memory of the sources on their GPUs. The sources
-    fill it up among themselves; members tell each other by gloo that a bucket is there, and read.
+    broadcast to one another. Barriers over gloo mark each bucket as complete and as read.
     """
 
     reads_ahead = False
@@ -361,7 +357,7 @@ class _IpcGroup(_Group):
     def __init__(self, route: Route, device: torch.device, buffers: list[Tensor]) -> None:
         super().__init__(route, device, buffers)
         self._backend = backend_of(device)
-        self._sources: Any = None  # NCCL's group of them
+        self._sources: Any = None  # their NCCL group
         self._opened: list[Tensor] = []
 
     def buffers(self, size: int) -> list[Tensor]:
@@ -393,7 +389,7 @@ class _IpcGroup(_Group):
         return []
 
     def finish(self) -> None:
-        """Wait until all have filled or read what they were to."""
+        """Wait until all members have filled or read the bucket."""
         self._backend.synchronize()
         options = dist.BarrierOptions()
         options.timeout = _left(self._until_s)
@@ -411,8 +407,8 @@ class _IpcGroup(_Group):
 
 
 class _WithoutWatchdog:
-    """NCCL's watchdog ends the process when a peer has gone, or an operation takes long; here each
-    wait has a deadline of its own. Read when a group is made.
+    """Disables NCCL's watchdog while a group is made, because each wait here has its own deadline.
+    The watchdog would end the process when a peer has gone or an operation is slow.
     """
 
     VARIABLE = "TORCH_NCCL_BLOCKING_WAIT"
@@ -438,7 +434,7 @@ _WITHOUT_WATCHDOG = _WithoutWatchdog()
 
 def _connect(group: Any, device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # of this thread
+        torch.cuda.set_device(device)  # per thread
     group.eager_connect_single_device(device)
 
 
@@ -448,7 +444,7 @@ def exported(tensor: Tensor) -> str:
 
 
 def opened(ticket: bytes, device: torch.device) -> Tensor:
-    """Return another process's memory, on the GPU that this one knows as ``device``."""
+    """Map another process's memory, on the GPU that this process knows as ``device``."""
     _, handle, size, offset, counter, counter_offset, event, waits = json.loads(ticket)
     storage = torch.UntypedStorage._new_shared_cuda(
         device.index,
@@ -464,7 +460,7 @@ def opened(ticket: bytes, device: torch.device) -> Tensor:
 
 
 def open_store(host: str) -> tuple[Any, int]:
-    """Open a store on which groups meet; return it with its port. It ends with this process."""
+    """Open a store where groups meet. Return it and its port. It ends with this process."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     store = dist.TCPStore(  # type: ignore[attr-defined]  # torch lists it nowhere
