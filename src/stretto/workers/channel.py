@@ -1,4 +1,4 @@
-"""The child's side of a process that runs users' code: JSON lines that this code cannot touch."""
+"""The child's side of a process for user code: JSON lines that this code cannot touch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any, NoReturn
 
 
 class Channel:
-    """The original standard input and output, hidden from users' code and its forked children.
+    """The original standard input and output, hidden from user code and its forked children.
 
-    Every line in is ``{"request": number, "body": anything}``; every line out has two more keys
-    than the answer, ``"request"`` with the number that it answers and ``"pid"`` of the sender. The
-    process ends with its parent, however that ends, and whatever it is doing.
+    Every input line is ``{"request": number, "body": anything}``. Every output line has two keys in
+    addition to the answer: ``"request"``, the number that it answers, and ``"pid"`` of the sender.
+    The process ends with its parent, however the parent ends and whatever runs here.
 
     Args:
-        take: is called with each line, on a thread; without it they wait for :meth:`next_request`.
-        leave: is called on a thread once the parent has gone; the process ends when it returns.
+        take: called with each line, on a thread. Without it lines wait for :meth:`next_request`.
+        leave: called on a thread once the parent has gone. The process ends when it returns.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class Channel:
         Thread(target=self._listen, daemon=True).start()
 
     def next_request(self) -> Any:
-        """Return the body of the next request; all that is sent from now on answers it."""
+        """Return the body of the next request. Everything sent from then on answers it."""
         request = json.loads(self._inbox.get())
         self._request = request["request"]
         return request["body"]
 
     def send(self, message: Mapping[str, Any], request: int | None = None) -> None:
-        """Answer a request, the last one by default; end any process but the one asked."""
+        """Answer a request, by default the last one. Ends a forked child that calls it."""
         if os.getpid() != self._pid:
             os._exit(1)
         number = self._request if request is None else request
@@ -57,14 +57,14 @@ class Channel:
                 self._replies.flush()
         except BrokenPipeError:
             if self._leave is None:
-                end_all()  # else it is called soon, and the process ends then
+                end_all()  # otherwise it is called soon and ends the process
 
     def _lose(self) -> None:
         for end in (self._requests, self._replies):
             os.dup2(self._nothing, end.fileno(), inheritable=False)
 
     def _listen(self) -> NoReturn:
-        """Take lines, while users' code works, until the parent goes; then end all it started."""
+        """Read lines while user code runs. Once the parent has gone, end everything it started."""
         for line in self._requests:
             self._take(line)
         if self._leave is not None:
@@ -73,6 +73,6 @@ class Channel:
 
 
 def end_all() -> NoReturn:
-    if os.getpgrp() == os.getpid():  # else it was started by hand, in a group of others
+    if os.getpgrp() == os.getpid():  # otherwise started by hand, in a foreign group
         os.killpg(0, signal.SIGKILL)
     os._exit(0)

@@ -1,16 +1,15 @@
-"""Connections between a driver and its ranks: steps, calls aside, and lines for people.
+"""Connections between a driver and its ranks: steps, calls aside, and lines for the user.
 
-A rank takes steps one after the other, on its main thread. A call aside is answered on a thread of
-its own, also while a step is under way. Each message is a number (8 bytes) and a pickle, tensors by
-value. ::
+A rank takes steps one after the other, on its main thread. A call aside is answered on its own
+thread, even during a step. Each message is a number (8 bytes) and a pickle, tensors by value. ::
 
     to the rank      0 for a step, else the number of a call; (method, arguments)
     to the driver    the same number; Done or Failed
-                     LINE; a line for people
+                     LINE; a line for the user
 
-Over a network only what proves that it has the key is let in, before anything else of it is read:
-by the handshake of :mod:`multiprocessing.connection`, in which neither end sends the key. From then
-on each message is signed (:class:`SignedConnection`). Pipes of this machine need neither.
+Over a network, a peer must prove that it has the key before anything else from it is read. It uses
+the handshake of :mod:`multiprocessing.connection`, in which neither end sends the key. From then on
+each message is signed (:class:`SignedConnection`). Pipes on this machine need neither.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ STEP = 0
 LINE = 2**63
 _NUMBER_BYTES = 8
 _CODE_BYTES = 32
-_HANDSHAKE_S = 10  # in which the other end has to prove its key
-_QUIET_S = 15  # after so much silence the other machine is asked whether it is still there
+_HANDSHAKE_S = 10  # for the peer to prove its key
+_QUIET_S = 15  # silence after which TCP probes the peer
 
 Address = tuple[str, int]
 if TYPE_CHECKING:
@@ -54,12 +53,12 @@ else:
     Raw = Connection
 TO_RANK, TO_DRIVER = b"to the rank", b"to the driver"
 Method = Callable[[str, tuple[Any, ...]], object]
-"""What is called with the name and the arguments of a method."""
+"""Called with the name and the arguments of a method."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The result of a call that went well."""
+    """The result of a successful call."""
 
     result: Any
 
@@ -68,14 +67,14 @@ class Done:
 class Failed:
     """An error that a rank raised."""
 
-    at_s: float  # by the machine's monotonic clock: the first to fail has the cause
-    what: str  # the error in a line, with its place
-    trace: str  # all of the traceback
-    error: StrettoError | None  # itself, where it is one of Stretto that can be pickled
+    at_s: float  # machine's monotonic clock, as the first failure is the cause
+    what: str  # the error in one line, with its location
+    trace: str  # full traceback
+    error: StrettoError | None  # the error, if it is a StrettoError that can be pickled
 
 
 class NotConnectedError(Exception):
-    """A rank's process did not connect; ``what`` happened is empty where it has ended."""
+    """A rank's process did not connect. ``what`` happened is empty if it has ended."""
 
     def __init__(self, rank: int, what: str = "") -> None:
         super().__init__(what)
@@ -83,12 +82,12 @@ class NotConnectedError(Exception):
 
 
 def framed(number: int, content: object) -> memoryview:
-    """Return a message as it is sent; raise PicklingError if the content cannot be."""
+    """Return the bytes of a message. Raises PicklingError if the content cannot be pickled."""
     buffer = io.BytesIO()
     buffer.write(number.to_bytes(_NUMBER_BYTES, "little"))
     try:
         pickle.dump(content, buffer)
-    except (AttributeError, TypeError) as error:  # of local functions, and of locks and the like
+    except (AttributeError, TypeError) as error:  # of local functions, locks and the like
         raise pickle.PicklingError(str(error)) from error
     return buffer.getbuffer()
 
@@ -101,15 +100,15 @@ def _messages(connection: Raw) -> Iterator[tuple[int, memoryview]]:
 
 
 class SignedConnection(Raw):
-    """An end of a connection over a network. Once it has a key, a code goes before each message:
-    HMAC-SHA256 over the direction, the message's number and the message. So what was changed, left
-    out, repeated or sent back on the way raises AuthenticationError, before it is unpickled.
+    """An end of a network connection. With a key, each message is preceded by a code. The code is
+    HMAC-SHA256 over the direction, the message's number and the message. A message that was
+    changed, dropped, repeated or reflected raises AuthenticationError before it is unpickled.
     """
 
     _key = b""
 
     def sign(self, key: bytes, sends: bytes, receives: bytes) -> None:
-        """Sign messages from now on; the other end has the same key, and the directions turned."""
+        """Sign messages from now on. The other end needs the same key and swapped directions."""
         self._key, self._sends, self._receives = key, sends, receives
         self._sent, self._received = itertools.count(), itertools.count()
 
@@ -133,7 +132,7 @@ class SignedConnection(Raw):
 
 
 class DriverConnection:
-    """A rank's end; once the driver's has closed, ``ended`` is called: by default, the end."""
+    """A rank's end. Once the driver's end has closed, calls ``ended``, by default os._exit."""
 
     def __init__(
         self, connection: Raw, aside: Method, ended: Callable[[], None] = lambda: os._exit(0)
@@ -141,12 +140,12 @@ class DriverConnection:
         self._connection, self._aside, self._ended = connection, aside, ended
         self._sending, self._steps = Lock(), SimpleQueue[memoryview]()
         with socket.socket(fileno=os.dup(connection.fileno())) as line:
-            local = line.family == socket.AF_UNIX  # else from this address it reaches the driver
+            local = line.family == socket.AF_UNIX  # otherwise the local address reaches the driver
             self.host: str = "127.0.0.1" if local else line.getsockname()[0]
         Thread(target=self._read, name="connection", daemon=True).start()
 
     def say(self, line: str) -> None:
-        """Send a line for people, unless the driver is gone."""
+        """Send a line for the user, unless the driver is gone."""
         self._send(framed(LINE, line))
 
     def serve(self, take: Method) -> NoReturn:
@@ -165,7 +164,7 @@ class DriverConnection:
     def _answer(self, number: int, call: Callable[[], object]) -> None:
         try:
             message = framed(number, Done(call()))
-        except BaseException as error:  # SystemExit, too, is a failure; or the result cannot travel
+        except BaseException as error:  # also SystemExit, or if the result cannot be pickled
             message = framed(number, _failed(error))
         self._send(message)
 
@@ -185,7 +184,7 @@ def _failed(error: BaseException) -> Failed:
     if is_out_of_memory(error):
         own = OutOfMemoryError(first_line(error))
     what = f"{type(error).__name__}: {error}"
-    if frames and own is None:  # an error of Stretto says all that is needed
+    if frames and own is None:  # a StrettoError needs no location
         last = frames[-1]
         what += f" ({Path(last.filename).name}, line {last.lineno}, in {last.name}: {last.line})"
     return Failed(at_s, what, "".join(traceback.format_exception(error)), own)
@@ -200,14 +199,14 @@ def _travels(error: StrettoError) -> bool:
 
 
 class RankConnection:
-    """A driver's end of the connection to a rank, with a thread for what comes from there."""
+    """A driver's end of the connection to a rank, with a thread that reads from it."""
 
     def __init__(
         self, connection: Raw, say: Callable[[str], None], ended: Callable[[], None] = lambda: None
     ) -> None:
         self._connection, self._say, self._sending = connection, say, Lock()
-        # To wake up the reader, which alone closes: a number that one thread closes may be another
-        # file's before a second thread has read from it, or closed it again.
+        # Wakes up the reader, which alone closes the connection. If another thread closed it, its
+        # file descriptor could be reused before the reader has read from it or closed it again.
         self._socket = socket.socket(fileno=os.dup(connection.fileno()))
         self._ended, self._over = ended, Event()
         self._numbers = itertools.count(STEP + 1)
@@ -219,7 +218,7 @@ class RankConnection:
         return self._asked(STEP, message)
 
     def aside(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """Call a method aside; raise what the rank raised, or RankError if it does not answer."""
+        """Call a method aside. Raises the rank's error, or RankError if it does not answer."""
         number = next(self._numbers)
         future = self._asked(number, framed(number, (method, args)))
         try:
@@ -236,11 +235,11 @@ class RankConnection:
         return answer.result
 
     def wait(self, seconds: float) -> bool:
-        """Wait until the rank's end has closed, as when its process ends; return whether it has."""
+        """Wait until the rank's end has closed, as on exit. Return whether it has."""
         return self._over.wait(seconds)
 
     def close(self) -> None:
-        """End the connection; from any thread, any number of times."""
+        """End the connection. Callable from any thread, any number of times."""
         self.gone = True
         with suppress(OSError):  # it has ended already
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -283,7 +282,7 @@ class RankConnection:
 
 
 class Listener:
-    """The driver's listening socket, for connections over a network by a secret key of its own."""
+    """The driver's listening socket for network connections, with its own secret key."""
 
     def __init__(self, host: str) -> None:
         self.key = secrets.token_bytes(KEY_BYTES)
@@ -326,7 +325,7 @@ def listening_at(host: str) -> socket.socket:
 
 
 def connected(address: Address, key: bytes, number: int, timeout_s: float) -> SignedConnection:
-    """Connect to a listener, which knows this end by a number and lets in by its key."""
+    """Connect to a listener with its key. ``number`` identifies this end."""
     with _handshake(socket.create_connection(address, timeout_s)) as connection:
         answer_challenge(connection, key)
         deliver_challenge(connection, key)
@@ -337,15 +336,15 @@ def connected(address: Address, key: bytes, number: int, timeout_s: float) -> Si
 
 
 def _key_of(key: bytes, said: bytes, answered: bytes) -> bytes:
-    """Return the key of one connection: another for each, so that messages fit no other."""
+    """Derive a connection's own key, so that its messages are invalid on any other."""
     return hmac.digest(key, said + answered, "sha256")
 
 
 @contextmanager
 def _handshake(line: socket.socket) -> Iterator[SignedConnection]:
-    """Make a connection of a socket; the body proves the key, in time, or it is closed."""
+    """Make a connection from a socket. The body must prove the key in time, or it is closed."""
     line.setblocking(True)
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine may vanish unsaid
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine may vanish silently
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     quiet = {"TCP_KEEPIDLE": _QUIET_S, "TCP_KEEPINTVL": _QUIET_S, "TCP_KEEPCNT": 4}
     for option, value in quiet.items():

@@ -1,4 +1,4 @@
-"""The step from a coroutine to a call: it runs a schedule in real time, without torch."""
+"""Runs a coroutine, such as a schedule in real time, from a plain call, without torch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ T = TypeVar("T")
 Calls = SimpleQueue[Callable[[], object] | None]
 
 _calls: ContextVar[Calls | None] = ContextVar("_calls", default=None)
-"""Calls for the thread that called :func:`drive`; ``None`` if the event loop is in that thread."""
+"""Calls for the thread of :func:`drive`. ``None`` if the event loop is in that thread."""
 
 
 def drive(work: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine to its end; in a thread where an event loop runs already, as in a notebook.
-
-    Ctrl-C, or a signal that stands for it (:mod:`stretto.signals`), cancels the coroutine, and is
+    """Run a coroutine to its end, in a thread if an event loop already runs, as in a notebook.
+    Ctrl-C, or a signal treated like it (:mod:`stretto.signals`), cancels the coroutine, and is
     raised once the coroutine has ended.
     """
     try:
@@ -56,8 +55,8 @@ def drive(work: Coroutine[Any, Any, None]) -> None:
 
 
 async def in_caller(call: Callable[[], T]) -> T:
-    """Make a call in the thread that called :func:`drive`. It blocks the event loop if that is in
-    the same thread. Ctrl-C breaks the call off.
+    """Make a call in the thread of :func:`drive`. Ctrl-C interrupts the call. Blocks the event loop
+    if that is in the same thread.
     """
     calls = _calls.get()
     if calls is not None:
@@ -84,8 +83,8 @@ def _settle(answer: Future[T], call: Callable[[], T]) -> None:
 
 
 async def _cancellable(work: Coroutine[Any, Any, None]) -> BaseException | None:
-    """Return the interruption or exit that ended the work: of a task that raises it, asyncio would
-    log that nobody has retrieved it.
+    """Return the interrupt or exit that ended the work. If a task raised it, asyncio would log that
+    nobody retrieved it.
     """
     loop, task, stopped = asyncio.get_running_loop(), asyncio.current_task(), False
     assert task

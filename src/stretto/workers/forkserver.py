@@ -1,8 +1,8 @@
-"""A server that forks processes which have their libraries imported already.
+"""A server that forks processes in which the libraries are already imported.
 
 Importing torch and transformers takes seconds of processor time. A run that needs several processes
-pays for it once: the server imports them, and forks. It runs no tensor operation and starts no
-thread, so that its children may. It ends with the process that started it.
+pays once: the server imports them, and forks. It must run no tensor operation and start no thread,
+so that its children can. It ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ PRELOADED = (
     "stretto.runtime.learner",
     "stretto.runtime.services",
 )
-"""Modules that the server imports; names, as it stands below some of them."""
+"""Modules that the server imports. Names, because some of them are in higher layers."""
 
-NAME = "stretto-rank"  # of the forked processes, where the system can be told one
+NAME = "stretto-rank"  # of the forked processes, if the system supports it
 UNKNOWN = 255  # exit code of a process whose server is gone
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request to fork a rank, and its surroundings."""
+    """A request to fork a rank, with its environment."""
 
     spec: RankSpec
     environment: Mapping[str, str]
-    path: Sequence[str] | None  # for its imports; none for its interpreter's own
+    path: Sequence[str] | None  # sys.path, None for the interpreter's own
     folder: str
 
 
 class Forked:
-    """A process that the server has forked; to be asked about as a ``subprocess.Popen`` is."""
+    """A process forked by the server, with part of the interface of ``subprocess.Popen``."""
 
     def __init__(self, pid: int, server: ForkServer) -> None:
         self.pid, self._server = pid, server
@@ -67,7 +67,7 @@ class Forked:
         return self._code
 
     def wait(self, timeout: float) -> int:
-        """Return the exit code of a process that has ended; else raise TimeoutExpired."""
+        """Return the exit code once the process has ended, or raise TimeoutExpired."""
         until_s = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() >= until_s:
@@ -77,7 +77,7 @@ class Forked:
 
 
 class ForkServer:
-    """The server, as seen from the process that started it; started when it is first needed."""
+    """The server, seen from the process that started it. Starts when first needed."""
 
     def __init__(self, python: str = "", preloaded: Sequence[str] = PRELOADED) -> None:
         self._python, self._preloaded = python, tuple(preloaded)
@@ -98,7 +98,7 @@ class ForkServer:
             server = self._connected()
             try:
                 server.send(request)
-                for descriptor in (connection, 2):  # standard error, as it is here now
+                for descriptor in (connection, 2):  # the current standard error
                     send_handle(server, descriptor, None)
                 pid: int = server.recv()
             except (OSError, EOFError) as error:
@@ -124,7 +124,7 @@ class ForkServer:
         return None if psutil.pid_exists(pid) else UNKNOWN
 
     def _connected(self) -> Raw:
-        mine = self._owner == os.getpid()  # else it is that of the process which forked this one
+        mine = self._owner == os.getpid()  # otherwise the process's that forked this one
         if self._connection and mine and self._process and self._process.poll() is None:
             return self._connection
         ours, theirs = Pipe()
@@ -137,14 +137,14 @@ class ForkServer:
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # keeps the terminal's Ctrl-C from it
+                start_new_session=True,  # shields it from the terminal's Ctrl-C
             )
         self._connection, self._owner = ours, os.getpid()
         return ours
 
 
 SERVER = ForkServer()
-"""The server of this process, for its own interpreter."""
+"""This process's server, for its own interpreter."""
 _SERVERS = {"": SERVER}
 
 
@@ -153,7 +153,7 @@ def server_of(python: str = "") -> ForkServer:
 
 
 class ForkedProcesses:
-    """Processes of ranks on this machine, which print to standard error; see ``ranks.Launched``."""
+    """Processes of ranks on this machine, which print to standard error. See ``ranks.Launched``."""
 
     one_clock = True
 
@@ -179,7 +179,7 @@ class ForkedProcesses:
             if process.poll() is None:
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
-                with suppress(ProcessLookupError):  # what it has started
+                with suppress(ProcessLookupError):  # its children
                     os.killpg(process.pid, signal.SIGKILL)
         for process in self.processes:
             with suppress(subprocess.TimeoutExpired):
@@ -199,7 +199,7 @@ class ForkedProcesses:
 
 
 def serve(descriptor: int, preloaded: Sequence[str]) -> NoReturn:
-    """Import, then answer requests until the other end closes; see the top of this file."""
+    """Import, then answer requests until the other end closes."""
     for ignored in (signal.SIGINT, *ENDING):
         signal.signal(ignored, signal.SIG_IGN)  # in ranks too: their driver decides
     keep_freed_memory()
@@ -207,7 +207,7 @@ def serve(descriptor: int, preloaded: Sequence[str]) -> NoReturn:
         with suppress(ImportError):
             importlib.import_module(module)
     gc.collect()
-    gc.freeze()  # pages that no collection touches stay shared with the children
+    gc.freeze()  # pages without collection stay shared with the children
     connection = Raw(descriptor)
     ended: dict[int, int] = {}
     while True:
@@ -246,7 +246,7 @@ def _become(request: Request, connection: int, printed: int) -> NoReturn:
 
 
 def _reaped(pid: int, known: dict[int, int]) -> int | None:
-    """Return a child's exit code, or ``None`` while it lives; several threads may ask."""
+    """Return a child's exit code, or ``None`` while it lives. Answers repeated queries."""
     if pid not in known:
         try:
             ended, status = os.waitpid(pid, os.WNOHANG)

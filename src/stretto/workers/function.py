@@ -1,4 +1,4 @@
-"""The parent's side of a reward function's process: start it, ask it, and kill it when it hangs."""
+"""The parent's side of a reward function's process: starts, queries and kills it when it hangs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ START_LIMIT_S = 120.0
 """Seconds for the reward function's process to start and import its libraries."""
 
 SLICE_S = 0.5
-"""Longest single wait for a pipe, in seconds. A wait that takes twice as long was a pause."""
+"""Longest single wait for a pipe, in seconds. A wait of twice that means a pause."""
 
 KILLS = {
     -number
@@ -38,10 +38,10 @@ class Answers(NamedTuple):
     """The answer of a reward function to one request.
 
     Attributes:
-        verdicts: of the samples, each with its place among them as "at".
-        trouble: why not all samples have one, if so.
+        verdicts: of the samples, each with its index in the request as "at".
+        trouble: why some samples have none, if so.
         late: whether the time limit was the reason.
-        outside: whether the process was ended, or paused, by something else than the function.
+        outside: whether something other than the function ended or paused the process.
     """
 
     verdicts: Sequence[Mapping[str, Any]]
@@ -51,7 +51,7 @@ class Answers(NamedTuple):
 
 
 class _MismatchError(Exception):
-    """A line came that does not answer the request, or not from the process that was asked."""
+    """A line does not answer the request, or is from another process."""
 
 
 class _LostError(Exception):
@@ -59,14 +59,14 @@ class _LostError(Exception):
 
 
 class FunctionProcess:
-    """The process of a reward function and its JSON lines; every wait has a deadline.
+    """The process of a reward function and its JSON lines. Every wait has a deadline.
 
     A process that is killed, or paused until its deadline, has not answered for the function. It is
-    replaced once for each request, and so is one that is killed while it starts.
+    replaced once per request, and once if killed during its start.
 
     Args:
-        opening: names the function, see :mod:`stretto.scoring.worker`.
-        limit_each: apply the time limit to each verdict rather than to all of a request.
+        opening: names the function. See :mod:`stretto.scoring.worker`.
+        limit_each: apply the time limit to each verdict rather than to a full request.
     """
 
     def __init__(self, opening: Mapping[str, Any], *, limit_each: bool = False) -> None:
@@ -78,7 +78,7 @@ class FunctionProcess:
         self._unread, self._request = b"", 0
 
     def start(self) -> dict[str, Any]:
-        """Start the process; return what it says of the reward function, or raise why it cannot."""
+        """Start the process and return its description of the function. Raises if it cannot."""
         try:
             return self._start()
         except _LostError as error:
@@ -133,7 +133,7 @@ class FunctionProcess:
         )
 
     def ask(self, samples: Sequence[Mapping[str, Any]], timeout_s: float) -> Answers:
-        """Have samples scored. After a lost process all are asked again: a function may compare."""
+        """Score samples. After a lost process, asks for all again, as a function may compare."""
         answers = self._ask(samples, timeout_s)
         if answers.outside:
             _log.warning("reward function %s: %s; asking once more", self._name, answers.trouble)
@@ -160,7 +160,7 @@ class FunctionProcess:
                     deadline = _Deadline(timeout_s)
             if answer["done"] is None and places:
                 raise _MismatchError(f"it gave {len(verdicts)} verdicts for {len(samples)} samples")
-        except BaseException as error:  # a half-read answer would be taken for the next one's
+        except BaseException as error:  # a half-read answer would be mistaken for the next one's
             code = self._exit_code() if isinstance(error, EOFError) else None
             paused = isinstance(error, TimeoutError) and _is_paused(self._pid)
             self.close()
@@ -218,9 +218,7 @@ class FunctionProcess:
 
 
 class _Deadline:
-    """A time limit from now on. Pauses of this process (Ctrl-Z, a debugger, a suspended machine)
-    extend it.
-    """
+    """A time limit from now on. Pauses of this process (Ctrl-Z, a debugger, suspend) extend it."""
 
     def __init__(self, seconds: float) -> None:
         self._at_s = time.monotonic() + seconds
@@ -232,7 +230,7 @@ class _Deadline:
                 began_s = time.monotonic()
                 left_s = max(self._at_s - began_s, 0.0)
                 slice_s = min(left_s, SLICE_S)
-                if selector.select(slice_s):  # even without time left: the answer may be there
+                if selector.select(slice_s):  # even without time left, as the answer may have come
                     return
                 paused_s = time.monotonic() - began_s - slice_s
                 if paused_s > SLICE_S:
@@ -242,7 +240,7 @@ class _Deadline:
 
 
 def _is_paused(pid: int) -> bool:
-    """Return whether a process was stopped by a signal, where the system tells."""
+    """Return whether a signal stopped a process, if the system has /proc."""
     with contextlib.suppress(OSError, IndexError):
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return state in ("T", "t")
@@ -250,10 +248,8 @@ def _is_paused(pid: int) -> bool:
 
 
 def start_child(module: str) -> subprocess.Popen[bytes]:
-    """Start a process that runs users' code.
-
-    A session of its own keeps the terminal's Ctrl-C from it, and makes a group to kill it by. -P
-    keeps files of the working directory from standing in for libraries of their name.
+    """Start a process for user code. Its own session shields it from the terminal's Ctrl-C and
+    forms a group to kill. -P keeps files in the working directory from shadowing libraries.
     """
     command = [sys.executable, "-P", "-m", module]
     pipe = subprocess.PIPE
@@ -263,10 +259,8 @@ def start_child(module: str) -> subprocess.Popen[bytes]:
 
 
 def _reap(process: subprocess.Popen[bytes]) -> None:
-    """Wait for the end of a process, and end its group at once.
-
-    A process that somebody kills is thus not listed as a zombie until its next call. Later the
-    system may give its number to another group.
+    """Wait for the end of a process, and end its group at once. A killed process thus is no zombie
+    until its next call. The group must end now because the system may later reuse its number.
     """
     process.wait()
     _kill_group(process)
@@ -278,8 +272,8 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its group, now."""
-    if process.returncode is None:  # else the thread that reaped it has ended the group
+    """End a process and its group immediately."""
+    if process.returncode is None:  # otherwise the reaping thread has ended the group
         _kill_group(process)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=5.0)

@@ -1,4 +1,4 @@
-"""Groups of ranks that hold services, and the executors that call these."""
+"""Groups of ranks that hold services, and the executors that call them."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from stretto.workers.ranks import Ranks
 from stretto.workers.services import Service, ServiceTensors, offloaded_of
 from stretto.workers.threads import Executor, WorkerThread
 
-SAMPLES = 5  # round trips by which the distance of two clocks is measured
-SLOW = 20.0  # times as long as usual, and a call is taken to hang
-QUICK_S = 300.0  # in which no call is
-ALONE_S = 60.0  # that a rank with an error waits for the others, which may wait for it elsewhere
-OWN_DEADLINES = frozenset({"load"})  # methods that look after it themselves
-KNOWN, LATEST = 5, 31  # calls after which the usual time is known, and those that tell it
+SAMPLES = 5  # round trips to measure the offset of two clocks
+SLOW = 20.0  # multiple of the usual time after which a call is assumed to have hung
+QUICK_S = 300.0  # no call hangs sooner
+ALONE_S = 60.0  # how long a failed rank waits for ranks that may be stuck elsewhere
+OWN_DEADLINES = frozenset({"load"})  # methods with their own deadlines
+KNOWN, LATEST = 5, 31  # calls until the usual time is known, and calls that it is computed from
 
 Makes = Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]]
-"""How each service is made, by name: an importable function, and its arguments."""
+"""How to make each service, by name: an importable function and its arguments."""
 
 
 class Host:
-    """The holder of services in a rank; keeps them alive through errors that a run may survive."""
+    """Holds the services of a rank, and keeps them alive through recoverable errors."""
 
     def __init__(self, rank: int, makes: Makes) -> None:
         self._rank, self._services = rank, dict[str, Service]()
@@ -48,10 +48,10 @@ class Host:
         self._tensors = ServiceTensors(self._services)
 
     def call(self, service: str, method: str, args: tuple[Any, ...]) -> object:
-        """Return a method's result, or the error of Stretto that it raised; the rank lives on.
-
-        What all ranks return alike is compared, and the first rank alone has it; raises RankError
-        if it differs. Raises an error of this rank alone, after which the others wait for it.
+        """Return a method's result, or the StrettoError that it raised. The rank lives on. Results
+        that must be equal on all ranks are compared, and only the first rank returns them. Raises
+        RankError if they differ. Raises the error itself if only this rank failed, because the
+        other ranks then wait for it.
         """
         try:
             self._tensors.begin(service, method)
@@ -65,7 +65,7 @@ class Host:
         return self._tensors.noted(result)
 
     def _meet(self, result: object, alike: bool) -> None:
-        """Wait until the method has ended on all ranks; compare results by a checksum."""
+        """Wait until the method has ended on all ranks. Compare results by a checksum."""
         failed = isinstance(result, StrettoError)
         value = result.value if alike and isinstance(result, Reply) else None
         own = torch.tensor([failed, zlib.crc32(pickle.dumps(value))])
@@ -96,26 +96,26 @@ class Host:
 
 
 class ServiceGroup:
-    """A group of ranks with services, called one at a time; it can be replaced once it is dead."""
+    """A group of ranks with services, called one at a time, and replaceable once dead."""
 
-    ranks: Ranks  # of the present generation
+    ranks: Ranks  # of the current generation
     worker: WorkerThread  # makes the calls
 
     def __init__(
         self,
         name: str,  # for messages
-        launch: Callable[[], Ranks],  # starts ranks with a Host each; called again to replace them
+        launch: Callable[[], Ranks],  # starts ranks with a Host each, also to replace them
         clock: Clock | None = None,
         *,
-        replaceable: bool = True,  # the ranks hold nothing that would be lost with them
-        restarts: int = 0,  # if a rank dies while they start for the first time
-        say: Callable[[str], None] = lambda _: None,  # gets a line for each of these
+        replaceable: bool = True,  # the ranks hold no state that would be lost
+        restarts: int = 0,  # if a rank dies during the first start
+        say: Callable[[str], None] = lambda _: None,  # gets a line for each restart
     ) -> None:
         self.name, self._launch, self._clock = name, launch, clock or RealClock()
         self.replaceable = replaceable
-        self.generation = 0  # groups that have died or been ended before this one
+        self.generation = 0  # how often the group was replaced
         self._restarting = asyncio.Lock()
-        self._paces: dict[tuple[str, str], deque[float]] = {}  # seconds of calls, by their amount
+        self._paces: dict[tuple[str, str], deque[float]] = {}  # seconds per unit of amount, by call
         self._closed, self._ahead_s = False, 0.0
         for restart in range(1, restarts + 2):
             try:
@@ -124,11 +124,11 @@ class ServiceGroup:
             except RankError as error:
                 if error.code != "rank-died" or restart > restarts:
                     raise
-                what = str(error).partition("; mend the cause")[0]  # it goes on by itself
+                what = str(error).partition("; mend the cause")[0]  # it restarts by itself
                 say(f"{what} (restart {restart} of {restarts})")
 
     def ask(self, service: str, method: str, *args: Any) -> Any:
-        """Return a method's result; a reply with times by this process's clock. Blocks."""
+        """Return a method's result. A reply's times are by this process's clock. Blocks."""
         paces = self._paces.setdefault((service, method), deque(maxlen=LATEST))
         size, sent_s = amount(method, args), self._clock.now()
         limit_s = None if method in OWN_DEADLINES else deadline_s(paces, size)
@@ -154,7 +154,7 @@ class ServiceGroup:
         return answer.shifted(self._ahead_s)
 
     async def restart(self, seen: int) -> None:
-        """Replace the ranks, unless another role has done so since a generation was seen."""
+        """Replace the ranks, unless another role has done so since generation ``seen``."""
         if not self.replaceable:
             raise RankError(
                 f"the processes of the {self.name} hold what is trained, and are not replaced; go "
@@ -166,7 +166,7 @@ class ServiceGroup:
                 await asyncio.to_thread(self._replace)
 
     def close(self) -> None:
-        """End the ranks, at work or not; from any thread, any number of times."""
+        """End the ranks, even at work. Callable from any thread, any number of times."""
         self._closed = True
         self._end()
 
@@ -176,7 +176,7 @@ class ServiceGroup:
         if self._closed:
             raise RankError(f"the process of the {self.name} was ended with the run")
         self._open()
-        if self._closed:  # the run has ended meanwhile
+        if self._closed:  # the run ended meanwhile
             self._end()
 
     def _end(self) -> None:
@@ -201,27 +201,27 @@ class ServiceGroup:
             after_s = self._clock.now()
             return after_s - before_s, (before_s + after_s) / 2 - theirs_s
 
-        return min(trip() for _ in range(SAMPLES))[1]  # by the shortest one
+        return min(trip() for _ in range(SAMPLES))[1]  # by the shortest trip
 
 
 def amount(method: str, args: Sequence[Any]) -> float:
-    """Return by what the time of a call grows: tokens to decode or to train on, or nothing."""
+    """Return the size that a call's time is proportional to, for example tokens to decode."""
     if method == "decode":
         return float(args[0])
     return float(max(args[0].total_tokens, 1)) if method == "train" else 1.0
 
 
 def deadline_s(paces: Sequence[float], size: float) -> float | None:
-    """Return a call's time limit by earlier calls and its amount; ``None`` if too few are known."""
+    """Return a call's time limit from earlier calls. ``None`` if too few are known."""
     return max(QUICK_S, SLOW * median(paces) * size) if len(paces) >= KNOWN else None
 
 
 def ahead(known_s: float, works: Sequence[Work], sent_s: float, came_s: float) -> float:
-    """Return by how much this process's clock is ahead: as before, as far as a call allows."""
+    """Return this process's clock offset, corrected as little as a call's times allow."""
     if not works:
         return known_s
-    # Clocks drift apart over hours. But no work begins before its call was sent, and none ends
-    # after its answer has come.
+    # Clocks drift apart over hours. But no work starts before its call was sent, and none ends
+    # after its answer arrived.
     least_s = sent_s - min(work.start_s for work in works)
     most_s = came_s - max(work.end_s for work in works)
     if least_s > most_s:  # the work took longer by its own clock than by this one
@@ -230,7 +230,7 @@ def ahead(known_s: float, works: Sequence[Work], sent_s: float, came_s: float) -
 
 
 class GroupExecutor:
-    """An executor that calls one service of a group."""
+    """Calls one service of a group."""
 
     def __init__(self, group: ServiceGroup, service: str) -> None:
         self._group, self._service, self.generation = group, service, group.generation

@@ -1,8 +1,8 @@
-"""One rank of a group: it joins, makes an object, and answers calls of its methods.
+"""One rank of a group: joins, makes an object, and answers calls of its methods.
 
 The same :class:`Rank` works under every launcher, which gives it its :class:`RankSpec` and a
-connection to its driver. It takes these steps: ``listen`` (rank 0), ``join``, ``make``, and then
-``call`` repeatedly. It ends with its driver, however that ends, whatever the rank is doing.
+connection to its driver. Its steps are ``listen`` (rank 0), ``join``, ``make``, and then ``call``
+repeatedly. It ends with its driver, however the driver ends and whatever the rank is doing.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from stretto.errors import RankError
 from stretto.models.backend import keep_freed_memory
 from stretto.workers.connection import Address, DriverConnection, Raw, listening_at
 
-PACKAGES = ("stretto", "torch", "transformers", "ray")  # of which all ranks must have one version
+PACKAGES = ("stretto", "torch", "transformers", "ray")  # must have equal versions on all ranks
 
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """A rank under every launcher: its ``index`` among ``world`` ranks, and how it works."""
+    """A rank's settings under every launcher: its ``index`` among ``world`` ranks, and so on."""
 
     index: int
     world: int
     backend: str = "gloo"
-    threads: int = 1  # of torch; 0 leaves its choice
-    device: str = "cpu"  # as torch names it there
-    interface: str = ""  # of the group; by default that by which the driver is reached
-    timeout_s: float = 600.0  # for joining, and for each of the group's collectives
-    log: str = ""  # file for all that the process prints
+    threads: int = 1  # of torch, 0 for its default
+    device: str = "cpu"  # torch's name of it on that machine
+    interface: str = ""  # of the group, by default the one that reaches the driver
+    timeout_s: float = 600.0  # for joining, and for each collective of the group
+    log: str = ""  # file for everything the process prints
 
 
 class Rank:
-    """A rank. It knows nothing of what its object does."""
+    """A rank. It is independent of what its object does."""
 
     def __init__(self, spec: RankSpec, connection: Raw) -> None:
         keep_freed_memory()
@@ -60,20 +60,20 @@ class Rank:
         self._driver.serve(lambda step, arguments: getattr(self, step)(*arguments))
 
     def listen(self) -> Address:
-        """Open the socket of the group's store; return where it is."""
+        """Open the socket of the group's store and return its address."""
         interface = self._spec.interface
         self._listener = listening_at(address_of(interface) if interface else self._driver.host)
         address: Address = self._listener.getsockname()[:2]
         return address
 
     def join(self, host: str, port: int) -> Facts:
-        """Join the process group, whose store is there; return what there is at this place."""
+        """Join the process group at the store's address, and describe this process."""
         spec = self._spec
         if spec.log:
             tell_warnings(self._driver.say)
             _print_to(Path(spec.log))
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            if name not in os.environ:  # they listen where the machine's name, or the network, is
+            if name not in os.environ:  # defaults follow the machine's name or network
                 os.environ[name] = spec.interface or interface_of(self._driver.host)
         import torch
         import torch.distributed as dist
@@ -104,12 +104,12 @@ class Rank:
         return getattr(self._made, method)(*arguments)
 
     def aside(self, method: str, arguments: tuple[Any, ...]) -> object:
-        """Call ``stacks``, ``used_bytes``, or a method of the object, while a step is taken."""
+        """Call ``stacks``, ``used_bytes``, or a method of the object, while a step runs."""
         if method == "stacks":
             return stacks()
         if method == "used_bytes":
             return used_bytes(self._spec.device)
-        if self._spec.device.startswith("cuda"):  # a thread begins at the first GPU
+        if self._spec.device.startswith("cuda"):  # a new thread starts on the first GPU
             import torch
 
             torch.cuda.set_device(self._spec.device)
@@ -117,8 +117,8 @@ class Rank:
 
 
 def used_bytes(device: str) -> dict[str, int]:
-    """Return bytes of this process by metric: what is resident, and of a GPU that it has begun to
-    use what torch's tensors take, what torch has reserved, and the most that tensors took.
+    """Return this process's memory in bytes by metric. Resident memory, and on a GPU already in use
+    the memory allocated for tensors, reserved by torch, and allocated at the peak.
     """
     import torch
 
@@ -131,7 +131,7 @@ def used_bytes(device: str) -> dict[str, int]:
 
 
 def stacks() -> str:
-    """Return what every thread of this process is doing, for people."""
+    """Return the stack of every other thread of this process, for people."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     own = threading.get_ident()
     parts = []
@@ -143,7 +143,7 @@ def stacks() -> str:
 
 
 def tell_warnings(say: Callable[[str], None]) -> None:
-    """Have each of Python's warnings, and of log records from WARNING up, said once for people."""
+    """Report each Python warning, and each log record from WARNING up, once to the user."""
     from transformers.utils import logging as of_transformers
 
     print_warning, once = warnings.showwarning, cache(say)
@@ -160,13 +160,13 @@ def tell_warnings(say: Callable[[str], None]) -> None:
     root = logging.getLogger()
     root.addHandler(logging.StreamHandler())
     root.addHandler(LineHandler(logging.WARNING))
-    # It prints its records itself, and passes them on only where CI is in the environment.
+    # It prints records itself, and propagates them only if CI is in the environment.
     of_transformers.disable_default_handler()
     of_transformers.enable_propagation()
 
 
 def _print_to(log: Path) -> None:
-    """Send what this process prints, from whatever language, to the end of a file."""
+    """Append everything that this process prints, from any language, to a file."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
         sys.stdout.flush()
@@ -176,7 +176,7 @@ def _print_to(log: Path) -> None:
 
 
 def address_of(interface: str) -> str:
-    """Return the address of a network interface; raise RankError if there is none of that name."""
+    """Return a network interface's address. RankError if no interface has that name."""
     names = psutil.net_if_addrs()
     for family in (socket.AF_INET, socket.AF_INET6):
         for entry in names.get(interface, ()):
@@ -190,7 +190,7 @@ def address_of(interface: str) -> str:
 
 
 def interface_of(address: str) -> str:
-    """Return the network interface with an address; raise RankError if there is none."""
+    """Return the network interface with an address. RankError if there is none."""
     for name, entries in psutil.net_if_addrs().items():
         if any(str(entry.address).partition("%")[0] == address for entry in entries):
             return str(name)
@@ -203,17 +203,17 @@ def interface_of(address: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The facts about one rank's place."""
+    """Facts about one rank's process and machine."""
 
     node: str  # name of the machine
     pid: int
-    versions: Mapping[str, str]  # of Python and PACKAGES; empty for one that is not installed
+    versions: Mapping[str, str]  # of Python and PACKAGES, empty if not installed
     threads: int  # of torch
-    device_id: str  # the UUID of the GPU that the rank computes on; empty on a CPU
+    device_id: str  # UUID of the rank's GPU, empty on a CPU
 
 
 def facts(device: str) -> Facts:
-    """Look at this process's place."""
+    """Collect the facts about this process."""
     import torch
 
     on_gpu = device.startswith("cuda")
@@ -245,10 +245,9 @@ def check(
     devices: Mapping[str, str] = MappingProxyType({}),
     apart: Collection[str] = (),
 ) -> None:
-    """Compare what ranks found, by their names, with each other and with the plan.
-
-    Ranks ``apart`` have an interpreter of their own: as they speak pickles of Stretto's data, its
-    version and Python's minor one are all that they share.
+    """Compare the ranks' facts, by name, with each other and with the plan. Ranks in ``apart`` have
+    their own interpreter. As they exchange pickles of Stretto's data, only Stretto's version and
+    Python's minor version must agree.
     """
     names = list(ranks)
     for name in names[1:]:

@@ -1,4 +1,4 @@
-"""Ranks: processes that form a group, and end together."""
+"""Ranks: processes that form a group and end together."""
 
 from __future__ import annotations
 
@@ -31,37 +31,36 @@ from stretto.workers.rank import Facts, RankSpec
 
 START = "its start"
 LISTEN, JOIN, MAKE = (f"{START} ({what})" for what in ("listening", "joining its group", "loading"))
-SAY_EVERY_S = 30.0  # that a start is waited for
-PATIENCE_S = 2.0  # to wait for an answer aside of a rank that may hang
+SAY_EVERY_S = 30.0  # seconds between reports during a start
+PATIENCE_S = 2.0  # for an answer aside from a rank that may hang
 NO_WORDS: Mapping[str, str] = MappingProxyType({})
-_END_S = 5.0  # for connections to end after their processes have been ended
-_LAST_LINES = 20  # of a rank's log, that are shown when it has died
+_END_S = 5.0  # for connections to close once their processes have ended
+_LAST_LINES = 20  # of a rank's log, to show when it has died
 
 
 class Launched(Protocol):
-    """Processes that a launcher has started, a :class:`~stretto.workers.rank.Rank` each."""
+    """Processes started by a launcher, with one :class:`~stretto.workers.rank.Rank` each."""
 
     one_clock: bool
     """Whether all are on one machine."""
 
     def connect(self, timeout_s: float) -> Sequence[Raw]:
-        """Wait for the connection to each; raise NotConnectedError if one has ended or is late."""
+        """Wait for each connection. Raises NotConnectedError if one has ended or is late."""
 
     def kill(self) -> None:
-        """End all, at work or not; from any thread, any number of times."""
+        """End all, even at work. Callable from any thread, any number of times."""
 
     def ended(self, rank: int) -> tuple[str, Sequence[str]]:
-        """Say how a rank ended, as in 'ended with exit code 3', and what else is known of it."""
+        """Describe how a rank ended, such as 'ended with exit code 3', with further notes."""
 
     def where(self, rank: int, facts: Facts | None) -> str:
-        """Say where a rank is, as in 'pid 17'."""
+        """Describe a rank's location, such as 'pid 17'."""
 
 
 class Ranks:
-    """Processes that form a ``torch.distributed`` group; all end when one fails, or this process.
-
-    Once the group is there, ``make(rank, *arguments)`` is called on each; methods of what it
-    returns can be called, one at a time. What is sent is pickled, tensors by value.
+    """Processes of a ``torch.distributed`` group. All end when one fails, or when this process
+    does. Once the group exists, each process calls ``make(rank, *arguments)``. Methods of the
+    result can be called, one at a time. Data is pickled, tensors by value.
     """
 
     def __init__(
@@ -72,21 +71,21 @@ class Ranks:
         *,
         launch: Callable[[Sequence[RankSpec]], Launched] = ForkedProcesses,
         backend: str = "gloo",  # or nccl, with a GPU each
-        threads: int = 1,  # of each rank's torch; 0 leaves its choice
-        devices: Sequence[str] = (),  # as torch names them there; by default CPUs, with nccl GPUs
-        interface: str = "",  # of the group; by default that by which ranks reach this process
+        threads: int = 1,  # of each rank's torch, 0 for its default
+        devices: Sequence[str] = (),  # torch's names there, by default CPUs, with nccl GPUs
+        interface: str = "",  # of the group, by default the one that reaches this process
         timeout_s: float = 600.0,  # for each phase of the start, and each collective of the group
-        patient: bool = False,  # make may take as long as it does
-        logs: Sequence[Path] = (),  # for what each prints, on its machine; else as launched
-        patience_s: float = 1.0,  # after an error, to look whether it came of another rank's death
-        role: str = "",  # of a process that is alone, for messages
+        patient: bool = False,  # no time limit for make
+        logs: Sequence[Path] = (),  # for each rank's output, on its machine
+        patience_s: float = 1.0,  # after an error, to learn whether another rank's death caused it
+        role: str = "",  # of a single process, for messages
         words: Mapping[str, str] = NO_WORDS,  # nouns for methods' work, for messages
-        say: Callable[[str], None] = lambda _: None,  # gets warnings, where there are logs
+        say: Callable[[str], None] = lambda _: None,  # gets warnings, if there are logs
         check: Callable[[Sequence[Facts]], None] = lambda _: None,  # called before make
         begun: Callable[[Ranks], None] = lambda _: None,  # may close this meanwhile
     ) -> None:
-        self.remedy = "start again"  # when the cause of a failure is mended; for messages
-        self.facts: list[Facts] = []  # what each rank found at its place
+        self.remedy = "start again"  # after the cause of a failure is fixed, for messages
+        self.facts: list[Facts] = []  # each rank's description of its process
         self._size, self._patience_s, self._timeout_s = size, patience_s, timeout_s
         self._role, self._words, self._logs = role, words, logs
         self._calling, self._closed = Lock(), False
@@ -108,7 +107,7 @@ class Ranks:
             )
             for rank in range(size)
         ]
-        with self._calling:  # what dies now is told here
+        with self._calling:  # deaths from now on are reported here
             self._launched = launch(specs)
             self._end = weakref.finalize(self, _end, self._launched, self._connections)
             try:
@@ -124,8 +123,9 @@ class Ranks:
                 raise
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
-        """Call a method on all ranks at once; return the results. RankError has what was raised, or
-        says which did not answer in time; at half of it a line does.
+        """Call a method on all ranks at once and return the results. Raises a RankError with the
+        error raised by a rank, or with the ranks that did not answer in time. Reports slow ranks
+        after half of that time.
         """
         return self._call(method, repeat(_step("call", method, args), self._size), timeout_s)
 
@@ -133,7 +133,7 @@ class Ranks:
         return self._call(method, (_step("call", method, args) for args in per_rank))
 
     def aside(self, rank: int, method: str, *args: Any, timeout_s: float = PATIENCE_S) -> Any:
-        """Call a method of a rank while another is under way; see :meth:`RankConnection.aside`."""
+        """Call a rank's method during another call, see :meth:`RankConnection.aside`."""
         connection = self._connections[rank]
         try:
             return connection.aside(method, *args, timeout_s=timeout_s)
@@ -143,7 +143,7 @@ class Ranks:
             raise self._died or self._death(rank, f"in the middle of '{method}'") from error
 
     def stacks(self) -> str:
-        """Return what every thread of every rank is doing, for people; for those that answer."""
+        """Return the stacks of all threads of each rank that answers, for people."""
         parts = []
         for rank in range(len(self._connections)):
             facts = self.facts[rank] if self.facts else None
@@ -155,7 +155,7 @@ class Ranks:
         return "\n\n".join(parts)
 
     def used_bytes(self) -> list[Mapping[str, int]]:
-        """Return each rank's memory by metric; nothing of a rank that does not answer."""
+        """Return each rank's memory by metric, empty for a rank that does not answer."""
         used: list[Mapping[str, int]] = [{}] * len(self._connections)
         for rank in range(len(used)):
             with contextlib.suppress(RankError):
@@ -163,13 +163,13 @@ class Ranks:
         return used
 
     def watch(self, tell: Callable[[RankError], None]) -> None:
-        """Have a death between two calls told at once, on a thread, and raised by the next call."""
+        """Report a death between two calls at once, on a thread. The next call raises it too."""
         self._tell = tell
         if self._died:
             tell(self._died)
 
     def close(self) -> None:
-        """End all ranks, at work or not; from any thread, any number of times."""
+        """End all ranks, even at work. Callable from any thread, any number of times."""
         self._closed = True
         self._end()
 
@@ -197,7 +197,7 @@ class Ranks:
                 raise self._died or _ended()
             try:
                 return self._take(self._words.get(method, f"'{method}'"), messages, timeout_s)
-            except BaseException:  # Ctrl-C too: ranks in the middle of work are of no more use
+            except BaseException:  # Ctrl-C too: ranks interrupted in a step cannot be used again
                 self.close()
                 raise
 
@@ -213,8 +213,8 @@ class Ranks:
         timeout_s: float | None = None,
         every_s: float = math.inf,
     ) -> list[Any]:
-        """Have ranks take a step, from the first on; return the results when none has failed. A
-        line says which are waited for, every so many seconds and at half of the time.
+        """Run a step on the ranks, starting with the first. Return the results unless one failed.
+        Reports the ranks still at work every ``every_s`` seconds, and after half of the limit.
         """
         began_s = time.monotonic()
         limit_s = math.inf if timeout_s is None else timeout_s
@@ -224,7 +224,7 @@ class Ranks:
             raise _ended()
         silent = {future: rank for rank, future in enumerate(asked)}
         raised: list[tuple[int, Failed]] = []
-        say_s = began_s + min(every_s, limit_s / 2)  # when a line is said
+        say_s = began_s + min(every_s, limit_s / 2)  # time of the next report
         while silent:
             next_s = min(say_s, end_s)
             left_s = None if next_s == math.inf else max(0.0, next_s - time.monotonic())
@@ -261,7 +261,7 @@ class Ranks:
         return [answer.result for future in asked if isinstance(answer := future.result(), Done)]
 
     def _has_ended(self, rank: int) -> None:
-        """Tell of a rank that ended between two calls; a call under way finds out by itself."""
+        """Report a rank that ended between two calls. A call in progress detects it itself."""
         with self._calling:
             if self._closed:
                 return
@@ -270,7 +270,7 @@ class Ranks:
         self._tell(error)
 
     def _death(self, rank: int, when: str, raised: Sequence[tuple[int, Failed]] = ()) -> RankError:
-        """Return the error of a rank that closed its end, after others may have raised."""
+        """Return the error for a rank that closed its end, after other ranks may have raised."""
         if self._closed:
             return RankError(f"the ranks were ended {when}", code="ranks-ended")
         how, notes = self._launched.ended(rank)

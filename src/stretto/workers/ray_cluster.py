@@ -1,4 +1,4 @@
-"""Ray for one run: a cluster to be on, places for the ranks there, and ranks as actors."""
+"""Ray for one run: connecting to a cluster, places for the ranks there, and ranks as actors."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ from stretto.workers.connection import Address, Listener, NotConnectedError, Raw
 if TYPE_CHECKING:
     from stretto.workers.rank import Facts, RankSpec
 
-OBJECT_STORE_BYTES = 200 * 2**20  # of a cluster that is started here, which needs none of it
+OBJECT_STORE_BYTES = 200 * 2**20  # of a cluster started here, as the store is unused
 PATTERNS = (
     "NCCL_*", "GLOO_*", "TORCH_*", "PYTORCH_*", "OMP_*", "MKL_*", "GOMP_*", "HF_*",
     "TRANSFORMERS_*", "TOKENIZERS_*", "WANDB_*", "VLLM_*", "CUDA_*", "STRETTO_*",
 )  # fmt: skip
-"""Names of variables that are forwarded. All others stay: most belong to this machine."""
+"""Names of forwarded variables. The rest stay here, as most concern only this machine."""
 
 _PLACED = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
-"""Variables by which each rank is told its GPU; the driver's would put all of them on one."""
+"""Variables that give each rank its GPU. The driver's would put all ranks on one."""
 _SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASS|CREDENTIALS?|AUTH)S?(_|$)")
 _LOGIN = re.compile(r"://[^/]*@")
 
 _REASON_S = 2.0  # for Ray to learn how an actor ended
-_NO_MEMORY = "low on memory"  # what Ray says when its memory monitor has killed a process
+_NO_MEMORY = "low on memory"  # Ray's words if its memory monitor has killed a process
 _CONNECT_S = 10.0
 _SAY_EVERY_S = 30.0
 _MISSED = (ConnectionError, RuntimeError, ValueError, TimeoutError)
-"""What Ray raises where it cannot connect."""
+"""What Ray raises if it cannot connect."""
 
 
 class Bundle(NamedTuple):
-    """The CPUs and GPUs of one node that a place holds."""
+    """The CPUs and GPUs that a place holds on one node."""
 
     cpus: float = 1.0
     gpus: float = 0.0
 
 
 class Cluster(NamedTuple):
-    """A cluster that was found, and what its living nodes have together."""
+    """A running cluster, with the totals of its living nodes."""
 
     address: str
     nodes: int
@@ -63,21 +63,20 @@ class Cluster(NamedTuple):
 
 
 class RayCluster:
-    """Ray's places for the ranks of one run, all of one placement group.
-
-    A cluster that runs is on ``host:port``, or ``auto``: that of this machine. Without an address
-    one of this machine alone is started, unless the process is connected to one already.
+    """Ray's places for the ranks of one run, all in one placement group. The address of a running
+    cluster is ``host:port``, or ``auto`` for this machine's. Without an address, starts a cluster
+    on this machine only, unless the process is already connected to one.
     """
 
     def __init__(
         self,
-        bundles: Sequence[Bundle],  # the places, by position; each is on one node
+        bundles: Sequence[Bundle],  # the places, by position, each on one node
         *,
         address: str = "",
-        cpus: int | None = None,  # of a cluster that is started here; else Ray counts
+        cpus: int | None = None,  # of a cluster started here, by default Ray's count
         gpus: int | None = None,
         timeout_s: float = 600.0,
-        also: Iterable[str] = (),  # more names of variables that are forwarded to the ranks
+        also: Iterable[str] = (),  # names of further variables to forward to the ranks
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.bundles = tuple(bundles)
@@ -112,7 +111,7 @@ class RayCluster:
         return PlacementGroupSchedulingStrategy(self._group, self._indices[place])
 
     def close(self) -> None:
-        """Give the places back, and end the cluster if it was started here; any number of times."""
+        """Free the places, and end a cluster started here. Callable any number of times."""
         import ray
 
         group, self._group = self._group, None
@@ -125,7 +124,7 @@ class RayCluster:
 
     def _wait(self, timeout_s: float) -> None:
         began_s = said_s = time.monotonic()
-        while not self._group.wait(1):  # short, so that Ctrl-C is heard
+        while not self._group.wait(1):  # short, so that Ctrl-C is handled
             now_s = time.monotonic()
             if now_s - began_s >= timeout_s:
                 raise ConfigError(
@@ -145,11 +144,11 @@ class RayCluster:
 
 
 def by_node(bundles: Sequence[Bundle], nodes: Sequence[tuple[str, str]]) -> list[int]:
-    """Order bundles, among equal ones, so that neighbours are on one node, in a stable order."""
+    """Order equal bundles so that neighbours share a node, in a stable order."""
 
     def by_address(index: int) -> tuple[int, str, str, int]:
         address, node = nodes[index]
-        with contextlib.suppress(ValueError):  # of names
+        with contextlib.suppress(ValueError):  # of host names
             return int(ipaddress.ip_address(address)), address, node, index
         return 0, address, node, index
 
@@ -159,7 +158,7 @@ def by_node(bundles: Sequence[Bundle], nodes: Sequence[tuple[str, str]]) -> list
 
 
 def forwarded(environment: Mapping[str, str], also: Iterable[str] = ()) -> dict[str, str]:
-    """Choose the variables that are forwarded, by the usual patterns and more."""
+    """Select the variables to forward, by the usual patterns and ``also``."""
     also = tuple(also)
     if asked := set(_PLACED).intersection(also):
         raise ConfigError(
@@ -175,7 +174,7 @@ def forwarded(environment: Mapping[str, str], also: Iterable[str] = ()) -> dict[
 
 
 def described(variables: Mapping[str, str]) -> str:
-    """Say in a line what is forwarded; values only of the usual names, and never a secret's."""
+    """Describe the forwarded variables in a line. Only usual names, never secrets, have values."""
     shown = []
     for name, value in variables.items():
         usual = any(fnmatchcase(name, pattern) for pattern in PATTERNS)
@@ -184,7 +183,7 @@ def described(variables: Mapping[str, str]) -> str:
 
 
 def split(variables: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return what Ray may show to all who look at the cluster, as it does, and the secrets."""
+    """Split off the secrets, as Ray shows the other variables to all users of the cluster."""
     secrets = {name: value for name, value in variables.items() if _is_secret(name, value)}
     return {name: value for name, value in variables.items() if name not in secrets}, secrets
 
@@ -194,7 +193,7 @@ def _is_secret(name: str, value: str) -> bool:
 
 
 def code_paths(paths: Sequence[str]) -> list[str]:
-    """Return the paths of ``sys.path`` that hold modules which are not installed."""
+    """Return the entries of ``sys.path`` that hold modules which are not installed."""
     own = dict[str, None]()
     for path in paths:
         absolute = Path(path).absolute()  # '' is the working directory
@@ -206,7 +205,7 @@ def code_paths(paths: Sequence[str]) -> list[str]:
 
 
 def find(timeout_s: float = 20.0) -> Cluster | None:
-    """Look for the cluster of ``auto`` in a process of its own; there is none after the time."""
+    """Look for the cluster of ``auto`` in a separate process. ``None`` after ``timeout_s``."""
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; "
         "from stretto.workers.ray_cluster import _describe; _describe()"
@@ -232,14 +231,14 @@ def _describe() -> None:
 def _connect(
     address: str, cpus: int | None, gpus: int | None, say: Callable[[str], None] = lambda _: None
 ) -> bool:
-    """Connect to a cluster, or start one; return whether the connection is ours to close."""
+    """Connect to a cluster, or start one. Return whether this process must shut it down."""
     require("ray", "ray", "a cluster")
     import ray
 
     if ray.is_initialized():
         return False
     if not address:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to others
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # send no usage statistics
         _make_token()
         with signals.kept():
             ray.init(
@@ -249,7 +248,7 @@ def _connect(
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,
                 logging_level=logging.ERROR,
-                # Ray's default of 15 leaves ranks next to nothing beside whatever else computes.
+                # Ray's default of 15 starves ranks if anything else computes.
                 _system_config={"worker_niceness": 0},
             )
         return True
@@ -276,7 +275,9 @@ def _make_token() -> None:
 
 
 def require_answer(address: str) -> None:
-    """Knock at a cluster's address, as Ray would go on trying for minutes; raise ConfigError."""
+    """Check that a cluster's address answers. Raises ConfigError. Ray itself would keep trying for
+    minutes.
+    """
     if address == "auto" and not os.environ.get("RAY_ADDRESS"):
         return
     address = os.environ["RAY_ADDRESS"] if address == "auto" else address
@@ -288,7 +289,7 @@ def require_answer(address: str) -> None:
         )
     host, _, port = address.rpartition(":")
     if address in ("auto", "local") or not port.isdigit():
-        return  # Ray has names of its own
+        return  # one of Ray's special names
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
     except OSError as error:
@@ -324,7 +325,7 @@ class RankActor:
     """A rank in a Ray actor."""
 
     def run(self, spec: RankSpec, address: Address, key: bytes) -> None:
-        """Connect to the driver's listener, and be a rank until the driver goes."""
+        """Connect to the driver's listener, and serve as a rank until the driver goes."""
         from stretto.workers.rank import Rank  # imports torch
 
         connection = connected(address, key, spec.index, spec.timeout_s)
@@ -333,15 +334,17 @@ class RankActor:
 
 
 class ActorProcesses:
-    """Ray actors of ranks, which find classes under the paths of here; see ``ranks.Launched``."""
+    """Ray actors of ranks, which import from the same paths as this process. See
+    ``ranks.Launched``.
+    """
 
     def __init__(
         self,
         specs: Sequence[RankSpec],
         cluster: RayCluster,
-        places: Sequence[int] = (),  # positions on the cluster; by default the first ones
-        share: float = 1.0,  # of its place that each takes, as other groups may have the rest
-        python: str = "",  # interpreter, with the same versions of Python and Ray as the cluster's
+        places: Sequence[int] = (),  # positions on the cluster, by default the first ones
+        share: float = 1.0,  # of its place per rank, as other groups may use the rest
+        python: str = "",  # interpreter with the cluster's versions of Python and Ray
     ) -> None:
         import ray
 
@@ -359,7 +362,7 @@ class ActorProcesses:
                 actor = ray.remote(RankActor).options(
                     num_cpus=bundle.cpus * share,
                     num_gpus=bundle.gpus * share,
-                    max_restarts=0,  # another one would have neither the group nor the weights
+                    max_restarts=0,  # a restarted one would lack the group and the weights
                     max_task_retries=0,
                     scheduling_strategy=cluster.scheduling(place),
                     runtime_env=options,
@@ -427,7 +430,7 @@ class ActorProcesses:
 
 
 def explained(reason: BaseException) -> str:
-    """Say how an actor ended, by the error that Ray raised for it."""
+    """Describe how an actor ended, by the error that Ray raised for it."""
     import ray
 
     said = str(reason)

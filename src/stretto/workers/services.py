@@ -1,4 +1,4 @@
-"""Services: workers where they stand, which answer executors with what they did, and when."""
+"""Services: workers in their process, which answer executors with results and timed work."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Service:
     """A role's worker, with plain methods, and the methods of the role's protocol."""
 
     role: ClassVar[type] = object
-    offloaded: OffloadedTensors | None = None  # tensors that rest while other services work
-    reads: frozenset[str] = frozenset()  # methods that leave these as they are
-    waits: frozenset[str] = frozenset()  # methods that wait for these when they come to need them
+    offloaded: OffloadedTensors | None = None  # tensors off the device while other services work
+    reads: frozenset[str] = frozenset()  # methods that do not change these tensors
+    waits: frozenset[str] = frozenset()  # methods that wait for these tensors themselves
     collective: frozenset[str] = frozenset()  # methods in which the service's ranks may meet
-    alike: frozenset[str] = frozenset()  # those of them that return the same on all ranks
+    alike: frozenset[str] = frozenset()  # collective methods with the same result on all ranks
 
     def __init__(self, worker: Any = None, clock: Clock | None = None) -> None:
         self.worker, self._clock = worker, clock or RealClock()
@@ -41,7 +41,7 @@ class Service:
 
     @property
     def light(self) -> frozenset[str]:
-        """Return methods that need no offloaded tensors, and next to no room on the device."""
+        """Methods that need no offloaded tensors and almost no device memory."""
         return frozenset({"now", *(name for name, m in self._methods.items() if m.light)})
 
     def now(self) -> Reply[float]:
@@ -65,7 +65,7 @@ class Service:
         return {}
 
     def _counts(self) -> Mapping[str, int]:
-        """Return totals of the worker; a span gets by how much they grew."""
+        """Return counters of the worker. Spans report their increase."""
         return {}
 
     def _answer(self, reply: Reply[Any]) -> Reply[Any]:
@@ -79,14 +79,14 @@ class Service:
         start_s = self._clock.now()
         value = call()
         attributes = about(value)
-        if seconds:  # on a GPU a call returns before its work is done, and may have to wait first
+        if seconds:  # GPU calls return before their work is done, and may wait first
             took_s = seconds()
             start_s = max(start_s, self._clock.now() - took_s)
         return Reply(value, (Work(name, start_s, self._clock.now(), attributes),))
 
 
 class CallPredictor:
-    """Predicts which service of a process is called next: the one that was the last time."""
+    """Predicts the next service to be called in a process, from its last call sequence."""
 
     def __init__(self) -> None:
         self._after: dict[Call, tuple[int, str]] = {}
@@ -94,10 +94,9 @@ class CallPredictor:
         self._times = 0
 
     def called(self, call: Call) -> str:
-        """Take note of a call; return the service whose call is due after it.
-
-        A call that is made several times in a row is the last of them when it has been made as
-        often as before. Empty where nothing is known yet, or more calls of this kind are due.
+        """Record a call and return the service expected next. A repeated call is assumed finished
+        after as many repetitions as last time. Returns an empty string if nothing is known yet or
+        more repetitions are due.
         """
         if call == self._last:
             self._times += 1
@@ -114,7 +113,9 @@ def offloaded_of(service: object) -> OffloadedTensors | None:
 
 
 class ServiceTensors:
-    """Offloaded tensors of services that share a device: a call brings its own, others' go."""
+    """Offloaded tensors of services that share a device: a call loads its own and offloads the
+    rest.
+    """
 
     def __init__(self, services: Mapping[str, Service]) -> None:
         self._services = services
@@ -124,7 +125,7 @@ class ServiceTensors:
         self._copy_streams = {offloaded.copies for offloaded in self._offloaded.values()}
 
     def begin(self, name: str, method: str) -> None:
-        """Prepare for a call: it finds its tensors, unless it waits for them itself."""
+        """Prepare for a call: its tensors are loaded, unless it waits for them itself."""
         service = self._services[name]
         if not self._offloaded or method in service.light:
             return
@@ -141,10 +142,10 @@ class ServiceTensors:
             self._offloaded[coming].load(early=True)
 
     def noted(self, result: object) -> object:
-        """Return a call's result, with the copies that have ended if it tells of work."""
+        """Return a call's result, with the finished copies if it is a Reply."""
         for copies in self._copy_streams:
             self._noted += copies.take()
-        if not isinstance(result, Reply):  # copies are told of later, waiting was this call's
+        if not isinstance(result, Reply):  # copies can be reported later, waits only now
             self._noted = [work for work in self._noted if work.beside]
             return result
         works, self._noted = self._noted, []
